@@ -100,7 +100,7 @@ def _steps() -> tuple:
 
 ROWS: dict[str, tuple[Any, Row]] = {
     "linear": (linear.call_forward.overload, Row(_linear, 2)),
-    "linear in spans": (linear._call_spans.overload, Row(lambda: (*_linear(), 1), 2)),
+    "linear in spans": (linear._call_slices.overload, Row(lambda: (*_linear(), 1), 2)),
     "scan": (
         scan._call_forward.overload,
         Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),

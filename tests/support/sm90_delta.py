@@ -229,7 +229,7 @@ def fused(
     # with turns a program may wait for one that has no slot, if there are so few
     launch = threads.launch if slots == 1 or G > 1 else threads.launch_together
     launch(
-        kernels().fused, programs, args, **flags, BK=K // 2, WARPS=4, REGISTERS=0, FEW=0,
+        kernels().fused, programs, args, **flags, BK=K // 2, WARPS=4, REGISTERS=0, LOAD_REGISTERS=0,
         SHARED=G > 1,
     )  # fmt: skip
     assert not counts[:slots].any()

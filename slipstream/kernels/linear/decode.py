@@ -55,7 +55,7 @@ def unsupported_reason(call: tuple[LinearInputs, Pool]) -> str | None:
 
 
 CANDIDATES = (
-    Candidate("triton", "one portable Triton kernel, on CUDA", unsupported_reason),
+    Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
 )
 _PLANS = ValidationCache()
@@ -101,8 +101,10 @@ def _check_pool(terms: LinearInputs, pool: Pool) -> None:
         raise ValueError(f"{name}: wants {other} too, or neither")
     checks.expect_rank("state", state, 4, "[slots, HV, V, K]" if v_first else "[slots, HV, K, V]")
     N, HV, K, V = terms.state_shape
-    slots = N if indices is None else state.shape[0]
-    checks.expect_shape("state", state, (slots, HV, V, K) if v_first else (slots, HV, K, V))
+    cache_slots = N if indices is None else state.shape[0]
+    checks.expect_shape(
+        "state", state, (cache_slots, HV, V, K) if v_first else (cache_slots, HV, K, V)
+    )
     checks.expect_floating({"state": state})
     checks.expect_one_device({"q": terms.q, "state": state, "state_indices": indices})
     if indices is not None:
@@ -111,11 +113,11 @@ def _check_pool(terms: LinearInputs, pool: Pool) -> None:
             raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
 
 
-def _check_indices(indices: Tensor, slots: int) -> None:
+def _check_indices(indices: Tensor, cache_slots: int) -> None:
     """On the host: none past the last slot, none twice. On a device it would be a sync."""
     if indices.device.type != "cpu":
         return
-    expect_below("state_indices", indices, slots, "slots")
+    expect_below("state_indices", indices, cache_slots, "slots")
     given = [i for i in indices.tolist() if i >= 0]
     if len(set(given)) < len(given):
         raise ValueError(f"state_indices: want each slot at most once, got {indices.tolist()}")
@@ -163,11 +165,11 @@ def step_eager(terms: LinearInputs, pool: Pool, scale: float) -> Tensor:
     live = (pool.indices >= 0) & (pool.indices < state.shape[0])  # [N]
     n = torch.arange(terms.sequences, device=live.device)
     source = torch.where(live, n, live.int().argmax())
-    slots = pool.indices.long().index_select(0, source).clamp(min=0)
-    before = state.index_select(0, slots)
+    cache_slots = pool.indices.long().index_select(0, source).clamp(min=0)
+    before = state.index_select(0, cache_slots)
     o, final = recurrent_forward(terms._replace(initial_state=before), scale)
     final = torch.where(live.any(), final.index_select(0, source), before)
-    state.index_copy_(0, slots, final.to(state.dtype))
+    state.index_copy_(0, cache_slots, final.to(state.dtype))
     if terms.cu_seqlens is not None:  # the sequence of each token
         t = torch.arange(o.shape[1], device=live.device)
         owner = torch.searchsorted(terms.cu_seqlens[1:].long(), t, right=True)

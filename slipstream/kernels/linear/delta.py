@@ -220,8 +220,10 @@ class DeltaBackend(ABC):
             for_backward = backend.empty_checkpoints(terms)
         with device_of(o.device):
             wy = backend.solve_tril(terms)
-            for tokens, part, part_o, end in iter_slices(terms, o, final, checkpoints):
-                backend.run_chunks(part, wy.of_tokens(tokens), scale, part_o, end, for_backward)
+            for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
+                backend.run_chunks(
+                    terms_slice, wy.of_tokens(tokens), scale, o_slice, end, for_backward
+                )
         saved = [*wy, for_backward and for_backward.states] if save else []
         return o, final, [x for x in saved if x is not None]
 

@@ -36,8 +36,8 @@ from slipstream.runtime.dispatch import (
 from slipstream.runtime.token_ids import expect_offsets
 
 CANDIDATES = (
-    Candidate("sm90", "kernels for sm_90 and, around them, portable ones", sm90_unsupported),
-    Candidate("triton", "portable Triton kernels, on CUDA", unsupported_reason),
+    Candidate("sm90", "kernels for sm_90 and, around them, Triton's", sm90_unsupported),
+    Candidate("triton", "Triton kernels, on CUDA", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )

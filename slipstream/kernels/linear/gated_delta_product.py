@@ -1,9 +1,9 @@
-"""Several Householder steps a token, each as a token of the gated delta rule, span after span.
+"""Several Householder steps a token, each as a token of the gated delta rule, slice after slice.
 
 The first of a token's n steps decays and its last reads: q and g are zero at the others, and o is
-thrown away there (householder.py). Of a long row a span of tokens at a time is laid out like that
+thrown away there (householder.py). Of a long row a slice of tokens at a time is laid out like that
 (workspace.py), so that it takes little memory; what is kept for backward are the states between
-spans.
+slices.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_di
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import DirectCall, KernelOp
 
-# Steps of a span, at least, where walks leave half of a GPU idle unless they are cut into segments.
-MAX_UNSLICED_TOKENS = 4096
+# Steps of a slice, at least, where scans leave half of a GPU idle unless cut into segments.
+MIN_SLICE_STEPS = 4096
 
 
 class Steps(NamedTuple):
@@ -44,13 +44,13 @@ class Steps(NamedTuple):
         return (self.q.shape[0], self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
     def terms(self, tokens: slice, state: Tensor | None, impl: str) -> LinearInputs:
-        """Of a span, each step a token."""
+        """Of a slice, each step a token."""
         return self.laid(tokens, state, impl, None)[0]
 
     def laid(
         self, tokens: slice, state: Tensor | None, impl: str, do: Tensor | None
     ) -> tuple[LinearInputs, Tensor | None]:
-        """Those, and the span's gradient of o by steps."""
+        """Those, and the slice's gradient of o by steps."""
         n, g = self.n, None if self.g is None else self.g[:, tokens]
         k, v, beta = (x[:, _of_steps(tokens, n)] for x in (self.k, self.v, self.beta))
         do = None if do is None else do[:, tokens]
@@ -69,20 +69,20 @@ def num_slices(given: Steps, impl: str) -> int:
     programs = HV * -(-V // 64)
     if B > 1 or 2 * programs < workspace.MIN_ACTIVE_PROGRAMS:
         return 1
-    most = (
+    max_slices = (
         workspace.MAX_SLICES
         if programs >= workspace.MIN_ACTIVE_PROGRAMS
-        else max(1, R // MAX_UNSLICED_TOKENS)
+        else max(1, R // MIN_SLICE_STEPS)
     )
     size = sum(x.numel() * x.element_size() for x in given if x is not None)
     size += given.v.numel() * E // given.n  # o
     allowed = workspace.allowed_bytes(2 * size)
-    allowed -= workspace.BORDERS * prod(given.state_shape) * 4
-    return int(min(most, -(-R * HV * _workspace_bytes(given, impl) // max(allowed, 1))))
+    allowed -= workspace.BORDER_STATES * prod(given.state_shape) * 4
+    return int(min(max_slices, -(-R * HV * _workspace_bytes(given, impl) // max(allowed, 1))))
 
 
 def _workspace_bytes(given: Steps, impl: str) -> int:
-    """Bytes a step and value head of a span's backward pass: q, do, R and the states of chunks; and
+    """Bytes a step and value head of a slice's backward pass: q, do, R and states of chunks; and
     where these have no room in q or in the gradient of k, w and gradients of q and k."""
     (HV, V), (H, K), E = given.v.shape[2:], given.q.shape[2:], given.q.element_size()
     lean = (K * H // HV + V + workspace.CHUNK) * E + 2 * K * V * E // workspace.CHUNK
@@ -92,23 +92,23 @@ def _workspace_bytes(given: Steps, impl: str) -> int:
     return lean + w + (0 if H == HV else 2 * K * E)
 
 
-def _like(given: Steps, spans: int) -> tuple[Tensor, Tensor, Tensor]:
+def _like(given: Steps, count: int) -> tuple[Tensor, Tensor, Tensor]:
     wide: dict[str, Any] = {"dtype": torch.float32}
     (B, T), size = given.q.shape[:2], given.state_shape
     v = given.v
-    states = (v.new_empty(size, **wide), v.new_empty(spans - 1, *size, **wide))
+    states = (v.new_empty(size, **wide), v.new_empty(count - 1, *size, **wide))
     return v.new_empty(B, T, *v.shape[2:]), *states
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, T, HV, V], the final state, and those between spans."""
-    *tensors, scale, chunk, impl, spans = args
+    """o [B, T, HV, V], the final state, and those between slices."""
+    *tensors, scale, chunk, impl, count = args
     given = Steps(*tensors)
-    o, final, checkpoints = _like(given, spans)
+    o, final, checkpoints = _like(given, count)
     before = given.state
-    if before is None and spans > 1:  # alone, a walk may still read it where another has written
+    if before is None and count > 1:  # alone, a scan may still read it where another has written
         before = final.zero_()
-    cuts = workspace.time_slices(given.q.shape[1], spans)
+    cuts = workspace.time_slices(given.q.shape[1], count)
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else checkpoints[i]
         tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
@@ -116,7 +116,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         wide, *_ = op.forward_impl(*terms, scale, chunk, impl, False, 1, out=(None, after))
         deinterleave(wide, None, given.n, o[:, tokens], None, impl)
         before = after
-        del terms, wide  # before there are the next span's
+        del terms, wide  # before there are the next slice's
     return o, final, checkpoints
 
 
@@ -133,22 +133,22 @@ def _backward(*args: Any) -> list[Tensor]:
     beta = given.beta  # its gradient is rounded once, at the end
     exact = torch.float32 if beta.element_size() < 4 else beta.dtype
     grads["beta"] = beta.new_empty(beta.shape, dtype=exact)
-    after, met = dfinal, given.state
-    if len(cuts) > 1 and (after is None or met is None):
+    after, entry = dfinal, given.state
+    if len(cuts) > 1 and (after is None or entry is None):
         zeros = torch.zeros_like(grads["state"])
-        after, met = (zeros if x is None else x for x in (after, met))
+        after, entry = (zeros if x is None else x for x in (after, entry))
     for i, tokens in reversed(list(enumerate(cuts))):
         tokens = slice(tokens.start, min(tokens.stop, given.q.shape[1]))
-        terms, d = given.laid(tokens, checkpoints[i - 1] if i else met, impl, do)
+        terms, d = given.laid(tokens, checkpoints[i - 1] if i else entry, impl, do)
         out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
         out["initial_state"] = grads["state"]
-        found = op.backward_impl(
+        slice_grads = op.backward_impl(
             terms, d, after, scale, chunk, impl, True, None, out, overwrite_q=True
         )
-        g, g_to = (found["g"], grads["g"][:, tokens]) if given.g is not None else (None, None)
-        deinterleave(found["q"], g, n, grads["q"][:, tokens], g_to, impl)
+        g, g_to = (slice_grads["g"], grads["g"][:, tokens]) if given.g is not None else (None, None)
+        deinterleave(slice_grads["q"], g, n, grads["q"][:, tokens], g_to, impl)
         after = grads["state"]
-        del terms, d, found, g  # as above
+        del terms, d, slice_grads, g  # as above
     grads["beta"] = grads["beta"].to(beta.dtype)
     return list(grads.values())
 

@@ -1,17 +1,17 @@
-"""Gated slot attention in 16 bits as one operator: two passes of the additive family.
+"""Gated slot attention in 16 bits as one operator: two passes of the scalar-decay family.
 
     scores = Sk^T q      Sk_t = Sk_{t-1} diag(exp(g_t)) + k_t s_t^T      p = softmax(scale * scores)
     o = Sv^T p           Sv_t = diag(exp(g_t)) Sv_{t-1} + s_t v_t^T
 
 The softmax makes of an error of the scores several times that of its result: they are float32, of
 products whose factors are in two parts (triton/vector_decay/chunk.py). They take the memory where o
-will be, if that suffices, of one span of tokens at a time (workspace.py): what is kept for backward
-is p, and the states between the spans. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and
+will be, if that suffices, of one slice of tokens at a time (workspace.py): kept for backward are p
+and the states between the slices. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and
 `second` name the implementations of the passes.
 
-Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward 4, of one span, which
-are what the first pass leaves for its walk, or p and what the second does; backward p, and of one
-span dp, 8 to 10 in all.
+Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward 4, of a slice, which
+are what the first pass leaves for its scan, or p and what the second does; backward p, and of one
+slice dp, 8 to 10 in all.
 """
 
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard
 
-# Spans of a row of tokens whose o is not small, and where backward follows.
-LITTLE, SPANS, TRAINED = 1 << 24, 2, 3
+# Elements of o up to which a row of tokens is not cut; its slices else, and where backward follows.
+SMALL_OUTPUT, FWD_SLICES, TRAINING_SLICES = 1 << 24, 2, 3
 
 
 class GSAInputs(NamedTuple):
@@ -60,9 +60,9 @@ _OPTIONS = "float scale, int chunk, str first, str second"
 
 def num_slices(given: GSAInputs, keep: bool) -> int:
     alone = given.q.shape[0] == 1 and given.cu_seqlens is None
-    if not alone or given.v.numel() <= LITTLE:
+    if not alone or given.v.numel() <= SMALL_OUTPUT:
         return 1
-    return TRAINED if keep else SPANS
+    return TRAINING_SLICES if keep else FWD_SLICES
 
 
 def _slice(
@@ -73,28 +73,28 @@ def _slice(
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    """o, both final states, p, and the states between spans, of keys and of values; p is empty
+    """o, both final states, p, and the states between slices, of keys and of values; p is empty
     unless it is to be kept."""
-    *tensors, scale, chunk, first, second, spans, keep = args
+    *tensors, scale, chunk, first, second, count, keep = args
     given = GSAInputs(*tensors)
-    o, p, *states = _like(given, spans, keep)
+    o, p, *states = _like(given, count, keep)
     final, checkpoints = states[:2], states[2:]
     before = [given.keys, given.values]
-    if spans > 1:
+    if count > 1:
         before = [y.zero_() if x is None else x for x, y in zip(before, final)]
-    cuts = workspace.time_slices(given.q.shape[1], spans)
+    cuts = workspace.time_slices(given.q.shape[1], count)
     for i, tokens in enumerate(cuts):
         after = final if i == len(cuts) - 1 else [x[i] for x in checkpoints]
-        part = _slice(given, tokens, *before)
-        here = o[:, tokens]
-        out = _workspace_bytes(here, part.s), after[0]
-        scores, _, _ = op.forward_impl(*part.first(), scale, chunk, first, True, 1, out=out)
-        one = p[:, tokens] if keep else part.s.new_empty(part.s.shape)
+        inputs = _slice(given, tokens, *before)
+        o_slice = o[:, tokens]
+        out = _workspace_bytes(o_slice, inputs.s), after[0]
+        scores, _, _ = op.forward_impl(*inputs.first(), scale, chunk, first, True, 1, out=out)
+        one = p[:, tokens] if keep else inputs.s.new_empty(inputs.s.shape)
         _softmax(scores, one, second)
         del scores, out
-        two = part.second(one)
-        op.forward_impl(*two, 1.0, chunk, second, False, 1, out=(here, after[1]))
-        del one, two  # before the next span's
+        two = inputs.second(one)
+        op.forward_impl(*two, 1.0, chunk, second, False, 1, out=(o_slice, after[1]))
+        del one, two  # before the next slice's
         before = after
     return o, *final, p, *checkpoints
 
@@ -106,7 +106,7 @@ def _workspace_bytes(o: Tensor, s: Tensor) -> Tensor | None:
     return o.flatten()[: 2 * s.numel()].view(torch.float32).view(s.shape)
 
 
-def _like(given: GSAInputs, spans: int, keep: bool) -> list[Tensor]:
+def _like(given: GSAInputs, count: int, keep: bool) -> list[Tensor]:
     """What _forward returns, but for p in second place."""
     (N, H, K, M), V = given.first().state_shape, given.v.shape[-1]
     wide: dict[str, Any] = {"dtype": torch.float32}
@@ -115,7 +115,7 @@ def _like(given: GSAInputs, spans: int, keep: bool) -> list[Tensor]:
         given.v.new_empty(given.v.shape),
         given.s.new_empty(given.s.shape if keep else 0),
         *(given.v.new_empty(x, **wide) for x in states),
-        *(given.v.new_empty(spans - 1, *x, **wide) for x in states),
+        *(given.v.new_empty(count - 1, *x, **wide) for x in states),
     ]
 
 
@@ -129,29 +129,34 @@ def _backward(*args: Any) -> list[Tensor]:
     *tensors, p, first_checkpoints, second_checkpoints, do, dkeys, dvalues = args[: len(_NAMES) + 6]
     scale, chunk, first, second = args[len(_NAMES) + 6 :]
     given = GSAInputs(*tensors)
-    spans = first_checkpoints.shape[0] + 1
+    count = first_checkpoints.shape[0] + 1
     grads = _fake_backward(*args)
     dstates = grads[5:]
     after, before = [dkeys, dvalues], [given.keys, given.values]
-    if spans > 1 and any(x is None for x in (*after, *before)):
+    if count > 1 and any(x is None for x in (*after, *before)):
         flat = dstates[0].new_zeros(max(x.numel() for x in dstates))
         zeros = [flat[: x.numel()].view(x.shape) for x in dstates]
         after = [y if x is None else x for x, y in zip(after, zeros)]
         before = [y if x is None else x for x, y in zip(before, zeros)]
-    cuts = workspace.time_slices(given.q.shape[1], spans)
+    cuts = workspace.time_slices(given.q.shape[1], count)
     for i, tokens in reversed(list(enumerate(cuts))):
-        met = [first_checkpoints[i - 1], second_checkpoints[i - 1]] if i else before
-        part = _slice(given, tokens, *met)
-        one, two = part.first(), part.second(p[:, tokens])
-        here = {name: x[:, tokens] for name, x in zip(_NAMES, grads[:5])}
+        entry = [first_checkpoints[i - 1], second_checkpoints[i - 1]] if i else before
+        inputs = _slice(given, tokens, *entry)
+        one, two = inputs.first(), inputs.second(p[:, tokens])
+        grads_slice = {name: x[:, tokens] for name, x in zip(_NAMES, grads[:5])}
         d = None if do is None else do[:, tokens]
-        out = {"k": here["s"], "v": here["v"], "g": here["g"], "initial_state": dstates[1]}
+        out = {
+            "k": grads_slice["s"],
+            "v": grads_slice["v"],
+            "g": grads_slice["g"],
+            "initial_state": dstates[1],
+        }
         dp = op.backward_impl(two, d, after[1], 1.0, chunk, second, True, None, out)["q"]
         _softmax_backward(two.q, dp, second)
-        out = {"q": here["q"], "k": here["k"], "initial_state": dstates[0]}
+        out = {"q": grads_slice["q"], "k": grads_slice["k"], "initial_state": dstates[0]}
         more = op.backward_impl(one, dp, after[0], scale, chunk, first, True, None, out)
-        here["s"].add_(more["v"])
-        here["g"].add_(more["gv"])
+        grads_slice["s"].add_(more["v"])
+        grads_slice["g"].add_(more["gv"])
         after = dstates
     return grads
 
@@ -217,15 +222,15 @@ def _guard(impl: str, p: Tensor) -> Guard:
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few rows as wide."""
     scores = torch.randn(1, 19, 1, like.shape[-1], device=like.device)
-    fresh, found = numeric_probe.random_like(like, *scores.shape), []
+    fresh, results = numeric_probe.random_like(like, *scores.shape), []
     ways = (_kernel_softmax, _kernel_backward), (_eager_softmax, _eager_backward)
     for softmax, backward in ways:
         p, dp = torch.empty_like(fresh), fresh.clone()
         softmax(scores, p)
         backward(p, dp)
-        found.append((p, dp))
+        results.append((p, dp))
     bar = numeric_probe.BARS[like.dtype][1]
-    for name, x, y in zip(("p", "the gradient of the scores"), *found):
+    for name, x, y in zip(("p", "the gradient of the scores"), *results):
         if not (error := numeric_probe.relative_error(x, y)) <= bar:
             return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
     return None
@@ -268,8 +273,8 @@ class _Slots(Function):
     def backward(ctx: Any, saved: Saved, *grads: Tensor | None) -> Any:
         if all(x is None for x in grads):
             return (None,) * (1 + len(_NAMES))
-        found = _call_backward(*saved, *grads, *ctx.options)
-        given = [x if y is not None else None for x, y in zip(found, saved)]
+        results = _call_backward(*saved, *grads, *ctx.options)
+        given = [x if y is not None else None for x, y in zip(results, saved)]
         return (None, *given, None)
 
 

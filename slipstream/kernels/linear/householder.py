@@ -65,9 +65,9 @@ def _launch_deinterleave(
 def eager_deinterleave(
     q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None
 ) -> None:
-    for x, at, there in ((q, n - 1, to), (g, 0, g_to)):
-        if x is not None and there is not None:
-            there.copy_(x[:, at::n])
+    for x, at, dest in ((q, n - 1, to), (g, 0, g_to)):
+        if x is not None and dest is not None:
+            dest.copy_(x[:, at::n])
 
 
 def _guard(impl: str, x: Tensor) -> Guard:
@@ -85,17 +85,17 @@ def _mismatch(like: Tensor) -> str | None:
     n = 3
     q, do = (numeric_probe.random_like(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
     g, gs = (torch.randn(2, T, 4, device=like.device) for T in (11, 11 * n))
-    found = []
-    for there, back in (
+    results = []
+    for dest, back in (
         (_launch_interleave, _launch_deinterleave),
         (eager_interleave, eager_deinterleave),
     ):
-        rows = there(q, g, do, n)
+        rows = dest(q, g, do, n)
         taken, gates = torch.empty_like(q), torch.empty_like(g)
         back(rows[0], gs, n, taken, gates)
-        found.append((*rows, taken, gates))
+        results.append((*rows, taken, gates))
     names = (*(f"{x} at its steps" for x in ("q", "g", "do")), "q taken back", "g taken back")
-    for name, x, y in zip(names, *found):
+    for name, x, y in zip(names, *results):
         if (error := numeric_probe.relative_error(x, y)) != 0.0:
             return f"{name} is off by {error:.1e} of its size, where nothing is rounded"
     return None

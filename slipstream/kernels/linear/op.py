@@ -292,7 +292,7 @@ call_forward = KernelOp(
     _fake_forward,
     replay=True,
 )
-_call_spans = KernelOp(
+_call_slices = KernelOp(
     "linear_spans",
     f"({_TERMS}, {_OPTIONS}, bool wide, int spans) -> (Tensor, Tensor, Tensor)",
     forward_impl,
@@ -343,7 +343,7 @@ class Linear(Function):
         if impl.startswith("sm90") and terms.transition == "delta" and is_plain_call(terms.q):
             o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, num_slices)
         elif num_slices > 1 or workspace.fwd_unsliced(terms, impl):
-            o, final, *saved = _call_spans(*given, scale, chunk, impl, wide, num_slices)
+            o, final, *saved = _call_slices(*given, scale, chunk, impl, wide, num_slices)
         else:
             o, final = _call_forward_training(*given, scale, chunk, impl, wide)
         ctx.save_for_backward(*given, *saved)
@@ -373,7 +373,7 @@ def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 call_forward.set_gradient(_of_operator)
-_call_spans.set_gradient(_of_operator)
+_call_slices.set_gradient(_of_operator)
 
 
 def linear(

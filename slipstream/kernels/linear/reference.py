@@ -21,14 +21,14 @@ def linear_reference(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]
         return o.to(terms.q.dtype), state
     check_cu_seqlens_values(terms.cu_seqlens, terms.q.shape[1])
     offsets = terms.cu_seqlens.tolist()
-    parts = [
+    results = [
         _run(_sequence(terms, n, begin, end), scale)
         for n, (begin, end) in enumerate(itertools.pairwise(offsets))
     ]
-    if not parts:
+    if not results:
         return torch.empty_like(terms.v), terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
-    o = torch.cat([o for o, _ in parts], dim=1).to(terms.q.dtype)
-    return o, torch.cat([state for _, state in parts])
+    o = torch.cat([o for o, _ in results], dim=1).to(terms.q.dtype)
+    return o, torch.cat([state for _, state in results])
 
 
 def _sequence(terms: LinearInputs, n: int, begin: int, end: int) -> LinearInputs:

@@ -82,10 +82,10 @@ def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
     programs: those of one sequence. A cut reads half of the inputs once more: made where it at
     least triples the programs.
     """
-    wanted, anchor = TARGET_PROGRAMS // max(programs, 1), ANCHOR_INTERVAL * C
-    if wanted < 3 or tokens < 2 * anchor:
+    count, anchor = TARGET_PROGRAMS // max(programs, 1), ANCHOR_INTERVAL * C
+    if count < 3 or tokens < 2 * anchor:
         return None
-    return -(-tokens // (wanted * anchor)) * anchor
+    return -(-tokens // (count * anchor)) * anchor
 
 
 def delta_tokens(programs: int, T: int, C: int) -> int | None:
@@ -95,10 +95,10 @@ def delta_tokens(programs: int, T: int, C: int) -> int | None:
     of them has twice the rows; combining the segments takes a chunk's time for each.
     """
     chunks = T // C
-    wanted = min(TARGET_PROGRAMS // max(programs, 1), isqrt(2 * chunks))
-    if wanted < 5 or chunks < 64:
+    count = min(TARGET_PROGRAMS // max(programs, 1), isqrt(2 * chunks))
+    if count < 5 or chunks < 64:
         return None
-    return -(-chunks // wanted) * C
+    return -(-chunks // count) * C
 
 
 def delta_sm90(terms: LinearInputs) -> Segments | None:
@@ -110,10 +110,10 @@ def delta_sm90(terms: LinearInputs) -> Segments | None:
     HV, V = terms.v.shape[2:]
     chunks = _chunks_of_a_sequence(terms)
     programs = V // TILE_V * HV * terms.sequences
-    wanted = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
-    if wanted < 2 or chunks - chunks // wanted < MIN_CHUNKS_SAVED:
+    count = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
+    if count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
         return None
-    return split_into_segments(terms, -(-chunks // wanted) * CHUNK)
+    return split_into_segments(terms, -(-chunks // count) * CHUNK)
 
 
 def dplr_sm90(terms: LinearInputs) -> Segments | None:
@@ -136,7 +136,7 @@ def dplr_sm90(terms: LinearInputs) -> Segments | None:
 
 def num_dplr_sm90(programs: int, tiles: int, chunks: int) -> int:
     """tiles: programs for E and M of a segment and head."""
-    most = min(NUM_SMS // programs, chunks // MIN_SEGMENT_CHUNKS)
+    max_segments = min(NUM_SMS // programs, chunks // MIN_SEGMENT_CHUNKS)
 
     def cost(n: int) -> int:
         if n == 1:
@@ -144,7 +144,7 @@ def num_dplr_sm90(programs: int, tiles: int, chunks: int) -> int:
         waves = -(-programs * tiles * n // NUM_SMS)
         return -(-chunks // n) * (waves + 1) + COMBINE_COST * n + LAUNCH_COST
 
-    return min(range(1, max(1, most) + 1), key=cost)
+    return min(range(1, max(1, max_segments) + 1), key=cost)
 
 
 def uses_fused_bwd(terms: LinearInputs) -> bool:

@@ -16,7 +16,10 @@ from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile
 SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4)
-_CHUNK_KERNELS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
+_CHUNK_KERNELS = (
+    "fwd", "fwd_states", "dstate",
+    "oversubscribed_fwd", "oversubscribed_fwd_states", "oversubscribed_dstate",
+)  # fmt: skip
 
 
 def chunk_requirements(tile: Tile, BD: int, size: int) -> TileRequirements:
@@ -33,35 +36,35 @@ def chunk_requirements(tile: Tile, BD: int, size: int) -> TileRequirements:
     )
 
 
-def part_requirements(
+def kernel_requirements(
     tile: DeltaTile | VectorDecayTile | DplrTile, BK: int, size: int
 ) -> dict[str, TileRequirements]:
-    """By the field of the tile: the walks keep [BV, BK], the other kernels make [C, C] and [C, B]
+    """By the field of the tile: the scans keep [BV, BK], the other kernels make [C, C] and [C, B]
     of B channels at a time."""
-    found = {}
-    for name, part in vars(tile).items():
+    requirements = {}
+    for name, kernel_tile in vars(tile).items():
         if name in ("C", "tma"):
             continue
-        C, B = tile.C, part.BK if isinstance(tile, VectorDecayTile) else part.B
+        C, B = tile.C, kernel_tile.BK if isinstance(tile, VectorDecayTile) else kernel_tile.B
         if name in _CHUNK_KERNELS:
             products = ((C, C, BK), (B, C, BK), (B, C, C), (B, BK, C))
-            found[name] = TileRequirements(
-                size, part.warps, part.stages, products, (C * BK, C * B), sums=B * BK
+            requirements[name] = TileRequirements(
+                size, kernel_tile.warps, kernel_tile.stages, products, (C * BK, C * B), sums=B * BK
             )
         else:
             products = ((C, C, B), (C, B, C))
-            found[name] = TileRequirements(
-                size, part.warps, part.stages, products, (C * B,), sums=C * B
+            requirements[name] = TileRequirements(
+                size, kernel_tile.warps, kernel_tile.stages, products, (C * B,), sums=C * B
             )
-    return found
+    return requirements
 
 
 def of(tile: Any, width: int, size: int) -> list[TileRequirements]:
-    """Of a row of any of the family's tables, for K (or the walk's D) of `width`."""
+    """Of a row of any of the family's tables, for K (or the scan's D) of `width`."""
     return (
         [chunk_requirements(tile, width, size)]
         if isinstance(tile, Tile)
-        else list(part_requirements(tile, width, size).values())
+        else list(kernel_requirements(tile, width, size).values())
     )
 
 
@@ -75,15 +78,17 @@ def check(tile: Any, width: int, size: int, arch: Arch) -> None:
         sizes = {"C": SIZES[:4], "BX": SIZES, "warps": WARPS, "stages": STAGES}
         sizes["tma"] = (True, False) if tile.tma else (False,)
         check_tile(
-            "walk", tile, arch, replace, lambda x: [chunk_requirements(x, width, size)], sizes
+            "fwd", tile, arch, replace, lambda x: [chunk_requirements(x, width, size)], sizes
         )
         return
-    for name, part in vars(tile).items():
+    for name, kernel_tile in vars(tile).items():
         if name not in ("C", "tma"):
             wide = "BK" if isinstance(tile, VectorDecayTile) else "B"
             sizes = {wide: SIZES, "warps": WARPS, "stages": STAGES}
 
-            def needs(part: Any, name: str = name) -> list[TileRequirements]:
-                return [part_requirements(replace(tile, **{name: part}), width, size)[name]]
+            def needs(kernel_tile: Any, name: str = name) -> list[TileRequirements]:
+                return [
+                    kernel_requirements(replace(tile, **{name: kernel_tile}), width, size)[name]
+                ]
 
-            check_tile(name, part, arch, replace, needs, sizes)
+            check_tile(name, kernel_tile, arch, replace, needs, sizes)

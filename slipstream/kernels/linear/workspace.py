@@ -48,17 +48,17 @@ NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})  # no memory is given fo
 MIN_WORKSPACE_BYTES = 480 << 20
 MAX_WORKSPACE_PCT = 48
 # Of backward: states at the borders of slices, and gradients of states.
-BORDERS = 4
+BORDER_STATES = 4
 MAX_SLICES = 8
 # Tokens of a slice, at least, for each of the packed sequences.
 MIN_SLICE_TOKENS = 256
 # Tokens a chunk, at most, and those of slices long enough to be cut into segments.
-CHUNK, LONG = 64, 1024
-# Programs of a walk, one for 64 columns of V of a head, that keep a GPU busy.
+CHUNK, LONG_SLICE_TOKENS = 64, 1024
+# Programs of a scan, one for 64 columns of V of a head, that keep a GPU busy.
 MIN_ACTIVE_PROGRAMS = 128
-# Those of the packed sequences that have tokens in a span, at least: five spans of kda at 4x8192
+# Those of the packed sequences that have tokens in a slice, at least: five slices of kda at 4x8192
 # with 32 heads take a tenth longer than two (docs/dev/log/runtime.md).
-MAX_UNSLICED_CALL = 48
+MIN_PACKED_PROGRAMS = 48
 _SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
 
 
@@ -71,7 +71,7 @@ WHOLE = BatchTimeSlice(slice(None), slice(None))
 
 
 def num_slices(terms: LinearInputs, impl: str) -> int:
-    """How many spans of tokens a forward pass is cut into whose backward pass follows."""
+    """How many slices of tokens a forward pass is cut into whose backward pass follows."""
     if impl.startswith(("eager", "reference")) or not _can_slice(terms):
         return 1
     if impl.startswith("sm90") and bwd_unsliced(terms):
@@ -91,15 +91,15 @@ def fwd_unsliced(terms: LinearInputs, impl: str) -> bool:
     return _workspace_bytes(terms, False) > 0
 
 
-def fwd_slices(terms: LinearInputs, spans: int = 0) -> list[BatchTimeSlice]:
-    """spans: at least so many, if any are wanted; 0 where no backward pass follows."""
-    if spans == 1 and terms.transition != "none":
+def fwd_slices(terms: LinearInputs, count: int = 0) -> list[BatchTimeSlice]:
+    """count: at least so many, if any are wanted; 0 where no backward pass follows."""
+    if count == 1 and terms.transition != "none":
         return [WHOLE]
-    return _make_slices(terms, spans if spans > 1 else _num_slices(terms, False))
+    return _make_slices(terms, count if count > 1 else _num_slices(terms, False))
 
 
 def bwd_slices(terms: LinearInputs, checkpoints: Tensor | None) -> list[BatchTimeSlice]:
-    """checkpoints: of forward, which went in one span more."""
+    """checkpoints: of forward, which went in one slice more."""
     if terms.q.shape[0] > 1:
         return _make_slices(terms, _num_slices(terms, True))
     return _make_slices(terms, 1 if checkpoints is None else checkpoints.shape[0] + 1)
@@ -111,24 +111,24 @@ def forward(
     scale: float,
     slices: Sequence[BatchTimeSlice],
     dtype: torch.dtype | None = None,
-    spans: int = 0,
+    count: int = 0,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
     plain: bool = False,
 ) -> tuple[Tensor, ...]:
-    """o, the final state, and the states between `spans` spans, of checkpoints_shape; then what run
-    leaves for backward, slice after slice.
+    """o, the final state, and the states between `count` slices, of checkpoints_shape; then what
+    run leaves for backward, slice after slice.
 
     Args:
         run: called as run(terms, scale, out=(o, final)), of one slice; it may return a list of what
             it leaves after o and the final state.
         dtype: of o; q's if None.
-        spans: 0 or 1 where nobody wants the states.
+        count: 0 or 1 where nobody wants the states.
         out: memory for o and the final state.
         plain: run is in plain torch, and so is all else.
     """
     o = reuse_or_empty(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
     final = reuse_or_empty(out[1], terms.state_shape, torch.float32, terms.v.device)
-    checkpoints = final.new_empty(checkpoints_shape(terms, spans))
+    checkpoints = final.new_empty(checkpoints_shape(terms, count))
     state, saved = terms.initial_state, []
     goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
     if borders is not None and state is not None:
@@ -136,15 +136,15 @@ def forward(
     elif goes_on and state is None:
         state = final.zero_()
     for i, (rows, tokens) in enumerate(slices):
-        marked = spans > 1 and i < len(slices) - 1
-        after = checkpoints[i] if marked and borders is None else final[rows]
-        met = None if state is None else state[rows]
-        part = slice_inputs(terms, rows, tokens, met)
+        leaves_state = count > 1 and i < len(slices) - 1
+        after = checkpoints[i] if leaves_state and borders is None else final[rows]
+        entry = None if state is None else state[rows]
+        inputs = slice_inputs(terms, rows, tokens, entry)
         if borders is not None:
-            part = part._replace(cu_seqlens=borders.local[i])
-        found = run(part, scale, out=(o[rows, tokens], after))
-        saved += found[2] if len(found) > 2 else []
-        if borders is not None and marked:
+            inputs = inputs._replace(cu_seqlens=borders.local[i])
+        results = run(inputs, scale, out=(o[rows, tokens], after))
+        saved += results[2] if len(results) > 2 else []
+        if borders is not None and leaves_state:
             borders.save_carry(final, checkpoints[i], i + 1)
         elif goes_on:
             state = after
@@ -167,7 +167,7 @@ def backward(
     Args:
         run: called as run(terms, dout, dfinal, scale, out=grads), of one slice; what it leaves
             elsewhere is copied to where grads say.
-        checkpoints: of forward, where the slices are spans.
+        checkpoints: of forward, where the slices are of tokens.
         saved: what forward left, which run takes of each slice: of tokens, then of chunks; packed
             sequences slice after slice.
         plain: of forward.
@@ -180,40 +180,40 @@ def backward(
         name: x.new_empty(x.shape, dtype=torch.float32 if name in small else None)
         for name, x in given.items()
     }
-    spans, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
+    in_time, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
     state, dstate, begins = terms.initial_state, grads.get("initial_state"), None
-    if spans:
+    if in_time:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
         if dstate is None or dstate.dtype != torch.float32:  # it is rounded once
             dstate = torch.empty(terms.state_shape, **wide)
         if borders is not None:
             begins = None if state is None else state.contiguous()
-            met = torch.empty(terms.state_shape, **wide)
-            state = met.zero_() if begins is None else met.copy_(begins)
+            entry = torch.empty(terms.state_shape, **wide)
+            state = entry.zero_() if begins is None else entry.copy_(begins)
             dfinal = dstate.zero_() if dfinal is None else dstate.copy_(dfinal)
         elif state is None or dfinal is None:
             zeros = torch.zeros(terms.state_shape, **wide)
             state = zeros if state is None else state
             dfinal = zeros if dfinal is None else dfinal
     for i, (rows, tokens) in reversed(list(enumerate(slices))):
-        met = None if state is None else state[rows]
-        part = slice_inputs(terms, rows, tokens, met)
+        entry = None if state is None else state[rows]
+        inputs = slice_inputs(terms, rows, tokens, entry)
         if borders is not None:
             assert state is not None and checkpoints is not None
             borders.load_carry(state, begins, checkpoints, i)
-            part = part._replace(cu_seqlens=borders.local[i])
-        elif spans and i:
+            inputs = inputs._replace(cu_seqlens=borders.local[i])
+        elif in_time and i:
             assert checkpoints is not None
-            part = part._replace(initial_state=checkpoints[i - 1])
-        here = {n: x[rows, tokens] for n, x in grads.items() if n not in _SHARED}
+            inputs = inputs._replace(initial_state=checkpoints[i - 1])
+        grads_slice = {n: x[rows, tokens] for n, x in grads.items() if n not in _SHARED}
         if dstate is not None:
-            here["initial_state"] = dstate[rows]
+            grads_slice["initial_state"] = dstate[rows]
         do = None if dout is None else dout[rows, tokens]
         after = None if dfinal is None else dfinal[rows]
         packed = borders is not None
-        more = {"saved": _saved(saved, slices, i, packed)} if saved and spans else {}
-        copy_into(run(part, do, after, scale, out=here, **more), here)
-        if spans:
+        more = {"saved": _saved(saved, slices, i, packed)} if saved and in_time else {}
+        copy_into(run(inputs, do, after, scale, out=grads_slice, **more), grads_slice)
+        if in_time:
             dfinal = dstate
     if dstate is not None and "initial_state" in grads and dstate is not grads["initial_state"]:
         grads["initial_state"].copy_(dstate)
@@ -236,14 +236,14 @@ def iter_slices(
         state = after
 
 
-def checkpoints_shape(terms: LinearInputs, spans: int) -> tuple[int, ...]:
-    """Of the states between spans: of packed sequences one, that which crosses."""
+def checkpoints_shape(terms: LinearInputs, count: int) -> tuple[int, ...]:
+    """Of the states between slices: of packed sequences one, that which crosses."""
     N, *state = terms.state_shape
-    return max(spans - 1, 0), N if terms.cu_seqlens is None else 1, *state
+    return max(count - 1, 0), N if terms.cu_seqlens is None else 1, *state
 
 
 def slice_chunks(tokens: slice, C: int) -> slice:
-    """Of a span of tokens of a single row."""
+    """Of a slice of tokens of a single row."""
     return tokens if tokens.stop is None else slice(tokens.start // C, -(-tokens.stop // C))
 
 
@@ -284,7 +284,7 @@ def with_active_count(
     slices: Sequence[BatchTimeSlice],
     capabilities: BackendCapabilities,
 ) -> Callable:
-    """run, with how many packed sequences have tokens in a span, about, where it takes that."""
+    """run, with how many packed sequences have tokens in a slice, about, where it takes that."""
     packed = terms.cu_seqlens is not None and slices[0].tokens.stop is not None
     if not (packed and capabilities.skips_empty):
         return run
@@ -292,7 +292,7 @@ def with_active_count(
 
 
 def _borders(terms: LinearInputs, slices: Sequence[BatchTimeSlice], plain: bool) -> Any:
-    """Where packed sequences are cut into spans."""
+    """Where packed sequences are cut into slices."""
     if terms.cu_seqlens is None or slices[0].tokens.stop is None:
         return None
     if plain:
@@ -337,14 +337,14 @@ def _make_slices(terms: LinearInputs, count: int) -> list[BatchTimeSlice]:
 
 def time_slices(T: int, count: int) -> list[slice]:
     """Of about as many tokens; at most so many."""
-    unit = LONG if count * 16 * LONG <= T else CHUNK
+    unit = LONG_SLICE_TOKENS if count * 16 * LONG_SLICE_TOKENS <= T else CHUNK
     each = -(-T // (count * unit)) * unit
     return [slice(t, t + each) for t in range(0, T, each)]
 
 
 def _can_slice(terms: LinearInputs) -> bool:
-    """Whether backward may be cut into spans: a single row, of what leaves much for each other, and
-    whose walks of a span do not leave a GPU idle."""
+    """Whether backward may be cut into slices: a single row of what leaves much for each other,
+    whose scans of a slice do not leave a GPU idle."""
     if terms.transition == "none" or terms.q.shape[0] > 1:
         return False
     if terms.cu_seqlens is not None:
@@ -366,7 +366,7 @@ def _max_slices(terms: LinearInputs) -> int:
         return MAX_SLICES
     busy = MAX_SLICES
     if programs < MIN_ACTIVE_PROGRAMS:
-        busy = min(busy, programs * N // MAX_UNSLICED_CALL)
+        busy = min(busy, programs * N // MIN_PACKED_PROGRAMS)
     return max(1, min(busy, T // (MIN_SLICE_TOKENS * N)))
 
 
@@ -385,7 +385,7 @@ def _num_slices(terms: LinearInputs, grads: bool) -> int:
         allowed -= terms.sequences * CHUNK * HV * each
         allowed -= 2 * states + MAX_SLICES * HV * K * V * 4 if grads else 0
     elif grads and B == 1:
-        allowed -= BORDERS * states
+        allowed -= BORDER_STATES * states
     if grads and terms.transition == "delta" and terms.decay != "channel":
         allowed -= B * T * HV * CHUNK * E  # R, of all slices
     wanted = -(-B * T * HV * each // max(allowed, 1))

@@ -49,7 +49,7 @@ def test_schedule_has_room_for_segments(shape: tuple[int, int, int, int, int]) -
     given = terms(shape)
     cut = choose_schedule(given)
     assert cut is not None
-    part, (segment, count) = cut.every * C, cut.segments or (T, 0)
+    part, (segment, count) = cut.interval * C, cut.segments or (T, 0)
     assert count == 0 or segment % part == 0
     assert cut.programs(given) == HV * (count or given.sequences)
     if not N:
@@ -78,7 +78,7 @@ def test_segments_follow_multiprocessors() -> None:
             assert cut is not None and cut.segments is not None
             assert cut.programs(given) <= segments.NUM_SMS
             wanted = -(-T // C) / segments.num_fused_bwd(given)
-            assert cut.segments.tokens // C <= (1 + bwd_schedule.MEMORY_SLACK) * -(-wanted // 1)
+            assert cut.segments.tokens // C <= (1 + bwd_schedule.SEGMENT_SLACK) * -(-wanted // 1)
 
 
 def test_parts_are_short_where_memory_is_wanted() -> None:
@@ -90,7 +90,7 @@ def test_parts_are_short_where_memory_is_wanted() -> None:
         with mock.patch.object(bwd_schedule, "MAX_WORKSPACE_PCT", most):
             cut = bwd_schedule.choose_schedule(given)
         assert cut is not None
-        lengths.append(cut.every)
+        lengths.append(cut.interval)
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
 

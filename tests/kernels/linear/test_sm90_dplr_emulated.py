@@ -195,7 +195,8 @@ class Walk:
         tiles = [(do, *self.columns), *self.prepared("q", "w", "b", "qb", "r"), (y, C, C)]
         tiles.append((states, self.K, self.K))
         pointers = (self.made["total"], dfinal, dstart)
-        self.launch(kernels().back, tiles, pointers, HAS_S_IN=True, HAS_S_OUT=True, ENDS=False)
+        flags = {"HAS_S_IN": True, "HAS_S_OUT": True, "TRANSITION_ONLY": False}
+        self.launch(kernels().back, tiles, pointers, **flags)
         return y, states, dstart
 
     def segments_back(self, do: Tensor) -> Tensor:
@@ -203,7 +204,8 @@ class Walk:
         dE = self.empty(*self.ends)
         tiles = [(do, *self.columns), *self.prepared("q", "w", "b", "qb"), None, None, None]
         pointers = (self.made["total"], None, dE)
-        self.launch(kernels().back, tiles, pointers, HAS_S_IN=False, HAS_S_OUT=True, ENDS=True)
+        flags = {"HAS_S_IN": False, "HAS_S_OUT": True, "TRANSITION_ONLY": True}
+        self.launch(kernels().back, tiles, pointers, **flags)
         return dE
 
 

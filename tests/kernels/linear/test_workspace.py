@@ -125,7 +125,7 @@ def test_slots_in_spans_equal_whole(with_states: bool, monkeypatch: pytest.Monke
         given += [x.requires_grad_() for x in states]
     found = []
     for little in (1 << 40, 0):
-        monkeypatch.setattr(gsa, "LITTLE", little)
+        monkeypatch.setattr(gsa, "SMALL_OUTPUT", little)
         with torch.no_grad():
             alone = gsa.attend(gsa.GSAInputs(*given), SCALE, CHUNK, "eager", "eager")
         outs = gsa.attend(gsa.GSAInputs(*given), SCALE, CHUNK, "eager", "eager")
@@ -167,7 +167,7 @@ def test_steps_in_spans_equal_whole(
 
 def test_span_ops_pass_opcheck() -> None:
     terms = LinearInputs(*(torch.randn(1, T, H, K) for _ in range(3)), beta=torch.rand(1, T, H))
-    spans_op: Any = op._call_spans.overload
+    spans_op: Any = op._call_slices.overload
     torch.library.opcheck(spans_op, (*terms, SCALE, CHUNK, "eager", False, 2))
     given = gsa.GSAInputs._make([*torch.randn(4, 1, T, H, 16), gates(16), None, None, None])
     options = (SCALE, CHUNK, "eager", "eager")

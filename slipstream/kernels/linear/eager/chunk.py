@@ -1,4 +1,4 @@
-"""The linear family chunk by chunk: everything in parallel over chunks but the walk of the state.
+"""The linear family chunk by chunk: everything in parallel over chunks but the scan of the state.
 
     transition  reads   writes   values
     none        q       k        v
@@ -46,9 +46,9 @@ class Rows(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A span computed but for the walk.
+    """A span computed but for the scan.
 
-    step: the walk's, whose rest the walk turns into x; inverse [n, C, C] of the matrix before x.
+    step: the scan's, whose rest the scan turns into x; inverse [n, C, C] of the matrix before x.
     """
 
     span: ChunkBlock
@@ -60,7 +60,7 @@ class Forward(NamedTuple):
     inverse: Tensor | None
 
     def values(self) -> list[Tensor]:
-        """After the walk: what each write carries, [n, C, V]."""
+        """After the scan: what each write carries, [n, C, V]."""
         values = [self.rows.v] if self.rows.beta is None else []
         if self.step.rest is not None:
             values.append(self.step.rest.view(self.rows.v.shape))
@@ -107,14 +107,14 @@ def prepare(terms: LinearInputs, span: ChunkBlock) -> Forward:
         columns=None if value_gate is None else span.by_step(value_gate.total),
     )
     if terms.transition != "delta":
-        kept = rows.v if value_gate is None else rows.v * value_gate.to_end
-        step = step._replace(add=span.by_step(intra.to_state[0].mT @ kept))
+        v_to_end = rows.v if value_gate is None else rows.v * value_gate.to_end
+        step = step._replace(add=span.by_step(intra.to_state[0].mT @ v_to_end))
     if terms.transition != "none":
         inverse = _inverse(intra.scores[1][-1], rows.beta)
-        right, rest = _solve(inverse, gate, rows, intra)
+        rhs, rest = _solve(inverse, gate, rows, intra)
         step = step._replace(
-            left=span.by_step(intra.to_state[-1]),
-            right=span.by_step(right),
+            lhs=span.by_step(intra.to_state[-1]),
+            rhs=span.by_step(rhs),
             rest=span.by_step(rest),
         )
     return Forward(span, rows, gate, value_gate, intra, step, inverse)

@@ -2,7 +2,7 @@
 
 A first pass keeps the state before each span. Then, from the last span to the first, the span is
 computed again, and with do the gradient of o times scale and dS' that of the state after a chunk,
-the walk back makes dx and dS, the gradient of the state before it:
+the scan back makes dx and dS, the gradient of the state before it:
 
     dx = scores(q, last write)^T do + to_state dS'
     dS = total dS' + from_state(q)^T do + right^T dx
@@ -37,8 +37,8 @@ def chunk_backward(
     du = []
     for span in layout.spans(reverse=True):
         f = prepare(terms, span)
-        met = state_scan(f.step, starts.pop(), span, reverse=False)
-        grads = _block_backward(terms, f, met, do, dcarry, scale)
+        entry = state_scan(f.step, starts.pop(), span, reverse=False)
+        grads = _block_backward(terms, f, entry, do, dcarry, scale)
         if terms.u is not None:
             du.append(grads.pop("u"))
         for name, x in grads.items():
@@ -52,7 +52,7 @@ def chunk_backward(
 
 
 def _block_start_states(terms: LinearInputs, layout: Layout) -> list[Carry]:
-    """What the walk carries into each span."""
+    """What the scan carries into each span."""
     carry, starts = layout.begin(terms.initial_state), []
     for span in layout.spans():
         starts.append(carry.copy())
@@ -62,19 +62,19 @@ def _block_start_states(terms: LinearInputs, layout: Layout) -> list[Carry]:
 
 
 def _block_backward(
-    terms: LinearInputs, f: Forward, met: Tensor, do: Tensor | None, dcarry: Carry, scale: float
+    terms: LinearInputs, f: Forward, entry: Tensor, do: Tensor | None, dcarry: Carry, scale: float
 ) -> dict[str, Tensor]:
     """Gradients of a span's rows [n, C, ...], that of u [HV, K]; `dcarry` goes back over it.
 
-    met [n, K, V]: the state before each chunk.
+    entry [n, K, V]: the state before each chunk.
     """
     do = f.span.split(terms.v.new_zeros(()).expand(terms.v.shape) if do is None else do).mul_(scale)
     douts, after = _state_scan_backward(f, do, dcarry)
     grads = {}
     if f.value_gate is None:
-        d = _boundaries_backward(f, met, douts, after)
+        d = _boundaries_backward(f, entry, douts, after)
     else:
-        d = _boundaries_backward_with_value_gate(f, met, do, after, grads)
+        d = _boundaries_backward_with_value_gate(f, entry, do, after, grads)
     if f.rows.beta is not None:
         _beta_backward(f, douts[1], d, grads)
     elif f.value_gate is None:
@@ -96,25 +96,27 @@ def _state_scan_backward(f: Forward, do: Tensor, dcarry: Carry) -> tuple[list[Te
     if f.inverse is None:
         return [do], state_scan(step, dcarry, f.span, reverse=True)
     rest = f.span.by_step(f.intra.scores[0][-1].mT @ do)
-    step = step._replace(left=f.step.right, right=f.step.left, rest=rest)
+    step = step._replace(lhs=f.step.rhs, rhs=f.step.lhs, rest=rest)
     after = state_scan(step, dcarry, f.span, reverse=True)
     return [do, f.inverse.mT @ rest.view(do.shape)], after
 
 
-def _log_total(f: Forward, met: Tensor, after: Tensor) -> Tensor | None:
+def _log_total(f: Forward, entry: Tensor, after: Tensor) -> Tensor | None:
     """Gradient of the exponent of each channel's decay over the chunk, [n, K]."""
     if f.intra.total is None:
         return None
-    kept = met * after if f.value_gate is None else met * after * f.value_gate.total
-    return kept.sum(-1) * f.intra.total
+    products = entry * after if f.value_gate is None else entry * after * f.value_gate.total
+    return products.sum(-1) * f.intra.total
 
 
-def _boundaries_backward(f: Forward, met: Tensor, douts: list[Tensor], after: Tensor) -> IntraGrads:
+def _boundaries_backward(
+    f: Forward, entry: Tensor, douts: list[Tensor], after: Tensor
+) -> IntraGrads:
     return IntraGrads(
         scores=[[dout @ values.mT for values in f.values()] for dout in douts],
-        from_state=[dout @ met.mT for dout in douts],
+        from_state=[dout @ entry.mT for dout in douts],
         to_state=[values @ after.mT for values in f.values()],
-        log_total=_log_total(f, met, after),
+        log_total=_log_total(f, entry, after),
     )
 
 
@@ -135,31 +137,31 @@ def _beta_backward(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor
 
 
 def _boundaries_backward_with_value_gate(
-    f: Forward, met: Tensor, do: Tensor, after: Tensor, grads: dict[str, Tensor]
+    f: Forward, entry: Tensor, do: Tensor, after: Tensor, grads: dict[str, Tensor]
 ) -> IntraGrads:
     """The same where the columns of the state decay too; also the gradients of v and gv."""
     gate, v, scores = f.value_gate, f.rows.v, f.intra.scores[0][0]
     assert gate is not None
     seen = do * gate.from_start
-    kept = v * gate.to_end
+    v_to_end = v * gate.to_end
     dkept = f.intra.to_state[0] @ after
-    dtotal = met * after
+    dtotal = entry * after
     if f.intra.total is not None:
         dtotal *= f.intra.total[:, :, None]
     dscores, dv, grads["gv"] = gate.backward(
         scores,
         v,
         do,
-        leave=seen * (f.query_from_state() @ met),
-        enter=kept * dkept,
+        leave=seen * (f.query_from_state() @ entry),
+        enter=v_to_end * dkept,
         dtotal=dtotal.sum(1) * gate.total[:, 0],
     )
     grads["v"] = dv.addcmul_(dkept, gate.to_end)
     return IntraGrads(
         scores=[[dscores]],
-        from_state=[seen @ met.mT],
-        to_state=[kept @ after.mT],
-        log_total=_log_total(f, met, after),
+        from_state=[seen @ entry.mT],
+        to_state=[v_to_end @ after.mT],
+        log_total=_log_total(f, entry, after),
     )
 
 

@@ -80,9 +80,9 @@ class NoGate:
         ]
         return Intra(scores, list(writes), None)
 
-    def from_state(self, read: Tensor, r: int, left: Tensor | None = None) -> Tensor:
+    def from_state(self, read: Tensor, r: int, lhs: Tensor | None = None) -> Tensor:
         """What read r reads of the state, from the left times a matrix [n, C, C] if given."""
-        return read if left is None else left @ read
+        return read if lhs is None else lhs @ read
 
     def backward(self, reads: Rows, writes: Rows, intra: Intra, d: IntraGrads) -> InputGrads:
         for kind, row in zip(self.kinds, d.scores):
@@ -127,10 +127,10 @@ class ScalarGate:
         ]
         return Intra(scores, [write * self.to_end for write in writes], self.total)
 
-    def from_state(self, read: Tensor, r: int, left: Tensor | None = None) -> Tensor:
+    def from_state(self, read: Tensor, r: int, lhs: Tensor | None = None) -> Tensor:
         """As NoGate's; a matrix from the left takes the factors, being the smaller of the two."""
         factor = self.from_start[self.kinds[r] == "before"]
-        return read * factor if left is None else (left * factor.mT) @ read
+        return read * factor if lhs is None else (lhs * factor.mT) @ read
 
     def backward(self, reads: Rows, writes: Rows, intra: Intra, d: IntraGrads) -> InputGrads:
         C = reads[0].shape[1]
@@ -140,13 +140,13 @@ class ScalarGate:
         dg = _sum(entering).sum(-1) @ ones.triu(1)  # j < t
         dg += d.log_total.sum(-1, keepdim=True)
         for before, factor in self.from_start.items():
-            own = [r for r, kind in enumerate(self.kinds) if (kind == "before") == before]
+            chosen = [r for r, kind in enumerate(self.kinds) if (kind == "before") == before]
             first = 1 if before else 0
             # P[i, j]: what scaling the decay from j to i would do; g_t is in those with j < t <= i,
             # or t < i where the read is before i's decay.
-            P = _sum([x * y for r in own for x, y in zip(d.scores[r], intra.scores[r])])
+            P = _sum([x * y for r in chosen for x, y in zip(d.scores[r], intra.scores[r])])
             dg += torch.matmul(ones.triu(first), P).mul_(ones.tril(-1)).sum(-1)
-            leave = _sum([d.from_state[r].mul_(factor) * reads[r] for r in own]).sum(-1)
+            leave = _sum([d.from_state[r].mul_(factor) * reads[r] for r in chosen]).sum(-1)
             dg += leave @ ones.tril(-first)
         for kind, row in zip(self.kinds, d.scores):
             for scores in row:
@@ -189,14 +189,14 @@ class ChannelGate:
         for r, kind in enumerate(self.kinds):
             if kind == "after":  # a token reads its own write undecayed
                 for w, write in enumerate(writes):
-                    own = (reads[r] * write).sum(-1)
-                    scores[r][w].diagonal(dim1=1, dim2=2).copy_(own)
+                    diag = (reads[r] * write).sum(-1)
+                    scores[r][w].diagonal(dim1=1, dim2=2).copy_(diag)
         return Intra(scores, to_state, total)
 
-    def from_state(self, read: Tensor, r: int, left: Tensor | None = None) -> Tensor:
+    def from_state(self, read: Tensor, r: int, lhs: Tensor | None = None) -> Tensor:
         """As NoGate's."""
         out = read * self.from_start[self.kinds[r] == "before"]
-        return out if left is None else left @ out
+        return out if lhs is None else lhs @ out
 
     def _later(self, reads: Rows, cut: slice, side: int, seam: Midpoint) -> list[Tensor]:
         """The reads of the later halves, decayed from the seam, [n, m, side, K] each."""
@@ -213,9 +213,9 @@ class ChannelGate:
         for r, kind in enumerate(self.kinds):
             if kind == "after":
                 for w, write in enumerate(writes):
-                    own = d.scores[r][w].diagonal(dim1=1, dim2=2)[..., None]
-                    d.from_state[r].addcmul_(own, write)
-                    d.to_state[w].addcmul_(own, reads[r])
+                    diag = d.scores[r][w].diagonal(dim1=1, dim2=2)[..., None]
+                    d.from_state[r].addcmul_(diag, write)
+                    d.to_state[w].addcmul_(diag, reads[r])
         return InputGrads(d.from_state, d.to_state, dg)
 
     def _backward(self, cut: slice, reads: Rows, writes: Rows, d: IntraGrads, dg: Tensor) -> None:

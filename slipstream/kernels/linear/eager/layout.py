@@ -52,7 +52,7 @@ class Layout:
         return out[:, : self.tokens]
 
     def begin(self, state: Tensor | None) -> "Carry":
-        """The walk's state before its first chunk, from that of each sequence [N, HV, K, V]."""
+        """The scan's state before its first chunk, from that of each sequence [N, HV, K, V]."""
         if state is None:
             ends = torch.zeros(self.state_shape, dtype=self.dtype, device=self.device)
         else:
@@ -64,7 +64,7 @@ class Layout:
         return Carry(torch.zeros_like(ends[0]), ends)
 
     def end(self, carry: "Carry") -> Tensor:
-        """The state of each sequence where the walk has left it, [N, HV, K, V]."""
+        """The state of each sequence where the scan has left it, [N, HV, K, V]."""
         out = carry.S.view(self.state_shape) if carry.ends is None else carry.ends[:-1]
         return out.clone()
 
@@ -124,12 +124,12 @@ class ChunkBlock:
             out[0].index_copy_(0, spare, x.flatten(0, 2).to(out.dtype))
             return
         begin, end = self._tokens()
-        whole, left = divmod(end - begin, self.chunk)
+        whole, tail = divmod(end - begin, self.chunk)
         stop = begin + whole * self.chunk
         target = out[:, begin:stop].unflatten(1, (whole, self.chunk))
         target.copy_(x[:whole].movedim(0, 1))
-        if left > 0:
-            out[:, stop:end] = x[whole, :, :left]
+        if tail > 0:
+            out[:, stop:end] = x[whole, :, :tail]
 
     def _tokens(self) -> tuple[int, int]:
         begin = self.start * self.chunk

@@ -107,7 +107,7 @@ class Order:
             self.map = chunk_map(terms.cu_seqlens, self.tokens, 1)
 
     def ends(self, state: Tensor | None) -> Tensor:
-        """The state of each sequence where the walk begins, [N, HV, K, V], to be overwritten; of
+        """The state of each sequence where the scan begins, [N, HV, K, V], to be overwritten; of
         packed ones one row more, for tokens that no sequence has."""
         if state is None or self.map is not None:
             more = int(self.map is not None)
@@ -118,7 +118,7 @@ class Order:
         return state.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def begin(self, ends: Tensor) -> Tensor:
-        """The state [G, K, V] that the walk carries."""
+        """The state [G, K, V] that the scan carries."""
         return ends.flatten(0, 1) if self.map is None else torch.zeros_like(ends[0])
 
     def enter(self, S: Tensor, ends: Tensor, t: int, *, reverse: bool = False) -> Tensor:

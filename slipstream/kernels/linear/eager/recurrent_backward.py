@@ -19,7 +19,7 @@ def recurrent_backward(
     """Gradients by the name of the term, in its shape and dtype."""
     order, tokens = Order(terms), gather(terms)
     initial = order.ends(terms.initial_state)
-    kept = _saved_states(order, tokens, initial.clone())
+    saved = _saved_states(order, tokens, initial.clone())
     dends = order.ends(dfinal)
     dS = order.begin(dends)
     douts = torch.zeros_like(terms.v) if do is None else do
@@ -29,12 +29,14 @@ def recurrent_backward(
     grads = Tokens(*(None if x is None else torch.zeros_like(x) for x in tokens))  # type: ignore
     for start in reversed(range(0, order.tokens, SEGMENT)):
         stop = min(start + SEGMENT, order.tokens)
-        met = [kept.pop()]
+        entries = [saved.pop()]
         for t in range(start, stop - 1):
-            met.append(order.enter(step(tokens.at(t), met[-1], in_place=False)[1], initial, t + 1))
+            entries.append(
+                order.enter(step(tokens.at(t), entries[-1], in_place=False)[1], initial, t + 1)
+            )
         for t in reversed(range(start, stop)):
             dS = order.enter(dS, dends, t, reverse=True)
-            dS = _step_backward(tokens.at(t), met.pop(), douts[t], dS, grads.at(t))
+            dS = _step_backward(tokens.at(t), entries.pop(), douts[t], dS, grads.at(t))
             order.leave(dS, dends, t)
     out = _by_term(terms, grads)
     if terms.initial_state is not None:
@@ -44,14 +46,14 @@ def recurrent_backward(
 
 def _saved_states(order: Order, tokens: Tokens, ends: Tensor) -> list[Tensor]:
     """The state that the first token of each segment meets."""
-    kept, S = [], order.begin(ends)
+    saved, S = [], order.begin(ends)
     for t in range(order.tokens):
         S = order.enter(S, ends, t)
         if t % SEGMENT == 0:
-            kept.append(S.clone())
+            saved.append(S.clone())
         S = step(tokens.at(t), S, in_place=True)[1]
         order.leave(S, ends, t)
-    return kept
+    return saved
 
 
 def _dot(row: Tensor, S: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     x_m     = rest_m + right_m S_m
     S_{m+1} = rows_m * S_m * columns_m + add_m + left_m^T x_m
 
-Its backward pass is the same walk from the last chunk to the first with left and right exchanged.
+Its backward pass is the same scan from the last chunk to the first with left and right exchanged.
 Cost: 4 C K V flops a chunk and row.
 """
 
@@ -19,14 +19,14 @@ class Step(NamedTuple):
     """Of every chunk; None is one for the factors and zero for the rest.
 
     rows [M, G, K or 1, 1], columns [M, G, 1, V], add [M, G, K, V];
-    left, right [M, G, C, K] and rest [M, G, C, V], which becomes x: all three or none.
+    lhs, rhs [M, G, C, K] and rest [M, G, C, V], which becomes x: all three or none.
     """
 
     rows: Tensor | None = None
     columns: Tensor | None = None
     add: Tensor | None = None
-    left: Tensor | None = None
-    right: Tensor | None = None
+    lhs: Tensor | None = None
+    rhs: Tensor | None = None
     rest: Tensor | None = None
 
     def unbind(self) -> list["Step"]:
@@ -38,8 +38,8 @@ class Step(NamedTuple):
     def advance(self, S: Tensor, out: Tensor) -> None:
         """From the state before a chunk to the one after it, [G, K, V] both; out may be S."""
         x = None
-        if self.right is not None and self.rest is not None:
-            x = self.rest.baddbmm_(self.right, S)  # [G, C, V]
+        if self.rhs is not None and self.rest is not None:
+            x = self.rest.baddbmm_(self.rhs, S)  # [G, C, V]
         if self.rows is not None:
             torch.mul(S, self.rows, out=out)
         elif out is not S:
@@ -48,12 +48,12 @@ class Step(NamedTuple):
             out.mul_(self.columns)
         if self.add is not None:
             out.add_(self.add)
-        if self.left is not None and x is not None:
-            out.baddbmm_(self.left.mT, x)
+        if self.lhs is not None and x is not None:
+            out.baddbmm_(self.lhs.mT, x)
 
 
 def state_scan(step: Step, carry: Carry, span: ChunkBlock, *, reverse: bool) -> Tensor:
-    """Walks the chunks of a span, from the last one if `reverse`, and leaves `carry` behind them.
+    """Scans the chunks of a span, from the last one if `reverse`, and leaves `carry` behind them.
 
     Returns:
         The state that each chunk met, [n, K, V].
@@ -74,7 +74,7 @@ def state_scan(step: Step, carry: Carry, span: ChunkBlock, *, reverse: bool) -> 
 def state_scan_in_place(
     step: Step, carry: Carry, span: ChunkBlock, reads: Tensor | None
 ) -> Tensor | None:
-    """Walks forward keeping no states; what `reads` [M, G, C, K] see of them is [n, C, V]."""
+    """Scans forward keeping no states; what `reads` [M, G, C, K] see of them is [n, C, V]."""
     S, seen = carry.S, None
     if reads is not None:
         seen = S.new_empty(*reads.shape[:3], S.shape[-1])
@@ -93,8 +93,8 @@ def _enter(S: Tensor, carry: Carry, span: ChunkBlock, m: int, reverse: bool) -> 
         return S
     assert carry.ends is not None
     begins = (span.map.last if reverse else span.map.first)[m]
-    own = carry.ends.index_select(0, span.map.sequence[m : m + 1])[0]
-    return S.copy_(torch.where(begins, own, S))
+    entry = carry.ends.index_select(0, span.map.sequence[m : m + 1])[0]
+    return S.copy_(torch.where(begins, entry, S))
 
 
 def _leave(S: Tensor, carry: Carry, span: ChunkBlock, m: int) -> None:

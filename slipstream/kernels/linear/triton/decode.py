@@ -28,7 +28,7 @@ def _unit(b_x):
 
 
 # The strides of states are left out: whether 16 divides them decides how wide their loads are.
-_SIZES = ["T", "H", "HV", "slots", *(f"row_{x}" for x in "qkvgpab"), "row_gv", "row_beta"]
+_SIZES = ["T", "H", "HV", "cache_slots", *(f"row_{x}" for x in "qkvgpab"), "row_gv", "row_beta"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -44,7 +44,7 @@ def linear_decode_kernel(
     b_ptr,
     u_ptr,  # [HV, K]
     o_ptr,  # [tokens, HV, V]
-    s_in_ptr,  # [slots, HV, K, V], or [slots, HV, V, K] if IN_V_FIRST
+    s_in_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if IN_V_FIRST
     s_out_ptr,  # the same, and may be the same memory
     cu_ptr,  # [N + 1]
     index_ptr,  # [N]: the slot of each sequence; n if None
@@ -52,7 +52,7 @@ def linear_decode_kernel(
     T: tl.int64,
     H: tl.int32,
     HV: tl.int32,
-    slots: tl.int64,
+    cache_slots: tl.int64,
     row_q: tl.int64,  # from one token to the next
     row_k: tl.int64,
     row_v: tl.int64,
@@ -62,9 +62,9 @@ def linear_decode_kernel(
     row_p: tl.int64,
     row_a: tl.int64,
     row_b: tl.int64,
-    in_slot,
+    stride_in,
     in_head,
-    out_slot,
+    stride_out,
     out_head,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -86,10 +86,10 @@ def linear_decode_kernel(
     o_v = (pid % NV) * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    slot = i_n
+    cache_slot = i_n
     if index_ptr is not None:
-        slot = tl.load(index_ptr + i_n).to(tl.int64)
-    live = (slot >= 0) & (slot < slots)
+        cache_slot = tl.load(index_ptr + i_n).to(tl.int64)
+    live = (cache_slot >= 0) & (cache_slot < cache_slots)
     m_s = m_k[:, None] & m_v[None, :] & live
     if cu_ptr is not None:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
@@ -100,7 +100,7 @@ def linear_decode_kernel(
     # not a sum with 0, which would wait for the state before the first token's loads are issued
     if s_in_ptr is not None:
         o_s = o_v[None, :] * K + o_k[:, None] if IN_V_FIRST else o_k[:, None] * V + o_v[None, :]
-        p_s = s_in_ptr + slot * in_slot + i_h.to(tl.int64) * in_head + o_s
+        p_s = s_in_ptr + cache_slot * stride_in + i_h.to(tl.int64) * in_head + o_s
         b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros((BK, BV), tl.float32)
@@ -148,5 +148,5 @@ def linear_decode_kernel(
         p_o = o_ptr + (t * HV + i_h) * V + o_v
         tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_v)
     o_s = o_v[None, :] * K + o_k[:, None] if OUT_V_FIRST else o_k[:, None] * V + o_v[None, :]
-    p_s = s_out_ptr + slot * out_slot + i_h.to(tl.int64) * out_head + o_s
+    p_s = s_out_ptr + cache_slot * stride_out + i_h.to(tl.int64) * out_head + o_s
     tl.store(p_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

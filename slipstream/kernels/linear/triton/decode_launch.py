@@ -105,11 +105,11 @@ def _launch(
     BK = power_of_two(K)
     tile = TILES[BK]
     BV = min(tile.BV, power_of_two(V))
-    out_slot, out_head = s_out.stride()[:2]
+    stride_out, out_head = s_out.stride()[:2]
     out_v_first = not _rows_first(s_out)
-    in_slot, in_head, in_v_first = out_slot, out_head, out_v_first
+    stride_in, in_head, in_v_first = stride_out, out_head, out_v_first
     if s_in is not s_out:
-        in_slot, in_head = (0, 0) if s_in is None else s_in.stride()[:2]
+        stride_in, in_head = (0, 0) if s_in is None else s_in.stride()[:2]
         in_v_first = s_in is not None and not _rows_first(s_in)
     with device_of(o.device):
         cached(linear_decode_kernel)[-(-V // BV) * HV * terms.sequences,](
@@ -142,9 +142,9 @@ def _launch(
             row_p,
             row_a,
             row_b,
-            in_slot,
+            stride_in,
             in_head,
-            out_slot,
+            stride_out,
             out_head,
             K=K,
             V=V,

@@ -1,8 +1,8 @@
-"""Packed sequences in spans of tokens: where they lie in a span, and the states at its borders.
+"""Packed sequences in slices of tokens: where they lie in a slice, and the states at its borders.
 
-A span of `each` tokens from lo on is a packed call of its own: sequence n has the tokens from
+A slice of `each` tokens from lo on is a packed call of its own: sequence n has the tokens from
 clamp(cu[n] - lo, 0, each) on, most have none, and that which crosses lo, the last with cu[n] <= lo,
-meets the state that the span before has left. All others meet what they begin with. Which one
+begins with the state that the slice before has left. All others keep theirs. Which one
 crosses is known to the device alone, so the state at a border is copied by its number.
 """
 
@@ -24,14 +24,14 @@ ALIGNED = 4  # int32 of 16 bytes: where the offsets of a span begin
 @triton.jit(do_not_specialize=["N", "each", "stride"])
 def slice_offsets_kernel(
     cu_ptr,  # [N + 1]
-    local_ptr,  # [spans, stride]
-    crossing_ptr,  # [spans]
+    local_ptr,  # [slices, stride]
+    crossing_ptr,  # [slices]
     N,
     each,
     stride,
     BLOCK: tl.constexpr,
 ):
-    """grid (spans,)"""
+    """grid (slices,)"""
     i = tl.program_id(0).to(tl.int64)
     lo = i * each
     begun = 0
@@ -48,80 +48,80 @@ def slice_offsets_kernel(
 @triton.jit(do_not_specialize=["i", "size"])
 def save_carry_kernel(
     states_ptr,  # [N, size]
-    mark_ptr,  # [size]
-    crossing_ptr,  # [spans]
+    checkpoint_ptr,  # [size]
+    crossing_ptr,  # [slices]
     i,
     size,
     BLOCK: tl.constexpr,
 ):
-    """grid (ceil(size / BLOCK),): mark <- the state that crosses the border before span i."""
+    """grid (ceil(size / BLOCK),): checkpoint <- the state that crosses into slice i."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(crossing_ptr + i).to(tl.int64) * size
-    tl.store(mark_ptr + o, tl.load(states_ptr + row + o, mask=o < size), mask=o < size)
+    tl.store(checkpoint_ptr + o, tl.load(states_ptr + row + o, mask=o < size), mask=o < size)
 
 
-@triton.jit(do_not_specialize=["i", "spans", "size"])
+@triton.jit(do_not_specialize=["i", "count", "size"])
 def load_carry_kernel(
-    met_ptr,  # [N, size]
+    entry_ptr,  # [N, size]
     begins_ptr,  # [N, size]
-    checkpoints_ptr,  # [spans - 1, size]
-    crossing_ptr,  # [spans]
+    checkpoints_ptr,  # [slices - 1, size]
+    crossing_ptr,  # [slices]
     i,
-    spans,
+    count,
     size,
     HAS_BEGINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grid (ceil(size / BLOCK),): met, of span i + 1, becomes what span i meets.
+    """grid (ceil(size / BLOCK),): entry, of slice i + 1, becomes what slice i begins with.
 
-    The sequence that crosses into span i + 1 begins again as all others do, unless it crosses into
+    The sequence that crosses into slice i + 1 begins again as all others do, unless it crosses into
     span i too.
     """
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < size
-    if i + 1 < spans:
+    if i + 1 < count:
         row = tl.load(crossing_ptr + i + 1).to(tl.int64) * size
         if HAS_BEGINS:
             b_s = tl.load(begins_ptr + row + o, mask=m).to(tl.float32)
         else:
             b_s = tl.zeros((BLOCK,), tl.float32)
-        tl.store(met_ptr + row + o, b_s, mask=m)
+        tl.store(entry_ptr + row + o, b_s, mask=m)
     if i > 0:
         row = tl.load(crossing_ptr + i).to(tl.int64) * size
         at = (i - 1).to(tl.int64) * size
-        tl.store(met_ptr + row + o, tl.load(checkpoints_ptr + at + o, mask=m), mask=m)
+        tl.store(entry_ptr + row + o, tl.load(checkpoints_ptr + at + o, mask=m), mask=m)
 
 
 class TritonVarlenSlices(NamedTuple):
-    """Of the spans that packed sequences are cut into."""
+    """Of the slices that packed sequences are cut into."""
 
     local: list[Tensor]  # [N + 1] of each span: cu_seqlens
-    crossing: Tensor  # [spans]: the sequence that crosses the border before each
+    crossing: Tensor  # [slices]: the sequence that crosses the border before each
 
-    def save_carry(self, states: Tensor, mark: Tensor, i: int) -> None:
-        """mark [1, HV, K, V] is written: of states [N, HV, K, V], what crosses into span i."""
-        size = mark.numel()
+    def save_carry(self, states: Tensor, checkpoint: Tensor, i: int) -> None:
+        """checkpoint [1, HV, K, V] is written: what crosses into slice i, of states."""
+        size = checkpoint.numel()
         launch: Any = cached(save_carry_kernel)[(-(-size // BLOCK),)]
-        with device_of(mark.device):
-            launch(states, mark, self.crossing, i, size, BLOCK=BLOCK, num_warps=4)
+        with device_of(checkpoint.device):
+            launch(states, checkpoint, self.crossing, i, size, BLOCK=BLOCK, num_warps=4)
 
-    def load_carry(self, met: Tensor, begins: Tensor | None, checkpoints: Tensor, i: int) -> None:
-        """met [N, HV, K, V], which span i + 1 has met, becomes what span i meets.
+    def load_carry(self, entry: Tensor, begins: Tensor | None, checkpoints: Tensor, i: int) -> None:
+        """entry [N, HV, K, V], what slice i + 1 begins with, becomes what slice i does.
 
         Args:
             begins: what the sequences begin with, zeros if None.
             checkpoints: of keep, of all borders.
         """
-        spans, size = len(self.local), met[0].numel()
+        count, size = len(self.local), entry[0].numel()
         launch: Any = cached(load_carry_kernel)[(-(-size // BLOCK),)]
         flags: dict[str, Any] = {"HAS_BEGINS": begins is not None, "BLOCK": BLOCK, "num_warps": 4}
-        with device_of(met.device):
-            launch(met, begins, checkpoints, self.crossing, i, spans, size, **flags)
+        with device_of(entry.device):
+            launch(entry, begins, checkpoints, self.crossing, i, count, size, **flags)
 
 
-def make_varlen_slices(cu_seqlens: Tensor, spans: Sequence[slice]) -> TritonVarlenSlices:
-    """spans: of as many tokens each, but for the last."""
-    N, count = cu_seqlens.shape[0] - 1, len(spans)
+def make_varlen_slices(cu_seqlens: Tensor, slices: Sequence[slice]) -> TritonVarlenSlices:
+    """slices: of as many tokens each, but for the last."""
+    N, count = cu_seqlens.shape[0] - 1, len(slices)
     stride = -(-(N + 1) // ALIGNED) * ALIGNED
     make: dict[str, Any] = {"dtype": torch.int32, "device": cu_seqlens.device}
     local = torch.empty(count, stride, **make)
@@ -133,7 +133,7 @@ def make_varlen_slices(cu_seqlens: Tensor, spans: Sequence[slice]) -> TritonVarl
             local,
             crossing,
             N,
-            spans[0].stop - spans[0].start,
+            slices[0].stop - slices[0].start,
             stride,
             BLOCK=256,
             num_warps=4,

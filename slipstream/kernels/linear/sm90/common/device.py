@@ -12,23 +12,23 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 @gluon.jit
 def locate_sequence(
-    cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
+    cu_ptr, i_seg, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
-    """First token of a slot's sequence or segment, its tokens, the slot of its first chunk.
+    """First token of a sequence or segment, its tokens, the number of its first chunk.
 
-    As the portable find_segment, find_chunk.
+    As Triton's find_segment, locate_chunk.
     """
-    begin, length, first, _, _, _ = locate_segment(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    begin, length, first, _, _, _ = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     return begin, length, first
 
 
 @gluon.jit
 def locate_segment(
-    cu_ptr, slot, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
+    cu_ptr, i_seg, T, N, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
-    """That, the sequence, the number in it of the segment, and whether that is the last one; a slot
+    """That, the sequence, the number in it of the segment, and whether that is the last one; one
     that no segment has is never it."""
-    i_n = slot
+    i_n = i_seg
     i_s = 0
     if PACKED:
         if SPLIT:
@@ -36,28 +36,28 @@ def locate_segment(
             past = N
             while past - i_n > 1:
                 middle = (i_n + past) // 2
-                before = gl.load(cu_ptr + middle).to(gl.int32) // segment + middle <= slot
+                before = gl.load(cu_ptr + middle).to(gl.int32) // segment + middle <= i_seg
                 i_n = gl.where(before, middle, i_n)
                 past = gl.where(before, past, middle)
         begin = gl.maximum(gl.load(cu_ptr + i_n).to(gl.int32), 0)
         length = gl.maximum(gl.minimum(gl.load(cu_ptr + i_n + 1).to(gl.int32), T) - begin, 0)
         first = begin // C + i_n
         if SPLIT:
-            i_s = slot - (begin // segment + i_n)
+            i_s = i_seg - (begin // segment + i_n)
     else:
         if SPLIT:
-            i_n = slot // gl.cdiv(T, segment)
-            i_s = slot - i_n * gl.cdiv(T, segment)
+            i_n = i_seg // gl.cdiv(T, segment)
+            i_s = i_seg - i_n * gl.cdiv(T, segment)
         begin = i_n * T
         length = T
         first = i_n * gl.cdiv(T, C)
     last = True
     if SPLIT:
-        there = (i_s == 0) | ((i_s > 0) & (i_s * segment < length))
-        last = there & ((i_s + 1) * segment >= length)
+        exists = (i_s == 0) | ((i_s > 0) & (i_s * segment < length))
+        last = exists & ((i_s + 1) * segment >= length)
         begin += i_s * segment
         first += i_s * (segment // C)
-        length = gl.where(there, gl.minimum(length - i_s * segment, segment), 0)
+        length = gl.where(exists, gl.minimum(length - i_s * segment, segment), 0)
     return begin, length, first, i_n, i_s, last
 
 
@@ -65,12 +65,13 @@ def locate_segment(
 def program_coords(
     cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
-    """Of a program that walks one head of a slot: the head, the slot, place's, and its chunks."""
+    """Of a program that scans one head of a segment: the head, the segment, what locate_sequence
+    says of it, and its chunks."""
     pid = gl.program_id(0)
     i_h = pid % HV
-    slot = pid // HV
-    row, length, first = locate_sequence(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
-    return i_h, slot, row, length, first, gl.cdiv(length, C)
+    i_seg = pid // HV
+    row, length, first = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+    return i_h, i_seg, row, length, first, gl.cdiv(length, C)
 
 
 @gluon.jit
@@ -97,54 +98,54 @@ ADDED = gl.constexpr(16)  # rows at a time, for want of registers
 
 
 @gluon.jit
-def zero_tail_rows(tile, left, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
+def zero_tail_rows(tile, num_rows, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Zeroes in rows `num_rows` and on of a tile [C, N]: what is there belongs to nobody."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     o_c = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     for i in gl.static_range(0, C, STEP):
         rows = tile.slice(i, STEP)
         b = rows.load(layout)
-        rows.store(gl.where((o_c < left - i)[:, None], b, gl.zeros_like(b)))
+        rows.store(gl.where((o_c < num_rows - i)[:, None], b, gl.zeros_like(b)))
 
 
 @gluon.jit
-def store_rows_masked(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
-    """A tile of shared memory to rows i_t and on, those before `left`."""
+def store_rows_masked(p, tile, i_t, i_col, stride, num_rows, C: gl.constexpr, BK: gl.constexpr):
+    """A tile of shared memory to rows i_t and on, those before `num_rows`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
     o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
     p_x = p + (i_t + o_t).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
-    gl.store(p_x, tile.load(layout), mask=(o_t < left)[:, None])
+    gl.store(p_x, tile.load(layout), mask=(o_t < num_rows)[:, None])
 
 
 @gluon.jit
-def add_rows_masked(p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
+def add_rows_masked(p, tile, i_t, i_col, stride, num_rows, C: gl.constexpr, BK: gl.constexpr):
     """That, added to what the same threads wrote there."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, ADDED, gl.SliceLayout(1, layout))
     o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
     for i in gl.static_range(0, C, ADDED):
         p_x = p + (i_t + o_t + i).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
-        m = (o_t < left - i)[:, None]
+        m = (o_t < num_rows - i)[:, None]
         b_x = gl.load(p_x, mask=m, other=0.0).to(gl.float32)
         b_x += tile.slice(i, ADDED).load(layout).to(gl.float32)
         gl.store(p_x, b_x.to(tile.dtype), mask=m)
 
 
 @gluon.jit
-def store_tile(desc, p, tile, i_t, i_col, stride, left, C: gl.constexpr, BK: gl.constexpr):
-    """A tile of shared memory to rows i_t and on, those before `left` alone."""
-    if left >= C:
+def store_tile(desc, p, tile, i_t, i_col, stride, num_rows, C: gl.constexpr, BK: gl.constexpr):
+    """A tile of shared memory to rows i_t and on, those before `num_rows` alone."""
+    if num_rows >= C:
         copy_out(desc, [i_t, i_col], tile)
     else:
-        store_rows_masked(p, tile, i_t, i_col, stride, left, C, BK)
+        store_rows_masked(p, tile, i_t, i_col, stride, num_rows, C, BK)
 
 
 @gluon.jit
-def store_tile_transposed(desc, p, tile, b, i_t, i_col, stride, left, C: gl.constexpr):
-    """b [64, C] as columns i_col and on of rows i_t and on, of which the first `left`."""
+def store_tile_transposed(desc, p, tile, b, i_t, i_col, stride, num_rows, C: gl.constexpr):
+    """b [64, C] as columns i_col and on of rows i_t and on, of which the first `num_rows`."""
     layout: gl.constexpr = b.type.layout
-    if left >= C:
+    if num_rows >= C:
         store_wait(0)
         tile.permute((1, 0)).store(b.to(tile.dtype))
         fence_async_shared()
@@ -154,7 +155,7 @@ def store_tile_transposed(desc, p, tile, b, i_t, i_col, stride, left, C: gl.cons
         o_t = gl.arange(0, C, gl.SliceLayout(0, layout))
         o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))
         p_x = p + (i_t + o_t).to(gl.int64)[None, :] * stride + (i_col + o_n)[:, None]
-        gl.store(p_x, b.to(tile.dtype), mask=(o_t < left)[None, :])
+        gl.store(p_x, b.to(tile.dtype), mask=(o_t < num_rows)[None, :])
 
 
 @gluon.jit

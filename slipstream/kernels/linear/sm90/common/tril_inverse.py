@@ -124,16 +124,16 @@ def lefts(b, wa: gl.constexpr):
 
 
 @gluon.jit
-def times(left, right, at: gl.constexpr, b, COLUMNS: gl.constexpr):
+def times(lhs, rhs, at: gl.constexpr, b, COLUMNS: gl.constexpr):
     """b and left by right in float32, but for 2^-16 of it or less; a warp takes of right, its
     halves, the block of the row `at` before its own."""
     wb: gl.constexpr = gl.DotOperandLayout(1, b.type.layout, 2)
     every = gl.zeros([NB, BASE, BASE], gl.bfloat16, wb)
-    _, high = gl.broadcast(every, tile_of(right[0], at, COLUMNS).load(wb))
-    _, low = gl.broadcast(every, tile_of(right[1], at, COLUMNS).load(wb))
-    b = mma_v2(left[0], low, b)
-    b = mma_v2(left[1], high, b)
-    return mma_v2(left[0], high, b)
+    _, high = gl.broadcast(every, tile_of(rhs[0], at, COLUMNS).load(wb))
+    _, low = gl.broadcast(every, tile_of(rhs[1], at, COLUMNS).load(wb))
+    b = mma_v2(lhs[0], low, b)
+    b = mma_v2(lhs[1], high, b)
+    return mma_v2(lhs[0], high, b)
 
 
 @gluon.jit
@@ -158,7 +158,7 @@ def inverse(b_a):
     put(a_1, gl.where(i_n == 1, b_0, gl.where(i_n == 2, b_1, b_2)), False)
     put(a_2, gl.where(i_n == 2, b_0, b_1), False)
     put(a_3, b_0, False)
-    b_own = gl.sum(gl.where(o_i == o_j, b_d, 0.0), 2)
+    b_diag = gl.sum(gl.where(o_i == o_j, b_d, 0.0), 2)
     put(xs, substitute(gl.where(o_i > o_j, b_d, 0.0), block), True)
     gl.thread_barrier()
     x = (tile_of(xs[0], 0, True).load(wa), tile_of(xs[1], 0, True).load(wa))
@@ -185,4 +185,4 @@ def inverse(b_a):
         gl.where(i_n == 3, b_x, 0.0),
         al,
     )
-    return b_r, b_own
+    return b_r, b_diag

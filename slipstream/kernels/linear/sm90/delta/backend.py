@@ -73,7 +73,7 @@ class Sm90Delta(DeltaBackend):
         schedule = None if self.active is not None else choose_schedule(terms)
         if schedule is None:
             return None
-        return Checkpoints(schedule.every, empty_checkpoints(terms, schedule))
+        return Checkpoints(schedule.interval, empty_checkpoints(terms, schedule))
 
     def num_chunks(self, terms: LinearInputs) -> int:
         return num_chunks(terms, CHUNK)
@@ -132,14 +132,14 @@ class Sm90Delta(DeltaBackend):
         checkpoints: Checkpoints | None = None,
     ) -> None:
         """In one of three kernels."""
-        ends: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "segments": segments}
+        end_states: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "segments": segments}
         sequences = num_sequences(terms, segments) if self.active is None else self.active
         if states is not None and terms.g is None and is_oversubscribed(terms, sequences):
-            triton.TritonDelta().chunk_fwd(terms, wy, scale, out, states=states, **ends)
+            triton.TritonDelta().chunk_fwd(terms, wy, scale, out, states=states, **end_states)
             return
         HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
-        interval, marks = checkpoints or (0, None)
+        interval, saved_states = checkpoints or (0, None)
         kernel, tile = delta_chunk_fwd_sm90_kernel, TILE_V
         sizes, split = scalar_args(terms, segments), {"SPLIT": segments is not None}
         if segments is None and self._use_2tile(terms):  # which has whole sequences alone
@@ -157,7 +157,7 @@ class Sm90Delta(DeltaBackend):
             tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
             tma_descriptor(out, HV * V, CHUNK, TILE_V),
             tma_descriptor(states, K, TILE_V, K),
-            tma_descriptor(marks, K, TILE_V, K),
+            tma_descriptor(saved_states, K, TILE_V, K),
             out,
             wy.beta_gate,
             s_in,
@@ -309,8 +309,8 @@ class Sm90Delta(DeltaBackend):
         grads = bwd_fused_launch.empty_grads(terms, do, out, self.heads_per_sum(terms))
         if checkpoints is None:  # forward runs once more, for these alone
             checkpoints = empty_checkpoints(terms, schedule)
-            made = Checkpoints(schedule.every, checkpoints)
-            self.run_chunks(terms, wy, scale, grads["v"], None, made)
+            saved_states = Checkpoints(schedule.interval, checkpoints)
+            self.run_chunks(terms, wy, scale, grads["v"], None, saved_states)
         return bwd_fused_launch.backward(
             terms, do, dfinal, wy, scale, dstate, out, schedule, grads, checkpoints
         )

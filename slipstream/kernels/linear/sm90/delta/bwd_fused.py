@@ -1,4 +1,4 @@
-"""Delta rule, no decay or one a token, on sm_90: backward in one walk from the last chunk.
+"""Delta rule, no decay or one a token, on sm_90: backward in one scan from the last chunk.
 
 What chunk_dstate.py and dqkg.py do, with dS' [K, V], the gradient of the state after a
 chunk, in no other memory than a program's own. From S before each chunk and w, with p = k,
@@ -10,24 +10,24 @@ and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its
 formulas of triton/delta/dqkg.py.
 
 S and w are made once more, `every` chunks at a time: forward leaves S before each such part, in 16
-bits as it is in all products, and from there a program walks to the part's end before it goes back
+bits as it is in all products, and from there a program scans to the part's end before it goes back
 (bwd_fused_recompute.py). What it meets on its way is in memory of that program alone, a state a
 chunk between the first, which forward left, and the last, which is in shared memory; dS' is in
 memory too while S takes its registers.
 
 Four parts of a program, which has all columns of V:
 
-    walk     S and w; dS and dv, V as the rows; B and M; clears a short chunk's rest
+    scan     S and w; dS and dv, V as the rows; B and M; clears a short chunk's rest
     grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (bwd_fused_dqk.py)
     load     q, k, do or v, R, w and S by TMA, beta and G
     write    dq and dk of whole chunks, added to those of other heads, and passes the turn on
 
-What a program is, and how far its walk is, they read where they want it
+What a program is, and how far its scan is, they read where they want it
 (kernels/primitives/smem_scalars.py).
 
 Two stages of q, k, do (or v), beta and G, one of all else. Of each chunk `grads` says when dS' and
 w are free, and when the rest is; a stage is free once `write` and `grads` are done with it, or on
-the way to a part's end `walk`. Step j of a program is the i-th back, where it has gone forward
+the way to a part's end `scan`. Step j of a program is the i-th back, where it has gone forward
 through j - i chunks.
 """
 
@@ -50,9 +50,9 @@ from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
     NUM_SCALARS,
     ROW,
     ROWS,
-    SLOT,
     STATE_IN,
     STATE_OUT,
+    WORKSPACE,
     dqk_partition,
     store_partition,
 )
@@ -96,7 +96,7 @@ def load_partition(
 ):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, checkpoints_desc = descs
     qs, ks, os, gs, rs, ws, ss, _ = tiles
-    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, entry_full, walked = rings
+    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, entry_full, recomputed = rings
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
     row = load_scalar(pad, ROW, 1)
     n = load_scalar(pad, CHUNKS, 1)
@@ -108,12 +108,12 @@ def load_partition(
         beta_gates_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE
     )
     # where this program has S before the second chunk of a part
-    scratch = load_scalar(pad, SLOT, 1) * ((every - 2) * V)
+    scratch = load_scalar(pad, WORKSPACE, 1) * ((every - 2) * V)
     m_step = HV * V  # from S before a part to that before the next
-    parts = gl.maximum(gl.cdiv(n, every), 1)
-    checkpoint = load_scalar(pad, CHECKPOINT, 1) + (parts - 1) * m_step
+    num_blocks = gl.maximum(gl.cdiv(n, every), 1)
+    checkpoint = load_scalar(pad, CHECKPOINT, 1) + (num_blocks - 1) * m_step
     i = 0
-    for part in range(parts):
+    for block in range(num_blocks):
         first, count = locate_checkpoint_block(i, n, every)
         for at in range(2 * count):
             j = 2 * i + at
@@ -147,7 +147,7 @@ def load_partition(
                 copy_in(r_desc, [t, r_col], r_full.index(0), rs.index(0))
             if at > count:  # those of the last chunk are there
                 if at == count + 1:
-                    mbarrier.wait(walked.index(0), part & 1)
+                    mbarrier.wait(recomputed.index(0), block & 1)
                     proxy_fence()
                 mbarrier.wait(early.index(0), before)
                 mbarrier.expect(w_full.index(0), w_desc.block_type.nbytes)
@@ -165,10 +165,16 @@ def load_partition(
 
 @gluon.jit
 def decay_of(
-    rows, o_i, o_j, al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr, OWN: gl.constexpr
+    rows,
+    o_i,
+    o_j,
+    al: gl.constexpr,
+    C: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    DIAGONAL: gl.constexpr,
 ):
     """exp(G_i - G_j) where j < i, and if OWN 1 where j is i; else 0."""
-    seen = o_i[:, None] >= o_j[None, :] if OWN else o_i[:, None] > o_j[None, :]
+    seen = o_i[:, None] >= o_j[None, :] if DIAGONAL else o_i[:, None] > o_j[None, :]
     if HAS_GATE:
         G_i = rows.slice(C, C).load(gl.SliceLayout(1, al))
         G_j = rows.slice(C, C).load(gl.SliceLayout(0, al))
@@ -184,15 +190,15 @@ def score_partition(
     ws,
     ys,
     rows,
-    left_over,
+    pair_buffers,
     none,
     scale,
     C: gl.constexpr,
     WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr,
 ):
-    """B and -M of a chunk, and what a token owes itself, into left_over."""
-    bs, ms, owns = left_over
+    """B and -M of a chunk, and what a token owes itself, into pair_buffers."""
+    bs, ms, diags = pair_buffers
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
@@ -204,22 +210,22 @@ def score_partition(
     b_b *= scale
     # a sum for each half of the columns: over both it would take more memory, and barriers
     HALVES: gl.constexpr = WARPS // 4
-    own = gl.where((o_i + none)[:, None] == o_j[None, :], b_b, 0.0)
-    own = gl.sum(gl.reshape(own, [C, HALVES, C // HALVES]), 2)
-    owns.store(gl.reshape(gl.permute(own, (1, 0)), [HALVES * C]))
+    diag = gl.where((o_i + none)[:, None] == o_j[None, :], b_b, 0.0)
+    diag = gl.sum(gl.reshape(diag, [C, HALVES, C // HALVES]), 2)
+    diags.store(gl.reshape(gl.permute(diag, (1, 0)), [HALVES * C]))
     bs.store((b_b * b_decay).to(bs.dtype))
     ms.store((-b_m * b_decay).to(bs.dtype))
 
 
 @gluon.jit
 def dstate_partition(
-    tiles, made, rings, b_s, gone, count, length, n, scale,
+    tiles, buffers, rings, b_s, gone, count, length, n, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """Through a part from b_s, dS after it; dS before it."""
     qs, ks, os, gs, rs, ws, _, a_s = tiles
-    ds, ys, bs, ms, owns, _, _ = made
+    ds, ys, bs, ms, diags, _, _ = buffers
     full, _, r_full, r_empty, w_full, _, done, early, late, _, _, _ = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
@@ -233,7 +239,7 @@ def dstate_partition(
         i = gone + at
         j = 2 * gone + count + at
         s = j % ST
-        left = length - (n - 1 - i) * C
+        num_rows = length - (n - 1 - i) * C
         rows = gs.index(s)
         # 0, which no compiler knows: it would keep all addresses that two products have in common
         o = i >> 30
@@ -242,11 +248,11 @@ def dstate_partition(
         o_y = i >> 27
         mbarrier.wait(full.index(s), (j // ST) & 1)
         mbarrier.wait(r_full.index(0), i & 1)
-        if left < C:
-            zero_tail_rows(qs.index(s), left, C, K, WARPS)
-            zero_tail_rows(ks.index(s), left, C, K, WARPS)
-            zero_tail_rows(os.index(s), left, C, V, WARPS)
-            zero_tail_rows(rs.index(o), left, C, C, WARPS)
+        if num_rows < C:
+            zero_tail_rows(qs.index(s), num_rows, C, K, WARPS)
+            zero_tail_rows(ks.index(s), num_rows, C, K, WARPS)
+            zero_tail_rows(os.index(s), num_rows, C, V, WARPS)
+            zero_tail_rows(rs.index(o), num_rows, C, C, WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -280,20 +286,20 @@ def dstate_partition(
         b_y = warpgroup_mma(b_x, rs.index(o_s), zero, use_acc=False, is_async=True)
         b_y = warpgroup_mma_wait(0, deps=(b_y,))
         mbarrier.arrive(r_empty.index(0), count=1)
-        b_left = -b_y
+        b_lhs = -b_y
         if HAS_GATE:
-            b_left *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
-        b_left = gl.convert_layout(b_left.to(ks.dtype), xa)
-        b_s = warpgroup_mma(b_left, ks.index(s + o_s), b_s, is_async=True)
+            b_lhs *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
+        b_lhs = gl.convert_layout(b_lhs.to(ks.dtype), xa)
+        b_s = warpgroup_mma(b_lhs, ks.index(s + o_s), b_s, is_async=True)
         mbarrier.wait(late.index(0), ((i + o_y) & 1) ^ 1)
         ys.index(o_y).permute((1, 0)).store(b_y.to(ks.dtype))
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(w_full.index(0), (i + o_y) & 1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        left_over = (bs.index(o_y), ms.index(o_y), owns)
+        pair_buffers = (bs.index(o_y), ms.index(o_y), diags)
         score_partition(
-            os.index(s), ws.index(o_y), ys.index(o_y), rows, left_over, o_y, scale,
+            os.index(s), ws.index(o_y), ys.index(o_y), rows, pair_buffers, o_y, scale,
             C, WARPS, HAS_GATE,
         )  # fmt: skip
         fence_async_shared()
@@ -303,17 +309,17 @@ def dstate_partition(
 
 @gluon.jit
 def state_partition(
-    descs, states, tiles, made, rings, pad, every, scale,
+    descs, states, tiles, buffers, rings, pad, every, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """states: where dS comes from, goes to, and is while S is there."""
-    _, _, _, _, _, _, _, _, _, _, entry_full, walked = rings
+    _, _, _, _, _, _, _, _, _, _, entry_full, recomputed = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     s_in_ptr, s_out_ptr, p_park = states
-    part = 0
+    block = 0
     going = True
     while going:
         gone = load_scalar(pad, GONE, WARPS)
@@ -321,29 +327,29 @@ def state_partition(
         first, count = locate_checkpoint_block(gone, n, every)
         store_scalars(pad, (count,), COUNT, WARPS)
         if count > 0:
-            mbarrier.wait(entry_full.index(0), part & 1)
+            mbarrier.wait(entry_full.index(0), block & 1)
         recompute_states(
-            descs, tiles, made, rings, load_scalar(pad, ROW, WARPS),
+            descs, tiles, buffers, rings, load_scalar(pad, ROW, WARPS),
             load_scalar(pad, HEAD, WARPS) * V,
-            load_scalar(pad, SLOT, WARPS) * ((every - 2) * V), gone, first, count,
+            load_scalar(pad, WORKSPACE, WARPS) * ((every - 2) * V), gone, first, count,
             load_scalar(pad, LENGTH, WARPS),
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
         gone = load_scalar(pad, GONE, WARPS)
         # 0, which no compiler knows: it would keep addresses
         none = (gone >> 30).to(gl.int64)
-        if part == 0:
+        if block == 0:
             at_in = (s_in_ptr, None, (none + load_scalar(pad, STATE_IN, WARPS)) * (K * V), None)
             b_d = load_state(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
         else:
-            own = load_scalar(pad, STATE_IN if SPLIT else SLOT, WARPS)
-            o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            i_state = load_scalar(pad, STATE_IN if SPLIT else WORKSPACE, WARPS)
+            o_d = (none + i_state) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
             b_d = gl.load(p_park + o_d)
         wait_bulk_stores()
         gl.thread_barrier()
-        mbarrier.arrive(walked.index(0), count=1)
+        mbarrier.arrive(recomputed.index(0), count=1)
         b_d = dstate_partition(
-            tiles, made, rings, b_d, gone, load_scalar(pad, COUNT, WARPS),
+            tiles, buffers, rings, b_d, gone, load_scalar(pad, COUNT, WARPS),
             load_scalar(pad, LENGTH, WARPS), load_scalar(pad, CHUNKS, WARPS), scale,
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
@@ -351,8 +357,8 @@ def state_partition(
         none = (gone >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
         going = gone < load_scalar(pad, CHUNKS, WARPS)
         if going:
-            own = load_scalar(pad, STATE_IN if SPLIT else SLOT, WARPS)
-            o_d = (none + own) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            i_state = load_scalar(pad, STATE_IN if SPLIT else WORKSPACE, WARPS)
+            o_d = (none + i_state) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
             gl.store(p_park + o_d, b_d)
         else:
             to = load_scalar(pad, STATE_OUT, WARPS)
@@ -362,10 +368,10 @@ def state_partition(
         gl.thread_barrier()  # all have read what it was
         store_scalars(pad, (gone,), GONE, WARPS)
         gl.thread_barrier()
-        part += 1
+        block += 1
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "segment", "every", "slots"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G", "segment", "every", "workspaces"])
 def delta_chunk_bwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -373,21 +379,21 @@ def delta_chunk_bwd_sm90_kernel(
     do_desc,
     r_desc,  # [tokens, HV * C] by [C, C]
     dv_desc,  # [tokens, HV * V] by [C, V]: w, in whose place dv comes
-    states_desc,  # [slots * (every - 2) * V, K] by [V, K]: S before chunks of a part, by and by
+    states_desc,  # [workspaces * (every - 2) * V, K] by [V, K]: S before a part's chunks
     checkpoints_desc,  # [checkpoints * HV * V, K] by [V, K]: S before each part
     dq_desc,  # [tokens, HV / G * K] by [C, K]
     dk_desc,
     dq_ptr,
     dk_ptr,
     dv_ptr,
-    park_ptr,  # [slots, V, K]: dS, while S is there; if SPLIT it goes where s_in was
+    park_ptr,  # [workspaces, V, K]: dS, while S is there; if SPLIT it goes where s_in was
     beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,
     s_in_ptr,  # [N, HV, K, V]: gradient of the state after a sequence; of segments [.., HV, K, V]
     s_out_ptr,  # [N, HV, K, V]: of that before it
     cu_ptr,  # [N + 1]
-    counts_ptr,  # [slots], zeros: which of them a program has; then if SHARED
+    counts_ptr,  # [workspaces], zeros: which of them a program has; then if SHARED
     # [chunks, HV / G], zeros: how many of G heads have added theirs
     scale,
     T,
@@ -397,7 +403,7 @@ def delta_chunk_bwd_sm90_kernel(
     G,
     segment,
     every,
-    slots,
+    workspaces,
     K: gl.constexpr,
     V: gl.constexpr,
     BK: gl.constexpr,
@@ -411,14 +417,14 @@ def delta_chunk_bwd_sm90_kernel(
     SPLIT: gl.constexpr,
     SHARED: gl.constexpr,
     REGISTERS: gl.constexpr,
-    FEW: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
 ):
     """grid (HV * N,), or if SPLIT as many for each segment, of `segment` tokens; WARPS = V / 16
-    warps: one program walks one head of a sequence, or of a segment of it.
+    warps: one program scans one head of a sequence, or of a segment of it.
 
     In parts of `every` chunks, of which a segment has a whole number. SHARED: G, which add dq and
-    dk up, is more than 1: one that waits does so for the program before it, which has begun. Slots
-    are for all programs that run at a time, or nearly so.
+    dk up, is more than 1: one that waits does so for the program before it, which has begun.
+    There are workspaces for all programs that run at a time, or nearly so.
     """
     dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -434,9 +440,9 @@ def delta_chunk_bwd_sm90_kernel(
     ys = gl.allocate_shared_memory(dtype, [1, C, V], dv_desc.layout)
     bs = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
     ms = gl.allocate_shared_memory(dtype, [1, C, C], r_desc.layout)
-    owns = gl.allocate_shared_memory(gl.float32, [WARPS // 4 * C], plain)
+    diags = gl.allocate_shared_memory(gl.float32, [WARPS // 4 * C], plain)
     # of a chunk's tokens k . dk', and what all gates before the end get of them; sum(S * dS')
-    owed = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
+    sum_buffers = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
     zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
     pad = alloc_scalars(NUM_SCALARS)
     full = alloc_mbarriers(2, ST)
@@ -450,7 +456,7 @@ def delta_chunk_bwd_sm90_kernel(
     late = alloc_mbarriers(1, 1)
     written = alloc_mbarriers(1, ST)
     entry_full = alloc_mbarriers(1, 1)
-    walked = alloc_mbarriers(1, 1)
+    recomputed = alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
     row, length, first, i_n, i_s, _ = locate_segment(
@@ -464,18 +470,22 @@ def delta_chunk_bwd_sm90_kernel(
             return
         checkpoint += i_s * (segment // (every * C))
         to = gl.where(i_s == 0, i_n * HV + i_h, -1)
-    own = lock_workspace(counts_ptr, pid % slots, slots)
+    workspace = lock_workspace(counts_ptr, pid % workspaces, workspaces)
     chunk = gl.where(n > 0, first, 0)
     k_col = i_h // (HV // H) * K
-    semaphore = slots + chunk * (HV // G) + i_h // G
+    semaphore = workspaces + chunk * (HV // G) + i_h // G
     store_scalars(
-        pad, (own, row, length, n, i_h, chunk, (checkpoint * HV + i_h) * V, k_col), SLOT, WARPS
+        pad,
+        (workspace, row, length, n, i_h, chunk, (checkpoint * HV + i_h) * V, k_col),
+        WORKSPACE,
+        WARPS,
     )
     store_scalars(pad, (i_h // G * K, HV // G, i_h % G, semaphore, pid, to, 0), D_COL, WARPS)
     tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
-    made = (ds, ys, bs, ms, owns, owed, zs)
+    buffers = (ds, ys, bs, ms, diags, sum_buffers, zs)
     rings = (
-        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, entry_full, walked
+        full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, entry_full,
+        recomputed,
     )  # fmt: skip
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
     descs = (dq_desc, dk_desc, dv_desc)
@@ -483,10 +493,10 @@ def delta_chunk_bwd_sm90_kernel(
     gl.warp_specialize(
         [
             (state_partition, (
-                (dv_desc, states_desc), states, tiles, made, rings, pad, every, scale,
+                (dv_desc, states_desc), states, tiles, buffers, rings, pad, every, scale,
                 K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT)),
             (dqk_partition, (
-                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, made, rings,
+                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, buffers, rings,
                 pad, HV, G, every, scale,
                 K, V, BK, C, ST, HAS_GATE, SHARED)),
             (load_partition, (
@@ -498,6 +508,6 @@ def delta_chunk_bwd_sm90_kernel(
                 K, C, ST, SHARED)),
         ],
         [4, 1, 1],
-        [REGISTERS, FEW, FEW],
+        [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
-    unlock_workspace(counts_ptr + load_scalar(pad, SLOT, WARPS))
+    unlock_workspace(counts_ptr + load_scalar(pad, WORKSPACE, WARPS))

@@ -1,4 +1,4 @@
-"""Delta rule backward in one walk on sm_90 (bwd_fused.py): the gradients of a chunk.
+"""Delta rule backward in one scan on sm_90 (bwd_fused.py): the gradients of a chunk.
 
 With S before a chunk, dS' after it, w and dv, and B = scale stril(do w^T decay),
 M = stril(dv w^T decay), own the diagonal of scale do w^T, which gates do not reach,
@@ -27,8 +27,8 @@ from slipstream.kernels.primitives.semaphore import semaphore_acquire, tma_reduc
 from slipstream.kernels.primitives.smem_scalars import load_scalar
 
 # Places of a program's numbers (kernels/primitives/smem_scalars.py): what it is from its beginning
-# on, then how far the walk is.
-SLOT = gl.constexpr(0)  # its memory
+# on, then how far the scan is.
+WORKSPACE = gl.constexpr(0)  # its memory
 ROW = gl.constexpr(1)  # the first token
 LENGTH = gl.constexpr(2)  # tokens
 CHUNKS = gl.constexpr(3)
@@ -73,12 +73,12 @@ def beta_of(rows, al: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def diagonal_of(owns, al: gl.constexpr, C: gl.constexpr):
+def diagonal_of(diags, al: gl.constexpr, C: gl.constexpr):
     """Of the sums of a token, one for some columns each, all but one are 0."""
-    b_own = owns.slice(0, C).load(gl.SliceLayout(1, al))
-    for i in gl.static_range(1, owns.shape[0] // C):
-        b_own += owns.slice(i * C, C).load(gl.SliceLayout(1, al))
-    return b_own
+    b_diag = diags.slice(0, C).load(gl.SliceLayout(1, al))
+    for i in gl.static_range(1, diags.shape[0] // C):
+        b_diag += diags.slice(i * C, C).load(gl.SliceLayout(1, al))
+    return b_diag
 
 
 @gluon.jit
@@ -94,7 +94,7 @@ def add(x, y):
 
 @gluon.jit
 def write_sums(
-    dg_ptr, dbeta_ptr, rows, owed, zs, none, o_t, left, HV,
+    dg_ptr, dbeta_ptr, rows, sum_buffers, zs, none, o_t, num_rows, HV,
     C: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """From shared memory, where each warp finds all tokens, so that no sum goes across warps."""
@@ -103,16 +103,16 @@ def write_sums(
     o_w = gl.arange(0, 4, gl.SliceLayout(1, by))
     o_c = gl.arange(0, C, line) + none
     o_x = (o_t + o_c.to(gl.int64) * HV)[None, :] + o_w[:, None]  # o_w is 0 where it is stored
-    m = (o_c < left)[None, :] & (o_w == 0)[:, None]
+    m = (o_c < num_rows)[None, :] & (o_w == 0)[:, None]
     zero = gl.zeros([4, C], gl.float32, by)
     if HAS_GATE:
         z = gl.sum(gl.zeros([4, ROWS], gl.float32, by) + zs.load(line)[None, :], 1)
         z *= gl.exp2(rows.slice(2 * C - 1, 1).load(gl.SliceLayout(1, by)))
-        z += gl.sum(zero + owed.index(1).load(line)[None, :], 1)
+        z += gl.sum(zero + sum_buffers.index(1).load(line)[None, :], 1)
         b_g = zero + rows.slice(0, C).load(line)[None, :]
         dg = gl.associative_scan(b_g, 1, add, reverse=True)
         gl.store(dg_ptr + o_x, dg + z[:, None], mask=m)
-    gl.store(dbeta_ptr + o_x, zero + owed.index(0).load(line)[None, :], mask=m)
+    gl.store(dbeta_ptr + o_x, zero + sum_buffers.index(0).load(line)[None, :], mask=m)
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def store_tail(
-    q, k, counts_ptr, pad, c, left, K: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr
+    q, k, counts_ptr, pad, c, num_rows, K: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr
 ):
     """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
     heads = load_scalar(pad, HEADS, 4)
@@ -133,7 +133,7 @@ def store_tail(
     if SHARED:
         while semaphore_acquire(counts_ptr + load_scalar(pad, SEMAPHORE, 4) + c * heads) < rank:
             pass
-    at = load_scalar(pad, ROW, 4) + c * C, left
+    at = load_scalar(pad, ROW, 4) + c * C, num_rows
     cols = load_scalar(pad, D_COL, 4), heads * K
     store_or_add(rank, q[0], q[1], q[2], at, cols, C, K, SHARED)
     store_or_add(rank, k[0], k[1], k[2], at, cols, C, K, SHARED)
@@ -141,14 +141,14 @@ def store_tail(
 
 @gluon.jit
 def dqk_partition(
-    descs, pointers, counts_ptr, tiles, made, rings, pad, HV, G, every, scale,
+    descs, pointers, counts_ptr, tiles, buffers, rings, pad, HV, G, every, scale,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     dq_desc, dk_desc, dv_desc = descs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
     qs, ks, os, gs, _, ws, ss, _ = tiles
-    ds, ys, bs, ms, owns, owed, zs = made
+    ds, ys, bs, ms, diags, sum_buffers, zs = buffers
     full, empty, _, _, w_full, s_full, done, early, late, written, _, _ = rings
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -158,7 +158,7 @@ def dqk_partition(
         c = n - 1 - i
         j = step_of(i, c, n, every)
         s = j % ST
-        left = load_scalar(pad, LENGTH, 4) - c * C
+        num_rows = load_scalar(pad, LENGTH, 4) - c * C
         rows = gs.index(s)
         mbarrier.wait(done.index(0), i & 1)
         mbarrier.wait(full.index(s), (j // ST) & 1)
@@ -167,8 +167,8 @@ def dqk_partition(
         gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
         sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
         row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * V
-        store_tile(dv_desc, dv_ptr, ys.index(i >> 24), row + c * C, v_col, HV * V, left, C, V)
-        b_own = diagonal_of(owns, al, C)
+        store_tile(dv_desc, dv_ptr, ys.index(i >> 24), row + c * C, v_col, HV * V, num_rows, C, V)
+        b_diag = diagonal_of(diags, al, C)
         b_beta = beta_of(rows, al, C)
         dks = ()
         for h in gl.static_range(NK):
@@ -192,7 +192,7 @@ def dqk_partition(
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if HAS_GATE:
                 gates -= row_dot(b_dk, b_ks, al) * b_beta
-            b_dk += b_own[:, None] * b_qs.load(al)
+            b_dk += b_diag[:, None] * b_qs.load(al)
             sums += row_dot(b_dk, b_ks, al)
             b_dk *= b_beta[:, None]
             b_ss = ss.index(o).slice(h * BK, BK, 1)
@@ -208,9 +208,9 @@ def dqk_partition(
             if HAS_GATE:
                 gates += row_dot(b_dp, b_ks, al)
             dks += ((b_dk + b_dp).to(qs.dtype),)
-        owed.index(0).store(sums)
+        sum_buffers.index(0).store(sums)
         if HAS_GATE:
-            owed.index(1).store(e * b_beta)
+            sum_buffers.index(1).store(e * b_beta)
         for h in gl.static_range(NK):
             o = i >> (29 + h)
             b_qs = qs.index(s + o).slice(h * BK, BK, 1)
@@ -226,8 +226,8 @@ def dqk_partition(
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
             if HAS_GATE:
                 gates += row_dot(b_dq, b_qs, al)
-            own = b_own * b_beta
-            b_dq += own[:, None] * b_ks.load(al)
+            diag = b_diag * b_beta
+            b_dq += diag[:, None] * b_ks.load(al)
             if h == NK - 1:
                 store_wait(0)
                 mbarrier.arrive(late.index(0), count=1)
@@ -235,19 +235,21 @@ def dqk_partition(
             b_qs.store(b_dq.to(qs.dtype))
             b_ks.store(dks[h])
         fence_async_shared()
-        left = load_scalar(pad, LENGTH, 4) - c * C
-        if left < C:  # write_part takes whole chunks
+        num_rows = load_scalar(pad, LENGTH, 4) - c * C
+        if num_rows < C:  # write_part takes whole chunks
             gl.thread_barrier()
             store_tail(
                 (dq_desc, dq_ptr, qs.index(s)), (dk_desc, dk_ptr, ks.index(s)),
-                counts_ptr, pad, c, left, K, C, SHARED,
+                counts_ptr, pad, c, num_rows, K, C, SHARED,
             )  # fmt: skip
         mbarrier.arrive(written.index(i % ST), count=1)
         o_t = (load_scalar(pad, ROW, 4) + c * C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
         if HAS_GATE:
             rows.slice(0, C).store(gates)  # nobody reads beta any more
         gl.thread_barrier()
-        write_sums(dg_ptr, dbeta_ptr, rows, owed, zs, i >> 23, o_t, left, HV, C, HAS_GATE)
+        write_sums(
+            dg_ptr, dbeta_ptr, rows, sum_buffers, zs, i >> 23, o_t, num_rows, HV, C, HAS_GATE
+        )
         mbarrier.arrive(empty.index(s), count=1)
     store_wait(0)
 

@@ -26,8 +26,8 @@ from slipstream.runtime.launch_cache import cached
 STAGES, TILE_K = 2, 64
 # By V: registers of all warps, of those of the gradients, and of those that load and write.
 BWD_OPTIONS: dict[int, dict[str, Any]] = {
-    64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "FEW": 32},
-    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 184, "FEW": 24},
+    64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "LOAD_REGISTERS": 32},
+    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 184, "LOAD_REGISTERS": 24},
 }
 
 
@@ -102,7 +102,7 @@ def launch_bwd_fused(
     segments, programs = schedule.segments, schedule.programs(terms)
     workspaces = min(programs, NUM_SMS)
     semaphores = beta_gate.shape[0] * heads if heads < HV else 0
-    states = w.new_empty(workspaces * max(schedule.every - 2, 1), V, K)
+    states = w.new_empty(workspaces * max(schedule.interval - 2, 1), V, K)
     run: Any = cached(delta_chunk_bwd_sm90_kernel)[(programs,)]
     run(
         *(tma_descriptor(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
@@ -126,7 +126,7 @@ def launch_bwd_fused(
         *scalar_args(terms, None)[:4],
         HV // heads,
         scalar_args(terms, segments)[4],
-        schedule.every,
+        schedule.interval,
         workspaces,
         K=K,
         V=V,

@@ -1,6 +1,6 @@
-"""Delta rule backward in one walk on sm_90 (bwd_fused.py): S and w of a part once more.
+"""Delta rule backward in one scan on sm_90 (bwd_fused.py): S and w of a part once more.
 
-The walk of chunk_fwd_2tile.py, by all warps that go back later, with all columns of V:
+The scan of chunk_fwd_2tile.py, by all warps that go back later, with all columns of V:
 
     w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
 
@@ -30,7 +30,7 @@ def square(tile, like, C: gl.constexpr):
 
 @gluon.jit
 def recompute_states(
-    descs, tiles, made, rings, row, v_col, scratch, gone, first, count, length,
+    descs, tiles, buffers, rings, row, v_col, scratch, gone, first, count, length,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def recompute_states(
     w; of the last to where the way back begins. gone: chunks gone back through."""
     w_desc, states_desc = descs
     qs, ks, os, gs, _, ws, ss, a_s = tiles
-    ds, ys, _, _, _, _, _ = made
+    ds, ys, _, _, _, _, _ = buffers
     full, empty, _, _, w_full, s_full, _, early, late, _, _, _ = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -57,20 +57,20 @@ def recompute_states(
         o = at >> 30
         o_w = at >> 29
         b_r = square(qs.index(s), a_s.index(0), C)
-        left = length - (first + at) * C
-        ends = at == count - 1
+        num_rows = length - (first + at) * C
+        is_last = at == count - 1
         mbarrier.wait(full.index(s), (j // ST) & 1)
-        if left < C:
-            zero_tail_rows(ks.index(s), left, C, K, WARPS)
-            zero_tail_rows(os.index(s), left, C, V, WARPS)
-            zero_tail_rows(b_r, left, C, C, WARPS)
+        if num_rows < C:
+            zero_tail_rows(ks.index(s), num_rows, C, K, WARPS)
+            zero_tail_rows(os.index(s), num_rows, C, V, WARPS)
+            zero_tail_rows(b_r, num_rows, C, C, WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_sb = b_s.to(ks.dtype)
         store_wait(1)  # of the chunk before, S
         gl.thread_barrier()
         ds.index(o).store(b_sb)
-        if ends:
+        if is_last:
             ss.index(at >> 28).store(b_sb)
         fence_async_shared()
         store_wait(0)  # and w
@@ -92,7 +92,7 @@ def recompute_states(
         b_w = warpgroup_mma(b_u, b_r.permute((1, 0)), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma(os.index(s).permute((1, 0)), b_r.permute((1, 0)), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        if ends:
+        if is_last:
             ws.index(o_w).permute((1, 0)).store(b_w.to(ks.dtype))
             fence_async_shared()
             mbarrier.arrive(w_full.index(0), count=1)
@@ -102,8 +102,8 @@ def recompute_states(
             if HAS_GATE:
                 b_G = rows.slice(C, C).load(gl.SliceLayout(0, xl))
                 b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
-            b_left = gl.convert_layout((b_w * b_share[None, :]).to(ks.dtype), xa)
-            b_s = warpgroup_mma(b_left, ks.index(s), b_s, is_async=True)
+            b_lhs = gl.convert_layout((b_w * b_share[None, :]).to(ks.dtype), xa)
+            b_s = warpgroup_mma(b_lhs, ks.index(s), b_s, is_async=True)
             ys.index(o_w).permute((1, 0)).store(b_w.to(ks.dtype))
             fence_async_shared()
             gl.thread_barrier()

@@ -1,15 +1,15 @@
-"""Delta rule, no decay or one a token, on sm_90: the walk over chunks, backward.
+"""Delta rule, no decay or one a token, on sm_90: the scan over chunks, backward.
 
 With dS' [K, V] the gradient of the state after a chunk, R from triton/delta/solve_tril.py and
-A = scale tril(q k^T decay), what the portable walk computes is written with one product fewer on
-the chain from chunk to chunk, since Z and W do not depend on dS':
+A = scale tril(q k^T decay), what Triton's chunk kernel computes is written with one product fewer
+on the chain from chunk to chunk, since Z and W do not depend on dS':
 
     Z = A beta R          W = R^T diag(beta exp(G_C - G)) k          dv = Z^T do + W dS'
     dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
 V as the rows, as in chunk_fwd.py; so are the parts of a program:
 
-    walk     dS and dv: the chain            prepare  Z and W, a chunk ahead; clears a chunk's rest
+    scan     dS and dv: the chain            prepare  Z and W, a chunk ahead; clears a chunk's rest
     keep     writes dS' and dv               load     k, q, do and R by TMA, beta and G
 """
 
@@ -86,13 +86,13 @@ def wy_partition(
     for i in range(n):
         s = i % ST
         w = i % 2
-        left = length - (n - 1 - i) * C
+        num_rows = length - (n - 1 - i) * C
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        if left < C:
-            zero_tail_rows(qs.index(s), left, C, K)
-            zero_tail_rows(ks.index(s), left, C, K)
-            zero_tail_rows(ds.index(s), left, C, BV)
-            zero_tail_rows(rs.index(s), left, C, C)
+        if num_rows < C:
+            zero_tail_rows(qs.index(s), num_rows, C, K)
+            zero_tail_rows(ks.index(s), num_rows, C, K)
+            zero_tail_rows(ds.index(s), num_rows, C, BV)
+            zero_tail_rows(rs.index(s), num_rows, C, C)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -128,7 +128,7 @@ def wy_partition(
 
 @gluon.jit
 def state_partition(
-    tiles, copies, rings, ends, reads, writes, n, scale,
+    tiles, copies, rings, state_refs, reads, writes, n, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     TRANSITION_ONLY: gl.constexpr,
@@ -140,7 +140,7 @@ def state_partition(
     qs, ks, ds, _, gs, ws, zs = tiles
     ss, ys, s_full, s_empty, y_full, y_empty = copies
     full, empty, p_full, p_empty = rings
-    s_in_ptr, s_out_ptr, o_in, o_out = ends
+    s_in_ptr, s_out_ptr, o_in, o_out = state_refs
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
@@ -181,11 +181,11 @@ def state_partition(
             b_s *= gl.exp2(G_C)[None, :]
         b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s), b_s, is_async=True)
         b_y = warpgroup_mma_wait(1, deps=(b_y,))
-        b_left = -b_y
+        b_lhs = -b_y
         if HAS_GATE:
-            b_left *= b_start[None, :]
-        b_left = gl.convert_layout(b_left.to(ks.dtype), ya)
-        b_s = warpgroup_mma(b_left, ks.index(s), b_s, is_async=True)
+            b_lhs *= b_start[None, :]
+        b_lhs = gl.convert_layout(b_lhs.to(ks.dtype), ya)
+        b_s = warpgroup_mma(b_lhs, ks.index(s), b_s, is_async=True)
         if not TRANSITION_ONLY:
             mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
             ys.index(0).permute((1, 0)).store(b_y.to(ks.dtype))
@@ -237,7 +237,7 @@ def delta_chunk_dstate_sm90_kernel(
     states_desc,  # [chunks * HV * V, K] by [BV, K]: dS' after each chunk
     dv_ptr,
     beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
-    s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot
+    s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
     s_out_ptr,  # [N, HV, K, V]: of that before the sequence
     cu_ptr,  # [N + 1]
     scale,
@@ -258,7 +258,7 @@ def delta_chunk_dstate_sm90_kernel(
     PACKED: gl.constexpr,
     SKIP: gl.constexpr = False,
 ):
-    """grid (V / BV * HV * slots,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the last chunk."""
+    """grid (V / BV * HV * segments,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the end."""
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ks, ds, rs, gs = alloc_stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
@@ -274,7 +274,7 @@ def delta_chunk_dstate_sm90_kernel(
     s_empty = alloc_mbarriers(1, 1)
     y_full = alloc_mbarriers(1, 1)
     y_empty = alloc_mbarriers(1, 1)
-    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, _ = program_coords(
+    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, _ = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     if SKIP and n == 0:
@@ -283,16 +283,16 @@ def delta_chunk_dstate_sm90_kernel(
     v_col = i_h * V + i_v
     r_col = i_h * C
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_offset(slot, i_h, HV, K, V) + i_v
+    o_in = state_offset(i_seg, i_h, HV, K, V) + i_v
     o_out = state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = (qs, ks, ds, rs, gs, ws, zs)
     copies = (ss, ys, s_full, s_empty, y_full, y_empty)
     rings = (full, empty, p_full, p_empty)
-    ends = (s_in_ptr, s_out_ptr, o_in, o_out)
+    state_refs = (s_in_ptr, s_out_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (state_partition, (
-                tiles, copies, rings, ends, True, i_s == 0, n, scale,
+                tiles, copies, rings, state_refs, True, i_s == 0, n, scale,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
             (save_partition, (
                 states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v, length,

@@ -1,8 +1,8 @@
-"""Delta rule, no decay or one a token, on sm_90: the walk over chunks, forward.
+"""Delta rule, no decay or one a token, on sm_90: the scan over chunks, forward.
 
 With S [K, V] the state before a chunk, R from triton/delta/solve_tril.py and G the sum of the
-chunk's gates, what the portable walk computes is written with one product fewer on the chain from
-chunk to chunk, since W does not depend on S:
+chunk's gates, what Triton's chunk kernel computes is written with one product fewer on the
+chain from chunk to chunk, since W does not depend on S:
 
     W = R diag(exp(G)) k          w = R v - W S          S <- exp(G_C) S + (k exp(G_C - G))^T beta w
     o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
@@ -10,11 +10,11 @@ chunk to chunk, since W does not depend on S:
 V as the rows: a program carries S^T [BV, K] of one value head in registers; S^T and w^T go from
 product to product as left operands. Four parts of a program, joined by barriers in shared memory:
 
-    walk     S and w: the chain              prepare  -W, a chunk ahead; clears a short chunk's rest
+    scan     S and w: the chain              prepare  -W, a chunk ahead; clears a short chunk's rest
     read     o, from copies of S and w       load     k, v, R and q by TMA, beta and G
 
 or, instead of `read`, `keep`, which writes S and w for backward. `read` can leave S before every so
-many chunks, from where backward walks once more (bwd_fused.py). Rings: ST stages of k, v, R,
+many chunks, from where backward scans once more (bwd_fused.py). Rings: ST stages of k, v, R,
 beta and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
 """
 
@@ -103,7 +103,7 @@ def wy_partition(
             b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(ks.dtype)
         b_w = warpgroup_mma(b_r, ks.index(s), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        # the walk has left what it makes of the W that was there
+        # the scan has left what it makes of the W that was there
         mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)
         ws.index(w).store((-b_w).to(ks.dtype))
         fence_async_shared()
@@ -112,7 +112,7 @@ def wy_partition(
 
 @gluon.jit
 def state_partition(
-    tiles, copies, rings, ends, width, reads, writes, unit, n,
+    tiles, copies, rings, state_refs, width, reads, writes, unit, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     SAVE_STATES: gl.constexpr,
@@ -127,7 +127,7 @@ def state_partition(
     ks, vs, rs, gs, ws = tiles
     ss, xs = copies
     full, empty, w_full, x_full, x_empty = rings
-    s_in_ptr, s_out_ptr, o_in, o_out = ends
+    s_in_ptr, s_out_ptr, o_in, o_out = state_refs
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -166,8 +166,8 @@ def state_partition(
             mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
             ss.index(w).store(b_sb)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        b_left = (b_w * b_share[None, :]).to(ks.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
+        b_lhs = (b_w * b_share[None, :]).to(ks.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), ks.index(s), b_s, is_async=True)
         if not TRANSITION_ONLY:
             if SAVE_STATES:
                 xs.index(w).permute((1, 0)).store(b_w.to(ks.dtype))
@@ -286,7 +286,7 @@ def delta_chunk_fwd_sm90_kernel(
     checkpoints_desc,
     o_ptr,
     beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
-    s_in_ptr,  # [slots, HV, K, V]
+    s_in_ptr,  # [segments, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]
     cu_ptr,  # [N + 1]
     scale,
@@ -310,9 +310,9 @@ def delta_chunk_fwd_sm90_kernel(
     SKIP: gl.constexpr = False,
     SAVE_CHECKPOINTS: gl.constexpr = False,
 ):
-    """grid (V / BV * HV * slots,), 4 warps: one program walks BV columns of V of one head.
+    """grid (V / BV * HV * segments,), 4 warps: one program scans BV columns of V of one head.
 
-    Over a slot: one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SKIP:
+    Over one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SKIP:
     where there are none its state is where it goes to,
     if it goes anywhere. SAVE_CHECKPOINTS: S is left before
     `every` chunks of a sequence.
@@ -325,7 +325,7 @@ def delta_chunk_fwd_sm90_kernel(
     w_full = alloc_mbarriers(1, 2)
     x_full = alloc_mbarriers(1, 2)
     x_empty = alloc_mbarriers(1, 2)
-    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = program_coords(
+    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     if SKIP and n == 0:
@@ -334,10 +334,10 @@ def delta_chunk_fwd_sm90_kernel(
     v_col = i_h * V + i_v
     r_col = i_h * C
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_offset(slot, i_h, HV, K, V) + i_v
+    o_in = state_offset(i_seg, i_h, HV, K, V) + i_v
     o_out = state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = (ks, vs, rs, gs, ws)
-    ends = (s_in_ptr, s_out_ptr, o_in, o_out)
+    state_refs = (s_in_ptr, s_out_ptr, o_in, o_out)
     if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         empty = alloc_mbarriers(1, ST)
@@ -346,7 +346,7 @@ def delta_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, rings, ends, V, True, last, K, n,
+                    tiles, copies, rings, state_refs, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, copies, rings, row, chunk, HV, HV * V, v_col, i_v,
@@ -377,7 +377,7 @@ def delta_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, rings, ends, V, True, last, K, n,
+                    tiles, copies, rings, state_refs, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (output_partition, (
                     o_desc, o_ptr, tiles, copies, rings, queries, os, checkpoints, row, HV * V,

@@ -1,4 +1,4 @@
-"""Delta rule, no decay or one a token, on sm_90: the walk forward, two tiles of V a program.
+"""Delta rule, no decay or one a token, on sm_90: the scan forward, two tiles of V a program.
 
 As chunk_fwd.py, for calls of more programs than multiprocessors: what both tiles need of q, k and
 R is read once, and while one tile's chain waits the other's products run. With no warps left to
@@ -7,9 +7,9 @@ make W, the chain has the product with k instead:
     w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
     o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
 
-Four parts: two walkers, a tile of V each; read, which makes o of both, or keep, which writes S and
-w for backward; load, which makes of G what they multiply by. Rings: ST stages of k, v, R, beta and
-G; two of q; one of S and of w.
+Four partitions: two state ones, a tile of V each; read, which makes o of both, or keep, which
+writes S and w for backward; load, which makes of G what they multiply by. Rings: ST stages of k, v,
+R, beta and G; two of q; one of S and of w.
 """
 
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, store_tile, zero_tail_rows
@@ -82,14 +82,14 @@ def load_partition(
 
 @gluon.jit
 def state_partition(
-    tiles, rings, ends, length, n, tile: gl.constexpr,
+    tiles, rings, state_refs, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     SAVE_STATES: gl.constexpr,
 ):  # fmt: skip
     ks, vs, rs, gs, ss, xs = tiles
     full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
-    own: gl.constexpr = tile if SAVE_STATES else 0  # its barriers: read takes both tiles at once
+    i_bar: gl.constexpr = tile if SAVE_STATES else 0  # its barriers: read takes both tiles at once
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -97,13 +97,13 @@ def state_partition(
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     b_s = gl.zeros([BV, K], gl.float32, sl)
-    b_s = load_state(ends, b_s, o_k, tile * BV + o_v, V, HAS_S_IN)
+    b_s = load_state(state_refs, b_s, o_k, tile * BV + o_v, V, HAS_S_IN)
     zero = gl.zeros([BV, C], gl.float32, xl)
     for i in range(n):
         s = i % ST
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - i * C < C:
-            # the other walker the rest
+            # the other state partition the rest
             if tile == 0:
                 zero_tail_rows(ks.index(s), length - i * C, C, K)
             else:
@@ -120,10 +120,10 @@ def state_partition(
         if HAS_GATE:
             b_s *= -gs.index(s).slice(3 * C - 1, 1).load(gl.SliceLayout(0, sl))[None, :]
             b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(0, xl))
-        mbarrier.wait(s_empty.index(own), (i & 1) ^ 1)
+        mbarrier.wait(s_empty.index(i_bar), (i & 1) ^ 1)
         ss.index(tile).store(b_sb)
         fence_async_shared()
-        mbarrier.arrive(s_full.index(own), count=1)
+        mbarrier.arrive(s_full.index(i_bar), count=1)
         b_u = warpgroup_mma_wait(0, deps=(b_u,))
         if HAS_GATE:
             b_u = b_u * b_start[None, :]
@@ -137,16 +137,16 @@ def state_partition(
         b_w = warpgroup_mma(b_u, rs.index(s).permute((1, 0)), b_w, is_async=True)
         b_share = gs.index(s).slice(3 * C if HAS_GATE else 0, C).load(gl.SliceLayout(0, xl))
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        b_left = (b_w * b_share[None, :]).to(ks.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ks.index(s), b_s, is_async=True)
-        mbarrier.wait(x_empty.index(own), (i & 1) ^ 1)
+        b_lhs = (b_w * b_share[None, :]).to(ks.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), ks.index(s), b_s, is_async=True)
+        mbarrier.wait(x_empty.index(i_bar), (i & 1) ^ 1)
         place = tile + (i >> 30)
         if SAVE_STATES:
             xs.index(place).permute((1, 0)).store(b_w.to(ks.dtype))
         else:
             xs.index(place).store(b_w.to(ks.dtype))
         fence_async_shared()
-        mbarrier.arrive(x_full.index(own), count=1)
+        mbarrier.arrive(x_full.index(i_bar), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     if not SAVE_STATES:
@@ -156,8 +156,8 @@ def state_partition(
             TILES: gl.constexpr = V // (2 * BV)
             pid = gl.program_id(0) + (length >> 31)
             o_state = pid // TILES * gl.full([], K * V, gl.int64) + pid % TILES * (2 * BV)
-            ends = (ends[0], ends[1], ends[2], o_state)
-        store_state(ends, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
+            state_refs = (state_refs[0], state_refs[1], state_refs[2], o_state)
+        store_state(state_refs, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
 
 
 @gluon.jit
@@ -225,9 +225,9 @@ def output_partition(
         fence_async_shared()
         gl.thread_barrier()
         t = row + i * C
-        left = length - i * C
-        store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, left, C, BV)
-        store_tile(o_desc, o_ptr, os.index(none + 1), t, v_col + BV, o_row, left, C, BV)
+        num_rows = length - i * C
+        store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, num_rows, C, BV)
+        store_tile(o_desc, o_ptr, os.index(none + 1), t, v_col + BV, o_row, num_rows, C, BV)
     store_wait(0)
 
 
@@ -291,7 +291,7 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     SKIP: gl.constexpr = False,
     SAVE_CHECKPOINTS: gl.constexpr = False,
 ):
-    """grid (V / (2 * BV) * HV * N,), 4 warps: one program walks two tiles of V of one head.
+    """grid (V / (2 * BV) * HV * N,), 4 warps: one program scans two tiles of V of one head.
 
     SKIP and SAVE_CHECKPOINTS as delta_chunk_fwd_sm90_kernel has them.
     """
@@ -305,11 +305,11 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     x_full = alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
     x_empty = alloc_mbarriers(1, 2 if SAVE_STATES else 1)
     cleared = alloc_mbarriers(2, 1)
-    i_v, i_h, slot, row, length, n, chunk, _, _, _ = program_coords(
+    i_v, i_h, i_seg, row, length, n, chunk, _, _, _ = program_coords(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
-    o_state = state_offset(slot, i_h, HV, K, V) + i_v
-    ends = (s_in_ptr, s_out_ptr, o_state, o_state)
+    o_state = state_offset(i_seg, i_h, HV, K, V) + i_v
+    state_refs = (s_in_ptr, s_out_ptr, o_state, o_state)
     if SKIP and n == 0:
         return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
@@ -322,10 +322,10 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, rings, ends, length, n, 0,
+                    tiles, rings, state_refs, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
-                    tiles, rings, ends, length, n, 1,
+                    tiles, rings, state_refs, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
@@ -345,17 +345,17 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         q_full = alloc_mbarriers(1, 2)
         q_empty = alloc_mbarriers(1, 2)
         tiles = (ks, vs, rs, gs, ss, xs)
-        checkpoints = ends
+        checkpoints = state_refs
         if SAVE_CHECKPOINTS:
-            marked, number = first_checkpoint(slot, 0, row, T, T, every, C, PACKED, False)
+            marked, number = first_checkpoint(i_seg, 0, row, T, T, every, C, PACKED, False)
             checkpoints = (checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, rings, ends, length, n, 0,
+                    tiles, rings, state_refs, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
-                    tiles, rings, ends, length, n, 1,
+                    tiles, rings, state_refs, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (output_partition, (
                     o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, checkpoints, row, HV * V,

@@ -1,4 +1,4 @@
-"""What the walks of the delta rule on sm_90 share: where a program is and what it finds there."""
+"""What the scans of the delta rule on sm_90 share: where a program is and what it finds there."""
 
 from slipstream.kernels.linear.sm90.common.device import locate_segment
 from slipstream.kernels.primitives.gluon_compat import (
@@ -15,21 +15,21 @@ def program_coords(
     cu_ptr, T, N, HV, segment, TILES: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
     PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Of a program that walks one of TILES tiles of BV columns of a head: the first column, the
-    head and the slot; first token and tokens of the slot, its chunks, and where the first of them
+    """Of a program that scans one of TILES tiles of BV columns of a head: the first column, the
+    head and the segment; its first token, tokens and chunks, and where the first of them
     is among those of all heads; the sequence, the segment's number in it, whether it is the last.
     With BV 1 the first column is the tile's number.
     """
     pid = gl.program_id(0)
     i_v = (pid % TILES) * BV
     i_h = (pid // TILES) % HV
-    slot = pid // TILES // HV
+    i_seg = pid // TILES // HV
     row, length, first, i_n, i_s, last = locate_segment(
-        cu_ptr, slot, T, N, segment, C, PACKED, SPLIT
+        cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
     )
     n = gl.cdiv(length, C)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
-    return i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last
+    return i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last
 
 
 @gluon.jit
@@ -40,9 +40,9 @@ def beta_gate_ptr(beta_gates_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.const
 
 
 @gluon.jit
-def state_offset(slot, i_h, HV, K: gl.constexpr, V: gl.constexpr):
-    """Where a head's state begins, of [slots, HV, K, V]."""
-    return (slot * gl.full([], 1, gl.int64) * HV + i_h) * (K * V)
+def state_offset(i_seg, i_h, HV, K: gl.constexpr, V: gl.constexpr):
+    """Where a head's state begins, of [segments, HV, K, V]."""
+    return (i_seg * gl.full([], 1, gl.int64) * HV + i_h) * (K * V)
 
 
 @gluon.jit
@@ -60,7 +60,7 @@ def first_checkpoint(
     i_n, i_s, row, T, segment, every,
     C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Of a slot's chunks the first one before which S is left, and the number of that."""
+    """Of a segment's chunks the first one before which S is left, and the number of that."""
     before = 0  # chunks of the sequence
     if SPLIT:
         before = i_s * (segment // C)
@@ -70,23 +70,23 @@ def first_checkpoint(
 
 
 @gluon.jit
-def load_state(ends, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
-    """The state that a walk begins with, as rows o_v and columns o_k; b_s where there is none."""
+def load_state(state_refs, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
+    """The state that a scan begins with, as rows o_v and columns o_k; b_s where there is none."""
     if HAS_S_IN:
-        s_in_ptr, _, o_state, _ = ends
+        s_in_ptr, _, o_state, _ = state_refs
         o_in = o_state + o_k[None, :] * V + o_v[:, None]
         b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
     return b_s
 
 
 @gluon.jit
-def store_state(ends, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr):
-    """The state that a walk ends with, to where it is wanted.
+def store_state(state_refs, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.constexpr):
+    """The state that a scan ends with, to where it is wanted.
 
     none: 0, which no compiler knows: the loop would keep what it has in common with o_in.
     """
     if HAS_S_OUT:
-        _, s_out_ptr, _, o_state = ends
+        _, s_out_ptr, _, o_state = state_refs
         o_out = o_state + none + o_k[None, :] * V + o_v[:, None]
         gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
 

@@ -1,4 +1,4 @@
-"""Delta rule, no decay or one a token, on sm_90: the gradients that the walks left, by chunks.
+"""Delta rule, no decay or one a token, on sm_90: the gradients that the scans left, by chunks.
 
 By the formulas of triton/delta/dqkg.py, with p = k. Everything comes by TMA, each of do, w
 and dv once; of S and dS' 64 channels of K at a time, whose buffers the next 64 get as soon as the
@@ -76,17 +76,17 @@ def store_or_add(
 ):
     """Writes a tile, or adds it to those of lower ranks. at: the first token, and how many there
     are; cols: the first column, and of how many."""
-    row, left = at
+    row, num_rows = at
     col, stride = cols
     if SHARED:
         if rank == 0:
-            store_tile(desc, p, tile, row, col, stride, left, C, BK)
-        elif left >= C:
+            store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
+        elif num_rows >= C:
             tma_reduce_add(desc, [row, col], tile)
         else:
-            add_rows_masked(p, tile, row, col, stride, left, C, BK)
+            add_rows_masked(p, tile, row, col, stride, num_rows, C, BK)
     else:
-        store_tile(desc, p, tile, row, col, stride, left, C, BK)
+        store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
 
 
 @gluon.jit
@@ -128,14 +128,14 @@ def triangular_products(
         between = G_i[:, None] - G_j[None, :]
         between = gl.exp2(gl.minimum(gl.where(before, between, -between), 0.0))
     b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
-    own = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
+    diag = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
     b_old = gl.where(before, beta_j[None, :] * between, 0.0)
     c_a = gl.convert_layout((b_a * b_old).to(dtype), aa)
     c_m = gl.convert_layout((b_m * b_old).to(dtype), aa)
     b_new = gl.where(o_i[:, None] < o_j[None, :], between, 0.0)
     c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
     c_mt = gl.convert_layout((-b_mt * b_new).to(dtype), aa)
-    return c_a, c_m, c_at, c_mt, own
+    return c_a, c_m, c_at, c_mt, diag
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "G"])
@@ -186,17 +186,19 @@ def delta_dqkg_sm90_kernel(
     ds = gl.allocate_shared_memory(dtype, [1, V, BK], dstates_desc.layout)
     bars = alloc_mbarriers(1, 3)
     heads = HV // G  # of dq and dk
-    slot, i_sum, rank = locate_chunk(heads, G, SHARED)
+    i_chunk, i_sum, rank = locate_chunk(heads, G, SHARED)
     i_h = i_sum * G + rank
-    part = slot * HV + i_h
-    row, left, _ = locate_sequence(cu_ptr, slot, T, N, C, C, PACKED, True)
+    i_chunk_head = i_chunk * HV + i_h
+    row, num_rows, _ = locate_sequence(cu_ptr, i_chunk, T, N, C, C, PACKED, True)
     col = i_h * V
     q_col = i_h // (HV // H) * K
     mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
     copy_in(do_desc, [row, col], bars.index(0), os.index(0))
     copy_in(w_desc, [row, col], bars.index(0), ws.index(0))
     copy_in(dv_desc, [row, col], bars.index(0), vs.index(0))
-    load_states(states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), part * V, 0)
+    load_states(
+        states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), i_chunk_head * V, 0
+    )
     mbarrier.expect(bars.index(2), 2 * NK * q_desc.block_type.nbytes)
     for i in gl.static_range(NK):
         copy_in(q_desc, [row, q_col + i * BK], bars.index(2), qs.index(i))
@@ -204,19 +206,19 @@ def delta_dqkg_sm90_kernel(
 
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    p_beta_gate = beta_gates_ptr + part.to(gl.int64) * ((1 + HAS_GATE) * C)
+    p_beta_gate = beta_gates_ptr + i_chunk_head.to(gl.int64) * ((1 + HAS_GATE) * C)
     mbarrier.wait(bars.index(0), 0)
-    if left < C:
-        zero_tail_rows(os.index(0), left, C, V)
-        zero_tail_rows(ws.index(0), left, C, V)
-        zero_tail_rows(vs.index(0), left, C, V)
+    if num_rows < C:
+        zero_tail_rows(os.index(0), num_rows, C, V)
+        zero_tail_rows(ws.index(0), num_rows, C, V)
+        zero_tail_rows(vs.index(0), num_rows, C, V)
         mbarrier.wait(bars.index(2), 0)
         for i in gl.static_range(NK):
-            zero_tail_rows(qs.index(i), left, C, BK)
-            zero_tail_rows(ks.index(i), left, C, BK)
+            zero_tail_rows(qs.index(i), num_rows, C, BK)
+            zero_tail_rows(ks.index(i), num_rows, C, BK)
         fence_async_shared()
         gl.thread_barrier()
-    b_a, b_m, b_at, b_mt, own = triangular_products(
+    b_a, b_m, b_at, b_mt, diag = triangular_products(
         os.index(0), ws.index(0), vs.index(0), p_beta_gate, o_i, o_j, scale, al, C, HAS_GATE
     )
     mbarrier.wait(bars.index(2), 0)
@@ -244,7 +246,8 @@ def delta_dqkg_sm90_kernel(
         if i + 1 < NK:
             gl.thread_barrier()
             load_states(
-                states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), part * V,
+                states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1),
+                i_chunk_head * V,
                 (i + 1) * BK,
             )  # fmt: skip
         if HAS_GATE:
@@ -263,12 +266,12 @@ def delta_dqkg_sm90_kernel(
         b_dq *= scale
         if HAS_GATE:
             gates += gl.sum(b_dq * qs.index(i).load(al) - b_dp * b_k, 1)
-        b_dq = (b_dq + (own * beta)[:, None] * b_k).to(dtype)
+        b_dq = (b_dq + (diag * beta)[:, None] * b_k).to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
         b_k = ks.index(i).load(al)
         if HAS_GATE:
             gates -= gl.sum(b_dk * b_k, 1) * beta
-        b_dk += own[:, None] * qs.index(i).load(al)
+        b_dk += diag[:, None] * qs.index(i).load(al)
         sums += gl.sum(b_dk * b_k, 1)
         b_dk = b_dk * beta[:, None] - b_dp
         gl.thread_barrier()
@@ -277,22 +280,22 @@ def delta_dqkg_sm90_kernel(
         fence_async_shared()
         gl.thread_barrier()
         if SHARED and (i == 0):
-            while semaphore_acquire(semaphores_ptr + slot * heads + i_sum) < rank:
+            while semaphore_acquire(semaphores_ptr + i_chunk * heads + i_sum) < rank:
                 pass
-        at, cols = (row + none, left + none), (i_sum * K + i * BK, heads * K)
+        at, cols = (row + none, num_rows + none), (i_sum * K + i * BK, heads * K)
         store_or_add(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
         store_or_add(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
 
     o_t = (row + o_i).to(gl.int64) * HV + i_h
     if HAS_GATE:
-        G_C = gl.load(p_beta_gate + (2 * C - 1 + (left >> 31)))
-        beta = gl.load(p_beta_gate + (o_i + (left >> 31)))
+        G_C = gl.load(p_beta_gate + (2 * C - 1 + (num_rows >> 31)))
+        beta = gl.load(p_beta_gate + (o_i + (num_rows >> 31)))
         z = gl.sum(e * beta, 0) + gl.sum(z, 0) * gl.exp2(G_C)
         gates = gl.convert_layout(gates, gl.SliceLayout(0, al))
         dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
-        gl.store(dg_ptr + o_t, dg + z, mask=o_i < left)
-    gl.store(dbeta_ptr + o_t, sums, mask=o_i < left)
+        gl.store(dg_ptr + o_t, dg + z, mask=o_i < num_rows)
+    gl.store(dbeta_ptr + o_t, sums, mask=o_i < num_rows)
     if SHARED:
-        release_next(semaphores_ptr + slot * heads + i_sum, rank, G)
+        release_next(semaphores_ptr + i_chunk * heads + i_sum, rank, G)
     invalidate_mbarriers(bars)
     store_wait(0)

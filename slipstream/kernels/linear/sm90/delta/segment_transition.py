@@ -2,8 +2,8 @@
 
     S <- M S + E        back, to the gradients of states:        dS <- M^T dS' + dE
 
-E is the walk's end from a state of zero, the columns of M those from the unit matrix without v; dE
-is the walk's end backward. Where a state decays a segment needs not be walked whole. A token's
+E is the scan's end from a state of zero, the columns of M those from the unit matrix without v; dE
+is the scan's end backward. Where a state decays a segment needs not be scanned whole. A token's
 exp(g) (I - beta k k^T) makes no state longer than by exp(g) max(1, |beta k.k - 1|), the growths
 of solve_tril.py. Once the product of these over a segment's last chunks is below 2^-FAR, M is
 taken as zero, and E from those chunks alone (back from the first ones): what is left out is below
@@ -72,8 +72,8 @@ def delta_segment_transition_sm90_kernel(
     beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
     lognorm_ptr,  # [chunks, HV, BLOCKS]
     s_in_ptr,  # [N, HV, K, V]
-    transition_ptr,  # [slots, HV, K, V + K]: E and M
-    m_is_zero_ptr,  # [slots, HV]
+    transition_ptr,  # [segments, HV, K, V + K]: E and M
+    m_is_zero_ptr,  # [segments, HV]
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -90,7 +90,7 @@ def delta_segment_transition_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid ((V + K) / BV * HV * slots,), 4 warps: BV columns of E, or of M after those; with V 0
+    """grid ((V + K) / BV * HV * segments,), 4 warps: BV columns of E, or of M after those; with V 0
     of M alone."""
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
@@ -100,7 +100,7 @@ def delta_segment_transition_sm90_kernel(
     empty = alloc_mbarriers(1, ST)
     w_full = alloc_mbarriers(1, 2)
     w_empty = alloc_mbarriers(1, 2)
-    tile, i_h, slot, row, length, n, chunk, i_n, i_s, last = program_coords(
+    tile, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, NV + K // BV, 1, C, PACKED, True
     )
     of_m = tile >= NV
@@ -112,7 +112,7 @@ def delta_segment_transition_sm90_kernel(
             beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, False
         )
         m_is_zero = m_is_zero | decayed
-    gl.store(m_is_zero_ptr + (slot * HV + i_h), m_is_zero.to(gl.int32), mask=tile == 0)
+    gl.store(m_is_zero_ptr + (i_seg * HV + i_h), m_is_zero.to(gl.int32), mask=tile == 0)
     skip = n - need
     n = uniform(gl.where(last | (of_m & m_is_zero), 0, need))
     chunk += skip * HV
@@ -122,17 +122,17 @@ def delta_segment_transition_sm90_kernel(
     v_col = i_h * V + gl.where(of_m, 0, tile * BV)
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_n, i_h, HV, K, V) + tile * BV
-    o_out = state_offset(slot, i_h, HV, K, V + K) + tile * BV
+    o_out = state_offset(i_seg, i_h, HV, K, V + K) + tile * BV
     unit = gl.where(of_m, (tile - NV) * BV, K)
     v_row = gl.where(of_m, OOB_ROW, row)
     reads = begins & (skip == 0) & (tile < NV)
     tiles = (ks, vs, rs, gs, ws)
     rings = (full, empty, w_full, w_empty, w_empty)
-    ends = (s_in_ptr, transition_ptr, o_in, o_out)
+    state_refs = (s_in_ptr, transition_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (state_partition, (
-                tiles, (ws, ws), rings, ends, V + K, reads, True, unit, n,
+                tiles, (ws, ws), rings, state_refs, V + K, reads, True, unit, n,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
             (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
             (load_partition, (
@@ -154,7 +154,7 @@ def delta_segment_transition_bwd_sm90_kernel(
     beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G
     lognorm_ptr,  # [chunks, HV, BLOCKS]
     s_in_ptr,  # [N, HV, K, V]: gradient of the state after the sequence
-    transition_ptr,  # [slots, HV, K, V]: dE
+    transition_ptr,  # [segments, HV, K, V]: dE
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -172,7 +172,7 @@ def delta_segment_transition_bwd_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (V / BV * HV * slots,), 4 warps: BV columns of dE."""
+    """grid (V / BV * HV * segments,), 4 warps: BV columns of dE."""
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ks, ds, rs, gs = alloc_stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
@@ -182,7 +182,7 @@ def delta_segment_transition_bwd_sm90_kernel(
     empty = alloc_mbarriers(1, ST)
     p_full = alloc_mbarriers(1, 2)
     p_empty = alloc_mbarriers(1, 2)
-    i_v, i_h, slot, row, length, n, chunk, i_n, i_s, last = program_coords(
+    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, True
     )
     whole = n
@@ -194,15 +194,15 @@ def delta_segment_transition_bwd_sm90_kernel(
     k_col = i_h // (HV // H) * K
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_n, i_h, HV, K, V) + i_v
-    o_out = state_offset(slot, i_h, HV, K, V) + i_v
+    o_out = state_offset(i_seg, i_h, HV, K, V) + i_v
     tiles = (qs, ks, ds, rs, gs, ws, zs)
     copies = (ws, ws, p_full, p_full, p_full, p_full)  # not there
     rings = (full, empty, p_full, p_empty)
-    ends = (s_in_ptr, transition_ptr, o_in, o_out)
+    state_refs = (s_in_ptr, transition_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (bwd_state_partition, (
-                tiles, copies, rings, ends, reads, True, n, scale,
+                tiles, copies, rings, state_refs, reads, True, n, scale,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, True)),
             (bwd_wy_partition, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
             (bwd_load_partition, (

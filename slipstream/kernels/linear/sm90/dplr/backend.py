@@ -88,7 +88,7 @@ def chunk_fwd(
     HV, V, K = *terms.v.shape[2:], terms.q.shape[-1]
     v = None if k is None else (terms.v, HV * V, 64)
     tiles = (q, w, b, k, qb, qk, v, None if o is None else (o, HV * V, 64), x, states)
-    few = k is not None and (K == 128 or make != "o")
+    two_stages = k is not None and (K == 128 or make != "o")
     columns = 1 + -(-K // V) if make == "ends" else 1
     run: Any = cached(dplr_chunk_fwd_sm90_kernel)[(columns * HV * num_sequences(terms, segments),)]
     run(
@@ -101,7 +101,7 @@ def chunk_fwd(
         m,
         *_tokens(terms, segments),
         MAKE=make,
-        ST=2 if few else STAGES,
+        ST=2 if two_stages else STAGES,
         DELTA=terms.beta is not None,
         **_flags(terms, s_in, s_out, segments),
     )
@@ -128,7 +128,7 @@ def chunk_dstate(
         s_in,
         s_out,
         *_tokens(terms, segments),
-        ENDS=y is None,
+        TRANSITION_ONLY=y is None,
         ST=2,
         **_flags(terms, s_in, s_out, segments),
     )

@@ -1,11 +1,11 @@
-"""Decays per channel, or free a and b, on sm_90: the walk back over chunks.
+"""Decays per channel, or free a and b, on sm_90: the scan back over chunks.
 
 By the names of chunk_fwd.py, with dS' the gradient of the state after a chunk,
 
     dx = qb^T do + b^ dS'        y = R^T dx        dS = total dS' + q~^T do + W^T dx
 
 V as the rows, a part of 4 warps for 64 columns of V, as in chunk_fwd.py. dS' and y are written, or,
-of sequences in segments (SPLIT), first where the walk of each ends, alone.
+of sequences in segments (SPLIT), first where the scan of each ends, alone.
 """
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -31,13 +31,13 @@ def load_partition(
     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs, qbs, rs, totals,
     full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr,
-    ENDS: gl.constexpr,
+    TRANSITION_ONLY: gl.constexpr,
 ):  # fmt: skip
     """chunk: of the first."""
     layout: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
     nbytes: gl.constexpr = (
         3 * q_desc.block_type.nbytes
-        + (2 - ENDS) * qb_desc.block_type.nbytes
+        + (2 - TRANSITION_ONLY) * qb_desc.block_type.nbytes
         + NV * do_desc.block_type.nbytes
     )
     o_k = gl.arange(0, K, layout)
@@ -57,7 +57,7 @@ def load_partition(
         copy_in(b_desc, [at, 0], full.index(s), bs.index(s))
         copy_in(q_desc, [at, 0], full.index(s), qs.index(s))
         copy_in(w_desc, [at, 0], full.index(s), ws.index(s))
-        if not ENDS:
+        if not TRANSITION_ONLY:
             copy_in(r_desc, [at, 0], full.index(s), rs.index(s))
         if HAS_GATE:
             totals.index(s).store(b_total)
@@ -70,18 +70,18 @@ def load_partition(
 def state_partition(
     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-    PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr, ENDS: gl.constexpr,
+    HAS_S_OUT: gl.constexpr, TRANSITION_ONLY: gl.constexpr,
 ):  # fmt: skip
-    """Columns 64 PART and on of V. i_s: number of the segment's and head's states."""
+    """Columns 64 PARTITION and on of V. i_s: number of the segment's and head's states."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_v = gl.arange(0, 64, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_s = i_s * (K * V) + o_k[None, :] * V + (PART * 64 + o_v)[:, None]
+    o_s = i_s * (K * V) + o_k[None, :] * V + (PARTITION * 64 + o_v)[:, None]
     if HAS_S_IN:
         b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
     else:
@@ -90,35 +90,35 @@ def state_partition(
     for i in range(n):
         s = i % ST
         i_c = n - 1 - i
-        at = (chunk + i_c * HV) * V + PART * 64
+        at = (chunk + i_c * HV) * V + PARTITION * 64
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        do = dos.index(s * NV + PART)
+        do = dos.index(s * NV + PARTITION)
         if length - i_c * C < C:
             zero_tail_rows(do, length - i_c * C, C, 64)
             fence_async_shared()
             gl.thread_barrier()
         b_do = do.permute((1, 0))
-        b_left = b_s.to(qs.dtype)
+        b_lhs = b_s.to(qs.dtype)
         b_x = warpgroup_mma(b_do, qbs.index(s), zero, use_acc=False, is_async=True)
-        left = gl.convert_layout(b_left, sa)
-        b_x = warpgroup_mma(left, bs.index(s).permute((1, 0)), b_x, is_async=True)
+        lhs = gl.convert_layout(b_lhs, sa)
+        b_x = warpgroup_mma(lhs, bs.index(s).permute((1, 0)), b_x, is_async=True)
         if HAS_GATE:
             b_s = b_s * totals.index(s).load(gl.SliceLayout(0, sl))[None, :]
         b_s = warpgroup_mma(b_do, qs.index(s), b_s, is_async=True)
-        if not ENDS:
-            store_output(states_desc, at, 0, ss.index(PART), b_left)
+        if not TRANSITION_ONLY:
+            store_output(states_desc, at, 0, ss.index(PARTITION), b_lhs)
         b_x = warpgroup_mma_wait(1, deps=(b_x,))
-        b_left = b_x.to(qs.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), ws.index(s), b_s, is_async=True)
-        if ENDS:
+        b_lhs = b_x.to(qs.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), ws.index(s), b_s, is_async=True)
+        if TRANSITION_ONLY:
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
-            left = gl.convert_layout(b_left, sa)
-            b_y = warpgroup_mma(left, rs.index(s), zero, use_acc=False, is_async=True)
+            lhs = gl.convert_layout(b_lhs, sa)
+            b_y = warpgroup_mma(lhs, rs.index(s), zero, use_acc=False, is_async=True)
             b_s, b_y = warpgroup_mma_wait(0, deps=(b_s, b_y))
             mbarrier.arrive(empty.index(s), count=1)
-            store_output(y_desc, at, 0, ys.index(PART), b_y.to(qs.dtype))
+            store_output(y_desc, at, 0, ys.index(PARTITION), b_y.to(qs.dtype))
     store_wait(0)
     if HAS_S_OUT:
         b_s = b_s.to(s_out_ptr.dtype.element_ty)
@@ -150,17 +150,17 @@ def dplr_chunk_dstate_sm90_kernel(
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
-    ENDS: gl.constexpr,
+    TRANSITION_ONLY: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * segments,), 4 warps: one program walks one head of one segment.
+    """grid (HV * segments,), 4 warps: one program scans one head of one segment.
 
-    Without SPLIT a segment is a sequence. ENDS: s_out is all that is wanted.
+    Without SPLIT a segment is a sequence. TRANSITION_ONLY: s_out is all that is wanted.
     """
     NV: gl.constexpr = V // 64
     dtype: gl.constexpr = q_desc.dtype
-    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     dos = gl.allocate_shared_memory(dtype, [ST * NV, C, 64], do_desc.layout)
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ws = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
@@ -169,28 +169,28 @@ def dplr_chunk_dstate_sm90_kernel(
     rs = qbs
     ys = qbs
     ss = qs
-    if not ENDS:
+    if not TRANSITION_ONLY:
         rs = gl.allocate_shared_memory(dtype, [ST, C, C], qb_desc.layout)
         ys = gl.allocate_shared_memory(dtype, [NV, 64, C], y_desc.layout)
         ss = gl.allocate_shared_memory(dtype, [NV, 64, K], states_desc.layout)
-    totals = gl.allocate_shared_memory(gl.float32, [ST, K], few)
+    totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     full = alloc_mbarriers(1 + HAS_GATE, ST)
     empty = alloc_mbarriers(NV, ST)
-    i_h, slot, row, length, first, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    i_h, i_seg, row, length, first, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
-    i_s = slot.to(gl.int64) * HV + i_h
+    i_s = i_seg.to(gl.int64) * HV + i_h
     if NV == 1:
         gl.warp_specialize(
             [
                 (state_partition, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
                     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
+                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)),
                 (load_partition, (
                     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
                     qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, HAS_GATE, ENDS)),
+                    K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
             ],
             [1],
             [24],
@@ -201,15 +201,15 @@ def dplr_chunk_dstate_sm90_kernel(
                 (state_partition, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
                     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
+                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)),
                 (state_partition, (
                     states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
                     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-                    1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, ENDS)),
+                    1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)),
                 (load_partition, (
                     do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
                     qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, HAS_GATE, ENDS)),
+                    K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
             ],
             [4, 1],
             [240, 24],

@@ -1,4 +1,4 @@
-"""Decays per channel, or free a and b, on sm_90: the walk over chunks, forward.
+"""Decays per channel, or free a and b, on sm_90: the scan over chunks, forward.
 
 From wy.py come q~, W, U, b^, k^, total, qb and qk of all chunks. With S [K, V] the state
 before a chunk,
@@ -91,17 +91,17 @@ def store_output(desc, at, column, tile, b):
 def state_partition(
     o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs, totals, os, ss,
     full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n,
-    PART: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, MAKE: gl.constexpr,
 ):  # fmt: skip
-    """Columns 64 PART and on of V, or of those of M from m_col on if that is not negative.
+    """Columns 64 PARTITION and on of V, or of those of M from m_col on if that is not negative.
 
     i_s: number of the segment's and head's states.
     """
     OUT: gl.constexpr = MAKE == "o"
     KEEP: gl.constexpr = MAKE == "states"
-    ENDS: gl.constexpr = MAKE == "ends"
+    TRANSITION: gl.constexpr = MAKE == "ends"
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -109,38 +109,38 @@ def state_partition(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_v = gl.arange(0, 64, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_u = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, xl))
+    o_u = PARTITION * 64 + gl.arange(0, 64, gl.SliceLayout(1, xl))
     o_x = o_u[:, None] * C + gl.arange(0, C, gl.SliceLayout(0, xl))[None, :]
     m_u = (m_col + o_u < 0)[:, None]
-    o_v += PART * 64
+    o_v += PARTITION * 64
     o_s = i_s * (K * V) + o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
         b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
     else:
         b_s = gl.zeros([64, K], gl.float32, sl)
-    if ENDS:
+    if TRANSITION:
         b_s = gl.where((m_col + o_v)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([64, C], gl.float32, xl)
     p_u = u_ptr + gl.cast(chunk, gl.int64) * (V * C)
-    b_u = load_u(p_u + o_x, m_u, ENDS)
+    b_u = load_u(p_u + o_x, m_u, TRANSITION)
     for i in range(n):
         s = i % ST
-        at = (chunk + i * HV) * V + PART * 64
+        at = (chunk + i * HV) * V + PARTITION * 64
         p_u += gl.where(i + 1 < n, HV, 0) * (V * C)
-        b_next = load_u(p_u + o_x, m_u, ENDS)
+        b_next = load_u(p_u + o_x, m_u, TRANSITION)
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        b_left = b_s.to(ws.dtype)
-        left = gl.convert_layout(b_left, sa)
-        b_x = warpgroup_mma(left, ws.index(s).permute((1, 0)), b_u, is_async=True)
+        b_lhs = b_s.to(ws.dtype)
+        lhs = gl.convert_layout(b_lhs, sa)
+        b_x = warpgroup_mma(lhs, ws.index(s).permute((1, 0)), b_u, is_async=True)
         if KEEP:
-            store_output(states_desc, at, 0, ss.index(PART), b_left)
+            store_output(states_desc, at, 0, ss.index(PARTITION), b_lhs)
         if OUT:
             q = qs.index(s).permute((1, 0))
-            b_o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
+            b_o = warpgroup_mma(lhs, q, zero, use_acc=False, is_async=True)
         if HAS_GATE:
             b_s = b_s * totals.index(s).load(gl.SliceLayout(0, sl))[None, :]
         if not DELTA:
-            v = vs.index(s * NV + PART)
+            v = vs.index(s * NV + PARTITION)
             if length - i * C < C:
                 zero_tail_rows(v, length - i * C, C, 64)
                 fence_async_shared()
@@ -151,26 +151,27 @@ def state_partition(
                 right = qks.index(s).permute((1, 0))
                 b_o = warpgroup_mma(b_v, right, b_o, is_async=True)
         b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - DELTA), deps=(b_x,))
-        b_left = b_x.to(ws.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_left, xa), bs.index(s), b_s, is_async=True)
+        b_lhs = b_x.to(ws.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), bs.index(s), b_s, is_async=True)
         if not OUT:
             if KEEP:
-                store_output(x_desc, at, 0, os.index(PART), b_left)
+                store_output(x_desc, at, 0, os.index(PARTITION), b_lhs)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
             right = qbs.index(s).permute((1, 0))
-            b_o = warpgroup_mma(gl.convert_layout(b_left, sa), right, b_o, is_async=True)
+            b_o = warpgroup_mma(gl.convert_layout(b_lhs, sa), right, b_o, is_async=True)
             b_s, b_o = warpgroup_mma_wait(0, deps=(b_s, b_o))
             mbarrier.arrive(empty.index(s), count=1)
             write_o(
-                o_desc, o_ptr, os.index(PART), b_o.to(ws.dtype), row + i * C, v_col + PART * 64,
+                o_desc, o_ptr, os.index(PARTITION), b_o.to(ws.dtype), row + i * C,
+                v_col + PARTITION * 64,
                 length - i * C, HV * V, C, rows,
             )  # fmt: skip
         b_u = b_next
     store_wait(0)
     if HAS_S_OUT:
-        if ENDS:
+        if TRANSITION:
             o_m = i_s * (K * K) + o_k[None, :] * K + (m_col + o_v)[:, None]
             gl.store(m_ptr + o_m, b_s, mask=((m_col >= 0) & (m_col + o_v < K))[:, None])
             gl.store(s_out_ptr + o_s, b_s, mask=(m_col + o_v < 0)[:, None])
@@ -179,8 +180,8 @@ def state_partition(
 
 
 @gluon.jit
-def load_u(p, m, ENDS: gl.constexpr):
-    if ENDS:
+def load_u(p, m, TRANSITION: gl.constexpr):
+    if TRANSITION:
         b = gl.load(p, mask=m, other=0.0)
     else:
         b = gl.load(p)
@@ -188,20 +189,22 @@ def load_u(p, m, ENDS: gl.constexpr):
 
 
 @gluon.jit
-def write_o(o_desc, o_ptr, tile, b, row, column, left, width, C: gl.constexpr, rows: gl.constexpr):
-    """b [64, C] as o [C, 64], of which the first `left` rows."""
+def write_o(
+    o_desc, o_ptr, tile, b, row, column, num_rows, width, C: gl.constexpr, rows: gl.constexpr
+):
+    """b [64, C] as o [C, 64], of which the first `num_rows` rows."""
     store_wait(0)
     gl.thread_barrier()
     tile.permute((1, 0)).store(b)
     fence_async_shared()
     gl.thread_barrier()
-    if left >= C:
+    if num_rows >= C:
         copy_out(o_desc, [row, column], tile)
     else:
         o_t = gl.arange(0, C, gl.SliceLayout(1, rows))
         o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
         p_o = o_ptr + (row + o_t).to(gl.int64)[:, None] * width + (column + o_c)[None, :]
-        gl.store(p_o, tile.load(rows), mask=(o_t < left)[:, None])
+        gl.store(p_o, tile.load(rows), mask=(o_t < num_rows)[:, None])
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "segment"])
@@ -239,7 +242,7 @@ def dplr_chunk_fwd_sm90_kernel(
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (tiles * HV * segments,), 4 warps: one program walks one head of one segment.
+    """grid (tiles * HV * segments,), 4 warps: one program scans one head of one segment.
 
     Without SPLIT a segment is a sequence. MAKE: "o", "states" or "ends". Tiles: one of V; for
     "ends" then those of M, V columns each.
@@ -250,11 +253,11 @@ def dplr_chunk_fwd_sm90_kernel(
     NV: gl.constexpr = V // 64
     dtype: gl.constexpr = w_desc.dtype
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ws = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
     bs = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
     os = gl.allocate_shared_memory(dtype, [NV, C, 64], square)
-    totals = gl.allocate_shared_memory(gl.float32, [ST, K], few)
+    totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     qs = ws
     qbs = os
     ss = ws
@@ -276,13 +279,13 @@ def dplr_chunk_fwd_sm90_kernel(
     pid = gl.program_id(0)
     m_col = (pid % TILES - 1) * V
     i_h = (pid // TILES) % HV
-    slot = pid // TILES // HV
-    row, length, first = locate_sequence(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    i_seg = pid // TILES // HV
+    row, length, first = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
     v_row = gl.where(m_col < 0, row, OOB_ROW)
-    i_s = slot.to(gl.int64) * HV + i_h
+    i_s = i_seg.to(gl.int64) * HV + i_h
     if NV == 1:
         gl.warp_specialize(
             [

@@ -47,7 +47,8 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 @gluon.jit
 def decays(
-    gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr, stride, zero,
+    gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows, dg_ptr,
+    stride, zero,
     C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
     """Gates, E, early and late; the gradients of the gates before them are written."""
@@ -56,19 +57,19 @@ def decays(
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
     o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
     mbarrier.wait(full.index(2), now)
-    if left < C:
-        clear(gs, left, C, BK, wide)
+    if num_rows < C:
+        clear(gs, num_rows, C, BK, wide)
     b_g = gs.load(cl).to(gl.float32) * LOG2E
     g_high, g_low = halves(b_g)
-    parts.index(0).store(g_high)
-    parts.index(1).store(g_low)
+    gate_terms.index(0).store(g_high)
+    gate_terms.index(1).store(g_low)
     fence_async_shared()
     gl.thread_barrier()
     # after a fence, which waits for what is being stored
-    store_gates(dg_ptr, b_dg, was_first, was_left, o_c + none, o_k, stride)
+    store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
     from_middle = seen(C, ca, none, True)
-    b_e = warpgroup_mma(from_middle, parts.index(1), zero, use_acc=False, is_async=True)
-    b_e = warpgroup_mma(from_middle, parts.index(0), b_e, is_async=True)
+    b_e = warpgroup_mma(from_middle, gate_terms.index(1), zero, use_acc=False, is_async=True)
+    b_e = warpgroup_mma(from_middle, gate_terms.index(0), b_e, is_async=True)
     b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
     mbarrier.arrive(empty.index(2), count=1)
@@ -77,14 +78,14 @@ def decays(
 
 @gluon.jit
 def decay_operands(
-    ops, at, b_g, b_e, b_p, b_n, b_sign, left, act: gl.constexpr, C: gl.constexpr,
+    ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act: gl.constexpr, C: gl.constexpr,
     BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """In their places: r, s, w and u; k as it was, and P of s."""
     cl: gl.constexpr = b_g.type.layout
-    if left < C:
+    if num_rows < C:
         for j in gl.static_range(3 if DELTA else 4):
-            clear(ops.index(at + j), left, C, BK, wide)
+            clear(ops.index(at + j), num_rows, C, BK, wide)
     b_q = ops.index(at).load(cl).to(gl.float32)
     b_k = ops.index(at + 1).load(cl)
     if DELTA:
@@ -105,7 +106,7 @@ def decay_operands(
 
 @gluon.jit
 def gradients_of_reads(
-    ss, ds, os, ys, ops, at, scores, full, empty, turn, last, none, b_early, b_late, scale, zero,
+    ss, ds, os, ys, ops, at, scores, full, empty, i_tile, last, none, b_early, b_late, scale, zero,
     V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """dr and ds [C, BK], and the sum over V of S dS', decayed."""
@@ -122,7 +123,7 @@ def gradients_of_reads(
     b_early = gl.exp2(b_early)[None, :]
     b_dr *= b_early * scale
     b_ds *= b_early
-    mbarrier.wait(full.index(7), turn & 1)
+    mbarrier.wait(full.index(7), i_tile & 1)
     b_dr = warpgroup_mma(scores.index(none), ops.index(at + W), b_dr, is_async=True)
     b_ds = warpgroup_mma(scores.index(none + 1), ops.index(at + W), b_ds, is_async=True)
     if not DELTA:
@@ -199,8 +200,8 @@ def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
 
 @gluon.jit
 def dqkg_partition(
-    ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
-    beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
+    ss, ds, os, ys, xs, vs, ops, gs, gate_terms, scores, full, empty,
+    beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
     scale, total, tokens, T, N, HV,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
     wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
@@ -215,57 +216,58 @@ def dqkg_partition(
     sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], C, BK], ops.layout)
     b_dg = zero
     was_first = total.to(gl.int64) * 0
-    was_left = total * 0
+    was_num_rows = total * 0
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
-    for turn in range(gl.cdiv(total - pid, programs)):
-        n = pid + turn * programs
-        row, left, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    for i_tile in range(gl.cdiv(total - pid, programs)):
+        n = pid + i_tile * programs
+        row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
         first = row.to(gl.int64) * HV + i_h
         b_dbeta = gl.zeros([C], gl.float32, gl.SliceLayout(1, cl))
         for block in range(BLOCKS):
-            unit = turn * BLOCKS + block
+            unit = i_tile * BLOCKS + block
             now = unit & 1
             at = now * (ops.shape[0] // 2)
             last = block == BLOCKS - 1
             none = unit + T >> 31 << 10
-            m_c = o_c + none < left
+            m_c = o_c + none < num_rows
             m = m_c[:, None]
             first_k = first * K + block * BK
-            p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
-            b_qb = gl.load(p_own)[:, None]
+            p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
+            b_qb = gl.load(p_diag)[:, None]
             b_sign = b_qb
             if DELTA:
                 o_t = first + (o_c + none) * HV
                 b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
             else:
-                b_qk = gl.load(p_own + C)[:, None]
+                b_qk = gl.load(p_diag + C)[:, None]
             b_g, b_e, b_early, b_late = decays(
-                gs, parts, full, empty, now, none, left, b_dg, was_first, was_left, dg_ptr,
+                gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows,
+                dg_ptr,
                 HV * K, zero, C, BK, wide,
             )  # fmt: skip
             b_p = fast_exp2(b_e)
             b_n = fast_exp2(-b_e)
             mbarrier.wait(full.index(3 + now), (unit >> 1) & 1)
             b_k, b_f = decay_operands(
-                ops, at, b_g, b_e, b_p, b_n, b_sign, left, act, C, BK, wide, DELTA
+                ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act, C, BK, wide, DELTA
             )  # fmt: skip
 
             # by way of the state before the chunk, and what was written
             mbarrier.wait(full.index(0), now)
             mbarrier.wait(full.index(1), now)
-            mbarrier.wait(full.index(5), turn & 1)
-            mbarrier.wait(full.index(6), turn & 1)
-            if (left < C) & (block == 0):
-                clear(os.index(none), left, C, V, wide)
+            mbarrier.wait(full.index(5), i_tile & 1)
+            mbarrier.wait(full.index(6), i_tile & 1)
+            if (num_rows < C) & (block == 0):
+                clear(os.index(none), num_rows, C, V, wide)
                 if not DELTA:
-                    clear(vs.index(none), left, C, V, wide)
+                    clear(vs.index(none), num_rows, C, V, wide)
                 fence_async_shared()
                 gl.thread_barrier()
             b_dr, b_ds, b_z = gradients_of_reads(
                 ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
-                full, empty, turn, last, none, b_early, b_late, scale, zero,
+                full, empty, i_tile, last, none, b_early, b_late, scale, zero,
                 V, BK, wide, DELTA,
             )  # fmt: skip
             o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
@@ -309,8 +311,8 @@ def dqkg_partition(
             b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
             mbarrier.arrive(empty.index(3 + now), count=1)
             was_first = first_k
-            was_left = left
-    store_gates(dg_ptr, b_dg, was_first, was_left, o_c, o_k, HV * K)
+            was_num_rows = num_rows
+    store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c, o_k, HV * K)
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
@@ -331,7 +333,7 @@ def dplr_dqkg_sm90_kernel(
     dqk_desc,  # dplr
     dak_desc,
     beta_ptr,  # [tokens, HV], delta
-    own_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
@@ -362,11 +364,11 @@ def dplr_dqkg_sm90_kernel(
     dtype: gl.constexpr = q_desc.dtype
     ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
     ops = gl.allocate_shared_memory(dtype, [6 if DELTA else 8, C, BK], q_desc.layout)
-    parts = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], q_desc.layout)
+    gate_terms = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], q_desc.layout)
     if g_desc.dtype == gl.float32:
-        gs = parts._reinterpret(gl.float32, [C, BK], g_desc.layout)
+        gs = gate_terms._reinterpret(gl.float32, [C, BK], g_desc.layout)
     else:
-        gs = parts.index(0)._reinterpret(g_desc.dtype, [C, BK], g_desc.layout)
+        gs = gate_terms.index(0)._reinterpret(g_desc.dtype, [C, BK], g_desc.layout)
     if DELTA:
         vs = xs
     else:
@@ -377,8 +379,8 @@ def dplr_dqkg_sm90_kernel(
     gl.warp_specialize(
         [
             (dqkg_partition, (
-                ss, ds, os, ys, xs, vs, ops, gs, parts, scores, full, empty,
-                beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
+                ss, ds, os, ys, xs, vs, ops, gs, gate_terms, scores, full, empty,
+                beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
                 scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED)),
             (load_partition, (
                 q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,

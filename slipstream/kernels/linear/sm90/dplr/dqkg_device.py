@@ -71,26 +71,26 @@ def load_partition(
     BLOCKS: gl.constexpr = K // BK
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
-    for turn in range(gl.cdiv(total - pid, programs)):
-        n = pid + turn * programs
+    for i_tile in range(gl.cdiv(total - pid, programs)):
+        n = pid + i_tile * programs
         row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
-        was_chunk = (turn & 1) ^ 1
+        was_chunk = (i_tile & 1) ^ 1
         for block in range(BLOCKS):
-            unit = turn * BLOCKS + block
+            unit = i_tile * BLOCKS + block
             was = (unit & 1) ^ 1
             i_k = block * BK
             k_col = i_h // (HV // H) * K + i_k
-            slot = unit & 1
-            was_slot = ((unit >> 1) & 1) ^ 1
-            at = slot * (ops.shape[0] // 2)
-            mbarrier.wait(empty.index(3 + slot), was_slot)
-            mbarrier.expect(full.index(3 + slot), input_bytes)
-            copy_in(q_desc, [row, k_col], full.index(3 + slot), ops.index(at))
-            copy_in(k_desc, [row, k_col], full.index(3 + slot), ops.index(at + 1))
+            stage = unit & 1
+            was_stage = ((unit >> 1) & 1) ^ 1
+            at = stage * (ops.shape[0] // 2)
+            mbarrier.wait(empty.index(3 + stage), was_stage)
+            mbarrier.expect(full.index(3 + stage), input_bytes)
+            copy_in(q_desc, [row, k_col], full.index(3 + stage), ops.index(at))
+            copy_in(k_desc, [row, k_col], full.index(3 + stage), ops.index(at + 1))
             if not DELTA:
-                copy_in(a_desc, [row, k_col], full.index(3 + slot), ops.index(at + 2))
-                copy_in(b_desc, [row, k_col], full.index(3 + slot), ops.index(at + 3))
+                copy_in(a_desc, [row, k_col], full.index(3 + stage), ops.index(at + 2))
+                copy_in(b_desc, [row, k_col], full.index(3 + stage), ops.index(at + 3))
             mbarrier.wait(empty.index(2), was)
             mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
             copy_in(g_desc, [row, i_h * K + i_k], full.index(2), gs)
@@ -140,12 +140,12 @@ def seen(C: gl.constexpr, layout: gl.constexpr, none, FROM_MIDDLE: gl.constexpr)
 
 
 @gluon.jit
-def clear(tile, left, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
-    """Zeroes in rows `left` and on of a tile [C, N]: what is there belongs to nobody."""
+def clear(tile, num_rows, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
+    """Zeroes in rows `num_rows` and on of a tile [C, N]: what is there belongs to nobody."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, wide], [1, 0])
     o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
     b = tile.load(layout)
-    tile.store(gl.where((o_c < left)[:, None], b, gl.zeros_like(b)))
+    tile.store(gl.where((o_c < num_rows)[:, None], b, gl.zeros_like(b)))
 
 
 @gluon.jit
@@ -169,7 +169,7 @@ def products_of_states(ss, ds, V: gl.constexpr, K: gl.constexpr, wide: gl.conste
 
 
 @gluon.jit
-def store_gates(dg_ptr, b_dg, first, left, o_c, o_k, stride):
+def store_gates(dg_ptr, b_dg, first, num_rows, o_c, o_k, stride):
     p = dg_ptr + first
     b_dg = b_dg.to(dg_ptr.dtype.element_ty)
-    gl.store(p + (o_c[:, None] * stride + o_k[None, :]), b_dg, mask=(o_c < left)[:, None])
+    gl.store(p + (o_c[:, None] * stride + o_k[None, :]), b_dg, mask=(o_c < num_rows)[:, None])

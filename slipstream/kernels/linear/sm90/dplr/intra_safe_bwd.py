@@ -53,7 +53,7 @@ def to_gates(seen, b_x, buffer, b_dg):
 
 
 @gluon.jit
-def make_symmetric(score, left, none, C: gl.constexpr):
+def make_symmetric(score, num_rows, none, C: gl.constexpr):
     """D + D^T, of the chunk's tokens alone."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
     i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
@@ -61,7 +61,7 @@ def make_symmetric(score, left, none, C: gl.constexpr):
     b = score.load(layout)
     b = b + score.permute((1, 0)).load(layout)
     gl.thread_barrier()
-    score.store(gl.where((i < left) & (j < left), b, gl.zeros_like(b)))
+    score.store(gl.where((i < num_rows) & (j < num_rows), b, gl.zeros_like(b)))
 
 
 @gluon.jit
@@ -209,7 +209,7 @@ def by_one_read(
     """A level's share of what q (READ 0) or a (1) reads of b and k."""
     C: gl.constexpr = ops.shape[1]
     act: gl.constexpr = ops.dtype
-    OWN: gl.constexpr = READ == 0
+    INCLUSIVE: gl.constexpr = READ == 0
     cl: gl.constexpr = b_dg.type.layout
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     zero = gl.zeros_like(b_dg)
@@ -217,7 +217,8 @@ def by_one_read(
     none = T + 2 * level + READ >> 31 << 10
     later = (((gl.arange(0, C, gl.SliceLayout(1, cl)) + none >> level) & 1) == 1)[:, None]
     b_f = gl.exp2(sum_gates(
-        gates_seen(C, ca, level, none, False, OWN), gates.index(none), gates.index(none + 1), zero
+        gates_seen(C, ca, level, none, False, INCLUSIVE), gates.index(none), gates.index(none + 1),
+        zero,
     ))  # fmt: skip
     b_read = rows_of(ins, none + READ, cl)
     ops.index(none).store((gl.where(later, b_read, rows_of(ins, none + 2, cl)) * b_f).to(act))
@@ -231,7 +232,7 @@ def by_one_read(
     b_dw += gl.where(later, 0.0, b_x)
     b_du += gl.where(later, 0.0, b_y)
     b_dread += gl.where(later, b_x + b_y, 0.0)
-    b_dg = to_gates(gates_seen(C, ca, level, none, True, OWN), b_e, sums.index(none), b_dg)
+    b_dg = to_gates(gates_seen(C, ca, level, none, True, INCLUSIVE), b_e, sums.index(none), b_dg)
     return b_dread, b_dw, b_du, b_dg
 
 
@@ -258,7 +259,7 @@ def both_products(scores, ops, i, j, level, none, zero):
 @gluon.jit
 def one_chunk(
     q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc,
-    dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, own_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr,
+    dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr,
     dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
     PACKED: gl.constexpr,
@@ -279,7 +280,7 @@ def one_chunk(
     sums = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], tile)
     ops = gl.allocate_shared_memory(act, [2, C, BK], tile)
     ins = gl.allocate_shared_memory(act, [3 if DELTA else 4, C, BK], tile)
-    row, left, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
     i_h = n % HV
     full = alloc_mbarriers(1, 2)
     fence_async_shared()
@@ -292,7 +293,7 @@ def one_chunk(
     none = T >> 31 << 10
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl)) + none
     o_k = i_k + gl.arange(0, BK, gl.SliceLayout(0, cl))
-    m_c = o_c < left
+    m_c = o_c < num_rows
     m = m_c[:, None]
     first = row.to(gl.int64) * HV + i_h
     o_o = first * K + o_c[:, None] * (HV * K) + o_k[None, :]
@@ -301,8 +302,8 @@ def one_chunk(
     b_g = gl.maximum(b_g, LOWEST)
     b_k = gl.load(k_ptr + o_q, mask=m, other=0.0)
     ins.index(0).store(gl.load(q_ptr + o_q, mask=m, other=0.0))
-    p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
-    b_qb = gl.load(p_own)[:, None]
+    p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
+    b_qb = gl.load(p_diag)[:, None]
     if DELTA:
         o_t = first + o_c * HV
         b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
@@ -312,7 +313,7 @@ def one_chunk(
         ins.index(1).store(gl.load(a_ptr + o_q, mask=m, other=0.0))
         ins.index(2).store(gl.load(b_ptr + o_q, mask=m, other=0.0))
         ins.index(3).store(b_k)
-        b_qk = gl.load(p_own + C)[:, None]
+        b_qk = gl.load(p_diag + C)[:, None]
     g_high, g_low = halves(b_g)
     gates.index(0).store(g_high)
     gates.index(1).store(g_low)
@@ -324,13 +325,13 @@ def one_chunk(
         vs.index(none), ins, sums, gates, full, b_total, m, T, none, scale, V, DELTA,
     )  # fmt: skip
     for s in gl.static_range(NS):
-        make_symmetric(scores.index(s), left, none, C)
+        make_symmetric(scores.index(s), num_rows, none, C)
     b_dq, b_da, b_dw, b_du, b_dg = through_scores(
         scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T, DELTA
     )
 
     # made anew: the ones above would take registers all the while
-    m = (o_c + none < left)[:, None]
+    m = (o_c + none < num_rows)[:, None]
     o_o = first * K + (o_c + none)[:, None] * (HV * K) + o_k[None, :]
     b_q = rows_of(ins, none, cl)
     b_w = rows_of(ins, none + 2, cl)
@@ -370,7 +371,7 @@ def dplr_intra_safe_bwd_sm90_kernel(
     dak_desc,
     strong_ptr,  # [chunks, HV]
     beta_ptr,  # [tokens, HV], delta
-    own_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
@@ -397,7 +398,7 @@ def dplr_intra_safe_bwd_sm90_kernel(
         return
     one_chunk(
         q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
-        dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, own_ptr, dq_ptr, dk_ptr,
+        dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr, dk_ptr,
         da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
         K, V, BK, C, DELTA, PACKED,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Per-channel decay on sm_90: from what the walks left, gradients of scores, v and beta.
+"""Per-channel decay on sm_90: from what the scans left, gradients of scores, v and beta.
 
 As triton/dplr/scores.py, whose results these are:
 
@@ -30,31 +30,31 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 
 @gluon.jit
-def write_score(p, b_d, scale, left, act: gl.constexpr):
+def write_score(p, b_d, scale, num_rows, act: gl.constexpr):
     """Pairs i > j of the chunk's tokens, times scale, zero elsewhere; the sums of pairs (i, i)."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     C: gl.constexpr = b_d.shape[0]
     i = gl.arange(0, C, gl.SliceLayout(1, b_d.type.layout))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, b_d.type.layout))[None, :]
-    b_own = gl.sum(gl.where((i == j) & (i < left), b_d, 0.0), 1) * scale
-    put(p, gl.where((i > j) & (i < left), b_d * scale, 0.0).to(act), C, rows)
-    return b_own
+    b_diag = gl.sum(gl.where((i == j) & (i < num_rows), b_d, 0.0), 1) * scale
+    put(p, gl.where((i > j) & (i < num_rows), b_d * scale, 0.0).to(act), C, rows)
+    return b_diag
 
 
 @gluon.jit
-def write_values(dv_desc, dv_ptr, tile, row, i_h, left, HV, V: gl.constexpr):
+def write_values(dv_desc, dv_ptr, tile, row, i_h, num_rows, HV, V: gl.constexpr):
     """A tile [C, V] as gradient of v."""
     C: gl.constexpr = tile.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
     ready()
-    if left >= C:
+    if num_rows >= C:
         copy_out(dv_desc, [row, i_h * V], tile)
         store_wait(0)
     else:
         o_c = gl.arange(0, C, gl.SliceLayout(1, rows))
         o_v = gl.arange(0, V, gl.SliceLayout(0, rows))
         p_v = dv_ptr + (row.to(gl.int64) * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-        gl.store(p_v, tile.load(rows), mask=(o_c < left)[:, None])
+        gl.store(p_v, tile.load(rows), mask=(o_c < num_rows)[:, None])
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV"])
@@ -71,11 +71,11 @@ def dplr_scores_sm90_kernel(
     dv_ptr,
     beta_ptr,  # [tokens, HV], delta
     dbeta_ptr,  # [1 + NK, tokens, HV], delta: y . v in the first
-    dqb_ptr,  # [slots, HV, C, C]
+    dqb_ptr,  # [chunks, HV, C, C]
     dab_ptr,  # for delta without -beta
     dqk_ptr,  # dplr
     dak_ptr,
-    own_ptr,  # [slots, HV, 2, C]: dqb and dqk of pairs (i, i), which are zero there
+    diag_ptr,  # [chunks, HV, 2, C]: dqb and dqk of pairs (i, i), which are zero there
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -98,7 +98,7 @@ def dplr_scores_sm90_kernel(
     ys = gl.allocate_shared_memory(act, [V, C], y_desc.layout)
     full = alloc_mbarriers(1, 2)
     ready()
-    row, left, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
     i_h = n % HV
     mbarrier.expect(full.index(0), 4 * do_desc.block_type.nbytes)
     copy_in(do_desc, [row, i_h * V], full.index(0), os)
@@ -117,10 +117,10 @@ def dplr_scores_sm90_kernel(
     o_c = gl.arange(0, C, gl.SliceLayout(1, al))
     zero = gl.zeros([C, C], gl.float32, al)
     i_a = n.to(gl.int64) * (C * C)
-    p_own = own_ptr + n.to(gl.int64) * (2 * C) + o_c
+    p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
     if DELTA:
         o_t = (row.to(gl.int64) + gl.arange(0, C, gl.SliceLayout(1, vl))) * HV + i_h
-        m_c = gl.arange(0, C, gl.SliceLayout(1, vl)) < left
+        m_c = gl.arange(0, C, gl.SliceLayout(1, vl)) < num_rows
         b_beta = gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)
 
     # by way of what the tokens wrote
@@ -133,7 +133,7 @@ def dplr_scores_sm90_kernel(
         vs.store((b_y * b_beta[:, None]).to(act))
         gl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
         b_qb, b_ab = warpgroup_mma_wait(0, deps=(b_qb, b_ab))
-        write_values(dv_desc, dv_ptr, vs, row, i_h, left, HV, V)
+        write_values(dv_desc, dv_ptr, vs, row, i_h, num_rows, HV, V)
     else:
         values = vs.permute((1, 0))
         b_qk = warpgroup_mma(os, values, zero, use_acc=False, is_async=True)
@@ -142,15 +142,15 @@ def dplr_scores_sm90_kernel(
         ready()
         ds = gl.allocate_shared_memory(act, [V, K], dstates_desc.layout)
         copy_in(dstates_desc, [n * V, 0], full.index(1), ds)
-    gl.store(p_own, write_score(dqb_ptr + i_a, b_qb, scale, left, act))
-    write_score(dab_ptr + i_a, b_ab, 1.0, left, act)
+    gl.store(p_diag, write_score(dqb_ptr + i_a, b_qb, scale, num_rows, act))
+    write_score(dab_ptr + i_a, b_ab, 1.0, num_rows, act)
     if not DELTA:
-        gl.store(p_own + C, write_score(dqk_ptr + i_a, b_qk, scale, left, act))
-        write_score(dak_ptr + i_a, b_ak, 1.0, left, act)
+        gl.store(p_diag + C, write_score(dqk_ptr + i_a, b_qk, scale, num_rows, act))
+        write_score(dak_ptr + i_a, b_ak, 1.0, num_rows, act)
 
         # gradient of v
-        if left < C:
-            zero_tail_rows(os, left, C, V)
+        if num_rows < C:
+            zero_tail_rows(os, num_rows, C, V)
         ready()
         none = gl.zeros([C, V], gl.float32, vl)
         mbarrier.wait(full.index(1), 0)
@@ -160,5 +160,5 @@ def dplr_scores_sm90_kernel(
         b_dv = warpgroup_mma_wait(0, deps=(b_dv,))
         gl.thread_barrier()
         os.store(b_dv.to(act))
-        write_values(dv_desc, dv_ptr, os, row, i_h, left, HV, V)
+        write_values(dv_desc, dv_ptr, os, row, i_h, num_rows, HV, V)
     invalidate_mbarriers(full)

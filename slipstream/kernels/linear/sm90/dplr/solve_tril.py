@@ -28,34 +28,35 @@ def ready():
 
 
 @gluon.jit
-def scores(left, right, NK: gl.constexpr, zero, none=0):
+def scores(lhs, rhs, NK: gl.constexpr, zero, none=0):
     """Rows of some tiles by rows of others, [64, 64]. none: as put has it."""
     b = zero
     for n in gl.static_range(NK):
-        b_r = right.index(none + n).permute((1, 0))
-        b = warpgroup_mma(left.index(none + n), b_r, b, use_acc=n > 0, is_async=True)
+        b_r = rhs.index(none + n).permute((1, 0))
+        b = warpgroup_mma(lhs.index(none + n), b_r, b, use_acc=n > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=(b,))
 
 
 @gluon.jit
-def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0, wanted=None):
-    """A tile [64, 64] at p, in rows of N, coalesced; of it the rows `wanted` [64], if not all.
+def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0, row_mask=None):
+    """A tile [64, 64] at p, in rows of N, coalesced; of it the rows `row_mask` [64], if not all.
 
     none: 0; in a loop one that no compiler knows, or offsets would take registers all the time.
     """
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows)) + none
     o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
     p = p + o_r[:, None] * N + o_c[None, :]
-    if wanted is None:
+    if row_mask is None:
         gl.store(p, gl.convert_layout(b, rows))
     else:
-        mask = gl.convert_layout(wanted, gl.SliceLayout(1, rows))[:, None] & (o_c < N)[None, :]
+        mask = gl.convert_layout(row_mask, gl.SliceLayout(1, rows))[:, None] & (o_c < N)[None, :]
         gl.store(p, gl.convert_layout(b, rows), mask=mask)
 
 
 @gluon.jit
 def solve(
-    b_a, aks, reads, SHIFT: gl.constexpr, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep, left,
+    b_a, aks, reads, SHIFT: gl.constexpr, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep,
+    num_rows,
     HV, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, none=0,
 ):  # fmt: skip
     """W and U of a chunk, and R if keep, from I + b_a [64, 64].
@@ -77,27 +78,27 @@ def solve(
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
     o_v = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
     p_v = v_ptr + o_r * (HV * V) + o_v
-    b_v0 = gl.load(p_v, mask=o_r < left, other=0.0)
+    b_v0 = gl.load(p_v, mask=o_r < num_rows, other=0.0)
     if NV > 1:
-        b_v1 = gl.load(p_v + 64, mask=o_r < left, other=0.0)
+        b_v1 = gl.load(p_v + 64, mask=o_r < num_rows, other=0.0)
     b_r, _ = inverse(b_a)
     if keep != 0:
         put(r_ptr, b_r.to(act), C, rows, none)
     if DELTA:
-        b_beta = gl.load(beta_ptr + o_j * HV, mask=o_j < left, other=0.0).to(gl.float32)
+        b_beta = gl.load(beta_ptr + o_j * HV, mask=o_j < num_rows, other=0.0).to(gl.float32)
         b_r = b_r * b_beta[None, :]
     r_high, r_low = split(b_r, act)
-    left_high = gl.convert_layout(r_high, aa)
-    left_low = gl.convert_layout(r_low, aa)
+    lhs_high = gl.convert_layout(r_high, aa)
+    lhs_low = gl.convert_layout(r_low, aa)
     for n in gl.static_range(NK):
-        b_w = warpgroup_mma(left_low, reads.index(none + n), zero, use_acc=False, is_async=True)
-        b_w = warpgroup_mma(left_high, reads.index(none + n), b_w, is_async=True)
+        b_w = warpgroup_mma(lhs_low, reads.index(none + n), zero, use_acc=False, is_async=True)
+        b_w = warpgroup_mma(lhs_high, reads.index(none + n), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         b_w = b_w * (-(2.0**-SHIFT) if DELTA else 2.0**-SHIFT)
         put(w_out_ptr + n * 64, b_w.to(act), K, rows, none)
     if not DELTA:
-        b_r = warpgroup_mma(left_low, aks, zero, use_acc=False, is_async=True)
-        b_r = warpgroup_mma(left_high, aks, b_r, is_async=True)
+        b_r = warpgroup_mma(lhs_low, aks, zero, use_acc=False, is_async=True)
+        b_r = warpgroup_mma(lhs_high, aks, b_r, is_async=True)
         b_r = warpgroup_mma_wait(0, deps=(b_r,))
         r_high, r_low = split(b_r, act)
     gl.thread_barrier()

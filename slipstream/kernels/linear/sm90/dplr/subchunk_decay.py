@@ -13,18 +13,19 @@ once. No sum is a difference of larger ones.
 from slipstream.kernels.primitives.gluon_compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 
 LEVELS = gl.constexpr(6)
-LOWEST = gl.constexpr(-256.0)  # of gates, as the portable kernels take them
+LOWEST = gl.constexpr(-256.0)  # of gates, as Triton's kernels take them
 START = gl.constexpr(-1)
 END = gl.constexpr(-2)
 
 
 @gluon.jit
 def gates_seen(
-    C: gl.constexpr, layout: gl.constexpr, level, none, BACK: gl.constexpr, OWN: gl.constexpr
+    C: gl.constexpr, layout: gl.constexpr, level, none, BACK: gl.constexpr, INCLUSIVE: gl.constexpr
 ):
     """[C, C]: whether row i's exponent has gate t in it; BACK: row t, whether it is in i's.
 
-    level: or START, from the chunk's first gate on, or END, up to its last. OWN: a read has its.
+    level: or START, from the chunk's first gate on, or END, up to its last. INCLUSIVE: a read
+    has its.
     none: 0, and no compiler knows it (dplr_grads_parts.seen).
     """
     i = gl.arange(0, C, gl.SliceLayout(0 if BACK else 1, layout)) + none
@@ -33,7 +34,7 @@ def gates_seen(
         i, t = i[None, :], t[:, None]
     else:
         i, t = i[:, None], t[None, :]
-    past = t <= i if OWN else t < i
+    past = t <= i if INCLUSIVE else t < i
     if level is START:
         seen = past
     elif level is END:

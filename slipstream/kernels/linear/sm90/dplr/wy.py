@@ -41,12 +41,12 @@ def add(a, b):
 def gates_of(b_g, three: gl.constexpr, SHIFT: gl.constexpr):
     """G + SHIFT [4, 16, 64] of gates in base 2; early, late [1, 1, 64]."""
     four: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    own = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
+    i_quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
     other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     b_e = gl.associative_scan(b_g, 1, add)
     # of each block of 16 tokens, known to all threads
     b_all = gl.convert_layout(gl.sum(b_g, 1), gl.SliceLayout(0, four))[None, :, :]
-    b_base = gl.sum(gl.where(other < own, b_all, 0.0), 1) + SHIFT
+    b_base = gl.sum(gl.where(other < i_quarter, b_all, 0.0), 1) + SHIFT
     b_early = gl.sum(gl.where(other < 2, b_all, 0.0), 1)
     b_late = gl.sum(gl.where(other < 2, 0.0, b_all), 1)
     b_e += gl.convert_layout(b_base[:, None, :], three)
@@ -165,8 +165,8 @@ def dplr_wy_sm90_kernel(
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, left, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
-    slot = pid.to(gl.int64)
+    row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    i_chunk_head = pid.to(gl.int64)
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
@@ -186,21 +186,21 @@ def dplr_wy_sm90_kernel(
             copy_in(k_desc, [row, col + n * 64], full.index(n), keys.index(n))
     strongest = -1.0
     for n in range(NK):
-        o_w = slot * (C * K) + n * 64 + o_f
+        o_w = i_chunk_head * (C * K) + n * 64 + o_f
         if HAS_GATE:
             p_g = g_ptr + token * GK + o_t * (HV * GK) + (n * 64 + o_n) * CHANNEL
-            b_g = gl.load(p_g, mask=o_t < left, other=0.0).to(gl.float32)
+            b_g = gl.load(p_g, mask=o_t < num_rows, other=0.0).to(gl.float32)
         mbarrier.wait(full.index(n), 0)
-        if left < C:
-            zero_tail_rows(qs.index(n), left, C, 64)
-            zero_tail_rows(reads.index(n), left, C, 64)
+        if num_rows < C:
+            zero_tail_rows(qs.index(n), num_rows, C, 64)
+            zero_tail_rows(reads.index(n), num_rows, C, 64)
             if not DELTA:
-                zero_tail_rows(bs.index(n), left, C, 64)
-                zero_tail_rows(keys.index(n), left, C, 64)
+                zero_tail_rows(bs.index(n), num_rows, C, 64)
+                zero_tail_rows(keys.index(n), num_rows, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
             b_g = gl.maximum(b_g * LOG2E, LOWEST)
-            p_total = total_ptr + slot * K + n * 64 + o_line
+            p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             strong = decay(
                 b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n),
                 q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, LIMIT, SHIFT, DELTA,
@@ -217,7 +217,7 @@ def dplr_wy_sm90_kernel(
             gl.store(b_out_ptr + o_w, b_b)
     invalidate_mbarriers(full)
     if HAS_GATE:
-        gl.store(strong_ptr + slot, (strongest > LIMIT).to(gl.int32))
+        gl.store(strong_ptr + i_chunk_head, (strongest > LIMIT).to(gl.int32))
         if strongest > LIMIT:
             return
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))
@@ -225,10 +225,10 @@ def dplr_wy_sm90_kernel(
     seen = o_i[:, None] >= o_j[None, :]
     past = o_i[:, None] > o_j[None, :]
     zero = gl.zeros([64, 64], gl.float32, al)
-    i_a = slot * (C * C)
+    i_a = i_chunk_head * (C * C)
     if DELTA:
         p_beta = beta_ptr + token
-        b_beta = gl.load(p_beta + o_i * HV, mask=o_i < left, other=0.0).to(gl.float32)
+        b_beta = gl.load(p_beta + o_i * HV, mask=o_i < num_rows, other=0.0).to(gl.float32)
     ready()
     b_qb = scores(qs, bs, NK, zero)
     put(qb_ptr + i_a, gl.where(seen, b_qb * scale, 0.0).to(act), C, rows)
@@ -251,6 +251,6 @@ def dplr_wy_sm90_kernel(
     gl.thread_barrier()
     solve(
         b_a, None if DELTA else aks, reads, SHIFT if HAS_GATE else 0.0,
-        beta_ptr + token if DELTA else None, v_ptr + token * V, w_out_ptr + slot * (C * K),
-        u_out_ptr + slot * (V * C), r_ptr + i_a, keep, left, HV, K, V, DELTA,
+        beta_ptr + token if DELTA else None, v_ptr + token * V, w_out_ptr + i_chunk_head * (C * K),
+        u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA,
     )  # fmt: skip

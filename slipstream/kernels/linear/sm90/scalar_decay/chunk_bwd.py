@@ -1,4 +1,4 @@
-"""The additive family, no decay or one a token, on sm_90: dk and dv in one walk, backwards.
+"""The scalar-decay family, no decay or one a token, on sm_90: dk and dv in one scan, backwards.
 
 With dS [K, V] the gradient of the state after a chunk, G and E as in chunk_fwd.py,
 
@@ -8,7 +8,7 @@ With dS [K, V] the gradient of the state after a chunk, G and E as in chunk_fwd.
 
 so that q, k, v and do are read once for both. Parts of a program:
 
-    walk, twice   dS^T and dv: the walk of chunk_fwd.py, which leaves dS^T for dk
+    scan, twice   dS^T and dv: the scan of chunk_fwd.py, which leaves dS^T for dk
     grads         A and the gates' factors, dk; clears a short chunk's rest
     load          q, k, v, do by TMA
 """
@@ -165,7 +165,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     dk_ptr,
     dv_ptr,
     g_ptr,  # [B, T, HV] by strides
-    s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot; times scale_in
+    s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment; times scale_in
     s_out_ptr,  # the same, of that before it; times scale_out
     rows_ptr,  # [HV, tokens]: k . dk
     z_ptr,  # [2, anchors, HV]: sum(S * dS) after an anchor interval
@@ -196,9 +196,9 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * slots,), 4 warps: one program walks one head of one segment; V is 128.
+    """grid (HV * segments,), 4 warps: one program scans one head of one segment; V is 128.
 
-    Without SPLIT a slot is a sequence.
+    Without SPLIT a segment is a sequence.
     """
     dtype: gl.constexpr = q_desc.dtype
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
@@ -222,9 +222,9 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     a_empty = alloc_mbarriers(2, 2)
     s_full = alloc_mbarriers(2, 1)
     s_empty = alloc_mbarriers(1, 1)
-    i_h, slot, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    i_h, i_seg, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     k_col = i_h // (HV // H) * K
-    o_s = (slot.to(gl.int64) * HV + i_h) * (K * V)
+    o_s = (i_seg.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None
     p_g = g_ptr if HAS_GATE else dk_ptr
     p_in = s_in_ptr if HAS_S_IN else dk_ptr
@@ -233,10 +233,10 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     p_z = z_ptr if HAS_DG else dk_ptr
     p_anchor = anchor_ptr if HAS_DG else dk_ptr
     if HAS_GATE:
-        p_g = place_gates(p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED)
+        p_g = place_gates(p_g, i_seg, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED)
     if HAS_DG:
         anchor = (
-            first_anchor(slot, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
+            first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
             * HV
             + i_h
         )

@@ -1,4 +1,4 @@
-"""The additive family, no decay or one a token, on sm_90: the walk over chunks of C tokens.
+"""The scalar-decay family, no decay or one a token, on sm_90: the scan over chunks of C tokens.
 
 What triton/scalar_decay/chunk.py computes, whose docstring says for what: forward, or with the
 roles of the tensors changed one of three gradients. With S [X, D] the state before a chunk and G
@@ -11,7 +11,7 @@ The columns of x are rows here: two warpgroups carry 64 rows of S each in regist
 and x^T go into the products as left operands. Parts of a program, joined by barriers in shared
 memory:
 
-    walk, twice   S and y               scores   A and the gates' factors, as soon as r and w are
+    scan, twice   S and y               scores   A and the gates' factors, as soon as r and w are
     load          r, w, x by TMA                 there; clears a short chunk's rest
 """
 
@@ -44,10 +44,10 @@ def add(a, b):
 
 @gluon.jit
 def place_gates(
-    p, slot, row, T, segment, i_h, stride_b, stride_t, stride_h, PACKED: gl.constexpr
+    p, i_seg, row, T, segment, i_h, stride_b, stride_t, stride_h, PACKED: gl.constexpr
 ):  # fmt: skip
-    """The gate of a slot's first token, which is token `row` of all."""
-    i_b = 0 if PACKED else slot // gl.cdiv(T, segment)
+    """The gate of a segment's first token, which is token `row` of all."""
+    i_b = 0 if PACKED else i_seg // gl.cdiv(T, segment)
     p += i_h.to(gl.int64) * stride_h + stride_b.to(gl.int64) * i_b
     return p + (row - i_b * T).to(gl.int64) * stride_t
 
@@ -72,15 +72,15 @@ def gates_of(b_g, sums, C: gl.constexpr):
 
 @gluon.jit
 def first_anchor(
-    slot, row, T, segment, TOKENS: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr
+    i_seg, row, T, segment, TOKENS: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr
 ):
     """The number of a segment's first anchor interval of TOKENS (as Triton's locate_segment)."""
     if SPLIT:
-        anchor = slot * gl.cdiv(segment, TOKENS)
+        anchor = i_seg * gl.cdiv(segment, TOKENS)
     elif PACKED:
-        anchor = row // TOKENS + slot
+        anchor = row // TOKENS + i_seg
     else:
-        anchor = slot * gl.cdiv(T, TOKENS)
+        anchor = i_seg * gl.cdiv(T, TOKENS)
     return anchor
 
 
@@ -125,13 +125,13 @@ def score_partition(
     for i in range(n):
         s = i % ST
         a = i % 2
-        left = length - i * C
+        num_rows = length - i * C
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        if left < C:
-            zero_tail_rows(rs.index(s), left, C, D)
-            zero_tail_rows(ws.index(s), left, C, D)
-            zero_tail_rows(xs.index(2 * s), left, C, HALF)
-            zero_tail_rows(xs.index(2 * s + 1), left, C, HALF)
+        if num_rows < C:
+            zero_tail_rows(rs.index(s), num_rows, C, D)
+            zero_tail_rows(ws.index(s), num_rows, C, D)
+            zero_tail_rows(xs.index(2 * s), num_rows, C, HALF)
+            zero_tail_rows(xs.index(2 * s + 1), num_rows, C, HALF)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -199,13 +199,13 @@ def state_partition(
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(s_full.index(0), count=1)
-            left = ss.index(I)
+            lhs = ss.index(I)
         else:
-            left = gl.convert_layout(b_s.to(rs.dtype), sa)
+            lhs = gl.convert_layout(b_s.to(rs.dtype), sa)
         if HAS_GATE:
             last = factors.index(2 * a + REVERSE).slice(C - 1, 1)  # exp(G_C)
             b_s *= last.load(gl.SliceLayout(1, sl))[:, None]
-        b_y = warpgroup_mma(left, rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_y = warpgroup_mma(lhs, rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         x_t = xs.index(2 * s + I).permute((1, 0))
         b_x = x_t.load(xa)
         if HAS_GATE:
@@ -251,10 +251,10 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     w_desc,  # [tokens, HR * D] by [C, D]
     x_desc,  # [tokens, HX * X] by [C, HALF]
     y_desc,  # [tokens, HV * X] by [C, HALF]
-    q_desc,  # [tokens, HX * X] by [C, HALF]: q for the dq walk
+    q_desc,  # [tokens, HX * X] by [C, HALF]: q for the dq scan
     y_ptr,
     g_ptr,  # [B, T, HV] by strides
-    s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
+    s_in_ptr,  # [segments, HV, D, X], or [segments, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
     rows_ptr,  # [2, HV, tokens]: q . dq
     anchor_ptr,  # [anchors, HV, X, D]
@@ -285,9 +285,9 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * slots,), 4 warps: one program walks one head of one segment; X is 128.
+    """grid (HV * segments,), 4 warps: one program scans one head of one segment; X is 128.
 
-    Without SPLIT a slot is a sequence.
+    Without SPLIT a segment is a sequence.
     """
     dtype: gl.constexpr = x_desc.dtype
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
@@ -313,10 +313,10 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
-    i_h, slot, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    i_h, i_seg, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     r_col = i_h // (HV // HR) * D
     x_col = i_h // (HV // HX) * X
-    o_s = (slot.to(gl.int64) * HV + i_h) * (D * X)
+    o_s = (i_seg.to(gl.int64) * HV + i_h) * (D * X)
     # what is not given: something else, for only the first part takes None
     p_g = g_ptr if HAS_GATE else y_ptr
     p_in = s_in_ptr if HAS_S_IN else y_ptr
@@ -325,11 +325,11 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     p_anchor = anchor_ptr if HAS_DG else y_ptr
     if HAS_GATE:
         p_g = place_gates(
-            p_g, slot, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED
+            p_g, i_seg, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED
         )  # fmt: skip
     if HAS_DG:
         anchor = (
-            first_anchor(slot, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
+            first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
             * HV
             + i_h
         )

@@ -1,4 +1,4 @@
-"""Which calls the additive family's walk on sm_90 takes, decided without importing Triton."""
+"""Which calls the scalar-decay family's scan on sm_90 takes, decided without importing Triton."""
 
 import torch
 
@@ -12,7 +12,7 @@ WIDTH = 128  # of K and of V: two warpgroups with half of the state each
 
 
 def unsupported_reason(terms: LinearInputs) -> str | None:
-    """Why the walk in Gluon can't take a call, or None if it can."""
+    """Why the scan in Gluon can't take a call, or None if it can."""
     q, v = terms.q, terms.v
     if reason := sm90_unsupported(q):
         return reason

@@ -1,7 +1,7 @@
-"""Launches with a decay per channel on sm_90: the walks in Gluon, and portable ones around them.
+"""Launches with a decay per channel on sm_90: the scans in Gluon, and Triton's kernels around them.
 
-Forward is one walk (chunk_fwd.py), which leaves nothing but o and the final state. Backward is
-that walk reversed for dv, the two for dqs and dke (chunk_dqk.py), and the portable kernels for
+Forward is one scan (chunk_fwd.py), which leaves nothing but o and the final state. Backward is
+that scan reversed for dv, the two for dqs and dke (chunk_dqk.py), and Triton's kernels for
 P and for what chunks add by themselves (triton/vector_decay/dqkg.py). Memory beyond results:
 backward P, half of k, and a state every ANCHOR_INTERVAL chunks.
 
@@ -33,7 +33,7 @@ _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 
 
 def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
-    """As the portable one, which it is where q is float32."""
+    """As Triton's, which it is where q is float32."""
     if terms.q.dtype == torch.float32:
         return triton.forward(terms, scale)
     terms = align_for_tma(triton.to_kernel_layout(terms))
@@ -50,7 +50,7 @@ def backward(
     dfinal: Tensor | None,
     scale: float,
 ) -> dict[str, Tensor]:
-    """As the portable one, which it is where q is float32."""
+    """As Triton's, which it is where q is float32."""
     if terms.q.dtype == torch.float32:
         return triton.backward(terms, dout, dfinal, scale)
     given = terms

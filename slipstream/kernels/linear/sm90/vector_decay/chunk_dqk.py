@@ -1,6 +1,6 @@
-"""A decay per channel on sm_90: the walks whose rows decay, for the gradients of q and k.
+"""A decay per channel on sm_90: the scans whose rows decay, for the gradients of q and k.
 
-With qs, ke and D as in triton/vector_decay/chunk.py, whose walks for dqs and dke these are,
+With qs, ke and D as in triton/vector_decay/chunk.py, whose scans for dqs and dke these are,
 
     dqs^T = S do^T        S  <- D S + ke^T v
     dke^T = dS v^T        dS <- D dS + qs^T do      reversed
@@ -9,7 +9,7 @@ and the sums over a chunk of qs * dqs, the anchors and z that its docstring has 
 the gate. q, k, v, do and the gates are read: qs and ke are made within a chunk. Two warpgroups
 carry 64 rows of the state each. Parts of a program:
 
-    walk, twice   the state and y                sums     D of a chunk, by one warp
+    scan, twice   the state and y                sums     D of a chunk, by one warp
     edges         qs and ke in place             load     q, k, v, do, gates by TMA
 """
 
@@ -66,7 +66,7 @@ def load_partition(
 
 @gluon.jit
 def boundary_partition(
-    qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
+    qs, ks, vs, ds, gs, gates, until, full, flags_ready, ready, length, n,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     REVERSE: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
@@ -76,16 +76,16 @@ def boundary_partition(
     until.store(ones(o_i * 0, o_i + 1, al, C, gl.bfloat16))
     for i in range(n):
         s = i % ST
-        left = length - (n - 1 - i if REVERSE else i) * C
-        mbarrier.wait(told.index(s), (i // ST) & 1)
+        num_rows = length - (n - 1 - i if REVERSE else i) * C
+        mbarrier.wait(flags_ready.index(s), (i // ST) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         q, k = qs.index(s), ks.index(s)
-        if left < C:
-            zero_tail_rows(q, left, C, K)
-            zero_tail_rows(k, left, C, K)
-            zero_tail_rows(gs.index(s), left, C, K)
-            zero_tail_rows(vs.index(s), left, C, V)
-            zero_tail_rows(ds.index(s), left, C, V)
+        if num_rows < C:
+            zero_tail_rows(q, num_rows, C, K)
+            zero_tail_rows(k, num_rows, C, K)
+            zero_tail_rows(gs.index(s), num_rows, C, K)
+            zero_tail_rows(vs.index(s), num_rows, C, V)
+            zero_tail_rows(ds.index(s), num_rows, C, V)
             gl.thread_barrier()
         take_gates(gs.index(s), gates, K, C)
         for h in gl.static_range(K // 64):
@@ -136,10 +136,10 @@ def state_partition(
             p = p_anchor + HV.to(gl.int64) * (c // ANCHOR_INTERVAL) * (K * V)
             b_z = gl.convert_layout(gl.sum(b_s * gl.load(p + o_a), 1), gl.SliceLayout(1, yl))
         mbarrier.wait(ready.index(s), (i // ST) & 1)
-        left = gl.convert_layout(b_s.to(xs.dtype), sa)
+        lhs = gl.convert_layout(b_s.to(xs.dtype), sa)
         b_s *= totals.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, sl))[:, None]
         right = rs.index(s).permute((1, 0))
-        b_y = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+        b_y = warpgroup_mma(lhs, right, zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma(half(xs.index(s), I).permute((1, 0)), ws.index(s), b_s, is_async=True)
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
         b_other = half(others.index(s), I).permute((1, 0)).load(sa)
@@ -194,7 +194,7 @@ def vector_decay_dqk_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * N,), 4 warps: one program walks one head of one sequence; K is 128."""
+    """grid (HV * N,), 4 warps: one program scans one head of one sequence; K is 128."""
     dtype: gl.constexpr = q_desc.dtype
     ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -209,7 +209,7 @@ def vector_decay_dqk_sm90_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
     full = alloc_mbarriers(1, ST)
-    told = alloc_mbarriers(1, ST)
+    flags_ready = alloc_mbarriers(1, ST)
     ready = alloc_mbarriers(1, ST)
     empty = alloc_mbarriers(2, ST)
     i_h, i_n, row, length, first, n = program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
@@ -241,10 +241,10 @@ def vector_decay_dqk_sm90_kernel(
                 p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
                 1, K, V, C, ST, ANCHOR_INTERVAL, LOST, REVERSE, HAS_S_IN)),
             (boundary_partition, (
-                qs, ks, vs, ds, gs, gates, until, full, told, ready, length, n,
+                qs, ks, vs, ds, gs, gates, until, full, flags_ready, ready, length, n,
                 K, V, C, ST, REVERSE, BEFORE)),
             (gate_sum_partition, (
-                gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
+                gs, totals, flags, full, flags_ready, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (
                 q_desc, k_desc, v_desc, do_desc, g_desc, qs, ks, vs, ds, gs, full, empty, row, n,
                 k_col, i_h * K, i_h * V, C, ST, REVERSE)),

@@ -1,4 +1,4 @@
-"""Which calls the walks with a decay per channel on sm_90 take, without importing Triton."""
+"""Which calls the scans with a decay per channel on sm_90 take, without importing Triton."""
 
 import torch
 
@@ -17,7 +17,7 @@ def takes(terms: LinearInputs) -> bool:
 
 
 def unsupported_reason(terms: LinearInputs) -> str | None:
-    """Why the walks in Gluon can't take a call, or None if they can."""
+    """Why the scans in Gluon can't take a call, or None if they can."""
     q, v, g = terms.q, terms.v, terms.g
     if reason := sm90_unsupported(q):
         return reason

@@ -2,7 +2,7 @@
 
     S <- M S + E, segment after segment; for gradients, from the last to the first, dS <- M^T dS + E
 
-with V as the rows, as the walks have it, and in float32.
+with V as the rows, as the scans have it, and in float32.
 """
 
 import triton
@@ -14,8 +14,8 @@ from slipstream.kernels.linear.triton.delta.solve_tril import tile_product
 
 @triton.jit(do_not_specialize=["T", "HV", "segment"])
 def delta_state_passing_kernel(
-    s_ptr,  # [slots, HV, K, V]: E; becomes the state that the slot's segment meets
-    m_ptr,  # [slots, HV, K, K]: M
+    s_ptr,  # [segments, HV, K, V]: E; becomes the state that the segment meets
+    m_ptr,  # [segments, HV, K, K]: M
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]
     cu_ptr,  # [N + 1]
@@ -55,8 +55,8 @@ def delta_state_passing_kernel(
         b_s = tl.zeros((BV, BK), tl.float32)
     count = tl.cdiv(length, segment)
     for i in range(count):
-        slot = first + (count - 1 - i if REVERSE else i)
-        i_s = slot * HV + i_h
+        i_seg = first + (count - 1 - i if REVERSE else i)
+        i_s = i_seg * HV + i_h
         b_m = tl.load(m_ptr + i_s * (K * K) + o_m, mask=m_m, other=0.0)  # [BK, BK]
         p_s = s_ptr + i_s * (K * V) + o_s
         b_e = tl.load(p_s, mask=m_s, other=0.0)

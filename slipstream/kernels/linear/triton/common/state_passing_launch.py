@@ -26,7 +26,7 @@ def state_passing(
     T, HV, V = terms.v.shape[1:]
     K = terms.q.shape[-1]
     tile, BK = tile_of(terms)
-    BV = tile.walk.B
+    BV = tile.fwd.B
     inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
     launch: Any = cached(delta_state_passing_kernel)[(-(-V // BV) * HV * terms.sequences,)]
     launch(

@@ -119,20 +119,22 @@ class TritonDelta(DeltaBackend):
         HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
         tile, BK = tile_of(terms)
-        slots = num_sequences(terms, segments)
+        sequences = num_sequences(terms, segments)
         make = "ends" if m is not None else "o" if states is None else "states"
-        many = is_oversubscribed(terms, slots)
+        many = is_oversubscribed(terms, sequences)
         if make == "o":
-            part = tile.crowded_walk if many else tile.walk
+            kernel_tile = tile.oversubscribed_fwd if many else tile.fwd
         else:
-            part = tile.crowded_keep if many and terms.g is not None else tile.keep
+            kernel_tile = (
+                tile.oversubscribed_fwd_states if many and terms.g is not None else tile.fwd_states
+            )
         (q, k, p, v, r, out), tma = tma_descriptor(
             terms,
             [terms.q if make == "o" else None, terms.k, terms.p, terms.v, wy.r, out],
-            [BK, BK, BK, part.B, tile.C, part.B],
+            [BK, BK, BK, kernel_tile.B, tile.C, kernel_tile.B],
         )
-        tiles = -(-V // part.B) + (-(-K // part.B) if make == "ends" else 0)
-        launch: Any = cached(delta_chunk_fwd_kernel)[(tiles * HV * slots,)]
+        tiles = -(-V // kernel_tile.B) + (-(-K // kernel_tile.B) if make == "ends" else 0)
+        launch: Any = cached(delta_chunk_fwd_kernel)[(tiles * HV * sequences,)]
         launch(
             q,
             k,
@@ -141,7 +143,7 @@ class TritonDelta(DeltaBackend):
             wy.beta_gate,
             r,
             out,
-            state_descriptor(states, part.B, BK) if tma and states is not None else states,
+            state_descriptor(states, kernel_tile.B, BK) if tma and states is not None else states,
             s_in,
             s_out,
             m,
@@ -151,7 +153,7 @@ class TritonDelta(DeltaBackend):
             K=K,
             V=V,
             BK=BK,
-            BV=part.B,
+            BV=kernel_tile.B,
             C=tile.C,
             MAKE=make,
             HAS_P=terms.p is not None,
@@ -161,7 +163,7 @@ class TritonDelta(DeltaBackend):
             GROUPED=H != HV,
             TMA=tma,
             FINE=uses_split_bf16(terms),
-            **launch_options(terms, part),
+            **launch_options(terms, kernel_tile),
         )
 
     def chunk_dstate(
@@ -180,15 +182,17 @@ class TritonDelta(DeltaBackend):
         HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
         tile, BK = tile_of(terms)
-        slots = num_sequences(terms, segments)
-        part = tile.crowded_back if is_oversubscribed(terms, slots) else tile.back
-        BV = part.B
+        sequences = num_sequences(terms, segments)
+        kernel_tile = (
+            tile.oversubscribed_dstate if is_oversubscribed(terms, sequences) else tile.dstate
+        )
+        BV = kernel_tile.B
         (q, k, p, do, r, dv), tma = tma_descriptor(
             terms,
             [terms.q, terms.k, terms.p, do, wy.r, dv],
             [BK, BK, BK, BV, tile.C, BV],
         )
-        launch: Any = cached(delta_chunk_dstate_kernel)[(-(-V // BV) * HV * slots,)]
+        launch: Any = cached(delta_chunk_dstate_kernel)[(-(-V // BV) * HV * sequences,)]
         launch(
             q,
             k,
@@ -216,7 +220,7 @@ class TritonDelta(DeltaBackend):
             GROUPED=H != HV,
             TMA=tma,
             FINE=uses_split_bf16(terms),
-            **launch_options(terms, part),
+            **launch_options(terms, kernel_tile),
         )
 
     def chunk_dqkg(

@@ -1,4 +1,4 @@
-"""Delta rule, no decay or one a token: the walks over chunks, forward and back.
+"""Delta rule, no decay or one a token: the scans over chunks, forward and back.
 
 With S [K, V] the state before a chunk and R from solve_tril.py, what is written is x = beta w,
 
@@ -16,7 +16,7 @@ rows: the state, v - p S and w go from product to product as left operands, whic
 from registers, and what is on the right was loaded.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments, a program
-each. A segment makes M S + E of the state S it meets. A first walk leaves M, the end of the
+each. A segment makes M S + E of the state S it meets. A first scan leaves M, the end of the
 identity as a start without v, and E; common/state_passing.py makes of these the state each segment
 meets.
 
@@ -46,7 +46,7 @@ def v_columns(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def locate_sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
-    """First token, tokens and first slot (delta_solve.find_chunk) of a sequence."""
+    """First token, tokens and first chunk (solve_tril.locate_chunk) of a sequence."""
     if PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
@@ -61,24 +61,24 @@ def locate_sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def locate_segment(
-    cu_ptr, slot, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
+    cu_ptr, i_seg, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """Of a slot: first token, tokens, first chunk's slot, batch entry, tokens of it before."""
+    """Of a segment: first token, tokens, first chunk, batch entry, tokens of that before it."""
     if SPLIT:
-        begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
+        begin, length, i_s = find_segment(cu_ptr, i_seg, T, N, segment, PACKED)
         if PACKED:
             i_b = 0
-            first = begin // C + (slot - i_s - begin // segment)
+            first = begin // C + (i_seg - i_s - begin // segment)
         else:
-            i_b = slot // tl.cdiv(T, segment)
+            i_b = i_seg // tl.cdiv(T, segment)
             first = i_b.to(tl.int64) * tl.cdiv(T, C)
         skip = i_s * segment
         begin += skip
         first += i_s * (segment // C)
         length = tl.minimum(tl.maximum(length - skip, 0), segment)
     else:
-        begin, length, first = locate_sequence(cu_ptr, slot.to(tl.int64), T, C, PACKED)
-        i_b = slot
+        begin, length, first = locate_sequence(cu_ptr, i_seg.to(tl.int64), T, C, PACKED)
+        i_b = i_seg
         skip = tl.full((), 0, tl.int32)
     return begin, length, first, i_b, skip
 
@@ -118,13 +118,13 @@ def _solved(b_l, b_r, dtype: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.con
 
 @triton.jit
 def _store_state(p, at, b, o_v, o_k, m_s, K: tl.constexpr, V: tl.constexpr, TMA: tl.constexpr):
-    """b [BV, BK] of a state of [slots, HV, V, K]. at: slot, value head and heads, column of V."""
-    slot, i_h, HV, i_v = at
+    """b [BV, BK] of a state of [chunks, HV, V, K]. at: chunk, value head and heads, column of V."""
+    i_seg, i_h, HV, i_v = at
     if TMA:
         b = b.reshape(1, 1, o_v.shape[0], o_k.shape[0])
-        p.store([slot.to(tl.int32), i_h, i_v, 0], b)
+        p.store([i_seg.to(tl.int32), i_h, i_v, 0], b)
     else:
-        p += (slot * HV + i_h) * (K * V)
+        p += (i_seg * HV + i_h) * (K * V)
         tl.store(p + o_v[:, None] * K + o_k[None, :], b, mask=m_s)
 
 
@@ -141,9 +141,9 @@ def delta_chunk_fwd_kernel(
     r_ptr,  # [tokens, HV, C]
     o_ptr,  # [tokens, HV, V]: o or w
     states_ptr,  # [chunks, HV, V, K]: S before each chunk
-    s_in_ptr,  # [slots, HV, K, V]
-    s_out_ptr,  # [slots, HV, K, V]: S after the slot; E
-    m_ptr,  # [slots, HV, K, K]: M
+    s_in_ptr,  # [segments, HV, K, V]
+    s_out_ptr,  # [segments, HV, K, V]: S after the segment; E
+    m_ptr,  # [segments, HV, K, K]: M
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -169,34 +169,34 @@ def delta_chunk_fwd_kernel(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (tiles * HV * slots,): one program walks BV rows of one head's state in one slot.
+    """grid (tiles * HV * segments,): one program scans BV rows of one head's state in one segment.
 
     MAKE: "o"; "states", those and w, for backward; or "ends", E and M. Tiles: of V; for "ends" then
-    of K, for M. Without SPLIT a slot is a sequence.
+    of K, for M. Without SPLIT a segment is a sequence.
     """
     if not GROUPED:
         H = HV
-    ENDS: tl.constexpr = MAKE == "ends"
+    TRANSITION: tl.constexpr = MAKE == "ends"
     NV: tl.constexpr = (V + BV - 1) // BV
-    TILES: tl.constexpr = NV + (K + BV - 1) // BV if ENDS else NV
+    TILES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION else NV
     ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
     pid = tl.program_id(0)
     i_h = (pid // TILES) % HV
-    slot = pid // TILES // HV
-    i_n = slot.to(tl.int64)
-    begin, length, first, i_b, skip = locate_segment(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    i_seg = pid // TILES // HV
+    i_n = i_seg.to(tl.int64)
+    begin, length, first, i_b, skip = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, BK)
     o_n = tl.arange(0, BV)
     tile = pid % TILES
     i_v = tile * BV
-    if ENDS:
+    if TRANSITION:
         of_v = tile < NV
         i_v = tl.where(of_v, tile, tile - NV) * BV
     o_v = i_v + o_n
     at_k = (i_b, skip, i_h // (HV // H), 0)
     at_v = (i_b, skip, i_h, i_v)
-    if ENDS:
+    if TRANSITION:
         at_v = (i_b, skip, i_h, tl.where(of_v, i_v, 0))
     at_r = (i_b, skip, i_h, 0)
     if not TMA:
@@ -206,7 +206,7 @@ def delta_chunk_fwd_kernel(
         v_ptr += (begin * HV + i_h) * V
         if HAS_P:
             p_ptr += i_k
-        if not ENDS:
+        if not TRANSITION:
             o_ptr += (begin * HV + i_h) * V
         if MAKE == "o":
             q_ptr += i_k
@@ -216,7 +216,7 @@ def delta_chunk_fwd_kernel(
         b_s = tl.load(s_in_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, BK]
     else:
         b_s = tl.zeros((BV, BK), tl.float32)
-    if ENDS:
+    if TRANSITION:
         b_s = tl.where((o_v[:, None] == o_k[None, :]) & (~of_v), 1.0, b_s)
     for i in range(tl.cdiv(length, C)):
         i_c = i
@@ -259,7 +259,7 @@ def delta_chunk_fwd_kernel(
                 b_w *= tl.exp2(b_B)[None, :]
             else:
                 b_w *= b_start[None, :]
-        if ENDS:
+        if TRANSITION:
             b_v = tl.where(of_v, b_v, 0.0)
         b_w = _solved(b_v - b_w, tl.trans(b_r), b_k.dtype, PRECISION, FINE)  # [BV, C]
         if MAKE == "states":
@@ -273,7 +273,7 @@ def delta_chunk_fwd_kernel(
         b_s = _times(b_w * b_beta[None, :], b_k, b_s, PRECISION, FINE)  # [BV, BK]
         if MAKE == "o":
             store_block(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
-    if ENDS:
+    if TRANSITION:
         o_m = (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_v[:, None]
         m_m = (o_v < K)[:, None] & (o_k < K)[None, :]
         tl.store(m_ptr + o_m, b_s, mask=m_m & (~of_v))
@@ -292,8 +292,8 @@ def delta_chunk_dstate_kernel(
     r_ptr,  # [tokens, HV, C]
     dv_ptr,  # [tokens, HV, V]
     states_ptr,  # [chunks, HV, V, K]: dS' after each chunk
-    s_in_ptr,  # [slots, HV, K, V]: gradient of the state after the slot
-    s_out_ptr,  # [slots, HV, K, V]: of that before it
+    s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
+    s_out_ptr,  # [segments, HV, K, V]: of that before it
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -319,7 +319,7 @@ def delta_chunk_dstate_kernel(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(V / BV) * HV * slots,): as delta_chunk_fwd_kernel, from the last token back.
+    """grid (ceil(V / BV) * HV * segments,): as delta_chunk_fwd_kernel, from the last token back.
 
     MAKE: "states", those and dv; or "ends", s_out alone, which for a start of 0 is what a segment
     adds. Its factor is M^T.
@@ -330,9 +330,9 @@ def delta_chunk_dstate_kernel(
     ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
-    slot = pid // NV // HV
-    i_n = slot.to(tl.int64)
-    begin, length, first, i_b, skip = locate_segment(cu_ptr, slot, T, N, segment, C, PACKED, SPLIT)
+    i_seg = pid // NV // HV
+    i_n = i_seg.to(tl.int64)
+    begin, length, first, i_b, skip = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, BK)
     o_n = tl.arange(0, BV)
@@ -394,13 +394,13 @@ def delta_chunk_dstate_kernel(
         b_dv = _solved(b_dx * b_beta[None, :], b_r, b_k.dtype, PRECISION, FINE)  # [BV, C]
         if MAKE == "states":
             store_block(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
-        b_left = -b_dv
+        b_lhs = -b_dv
         if HAS_GATE:
             if HAS_P:
                 b_B, _ = load_gates_before(p_rows, o_c, C, False)
-                b_left *= tl.exp2(b_B)[None, :]
+                b_lhs *= tl.exp2(b_B)[None, :]
             else:
-                b_left *= b_start[None, :]
-        b_s = _times(b_left, b_p, b_s, PRECISION, FINE)
+                b_lhs *= b_start[None, :]
+        b_s = _times(b_lhs, b_p, b_s, PRECISION, FINE)
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

@@ -1,4 +1,4 @@
-"""Delta rule, no decay or one a token: from what the walks left, the gradients, chunk by chunk.
+"""Delta rule, no decay or one a token: from what the scans left, the gradients, chunk by chunk.
 
 With S before the chunk, dS' after it, x = beta w, dv (chunk.py), decay[i, j] = exp(G_i - G_j),
 
@@ -40,14 +40,14 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block, load
 def _state(
     p, at, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr
 ):
-    """Tile [BV, BK] of a state of [slots, HV, V, K], zero outside."""
-    slot, i_h, HV, i_v, i_k, live = at
+    """Tile [BV, BK] of a state of [chunks, HV, V, K], zero outside."""
+    i_chunk, i_h, HV, i_v, i_k, live = at
     if TMA:
-        b = p.load([slot, i_h, i_v, i_k]).reshape(BV, BK)
+        b = p.load([i_chunk, i_h, i_v, i_k]).reshape(BV, BK)
     else:
         o_v = i_v + tl.arange(0, BV)
         o_k = i_k + tl.arange(0, BK)
-        o_s = (slot.to(tl.int64) * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
+        o_s = (i_chunk.to(tl.int64) * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
         b = tl.load(p + o_s, mask=(o_v < V)[:, None] & (o_k < K)[None, :] & live, other=0.0)
     return b
 
@@ -56,7 +56,7 @@ def _state(
 def _sum_of_states(
     s_ptr,
     ds_ptr,
-    slot,
+    i_chunk,
     i_h,
     HV,
     live,
@@ -72,7 +72,7 @@ def _sum_of_states(
     b_z = tl.zeros((BV, BV), tl.float32)
     NV: tl.constexpr = (V + BV - 1) // BV
     for i in range(NV * tl.cdiv(K, BK)):
-        at_s = (slot, i_h, HV, i % NV * BV, i // NV * BK, live)
+        at_s = (i_chunk, i_h, HV, i % NV * BV, i // NV * BK, live)
         b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
         b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
         b_z = tl.dot(b_s, tl.trans(b_ds), b_z, input_precision=PRECISION)
@@ -126,7 +126,7 @@ def _of_states(
     s_ptr,
     ds_ptr,
     i_b,
-    slot,
+    i_chunk,
     i_h,
     i_k,
     t,
@@ -149,7 +149,7 @@ def _of_states(
     b_dk = tl.zeros((C, BK), tl.float32)
     for i in range(tl.cdiv(V, BV)):
         at_v = (i_b, 0, i_h, i * BV)
-        at_s = (slot, i_h, HV, i * BV, i_k, live)
+        at_s = (i_chunk, i_h, HV, i * BV, i_k, live)
         b_do = load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
         b_w = load_rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
         b_dv = load_rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
@@ -169,12 +169,12 @@ def delta_dqkg_kernel(
     do_ptr,  # [tokens, HV, V], or, if TMA, a descriptor of [B, T, HV, V]; so down to dp
     w_ptr,
     dv_ptr,
-    s_ptr,  # [slots, HV, V, K]: states, dstates
+    s_ptr,  # [chunks, HV, V, K]: states, dstates
     ds_ptr,
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     dp_ptr,
-    rows_ptr,  # [slots, HV, ROWS, C]: beta and G (solve_tril.py)
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (solve_tril.py)
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
@@ -196,21 +196,21 @@ def delta_dqkg_kernel(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (HV * slots,): one program takes one chunk of one value head."""
+    """grid (HV * chunks,): one program takes one chunk of one value head."""
     if not GROUPED:
         H = HV
     ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     pid = tl.program_id(0)
     i_h = pid % HV
-    slot = pid // HV
-    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    i_chunk = pid // HV
+    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_n = tl.arange(0, BK)
     t = i_c * C
     m_c = o_c < length - t
     live = t < length
-    i_b = slot // tl.cdiv(T, C)
+    i_b = i_chunk // tl.cdiv(T, C)
     if not TMA:
         i_v = (begin * HV + i_h) * V
         do_ptr += i_v
@@ -222,17 +222,17 @@ def delta_dqkg_kernel(
             dp_ptr += (begin * HV + i_h) * K
     row = begin + t
     i_q = (row * H + i_h // (HV // H)) * K
-    p_rows = rows_ptr + (slot.to(tl.int64) * HV + i_h) * (ROWS * C)
+    p_rows = rows_ptr + (i_chunk.to(tl.int64) * HV + i_h) * (ROWS * C)
     b_beta = tl.load(p_rows + o_c)
 
     z = 0.0
     if HAS_GATE:
-        z = _sum_of_states(s_ptr, ds_ptr, slot, i_h, HV, live, K, V, BK, BV, TMA, PRECISION)
+        z = _sum_of_states(s_ptr, ds_ptr, i_chunk, i_h, HV, live, K, V, BK, BV, TMA, PRECISION)
 
     b_a, b_m, b_at, b_mt = _triangular_products(
         do_ptr, w_ptr, dv_ptr, i_b, i_h, t, HV, o_c, m_c, V, BV, C, TMA, PRECISION
     )
-    b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1) * scale
+    b_diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1) * scale
     earlier = o_c[:, None] > o_c[None, :]
     later = o_c[:, None] < o_c[None, :]
     if HAS_GATE:
@@ -281,8 +281,8 @@ def delta_dqkg_kernel(
         else:
             b_p = b_k
         b_dq, b_dp, b_dk = _of_states(
-            do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, slot, i_h, i_k * BK, t, HV, live, o_c, m_c,
-            K, V, BK, BV, C, TMA, PRECISION,
+            do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, i_chunk, i_h, i_k * BK, t, HV, live, o_c,
+            m_c, K, V, BK, BV, C, TMA, PRECISION,
         )  # fmt: skip
         if HAS_GATE:
             b_start = tl.exp2(b_G)[:, None]
@@ -303,10 +303,10 @@ def delta_dqkg_kernel(
                 b_before += tl.sum(b_dp * b_p, 1)
                 b_dp -= tl.dot(b_mn, b_k, input_precision=PRECISION)
                 b_dk = tl.dot(b_mtn, b_p, b_dk, input_precision=PRECISION)
-        b_dk += b_own[:, None] * b_q
+        b_dk += b_diag[:, None] * b_q
         b_sum += tl.sum(b_dk * b_k, 1)
         b_dk *= b_beta[:, None]
-        b_dq += (b_own * b_beta)[:, None] * b_k
+        b_dq += (b_diag * b_beta)[:, None] * b_k
         if HAS_P:
             store_rows(dp_ptr, at_k, t, HV, b_dp, o_c, m_c, o_n, K, BK, TMA)
         else:

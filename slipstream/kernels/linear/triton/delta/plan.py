@@ -19,7 +19,7 @@ from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision, shared_memory_bytes
 
-# Widths of K up to which products of the walks take pairs of bf16 (docs/dev/log/delta.md).
+# Widths of K up to which products of the scans take pairs of bf16 (docs/dev/log/delta.md).
 MIN_SPLIT_BF16_WIDTH = 32
 # Width of K up to which rows of p come in as many stages as those of k.
 MAX_M_OFFSET_WIDTH = 128
@@ -39,13 +39,13 @@ def choose_segments(terms: LinearInputs) -> Segments | None:
     """Decided by shapes and device."""
     HV, V = terms.v.shape[2:]
     tile, _ = tile_of(terms)
-    return segments_for_programs(terms, -(-V // tile.walk.B) * HV * terms.sequences, tile.C)
+    return segments_for_programs(terms, -(-V // tile.fwd.B) * HV * terms.sequences, tile.C)
 
 
 def segments_for_programs(terms: LinearInputs, programs: int, C: int) -> Segments | None:
     """Of kernels of so many programs. Combining segments takes M and a state in shared memory."""
     tile, BK = tile_of(terms)
-    joinable = BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.walk.B)
+    joinable = BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.fwd.B)
     tokens = delta_tokens(programs, terms.v.shape[1], C) if joinable else None
     return split_into_segments(terms, tokens)
 
@@ -55,7 +55,7 @@ def _shared(device: torch.device) -> int:
 
 
 def is_oversubscribed(terms: LinearInputs, sequences: int) -> bool:
-    """Whether walks with 64 rows a program are more than multiprocessors."""
+    """Whether scans with 64 rows a program are more than multiprocessors."""
     return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * sequences > NUM_SMS
 
 
@@ -63,7 +63,7 @@ def uses_split_bf16(terms: LinearInputs) -> bool:
     return terms.q.dtype == torch.bfloat16 and terms.q.shape[-1] <= MIN_SPLIT_BF16_WIDTH
 
 
-def launch_options(terms: LinearInputs, part: KernelTile) -> dict[str, Any]:
+def launch_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, Any]:
     # beside k there is no room for as many stages of p
     wide = terms.p is not None and terms.q.shape[-1] > MAX_M_OFFSET_WIDTH
     return {
@@ -71,8 +71,8 @@ def launch_options(terms: LinearInputs, part: KernelTile) -> dict[str, Any]:
         "PACKED": terms.cu_seqlens is not None,
         "EXACT": terms.q.dtype == torch.float32,
         "PRECISION": fp32_dot_precision(),
-        "num_warps": part.warps,
-        "num_stages": 1 if wide else part.stages,
+        "num_warps": kernel_tile.warps,
+        "num_stages": 1 if wide else kernel_tile.stages,
     }
 
 
@@ -82,9 +82,9 @@ def tma_descriptor(
     """The tensors [B, T, heads, ...] as the kernels take them, and whether by descriptors."""
     tile, _ = tile_of(terms)
     if tile.tma and terms.cu_seqlens is None:
-        made = tma_descriptors(tensors, widths, tile.C)
-        if made is not None:
-            return made, True
+        descriptors = tma_descriptors(tensors, widths, tile.C)
+        if descriptors is not None:
+            return descriptors, True
     return tensors, False
 
 

@@ -22,28 +22,28 @@ BASE = tl.constexpr(16)
 
 
 @triton.jit
-def locate_chunk(cu_ptr, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of the sequence of a slot, its tokens (int32), and the chunk within it.
+def locate_chunk(cu_ptr, i_chunk, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of the sequence of chunk i_chunk, its tokens (int32), and the chunk within it.
 
-    Packed, the chunks of sequence n have the slots from cu[n] // C + n on: never more than there
-    are up to the next sequence's. A slot that no chunk has gets one past its sequence's end.
+    Packed, the chunks of sequence n have the numbers from cu[n] // C + n on: never more than there
+    are up to the next sequence's. A number that no chunk has gets one past its sequence's end.
     """
     if PACKED:
         i_n = 0
         past = N
         while past - i_n > 1:
             middle = (i_n + past) // 2
-            before = tl.load(cu_ptr + middle).to(tl.int64) // C + middle <= slot
+            before = tl.load(cu_ptr + middle).to(tl.int64) // C + middle <= i_chunk
             i_n = tl.where(before, middle, i_n)
             past = tl.where(before, past, middle)
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        i_c = slot - (begin // C + i_n)
+        i_c = i_chunk - (begin // C + i_n)
         length = tl.maximum(end - begin, 0)
     else:
         chunks = tl.cdiv(T, C)
-        i_n = slot // chunks
-        i_c = slot - i_n * chunks
+        i_n = i_chunk // chunks
+        i_c = i_chunk - i_n * chunks
         begin = i_n.to(tl.int64) * T
         length = T
     return begin, length.to(tl.int32), i_c.to(tl.int32)
@@ -105,8 +105,8 @@ def _invert_blocks(b_a, C: tl.constexpr):
     NB: tl.constexpr = C // BASE
     o_b = tl.arange(0, NB)
     o_r = tl.arange(0, BASE)
-    own = (o_b[:, None] == o_b[None, :])[:, None, :, None]
-    b_d = tl.sum(tl.where(own, tl.reshape(b_a, (NB, BASE, NB, BASE)), 0.0), 2)
+    is_diagonal = (o_b[:, None] == o_b[None, :])[:, None, :, None]
+    b_d = tl.sum(tl.where(is_diagonal, tl.reshape(b_a, (NB, BASE, NB, BASE)), 0.0), 2)
     b_d = tl.permute(b_d, (0, 2, 1))  # [NB, j, i]: its columns are the rows of the blocks
     is_row = o_r[None, :, None]
     is_column = o_r[None, None, :]
@@ -115,7 +115,7 @@ def _invert_blocks(b_a, C: tl.constexpr):
         b_row = tl.sum(tl.where(is_column == i, b_d, 0.0), 2)  # [NB, j]
         b_new = tl.sum(b_row[:, :, None] * b_x, 1)  # [NB, j]
         b_x = tl.where(is_row == i, b_x - b_new[:, None, :], b_x)
-    return tl.reshape(tl.where(own, b_x[:, :, None, :], 0.0), (C, C))
+    return tl.reshape(tl.where(is_diagonal, b_x[:, :, None, :], 0.0), (C, C))
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def delta_solve_tril_kernel(
     g_ptr,  # [tokens, HV]
     beta_ptr,  # [tokens, HV]
     r_ptr,  # [tokens, HV, C]
-    rows_ptr,  # [slots, HV, ROWS, C]: beta, G of base 2, what rounding took from it
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta, G of base 2, what rounding took from it
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -181,7 +181,7 @@ def delta_solve_tril_kernel(
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """grid (slots * HV,): one program inverts one chunk of one value head."""
+    """grid (chunks * HV,): one program inverts one chunk of one value head."""
     pid = tl.program_id(0)
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)

@@ -1,6 +1,6 @@
 """Tiles of the delta rule's kernels by architecture, width and dtype.
 
-C tokens a chunk, in all of them. A walk has BV columns of V a program and all of K, BK = the next
+C tokens a chunk, in all of them. A scan has BV columns of V a program and all of K, BK = the next
 power of two; the gradients' kernel BK channels of K, and takes V by BV at a time.
 """
 
@@ -13,12 +13,15 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import (
     power_of_two,
 )
 
-CHUNK_KERNELS = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
+CHUNK_KERNELS = (
+    "fwd", "fwd_states", "dstate",
+    "oversubscribed_fwd", "oversubscribed_fwd_states", "oversubscribed_dstate",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KernelTile:
-    B: int  # BV of a walk, BK of solve and grads
+    B: int  # BV of a scan, BK of solve and grads
     warps: int
     stages: int
 
@@ -27,20 +30,20 @@ class KernelTile:
 class DeltaTile:
     C: int
     solve: KernelTile
-    walk: KernelTile
-    keep: KernelTile  # the forward walk that keeps the states
-    back: KernelTile
+    fwd: KernelTile
+    fwd_states: KernelTile  # the forward scan that leaves the states for backward
+    dstate: KernelTile
     grads: KernelTile
-    # the walks where programs are more than multiprocessors, so that two should fit one; without
-    # gates `keep` does anyway
-    crowded_walk: KernelTile
-    crowded_keep: KernelTile
-    crowded_back: KernelTile
+    # the scans where programs are more than multiprocessors, so that two should fit one; without
+    # gates `fwd_states` does anyway
+    oversubscribed_fwd: KernelTile
+    oversubscribed_fwd_states: KernelTile
+    oversubscribed_dstate: KernelTile
     tma: bool = False  # rows by tensor descriptors, where they are aligned
 
 
-def _tile(C: int, solve: tuple, walk: tuple, back: tuple, grads: tuple) -> DeltaTile:
-    forward, reverse = KernelTile(*walk), KernelTile(*back)
+def _tile(C: int, solve: tuple, fwd: tuple, dstate: tuple, grads: tuple) -> DeltaTile:
+    forward, reverse = KernelTile(*fwd), KernelTile(*dstate)
     rest = KernelTile(*grads), forward, forward, reverse
     return DeltaTile(C, KernelTile(*solve), forward, forward, reverse, *rest)
 
@@ -62,35 +65,35 @@ TILES = {
     ("sm_90", 2, 128): DeltaTile(
         64,
         solve=KernelTile(128, 4, 1),
-        walk=KernelTile(64, 4, 3),
-        keep=KernelTile(64, 4, 3),
-        back=KernelTile(64, 4, 3),
+        fwd=KernelTile(64, 4, 3),
+        fwd_states=KernelTile(64, 4, 3),
+        dstate=KernelTile(64, 4, 3),
         grads=KernelTile(64, 4, 2),
-        crowded_walk=KernelTile(64, 4, 2),
-        crowded_keep=KernelTile(64, 4, 2),
-        crowded_back=KernelTile(64, 4, 2),
+        oversubscribed_fwd=KernelTile(64, 4, 2),
+        oversubscribed_fwd_states=KernelTile(64, 4, 2),
+        oversubscribed_dstate=KernelTile(64, 4, 2),
     ),
     ("sm_90", 2, 256): DeltaTile(
         64,
         solve=KernelTile(128, 4, 1),
-        walk=KernelTile(64, 8, 2),
-        keep=KernelTile(64, 8, 2),
-        back=KernelTile(64, 8, 2),
+        fwd=KernelTile(64, 8, 2),
+        fwd_states=KernelTile(64, 8, 2),
+        dstate=KernelTile(64, 8, 2),
         grads=KernelTile(64, 4, 2),
-        crowded_walk=KernelTile(64, 8, 1),
-        crowded_keep=KernelTile(64, 8, 1),
-        crowded_back=KernelTile(64, 8, 1),
+        oversubscribed_fwd=KernelTile(64, 8, 1),
+        oversubscribed_fwd_states=KernelTile(64, 8, 1),
+        oversubscribed_dstate=KernelTile(64, 8, 1),
     ),
     ("sm_90", 4, 64): DeltaTile(
         64,
         solve=KernelTile(64, 4, 1),
-        walk=KernelTile(64, 8, 1),
-        keep=KernelTile(64, 8, 1),
-        back=KernelTile(64, 8, 1),
+        fwd=KernelTile(64, 8, 1),
+        fwd_states=KernelTile(64, 8, 1),
+        dstate=KernelTile(64, 8, 1),
         grads=KernelTile(64, 4, 1),
-        crowded_walk=KernelTile(64, 4, 1),
-        crowded_keep=KernelTile(64, 4, 1),
-        crowded_back=KernelTile(64, 4, 1),
+        oversubscribed_fwd=KernelTile(64, 4, 1),
+        oversubscribed_fwd_states=KernelTile(64, 4, 1),
+        oversubscribed_dstate=KernelTile(64, 4, 1),
     ),
     ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1)),
     ("interpreter", 4, 64): _tile(32, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
@@ -100,7 +103,7 @@ _SAME = {("sm_70", 4): ("sm_80", 4), ("interpreter", 2): ("interpreter", 4)}
 
 
 def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int]:
-    """The tile, no wider than K and V need, and BK of the walks."""
+    """The tile, no wider than K and V need, and BK of the scans."""
     narrowest = NARROWEST.get(family, 16)
     BK = max(narrowest, power_of_two(K))
     base = ROWS.get(family, family), bytes_each
@@ -111,16 +114,20 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     tile = TILES[base[0], base[1], width]
     if narrowest > tile.C:
         narrowest = 16
-    most_v = max(narrowest, power_of_two(V))
-    cut = {name: _segment_cost(getattr(tile, name), most_v) for name in CHUNK_KERNELS}
+    width_v = max(narrowest, power_of_two(V))
+    cut = {name: _segment_cost(getattr(tile, name), width_v) for name in CHUNK_KERNELS}
     cut |= {name: _segment_cost(getattr(tile, name), BK) for name in ("solve", "grads")}
     tma = base[0] == "sm_90" and tile.C >= 64
     if tma and family in UNPIPELINED:
-        cut = {name: replace(part, stages=1) for name, part in cut.items()}
+        cut = {name: replace(kernel_tile, stages=1) for name, kernel_tile in cut.items()}
     return DeltaTile(tile.C, **cut, tma=tma), BK
 
 
-def _segment_cost(part: KernelTile, most: int) -> KernelTile:
+def _segment_cost(kernel_tile: KernelTile, width: int) -> KernelTile:
     """A tile of 64 rows has work for 4 warps of sm_90's tensor cores."""
-    warps = part.warps if most >= part.B else max(4, part.warps * most // part.B)
-    return KernelTile(min(part.B, most), min(part.warps, warps), part.stages)
+    warps = (
+        kernel_tile.warps
+        if width >= kernel_tile.B
+        else max(4, kernel_tile.warps * width // kernel_tile.B)
+    )
+    return KernelTile(min(kernel_tile.B, width), min(kernel_tile.warps, warps), kernel_tile.stages)

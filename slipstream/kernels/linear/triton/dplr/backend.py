@@ -106,10 +106,10 @@ class TritonDplr:
         )
         with device_of(o.device):
             intra, C = self.intra_chunk(terms, scale, for_backward=False), tile_of(terms)[0].C
-            for tokens, part, part_o, end in iter_slices(terms, o, final, checkpoints):
+            for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
                 chunks = slice_chunks(tokens, C)
-                part_intra = IntraChunk._make(None if x is None else x[chunks] for x in intra)
-                self.run_chunks(part, part_intra, part_o, end)
+                intra_slice = IntraChunk._make(None if x is None else x[chunks] for x in intra)
+                self.run_chunks(terms_slice, intra_slice, o_slice, end)
         return o, final
 
     def run_chunks(self, terms: LinearInputs, intra: IntraChunk, o: Tensor, final: Tensor) -> None:
@@ -242,8 +242,8 @@ class TritonDplr:
         sizes = (terms.cu_seqlens, scale, int(for_backward), T, terms.sequences, HV, H)
         options = {"K": K, "V": V, "WIDE": WIDE, "STEPS": tile.steps, **_gate_options(terms)}
         options |= {"INNER": "ieee" if INTERPRETED else inner}
-        options |= {"BK": tile.prepare.B, "BV": tile.prepare.B}
-        options |= launch_options(terms, tile.prepare)
+        options |= {"BK": tile.intra.B, "BV": tile.intra.B}
+        options |= launch_options(terms, tile.intra)
         grid, gated = (intra.u.shape[0] * HV,), terms.g is not None
         run: Any = cached(dplr_wy_kernel)[grid]
         options |= {"LIMIT": ANCHORED_TILES[dtype], "SHIFT": SHIFT[dtype]}
@@ -379,10 +379,10 @@ class TritonDplr:
         args += (None if terms.a is None else terms.v, do, *states, *scores)
         args += (*(grads.get(name) for name in "qkabg"), dbeta, strong)
         sizes = (terms.cu_seqlens, scale, T, terms.sequences, HV, H, B * T)
-        part = tile.grads
-        options = {"K": K, "V": V, "WIDE": WIDE, "BK": part.B, "BV": part.B}
-        options |= {**_gate_options(terms), **launch_options(terms, part)}
-        grid, gated = (-(-K // part.B) * HV * states.x.shape[0],), terms.g is not None
+        kernel_tile = tile.grads
+        options = {"K": K, "V": V, "WIDE": WIDE, "BK": kernel_tile.B, "BV": kernel_tile.B}
+        options |= {**_gate_options(terms), **launch_options(terms, kernel_tile)}
+        grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dplr_dqkg_kernel)[grid]
         run(*args, *sizes, HAS_GATE=gated, **options)
         if gated:

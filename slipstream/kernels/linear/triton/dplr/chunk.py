@@ -1,4 +1,4 @@
-"""Per-channel decay, or free a and b: the walks over chunks, forward and back.
+"""Per-channel decay, or free a and b: the scans over chunks, forward and back.
 
 From wy.py come, for each chunk, q~ = scale q exp(G), W, U, b^ = b exp(G_C - G), k^ the
 same of k, total = exp(G_C) and the scores qb, qk, both with the scale in them. With S [K, V] the
@@ -14,8 +14,8 @@ Two products of a step follow from one another, the others wait for nothing but 
 are independent, BV of them a program, and are the rows here: the state and x go from product to
 product as left operands, which tensor cores take from registers.
 
-Long sequences of few heads are walked in segments (SPLIT), a program each, as in delta/chunk.py: a
-segment makes M S + E of the state S that it meets, and back M^T dS + dE. E is where the walk ends
+Long sequences of few heads are scanned in segments (SPLIT), a program each, as in delta/chunk.py: a
+segment makes M S + E of the state S that it meets, and back M^T dS + dE. E is where the scan ends
 that starts from 0, M where one without U and v does that starts from the identity.
 """
 
@@ -30,17 +30,17 @@ _SIZES = ["T", "N", "HV", "segment"]
 @triton.jit(do_not_specialize=_SIZES)
 def dplr_chunk_fwd_kernel(
     v_ptr,  # [tokens, HV, V], dplr
-    q_ptr,  # [slots, HV, C, WIDE]
+    q_ptr,  # [chunks, HV, C, WIDE]
     w_ptr,
     b_ptr,
     k_ptr,  # dplr
-    u_ptr,  # [slots, HV, V, C]: U, float32
-    x_ptr,  # [slots, HV, V, C]
-    total_ptr,  # [slots, HV, WIDE]
-    qb_ptr,  # [slots, HV, C, C]
+    u_ptr,  # [chunks, HV, V, C]: U, float32
+    x_ptr,  # [chunks, HV, V, C]
+    total_ptr,  # [chunks, HV, WIDE]
+    qb_ptr,  # [chunks, HV, C, C]
     qk_ptr,  # dplr
     o_ptr,  # [tokens, HV, V]
-    states_ptr,  # [slots, HV, V, WIDE]: S before each chunk
+    states_ptr,  # [chunks, HV, V, WIDE]: S before each chunk
     s_in_ptr,  # [segments, HV, K, V]
     s_out_ptr,  # [segments, HV, K, V]: the final state; E
     m_ptr,  # [segments, HV, K, K]: M
@@ -68,10 +68,10 @@ def dplr_chunk_fwd_kernel(
     MAKE: "o"; "states", those and x, for backward; or "ends", E and M. Tiles: of V, BV columns
     each; for "ends" then of K, for M.
     """
-    ENDS: tl.constexpr = MAKE == "ends"
+    TRANSITION: tl.constexpr = MAKE == "ends"
     NV: tl.constexpr = (V + BV - 1) // BV
-    TILES: tl.constexpr = NV + (K + BV - 1) // BV if ENDS else NV
-    VM: tl.constexpr = V % BV != 0 or ENDS  # M's tiles are past V: they read zeros
+    TILES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION else NV
+    VM: tl.constexpr = V % BV != 0 or TRANSITION  # M's tiles are past V: they read zeros
     act = w_ptr.dtype.element_ty
     pid = tl.program_id(0)
     tile = pid % TILES
@@ -92,44 +92,46 @@ def dplr_chunk_fwd_kernel(
         b_s = tl.load(s_in_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, WIDE]
     else:
         b_s = tl.zeros((BV, WIDE), tl.float32)
-    if ENDS:
+    if TRANSITION:
         o_m = o_v - NV * BV
         b_s = tl.where(o_m[:, None] == o_k[None, :], 1.0, b_s)
     for i in range(tl.cdiv(length, C)):
         i_c = i
         m_c = o_c < length - i_c * C
-        slot = (first + i_c) * HV + i_h
+        i_chunk_head = (first + i_c) * HV + i_h
         i_o = i_v + (i_c * C).to(tl.int64) * (HV * V)
-        b_w = tl.load(w_ptr + slot * (C * WIDE) + o_w)  # [C, WIDE]
-        b_b = tl.load(b_ptr + slot * (C * WIDE) + o_w)
-        o_u = slot * (V * C) + o_v[:, None] * C + o_c[None, :]
+        b_w = tl.load(w_ptr + i_chunk_head * (C * WIDE) + o_w)  # [C, WIDE]
+        b_b = tl.load(b_ptr + i_chunk_head * (C * WIDE) + o_w)
+        o_u = i_chunk_head * (V * C) + o_v[:, None] * C + o_c[None, :]
         b_u = tl.load(u_ptr + o_u, mask=m_v, other=0.0)  # [BV, C]
-        b_left = b_s.to(act)
+        b_lhs = b_s.to(act)
         if MAKE == "states":
-            tl.store(states_ptr + slot * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_left, mask=m_v)
+            tl.store(
+                states_ptr + i_chunk_head * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_lhs, mask=m_v
+            )
         if MAKE == "o":
-            b_q = tl.load(q_ptr + slot * (C * WIDE) + o_w)
-            b_qb = tl.load(qb_ptr + slot * (C * C) + o_a)  # [i, j]
-            b_o = tl.dot(b_left, tl.trans(b_q), input_precision=PRECISION)  # [BV, C]
-        b_x = tl.dot(b_left, tl.trans(b_w), b_u, input_precision=PRECISION)
+            b_q = tl.load(q_ptr + i_chunk_head * (C * WIDE) + o_w)
+            b_qb = tl.load(qb_ptr + i_chunk_head * (C * C) + o_a)  # [i, j]
+            b_o = tl.dot(b_lhs, tl.trans(b_q), input_precision=PRECISION)  # [BV, C]
+        b_x = tl.dot(b_lhs, tl.trans(b_w), b_u, input_precision=PRECISION)
         b_x = b_x.to(act)
         if HAS_GATE:
-            b_s *= tl.load(total_ptr + slot * WIDE + o_k)[None, :]
+            b_s *= tl.load(total_ptr + i_chunk_head * WIDE + o_k)[None, :]
         b_s = tl.dot(b_x, b_b, b_s, input_precision=PRECISION)  # [BV, WIDE]
         if not DELTA:
             b_v = v_columns(v_ptr + i_o, HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
-            b_k = tl.load(k_ptr + slot * (C * WIDE) + o_w)
+            b_k = tl.load(k_ptr + i_chunk_head * (C * WIDE) + o_w)
             b_s = tl.dot(b_v, b_k, b_s, input_precision=PRECISION)
         if MAKE == "states":
             tl.store(x_ptr + o_u, b_x, mask=m_v)
         if MAKE == "o":
             b_o = tl.dot(b_x, tl.trans(b_qb), b_o, input_precision=PRECISION)
             if not DELTA:
-                b_qk = tl.load(qk_ptr + slot * (C * C) + o_a)
+                b_qk = tl.load(qk_ptr + i_chunk_head * (C * C) + o_a)
                 b_o = tl.dot(b_v, tl.trans(b_qk), b_o, input_precision=PRECISION)
             p_o = o_ptr + i_o + o_c[None, :] * (HV * V) + o_v[:, None]
             tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_v & m_c[None, :])
-    if ENDS:
+    if TRANSITION:
         p_m = m_ptr + (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_m[:, None]
         m_m = ((o_m >= 0) & (o_m < K))[:, None] & (o_k < K)[None, :]
         tl.store(p_m, b_s, mask=m_m)
@@ -140,14 +142,14 @@ def dplr_chunk_fwd_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def dplr_chunk_dstate_kernel(
     do_ptr,  # [tokens, HV, V]
-    q_ptr,  # [slots, HV, C, WIDE]
+    q_ptr,  # [chunks, HV, C, WIDE]
     w_ptr,
     b_ptr,
-    total_ptr,  # [slots, HV, WIDE]
-    qb_ptr,  # [slots, HV, C, C]
+    total_ptr,  # [chunks, HV, WIDE]
+    qb_ptr,  # [chunks, HV, C, C]
     r_ptr,
-    y_ptr,  # [slots, HV, V, C]
-    states_ptr,  # [slots, HV, V, WIDE]: dS' after each chunk
+    y_ptr,  # [chunks, HV, V, C]
+    states_ptr,  # [chunks, HV, V, WIDE]: dS' after each chunk
     s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
     s_out_ptr,  # [segments, HV, K, V]: of that before it; dE
     cu_ptr,  # [N + 1]
@@ -168,7 +170,7 @@ def dplr_chunk_dstate_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(V / BV) * HV * segments,): one program walks one tile of V of one head back.
+    """grid (ceil(V / BV) * HV * segments,): one program scans one tile of V of one head back.
 
     MAKE: "states", those and y; or "ends", s_out alone.
     """
@@ -196,27 +198,29 @@ def dplr_chunk_dstate_kernel(
     for step in range(chunks):
         i_c = chunks - 1 - step
         m_c = o_c < length - i_c * C
-        slot = (first + i_c) * HV + i_h
-        b_b = tl.load(b_ptr + slot * (C * WIDE) + o_w)  # [C, WIDE]
-        b_w = tl.load(w_ptr + slot * (C * WIDE) + o_w)
-        b_q = tl.load(q_ptr + slot * (C * WIDE) + o_w)
-        b_qb = tl.load(qb_ptr + slot * (C * C) + o_a)  # [i, j]
+        i_chunk_head = (first + i_c) * HV + i_h
+        b_b = tl.load(b_ptr + i_chunk_head * (C * WIDE) + o_w)  # [C, WIDE]
+        b_w = tl.load(w_ptr + i_chunk_head * (C * WIDE) + o_w)
+        b_q = tl.load(q_ptr + i_chunk_head * (C * WIDE) + o_w)
+        b_qb = tl.load(qb_ptr + i_chunk_head * (C * C) + o_a)  # [i, j]
         if MAKE == "states":
-            b_r = tl.load(r_ptr + slot * (C * C) + o_a)
+            b_r = tl.load(r_ptr + i_chunk_head * (C * C) + o_a)
         p_do = do_ptr + i_v + (i_c * C).to(tl.int64) * (HV * V)
         b_do = v_columns(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [BV, C]
-        b_left = b_s.to(act)
+        b_lhs = b_s.to(act)
         if MAKE == "states":
-            tl.store(states_ptr + slot * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_left, mask=m_v)
+            tl.store(
+                states_ptr + i_chunk_head * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_lhs, mask=m_v
+            )
         b_dx = tl.dot(b_do, b_qb, input_precision=PRECISION)  # [BV, C]
-        b_dx = tl.dot(b_left, tl.trans(b_b), b_dx, input_precision=PRECISION).to(act)
+        b_dx = tl.dot(b_lhs, tl.trans(b_b), b_dx, input_precision=PRECISION).to(act)
         if HAS_GATE:
-            b_s *= tl.load(total_ptr + slot * WIDE + o_k)[None, :]
+            b_s *= tl.load(total_ptr + i_chunk_head * WIDE + o_k)[None, :]
         b_s = tl.dot(b_do, b_q, b_s, input_precision=PRECISION)  # [BV, WIDE]
         b_s = tl.dot(b_dx, b_w, b_s, input_precision=PRECISION)
         if MAKE == "states":
             b_y = tl.dot(b_dx, b_r, input_precision=PRECISION)  # [BV, C]
-            p_y = y_ptr + slot * (V * C) + o_v[:, None] * C + o_c[None, :]
+            p_y = y_ptr + i_chunk_head * (V * C) + o_v[:, None] * C + o_c[None, :]
             tl.store(p_y, b_y.to(act), mask=m_v)
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

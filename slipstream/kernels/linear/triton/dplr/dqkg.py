@@ -131,22 +131,22 @@ def dplr_dqkg_kernel(
     beta_ptr,  # [tokens, HV], delta
     v_ptr,  # [tokens, HV, V], dplr
     do_ptr,  # [tokens, HV, V]
-    x_ptr,  # [slots, HV, V, C]
+    x_ptr,  # [chunks, HV, V, C]
     y_ptr,
-    states_ptr,  # [slots, HV, V, WIDE]
+    states_ptr,  # [chunks, HV, V, WIDE]
     dstates_ptr,
-    dqb_ptr,  # [slots, HV, C, C]
+    dqb_ptr,  # [chunks, HV, C, C]
     dab_ptr,
     dqk_ptr,  # dplr
     dak_ptr,
-    own_ptr,  # [slots, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
     db_ptr,
     dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
-    strong_ptr,  # [slots, HV]
+    strong_ptr,  # [chunks, HV]
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -167,14 +167,14 @@ def dplr_dqkg_kernel(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(K / BK) * HV * slots,): BK channels of one chunk and value head a program."""
+    """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
     NK: tl.constexpr = (K + BK - 1) // BK
     GK: tl.constexpr = K**CHANNEL
     act = q_ptr.dtype.element_ty
     pid = tl.program_id(0)
-    slot = (pid // NK).to(tl.int64)
+    i_chunk_head = (pid // NK).to(tl.int64)
     if HAS_GATE:  # noqa: SIM102 - there is no strong_ptr without
-        if tl.load(strong_ptr + slot) != 0:
+        if tl.load(strong_ptr + i_chunk_head) != 0:
             return
     i_k = pid % NK
     i_h = (pid // NK) % HV
@@ -188,9 +188,9 @@ def dplr_dqkg_kernel(
         m_k = m_k & (o_k < K)[None, :]
     row = begin + i_c * C
     i_v = (row * HV + i_h) * V
-    i_a = slot * (C * C)
-    i_x = slot * (V * C)
-    i_s = slot * (V * WIDE)
+    i_a = i_chunk_head * (C * C)
+    i_x = i_chunk_head * (V * C)
+    i_s = i_chunk_head * (V * WIDE)
     o_q = (row * H + i_h // (HV // H)) * K + i * (H * K) + o_k[None, :]
     o_o = (row * HV + i_h) * K + i * (HV * K) + o_k[None, :]
     b_sign = 1.0
@@ -255,11 +255,11 @@ def dplr_dqkg_kernel(
         b_dq *= b_f
         b_rq = (b_q * b_f).to(act)
         b_t += b_q * b_dq
-    b_qb = tl.load(own_ptr + slot * (2 * C) + o_c)[:, None]
+    b_qb = tl.load(diag_ptr + i_chunk_head * (2 * C) + o_c)[:, None]
     b_b = tl.load(p_b, mask=m_k, other=0.0)
     b_dq += b_qb * b_b
     if not DELTA:
-        b_qk = tl.load(own_ptr + slot * (2 * C) + C + o_c)[:, None]
+        b_qk = tl.load(diag_ptr + i_chunk_head * (2 * C) + C + o_c)[:, None]
         b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
         b_dq += b_qk * b_k
     tl.store(dq_ptr + o_o, b_dq.to(act), mask=m_k)

@@ -44,10 +44,10 @@ def _add_decayed(
     p_k,
     o_q,
     m_k,
-    wanted,
+    read_mask,
     gates,
     o_c,
-    OWN: tl.constexpr,
+    DIAGONAL: tl.constexpr,
     BEFORE: tl.constexpr,
     DELTA: tl.constexpr,
     STEPS: tl.constexpr,
@@ -56,23 +56,23 @@ def _add_decayed(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the scores of a read r with b and k, of BK channels; OWN: also those of pairs (i, i).
+    """Adds the scores of a read r with b and k, of BK channels; DIAGONAL: also of pairs (i, i).
 
-    wanted: which tokens' reads, [C, 1].
+    read_mask: which tokens' reads, [C, 1].
     DELTA has b = k, and no scores with k besides.
     """
     i = o_c[:, None]
     j = o_c[None, :]
     b_read, b_write, first, safe = block_factors(gates, o_c, LIMIT, SHIFT, BEFORE, EXACT, PRECISION)
-    seen = wanted & ((i >> BASE) == (j >> BASE)) & (i >= j if OWN else i > j)
+    seen = read_mask & ((i >> BASE) == (j >> BASE)) & (i >= j if DIAGONAL else i > j)
     b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
     if not DELTA:
         b_rk = _add_scores(b_rk, p_r, b_read, p_k, b_write, o_q, m_k, seen, PRECISION)
     for step in range(first, STEPS + 1):
         seen = is_pair_of_step(i, j, step)
-        if OWN:
+        if DIAGONAL:
             seen = seen | ((i == j) & (step == 0))
-        seen = seen & wanted
+        seen = seen & read_mask
         b_write = decay_of_step(gates, o_c, step, False, EXACT, PRECISION)
         b_read = b_write
         if BEFORE:
@@ -93,17 +93,17 @@ def dplr_intra_safe_kernel(
     v_ptr,  # [tokens, HV, V]
     g_ptr,  # [tokens, HV, K] or [tokens, HV]
     beta_ptr,  # [tokens, HV], delta
-    q_out_ptr,  # [slots, HV, C, WIDE]: scale q exp(G)
+    q_out_ptr,  # [chunks, HV, C, WIDE]: scale q exp(G)
     w_out_ptr,  # W
     b_out_ptr,  # b exp(G_C - G)
     k_out_ptr,  # k exp(G_C - G), dplr
-    u_out_ptr,  # [slots, HV, V, C]: U, float32
-    total_ptr,  # [slots, HV, WIDE]: exp(G_C)
-    qb_ptr,  # [slots, HV, C, C], scaled
+    u_out_ptr,  # [chunks, HV, V, C]: U, float32
+    total_ptr,  # [chunks, HV, WIDE]: exp(G_C)
+    qb_ptr,  # [chunks, HV, C, C], scaled
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [slots, HV]
+    strong_ptr,  # [chunks, HV]
     ones_ptr,  # [2, C, C]: dplr_gates.triangle
     cu_ptr,  # [N + 1]
     scale,
@@ -128,14 +128,14 @@ def dplr_intra_safe_kernel(
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """grid (slots * HV,). keep, which backward wants, is no constant: one compilation for both."""
+    """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
     START: tl.constexpr = 2.0**-SHIFT
     KM: tl.constexpr = K != WIDE
     pid = tl.program_id(0)
-    slot = pid.to(tl.int64)
-    if tl.load(strong_ptr + slot) == 0:
+    i_chunk_head = pid.to(tl.int64)
+    if tl.load(strong_ptr + i_chunk_head) == 0:
         return
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
@@ -146,8 +146,8 @@ def dplr_intra_safe_kernel(
     row = begin + i_c * C
     i_k = (row * H + i_h // (HV // H)) * K
     i_g = (row * HV + i_h) * GK
-    i_a = slot * (C * C)
-    i_w = slot * (C * WIDE)
+    i_a = i_chunk_head * (C * C)
+    i_w = i_chunk_head * (C * WIDE)
     o_a = i * C + j
     p_g = g_ptr + i_g + i * (HV * GK)
     read_ptr = k_ptr if DELTA else a_ptr
@@ -195,7 +195,7 @@ def dplr_intra_safe_kernel(
         )  # fmt: skip
     solve_chunk(
         b_ab, b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
-        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + slot * (V * C),
+        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C),
         None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
         V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
     )  # fmt: skip

@@ -85,7 +85,7 @@ def _gradient(
     b_d,
     b_dg,
     b_share,
-    p_own,
+    p_diag,
     p_m,
     p_dm,
     p_n,
@@ -117,13 +117,13 @@ def _gradient(
         if WRITE:
             b_n = (b_n * b_share).to(act)
     if WRITE:
-        b_own = tl.load(p_own, mask=m_k, other=0.0).to(tl.float32)
+        b_diag = tl.load(p_diag, mask=m_k, other=0.0).to(tl.float32)
         b_d *= to_end(gates, o_c, EXACT, PRECISION)
-        b_dg += sums_bwd(triangle(gates[2], o_c, True, False), b_d * b_own, EXACT, PRECISION)
+        b_dg += sums_bwd(triangle(gates[2], o_c, True, False), b_d * b_diag, EXACT, PRECISION)
     else:
-        b_own = tl.load(p_own, mask=m_k, other=0.0) * b_share
+        b_diag = tl.load(p_diag, mask=m_k, other=0.0) * b_share
         b_d *= from_start(gates, o_c, BEFORE, EXACT, PRECISION)
-        b_dg += sums_bwd(triangle(gates[2], o_c, BEFORE, True), b_d * b_own, EXACT, PRECISION)
+        b_dg += sums_bwd(triangle(gates[2], o_c, BEFORE, True), b_d * b_diag, EXACT, PRECISION)
     first = gates[4]
     for step in range(first, STEPS + 1):
         b_e = at_step(gates, o_c, step, not WRITE, False, EXACT, PRECISION)
@@ -134,7 +134,7 @@ def _gradient(
         b_t = _through_scores(p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION)
         b_t *= at_step(gates, o_c, step, WRITE, BEFORE, EXACT, PRECISION)
         b_d += b_t
-        b_t = signed(b_t * b_own, o_c, step, first, WRITE)
+        b_t = signed(b_t * b_diag, o_c, step, first, WRITE)
         b_dg += sums_bwd(is_pair_in_half(i, t, step, BEFORE), b_t, EXACT, PRECISION)
     return b_d, b_dg
 
@@ -149,22 +149,22 @@ def dplr_intra_safe_bwd_kernel(
     beta_ptr,  # [tokens, HV], delta
     v_ptr,  # [tokens, HV, V], dplr
     do_ptr,  # [tokens, HV, V]
-    x_ptr,  # [slots, HV, V, C]
+    x_ptr,  # [chunks, HV, V, C]
     y_ptr,
-    states_ptr,  # [slots, HV, V, WIDE]
+    states_ptr,  # [chunks, HV, V, WIDE]
     dstates_ptr,
-    dqb_ptr,  # [slots, HV, C, C]
+    dqb_ptr,  # [chunks, HV, C, C]
     dab_ptr,
     dqk_ptr,  # dplr
     dak_ptr,
-    own_ptr,  # [slots, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
+    diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
     db_ptr,
     dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
-    strong_ptr,  # [slots, HV]
+    strong_ptr,  # [chunks, HV]
     ones_ptr,  # [2, C, C]: dplr_gates.triangle
     cu_ptr,  # [N + 1]
     scale,
@@ -187,13 +187,13 @@ def dplr_intra_safe_bwd_kernel(
     LIMIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(K / BK) * HV * slots,): BK channels of one chunk and value head a program."""
+    """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
     NK: tl.constexpr = (K + BK - 1) // BK
     GK: tl.constexpr = K**CHANNEL
     act = q_ptr.dtype.element_ty
     pid = tl.program_id(0)
-    slot = (pid // NK).to(tl.int64)
-    if tl.load(strong_ptr + slot) == 0:
+    i_chunk_head = (pid // NK).to(tl.int64)
+    if tl.load(strong_ptr + i_chunk_head) == 0:
         return
     i_k = pid % NK
     i_h = (pid // NK) % HV
@@ -204,9 +204,9 @@ def dplr_intra_safe_bwd_kernel(
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
     i_v = (row * HV + i_h) * V
-    i_a = slot * (C * C)
-    i_x = slot * (V * C)
-    i_s = slot * (V * WIDE)
+    i_a = i_chunk_head * (C * C)
+    i_x = i_chunk_head * (V * C)
+    i_s = i_chunk_head * (V * WIDE)
     i_q = (row * H + i_h // (HV // H)) * K
     o_q = i * (H * K) + o_k[None, :]
     p_q = q_ptr + i_q + o_q
@@ -242,8 +242,8 @@ def dplr_intra_safe_bwd_kernel(
     p_ab = dab_ptr + i_a
     p_qk = (dqb_ptr if DELTA else dqk_ptr) + i_a
     p_ak = (dab_ptr if DELTA else dak_ptr) + i_a
-    b_qb = tl.load(own_ptr + slot * (2 * C) + o_c)[:, None]
-    b_qk = tl.load(own_ptr + slot * (2 * C) + C + o_c)[:, None]
+    b_qb = tl.load(diag_ptr + i_chunk_head * (2 * C) + o_c)[:, None]
+    b_qk = tl.load(diag_ptr + i_chunk_head * (2 * C) + C + o_c)[:, None]
 
     b_d = _times_states(
         do_ptr + i_v, HV * V, states_ptr + i_s, o_c, m_c, o_k,

@@ -48,15 +48,17 @@ def tile_of(terms: LinearInputs) -> tuple[DplrTile, int]:
     return _tile(terms.q.device, K, V, terms.q.element_size(), terms.transition == "dplr")
 
 
-def launch_options(terms: LinearInputs, part: KernelTile, walk: bool = False) -> dict[str, Any]:
+def launch_options(
+    terms: LinearInputs, kernel_tile: KernelTile, is_scan: bool = False
+) -> dict[str, Any]:
     # three products for one over 256 channels at once leave the compiler not a register
-    simple = walk and terms.q.shape[-1] > 128
+    simple = is_scan and terms.q.shape[-1] > 128
     return {
         "C": tile_of(terms)[0].C,
         "PACKED": terms.cu_seqlens is not None,
         "PRECISION": "ieee" if simple else fp32_dot_precision(),
-        "num_warps": part.warps,
-        "num_stages": part.stages,
+        "num_warps": kernel_tile.warps,
+        "num_stages": kernel_tile.stages,
     }
 
 
@@ -77,8 +79,10 @@ def chunk_fwd(
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     make = "ends" if m is not None else "o" if states is None else "states"
-    part = tile.walk if make == "o" else tile.keep
-    tiles = -(-V // part.B) + (-(-terms.q.shape[-1] // part.B) if make == "ends" else 0)
+    kernel_tile = tile.fwd if make == "o" else tile.fwd_states
+    tiles = -(-V // kernel_tile.B) + (
+        -(-terms.q.shape[-1] // kernel_tile.B) if make == "ends" else 0
+    )
     launch: Any = cached(dplr_chunk_fwd_kernel)[(tiles * HV * num_sequences(terms, segments),)]
     launch(
         None if intra.k is None else terms.v,
@@ -100,14 +104,14 @@ def chunk_fwd(
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
-        BV=part.B,
+        BV=kernel_tile.B,
         MAKE=make,
         DELTA=terms.beta is not None,
         HAS_GATE=terms.g is not None,
         HAS_S_IN=s_in is not None,
         HAS_S_OUT=s_out is not None,
         SPLIT=segments is not None,
-        **launch_options(terms, part, walk=make == "o"),
+        **launch_options(terms, kernel_tile, is_scan=make == "o"),
     )
 
 
@@ -125,9 +129,9 @@ def chunk_dstate(
     """What is given is written: y and dstates; or, of segments, s_out alone."""
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
-    part = tile.back
+    kernel_tile = tile.dstate
     launch: Any = cached(dplr_chunk_dstate_kernel)[
-        (-(-V // part.B) * HV * num_sequences(terms, segments),)
+        (-(-V // kernel_tile.B) * HV * num_sequences(terms, segments),)
     ]
     launch(
         do,
@@ -145,13 +149,13 @@ def chunk_dstate(
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
-        BV=part.B,
+        BV=kernel_tile.B,
         MAKE="ends" if y is None else "states",
         HAS_GATE=terms.g is not None,
         HAS_S_IN=s_in is not None,
         HAS_S_OUT=s_out is not None,
         SPLIT=segments is not None,
-        **launch_options(terms, part, walk=True),
+        **launch_options(terms, kernel_tile, is_scan=True),
     )
 
 

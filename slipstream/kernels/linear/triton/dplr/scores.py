@@ -1,4 +1,4 @@
-"""Per-channel decay, or free a and b: from what the walks left, gradients of scores, v and beta.
+"""Per-channel decay, or free a and b: from what the scans left, gradients of scores, v and beta.
 
 With dS' the gradient of the state after the chunk, x, y (chunk.py), z = -beta y for delta and
 y for dplr,
@@ -23,19 +23,19 @@ def dplr_scores_kernel(
     v_ptr,  # [tokens, HV, V]
     do_ptr,
     beta_ptr,  # [tokens, HV], delta
-    x_ptr,  # [slots, HV, V, C]
+    x_ptr,  # [chunks, HV, V, C]
     y_ptr,
-    k_ptr,  # [slots, HV, C, WIDE]: k exp(G_C - G), dplr
-    qk_ptr,  # [slots, HV, C, C], dplr
+    k_ptr,  # [chunks, HV, C, WIDE]: k exp(G_C - G), dplr
+    qk_ptr,  # [chunks, HV, C, C], dplr
     ak_ptr,
-    dstates_ptr,  # [slots, HV, V, WIDE], dplr
+    dstates_ptr,  # [chunks, HV, V, WIDE], dplr
     dv_ptr,  # [tokens, HV, V]
     dbeta_ptr,  # [1 + NK, tokens, HV], delta: y . v in the first
-    dqb_ptr,  # [slots, HV, C, C]
+    dqb_ptr,  # [chunks, HV, C, C]
     dab_ptr,  # for delta without -beta
     dqk_ptr,  # dplr
     dak_ptr,
-    own_ptr,  # [slots, HV, 2, C]: dqb and dqk of pairs (i, i), which are zero there
+    diag_ptr,  # [chunks, HV, 2, C]: dqb and dqk of pairs (i, i), which are zero there
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -50,7 +50,7 @@ def dplr_scores_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (slots * HV,): gradients of the scores, of v and of beta, all of V in one program."""
+    """grid (chunks * HV,): gradients of the scores, of v and of beta, all of V in one program."""
     VM: tl.constexpr = V % BV != 0
     act = dqb_ptr.dtype.element_ty
     pid = tl.program_id(0)
@@ -59,9 +59,9 @@ def dplr_scores_kernel(
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
-    slot = pid.to(tl.int64)
+    i_chunk_head = pid.to(tl.int64)
     i_v = (row * HV + i_h) * V
-    i_a = slot * (C * C)
+    i_a = i_chunk_head * (C * C)
     o_a = o_c[:, None] * C + o_c[None, :]
     b_dqb = tl.zeros((C, C), tl.float32)
     b_dab = tl.zeros((C, C), tl.float32)
@@ -78,8 +78,10 @@ def dplr_scores_kernel(
         o_x = o_v[:, None] * C + o_c[None, :]
         b_do = load_block(do_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)  # [C, BV]
         b_v = load_block(v_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
-        b_x = tl.load(x_ptr + slot * (V * C) + o_x, mask=m_v, other=0.0)  # [BV, C]
-        b_y = tl.trans(tl.load(y_ptr + slot * (V * C) + o_x, mask=m_v, other=0.0))  # [C, BV]
+        b_x = tl.load(x_ptr + i_chunk_head * (V * C) + o_x, mask=m_v, other=0.0)  # [BV, C]
+        b_y = tl.trans(
+            tl.load(y_ptr + i_chunk_head * (V * C) + o_x, mask=m_v, other=0.0)
+        )  # [C, BV]
         b_dqb = tl.dot(b_do, b_x, b_dqb, input_precision=PRECISION)
         b_dab = tl.dot(b_y, b_x, b_dab, input_precision=PRECISION)
         if DELTA:
@@ -96,21 +98,21 @@ def dplr_scores_kernel(
             for m in tl.static_range(WIDE // BK):
                 o_k = m * BK + tl.arange(0, BK)
                 o_w = o_c[:, None] * WIDE + o_k[None, :]
-                b_k = tl.load(k_ptr + slot * (C * WIDE) + o_w)  # [C, BK]
-                p_s = dstates_ptr + slot * (V * WIDE) + o_v[:, None] * WIDE + o_k[None, :]
+                b_k = tl.load(k_ptr + i_chunk_head * (C * WIDE) + o_w)  # [C, BK]
+                p_s = dstates_ptr + i_chunk_head * (V * WIDE) + o_v[:, None] * WIDE + o_k[None, :]
                 b_ds = tl.load(p_s, mask=m_v, other=0.0)  # [BV, BK]
                 b_dv = tl.dot(b_k, tl.trans(b_ds), b_dv, input_precision=PRECISION)
         p_dv = dv_ptr + i_v + o_c[:, None] * (HV * V) + o_v[None, :]
         tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_c[:, None] & (o_v < V)[None, :])
-    p_own = own_ptr + slot * (2 * C) + o_c
+    p_diag = diag_ptr + i_chunk_head * (2 * C) + o_c
     earlier = o_c[:, None] > o_c[None, :]
     same = o_c[:, None] == o_c[None, :]
-    tl.store(p_own, tl.sum(tl.where(same, b_dqb, 0.0), 1) * scale)
+    tl.store(p_diag, tl.sum(tl.where(same, b_dqb, 0.0), 1) * scale)
     tl.store(dqb_ptr + i_a + o_a, tl.where(earlier, b_dqb * scale, 0.0).to(act))
     tl.store(dab_ptr + i_a + o_a, tl.where(earlier, b_dab, 0.0).to(act))
     if DELTA:
         tl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
     else:
-        tl.store(p_own + C, tl.sum(tl.where(same, b_dqk, 0.0), 1) * scale)
+        tl.store(p_diag + C, tl.sum(tl.where(same, b_dqk, 0.0), 1) * scale)
         tl.store(dqk_ptr + i_a + o_a, tl.where(earlier, b_dqk * scale, 0.0).to(act))
         tl.store(dak_ptr + i_a + o_a, tl.where(earlier, b_dak, 0.0).to(act))

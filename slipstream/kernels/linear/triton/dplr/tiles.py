@@ -1,7 +1,7 @@
 """Tiles of the kernels of per-channel decay, and of free a and b, by architecture, width and dtype.
 
-C tokens a chunk, in all of them; WIDE = the next power of two of K. prepare takes B channels of K
-and B columns of V at a time, the walks have B columns of V and all of K a program, scores takes B
+C tokens a chunk, in all of them; WIDE = the next power of two of K. intra takes B channels of K
+and B columns of V at a time, the scans have B columns of V and all of K a program, scores takes B
 of V at a time, grads has B channels of K a program and takes B columns of V at a time.
 """
 
@@ -16,10 +16,10 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import NARROWEST, ROWS,
 @dataclass(frozen=True)
 class DplrTile:
     C: int
-    prepare: KernelTile
-    walk: KernelTile
-    keep: KernelTile  # the forward walk that keeps the states
-    back: KernelTile
+    intra: KernelTile
+    fwd: KernelTile
+    fwd_states: KernelTile  # the forward scan that leaves the states for backward
+    dstate: KernelTile
     scores: KernelTile
     grads: KernelTile
 
@@ -28,14 +28,14 @@ class DplrTile:
         return self.C.bit_length() - 1
 
 
-def _tile(C: int, prepare: tuple, walk: tuple, back: tuple, scores: tuple, grads: tuple):
-    walks = KernelTile(*walk), KernelTile(*walk), KernelTile(*back)
-    return DplrTile(C, KernelTile(*prepare), *walks, KernelTile(*scores), KernelTile(*grads))
+def _tile(C: int, intra: tuple, fwd: tuple, dstate: tuple, scores: tuple, grads: tuple):
+    chunk_tiles = KernelTile(*fwd), KernelTile(*fwd), KernelTile(*dstate)
+    return DplrTile(C, KernelTile(*intra), *chunk_tiles, KernelTile(*scores), KernelTile(*grads))
 
 
 # (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
 # stages. With 8 warps and 64 rows both halves of a program would do the same work on sm_90. There
-# the walks with K = 128 have room for one program a multiprocessor. float32 there takes chunks
+# the scans with K = 128 have room for one program a multiprocessor. float32 there takes chunks
 # that are too small for wgmma: with wgmma the gradients' kernel spilled, and its spilled addresses
 # of shared memory were wrong.
 TILES = {
@@ -48,20 +48,20 @@ TILES = {
     ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (32, 4, 1), (16, 4, 1)),
     ("sm_90", 2, 64): DplrTile(
         64,
-        prepare=KernelTile(64, 4, 1),
-        walk=KernelTile(64, 4, 3),
-        keep=KernelTile(64, 4, 3),
-        back=KernelTile(64, 4, 3),
+        intra=KernelTile(64, 4, 1),
+        fwd=KernelTile(64, 4, 3),
+        fwd_states=KernelTile(64, 4, 3),
+        dstate=KernelTile(64, 4, 3),
         scores=KernelTile(64, 4, 2),
         grads=KernelTile(64, 4, 2),
     ),
     ("sm_90", 2, 128): _tile(64, (64, 4, 1), (128, 8, 2), (128, 8, 2), (64, 4, 1), (64, 4, 1)),
     ("sm_90", 2, 256): DplrTile(
         64,
-        prepare=KernelTile(64, 4, 1),
-        walk=KernelTile(64, 8, 1),
-        keep=KernelTile(64, 8, 2),
-        back=KernelTile(64, 4, 1),
+        intra=KernelTile(64, 4, 1),
+        fwd=KernelTile(64, 8, 1),
+        fwd_states=KernelTile(64, 8, 2),
+        dstate=KernelTile(64, 4, 1),
         scores=KernelTile(64, 4, 1),
         grads=KernelTile(64, 4, 2),
     ),
@@ -89,7 +89,7 @@ def choose(
     """The tile, no wider than K and V need, and WIDE.
 
     Args:
-        free: of free a and b, whose walks load a tile of K channels more.
+        free: of free a and b, whose scans load a tile of K channels more.
     """
     narrowest = NARROWEST.get(family, 16)
     wide = max(narrowest, power_of_two(K))
@@ -101,24 +101,24 @@ def choose(
     tile = TILES[base[0], base[1], width]
     if narrowest > tile.C:
         narrowest = 16
-    most_v = max(narrowest, power_of_two(V))
+    width_v = max(narrowest, power_of_two(V))
 
-    def cut(part: KernelTile, most: int) -> KernelTile:
-        warps = part.warps if most >= part.B else min(part.warps, 4)
-        return KernelTile(min(part.B, most), warps, part.stages)
+    def cut(kernel_tile: KernelTile, width: int) -> KernelTile:
+        warps = kernel_tile.warps if width >= kernel_tile.B else min(kernel_tile.warps, 4)
+        return KernelTile(min(kernel_tile.B, width), warps, kernel_tile.stages)
 
-    walk, keep = cut(tile.walk, most_v), cut(tile.keep, most_v)
-    if free and wide > 128:  # there is no room for two stages; 4 warps walk faster there, of 8
-        walk, keep = (
-            KernelTile(walk.B, min(walk.warps, 4), walk.stages),
-            KernelTile(keep.B, keep.warps, 1),
+    fwd, fwd_states = cut(tile.fwd, width_v), cut(tile.fwd_states, width_v)
+    if free and wide > 128:  # there is no room for two stages; 4 warps are faster there, of 8
+        fwd, fwd_states = (
+            KernelTile(fwd.B, min(fwd.warps, 4), fwd.stages),
+            KernelTile(fwd_states.B, fwd_states.warps, 1),
         )
     return DplrTile(
         tile.C,
-        cut(tile.prepare, wide),
-        walk,
-        keep,
-        cut(tile.back, most_v),
-        cut(tile.scores, most_v),
+        cut(tile.intra, wide),
+        fwd,
+        fwd_states,
+        cut(tile.dstate, width_v),
+        cut(tile.scores, width_v),
         cut(tile.grads, wide),
     ), wide

@@ -12,9 +12,9 @@ so that x = U + W S with
     delta  U = R beta v        W = -R beta (k exp(G))
     dplr   U = R ak v          W = R (a exp(G_prev))
 
-and the walk's step has neither gates nor scores to compute. One program does one chunk of a value
+and the scan's step has neither gates nor scores to compute. One program does one chunk of a value
 head and writes W, U, scale (q exp(G)), b exp(G_C - G), k exp(G_C - G), exp(G_C), scale qb and
-scale qk in the order in which the walk reads them: chunk by chunk, K filled up with zeros. Decays
+scale qk in the order in which the scan reads them: chunk by chunk, K filled up with zeros. Decays
 are those of intra_anchored.py; strong chunks are marked, and intra_safe.py writes again what of
 them has decayed too far.
 
@@ -107,17 +107,17 @@ def dplr_wy_kernel(
     v_ptr,  # [tokens, HV, V]
     g_ptr,  # [tokens, HV, K] or [tokens, HV]
     beta_ptr,  # [tokens, HV], delta
-    q_out_ptr,  # [slots, HV, C, WIDE]: scale q exp(G)
+    q_out_ptr,  # [chunks, HV, C, WIDE]: scale q exp(G)
     w_out_ptr,  # W
     b_out_ptr,  # b exp(G_C - G)
     k_out_ptr,  # k exp(G_C - G), dplr
-    u_out_ptr,  # [slots, HV, V, C]: U, float32
-    total_ptr,  # [slots, HV, WIDE]: exp(G_C)
-    qb_ptr,  # [slots, HV, C, C], scaled
+    u_out_ptr,  # [chunks, HV, V, C]: U, float32
+    total_ptr,  # [chunks, HV, WIDE]: exp(G_C)
+    qb_ptr,  # [chunks, HV, C, C], scaled
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [slots, HV]: whether the chunk is
+    strong_ptr,  # [chunks, HV]: whether the chunk is
     cu_ptr,  # [N + 1]
     scale,
     keep,
@@ -142,7 +142,7 @@ def dplr_wy_kernel(
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """grid (slots * HV,). keep, which backward wants, is no constant: one compilation for both."""
+    """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
     START: tl.constexpr = 2.0**-SHIFT
@@ -156,9 +156,9 @@ def dplr_wy_kernel(
     row = begin + i_c * C
     i_k = (row * H + i_h // (HV // H)) * K
     i_g = (row * HV + i_h) * GK
-    slot = pid.to(tl.int64)
-    i_a = slot * (C * C)
-    i_w = slot * (C * WIDE)
+    i_chunk_head = pid.to(tl.int64)
+    i_a = i_chunk_head * (C * C)
+    i_w = i_chunk_head * (C * WIDE)
     o_a = i * C + j
     write_ptr = k_ptr if DELTA else b_ptr
     b_qb = tl.zeros((C, C), tl.float32)
@@ -180,7 +180,7 @@ def dplr_wy_kernel(
                 g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, SHIFT, EXACT, PRECISION
             )
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
-            tl.store(total_ptr + slot * WIDE + o_k, tl.exp2(b_early + b_late))
+            tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
             b_read = tl.exp2(b_e)
             b_write = anchored_writes(b_e, LIMIT, SHIFT)
             b_end = tl.exp2(b_early + b_late + SHIFT)[None, :]
@@ -211,7 +211,7 @@ def dplr_wy_kernel(
             b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
     if HAS_GATE:
         weak = tl.max(b_strongest, 0) <= LIMIT
-        tl.store(strong_ptr + slot, 1 - weak.to(tl.int32))
+        tl.store(strong_ptr + i_chunk_head, 1 - weak.to(tl.int32))
     tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
     if not DELTA:
         tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
@@ -241,7 +241,7 @@ def dplr_wy_kernel(
         b_ak = tl.where(i > j, b_ak, 0.0)
     solve_chunk(
         tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
-        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + slot * (V * C),
+        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C),
         None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
         V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
     )  # fmt: skip

@@ -1,17 +1,17 @@
-"""One kernel for the additive family with no decay or one a token: forward, and all of backward.
+"""One kernel for no transition, no decay or one a token: forward, and all of backward.
 
     y_i = scale * sum over j <= i of exp(G_i - G_j) (r_i . w_j) x_j          G_i = g_1 + ... + g_i
 
-walks a sequence in chunks of C tokens with S [X, D] = sum of decayed x_j w_j^T in registers.
-Reversed it walks from the last token to the first, over j >= i with exp(G_j - G_i). Then, with the
+scans a sequence in chunks of C tokens with S [X, D] = sum of decayed x_j w_j^T in registers.
+Reversed it scans from the last token to the first, over j >= i with exp(G_j - G_i). Then, with the
 gradients do of o and dS of the state,
 
-    o   walks forward,  r, w, x = q, k, v       and S^T is the state
-    dq  walks forward,  r, w, x = do, v, k      and S is the state
-    dk  walks reversed, r, w, x = v, do, q      and S is dS
-    dv  walks reversed, r, w, x = k, q, do      and S^T is dS
+    o   scans forward,  r, w, x = q, k, v       and S^T is the state
+    dq  scans forward,  r, w, x = do, v, k      and S is the state
+    dk  scans reversed, r, w, x = v, do, q      and S is dS
+    dv  scans reversed, r, w, x = k, q, do      and S^T is dS
 
-so no walk ever needs the transpose of a product, and none writes anything but its result. The
+so no scan ever needs the transpose of a product, and none writes anything but its result. The
 columns of x are the rows of all products (y^T = S r^T + x^T A^T, S += x^T w): what is computed
 stays on the left, in registers, and what is on the right was loaded.
 
@@ -20,14 +20,14 @@ its chunk,
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z      z = sum(S * dS) after the chunk
 
-The sums q . dq and k . dk are left by the dq and dk walks, and added up in state_passing.py. A
+The sums q . dq and k . dk are left by the dq and dk scans, and added up in state_passing.py. A
 difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
-are rounded apart. So every ANCHOR_INTERVAL chunks the dq walk leaves S, an anchor,
-and the dk walk takes z
+are rounded apart. So every ANCHOR_INTERVAL chunks the dq scan leaves S, an anchor,
+and the dk scan takes z
 from it anew.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
-tokens, each a program of its own. A first walk (not HAS_Y) leaves what a segment adds to the state
+tokens, each a program of its own. A first scan (not HAS_Y) leaves what a segment adds to the state
 and how much it decays, of which state_passing.py makes the state that each segment meets.
 """
 
@@ -99,29 +99,29 @@ def store_rows(
 
 
 @triton.jit
-def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
-    """First token of the sequence of a slot, its tokens (int32), and the segment within it.
+def find_segment(cu_ptr, i_seg, T, N, segment, PACKED: tl.constexpr):
+    """First token of the sequence of segment i_seg, its tokens (int32), and the segment within it.
 
-    Packed, the segments of sequence n have the slots from cu[n] // segment + n on: never more than
-    there are up to the next sequence's. A slot that no segment has gets one past its sequence's
-    end.
+    Packed, the segments of sequence n have the numbers from cu[n] // segment + n on: never more
+    than there are up to the next sequence's. A number that no segment has gets one past its
+    sequence's end.
     """
     if PACKED:
         i_n = 0
         past = N
         while past - i_n > 1:
             middle = (i_n + past) // 2
-            before = tl.load(cu_ptr + middle).to(tl.int64) // segment + middle <= slot
+            before = tl.load(cu_ptr + middle).to(tl.int64) // segment + middle <= i_seg
             i_n = tl.where(before, middle, i_n)
             past = tl.where(before, past, middle)
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        i_s = slot - (begin // segment + i_n)
+        i_s = i_seg - (begin // segment + i_n)
         length = tl.maximum(end - begin, 0)
     else:
         each = tl.cdiv(T, segment)
-        i_n = slot // each
-        i_s = slot - i_n * each
+        i_n = i_seg // each
+        i_s = i_seg - i_n * each
         begin = i_n.to(tl.int64) * T
         length = T
     return begin, length.to(tl.int32), i_s.to(tl.int32)
@@ -130,7 +130,7 @@ def find_segment(cu_ptr, slot, T, N, segment, PACKED: tl.constexpr):
 @triton.jit
 def locate_segment(
     cu_ptr,
-    slot,
+    i_seg,
     T,
     N,
     segment,
@@ -138,11 +138,11 @@ def locate_segment(
     PACKED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Of a slot: first token, tokens, batch entry, tokens of it before, and its first anchor."""
-    i_n = slot.to(tl.int64)
+    """Of a segment: first token, tokens, batch entry, tokens of it before, and its first anchor."""
+    i_n = i_seg.to(tl.int64)
     if SPLIT:
-        begin, length, i_s = find_segment(cu_ptr, slot, T, N, segment, PACKED)
-        i_b = 0 if PACKED else slot // tl.cdiv(T, segment)
+        begin, length, i_s = find_segment(cu_ptr, i_seg, T, N, segment, PACKED)
+        i_b = 0 if PACKED else i_seg // tl.cdiv(T, segment)
         skip = i_s * segment
         begin += skip
         length = tl.minimum(length - skip, segment)
@@ -157,18 +157,18 @@ def locate_segment(
     else:
         begin = i_n * T
         length = T
-        i_b = slot
+        i_b = i_seg
         skip = tl.full((), 0, tl.int32)
         first_anchor = i_n * tl.cdiv(T, ANCHOR_INTERVAL)
     return begin, length, i_b, skip, first_anchor
 
 
 @triton.jit
-def first_chunk_of(begin, skip, slot, T, segment, C: tl.constexpr, PACKED: tl.constexpr):
-    """The number of the first chunk of a slot's segment; find_segment gives them, of C tokens."""
+def first_chunk_of(begin, skip, i_seg, T, segment, C: tl.constexpr, PACKED: tl.constexpr):
+    """The number of the first chunk of a segment; find_segment gives them, of C tokens."""
     start = begin - skip
     if PACKED:
-        first = start // C + slot - skip // segment - start // segment
+        first = start // C + i_seg - skip // segment - start // segment
     else:
         first = start // T * tl.cdiv(T, C)
     return first + skip // C
@@ -185,10 +185,10 @@ def scalar_decay_chunk_kernel(
     x_ptr,  # [tokens, HX, X]
     y_ptr,  # [tokens, HV, X]
     g_ptr,  # [B, T, HV] by strides
-    s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
+    s_in_ptr,  # [segments, HV, D, X], or [segments, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
-    total_ptr,  # [slots, HV]: G over the segment in base 2
-    qk_ptr,  # [tokens, HX, X]: q for the dq walk, k for the dk walk
+    total_ptr,  # [segments, HV]: G over the segment in base 2
+    qk_ptr,  # [tokens, HX, X]: q for the dq scan, k for the dk scan
     rows_ptr,  # [NX, HV, tokens]: q . dq, or k . dk
     z_ptr,  # [NX, anchors, HV]: sum(S * dS) after an anchor interval
     anchor_ptr,  # [anchors, HV, X, D]
@@ -227,9 +227,9 @@ def scalar_decay_chunk_kernel(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(X / BX) * HV * slots,): one program walks one tile of X of one head and segment.
+    """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
-    Without SPLIT a slot is a sequence.
+    Without SPLIT a segment is a sequence.
     """
     if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
         HR = HV
@@ -245,10 +245,10 @@ def scalar_decay_chunk_kernel(
     LAST: tl.constexpr = C >= 64 and not EXACT
     i_x = pid % NX
     i_h = (pid // NX) % HV
-    slot = pid // NX // HV
-    i_n = slot.to(tl.int64)
+    i_seg = pid // NX // HV
+    i_n = i_seg.to(tl.int64)
     begin, length, i_b, skip, first_anchor = locate_segment(
-        cu_ptr, slot, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
+        cu_ptr, i_seg, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
     )
 
     o_c = tl.arange(0, C)
@@ -278,14 +278,14 @@ def scalar_decay_chunk_kernel(
 
     chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_DG:
-        own_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
+        segment_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
     else:
-        own_anchors = 1
+        segment_anchors = 1
     total = 0.0
-    for i_anchor in range(own_anchors):
+    for i_anchor in range(segment_anchors):
         if HAS_DG:
             anchor, first, count = gate_range(
-                i_anchor, own_anchors, chunks, ANCHOR_INTERVAL, REVERSE
+                i_anchor, segment_anchors, chunks, ANCHOR_INTERVAL, REVERSE
             )
             p_a = anchor_ptr + anchor.to(tl.int64) * HV * (D * X) + o_s
             if REVERSE:
@@ -307,17 +307,17 @@ def scalar_decay_chunk_kernel(
                 b_r = load_rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
                 b_a = tl.dot(b_w, tl.trans(b_r), input_precision=PRECISION)  # [j, i]
                 b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
-            b_kept = b_x
+            b_x_decayed = b_x
             if HAS_GATE:
                 b_G, b_low, G_C, low_C = load_chunk_gates(
                     g_ptr + t.to(tl.int64) * stride_gt, stride_gt, o_c, m_c, C, EXACT
                 )
                 b_start = tl.exp2(b_G)
                 b_end = tl.exp2((G_C - b_G) + (low_C - b_low))
-                b_kept = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
+                b_x_decayed = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
                 total += G_C
             if HAS_Y:
-                b_a, own = masked_scores(
+                b_a, diag = masked_scores(
                     b_a, o_c, b_G if HAS_GATE else None, b_low if HAS_GATE else None,
                     REVERSE, HAS_GATE, DIAGONAL_LAST, EXACT,
                 )  # fmt: skip
@@ -327,7 +327,7 @@ def scalar_decay_chunk_kernel(
                     b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
             if HAS_GATE:
                 b_s *= tl.exp2(G_C)
-            b_s = tl.dot(b_kept, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
+            b_s = tl.dot(b_x_decayed, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
             if HAS_Y:
                 if LAST:
                     b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
@@ -337,7 +337,7 @@ def scalar_decay_chunk_kernel(
                     b_qk = load_rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
                     b_row = tl.sum(tl.trans(b_qk).to(tl.float32) * b_y, 0)
                 if DIAGONAL_LAST:
-                    b_y += (own * scale)[None, :] * b_x
+                    b_y += (diag * scale)[None, :] * b_x
                 at = (i_b, skip, i_h, i_x * BX)
                 store_block(y_ptr, at, t, HV, b_y, o_c, m_c, o_n, X, BX, TMA)
                 if HAS_DG:

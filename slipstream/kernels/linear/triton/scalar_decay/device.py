@@ -1,4 +1,4 @@
-"""Parts of the portable walks over chunks: gates, decayed scores, where a walk begins
+"""Parts of Triton's scans over chunks: gates, decayed scores, where a scan begins
 (chunk.py)."""
 
 import triton
@@ -52,7 +52,7 @@ def program_coords(p, begin, heads, i_h, N: tl.constexpr, TMA: tl.constexpr):
 def chunk_start(
     s_in_ptr, i, o, m, scale, BX: tl.constexpr, BD: tl.constexpr, HAS_S_IN: tl.constexpr
 ):
-    """The state that a walk begins with, [BX, BD], at i + o."""
+    """The state that a scan begins with, [BX, BD], at i + o."""
     if HAS_S_IN:
         b_s = tl.load(s_in_ptr + i + o, mask=m, other=0.0).to(tl.float32) * scale
     else:
@@ -80,16 +80,16 @@ def masked_scores(
     EXACT: tl.constexpr,
 ):
     """A [j, i] where i sees j, decayed, and, if OWN_LAST, which leaves that out, its diagonal."""
-    own = 0.0
+    diag = 0.0
     if REVERSE:
         seen = o_c[:, None] >= o_c[None, :]
     else:
         seen = o_c[:, None] <= o_c[None, :]
     if HAS_GATE:
         if DIAGONAL_LAST:
-            own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
+            diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
             seen = seen & (o_c[:, None] != o_c[None, :])
         b_a *= decay_between(seen, b_G, b_low, REVERSE, EXACT)
     else:
         b_a = tl.where(seen, b_a, 0.0)
-    return b_a, own
+    return b_a, diag

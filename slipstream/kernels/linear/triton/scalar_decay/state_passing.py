@@ -1,4 +1,4 @@
-"""After the walk (chunk.py): the states that segments meet, and the gate's gradient.
+"""After the scan (chunk.py): the states that segments meet, and the gate's gradient.
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z
 
@@ -16,14 +16,14 @@ MIN_SEGMENTS = tl.constexpr(-32.0)
 
 
 @triton.jit
-def _advance(later, later_goes_on, here, goes_on):
-    return here + goes_on * later, goes_on * later_goes_on
+def _advance(later, later_goes_on, value, goes_on):
+    return value + goes_on * later, goes_on * later_goes_on
 
 
 @triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
 def scalar_decay_state_passing_kernel(
-    states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
-    total_ptr,  # [slots, HV]
+    states_ptr,  # [segments, HV, SIZE]: what a segment adds; becomes the state that it meets
+    total_ptr,  # [segments, HV]
     s_in_ptr,  # [N, HV, SIZE], times scale_in
     s_out_ptr,  # the same, times scale_out
     cu_ptr,  # [N + 1]
@@ -51,18 +51,18 @@ def scalar_decay_state_passing_kernel(
     if PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        slot = begin // segment + i_n
+        i_seg = begin // segment + i_n
         count = tl.cdiv(tl.maximum(end - begin, 0), segment).to(tl.int32)
     else:
         count = tl.cdiv(T, segment)
-        slot = i_n * count
+        i_seg = i_n * count
     o_io = (i_n * HV + i_h) * SIZE + o
     if HAS_S_IN:
         b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
     else:
         b_s = tl.zeros((BLOCK,), tl.float32)
     for i in range(count):
-        at = (slot + (count - 1 - i if REVERSE else i)) * HV + i_h
+        at = (i_seg + (count - 1 - i if REVERSE else i)) * HV + i_h
         b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
         tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
         if HAS_GATE:

@@ -1,4 +1,4 @@
-"""Tiles of the walk by architecture, widths and dtype: a table, and what a device can hold.
+"""Tiles of the scan by architecture, widths and dtype: a table, and what a device can hold.
 
 C tokens a chunk, BX columns of the state a program; the state has BD = next power of two of D rows.
 Shared memory is what the compiler reports for the tile (tests/kernels/linear/
@@ -80,7 +80,7 @@ def power_of_two(width: int) -> int:
 
 
 def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
-    """The tile and BD for a walk with a state of D x X."""
+    """The tile and BD for a scan with a state of D x X."""
     narrowest = NARROWEST.get(family, 16)
     BD = max(narrowest, power_of_two(D))
     row = (ROWS.get(family, family), bytes_each, max(64, BD))

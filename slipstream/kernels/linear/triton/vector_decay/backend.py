@@ -1,8 +1,8 @@
 """Launches with a decay per channel: no synchronisation, nothing that depends on device values.
 
 Forward: q and k times their decays to the edges of their chunk, and the scores within it, all
-chunks at once (intra_fwd.py), then one walk (chunk.py). Backward: the same again, P =
-do v^T within chunks, three walks, then the gradients on the side that decays (dqkg.py).
+chunks at once (intra_fwd.py), then one scan (chunk.py). Backward: the same again, P =
+do v^T within chunks, three scans, then the gradients on the side that decays (dqkg.py).
 
 Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, of one slice at a time
 (workspace.py); backward 2.5 times k, less what there is room for where the gradient of the gate
@@ -239,8 +239,8 @@ def _intra_chunk(
     )
     inputs = (problem.q, k, g, terms.u if has_q else None)
     more = (terms.cu_seqlens, *scalar_args(problem), k.shape[2])
-    part = problem.tile.prepare
-    options: dict[str, Any] = {**_options(problem, part), "K": K, "BOUND": BOUND[k.dtype]}
+    kernel_tile = problem.tile.prepare
+    options: dict[str, Any] = {**_options(problem, kernel_tile), "K": K, "BOUND": BOUND[k.dtype]}
     outputs = (intra.qs, intra.ke, intra.rest, intra.a, intra.decay)
     pairs = (None, None, None) if p is None else (problem.v, problem.do, p)
     cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
@@ -252,7 +252,7 @@ def _intra_chunk(
             **_bound(problem),
             "SHIFT": SHIFT[k.dtype],
             "LEVELS": C.bit_length() - 1,
-            "MOST": MAX_PAIRS_SHARE,
+            "MAX_CHUNKS": MAX_PAIRS_SHARE,
             "num_stages": 1,
         }
         more = (terms.cu_seqlens, total, *more[1:])
@@ -263,7 +263,7 @@ def _intra_chunk(
 
 
 def choose_pairs(problem: VectorDecayProblem) -> Tensor:
-    p, part = _pairs_fit(problem), problem.tile.prepare
+    p, kernel_tile = _pairs_fit(problem), problem.tile.prepare
     cached(vector_decay_pairs_kernel)[p.shape[0] * p.shape[1],](
         problem.v,
         problem.do,
@@ -276,8 +276,8 @@ def choose_pairs(problem: VectorDecayProblem) -> Tensor:
         PACKED=problem.terms.cu_seqlens is not None,
         GROUPED=problem.v.shape[2] != problem.g.shape[2],
         PRECISION=fp32_dot_precision(),
-        num_warps=part.warps,
-        num_stages=part.stages,
+        num_warps=kernel_tile.warps,
+        num_stages=kernel_tile.stages,
     )
     return p
 
@@ -297,8 +297,8 @@ def launch_grads(
     problem: VectorDecayProblem, intra: IntraChunk, p: Tensor, scale: float, **named: Tensor | None
 ) -> None:
     """named: dqs and dke, and what there is of the other tensors of dqkg.py."""
-    part, K, C = problem.tile.grads, problem.k.shape[-1], problem.tile.C
-    total = -(-K // part.BK) * problem.g.shape[2] * problem.chunks
+    kernel_tile, K, C = problem.tile.grads, problem.k.shape[-1], problem.tile.C
+    total = -(-K // kernel_tile.BK) * problem.g.shape[2] * problem.chunks
     args = (
         problem.q if "dk" in named else None,
         problem.k,
@@ -311,33 +311,33 @@ def launch_grads(
         scale,
     )
     more = (*scalar_args(problem), problem.k.shape[2])
-    options: dict[str, Any] = {**_options(problem, part), **_bound(problem), "K": K}
+    options: dict[str, Any] = {**_options(problem, kernel_tile), **_bound(problem), "K": K}
     cached(vector_decay_dqkg_kernel)[total,](*args, *more, **options)
-    options |= {"LEVELS": C.bit_length() - 1, "MOST": MAX_PAIRS_SHARE}
+    options |= {"LEVELS": C.bit_length() - 1, "MAX_CHUNKS": MAX_PAIRS_SHARE}
     options["SHIFT"] = SHIFT[problem.k.dtype]
     cached(vector_decay_intra_bwd_kernel)[_programs(total),](*args, total, *more, **options)
 
 
 def _programs(total: int) -> int:
-    """Of a kernel whose programs take up to MOST chunks: as many as fill a GPU, if there are."""
+    """Of a kernel whose programs take up to MAX_PAIRS_SHARE chunks: as fill a GPU, if there are."""
     return max(-(-total // MAX_PAIRS_SHARE), min(total, TARGET_PROGRAMS))
 
 
-def _options(problem: VectorDecayProblem, part: KernelTile) -> dict[str, Any]:
+def _options(problem: VectorDecayProblem, kernel_tile: KernelTile) -> dict[str, Any]:
     k = problem.k
-    parts = 1 if problem.g.dtype == torch.bfloat16 else 2
+    bf16_terms = 1 if problem.g.dtype == torch.bfloat16 else 2
     if k.dtype == torch.float32:
-        parts = 3
+        bf16_terms = 3
     return {
-        "BK": part.BK,
+        "BK": kernel_tile.BK,
         "C": problem.tile.C,
         "BEFORE": problem.terms.u is not None,
         "PACKED": problem.terms.cu_seqlens is not None,
         "GROUPED": k.shape[2] != problem.g.shape[2],
-        "PARTS": 0 if INTERPRETED else parts,
+        "BF16_TERMS": 0 if INTERPRETED else bf16_terms,
         "PRECISION": fp32_dot_precision(),
-        "num_warps": part.warps,
-        "num_stages": part.stages,
+        "num_warps": kernel_tile.warps,
+        "num_stages": kernel_tile.stages,
     }
 
 

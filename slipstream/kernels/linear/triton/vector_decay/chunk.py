@@ -1,13 +1,13 @@
-"""Decay per channel: everything that meets the state, by walks that keep it in registers.
+"""Decay per channel: everything that meets the state, by scans that keep it in registers.
 
     qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)      D = exp(gates of a chunk)
 
 made beforehand (intra_fwd.py), no factor above 1, leave for a chunk of C tokens
 
-    o   = scale * (qs S + A v)        S  = D S + ke^T v        walks forward
-    dqs = do S^T                      with the same S          walks forward
-    dke = v dS'^T                     dS = D dS' + qs^T do     walks reversed
-    dv  = scale * (ke dS' + A^T do)   with the same dS         walks reversed
+    o   = scale * (qs S + A v)        S  = D S + ke^T v        scans forward
+    dqs = do S^T                      with the same S          scans forward
+    dke = v dS'^T                     dS = D dS' + qs^T do     scans reversed
+    dv  = scale * (ke dS' + A^T do)   with the same dS         scans reversed
 
 where S is before the chunk and dS' is the gradient of the state after it over the scale. As in
 scalar_decay/chunk.py the columns of x are the rows of all products: y^T = S r^T + x^T A^T, S = D S
@@ -15,9 +15,9 @@ scalar_decay/chunk.py the columns of x are the rows of all products: y^T = S r^T
 
 The gradient of a gate takes z = sum over V of D S * dS' of its chunk (dqkg.py). With
 Z = sum over V of S * dS' between two chunks, Z after a chunk less the sum of ke * dke is its z, and
-z plus the sum of qs * dqs is the Z before. The dq walk leaves those sums,
+z plus the sum of qs * dqs is the Z before. The dq scan leaves those sums,
 and every ANCHOR_INTERVAL chunks the
-state, from which the dk walk takes Z anew, since differences lose digits. Where D is below what is
+state, from which the dk scan takes Z anew, since differences lose digits. Where D is below what is
 lost by rounding (FORGOTTEN) z is 0: what the differences leave is only what was lost.
 
 A result in float32 of operands of 16 bits takes ke, and S where it is multiplied, in two parts: the
@@ -61,10 +61,10 @@ def vector_decay_chunk_kernel(
     y_ptr,  # [tokens, HV, X]; None where only the state is wanted
     a_ptr,  # [chunks * HV, C, C]: A, or, if TMA, a descriptor of it
     decay_ptr,  # [chunks, HV, X if ROWS else D]
-    s_in_ptr,  # [slots, HV, D, X], or [slots, HV, X, D] if TRANSPOSED; times scale_in
+    s_in_ptr,  # [segments, HV, D, X], or [segments, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
-    total_ptr,  # [slots, HV, D]: exp(gates of the segment)
-    other_ptr,  # [tokens, HX, X]: qs for the dq walk, ke for the dk walk
+    total_ptr,  # [segments, HV, D]: exp(gates of the segment)
+    other_ptr,  # [tokens, HX, X]: qs for the dq scan, ke for the dk scan
     sums_ptr,  # [chunks, HV, X]: of qs * dqs
     z_ptr,  # [chunks, HV, X]
     anchor_ptr,  # [anchors, HV, X, D]
@@ -93,9 +93,9 @@ def vector_decay_chunk_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (ceil(X / BX) * HV * slots,): one program walks one tile of X of one head and segment.
+    """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
-    Without SPLIT a slot is a sequence, and segment is T.
+    Without SPLIT a segment is a sequence, and segment is T.
     """
     if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
         HR = HV
@@ -108,14 +108,14 @@ def vector_decay_chunk_kernel(
     pid = tl.program_id(0)
     i_x = pid % NX
     i_h = (pid // NX) % HV
-    slot = pid // NX // HV
+    i_seg = pid // NX // HV
     begin, length, i_b, skip, first_anchor = locate_segment(
-        cu_ptr, slot, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
+        cu_ptr, i_seg, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
     )
     if SPLIT or not PACKED:
-        first_chunk = first_chunk_of(begin, skip, slot, T, segment, C, PACKED)
+        first_chunk = first_chunk_of(begin, skip, i_seg, T, segment, C, PACKED)
     else:
-        first_chunk = begin // C + slot
+        first_chunk = begin // C + i_seg
 
     o_c = tl.arange(0, C)
     o_d = tl.arange(0, BD)
@@ -135,7 +135,7 @@ def vector_decay_chunk_kernel(
             other_ptr += (begin * HX + i_w) * X
     m_s = (o_x < X)[:, None] & (o_d < D)[None, :]
     o_s = o_x[:, None] * D + o_d[None, :]
-    i_s = (slot.to(tl.int64) * HV + i_h) * (D * X)
+    i_s = (i_seg.to(tl.int64) * HV + i_h) * (D * X)
     o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
     if s_in_ptr is not None:
         b_s = tl.load(s_in_ptr + i_s + o_io, mask=m_s, other=0.0).to(tl.float32) * scale_in
@@ -147,13 +147,13 @@ def vector_decay_chunk_kernel(
 
     chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_SUMS:
-        own_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
+        segment_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
         anchor_ptr += (first_anchor * HV + i_h) * (D * X)
     else:
-        own_anchors = 1
-    for i_anchor in range(own_anchors):
+        segment_anchors = 1
+    for i_anchor in range(segment_anchors):
         if HAS_SUMS:
-            anchor = own_anchors - 1 - i_anchor if REVERSE else i_anchor
+            anchor = segment_anchors - 1 - i_anchor if REVERSE else i_anchor
             first = anchor * ANCHOR_INTERVAL
             count = tl.minimum(chunks - first, ANCHOR_INTERVAL)
             p_anchor = anchor_ptr + anchor.to(tl.int64) * HV * (D * X) + o_s  # pyright: ignore
@@ -223,14 +223,14 @@ def vector_decay_chunk_kernel(
     if s_out_ptr is not None:
         tl.store(s_out_ptr + i_s + o_io, b_s * scale_out, mask=m_s)
     if total_ptr is not None:
-        p_total = total_ptr + (slot.to(tl.int64) * HV + i_h) * D + o_d
+        p_total = total_ptr + (i_seg.to(tl.int64) * HV + i_h) * D + o_d
         tl.store(p_total, b_total, mask=(o_d < D) & (i_x == 0))
 
 
 @triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
 def vector_decay_state_passing_kernel(
-    states_ptr,  # [slots, HV, SIZE]: what a segment adds; becomes the state that it meets
-    total_ptr,  # [slots, HV, D]
+    states_ptr,  # [segments, HV, SIZE]: what a segment adds; becomes the state that it meets
+    total_ptr,  # [segments, HV, D]
     s_in_ptr,  # [N, HV, SIZE], times scale_in
     s_out_ptr,  # the same, times scale_out
     cu_ptr,  # [N + 1]
@@ -261,18 +261,18 @@ def vector_decay_state_passing_kernel(
     if PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        slot = begin // segment + i_n
+        i_seg = begin // segment + i_n
         count = tl.cdiv(tl.maximum(end - begin, 0), segment).to(tl.int32)
     else:
         count = tl.cdiv(T, segment)
-        slot = i_n * count
+        i_seg = i_n * count
     o_io = (i_n * HV + i_h) * SIZE + o
     if s_in_ptr is not None:
         b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
     else:
         b_s = tl.zeros((BLOCK,), tl.float32)
     for i in range(count):
-        at = (slot + (count - 1 - i if REVERSE else i)) * HV + i_h
+        at = (i_seg + (count - 1 - i if REVERSE else i)) * HV + i_h
         b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
         tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
         b_s *= tl.load(total_ptr + at * D + o_d, mask=m, other=0.0)

@@ -1,6 +1,6 @@
 """Decay per channel: the gradients on its side of the state, all chunks at once.
 
-With dqs, dke and z of the walks (chunk.py), P = do v^T, and u = 1 if there is none,
+With dqs, dke and z of the scans (chunk.py), P = do v^T, and u = 1 if there is none,
 
     dq_i = scale * (dqs_i exp(gates until i) + sum over j < i of P[i, j] exp(G_i - G_j) k_j
                     + P[i, i] u k_i)
@@ -82,7 +82,7 @@ def vector_decay_dqkg_kernel(
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
-    PARTS: tl.constexpr,
+    BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
@@ -90,20 +90,20 @@ def vector_decay_dqkg_kernel(
         HK = HV
     NK: tl.constexpr = (K + BK - 1) // BK
     HAS_DK: tl.constexpr = dk_ptr is not None
-    ONE: tl.constexpr = 1 if PARTS == 2 else PARTS  # 16 bits
-    TWO: tl.constexpr = 2 if PARTS == 1 else PARTS
+    ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
+    TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
     pid = tl.program_id(0)
     i_h = (pid // NK) % HV
-    slot = pid // NK // HV
-    at = slot.to(tl.int64) * HV + i_h
+    i_chunk = pid // NK // HV
+    at = i_chunk.to(tl.int64) * HV + i_h
     if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
         return
-    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_k = (pid % NK) * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
-    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
     i, j = rows[:, None], o_c[None, :]
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_o = (row * HV + i_h) * K
@@ -120,17 +120,17 @@ def vector_decay_dqkg_kernel(
     if u_ptr is not None:
         b_u = tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
         b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
-        b_own = b_diagonal[:, None] * b_u[None, :]
-    b_g, b_parts = split_gates(b_g, PARTS)
-    b_G = sums(prefix_span(rows, False), b_parts, PARTS, PRECISION)
+        b_diag = b_diagonal[:, None] * b_u[None, :]
+    b_g, b_terms = split_gates(b_g, BF16_TERMS)
+    b_G = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
-    b_e = tl.exp2(sums(prefix_span(rows, True), b_parts, PARTS, PRECISION) if BEFORE else b_G)
+    b_e = tl.exp2(sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION) if BEFORE else b_G)
     b_dr = anchored_reads(b_p, b_w, b_dq, i, j, b_k.dtype, BEFORE, PRECISION)  # [C, BK]
     b_w = b_w.to(b_k.dtype)
     if dq_ptr is not None:
         b_dq = b_dr * b_e * scale
         if u_ptr is not None:
-            b_dq += b_own * b_k
+            b_dq += b_diag * b_k
         tl.store(dq_ptr + i_o + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
     if HAS_DK:
         b_r = (b_q * b_e).to(b_k.dtype)  # [C, BK]

@@ -67,7 +67,7 @@ def vector_decay_intra_bwd_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     ALL: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
@@ -75,52 +75,52 @@ def vector_decay_intra_bwd_kernel(
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
-    PARTS: tl.constexpr,
+    BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (at least total / MOST,): BK channels of one chunk and value head a turn.
+    """grid (at least total / MAX_CHUNKS,): BK channels of one chunk and value head a turn.
 
     total: tiles of K times chunks times value heads.
     """
     if not GROUPED:
         HK = HV
     NK: tl.constexpr = (K + BK - 1) // BK
-    if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MOST):
+    if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
         return
-    for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        at = tl.cast(turn // NK, tl.int64)
+    for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        at = tl.cast(i_tile // NK, tl.int64)
         if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
             if dk_ptr is None:
                 tl.static_assert(u_ptr is None)
                 _outputs(
-                    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, turn, T, N, HV, HK,
-                    K, BK, C, LEVELS, BOUND, SHIFT, PACKED, PARTS, PRECISION,
+                    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+                    K, BK, C, LEVELS, BOUND, SHIFT, PACKED, BF16_TERMS, PRECISION,
                 )  # fmt: skip
             else:
                 _grads(
                     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
-                    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
-                    K, BK, C, LEVELS, BOUND, BEFORE, PACKED, PARTS, PRECISION,
+                    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+                    K, BK, C, LEVELS, BOUND, BEFORE, PACKED, BF16_TERMS, PRECISION,
                 )  # fmt: skip
 
 
 @triton.jit
 def _outputs(
-    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    SHIFT: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of BK channels of one chunk and value head, without u."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    i_h = (turn // NK) % HV
-    slot = turn // NK // HV
-    at = tl.cast(turn // NK, tl.int64)
-    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    i_h = (i_tile // NK) % HV
+    i_chunk = i_tile // NK // HV
+    at = tl.cast(i_tile // NK, tl.int64)
+    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
-    o_k = (turn % NK) * BK + tl.arange(0, BK)
+    o_k = (i_tile % NK) * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
-    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
     i, j = rows[:, None], o_c[None, :]
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_o = (row * HV + i_h) * K
@@ -130,8 +130,8 @@ def _outputs(
     p_p = p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :]  # read anew: it would be kept
     p_dq = dq_ptr + i_o + o_c[:, None] * (HV * K) + o_k[None, :]
     m_o = m_c[:, None] & (o_k < K)[None, :]
-    b_g, b_parts = split_gates(b_g, PARTS)
-    b_until = sums(prefix_span(rows, False), b_parts, PARTS, PRECISION)
+    b_g, b_terms = split_gates(b_g, BF16_TERMS)
+    b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
     whole = is_read_safe(b_until, BOUND)
     b_w = b_k * chunk_writes(b_until, BOUND)  # [C, BK]
     b_dq = anchored_reads(tl.load(p_p), b_w, b_dqs, i, j, b_k.dtype, False, PRECISION)
@@ -141,41 +141,41 @@ def _outputs(
     b_dqs = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_dq = b_dqs * tl.exp2(b_until)
     b_read, b_write, first, safe = block_factors(
-        rows, b_parts, BOUND, SHIFT, False, PARTS, PRECISION
+        rows, b_terms, BOUND, SHIFT, False, BF16_TERMS, PRECISION
     )
     b_square = tl.where(same_block(rows, BASE) & (i > j), tl.load(p_p), 0.0)
     b_dq += dot_with(b_square, b_k * b_write, b_k.dtype, PRECISION) * b_read
     for level in range(first, LEVELS):
-        b_e = decay(midpoint_span(rows, level, False), b_parts, PARTS, PRECISION)
+        b_e = decay(midpoint_span(rows, level, False), b_terms, BF16_TERMS, PRECISION)
         b_square = tl.where(siblings(rows, level), tl.load(p_p), 0.0)
         b_dx = dot_with(b_square, b_k * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
-        wanted = is_in_later_half(rows, level) & ((safe & (level < BASE)) == 0)
-        b_dq += tl.where(wanted, b_dx, 0.0)
-    b_own = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
-    b_dq = (b_dq + b_own[:, None] * b_k) * scale
+        unsafe_reads = is_in_later_half(rows, level) & ((safe & (level < BASE)) == 0)
+        b_dq += tl.where(unsafe_reads, b_dx, 0.0)
+    b_diag = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
+    b_dq = (b_dq + b_diag[:, None] * b_k) * scale
     tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o & (whole == 0))
 
 
 @triton.jit
 def _grads(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
-    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, turn, T, N, HV, HK,
+    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BK channels of one chunk and value head."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    ONE: tl.constexpr = 1 if PARTS == 2 else PARTS  # 16 bits
-    TWO: tl.constexpr = 2 if PARTS == 1 else PARTS
-    i_h = (turn // NK) % HV
-    slot = turn // NK // HV
-    at = tl.cast(turn // NK, tl.int64)
-    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
+    TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
+    i_h = (i_tile // NK) % HV
+    i_chunk = i_tile // NK // HV
+    at = tl.cast(i_tile // NK, tl.int64)
+    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
-    o_k = (turn % NK) * BK + tl.arange(0, BK)
+    o_k = (i_tile % NK) * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
-    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
     i, j = rows[:, None], o_c[None, :]
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_o = (row * HV + i_h) * K
@@ -183,15 +183,15 @@ def _grads(
     b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_dq = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
-    b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
-    b_g, b_parts = split_gates(b_g, PARTS)
-    b_until = sums(prefix_span(rows, BEFORE), b_parts, PARTS, PRECISION)
+    b_diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
+    b_g, b_terms = split_gates(b_g, BF16_TERMS)
+    b_until = sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION)
     b_dq = b_dq * tl.exp2(b_until)
     b_dk = tl.zeros((C, BK), tl.float32)
     b_leave = b_dq
     b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_dk = b_dk * decay(suffix_span(rows, C), b_parts, PARTS, PRECISION)
+    b_dk = b_dk * decay(suffix_span(rows, C), b_terms, BF16_TERMS, PRECISION)
     b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
     b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
     b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_k * b_dk, b_dg, ONE, PRECISION)
@@ -200,10 +200,10 @@ def _grads(
     if base > 0:
         b_w_sum = b_until
         if BEFORE or base < LEVELS:
-            b_w_sum = sums(block_span(rows, base, False), b_parts, PARTS, PRECISION)
+            b_w_sum = sums(block_span(rows, base, False), b_terms, BF16_TERMS, PRECISION)
         b_r_sum = b_w_sum
         if BEFORE:
-            b_r_sum = sums(block_span(rows, base, True), b_parts, PARTS, PRECISION)
+            b_r_sum = sums(block_span(rows, base, True), b_terms, BF16_TERMS, PRECISION)
         b_w = b_k * tl.exp2(-b_w_sum)  # [C, BK]
         b_square = tl.where(same_block(rows, base) & (i > j), b_p, 0.0)
         b_dr = dot_with(b_square, b_w, b_k.dtype, PRECISION)  # [C, BK]
@@ -225,7 +225,7 @@ def _grads(
             b_dg = spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, PRECISION)
     b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, BEFORE), b_leave, b_dg, ONE, PRECISION)
     for level in range(base, LEVELS):
-        b_e = decay(midpoint_span(rows, level, BEFORE), b_parts, PARTS, PRECISION)
+        b_e = decay(midpoint_span(rows, level, BEFORE), b_terms, BF16_TERMS, PRECISION)
         b_row = tl.where(is_in_later_half(rows, level), b_q, b_k)
         b_square = tl.where(siblings(rows, level), b_p, 0.0)
         b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
@@ -239,9 +239,9 @@ def _grads(
     m_o = m_c[:, None] & (o_k < K)[None, :]
     b_write = _diagonal_factor(b_k.to(tl.float32), u_ptr, i_h, o_k, K)
     if dq_ptr is not None:
-        b_dq = b_dq * scale + b_own[:, None] * b_write
+        b_dq = b_dq * scale + b_diag[:, None] * b_write
         tl.store(dq_ptr + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
-    b_read = b_q * b_own[:, None]
+    b_read = b_q * b_diag[:, None]
     if u_ptr is not None:
         tl.store(du_ptr + at * K + o_k, tl.sum(b_read * b_k, 0), mask=o_k < K)
     b_dk = b_dk * scale + _diagonal_factor(b_read, u_ptr, i_h, o_k, K)

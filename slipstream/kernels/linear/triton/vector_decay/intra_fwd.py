@@ -1,4 +1,4 @@
-"""Decay per channel: what the walks (chunk.py) need of every chunk, all chunks at once.
+"""Decay per channel: what the scans (chunk.py) need of every chunk, all chunks at once.
 
     qs_i = q_i exp(gates until i)      ke_j = k_j exp(gates after j)    D = exp(gates of the chunk)
     A[i, j] = q_i . exp(G_i - G_j) k_j for j < i (subchunk_decay.py)        A[i, i] = q_i . u k_i
@@ -65,7 +65,7 @@ def vector_decay_intra_fwd_kernel(
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
-    PARTS: tl.constexpr,
+    BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (HV * chunks,): one chunk and value head a program."""
@@ -73,17 +73,17 @@ def vector_decay_intra_fwd_kernel(
         HK = HV
     pid = tl.program_id(0)
     i_h = pid % HV
-    slot = pid // HV
-    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    i_chunk = pid // HV
+    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_g = (row * HV + i_h) * K
-    at = slot.to(tl.int64) * HV + i_h
-    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    at = i_chunk.to(tl.int64) * HV + i_h
+    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
     b_a = tl.zeros((C, C), tl.float32)
-    b_own = tl.zeros((C,), tl.float32)
+    b_diag = tl.zeros((C,), tl.float32)
     for tile in range(tl.cdiv(K, BK)):
         o_k = tile * BK + tl.arange(0, BK)
         o_o = i_g + o_c[:, None] * (HV * K) + o_k[None, :]
@@ -93,8 +93,8 @@ def vector_decay_intra_fwd_kernel(
         b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         if q_ptr is not None:
             b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_g, b_parts = split_gates(b_g, PARTS)
-        b_end = b_k * decay(suffix_span(rows, C), b_parts, PARTS, PRECISION)
+        b_g, b_terms = split_gates(b_g, BF16_TERMS)
+        b_end = b_k * decay(suffix_span(rows, C), b_terms, BF16_TERMS, PRECISION)
         b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
         b_first, b_rest = split_bf16(b_end, b_k.dtype)
         tl.store(ke_ptr + o_o, b_first, mask=m_o)
@@ -103,16 +103,16 @@ def vector_decay_intra_fwd_kernel(
         tl.store(decay_ptr + at * K + o_k, tl.exp2(b_total), mask=o_k < K)
         if q_ptr is not None:
             if BEFORE:
-                b_own += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
-            b_until = sums(prefix_span(rows, False), b_parts, PARTS, PRECISION)
+                b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
+            b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
             b_w = (b_k * chunk_writes(b_until, BOUND)).to(b_k.dtype)  # [C, BK]
             if BEFORE:
-                b_until = sums(prefix_span(rows, True), b_parts, PARTS, PRECISION)
+                b_until = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
             b_start = (b_q * tl.exp2(b_until)).to(b_k.dtype)
             tl.store(qs_ptr + o_o, b_start, mask=m_o)
             b_a = tl.dot(b_start, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
     if q_ptr is not None:
-        _store_scores(a_ptr + at * (C * C), b_a, b_own, rows, None, C, BEFORE)
+        _store_scores(a_ptr + at * (C * C), b_a, b_diag, rows, None, C, BEFORE)
     if p_ptr is not None:
         i_x = (row * HX + i_h // (HV // HX)) * V
         b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
@@ -137,7 +137,7 @@ def vector_decay_scores_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     ALL: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
@@ -145,22 +145,22 @@ def vector_decay_scores_kernel(
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
-    PARTS: tl.constexpr,
+    BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (at least total / MOST,): the rows of A for which a chunk and head is not one block.
+    """grid (at least total / MAX_CHUNKS,): the rows of A where a chunk and head is not one block.
 
     total: chunks times value heads.
     """
     if not GROUPED:
         HK = HV
-    if is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MOST):
+    if is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MAX_CHUNKS):
         return
     for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         if not is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND):
             _scores(
                 q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
-                K, BK, C, LEVELS, BOUND, SHIFT, BEFORE, PACKED, PARTS, PRECISION,
+                K, BK, C, LEVELS, BOUND, SHIFT, BEFORE, PACKED, BF16_TERMS, PRECISION,
             )  # fmt: skip
 
 
@@ -168,47 +168,47 @@ def vector_decay_scores_kernel(
 def _scores(
     q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    SHIFT: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    SHIFT: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Those rows of one chunk and value head."""
     i_h = at % HV
-    slot = at // HV
-    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    i_chunk = at // HV
+    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_g = (row * HV + i_h) * K
-    rows = tokens(C, tl.bfloat16 if PARTS > 0 else tl.float32)
+    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
     b_a = tl.zeros((C, C), tl.float32)
-    b_own = tl.zeros((C,), tl.float32)
+    b_diag = tl.zeros((C,), tl.float32)
     b_lowest = tl.zeros((C,), tl.float32)
     for tile in range(tl.cdiv(K, BK)):
         o_k = tile * BK + tl.arange(0, BK)
         b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_own += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
-        b_g, b_parts = split_gates(b_g, PARTS)
-        b_until = sums(prefix_span(rows, BEFORE), b_parts, PARTS, PRECISION)
+        b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
+        b_g, b_terms = split_gates(b_g, BF16_TERMS)
+        b_until = sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION)
         b_lowest = tl.minimum(b_lowest, tl.min(b_until, 1))
         b_read, b_write, first, safe = block_factors(
-            rows, b_parts, BOUND, SHIFT, BEFORE, PARTS, PRECISION
+            rows, b_terms, BOUND, SHIFT, BEFORE, BF16_TERMS, PRECISION
         )
         b_r = (b_q * b_read).to(b_q.dtype)  # [C, BK]
         b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
         b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
         b_a += tl.where(same_block(rows, BASE), b_rw, 0.0)
         for level in range(first, LEVELS):
-            b_e = decay(midpoint_span(rows, level, BEFORE), b_parts, PARTS, PRECISION)
+            b_e = decay(midpoint_span(rows, level, BEFORE), b_terms, BF16_TERMS, PRECISION)
             b_x = tl.where(safe & (level < BASE), 0.0, b_q)
             b_x = (tl.where(is_in_later_half(rows, level), b_x, b_k) * b_e).to(b_q.dtype)  # [C, BK]
             b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
             b_a += tl.where(siblings(rows, level), b_xx, 0.0)
     unsafe = is_read_safe(b_lowest, BOUND) == 0
     p_a = a_ptr + tl.cast(at, tl.int64) * (C * C)
-    _store_scores(p_a, b_a, b_own, rows, unsafe[:, None], C, True)
+    _store_scores(p_a, b_a, b_diag, rows, unsafe[:, None], C, True)
 
 
 @triton.jit
@@ -221,12 +221,12 @@ def _diagonal(b_q, b_k, u_ptr, i_h, o_k, K: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(p_a, b_a, b_own, rows, mask, C: tl.constexpr, APART: tl.constexpr):
+def _store_scores(p_a, b_a, b_diag, rows, mask, C: tl.constexpr, APART: tl.constexpr):
     """APART: with b_own as the diagonal. mask: of rows [C, 1], or None for all."""
     o_c = tl.arange(0, C)
     i, j = rows[:, None], o_c[None, :]
     if APART:
-        b_a = tl.where(i == j, b_own[:, None], b_a)
+        b_a = tl.where(i == j, b_diag[:, None], b_a)
     b_a = tl.where(i >= j, b_a, 0.0)
     p_a = p_a + o_c[:, None] * C + o_c[None, :]
     tl.store(p_a, b_a.to(p_a.dtype.element_ty), mask=mask)
@@ -254,13 +254,13 @@ def vector_decay_pairs_kernel(
         HX = HV
     pid = tl.program_id(0)
     i_h = pid % HV
-    slot = pid // HV
-    begin, length, i_c = locate_chunk(cu_ptr, slot, T, N, C, PACKED)
+    i_chunk = pid // HV
+    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     i_x = ((begin + i_c * C) * HX + i_h // (HV // HX)) * V
     b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
-    p_p = p_ptr + (slot.to(tl.int64) * HV + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    p_p = p_ptr + (i_chunk.to(tl.int64) * HV + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
     tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
 
 

@@ -77,7 +77,7 @@ class ChunkLaunch(NamedTuple):
 
 
 class GateSums(NamedTuple):
-    """What the dq and the dk walk leave for dg, by the names of chunk.py."""
+    """What the dq and the dk scan leave for dg, by the names of chunk.py."""
 
     sums: Tensor
     z: Tensor

@@ -41,7 +41,7 @@ ROUNDING = tl.constexpr(0.125)
 
 
 @triton.jit
-def _split(b_x, PARTS: tl.constexpr):
+def _split(b_x, BF16_TERMS: tl.constexpr):
     """What dots with ones take of float32: 1 to 3 bfloat16 that add up, or with 0 itself.
 
     3 are all of float32, and cheaper than the three products that take it whole.
@@ -49,7 +49,7 @@ def _split(b_x, PARTS: tl.constexpr):
     b_0 = b_x
     b_1 = b_x
     b_2 = b_x
-    if PARTS > 0:
+    if BF16_TERMS > 0:
         b_0 = b_x.to(tl.bfloat16)
         b_rest = b_x - b_0.to(tl.float32)
         b_1 = b_rest.to(tl.bfloat16)
@@ -80,23 +80,23 @@ def dot_with(b_p, b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _dot_ones(span, b_parts, b_sum, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def _dot_ones(span, b_terms, b_sum, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """b_sum plus, at t, the sum over the span of t, [C, BK]."""
-    b_ones = _ones(span, b_sum.shape[0], b_parts[0].dtype)
-    b_sum = tl.dot(b_ones, b_parts[0], b_sum, input_precision=PRECISION)
-    if PARTS > 1:
-        b_sum = tl.dot(b_ones, b_parts[1], b_sum)
-    if PARTS > 2:
-        b_sum = tl.dot(b_ones, b_parts[2], b_sum)
+    b_ones = _ones(span, b_sum.shape[0], b_terms[0].dtype)
+    b_sum = tl.dot(b_ones, b_terms[0], b_sum, input_precision=PRECISION)
+    if BF16_TERMS > 1:
+        b_sum = tl.dot(b_ones, b_terms[1], b_sum)
+    if BF16_TERMS > 2:
+        b_sum = tl.dot(b_ones, b_terms[2], b_sum)
     return b_sum
 
 
 @triton.jit
-def split_gates(b_g, PARTS: tl.constexpr):
+def split_gates(b_g, BF16_TERMS: tl.constexpr):
     """Gates in float32, and split."""
     b_g = b_g.to(tl.float32)
     b_g = tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
-    return b_g, _split(b_g, PARTS)
+    return b_g, _split(b_g, BF16_TERMS)
 
 
 @triton.jit
@@ -194,13 +194,13 @@ def is_chunk_safe(
     K: tl.constexpr,
     ALL: tl.constexpr,
     BOUND: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
 ):
     """Whether all chunks of this program are, of [0, total) every num_programs-th, each // `each`.
 
-    One load for up to MOST chunks: a program that only looked at one would cost as much.
+    One load for up to MAX_CHUNKS chunks: a program that only looked at one would cost as much.
     """
-    at = tl.program_id(0) + tl.arange(0, MOST) * tl.num_programs(0)
+    at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
     o_k = tl.arange(0, ALL)
     m = (at < total)[:, None] & (o_k < K)[None, :]
     p_decay += (at // each).to(tl.int64)[:, None] * K + o_k[None, :]
@@ -222,18 +222,18 @@ def chunk_writes(b_sum, BOUND: tl.constexpr):
 
 @triton.jit
 def block_factors(
-    rows, b_parts, BOUND: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    rows, b_terms, BOUND: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr,
+    BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of blocks of 2^BASE tokens: exp(G_i) and exp(-G_j), the first level besides, and which reads
     and channels are safe, [C, BK]; other reads have a factor of 0.
 
     SHIFT: where the exponents of both have room for it, they lie on both sides of 0.
     """
-    b_write = sums(block_span(rows, BASE, False), b_parts, PARTS, PRECISION)
+    b_write = sums(block_span(rows, BASE, False), b_terms, BF16_TERMS, PRECISION)
     b_read = b_write
     if BEFORE:
-        b_read = sums(block_span(rows, BASE, True), b_parts, PARTS, PRECISION)
+        b_read = sums(block_span(rows, BASE, True), b_terms, BF16_TERMS, PRECISION)
     safe = b_read >= -(BOUND + SHIFT) * LOG2E
     first = tl.where(tl.min(tl.min(safe.to(tl.int32), 1), 0) == 1, BASE, 0)
     b_read = tl.where(safe, tl.exp2(b_read + SHIFT * LOG2E), 0.0)
@@ -252,22 +252,22 @@ def safe_base(b_g, LEVELS: tl.constexpr, BOUND: tl.constexpr):
 
 
 @triton.jit
-def sums(span, b_parts, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def sums(span, b_terms, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """The sums of the gates of each span, in base 2, [C] -> [C, BK]."""
-    b_zero = tl.zeros(b_parts[0].shape, tl.float32)
-    return _dot_ones(span, b_parts, b_zero, PARTS, PRECISION) * LOG2E
+    b_zero = tl.zeros(b_terms[0].shape, tl.float32)
+    return _dot_ones(span, b_terms, b_zero, BF16_TERMS, PRECISION) * LOG2E
 
 
 @triton.jit
-def decay(span, b_parts, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def decay(span, b_terms, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """exp of the sums of the gates of each span, [C] -> [C, BK]."""
-    return tl.exp2(sums(span, b_parts, PARTS, PRECISION))
+    return tl.exp2(sums(span, b_terms, BF16_TERMS, PRECISION))
 
 
 @triton.jit
-def spans_to_gates_bwd(span_back, b_de, b_dg, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def spans_to_gates_bwd(span_back, b_de, b_dg, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """Adds to the gates' gradient that of the sums of their spans, b_de [C, BK]."""
-    return _dot_ones(span_back, _split(b_de, PARTS), b_dg, PARTS, PRECISION)
+    return _dot_ones(span_back, _split(b_de, BF16_TERMS), b_dg, BF16_TERMS, PRECISION)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 C tokens a chunk, in all of them; K is the side that decays. Preparing takes K by BK channels at a
 time, the gradients BK a program, both in `prepare` and `grads`; P takes V by as many as `prepare`.
-The walks' are those of tiles.py but for C.
+The scans' are those of tiles.py but for C.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ TILES = {
 }
 # Rows of these use others': (family, bytes) -> (family, bytes).
 _SAME = {("sm_70", 4): ("sm_70", 2), ("interpreter", 2): ("interpreter", 4)}
-# Walks of (family, bytes, BD) where those of tiles.py do not let two programs fit: scores come on
+# Scans of (family, bytes, BD) where those of tiles.py do not let two programs fit: scores come on
 # top of their shared memory.
 CHUNK_TILES = {
     ("sm_80", 2, 128): Tile(64, 32, 4, 2),
@@ -51,13 +51,13 @@ def choose(family: str, K: int, bytes_each: int) -> VectorDecayTile:
     """The tile, no wider than K needs."""
     row = ROWS.get(family, family), bytes_each
     tile = TILES[_SAME.get(row, row)]
-    most = max(NARROWEST.get(family, 16), power_of_two(K))
-    prepare, grads = (replace(x, BK=min(x.BK, most)) for x in (tile.prepare, tile.grads))
+    width = max(NARROWEST.get(family, 16), power_of_two(K))
+    prepare, grads = (replace(x, BK=min(x.BK, width)) for x in (tile.prepare, tile.grads))
     return VectorDecayTile(tile.C, prepare, grads)
 
 
 def choose_chunk_tile(family: str, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
-    """The tile and BD for a walk with a state of D x X."""
+    """The tile and BD for a scan with a state of D x X."""
     tile, BD = tiles.choose(family, D, X, bytes_each, False)
-    kept = CHUNK_TILES.get((ROWS.get(family, family), bytes_each, BD), tile)
-    return replace(kept, C=C, BX=min(kept.BX, tile.BX)), BD
+    table_tile = CHUNK_TILES.get((ROWS.get(family, family), bytes_each, BD), tile)
+    return replace(table_tile, C=C, BX=min(table_tile.BX, tile.BX)), BD
