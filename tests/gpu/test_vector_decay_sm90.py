@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.sm90.vector_decay import schedule
+from slipstream.kernels.linear.sm90 import plan
 from tests.gpu.sm90_runs import (
     LENGTHS,
     MARKS,
@@ -56,7 +56,7 @@ def test_channel_walks_match_reference(size: tuple, kind: str) -> None:
 
     torch.manual_seed(0)
     terms = inputs(size, kind)
-    assert schedule.unsupported_reason(terms) is None
+    assert plan.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
     expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)

@@ -20,8 +20,7 @@ from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.sm90.plan import per_channel
-from slipstream.kernels.linear.sm90.vector_decay import schedule
+from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
 from slipstream.runtime.backends import is_plain_call
@@ -135,7 +134,7 @@ def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
 
         return decode_launch
     if impl == "sm90":
-        if terms.transition == "none" and schedule.takes(terms):
+        if terms.transition == "none" and is_vector_decay(terms):
             from slipstream.kernels.linear.sm90.vector_decay import backend as vector_decay_sm90
 
             return vector_decay_sm90
@@ -159,7 +158,7 @@ def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
         from slipstream.kernels.linear.triton.delta import backend as delta_backend
 
         return delta_backend
-    if terms.decay == "channel" or terms.gv is not None or terms.u is not None:
+    if is_vector_decay(terms):
         from slipstream.kernels.linear.triton.vector_decay import backend as vector_decay_backend
 
         return vector_decay_backend

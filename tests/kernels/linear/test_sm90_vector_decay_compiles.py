@@ -10,7 +10,7 @@ import torch
 from slipstream import ops
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.sm90.vector_decay import schedule
+from slipstream.kernels.linear.sm90 import plan
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import arrives_early
 
@@ -46,7 +46,7 @@ def test_channel_walks_compile(case: tuple) -> None:
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
-        assert schedule.unsupported_reason(given) is None
+        assert plan.unsupported_reason(given) is None
         backend.forward(given, 0.1)
         dfinal = given.initial_state
         backend.backward(given, torch.ones_like(given.v), dfinal, 0.1)
@@ -102,9 +102,9 @@ def test_channel_walks_are_wired(name: str) -> None:
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     given = terms(CASES["before"], "cpu")
-    refuses = schedule.unsupported_reason
+    refuses = plan.unsupported_reason
     assert "sm_90" in str(refuses(given))
-    monkeypatch.setattr(schedule, "sm90_unsupported", lambda x: None)
+    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
     assert refuses(given) is None
     assert given.g is not None
     narrow = {n: x[..., :64] for n, x in given._asdict().items() if n in ("q", "k", "g")}

@@ -3,15 +3,15 @@
 import torch
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK
-from slipstream.kernels.linear.sm90.scalar_decay import schedule
-from slipstream.kernels.linear.sm90.vector_decay import schedule as vector_decay_schedule
+from slipstream.kernels.linear.segments import CHUNK, scalar_decay_tokens
 from slipstream.kernels.linear.triton.plan import kind
-from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import sm90_unsupported
+from slipstream.runtime.guarded_launch import known_failure
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
+# Of K and of V without a transition: two warpgroups with half of the state each.
+_WIDTH = 128
 
 
 def per_channel(terms: LinearInputs) -> bool:
@@ -19,14 +19,33 @@ def per_channel(terms: LinearInputs) -> bool:
     return terms.transition == "dplr" or (terms.transition == "delta" and terms.decay == "channel")
 
 
+def is_vector_decay(terms: LinearInputs) -> bool:
+    """Whether a call without a transition is one of the vector decay's kernels."""
+    return terms.decay == "channel" or terms.gv is not None or terms.u is not None
+
+
 def unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the kernels in Gluon can't take a call, or None if they can."""
-    if terms.transition == "none":
-        plan = vector_decay_schedule if vector_decay_schedule.takes(terms) else schedule
-        return plan.unsupported_reason(terms)
     q, v = terms.q, terms.v
     if reason := sm90_unsupported(q):
         return reason
+    tokens = q.shape[0] * q.shape[1]
+    if terms.transition != "none":
+        reason = _transition_reason(terms)
+        tokens += CHUNK * terms.sequences if tokens else 0
+    else:
+        reason = (
+            _vector_decay_reason(terms) if is_vector_decay(terms) else _scalar_decay_reason(terms)
+        )
+    if reason is not None:
+        return reason
+    if not tokens or tokens * v.shape[2] * 2 >= 2**31:
+        return "it counts tokens and value heads in 32 bits"
+    return known_failure(lambda: kind(terms, "sm90"), q.device)
+
+
+def _transition_reason(terms: LinearInputs) -> str | None:
+    q, v = terms.q, terms.v
     if terms.gv is not None or terms.u is not None:
         return "it takes one gate"
     if terms.beta is not None and (terms.p is not None or terms.beta.dim() != 3):
@@ -38,7 +57,33 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
         return f"K and V have to be of {_WIDTHS}"
     if q.shape[-1] not in _WIDTHS or v.shape[-1] not in _WIDTHS_V:
         return f"K has to be one of {_WIDTHS} and V of {_WIDTHS_V}"
-    tokens = q.shape[0] * q.shape[1]
-    if not tokens or (tokens + CHUNK * terms.sequences) * v.shape[2] * 2 >= 2**31:
-        return "it counts tokens and value heads in 32 bits"
-    return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)
+    return None
+
+
+def _scalar_decay_reason(terms: LinearInputs) -> str | None:
+    """No decay, or one a token."""
+    q, v = terms.q, terms.v
+    if q.dtype not in _DTYPES or terms.k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"q, k and v have to be bfloat16 or float16, and q is {q.dtype}"
+    return _width_reason(terms)
+
+
+def _vector_decay_reason(terms: LinearInputs) -> str | None:
+    q, v, g = terms.q, terms.v, terms.g
+    if terms.gv is not None or g is None or terms.decay != "channel":
+        return "it takes one gate a channel of K"
+    for name, x in (("q", q), ("k", terms.k), ("v", v), ("g", g)):
+        if x.dtype != torch.bfloat16:
+            return f"q, k, v and g have to be bfloat16, and {name} is {x.dtype}"
+    if reason := _width_reason(terms):
+        return reason
+    programs = 2 * v.shape[2] * (q.shape[0] if terms.cu_seqlens is None else 1)
+    if scalar_decay_tokens(programs, q.shape[1], CHUNK) is not None:
+        return "few heads of long sequences are cut into segments, which it does not do"
+    return None
+
+
+def _width_reason(terms: LinearInputs) -> str | None:
+    if terms.q.shape[-1] != _WIDTH or terms.v.shape[-1] != _WIDTH:
+        return f"K and V have to be {_WIDTH}"
+    return None

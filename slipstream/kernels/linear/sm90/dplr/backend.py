@@ -5,17 +5,19 @@ Triton's stay for the gradients where supports_dqkg refuses a call, and between 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, Segments, dplr_sm90, num_sequences
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
-from slipstream.kernels.linear.sm90.dplr import dqkg_launch
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.dqkg_launch import supports_dqkg
+from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe import dplr_intra_safe_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import (
     ChunkStates,
@@ -34,6 +36,10 @@ CHUNK_OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "ma
 STAGES = 3
 SAFE_OPTIONS = {"num_warps": 4}
 SAFE_PROGRAMS = 2  # a multiprocessor
+# Of the gradients: channels of K at a time, warps beside each other, each four rows of them, and
+# what a gate may be.
+TILE_K, WIDE = 64, 2
+_GATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def launch_intra_chunk(
@@ -157,8 +163,37 @@ class Sm90Dplr(TritonDplr):
         dbeta: Tensor | None,
         scale: float,
     ) -> None:
-        launch = dqkg_launch.scores if supports_dqkg(terms, do) else super().launch_scores
-        launch(terms, do, intra, states, scores, dv, dbeta, scale)
+        if not supports_dqkg(terms, do):
+            super().launch_scores(terms, do, intra, states, scores, dv, dbeta, scale)
+            return
+        T, HV, V = terms.v.shape[1:]
+        K, delta = terms.q.shape[-1], terms.a is None
+        x, y, _, dstates = states
+        launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
+        launch(
+            *(tma_descriptor(t, HV * V, CHUNK, V) for t in (terms.v, do)),
+            *(tma_descriptor(t, CHUNK, V, CHUNK) for t in (x, y)),
+            tma_descriptor(intra.k, K, CHUNK, K),
+            *(tma_descriptor(t, CHUNK, CHUNK, CHUNK) for t in (intra.qk, intra.ak)),
+            None if delta else tma_descriptor(dstates, K, V, K),
+            tma_descriptor(dv, HV * V, CHUNK, V),
+            dv,
+            terms.beta,
+            dbeta,
+            *scores,
+            terms.cu_seqlens,
+            scale,
+            T,
+            terms.sequences,
+            HV,
+            K=K,
+            V=V,
+            C=CHUNK,
+            DELTA=delta,
+            PACKED=terms.cu_seqlens is not None,
+            num_warps=4,
+            maxnreg=168 if delta else 255,  # three or two programs a multiprocessor
+        )
 
     def launch_dqkg(
         self,
@@ -171,8 +206,55 @@ class Sm90Dplr(TritonDplr):
         dbeta: Tensor | None,
         scale: float,
     ) -> None:
-        launch = dqkg_launch.chunk_dqkg if supports_dqkg(terms, do) else super().launch_dqkg
-        launch(terms, do, states, scores, strong, grads, dbeta, scale)
+        if not supports_dqkg(terms, do):
+            super().launch_dqkg(terms, do, states, scores, strong, grads, dbeta, scale)
+            return
+        assert strong is not None
+        B, T, HV, V = terms.v.shape
+        H, K = terms.q.shape[2:]
+        chunks, rows = states.x.shape[0], (terms.q, terms.k, terms.a, terms.b)
+        read = (
+            None if terms.a is None else tma_descriptor(terms.v, HV * V, CHUNK, V),
+            tma_descriptor(do, HV * V, CHUNK, V),
+            *(tma_descriptor(t, CHUNK, V, CHUNK) for t in (states.x, states.y)),
+            *(tma_descriptor(t, K, V, TILE_K) for t in (states.states, states.dstates)),
+            *(tma_descriptor(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
+        )
+        others = (terms.beta, scores.diagonal, *(grads.get(name) for name in "qkabg"), dbeta)
+        others += (terms.cu_seqlens, scale)
+        sizes = (T, terms.sequences, HV, H, B * T)
+        flags = {"K": K, "V": V, "BK": TILE_K, "C": CHUNK, "DELTA": terms.a is None}
+        flags["PACKED"] = terms.cu_seqlens is not None
+        # all chunks, as if none were strong; then the strong ones again
+        launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sm_count(do.device.index), chunks * HV),)]
+        launch(
+            *(tma_descriptor(t, H * K, CHUNK, TILE_K) for t in rows),
+            tma_descriptor(terms.g, HV * K, CHUNK, TILE_K),
+            *read,
+            *others,
+            chunks * HV,
+            *sizes,
+            NK=1 if dbeta is None else dbeta.shape[0] - 1,
+            WIDE=WIDE,
+            **flags,
+            num_warps=4 * WIDE,
+            maxnreg=168,  # of 12 warps: what all partitions share
+        )
+        launch = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * chunks * HV,)]
+        launch(*rows, terms.g, *read, strong, *others, *sizes, **flags, num_warps=8)
+
+
+def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
+    """Of a call on sm_90: one gate a channel, K and V of 64 or 128, and what TMA reads."""
+    q, v, g = terms.q, terms.v, terms.g
+    if g is None or terms.decay != "channel" or g.dtype not in _GATE_DTYPES:
+        return False
+    if q.dtype not in (torch.bfloat16, torch.float16) or v.numel() * 2 // v.shape[-1] >= 2**31:
+        return False
+    read = (q, terms.k, v, g, terms.a, terms.b, do)
+    return {q.shape[-1], v.shape[-1]} <= {64, 128} and not any(
+        x is not None and x.data_ptr() % 16 for x in read
+    )
 
 
 def _tokens(terms: LinearInputs, segments: Segments | None) -> tuple[Any, ...]:
