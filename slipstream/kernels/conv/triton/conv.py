@@ -95,6 +95,7 @@ def _before(x_ptr, s_ptr, row, t, n, o_d, m_d, D: tl.constexpr, W: tl.constexpr)
 @triton.jit
 def _tile(x_ptr, i, tiles, T, o_d, m_d, D: tl.constexpr, BT: tl.constexpr):
     """The rows of tile i, 0 where there is none."""
+    # a tile never goes over the end of a row of the batch
     NT = tl.cdiv(T, BT)
     t = i % NT * BT
     row = (i // NT).to(tl.int64) * T + t

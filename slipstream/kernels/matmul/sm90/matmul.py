@@ -56,6 +56,7 @@ def _load_partition(
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
+    # what one phase of `full` waits for: both warpgroups' a, and b
     nbytes: gl.constexpr = 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, BN), gl.cdiv(K, BK)
     # counts on over tiles: the next one's slices are loaded while this one is written
@@ -220,6 +221,7 @@ def _multiply(
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
+        # a warpgroup has 64 rows of the tile and all its columns: b is read by both from one copy
         acc = gl.zeros([64, BN], gl.float32, layout)
         ring = a_s, b_s, full, empty
         if bits == 32:

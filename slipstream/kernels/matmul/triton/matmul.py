@@ -95,6 +95,7 @@ def matmul_kernel(
     m_m, m_n = o_m < M, o_n < N
     p_a = a_ptr + _offsets(o_m, o_k, a_stride, A_T)
     p_b = b_ptr + tl.trans(_offsets(o_n, o_k, b_stride, not B_T))
+    # from slice to slice by one addition: masks are made anew, addresses are not
     a_step = tl.cast(a_stride, tl.int64) * BK if A_T else BK
     b_step = BK if B_T else tl.cast(b_stride, tl.int64) * BK
     first_k, last_k = 0, K
@@ -117,6 +118,7 @@ def matmul_kernel(
     # the sums' kernel may start: it waits for this one's end before it reads
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    # a plane of sums for each split, not atomic additions: the same bits every time
     if SPLIT:
         out_ptr += tl.program_id(1).to(tl.int64) * M * N
         tl.store(out_ptr + _offsets(o_m, o_n, N, False), b_acc, mask=m_m[:, None] & m_n[None, :])

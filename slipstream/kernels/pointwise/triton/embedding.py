@@ -35,6 +35,7 @@ def embedding_kernel(
         b_id = tl.load(ids_ptr + o_n, mask=o_n < end, other=0).to(tl.int64)
         b_bad = (o_n < end) & ((b_id < 0) | (b_id >= V))
         first = tl.minimum(first, tl.min(tl.where(b_bad, o_n, end), 0))
+        # the nearest row in place of a wrong one: nothing outside of the table is read
         row = tl.minimum(tl.maximum(b_id, 0), V - 1)[:, None]
         m = (o_n < end)[:, None] & (o_d < D)
         b_y = tl.load(weight_ptr + row * weight_stride + o_d, mask=m, other=0.0)

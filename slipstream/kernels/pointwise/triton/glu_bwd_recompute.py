@@ -21,6 +21,7 @@ def glu_bwd_recompute_kernel(
     F: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (R / BR * D / BD), a row's blocks one after the other. dh becomes h."""
+    # blocks and rows as glu_kernel has them
     ND: tl.constexpr = (D + BD - 1) // BD
     row = ((tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
     o_d = (tl.program_id(0) % ND * BD + tl.arange(0, BD))[None, :]
