@@ -48,6 +48,7 @@ def v_columns(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
 def locate_sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
     """First token, tokens and first chunk (solve_tril.locate_chunk) of a sequence."""
     if PACKED:
+        # offsets that are wrong read and write nothing outside of the tensors
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
         length = tl.maximum(end - begin, 0).to(tl.int32)
@@ -86,6 +87,7 @@ def locate_segment(
 @triton.jit
 def _pair(b, dtype: tl.constexpr):
     """b rounded, and the rest of it, rounded too."""
+    # together they have twice the digits: products with either are exact in float32's sums
     b_high = b.to(dtype)
     return b_high, (b - b_high.to(tl.float32)).to(dtype)
 
@@ -119,12 +121,12 @@ def _solved(b_l, b_r, dtype: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.con
 @triton.jit
 def _store_state(p, at, b, o_v, o_k, m_s, K: tl.constexpr, V: tl.constexpr, TMA: tl.constexpr):
     """b [BV, BK] of a state of [chunks, HV, V, K]. at: chunk, value head and heads, column of V."""
-    i_seg, i_h, HV, i_v = at
+    i_chunk, i_h, HV, i_v = at
     if TMA:
         b = b.reshape(1, 1, o_v.shape[0], o_k.shape[0])
-        p.store([i_seg.to(tl.int32), i_h, i_v, 0], b)
+        p.store([i_chunk.to(tl.int32), i_h, i_v, 0], b)
     else:
-        p += (i_seg * HV + i_h) * (K * V)
+        p += (i_chunk * HV + i_h) * (K * V)
         tl.store(p + o_v[:, None] * K + o_k[None, :], b, mask=m_s)
 
 
@@ -174,6 +176,7 @@ def delta_chunk_fwd_kernel(
     MAKE: "o"; "states", those and w, for backward; or "ends", E and M. Tiles: of V; for "ends" then
     of K, for M. Without SPLIT a segment is a sequence.
     """
+    # HV // H is 1 then, which the compiler sees
     if not GROUPED:
         H = HV
     TRANSITION: tl.constexpr = MAKE == "ends"
@@ -196,6 +199,7 @@ def delta_chunk_fwd_kernel(
     o_v = i_v + o_n
     at_k = (i_b, skip, i_h // (HV // H), 0)
     at_v = (i_b, skip, i_h, i_v)
+    # M has no v: its programs load one, for the loop has no branch, and take zeros instead
     if TRANSITION:
         at_v = (i_b, skip, i_h, tl.where(of_v, i_v, 0))
     at_r = (i_b, skip, i_h, 0)
@@ -216,6 +220,7 @@ def delta_chunk_fwd_kernel(
         b_s = tl.load(s_in_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, BK]
     else:
         b_s = tl.zeros((BV, BK), tl.float32)
+    # M is what becomes of the unit matrix
     if TRANSITION:
         b_s = tl.where((o_v[:, None] == o_k[None, :]) & (~of_v), 1.0, b_s)
     for i in range(tl.cdiv(length, C)):
@@ -236,6 +241,7 @@ def delta_chunk_fwd_kernel(
         if HAS_GATE:
             b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
             b_start = tl.exp2(b_G)
+        # rounded for the products of this chunk; what is carried on stays in float32
         b_sb = b_s.to(b_k.dtype)
         # what o needs goes first, so that little else is live in registers
         if MAKE == "states":
@@ -268,6 +274,8 @@ def delta_chunk_fwd_kernel(
             b_x = b_w * b_beta[None, :]
             b_o = _times(b_x, b_a, b_o, PRECISION, FINE) * scale
         if HAS_GATE:
+            # sums of many gates are long and close to each other: their difference first, then that
+            # of what rounding took from them
             b_beta *= tl.exp2((G_C - b_G) + (low_C - b_low))
             b_s *= tl.exp2(G_C)
         b_s = _times(b_w * b_beta[None, :], b_k, b_s, PRECISION, FINE)  # [BV, BK]
@@ -376,6 +384,7 @@ def delta_chunk_dstate_kernel(
         if MAKE == "states":
             at_s = (first + i_c, i_h, HV, i_v)
             _store_state(states_ptr, at_s, b_sb, o_v, o_k, m_s, K, V, TMA)
+        # the gradient of what a token writes: from o of its chunk by scores, from later ones by dS'
         b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale  # [i, j]
         seen = o_c[:, None] >= o_c[None, :]
         b_dx = tl.dot(b_sb, tl.trans(b_k), input_precision=PRECISION)  # [BV, C]
@@ -394,6 +403,7 @@ def delta_chunk_dstate_kernel(
         b_dv = _solved(b_dx * b_beta[None, :], b_r, b_k.dtype, PRECISION, FINE)  # [BV, C]
         if MAKE == "states":
             store_block(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
+        # what the token's erase hands back to the state before the chunk
         b_lhs = -b_dv
         if HAS_GATE:
             if HAS_P:

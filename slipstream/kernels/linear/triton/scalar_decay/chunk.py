@@ -282,6 +282,8 @@ def scalar_decay_chunk_kernel(
     else:
         segment_anchors = 1
     total = 0.0
+    # one loop in another: the state is written, or met, where the outer one turns, and the inner
+    # one has no branch that would keep its loads from being issued ahead
     for i_anchor in range(segment_anchors):
         if HAS_DG:
             anchor, first, count = gate_range(
@@ -307,6 +309,7 @@ def scalar_decay_chunk_kernel(
                 b_r = load_rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
                 b_a = tl.dot(b_w, tl.trans(b_r), input_precision=PRECISION)  # [j, i]
                 b_y = tl.dot(b_s.to(b_r.dtype), tl.trans(b_r), input_precision=PRECISION)  # [BX, C]
+            # decayed to the chunk's end, from where the state goes on; in reverse to its start
             b_x_decayed = b_x
             if HAS_GATE:
                 b_G, b_low, G_C, low_C = load_chunk_gates(
@@ -332,6 +335,7 @@ def scalar_decay_chunk_kernel(
                 if LAST:
                     b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
                 b_y *= scale
+                # the gate's share by token, while y is in float32
                 if HAS_DG:
                     at = (i_b, skip, i_w, i_x * BX)
                     b_qk = load_rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
