@@ -1,17 +1,18 @@
 """Launches that do not ask Triton again which kernel the arguments want.
 
-Triton takes longer to find a kernel by its two dozen arguments than to launch it. `kept(kernel)` is
-launched like the kernel, and remembers what Triton found by all that it decides by: dtypes, which
-arguments are None, constexprs and options, and of an integer whether it is 1 or a multiple of 16.
-What is rare is left to Triton: tensors that do not begin at a multiple of 16 bytes, integers of
-more than 32 bits, subclasses of tensors, and other types. So is all in the interpreter and on AMD's
-GPUs, where the size of the memory behind a tensor counts too.
+Triton takes longer to find a kernel by its two dozen arguments than to launch it. `cached(kernel)`
+is launched like the kernel, by position or by name, and remembers what Triton found by all that it
+decides by: dtypes, which arguments are None, constexprs and options, and of an integer whether it
+is 1 or a multiple of 16. What is rare is left to Triton: tensors that do not begin at a multiple of
+16 bytes, integers of more than 32 bits, subclasses of tensors, and other types. So is all in the
+interpreter and on AMD's GPUs, where the size of the memory behind a tensor counts too.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial, reduce
+from itertools import takewhile
 from operator import attrgetter, itemgetter, or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,11 +148,15 @@ class CachedKernel:
 
         self.kernel = kernel
         self._driver: Any = driver
+        self._names = [p.name for p in kernel.params]
+        self._orders: dict[tuple, tuple[list[str], list[str]]] = {}
         self._places: dict[tuple, ArgLayout | None] = {}
         self._found: dict[tuple, CompiledEntry] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*args: Any, **named: Any) -> None:
+            if named:
+                args, named = self.in_order(args, named)
             key = self.key_of(args, named)
             kept = None if key is None else self._found.get(key)
             if of_thread.warmup is not None:
@@ -169,6 +174,17 @@ class CachedKernel:
                 self._keep(key, compiled, len(args), named)
 
         return run
+
+    def in_order(self, args: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments that follow args in the kernel's signature beside them, and the rest, which
+        are options of the launch."""
+        shape = (len(args), *named)
+        order = self._orders.get(shape)
+        if order is None:
+            following = list(takewhile(named.__contains__, self._names[len(args) :]))
+            order = self._orders[shape] = following, [x for x in named if x not in following]
+        following, options = order
+        return (*args, *map(named.__getitem__, following)), {x: named[x] for x in options}
 
     def _taken(
         self, taking: "Recorder", grid: tuple, args: tuple, named: dict, kept: CompiledEntry | None

@@ -278,8 +278,30 @@ def test_takes_only_kernels_of_the_jit() -> None:
         assert cached(triton.jit(toy_kernel.fn)).__class__ is not CachedKernel
 
 
+# of a launch, which are no arguments of the kernel
+OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}
+
+
+def test_arguments_by_name_are_those_by_place(gpu: list[tuple]) -> None:
+    x, y = torch.zeros(64), torch.zeros(64)
+    named = {"FLAG": True, "scale": 0.5, "n": 5, "stride": 1, "W": 32, "y_ptr": y, "z_ptr": None}
+    args, options = CachedKernel(toy_kernel).in_order((x,), {**named, "num_warps": 2})
+    assert args[0] is x and args[1] is y and args[2:] == (None, 0.5, 5, 1, 32, True)
+    assert options == {"num_warps": 2}
+    remembering = CachedKernel(toy_kernel)
+    for _ in range(2):  # the second time from what Triton found
+        remembering[1,](x_ptr=x, **named)
+        toy_kernel[1,](x, y, None, 0.5, 5, 1, W=32, FLAG=True)
+    assert len(gpu) == 4 and all(launch[3:] == gpu[0][3:] for launch in gpu)
+    with pytest.raises(KeyError):
+        remembering[1,](x_ptr=x, **named, steps=3)
+    with pytest.raises(TypeError):
+        remembering[1,](x, y, None, 0.5, 5, W=32, FLAG=True)
+
+
 def test_every_launch_can_be_kept() -> None:
-    """What is not a constexpr is given by place."""
+    """Each argument is one of the kernel's, by place or by name, and none but constexprs is left
+    out; the rest are options."""
     from slipstream.compiler.trace import PlainTorch, trace
     from slipstream.tools.catalog import SAMPLES
 
@@ -289,7 +311,8 @@ def test_every_launch_can_be_kept() -> None:
         def run(*args: Any, **named: Any) -> None:
             name = self.kernel.fn.__name__
             seen.add(name)
-            if self.last(len(args), named) is None:
+            args, named = self.in_order(args, named)
+            if self.last(len(args), named) is None or {*named} - OPTIONS:
                 by_name.add(name)
             self.kernel[grid](*args, **named)
 

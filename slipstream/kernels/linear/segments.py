@@ -70,6 +70,11 @@ def scalar_args(terms: LinearInputs, segments: Segments | None) -> tuple[int, in
     return T, terms.sequences, HV, terms.q.shape[2], T if segments is None else segments.tokens
 
 
+def size_args(terms: LinearInputs, segments: Segments | None) -> dict[str, int]:
+    """Those by name."""
+    return dict(zip(("T", "N", "HV", "H", "segment"), scalar_args(terms, segments)))
+
+
 def delta_grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:
     """Of the delta rule's kernels on sm_90: a program a tile of V, head and sequence or segment."""
     HV, V = terms.v.shape[2:]

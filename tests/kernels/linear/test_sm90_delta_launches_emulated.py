@@ -79,7 +79,11 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def on(grid: tuple[int, ...], *args: Any, **flags: Any) -> None:
             ran.append(name)
             given = tuple(Pointer(x) if isinstance(x, Tensor) else x for x in args)
-            flags = {n: x for n, x in flags.items() if n not in COMPILERS}
+            flags = {
+                n: Pointer(x) if isinstance(x, Tensor) else x
+                for n, x in flags.items()
+                if n not in COMPILERS
+            }
             threads._LOCAL.queue, threads._LOCAL.errors = [], []
             threads.launch(getattr(kernels(), NAMES[name]), grid[0], given, **flags)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK, NUM_SMS, scalar_args
+from slipstream.kernels.linear.segments import CHUNK, NUM_SMS, size_args
 from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
 from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
@@ -105,29 +105,32 @@ def launch_bwd_fused(
     states = w.new_empty(workspaces * max(schedule.interval - 2, 1), V, K)
     run: Any = cached(delta_chunk_bwd_sm90_kernel)[(programs,)]
     run(
-        *(tma_descriptor(x, H * K, CHUNK, K) for x in (terms.q, terms.k)),
-        *(tma_descriptor(x, HV * V, CHUNK, V) for x in (terms.v, do)),
-        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
-        tma_descriptor(w, HV * V, CHUNK, V),
-        *(tma_descriptor(x, K, V, K) for x in (states, checkpoints)),
-        *(tma_descriptor(grads[name], heads * K, CHUNK, K) for name in "qk"),
-        grads["q"],
-        grads["k"],
-        w,
-        None if segments else beta_gate.new_empty(workspaces, V, K),
-        beta_gate,
-        grads["beta"],
-        grads.get("g"),
-        s_in,
-        s_out,
-        terms.cu_seqlens,
-        zero_counters(workspaces + semaphores, w),
-        scale,
-        *scalar_args(terms, None)[:4],
-        HV // heads,
-        scalar_args(terms, segments)[4],
-        schedule.interval,
-        workspaces,
+        q_desc=tma_descriptor(terms.q, H * K, CHUNK, K),
+        k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
+        v_desc=tma_descriptor(terms.v, HV * V, CHUNK, V),
+        do_desc=tma_descriptor(do, HV * V, CHUNK, V),
+        r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        dv_desc=tma_descriptor(w, HV * V, CHUNK, V),  # dv comes where w was
+        states_desc=tma_descriptor(states, K, V, K),
+        checkpoints_desc=tma_descriptor(checkpoints, K, V, K),
+        dq_desc=tma_descriptor(grads["q"], heads * K, CHUNK, K),
+        dk_desc=tma_descriptor(grads["k"], heads * K, CHUNK, K),
+        dq_ptr=grads["q"],
+        dk_ptr=grads["k"],
+        dv_ptr=w,
+        park_ptr=None if segments else beta_gate.new_empty(workspaces, V, K),
+        beta_gates_ptr=beta_gate,
+        dbeta_ptr=grads["beta"],
+        dg_ptr=grads.get("g"),
+        s_in_ptr=s_in,
+        s_out_ptr=s_out,
+        cu_ptr=terms.cu_seqlens,
+        counts_ptr=zero_counters(workspaces + semaphores, w),
+        scale=scale,
+        **size_args(terms, segments),
+        G=HV // heads,
+        every=schedule.interval,
+        workspaces=workspaces,
         K=K,
         V=V,
         BK=TILE_K,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, scalar_args
+from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, size_args
 from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
 from slipstream.kernels.linear.sm90.delta.segment_transition import (
     delta_segment_transition_bwd_sm90_kernel,
@@ -40,16 +40,16 @@ def segment_transition(
         (wide // TILE_V * HV * segments.count,)
     ]
     launch(
-        tma_descriptor(terms.k, H * K, CHUNK, K),
-        tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
-        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
-        wy.beta_gate,
-        wy.transition_lognorm,
-        s_in,
-        transition,
-        m_is_zero,
-        terms.cu_seqlens,
-        *scalar_args(terms, segments),
+        k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
+        v_desc=tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
+        r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        beta_gates_ptr=wy.beta_gate,
+        lognorm_ptr=wy.transition_lognorm,
+        s_in_ptr=s_in,
+        transition_ptr=transition,
+        m_is_zero_ptr=m_is_zero,
+        cu_ptr=terms.cu_seqlens,
+        **size_args(terms, segments),
         **{**_segment_transition_flags(terms, s_in), "V": wide - K},
     )
     return transition, m_is_zero
@@ -69,17 +69,17 @@ def segment_transition_bwd(
     dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
     launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[delta_grid(terms, segments)]
     launch(
-        tma_descriptor(terms.q, H * K, CHUNK, K),
-        tma_descriptor(terms.k, H * K, CHUNK, K),
-        tma_descriptor(do, HV * V, CHUNK, TILE_V),
-        tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
-        wy.beta_gate,
-        wy.transition_lognorm,
-        s_in,
-        dE,
-        terms.cu_seqlens,
-        scale,
-        *scalar_args(terms, segments),
+        q_desc=tma_descriptor(terms.q, H * K, CHUNK, K),
+        k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
+        do_desc=tma_descriptor(do, HV * V, CHUNK, TILE_V),
+        r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        beta_gates_ptr=wy.beta_gate,
+        lognorm_ptr=wy.transition_lognorm,
+        s_in_ptr=s_in,
+        transition_ptr=dE,
+        cu_ptr=terms.cu_seqlens,
+        scale=scale,
+        **size_args(terms, segments),
         **_segment_transition_flags(terms, s_in),
     )
     return dE
@@ -101,19 +101,18 @@ def state_passing(
     HV, V = terms.v.shape[2:]
     K = terms.q.shape[-1]
     entry = E.new_empty(segments.count, HV, K, V)
-    T, N, *_ = scalar_args(terms, segments)
     launch: Any = cached(delta_state_passing_sm90_kernel)[delta_grid(terms, segments)]
     launch(
-        E,
-        m,
-        m_is_zero,
-        s_in,
-        entry,
-        terms.cu_seqlens,
-        T,
-        N,
-        HV,
-        segments.tokens,
+        transition_ptr=E,
+        m_ptr=m,
+        m_is_zero_ptr=m_is_zero,
+        s_in_ptr=s_in,
+        entry_ptr=entry,
+        cu_ptr=terms.cu_seqlens,
+        T=terms.v.shape[1],
+        N=terms.sequences,
+        HV=HV,
+        segment=segments.tokens,
         K=K,
         V=V,
         BV=TILE_V,
