@@ -281,8 +281,23 @@ def test_norm_with_what_is_before_it(is_rms_norm: bool, parallel: bool, dtype: t
     want = [norm(weight, bias), *([norm(weight1, None)] if parallel else []), h]
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(got, tuple(want), **tolerance)
-    with pytest.raises(NotImplementedError, match="return_dropout_mask"):
-        fn(x, weight, bias, return_dropout_mask=True)
+
+
+def test_norm_dropout_masks() -> None:
+    """They say what was dropped, and gradients agree."""
+    x, x1 = (torch.randn(64, 32, requires_grad=True) for _ in range(2))
+    weight = torch.ones(32)
+    given: dict[str, Any] = {"dropout_p": 0.25, "prenorm": True, "return_dropout_mask": True}
+    _, h, mask, mask1 = layer_norm_fn(x, weight, None, None, x1, **given)
+    assert 0.65 < mask.float().mean() < 0.85 and not torch.equal(mask, mask1)
+    want = (x * mask + x1 * mask1) / 0.75
+    torch.testing.assert_close(h, want)
+    grads = [torch.autograd.grad(y.square().sum(), (x, x1)) for y in (h, want)]
+    torch.testing.assert_close(*grads)
+    *_, none, none1 = rms_norm_fn(x, weight, None, return_dropout_mask=True)
+    assert none is None and none1 is None
+    y, mask = dropout_add_layer_norm(x, None, weight, None, 0.0, 1e-5, return_dropout_mask=True)
+    assert y.shape == x.shape and mask.all()
 
 
 def test_norm_where_results_go() -> None:

@@ -35,12 +35,9 @@ def dropout_add_rms_norm(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Any:
-    """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm.
-
-    Raises:
-        NotImplementedError: return_dropout_mask.
-    """
-    return rms_norm_fn(
+    """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm; and, with
+    return_dropout_mask, which of x0 were kept."""
+    results = rms_norm_fn(
         x0 if layerscale is None else x0 * layerscale,
         weight,
         bias,
@@ -52,6 +49,10 @@ def dropout_add_rms_norm(
         residual_in_fp32=residual_in_fp32,
         return_dropout_mask=return_dropout_mask,
     )
+    if not return_dropout_mask:
+        return results
+    *results, mask, _ = results
+    return (*results, torch.ones_like(x0, dtype=torch.bool) if mask is None else mask)
 
 
 class DropoutAddRMSNorm(nn.Module):

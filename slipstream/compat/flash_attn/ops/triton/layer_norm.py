@@ -37,24 +37,20 @@ def layer_norm_fn(
         weight1, bias1: [D], of a second norm of the same h.
         prenorm: also return h.
         zero_centered_weight: the factors are 1 + weight.
+        return_dropout_mask: also return which of x and x1 were kept, None where nothing drops.
         out_dtype: of the result; x's if None. out, residual_out: where the result and h go.
 
     Returns:
-        y; y and y1 with weight1; and h behind them with prenorm.
-
-    Raises:
-        NotImplementedError: return_dropout_mask.
+        y; y and y1 with weight1; and h behind them with prenorm; and two masks behind those.
     """
-    if return_dropout_mask:
-        raise NotImplementedError("return_dropout_mask: masks are not kept")
     dtype, h_dtype = x.dtype, torch.float32 if residual_in_fp32 else x.dtype
     h_dtype = h_dtype if residual is None else residual.dtype
     if rowscale is not None:
         x = x * rowscale[..., None]
-    if dropout_p:
-        x = F.dropout(x, dropout_p)
+    x, mask = _dropped(x, dropout_p)
+    mask1 = None
     if x1 is not None:
-        x1 = F.dropout(x1, dropout_p) if dropout_p else x1
+        x1, mask1 = _dropped(x1, dropout_p)
         residual = x1 if residual is None else x1.float() + residual
     norm = rms_norm if is_rms_norm else layer_norm
     y, h = norm(
@@ -75,7 +71,17 @@ def layer_norm_fn(
         results[0] = out.copy_(results[0])
     if prenorm:
         results.append(h if residual_out is None else residual_out.copy_(h))
+    if return_dropout_mask:
+        return (*results, mask, mask1)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
+    """x after dropout, and what of it was kept."""
+    if not p:
+        return x, None
+    mask = torch.rand(x.shape, device=x.device) >= p
+    return torch.where(mask, x / (1 - p) if p < 1 else x, 0), mask
 
 
 def rms_norm_fn(
