@@ -108,7 +108,7 @@ def test_written_row_is_read_as_it_is(name: str, key: tuple) -> None:
 
 
 class Stub:
-    """A call on a GPU that is not there: what its tile costs, by its solve and its walk."""
+    """A call on a GPU that is not there: what its tile costs, by its solve and its scan."""
 
     made = 0
     fails_at: int | None = None
@@ -124,7 +124,7 @@ class Stub:
             raise KeyboardInterrupt
         Stub.made += 1
         tile = self.table[self.key]
-        ms = 1.0 - 0.1 * (tile.solve.B == 64) - 0.05 * (tile.walk.stages == 2)
+        ms = 1.0 - 0.1 * (tile.solve.B == 64) - 0.05 * (tile.fwd.stages == 2)
         return ms, ms
 
 
@@ -181,6 +181,6 @@ def test_goes_on_where_it_was_cut_off(
     want = dataclasses.replace(family.table[key], solve=type(family.table[key].solve)(64, 4, 2))
     assert choice.together(family, key, family.table[key], {"A": rows}).solve == want.solve
     best = choice.expected(family, "delta", key, rows)
-    assert best.solve == want.solve and best.walk.stages == 2
+    assert best.solve == want.solve and best.fwd.stages == 2
     tune.propose(["delta"], write=False)
     assert '+    ("sm_90", 2, 128)' in capsys.readouterr().out.replace("'", '"')

@@ -82,7 +82,14 @@ _GRADS = [(64, 4, 1), (64, 4, 2), (64, 8, 2)]
 
 
 def _delta(key: tuple) -> Candidates:
-    names = ("walk", "keep", "back", "crowded_walk", "crowded_keep", "crowded_back")
+    names = (
+        "fwd",
+        "fwd_states",
+        "dstate",
+        "oversubscribed_fwd",
+        "oversubscribed_fwd_states",
+        "oversubscribed_dstate",
+    )
     return {"solve": _SOLVE, **dict.fromkeys(names, _state_tiles(key)), "grads": _GRADS}
 
 
@@ -92,8 +99,8 @@ def _channel(key: tuple) -> Candidates:
 
 
 def _dplr(key: tuple) -> Candidates:
-    walks = dict.fromkeys(("walk", "keep", "back"), _state_tiles(key))
-    return {"prepare": _SOLVE[:2], **walks, "scores": _GRADS[:2], "grads": _GRADS[:2]}
+    scans = dict.fromkeys(("fwd", "fwd_states", "dstate"), _state_tiles(key))
+    return {"intra": _SOLVE[:2], **scans, "scores": _GRADS[:2], "grads": _GRADS[:2]}
 
 
 def _attention(key: tuple) -> Candidates:
@@ -156,7 +163,7 @@ FAMILIES = {
             Case("K128 fp32", _key(4, 64), "chunk_gated_delta_rule", _float32(128)),
         ),
         _delta,
-        ("solve", "walk", "crowded_walk"),
+        ("solve", "fwd", "oversubscribed_fwd"),
     ),
     "channel": Family(
         f"{TRITON}.vector_decay.tiles",
@@ -188,7 +195,7 @@ FAMILIES = {
             Case("dplr K256", _key(2, 256), "chunk_dplr_delta_rule", _256),
         ),
         _dplr,
-        ("prepare", "walk"),
+        ("intra", "fwd"),
     ),
     "softmax": Family(
         "slipstream.kernels.attention.triton.tiles",

@@ -28,8 +28,8 @@ def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bo
     tensors = {f"{x}_ptr": "*fp32" if x in WIDE else "*bf16" for x in names}
     tensors |= {"index_ptr": "*i32", "cu_ptr": "*i32"} if pool else {}
     rows = [f"row_{x}" for x in (*"qkvgpab", "gv", "beta")]
-    scalars = dict.fromkeys(("T", "slots", *rows), "i64")
-    scalars |= dict.fromkeys(("in_slot", "in_head", "out_slot", "out_head"), "i32:16")
+    scalars = dict.fromkeys(("T", "cache_slots", *rows), "i64")
+    scalars |= dict.fromkeys(("stride_in", "in_head", "stride_out", "out_head"), "i32:16")
     constants = {
         "K": width,
         "V": width,

@@ -22,21 +22,27 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 
 MODULES = "slipstream.kernels.linear.triton.dplr."
 PATHS = {
-    "prepare": MODULES + "wy:dplr_wy_kernel",
+    "intra": MODULES + "wy:dplr_wy_kernel",
     "strong": MODULES + "intra_safe:dplr_intra_safe_kernel",
-    "walk": MODULES + "chunk:dplr_chunk_fwd_kernel",
-    "keep": MODULES + "chunk:dplr_chunk_fwd_kernel",
+    "fwd": MODULES + "chunk:dplr_chunk_fwd_kernel",
+    "fwd_states": MODULES + "chunk:dplr_chunk_fwd_kernel",
     "ends": MODULES + "chunk:dplr_chunk_fwd_kernel",
-    "back": MODULES + "chunk:dplr_chunk_dstate_kernel",
-    "back_ends": MODULES + "chunk:dplr_chunk_dstate_kernel",
+    "dstate": MODULES + "chunk:dplr_chunk_dstate_kernel",
+    "dstate_ends": MODULES + "chunk:dplr_chunk_dstate_kernel",
     "scores": MODULES + "scores:dplr_scores_kernel",
     "grads": MODULES + "dqkg:dplr_dqkg_kernel",
     "strong_grads": MODULES + "intra_safe_bwd:dplr_intra_safe_bwd_kernel",
 }
 # kernels that take another's tile
-OF = {"strong": "prepare", "strong_grads": "grads", "ends": "keep", "back_ends": "back"}
-MAKES = {"walk": "o", "keep": "states", "back": "states", "ends": "ends", "back_ends": "ends"}
-WIDE = ("u", "u_out", "s_in", "s_out", "m", "g", "total", "beta", "dbeta", "dg", "own")
+OF = {"strong": "intra", "strong_grads": "grads", "ends": "fwd_states", "dstate_ends": "dstate"}
+MAKES = {
+    "fwd": "o",
+    "fwd_states": "states",
+    "dstate": "states",
+    "ends": "ends",
+    "dstate_ends": "ends",
+}
+WIDE = ("u", "u_out", "s_in", "s_out", "m", "g", "total", "beta", "dbeta", "dg", "diag")
 ONLY = {
     "delta": ("beta", "dbeta"),
     "dplr": ("a", "b", "k_out", "qk", "ak", "dqk", "dak", "da", "db"),
@@ -61,9 +67,9 @@ def compile_dplr(
     delta, gated = kind == "kda", kind != "iplr"
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
     flags |= {"BK": min(64, wide) if kernel == "scores" else part.B, "BV": part.B}
-    ends = kernel in ("ends", "back_ends")
+    ends = kernel in ("ends", "dstate_ends")
     flags |= {"MAKE": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}
-    flags |= {"CHANNEL": True, "HAS_S_IN": not ends, "HAS_S_OUT": kernel != "keep"}
+    flags |= {"CHANNEL": True, "HAS_S_IN": not ends, "HAS_S_OUT": kernel != "fwd_states"}
     flags["PACKED"] = packed
     flags |= {"EXACT": bytes_each == 4, "LIMIT": 48.0}
     inner = "tf32x3" if bytes_each == 4 else "halves" if tile.C == 64 else "tf32"
@@ -74,10 +80,10 @@ def compile_dplr(
     absent |= set() if packed else {"cu"}
     unread = {"q", "qb", "qk", "o"}
     absent |= {
-        "walk": {"states", "x", "m"},
-        "keep": {*unread, "s_out", "m"},
+        "fwd": {"states", "x", "m"},
+        "fwd_states": {*unread, "s_out", "m"},
         "ends": {*unread, "s_in", "states", "x"},
-        "back_ends": {"s_in", "r", "y", "states"},
+        "dstate_ends": {"s_in", "r", "y", "states"},
     }.get(kernel, set())
     if kernel in MAKES:
         absent -= {"b"}
@@ -101,7 +107,7 @@ def compile_dplr(
 
 def _plain(bytes_each: int, wide: int, kernel: str) -> bool:
     """Whether it does without tensor cores."""
-    return bytes_each == 4 and wide == 256 and kernel in ("walk", "back", "back_ends")
+    return bytes_each == 4 and wide == 256 and kernel in ("fwd", "dstate", "dstate_ends")
 
 
 def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags: Any) -> Compiled:
@@ -123,7 +129,7 @@ def variants() -> Iterator[tuple]:
         for bytes_each in (2, 4):
             for D in (64, 128, 256):
                 for kernel in PATHS:
-                    if kernel in ("ends", "back_ends") and D > 128:
+                    if kernel in ("ends", "dstate_ends") and D > 128:
                         continue  # not split
                     for kind in ("kda", "dplr", "iplr"):
                         if kind != "iplr" or (D == 64 and kernel not in OF):

@@ -25,7 +25,7 @@ def check(job: Job, shape: Shape) -> None:
     if job.key not in _COMPILED:
         _COMPILED[job.key] = job.compile()
     got = _COMPILED[job.key]
-    exact = job.constants.get("PARTS", 0) == 3 or shape.dtype == torch.float32
+    exact = job.constants.get("BF16_TERMS", 0) == 3 or shape.dtype == torch.float32
     assert got.shared <= ARCHS[job.arch].shared, f"{job.name}: {got.shared} bytes"
     if job.arch == "sm_90" and got.dots and not exact:
         assert got.instructions["wgmma"]
