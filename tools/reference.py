@@ -33,6 +33,10 @@ MODULES = {
     "nn": ("slipstream.nn", "Modules whose arguments and parameter names are those of torch.nn."),
     "layers": ("slipstream.layers", "Layers that mix tokens, [B, T, D] to [B, T, D]."),
     "models": ("slipstream.models", "The language model. Needs the extra `lm`."),
+    "compat": (
+        "slipstream.compat",
+        "Other packages' names for these functions: the migration guides say what each has.",
+    ),
     "parallel": ("slipstream.parallel", "A batch whose tokens are dealt out to several GPUs."),
 }
 VARIABLES = {

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
-from slipstream.compat.peer_files import peer_spec
+from slipstream.compat import peer_files
 
 __all__ = ["PACKAGES", "Installed", "install", "uninstall"]
 
@@ -124,7 +124,9 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name.partition(".")[0] != self.package:
             return None
-        peer = peer_spec(name, path, [x for x in sys.meta_path if not isinstance(x, _Finder)])
+        peer = peer_files.peer_spec(
+            name, path, [x for x in sys.meta_path if not isinstance(x, _Finder)]
+        )
         if peer is not None:
             return peer
         ours = f"{__name__}.{name}"
