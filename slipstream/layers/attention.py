@@ -16,6 +16,7 @@ from slipstream.layers.base import (
 from slipstream.ops.attention import attention
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Attention(Mixer):
@@ -85,14 +86,17 @@ class Attention(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        at = token_positions(x, cu_seqlens, positions, state)
+        at = token_positions(x, cu_seqlens, positions, state, context)
         q, k, v = self._project(x, at)
         cache = lengths = None
         if state is not None or use_cache:
+            if context is not None:
+                raise NotImplementedError("use_cache: with a context no keys are kept")
             cache = extended({"k": k, "v": v}, cu_seqlens, state)
         if state is not None and cache is not None:  # else the new keys are all there are
             k, v, lengths = cache["k"], cache["v"], cache["length"]
@@ -102,6 +106,7 @@ class Attention(Mixer):
             v,
             window_size=self.window_size,
             cu_seqlens=cu_seqlens,
+            context=context,
             key_lengths=lengths,
         )
         return self.o_proj(o.flatten(-2)), cache if use_cache else None

@@ -2,10 +2,11 @@
 
 Every layer mixes tokens, [B, T, D] to [B, T, D], and is called the same way:
 
-    y, state = layer(x, cu_seqlens=, positions=, state=, use_cache=)
+    y, state = layer(x, cu_seqlens=, context=, positions=, state=, use_cache=)
 
     x           [B, T, D]
     cu_seqlens  int32 or int64 [N+1]: N sequences packed in B = 1; without it N = B
+    context     a slipstream.parallel.ContextParallel instead of cu_seqlens: x are its rank's tokens
     positions   int64 [1 or B, T], for what looks at them; None counts on from `state`
     state       the dict of an earlier call, N rows in every tensor; None is the start
     use_cache   whether to return the state after the last token, else None
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.ops.rotary import packed_positions
+from slipstream.runtime.context_parallel import ContextParallel
 
 State = dict[str, Tensor]
 Mixed = tuple[Tensor, State | None]
@@ -52,17 +54,18 @@ class Mixer(nn.Module):
         """Initialises the parameters that this module owns itself; its submodules have the same
         method for theirs."""
 
-    def recurrent(self, x: Tensor) -> bool:
+    def recurrent(self, x: Tensor, context: ContextParallel | None = None) -> bool:
         """Whether to run token by token: if mode says so, or x is short and needs no gradient."""
         if self.mode is not None:
             return self.mode == "fused_recurrent"
-        return x.shape[1] <= RECURRENT_UP_TO and not torch.is_grad_enabled()
+        return context is None and x.shape[1] <= RECURRENT_UP_TO and not torch.is_grad_enabled()
 
     def forward(
         self,
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -91,11 +94,17 @@ def next_lengths(x: Tensor, cu_seqlens: Tensor | None, state: State | None) -> T
 
 
 def token_positions(
-    x: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None, state: State | None
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    positions: Tensor | None,
+    state: State | None,
+    context: ContextParallel | None = None,
 ) -> Tensor:
     """Where each token stands in its sequence, int64 [1 or B, T]."""
     if positions is not None:
         return positions
+    if context is not None:
+        return context.share(x.shape[1]).positions(x.device)
     start = past(state, "length")
     if cu_seqlens is not None:
         return packed_positions(cu_seqlens, x.shape[1], offsets=start)

@@ -17,6 +17,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.comba import chunk_comba, fused_recurrent_comba
 from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Comba(Mixer):
@@ -88,17 +89,18 @@ class Comba(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
         a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
         a = a if a.dtype == torch.float64 else a.float()
-        comba = fused_recurrent_comba if self.recurrent(x) else chunk_comba
+        comba = fused_recurrent_comba if self.recurrent(x, context) else chunk_comba
         o, recurrent = comba(
             q=q - self.correction.to(k.dtype)[:, None] * k,
             k=k,
@@ -109,6 +111,7 @@ class Comba(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         z = self.z_proj(x).view_as(o)
         o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps, activation="sigmoid")

@@ -15,6 +15,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class DeltaNet(Mixer):
@@ -74,17 +75,18 @@ class DeltaNet(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
         keys = self.num_heads * self.head_dim
         qk, v = qkv.split([2 * keys, self.num_heads * self.head_v_dim], dim=-1)
         q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
         v = v.unflatten(-1, (self.num_heads, self.head_v_dim))
         beta = self.b_proj(x).sigmoid()  # [B, T, H]
-        rule = fused_recurrent_delta_rule if self.recurrent(x) else chunk_delta_rule
+        rule = fused_recurrent_delta_rule if self.recurrent(x, context) else chunk_delta_rule
         o, recurrent = rule(
             q,
             k,
@@ -93,6 +95,7 @@ class DeltaNet(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         if self.g_proj is None:
             o = rms_norm(o, self.norm_weight, eps=self.norm_eps)

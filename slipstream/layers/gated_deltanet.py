@@ -16,6 +16,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedDeltaNet(Mixer):
@@ -86,16 +87,21 @@ class GatedDeltaNet(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
         a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
-        rule = fused_recurrent_gated_delta_rule if self.recurrent(x) else chunk_gated_delta_rule
+        rule = (
+            fused_recurrent_gated_delta_rule
+            if self.recurrent(x, context)
+            else chunk_gated_delta_rule
+        )
         o, recurrent = rule(
             q,
             k,
@@ -110,6 +116,7 @@ class GatedDeltaNet(Mixer):
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         if self.z_proj is None:
             o = rms_norm(o, self.norm_weight, eps=self.norm_eps)

@@ -20,6 +20,7 @@ from slipstream.ops.gated_delta_product import (
     fused_recurrent_gated_delta_product,
 )
 from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedDeltaProduct(Mixer):
@@ -92,11 +93,12 @@ class GatedDeltaProduct(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
         q, k, v = qkv.split(self.sizes, dim=-1)
         q = l2_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))
         k = l2_norm(self._steps(k, (self.num_heads, self.head_dim)))  # [B, T n, H, K]
@@ -105,7 +107,7 @@ class GatedDeltaProduct(Mixer):
         a = self.a_proj(x)
         a = a if a.dtype == torch.float64 else a.float()
         g = -self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype))
-        is_recurrent = self.recurrent(x)
+        is_recurrent = self.recurrent(x, context)
         product = fused_recurrent_gated_delta_product if is_recurrent else chunk_gated_delta_product
         o, recurrent = product(
             q,
@@ -117,6 +119,7 @@ class GatedDeltaProduct(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         z = self.z_proj(x).view_as(o)
         o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)

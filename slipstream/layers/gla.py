@@ -15,6 +15,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.norm import rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedLinearAttention(Mixer):
@@ -72,6 +73,7 @@ class GatedLinearAttention(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -81,7 +83,7 @@ class GatedLinearAttention(Mixer):
         raw = self.gk_up(self.gk_down(x)).unflatten(-1, heads)
         raw = raw if raw.dtype.itemsize > 2 else raw.float()
         g = F.logsigmoid(raw) / self.gate_logit_normalizer  # [B, T, H, K]
-        gla = fused_recurrent_gla if self.recurrent(x) else chunk_gla
+        gla = fused_recurrent_gla if self.recurrent(x, context) else chunk_gla
         o, recurrent = gla(
             q,
             k,
@@ -90,6 +92,7 @@ class GatedLinearAttention(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         gate = self.g_proj(x).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps)

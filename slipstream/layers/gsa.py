@@ -14,6 +14,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.gsa import chunk_gsa, fused_recurrent_gsa
 from slipstream.ops.norm import rms_norm
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedSlotAttention(Mixer):
@@ -69,6 +70,7 @@ class GatedSlotAttention(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -79,7 +81,7 @@ class GatedSlotAttention(Mixer):
         raw = self.f_proj(x).unflatten(-1, heads)
         raw = raw if raw.dtype == torch.float64 else raw.float()
         g = F.logsigmoid(raw) / self.gate_logit_normalizer  # [B, T, H, M]
-        gsa = fused_recurrent_gsa if self.recurrent(x) else chunk_gsa
+        gsa = fused_recurrent_gsa if self.recurrent(x, context) else chunk_gsa
         o, states = gsa(
             q,
             k,
@@ -90,6 +92,7 @@ class GatedSlotAttention(Mixer):
             initial_state=None if state is None else (state["keys"], state["values"]),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         keys, values = (None, None) if states is None else states
         o = rms_norm(F.silu(o.flatten(-2)), self.norm_weight, eps=self.norm_eps)

@@ -16,6 +16,7 @@ from slipstream.layers.base import (
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
 from slipstream.ops.norm import rms_norm, rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 def _log_forget(f: Tensor, lower_bound: float) -> Tensor:
@@ -79,19 +80,21 @@ class HGRN(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
         i = self.i_proj(x)
         g = _log_forget(self.f_proj(x), self.lower_bound)
-        hgrn = fused_recurrent_hgrn if self.recurrent(x) else chunk_hgrn
+        hgrn = fused_recurrent_hgrn if self.recurrent(x, context) else chunk_hgrn
         h, recurrent = hgrn(
             (F.silu(i) * -torch.expm1(g)).to(i.dtype),
             g,
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         h = rms_norm_gated(h, self.g_proj(x), self.norm_weight, eps=self.norm_eps)
         return self.o_proj(h), new_state(use_cache, recurrent=recurrent)
@@ -145,6 +148,7 @@ class HGRN2(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -152,7 +156,7 @@ class HGRN2(Mixer):
         heads = (self.num_heads, -1)
         q, v = F.silu(self.q_proj(x)).unflatten(-1, heads), self.i_proj(x).unflatten(-1, heads)
         g = _log_forget(self.f_proj(x), self.lower_bound).unflatten(-1, heads)
-        gla = fused_recurrent_gla if self.recurrent(x) else chunk_gla
+        gla = fused_recurrent_gla if self.recurrent(x, context) else chunk_gla
         o, recurrent = gla(
             q,
             -torch.expm1(g).to(q.dtype),
@@ -161,6 +165,7 @@ class HGRN2(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         o = rms_norm(o.flatten(-2), self.norm_weight, eps=self.norm_eps)
         return self.o_proj(o), new_state(use_cache, recurrent=recurrent)

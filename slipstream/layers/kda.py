@@ -16,6 +16,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class KimiDeltaAttention(Mixer):
@@ -97,14 +98,15 @@ class KimiDeltaAttention(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
-        kda = fused_recurrent_kda if self.recurrent(x) else chunk_kda
+        kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
         o, recurrent = kda(
             q,
             k,
@@ -120,6 +122,7 @@ class KimiDeltaAttention(Mixer):
             allow_neg_eigval=self.allow_neg_eigval,
             lower_bound=self.lower_bound,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         gate = self.g_up(self.g_down(x)).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")

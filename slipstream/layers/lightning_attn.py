@@ -15,6 +15,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from slipstream.ops.norm import rms_norm
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class LightningAttention(Mixer):
@@ -69,13 +70,14 @@ class LightningAttention(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
         qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))
         depth = (0, 1) if self.num_layers is None else (self.layer_idx, self.num_layers)
-        is_recurrent = self.recurrent(x)
+        is_recurrent = self.recurrent(x, context)
         lightning = fused_recurrent_lightning_attn if is_recurrent else chunk_lightning_attn
         q, k, v = qkv.unbind(2)
         o, recurrent = lightning(
@@ -86,6 +88,7 @@ class LightningAttention(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         o = rms_norm(o.flatten(-2), self.norm_weight, eps=self.norm_eps)
         return self.o_proj(o * self.g_proj(x).sigmoid()), new_state(use_cache, recurrent=recurrent)

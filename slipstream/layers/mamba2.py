@@ -16,6 +16,7 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Mamba2(Mixer):
@@ -96,6 +97,7 @@ class Mamba2(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -104,7 +106,7 @@ class Mamba2(Mixer):
         z, xbc, dt = self.in_proj(x).split(
             [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
         )
-        xbc, conv = self.conv(xbc, past(state, "conv"), use_cache, cu_seqlens)
+        xbc, conv = self.conv(xbc, past(state, "conv"), use_cache, cu_seqlens, context)
         u, b, c = xbc.split([self.inner, groups, groups], dim=-1)
         u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
         b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
@@ -112,7 +114,7 @@ class Mamba2(Mixer):
         step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))  # [B, T, H]
         if self.dt_limit is not None:
             step = step.clamp(*self.dt_limit)
-        ssd = fused_recurrent_simple_gla if self.recurrent(x) else chunk_simple_gla
+        ssd = fused_recurrent_simple_gla if self.recurrent(x, context) else chunk_simple_gla
         o, recurrent = ssd(
             c,
             b,
@@ -122,6 +124,7 @@ class Mamba2(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         o = torch.addcmul(o, u, self.D.to(u.dtype)[:, None]).flatten(-2)
         size = self.inner // self.n_groups

@@ -16,6 +16,7 @@ from slipstream.ops.attention import attention
 from slipstream.ops.latent_attention import latent_attention
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class MLA(Mixer):
@@ -91,14 +92,17 @@ class MLA(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        at = token_positions(x, cu_seqlens, positions, state)
+        at = token_positions(x, cu_seqlens, positions, state, context)
         q, latent = self._project(x, at)
         cache = lengths = None
         if state is not None or use_cache:
+            if context is not None:
+                raise NotImplementedError("use_cache: with a context no keys are kept")
             cache = extended({"latent": latent}, cu_seqlens, state)
         if state is not None and cache is not None:  # else the new tokens are all there are
             latent, lengths = cache["latent"], cache["length"]
@@ -106,7 +110,10 @@ class MLA(Mixer):
             o = self._absorbed(q, latent, lengths)
         else:
             k, v = self._written_out(latent)
-            o = attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, key_lengths=lengths)
+            o = attention(
+                q, k, v,
+                scale=self.scale, cu_seqlens=cu_seqlens, context=context, key_lengths=lengths,
+            )  # fmt: skip
         return self.o_proj(o.flatten(-2)), cache if use_cache else None
 
     def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from slipstream.layers.base import (
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class MultiScaleRetention(Mixer):
@@ -83,6 +84,7 @@ class MultiScaleRetention(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -91,11 +93,11 @@ class MultiScaleRetention(Mixer):
         k = self.k_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_heads, self.value_dim))
         if self.rotary_base is not None:
-            at = token_positions(x, cu_seqlens, positions, state)
+            at = token_positions(x, cu_seqlens, positions, state, context)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             cos, sin = rotary_tables(at, self.head_dim, base=self.rotary_base, dtype=wide)
             q, k = rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
-        retention = fused_recurrent_retention if self.recurrent(x) else chunk_retention
+        retention = fused_recurrent_retention if self.recurrent(x, context) else chunk_retention
         o, recurrent = retention(
             q,
             k,
@@ -103,6 +105,7 @@ class MultiScaleRetention(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         o = rms_norm_gated(o, self.g_proj(x).view_as(o), self.norm_weight, eps=self.norm_eps)
         length = next_lengths(x, cu_seqlens, state) if use_cache else None

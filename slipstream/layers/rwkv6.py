@@ -9,6 +9,7 @@ from slipstream.layers.rwkv7 import Lora, UniformLinear
 from slipstream.ops.norm import group_norm
 from slipstream.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from slipstream.ops.token_shift import token_shift
+from slipstream.runtime.context_parallel import ContextParallel
 
 # what is mixed with the token before
 MIXED = ("r", "w", "k", "v", "g")
@@ -78,6 +79,7 @@ class RWKV6(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -87,6 +89,7 @@ class RWKV6(Mixer):
             initial_state=past(state, "shift"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         delta = before - x
         inner = torch.tanh(torch.addcmul(x, delta, self.mix_base) @ self.mix_down)
@@ -98,7 +101,7 @@ class RWKV6(Mixer):
         w = -torch.exp(w if w.dtype == torch.float64 else w.float())
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
         r, k, v, w = (y.unflatten(-1, heads) for y in (r, k, v, w))
-        rwkv6 = fused_recurrent_rwkv6 if self.recurrent(x) else chunk_rwkv6
+        rwkv6 = fused_recurrent_rwkv6 if self.recurrent(x, context) else chunk_rwkv6
         o, recurrent = rwkv6(
             r=r,
             k=k,
@@ -109,6 +112,7 @@ class RWKV6(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         norm = self.norm_weight, self.norm_bias
         o = group_norm(o.flatten(-2), self.num_heads, *norm, eps=self.norm_eps)

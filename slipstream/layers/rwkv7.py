@@ -13,6 +13,7 @@ from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_sta
 from slipstream.ops.norm import group_norm, l2_norm
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
+from slipstream.runtime.context_parallel import ContextParallel
 
 SLOWEST_LOG_DECAY = -math.exp(-0.5)
 MIX_POWERS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -116,6 +117,7 @@ class RWKV7(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -128,6 +130,7 @@ class RWKV7(Mixer):
             initial_state=past(state, "shift"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         delta = before - x
         xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mu) for mu in self.mix)
@@ -141,7 +144,7 @@ class RWKV7(Mixer):
         kk = l2_norm((k * self.k_k).unflatten(-1, heads), eps=1e-12)
         k = k * torch.addcmul(1 - self.k_a, a, self.k_a)
         r, k, v, w, a = (y.unflatten(-1, heads) for y in (r, k, v, w, a))
-        rwkv7 = fused_recurrent_rwkv7 if self.recurrent(x) else chunk_rwkv7
+        rwkv7 = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
         o, recurrent = rwkv7(
             r=r,
             w=w,
@@ -152,6 +155,7 @@ class RWKV7(Mixer):
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v  # [B, T, H, K]
         y = self.o_proj((self._norm(o.flatten(-2)) + bonus.flatten(-2)) * self.g_lora(xg))

@@ -32,3 +32,10 @@ def check_arguments(given: dict[str, Any]) -> dict[str, Any]:
                 f"weights, got {value!r}"
             )
     return {name: given[name] for name in PACKING if given.get(name) is not None}
+
+
+def refuse_beside_context(**given: Any) -> None:
+    """Raises ValueError for what a context says itself, or cannot have."""
+    for name, x in given.items():
+        if x is not None and x is not False:
+            raise ValueError(f"{name}: want None beside a context, which says where sequences are")

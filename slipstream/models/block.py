@@ -13,6 +13,7 @@ from slipstream import layers
 from slipstream.models.config import MIXERS, SlipstreamConfig
 from slipstream.nn import RMSNorm as RMSNorm
 from slipstream.nn import SwiGLU
+from slipstream.runtime.context_parallel import ContextParallel
 
 State = dict[str, Tensor]
 
@@ -43,6 +44,7 @@ class Block(GradientCheckpointingLayer):
         first_value: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
@@ -52,8 +54,8 @@ class Block(GradientCheckpointingLayer):
 
         first_value is positional, since reentrant checkpointing gives gradients to nothing else.
         """
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "positions": positions}
-        options |= {"state": state, "use_cache": use_cache}
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
+        options |= {"positions": positions, "state": state, "use_cache": use_cache}
         x, value = self.mixer_norm(h), None
         if not self.mixer.takes_first_value:
             y, state = self.mixer(x, **options)

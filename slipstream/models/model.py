@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from slipstream.models.arguments import PACKING, check_arguments
+from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_context
 from slipstream.models.block import Block, Dense, RMSNorm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
@@ -27,6 +27,7 @@ from slipstream.models.packing import (
 from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.token_ids import clamped, expect_ids
 
 IGNORED = -100
@@ -96,6 +97,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cache, or past_key_values, its name before transformers 5.24: the StateCache of an earlier
             call, changed in place.
         use_cache: return a StateCache; None means config.use_cache when not training.
+        context: a slipstream.parallel.ContextParallel: the tokens are this rank's, without padding,
+            offsets, seq_idx or a cache; positions count in the whole sequence if None.
         sequences: what find_sequences made of the arguments above, which are not looked at then.
         Others that callers pass, and that do nothing here: arguments.py.
 
@@ -126,9 +129,15 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
         sequences: Sequences | None = None,
+        context: ContextParallel | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
         cache = the_cache(cache, past_key_values)
+        if context is not None:
+            packing = {name: others.get(name) for name in PACKING}
+            given = {"cu_seqlens": cu_seqlens, "cache": cache, "use_cache": use_cache}
+            refuse_beside_context(attention_mask=attention_mask, **given, **packing)
+            use_cache = False
         h = self._embed(input_ids, inputs_embeds)
         batch, tokens = h.shape[:2]
         if use_cache is None:
@@ -138,7 +147,9 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         elif use_cache:
             cache = StateCache(len(self.layers))
         position_ids = text_positions(position_ids, batch, tokens)
-        if sequences is None:
+        if context is not None:
+            check_arguments(others)
+        elif sequences is None:
             sequences = self._sequences(
                 batch, tokens, attention_mask, position_ids, cache, cu_seqlens, others
             )
@@ -151,7 +162,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 position_ids = sequences.pack(position_ids.expand(batch, -1))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        h, every = self._run(h, cu_seqlens, cache, bool(output_hidden_states), position_ids)
+        keep = bool(output_hidden_states)
+        h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
         if cache is not None:
             for layer in cache.layers:
                 layer.seen += tokens
@@ -186,6 +198,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cache: StateCache | None,
         keep: bool,
         positions: Tensor | None,
+        context: ContextParallel | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The blocks and the last norm; `keep` also collects what goes into each block."""
         every, first_value = [], None
@@ -197,6 +210,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 h,
                 first_value,
                 cu_seqlens=cu_seqlens,
+                context=context,
                 positions=positions,
                 state=state,
                 use_cache=cache is not None,
@@ -214,7 +228,8 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
     Args of forward, besides those of SlipstreamModel:
         labels [B, T]: input_ids again, -100 where there is no loss; shifted here, and never across
             the border of two sequences. The loss itself holds no logits.
-        num_items_in_batch: divides the summed loss; None is the number of labels that count.
+        num_items_in_batch: divides the summed loss; None is the number of labels that count, with
+            a context of those on all ranks: the ranks' losses then add up to the batch's.
         logits_to_keep: how many last positions get logits, or which; 0 is all of them.
         skip_logits: return no logits. None skips them in training with labels, unless
             logits_to_keep is given; a model in eval mode returns them, as those of transformers do.
@@ -249,12 +264,13 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
         skip_logits: bool | None = None,
+        context: ContextParallel | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         if use_cache is None and labels is not None:
             use_cache = False
         cache, sequences = the_cache(cache, past_key_values), None
-        if labels is not None:
+        if labels is not None and context is None:
             batch, tokens = labels.shape
             position_ids = text_positions(position_ids, batch, tokens)
             sequences = self._sequences(
@@ -272,12 +288,18 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
             cu_seqlens=cu_seqlens,
             output_hidden_states=output_hidden_states,
             sequences=sequences,
+            context=context,
             **others,
         )
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:
-            target = next_tokens(labels, sequences, IGNORED)
+            if context is None:
+                target = next_tokens(labels, sequences, IGNORED)
+            else:
+                target = context.share(labels.shape[1]).next_tokens(labels, IGNORED)
+                if num_items_in_batch is None:
+                    num_items_in_batch = context.sum((target != IGNORED).sum())
             loss = self._loss(h, target, num_items_in_batch)
         if skip_logits is None:
             skip_logits = self.training and labels is not None and logits_to_keep is None

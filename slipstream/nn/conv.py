@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.ops.conv import short_convolution, short_convolution_update
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class ShortConvolution(nn.Module):
@@ -44,9 +45,10 @@ class ShortConvolution(nn.Module):
         state: Tensor | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], state [N, D, W] or None -> y [B, T, D] and the next state, if wanted."""
-        one = x.shape[1] == 1 and cu_seqlens is None
+        one = x.shape[1] == 1 and cu_seqlens is None and context is None
         if one and state is not None and use_cache and not torch.is_grad_enabled():
             state = state.clone()
             y = short_convolution_update(
@@ -61,6 +63,7 @@ class ShortConvolution(nn.Module):
             initial_state=state,
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:

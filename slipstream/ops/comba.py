@@ -93,6 +93,7 @@ def fused_recurrent_comba(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, token by token: for decoding and short sequences, with gradients.
@@ -101,7 +102,7 @@ def fused_recurrent_comba(
     """
     return run(
         _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )
 

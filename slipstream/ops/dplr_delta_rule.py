@@ -91,6 +91,7 @@ def fused_recurrent_dplr_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Generalised delta rule, token by token: for decoding and short sequences, with gradients.
@@ -101,7 +102,7 @@ def fused_recurrent_dplr_delta_rule(
     checks.expect_rank("gk", gk, 4, "[B, T, HV, K]")
     return run(
         LinearInputs(q, k, v, g=gk, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
         names={"g": "gk"},
     )

@@ -100,6 +100,7 @@ def fused_recurrent_gated_delta_product(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaProduct, token by token: for decoding and short sequences, with gradients.
@@ -109,7 +110,7 @@ def fused_recurrent_gated_delta_product(
     """
     if use_qk_l2norm_in_kernel:
         q, k = l2_normalised(q=q, k=k)
-    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=True)
 

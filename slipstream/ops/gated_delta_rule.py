@@ -106,6 +106,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule, token by token: for decoding and short sequences, with gradients.
@@ -147,6 +148,6 @@ def fused_recurrent_gated_delta_rule(
         LinearInputs(
             q, k, v, g=g, gv=gv, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
         ),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )

@@ -80,6 +80,7 @@ def fused_recurrent_gla(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention, token by token: for decoding and short sequences, with gradients.
@@ -96,7 +97,7 @@ def fused_recurrent_gla(
         checks.expect_rank("gk", gk, 4, "[B, T, HV, K]")
     return run(
         LinearInputs(q, k, v, g=gk, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
         names={"g": "gk"},
     )

@@ -99,13 +99,14 @@ def fused_recurrent_gsa(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
     """Gated slot attention, token by token: for decoding and short sequences, with gradients.
 
     Arguments, result and errors as chunk_gsa. Cost: 4 T HQ M (K + V) flops, one after the other.
     """
-    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
     return _run(q, k, v, s, g, initial_state, cu_seqlens, options, recurrent=True)
 
 

@@ -57,7 +57,8 @@ def fused_recurrent_hgrn(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The same as chunk_hgrn in every respect; both names are in use."""
-    return run(x, g, initial_state, output_final_state, reverse, cu_seqlens, impl)
+    return run(x, g, initial_state, output_final_state, reverse, cu_seqlens, impl, context)

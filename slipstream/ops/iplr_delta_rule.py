@@ -83,6 +83,7 @@ def fused_recurrent_iplr_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Generalised delta rule, token by token: for decoding and short sequences, with gradients.
@@ -92,6 +93,6 @@ def fused_recurrent_iplr_delta_rule(
     """
     return run(
         LinearInputs(q, k, v, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )

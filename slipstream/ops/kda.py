@@ -116,6 +116,7 @@ def fused_recurrent_kda(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention, token by token: for decoding and short sequences, with gradients.
@@ -131,7 +132,7 @@ def fused_recurrent_kda(
         beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )
 

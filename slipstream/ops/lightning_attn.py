@@ -92,6 +92,7 @@ def fused_recurrent_lightning_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention, token by token: for decoding and short sequences, with gradients.
@@ -110,6 +111,7 @@ def fused_recurrent_lightning_attn(
         state_v_first=state_v_first,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
+        context=context,
         impl=impl,
     )
 

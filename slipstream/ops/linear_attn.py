@@ -96,6 +96,7 @@ def fused_recurrent_linear_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, State | None]:
     """Linear attention, token by token: for decoding and short sequences, with gradients.
@@ -103,7 +104,7 @@ def fused_recurrent_linear_attn(
     Arguments, result and errors as chunk_linear_attn, but that normalize is False by default.
     Cost: 4 T HV K V flops, one after the other.
     """
-    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
     return _run(q, k, v, initial_state, cu_seqlens, options, normalize, recurrent=True)
 
 

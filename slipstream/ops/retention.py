@@ -86,6 +86,7 @@ def fused_recurrent_retention(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Retention (RetNet), token by token: for decoding and short sequences, with gradients.
@@ -103,6 +104,7 @@ def fused_recurrent_retention(
         state_v_first=state_v_first,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
+        context=context,
         impl=impl,
     )
 

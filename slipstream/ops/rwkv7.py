@@ -94,6 +94,7 @@ def fused_recurrent_rwkv7(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7, token by token: for decoding and short sequences, with gradients.
@@ -104,7 +105,7 @@ def fused_recurrent_rwkv7(
     checks.expect_rank("w", w, 4, "[B, T, HV, K]")
     return run(
         LinearInputs(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
         names=_NAMES,
     )

@@ -84,6 +84,7 @@ def fused_recurrent_simple_gla(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA, token by token: for decoding and short sequences, with gradients.
@@ -94,7 +95,7 @@ def fused_recurrent_simple_gla(
         LinearInputs(
             q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
         ),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )
 

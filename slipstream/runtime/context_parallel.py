@@ -93,6 +93,12 @@ class ContextParallel:
         if impl == "reference":
             raise ValueError("impl: the reference runs on one rank; want another beside context")
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all ranks, without gradients."""
+        x = x.detach().clone()
+        dist.all_reduce(x, group=self.group)
+        return x
+
     def repeated(self, n: int) -> "ContextParallel":
         """The same where every token is n."""
         found = copy(self)
@@ -236,6 +242,25 @@ class Share:
         found = [torch.empty_like(x) for _ in self.lengths]
         dist.all_gather(found, x, group=self.group)
         return found[::-1] if self.backwards else found
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Where each token here stands in its sequence, int64 [1, T]."""
+        found = [
+            torch.arange(n, device=device) + max(self.begin - self.offsets[i], 0)
+            for i, n in ((i, self.tokens_of(self.rank, i)) for i in self.pieces)
+        ]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *found])[None]
+
+    def next_tokens(self, labels: Tensor, ignored: int) -> Tensor:
+        """The label after each token here [B, T], `ignored` after the last of a sequence."""
+        first = labels[:, :1] if labels.shape[1] else labels.new_full((len(labels), 1), ignored)
+        every = self.gather(first)
+        after = every[self.later[0]] if self.later else torch.full_like(first, ignored)
+        target = torch.cat([labels, after], dim=1)[:, 1:]
+        for i, end in enumerate(self.local_offsets[1:]):
+            if self.ends_here(i):
+                target[:, end - 1] = ignored
+        return target
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """All ranks' tokens [B, T, ...], of x [B, tokens here, ...], with gradients."""

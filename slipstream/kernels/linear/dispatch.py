@@ -136,6 +136,9 @@ def _run_across_ranks(
             f"context: heads of more than {MAX_HEAD_DIM} channels run on one rank, got "
             f"{terms.max_head_dim}"
         )
+    if terms.beta is not None and terms.beta.dim() == 4:
+        name = names.get("beta", "beta")
+        raise NotImplementedError(f"{name}: with a context it is one for a token and head")
     share = context.share(terms.q.shape[1])
     if initial_state is not None:
         name = names.get("initial_state", "initial_state")
