@@ -75,7 +75,9 @@ def selective_scan_forward(
     """y [B, T, D] in u's dtype, the final state [S, D, N], and the states that backward reads."""
     states = empty_states(inputs).zero_()
     y = torch.empty(inputs.u.shape, dtype=inputs.u.dtype, device=inputs.u.device)
-    final = states.new_empty(inputs.sequences, *inputs.A.shape)
+    final = states.new_zeros(inputs.sequences, *inputs.A.shape)
+    if inputs.initial_state is not None:
+        final.copy_(inputs.initial_state)
     for rows in _rows(inputs, delta_softplus):
         state = rows.first_state()
         for segment in rows.segments():
@@ -103,6 +105,8 @@ def selective_scan_backward(
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
     tensors = {name: getattr(inputs, name) for name in names}
     grads = {n: None if x is None else torch.zeros_like(x, dtype=dtype) for n, x in tensors.items()}
+    if grads["initial_state"] is not None and dfinal is not None:
+        grads["initial_state"].copy_(dfinal)
     for rows in _rows(inputs, delta_softplus):
         grad_state = None if dfinal is None else dfinal[rows.sequences].to(dtype)
         if grad_state is None:
@@ -136,7 +140,7 @@ def _biased_delta(inputs: ScanInputs) -> Tensor:
 
 
 def _rows(inputs: ScanInputs, delta_softplus: bool) -> Iterator[Rows]:
-    """Those that have a token; an empty one's final state is its first, as is its gradient."""
+    """Those that have a token: the final state of an empty sequence is its first."""
     dtype, (B, T, _) = compute_dtype(inputs.u), inputs.u.shape
     delta = _biased_delta(inputs)
     if delta_softplus:
@@ -150,6 +154,8 @@ def _rows(inputs: ScanInputs, delta_softplus: bool) -> Iterator[Rows]:
         return
     check_cu_seqlens_values(inputs.cu_seqlens, T)
     for s, (begin, end) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
+        if begin == end:
+            continue
         tokens, which = slice(begin, end), slice(s, s + 1)
         cut = {name: getattr(wide, name) for name in ("u", "delta", "B", "C", "z")}
         cut = {name: None if x is None else x[:, tokens] for name, x in cut.items()}
