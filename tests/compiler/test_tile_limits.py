@@ -74,12 +74,12 @@ def test_every_tile_of_the_norms_can_run(arch: Arch) -> None:
 def test_refused_tile_names_nearest_legal() -> None:
     """What a tuner may try: each of these would end in the compiler, or be wrong."""
     wide = tiles.Tile(64, 256, 8, 4, tma=True)
-    with pytest.raises(ValueError, match=r"walk: sm_86 has no TMA; .* is Tile\(C=64, .* tma=False"):
+    with pytest.raises(ValueError, match=r"fwd: sm_86 has no TMA; .* is Tile\(C=64, .* tma=False"):
         linear.check(wide, 128, 2, ARCHS["sm_86"])
     plain = replace(wide, tma=False)
     with pytest.raises(
         ValueError,
-        match=r"walk: needs 147456 bytes of shared memory, sm_86 has 101376; the nearest that works"
+        match=r"fwd: needs 147456 bytes of shared memory, sm_86 has 101376; the nearest that works"
         r" is Tile\(C=64, BX=256, warps=8, stages=3, tma=False\)",
     ):
         linear.check(plain, 128, 2, ARCHS["sm_86"])
@@ -88,7 +88,7 @@ def test_refused_tile_names_nearest_legal() -> None:
     with pytest.raises(ValueError, match="solve: warps: want a power of two up to 32, got 6"):
         linear.check(tile, BK, 2, ARCHS["sm_90"])
     with pytest.raises(
-        ValueError, match=r"walk: a wgmma of 32 columns .* miscompiled; .* is Tile\(C=32, BX=32"
+        ValueError, match=r"fwd: a wgmma of 32 columns .* miscompiled; .* is Tile\(C=32, BX=32"
     ):
         linear.check(tiles.Tile(32, 64, 4, 1), 128, 2, ARCHS["sm_90"])
     with pytest.raises(ValueError, match=r"forward: a product of 96 x 64 x 64: want powers"):
