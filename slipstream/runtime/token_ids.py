@@ -229,6 +229,7 @@ class _Watch:
         slots = self.slots[1:].view(SLOTS, WORDS)
         found = min(slots[slots[:, 0] > 0].tolist())
         self.slots.zero_()
+        _last.clear()  # the same wrong ones again are reported again
         after, i, size, last, name = found
         flat = after - 1
         where = (flat // last, flat % last) if last else (flat,)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import transformers
 
+from slipstream.integrations.transformers import NAME
+
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -39,5 +41,5 @@ def make(name: str, **options: Any) -> tuple[Any, Any]:
         for parameter in eager.parameters():
             parameter.copy_(0.2 * torch.randn_like(parameter))
     slip = copy.deepcopy(eager)
-    slip.set_attn_implementation("slipstream")
+    slip.set_attn_implementation(NAME)  # importing it has registered it
     return eager, slip

@@ -97,6 +97,16 @@ def test_indices_are_checked_again_when_changed() -> None:
         assert not looked("table", y, 4) and not looked("table", y, 4)
 
 
+def test_indices_found_wrong_are_checked_again() -> None:
+    x = torch.tensor([9])
+    assert [token_ids._looked_at("table", x, 4) for _ in range(2)] == [False, True]
+    slots = token_ids.slots_for(x)
+    slots[:6] = torch.tensor([1, 1, 9, 4, 0, token_ids.NAMES.index("table")])
+    with pytest.raises(ValueError, match="table: want less than 4, got 9"):
+        token_ids.raise_pending()
+    assert not token_ids._looked_at("table", x, 4)
+
+
 if __name__ == "__main__":
     check_indices()
     check_offsets()
