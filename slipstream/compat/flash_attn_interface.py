@@ -17,7 +17,7 @@ from slipstream.compat.missing import missing_names
 from slipstream.ops import flash_attn as ops
 from slipstream.ops.attention import attention
 
-__getattr__ = missing_names(__name__, ("flash_attn_combine", "get_scheduler_metadata"))
+__getattr__ = missing_names(__name__, ("get_scheduler_metadata",))
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -192,6 +192,31 @@ def _used_first(offsets: Tensor, used: Tensor, tokens: int) -> tuple[Tensor, Ten
     ends = used.cumsum(0, dtype=offsets.dtype)
     whole = offsets.new_full((1,), tokens)
     return place, torch.cat([offsets.new_zeros(1), ends, whole])
+
+
+@checks.operator
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One attention of what it is over parts of the keys, in plain torch.
+
+    Args:
+        out_partial: [P, B, T, H, DV] of P parts. lse_partial: [P, B, T, H].
+        out: where the result goes. out_dtype: its dtype, out_partial's if None.
+
+    Returns:
+        o [B, T, H, DV], and lse [B, T, H].
+    """
+    checks.expect_rank("out_partial", out_partial, 5, "[P, B, T, H, DV]")
+    checks.expect_shape("lse_partial", lse_partial, out_partial.shape[:-1])
+    lse = lse_partial.logsumexp(0)
+    # where no part has a key, lse is -inf and there is nothing to add
+    weight = (lse_partial - lse).exp().masked_fill(lse.isneginf(), 0.0)
+    o = (weight[..., None] * out_partial).sum(0).to(out_dtype or out_partial.dtype)
+    return o if out is None else out.copy_(o), lse
 
 
 @checks.operator

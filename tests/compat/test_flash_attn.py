@@ -38,7 +38,7 @@ def test_installs() -> None:
         assert pad_input is bert_padding.pad_input
         assert flash_attn_varlen_func is flash_attn_interface.flash_attn_varlen_func
         with pytest.raises(ImportError, match="Slipstream has no flash_attn_interface"):
-            from flash_attn_interface import flash_attn_combine  # noqa: F401
+            from flash_attn_interface import get_scheduler_metadata  # noqa: F401
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -139,6 +139,23 @@ def test_fa3_refuses_by_name() -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens"):
         with pytest.raises(NotImplementedError, match=f"^{name}: not implemented"):
             flash_attn_interface.flash_attn_with_kvcache(q, q, q, **{name: OFFSETS})
+
+
+def test_combine() -> None:
+    """Attention over parts of the keys, one of which a batch does not have."""
+    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 9, 4, 8), torch.randn(2, 9, 4, 8)
+    parts = [ops.attention(q, k[:, x], v[:, x], causal=False, return_lse=True)
+             for x in (slice(0, 4), slice(4, 9))]  # fmt: skip
+    o, lse = (torch.stack(x) for x in zip(*parts))
+    none = torch.full_like(lse[:1], -torch.inf)
+    o, lse = torch.cat([o, o[:1]]), torch.cat([lse, none]).mT
+    got = flash_attn_interface.flash_attn_combine(o, lse)
+    want, want_lse = ops.attention(q, k, v, causal=False, return_lse=True)
+    torch.testing.assert_close(got, (want, want_lse.mT))
+    nothing = flash_attn_interface.flash_attn_combine(o, none.mT.expand_as(lse))
+    assert nothing[0].abs().max() == 0
+    place = torch.empty_like(want, dtype=torch.bfloat16)
+    assert flash_attn_interface.flash_attn_combine(o, lse, place)[0] is place
 
 
 def test_pages_of_a_cache() -> None:

@@ -30,7 +30,7 @@ MISSING = {
         "dropout_add_layer_norm_parallel_residual", "dropout_add_layer_norm_subset", "maybe_align",
     ),
     "flash_attn_interface": (
-        "flash_attn_combine", "get_scheduler_metadata", "maybe_contiguous", "round_multiple",
+        "get_scheduler_metadata", "maybe_contiguous", "round_multiple",
         "round_up_headdim", "setup_context",
     ),
     "mamba_ssm.ops.selective_scan_interface": ("rms_norm_forward",),
