@@ -18,6 +18,7 @@ CHECKS: dict[str, tuple[dict[str, int], Callable[[Any], bool]]] = {
     "custom_mixer.py": ({}, lambda apart: apart < 1e-5),
     "packed_training.py": ({"steps": 30}, lambda losses: losses[1] < 0.5 * losses[0]),
     "decoding_pool.py": ({}, lambda apart: apart < 1e-5),
+    "context_parallel.py": ({}, lambda apart: 0 < apart < 1e-4),
     "exported_model.py": ({}, lambda apart: apart < 1e-5),
     # some guesses are wrong, or it would be 40 tokens in 9 calls
     "speculative_decoding.py": ({}, lambda each: 1 < each < 4.4),
