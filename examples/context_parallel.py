@@ -33,7 +33,8 @@ def train_step() -> float:
     if torch.cuda.is_available():
         device = f"cuda:{dist.get_rank()}"
         torch.cuda.set_device(device)
-    model, ids = make().to(device), torch.randint(32, (1, TOKENS)).to(device)
+    with torch.device(device):
+        model, ids = make(), torch.randint(32, (1, TOKENS))
     plan = ContextParallel()  # all processes, equally many tokens each
     mine = shard(ids, plan)
     loss = model(mine, labels=mine, context=plan).loss
