@@ -55,7 +55,7 @@ def selective_scan(
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
     Cost: 9 B T D N flops and B T D N exponentials; u, delta, z read and y written once; for
-    backward a state each 32 tokens is kept.
+    backward a state each 64 tokens is kept.
     Source: Gu, Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023),
     algorithm 2. mamba_ssm has channels before tokens: slipstream.compat.mamba_ssm.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.runtime.backends import INTERPRETED
 
 # Tokens from one saved state to the next; backward recomputes those in between.
-CHUNK = 8 if INTERPRETED else 32
+CHUNK = 8 if INTERPRETED else 64
 
 
 class ScanInputs(NamedTuple):

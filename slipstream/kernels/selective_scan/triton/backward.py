@@ -64,7 +64,7 @@ def selective_scan_backward_kernel(
     u_ptr,  # [tokens, D], a row each u_row
     delta_ptr,
     A_ptr,  # [N, D], float32
-    B_ptr,  # [tokens, G, N], float32
+    B_ptr,  # [G, N, tokens], float32
     C_ptr,
     D_ptr,  # [D]
     z_ptr,
@@ -143,7 +143,7 @@ def selective_scan_backward_kernel(
                 # of dt u, and of dt by the decay
                 gx, ga = gx + (tl.zeros_like(b_dt),), ga + (tl.zeros_like(b_dt),)
             b_sum_next = b_sum - dt[0] + b_dt_next  # pyright: ignore[reportGeneralTypeIssues]
-            o_bc = (begin + o_r) * (G * N) + i_g * N
+            o_bc = begin + o_r + (i_g * N).to(tl.int64) * rows
             for n in range(N):
                 b_A = load_wide(A_ptr + n * D + o_d, m_d)[None, :]
                 b_A2 = b_A * LOG2E
@@ -157,8 +157,8 @@ def selective_scan_backward_kernel(
                 a, x, dh = (), (), ()
                 for i in tl.static_range(RUN):
                     m_t = (o_r + i) < tokens
-                    b_B = load_wide(B_ptr + o_bc + n + i * G * N, m_t)[:, None]
-                    b_C = load_wide(C_ptr + o_bc + n + i * G * N, m_t)[:, None]
+                    b_B = load_wide(B_ptr + o_bc + n * rows + i, m_t)[:, None]
+                    b_C = load_wide(C_ptr + o_bc + n * rows + i, m_t)[:, None]
                     a, x = a + (tl.exp2(dt[i] * b_A2),), x + (du[i] * b_B,)
                     dh = dh + (b_C * dy[i],)
                 h = scan_forward(a, x, tl.exp2(b_sum * b_A2), b_0, RUN)
@@ -167,7 +167,7 @@ def selective_scan_backward_kernel(
                 dA, more_gx, more_ga, more_y = (), (), (), ()
                 for i in tl.static_range(RUN):
                     m_t = (o_r + i) < tokens
-                    b_B = load_wide(B_ptr + o_bc + n + i * G * N, m_t)[:, None]
+                    b_B = load_wide(B_ptr + o_bc + n * rows + i, m_t)[:, None]
                     b_w = dh[i] * a[i] * h[i]  # dh_t a_t h_{t-1}
                     dA = dA + (b_w * dt[i],)
                     more_gx, more_ga = (
@@ -175,7 +175,7 @@ def selective_scan_backward_kernel(
                         more_ga + (ga[i] + b_w * b_A,),
                     )
                     if z_ptr is not None:
-                        b_C = load_wide(C_ptr + o_bc + n + i * G * N, m_t)[:, None]
+                        b_C = load_wide(C_ptr + o_bc + n * rows + i, m_t)[:, None]
                         more_y = more_y + (y[i] + h[i + 1] * b_C,)
                     else:
                         more_y = more_y + (y[i],)

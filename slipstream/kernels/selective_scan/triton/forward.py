@@ -20,12 +20,12 @@ from slipstream.kernels.selective_scan.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "rows"])
 def selective_scan_forward_kernel(
     u_ptr,  # [tokens, D], a row each u_row
     delta_ptr,
     A_ptr,  # [N, D], float32
-    B_ptr,  # [tokens, G, N], float32
+    B_ptr,  # [G, N, tokens], float32
     C_ptr,
     D_ptr,  # [D]
     z_ptr,
@@ -36,6 +36,7 @@ def selective_scan_forward_kernel(
     states_ptr,  # [tokens // L, N, D], float32
     cu_ptr,
     T,
+    rows,  # tokens of all sequences
     u_row,
     delta_row,
     z_row,
@@ -76,6 +77,7 @@ def selective_scan_forward_kernel(
         is_last = (i_t + 1) * L >= tokens
         # the state that this tile leaves, after that which it finds
         o_after = (begin // L + i_t) * (N * D) + o_d
+        o_bc = begin + o_r + (i_g * N).to(tl.int64) * rows
         for n in range(N):
             b_A = load_wide(A_ptr + n * D + o_d, m_d)[None, :] * LOG2E
             b_0 = load_wide(states_ptr + o_after - N * D + n * D, m_d & (i_t > 0))
@@ -83,13 +85,13 @@ def selective_scan_forward_kernel(
                 b_0 += load_wide(s_in_ptr + o_s + n, m_d & (i_t == 0))
             a, x = (), ()
             for i in tl.static_range(RUN):
-                p_B = B_ptr + (begin + o_r) * (G * N) + i_g * N + n + i * G * N
+                p_B = B_ptr + o_bc + n * rows + i
                 b_B = load_wide(p_B, (o_r + i) < tokens)[:, None]
                 a, x = a + (tl.exp2(dt[i] * b_A),), x + (du[i] * b_B,)
             h = scan_forward(a, x, tl.exp2(b_sum * b_A), b_0, RUN)
             further = ()
             for i in tl.static_range(RUN):
-                p_C = C_ptr + (begin + o_r) * (G * N) + i_g * N + n + i * G * N
+                p_C = C_ptr + o_bc + n * rows + i
                 b_C = load_wide(p_C, (o_r + i) < tokens)[:, None]
                 further = further + (y[i] + h[i + 1] * b_C,)
             y = further

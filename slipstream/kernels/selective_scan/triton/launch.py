@@ -29,8 +29,8 @@ class Tile(NamedTuple):
 
 
 INTERPRETER = Tile(2, 4, 16, 2, 4)
-FORWARD = INTERPRETER if INTERPRETED else Tile(8, 4, 16, 2, 1)
-BACKWARD = INTERPRETER if INTERPRETED else Tile(8, 4, 16, 2, 1)
+FORWARD = INTERPRETER if INTERPRETED else Tile(8, 8, 16, 4, 1)
+BACKWARD = INTERPRETER if INTERPRETED else Tile(8, 8, 8, 2, 1)
 assert FORWARD.RUN * FORWARD.RUNS == BACKWARD.RUN * BACKWARD.RUNS == CHUNK
 # Programs that share the sequences of a backward: each leaves a sum over its own.
 SEQUENCE_PROGRAMS = 64
@@ -52,6 +52,7 @@ def forward(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor, T
             states,
             _contiguous(inputs.cu_seqlens),
             u.shape[1],
+            u.shape[0] * u.shape[1],
             *strides,
             **_constants(inputs, tile, delta_softplus),
         )
@@ -121,7 +122,8 @@ def _layout(inputs: ScanInputs) -> tuple[list[Tensor | None], tuple[int, ...]]:
     u, u_row = _rows(inputs.u)
     delta, delta_row = _rows(inputs.delta)
     z, z_row = (None, 0) if inputs.z is None else _rows(inputs.z)
-    B, C = inputs.B.float().contiguous(), inputs.C.float().contiguous()
+    # [G, N, B, T]: runs of tokens, which are lanes', share a line of the cache
+    B, C = (x.float().permute(2, 3, 0, 1).contiguous() for x in (inputs.B, inputs.C))
     A = inputs.A.float().T.contiguous()
     D, bias, state = map(_contiguous, (inputs.D, inputs.delta_bias, inputs.initial_state))
     return [u, delta, A, B, C, D, z, bias, state], (u_row, delta_row, z_row)
