@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS
-from slipstream.kernels.linear.delta import WYFactors
+from slipstream.kernels.linear.delta import Checkpoints, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments
 from slipstream.kernels.linear.sm90 import plan
@@ -71,8 +71,13 @@ def terms(case: tuple, device: torch.device | str) -> LinearInputs:
 
 def jobs(case: tuple, make: str) -> list[Job]:
     from slipstream.compiler.trace import trace
-    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, launch
+    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, segment_launch
+    from slipstream.kernels.linear.sm90.delta.backend import Sm90Delta
     from slipstream.kernels.linear.sm90.delta.bwd_schedule import make_schedule
+
+    class Delta(Sm90Delta):
+        def _use_2tile(self, terms: LinearInputs) -> bool:
+            return make.startswith("wide")
 
     def call(device: torch.device) -> None:
         given = terms(case, device)
@@ -89,32 +94,31 @@ def jobs(case: tuple, make: str) -> list[Job]:
         ends = {"s_in": given.initial_state, "segments": at if case == SPLIT else None}
         cut = make_schedule(given, 2, 1 if make == "split_walk" else 0)
         marks = like.new_empty(cut.checkpoints, HV, V, K)
-        checkpoints = launch.Checkpoints(2, marks)
+        checkpoints = Checkpoints(2, marks)
+        delta = Delta(8 if make.endswith("span") else None)
+        whole: dict[str, Any] = {"s_in": end, "s_out": end, "segments": None}
         if make == "solve":
-            launch.solve_tril(given, wy)
-        elif make == "span":
-            launch.chunk_fwd(given, wy, 0.1, out, s_in=end, s_out=end, skip_empty=True)
-        elif make == "wide_span":
-            launch.chunk_fwd_2tile(given, wy, 0.1, out, s_in=end, s_out=end, skip_empty=True)
+            delta.solve_tril(given)
+        elif make in ("span", "wide_span"):
+            delta.chunk_fwd(given, wy, 0.1, out, **whole)
         elif make == "back_span":
-            both = {"s_in": end, "s_out": end, "skip_empty": True}
-            launch.chunk_dstate(given, out, wy, 0.1, out, states, **both)
+            delta.chunk_dstate(given, out, wy, 0.1, out, states, **whole)
         elif make == "o":
-            launch.chunk_fwd(given, wy, 0.1, out, s_out=end, **ends)
+            delta.chunk_fwd(given, wy, 0.1, out, s_out=end, **ends)
         elif make in ("parts", "parts_split"):
             ends["segments"] = at if make == "parts_split" else None
-            launch.chunk_fwd(given, wy, 0.1, out, s_out=end, **ends, checkpoints=checkpoints)
+            delta.chunk_fwd(given, wy, 0.1, out, s_out=end, **ends, checkpoints=checkpoints)
         elif make == "states":
-            launch.chunk_fwd(given, wy, 0.1, out, states=states, **ends)
+            delta.chunk_fwd(given, wy, 0.1, out, states=states, **ends)
         elif make.startswith("wide"):
             kept: dict[str, Any] = {"states": states} if "states" in make else {"s_out": end}
             kept["checkpoints"] = checkpoints if make == "wide_parts" else None
-            launch.chunk_fwd_2tile(given, wy, 0.1, out, s_in=given.initial_state, **kept)
+            delta.chunk_fwd(given, wy, 0.1, out, s_in=given.initial_state, **kept)
         elif make in ("grads", "shared"):
             wide = like.new_empty(B, T, HV if make == "grads" else given.q.shape[2], K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
-            launch.chunk_dqkg(given, out, wy, out, out, states, states, 0.1, made)
+            delta.chunk_dqkg(given, out, wy, out, out, states, states, 0.1, made)
         elif make.endswith("_walk"):
             wide = like.new_empty(B, T, given.q.shape[2] if "shared" in make else HV, K)
             each = rows.new_empty(B, T, HV)
@@ -128,15 +132,16 @@ def jobs(case: tuple, make: str) -> list[Job]:
             made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)
             m = made[..., V:].contiguous() if "alone" in make else made
             if make == "ends":
-                launch.segment_transition(given, wy, start, at)
+                segment_launch.segment_transition(given, wy, start, at)
             elif make == "ends_alone":
-                launch.segment_transition(given, wy, None, at, alone=True)
+                segment_launch.segment_transition(given, wy, None, at, alone=True)
             elif make == "ends_back":
-                launch.segment_transition_bwd(given, out, wy, 0.1, start, at)
+                segment_launch.segment_transition_bwd(given, out, wy, 0.1, start, at)
             else:
-                launch.state_passing(given, made, m, far, start, at, reverse="back" in make)
+                reverse = "back" in make
+                segment_launch.state_passing(given, made, m, far, start, at, reverse=reverse)
         else:
-            launch.chunk_dstate(given, out, wy, 0.1, out, states, s_out=end, **ends)
+            delta.chunk_dstate(given, out, wy, 0.1, out, states, s_out=end, **ends)
 
     # but for what sets counts to zero
     return [x for x in trace(call, "sm_90", backward=False) if x.name != "zeros_kernel"]
