@@ -23,6 +23,7 @@ from slipstream.kernels.norm import fallback
 from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.pointwise import activation, embedding, rotary, token_shift
+from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.runtime import gradient
 
 assert slipstream.ops  # every operator is defined by now
@@ -98,6 +99,12 @@ def _steps() -> tuple:
     return (*terms, torch.rand(1, 8, 1), None, None, 0.5, 4, "eager", 1)
 
 
+def _selective() -> tuple:
+    u, delta, z = (rand(1, 4, 3) for _ in "udz")
+    A, B, C = -rand(3, 2).abs(), rand(1, 4, 1, 2), rand(1, 4, 1, 2)
+    return (u, delta, A, B, C, rand(3), z, rand(3), rand(1, 3, 2), None, True, "eager")
+
+
 ROWS: dict[str, tuple[Any, Row]] = {
     "linear": (linear.call_forward.overload, Row(_linear, 2)),
     "linear in spans": (linear._call_slices.overload, Row(lambda: (*_linear(), 1), 2)),
@@ -105,6 +112,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
         scan._call_forward.overload,
         Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),
     ),
+    "selective_scan": (selective_scan._call_forward.overload, Row(_selective, 2)),
     "softmax": (attention._call_forward.overload, Row(_softmax, 2)),
     "latent": (
         latent._call.overload,
