@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.runtime.autograd import Function, Saved, once_differentiable
 
 
 class ContextParallel:
@@ -320,37 +321,46 @@ class Share:
         return _SumOfRanks.apply(tie(torch.cat(found), after), self)
 
 
-class _SumOfRanks(torch.autograd.Function):
+class _SumOfRanks(Function):
+    operator = "slipstream::context_sum"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
         ctx.share = share
         return share.add_up(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
         return ctx.share.add_up(grad.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
+    operator = "slipstream::context_gather"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
         ctx.share = share
         return torch.stack(share.gather(x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
         grad = grad.clone(memory_format=torch.contiguous_format)
         return ctx.share.add_up(grad)[ctx.share.rank], None
 
 
-class _Tie(torch.autograd.Function):
+class _Tie(Function):
+    operator = "slipstream::context_tie"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
         ctx.like = [(y.shape, y.dtype, y.device) for y in others]
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
         return grad, *(torch.zeros(n, dtype=d, device=at) for n, d, at in ctx.like)
 
 

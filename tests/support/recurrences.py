@@ -234,7 +234,7 @@ def gsa(
 
 
 SIZE = Size(B=B, T=T, H=H, HV=HV, K=K, V=V, M=M, dtype=torch.float64, gate="mixed")
-NAMED = {"rwkv6", "rwkv7", "dplr_delta_rule", "comba"}
+NAMED = {"rwkv7", "dplr_delta_rule", "comba"}
 # the two recurrences of gsa are a function of their own, and the sums of a normaliser
 ROWS = [
     x

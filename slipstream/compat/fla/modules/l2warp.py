@@ -2,12 +2,15 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from slipstream.runtime.autograd import Function, Saved, once_differentiable
 
-class L2Wrap(torch.autograd.Function):
+
+class L2Wrap(Function):
     """loss as it is; the gradient of the largest logit of each token grows by a share of it."""
+
+    operator = "fla.modules.l2warp.l2_warp"
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, logits: Tensor, l2_penalty_factor: float = 1e-4) -> Tensor:
@@ -18,8 +21,9 @@ class L2Wrap(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        penalty, index = ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> Any:
+        penalty, index = saved
         dlogits = penalty.new_zeros(ctx.shape)
         dlogits.scatter_(-1, index, (penalty * dloss).to(penalty.dtype))
         return dloss, dlogits, None
