@@ -134,7 +134,8 @@ def attention(
         for name, x in given.items():
             if x is not None:
                 raise ValueError(f"{name}: the context has the offsets; want None beside it")
-        return _across_ranks(
+        return context.eagerly(
+            _across_ranks,
             q, k, v, g, context, causal, window_size, dropout_p,
             scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
             return_lse=return_lse, impl=impl,

@@ -58,6 +58,12 @@ def short_convolution(
     Source: Poli et al., Hyena Hierarchy, 2023, section 3; calls as in the causal_conv1d package,
         but for the layout [B, T, D].
     """
+    if context is not None and torch.compiler.is_compiling():
+        return context.eagerly(
+            short_convolution, x, weight, bias, activation=activation, residual=residual,
+            initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, context=context, impl=impl,
+        )  # fmt: skip
     checks.expect_rank("x", x, 3, "[B, T, D]")
     _check(x, weight, bias, activation)
     share = past = None

@@ -42,6 +42,11 @@ def token_shift(
     Cost: on CUDA one read and one write of x, forward and backward; elsewhere twice that if packed.
     Source: Peng et al., RWKV, 2023, section 3.1.
     """
+    if context is not None and torch.compiler.is_compiling():
+        return context.eagerly(
+            token_shift, x, initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, context=context, impl=impl,
+        )  # fmt: skip
     checks.expect_rank("x", x, 3, "[B, T, D]")
     checks.expect_floating({"x": x})
     share = past = None

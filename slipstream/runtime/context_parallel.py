@@ -6,7 +6,7 @@ exchange does not depend on how many tokens there are (docs/guides/context-paral
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -51,6 +51,8 @@ class ContextParallel:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("group: torch.distributed has no process group yet")
         self.group: dist.ProcessGroup = _process_group(group)
+        # under torch.compile a call with a context breaks the graph: its exchanges are not traced
+        self.eagerly: Callable[..., Any] = torch.compiler.disable(_call)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if lengths is not None:
             lengths = [int(x) for x in lengths]
@@ -411,6 +413,10 @@ class Crossings:
 
     def __init__(self, any: bool, through: bool) -> None:
         self.any, self.through = any, through
+
+
+def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

@@ -119,6 +119,30 @@ def test_shard_and_unshard() -> None:
     torch.testing.assert_close(x.grad, 2 * x)
 
 
+# torch's own: Dynamo looks at .grad of what goes into a graph after a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.usefixtures("one_rank")
+def test_context_under_torch_compile() -> None:
+    """The graph breaks there, and the numbers and gradients are the same."""
+    plan = ContextParallel(None, [0, 4, 10])
+    q, weight = torch.randn(1, 10, 2, 16, requires_grad=True), torch.randn(32, 3)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        x, _ = ops.short_convolution(q.flatten(2) * 2, weight, context=plan)
+        x, _ = ops.token_shift(x, context=plan)
+        x = x.view_as(q)
+        o, _ = ops.chunk_retention(x, x, x, context=plan)
+        h, _ = ops.chunk_hgrn(o.flatten(2), -o.flatten(2).abs(), context=plan)
+        return ops.attention(x, h.view_as(q), o + 1, context=plan)
+
+    want = layer(q)
+    (grad,) = torch.autograd.grad(want.square().sum(), q)
+    torch.compiler.reset()
+    got = torch.compile(layer, backend="aot_eager")(q)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), q)[0], grad)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_wrong_plans_and_arguments_are_named() -> None:
     q, plan = torch.randn(1, 6, 2, 16), ContextParallel(None, [0, 2, 6])

@@ -41,9 +41,8 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """h [B, T, D] in x's dtype, and the final state [N, D] if asked for."""
     if context is not None:
-        return _run_across_ranks(
-            x, g, initial_state, output_final_state, reverse, cu_seqlens, impl, context
-        )
+        args = x, g, initial_state, output_final_state, reverse, cu_seqlens, impl, context
+        return context.eagerly(_run_across_ranks, *args)
     key = signature((x, g, initial_state, cu_seqlens), impl)
     plan = _PLANS.get(key, lambda: _checked(x, g, initial_state, cu_seqlens, impl))
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU

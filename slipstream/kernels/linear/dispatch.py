@@ -78,7 +78,8 @@ def run(
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
     if options.context is not None:
-        return _run_across_ranks(terms, options, options.context, recurrent, names or {})
+        given = terms, options, options.context, recurrent, names or {}
+        return options.context.eagerly(_run_across_ranks, *given)
     key = signature(terms, options.chunk_size, options.impl, recurrent)
     dtype = None
     if key is not None and terms.q is not None:
