@@ -219,7 +219,7 @@ def graph_ms(call: Call, runs: int = 20) -> float:
 
 
 def host_us(call: Call, rounds: int = 20, each: int = 20) -> float:
-    """Microseconds until a call returns, the least of some rounds; the device keeps up."""
+    """Microseconds until a call returns, the mean of `each` calls in the fastest round."""
     best = float("inf")
     for _ in range(rounds):
         synchronize()
@@ -344,5 +344,5 @@ def sdpa(causal: bool, backend: SDPBackend) -> Callable[..., Tensor]:
 
 
 def rounded(cells: Mapping[str, float], digits: int = 4) -> dict[str, float]:
-    """To so many significant digits."""
+    """Rounded to the given number of significant digits."""
     return {name: float(f"{x:.{digits}g}") for name, x in cells.items()}

@@ -151,7 +151,7 @@ class Compiling:
         return [self._pool.submit(fitting, name, place, tile) for tile in tiles]
 
     def stop(self) -> None:
-        """At once: a compilation may take minutes, which nobody waits for any more."""
+        """Stops the workers at once: a compilation whose result is not needed may take minutes."""
         running = multiprocessing.active_children()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in running:

@@ -123,12 +123,7 @@ def _run_across_ranks(
     names: Mapping[str, str],
 ) -> tuple[Tensor, Tensor | None]:
     """As run does; the terms are this rank's, initial_state is that of all sequences."""
-    if terms.cu_seqlens is not None:
-        raise ValueError("cu_seqlens: the context has the offsets; want None beside it")
-    if options.impl == "reference":
-        raise ValueError(
-            "impl: the reference runs on one rank; want None or another beside context"
-        )
+    context.expect_no_offsets(terms.cu_seqlens, options.impl)
     initial_state = terms.initial_state
     terms = terms._replace(initial_state=None, cu_seqlens=context.cu_seqlens)
     plan = _checked(terms, names, options, recurrent)

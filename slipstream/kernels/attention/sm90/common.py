@@ -235,7 +235,7 @@ def wait_empty(barriers, i_step, COUNT: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers, whose phase ends with so many arrivals."""
+    """COUNT mbarriers; a phase completes after the given number of arrivals."""
     result = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(result.index(i), count=ARRIVALS)

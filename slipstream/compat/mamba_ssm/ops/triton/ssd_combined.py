@@ -94,7 +94,9 @@ def _packed(
     if cu_seqlens is None:
         raise ValueError("cu_seqlens: want offsets with return_varlen_states, got None")
     if initial_states is not None:
-        raise NotImplementedError("initial_states: with return_varlen_states sequences begin anew")
+        raise NotImplementedError(
+            "initial_states: want None beside return_varlen_states, which starts each sequence at 0"
+        )
     y, states = chunk_simple_gla(
         *tensors, cu_seqlens=cu_seqlens, output_final_state=True, **linear_mixers.MAMBA2
     )
