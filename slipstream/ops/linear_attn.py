@@ -9,7 +9,7 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, check, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.context_parallel import ContextParallel
 
 # Of ones, of which one is read: as few as are fast.
@@ -204,7 +204,7 @@ class _WithQuery(Function):
     @staticmethod
     def forward(ctx: Any, scale: float, reverse: bool, o: Tensor, *given: Any) -> Tensor:
         ctx.options = LinearOptions(scale=scale, reverse=reverse)
-        ctx.save_for_backward(*given)
+        save(ctx, *given)
         return o.view_as(o)
 
     @staticmethod

@@ -6,7 +6,9 @@ A Function declares forward and backward, and the operator that errors name:
         operator = "slipstream::scan"
 
         @staticmethod
-        def forward(ctx, x, g): ...
+        def forward(ctx, x, g):
+            ...
+            save(ctx, g, h)
 
         @staticmethod
         @once_differentiable
@@ -23,7 +25,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
 
 from slipstream.common.checks import name_of_caller
 
@@ -42,8 +43,15 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 
     Not in torch.export: its graphs call the operators, which bring their gradients
     (runtime/gradient.py), while strict ones run the forward of a Function under no_grad.
+
+    Raises:
+        NotImplementedError: a transform of torch.func or forward mode wants a derivative. Callers
+            that have torch operations for these (by_operation) ask that first.
     """
-    return wants_gradient(*tensors) and not torch.compiler.is_exporting()
+    if not wants_gradient(*tensors) or torch.compiler.is_exporting():
+        return False
+    refuse_transforms("slipstream", tensors)
+    return True
 
 
 def transformed() -> bool:
@@ -58,11 +66,22 @@ def by_operation() -> bool:
 
 
 def refuse_tangents(operator: str, args: tuple) -> None:
-    """Raises where forward mode wants a derivative, which would come out as zero."""
+    """Raises where forward mode wants a derivative, which would come out as zero. operator: what
+    the error calls it where no public function is on the stack."""
     if forward_ad._current_level >= 0:
         tensors = [x for x in args if isinstance(x, Tensor)]
         if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             _raise(operator)
+
+
+def refuse_transforms(operator: str, args: tuple) -> None:
+    """The same, and under torch.func's transforms. Whoever calls a Function asks this before, most
+    by needs_autograd."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        _raise(operator)
+    refuse_tangents(operator, args)
 
 
 def _raise(operator: str) -> NoReturn:
@@ -81,18 +100,12 @@ class Function(torch.autograd.Function):
 
     operator: str
 
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        # torch.compile ignores this method, and the only others it accepts are torch's own
-        if torch._C._are_functorch_transforms_active():
-            _raise(cls.operator)
-        refuse_tangents(cls.operator, args)
-        results = super().apply(*args)
-        first = results[0] if isinstance(results, tuple) else results
-        node = first.grad_fn if isinstance(first, Tensor) else None
-        if isinstance(node, BackwardCFunction):  # what backward gets as ctx
-            node.called_by = name_of_caller(cls.operator)  # pyright: ignore
-        return results
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """ctx.save_for_backward, and the name of the public function, for errors in backward."""
+    ctx.save_for_backward(*tensors)
+    if not torch.compiler.is_compiling():
+        ctx.called_by = name_of_caller("")
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +129,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return results
         results = results if isinstance(results, tuple) else (results,)
         made = [x for x in results if x is not None]
-        operator = getattr(ctx, "called_by", ctx._forward_cls.operator)
+        operator = getattr(ctx, "called_by", "") or ctx._forward_cls.operator
         refusing = iter(_Refusing.apply(operator, len(made), *made, *through))
         return tuple(None if x is None else next(refusing) for x in results)
 

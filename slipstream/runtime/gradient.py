@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._library.utils import fill_defaults
 
 from slipstream.common.checks import name_of_caller
-from slipstream.runtime.autograd import refuse_tangents
+from slipstream.runtime.autograd import refuse_tangents, refuse_transforms
 
 _GRADIENTS: dict[Any, Callable] = {}
 
@@ -42,6 +42,7 @@ def autograd_kernel(overload: Any) -> Callable:
         needs = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
         if not needs or not returns:
             return below(*args)
+        refuse_transforms(overload.name(), args)
         # the dispatcher removes arguments that are equal to their defaults
         results = _with_gradients(overload, below, fill_defaults(overload._schema, args, {})[0])
         if is_list:

@@ -31,7 +31,7 @@ class Case:
     def public_name(self) -> str:
         """What errors call the function, as a pattern: the case's name begins with it."""
         if self.name == "short_convolution-operator":  # called as no public function does
-            return "slipstream::short_convolution"
+            return "slipstream(::short_convolution)?"
         name = self.name.partition("-")[0]
         return rf"slipstream\.ops\.{'rotary_embedding' if name == 'rotary' else name}"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.attention import cache, cache_probe, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
 
@@ -162,7 +162,7 @@ class _Softmax(Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, backward_impls: str, *args: Any) -> Any:
         o, lse = _call_forward(*args, *options)
-        ctx.save_for_backward(*args, o, lse)
+        save(ctx, *args, o, lse)
         ctx.options = (*options[:-1], backward_impls)
         ctx.set_materialize_grads(False)
         return o, lse

@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.conv.reference import correlate_reference
-from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    once_differentiable,
+    refuse_transforms,
+    save,
+)
 
 BLOCK_ROWS = 64
 
@@ -60,6 +67,7 @@ def convolve(
     where = positions(cu_seqlens, x.shape[1], width)
     # what torch.export traces has no gradient of a Function
     exported = torch.compiler.is_exporting()
+    refuse_transforms(_Spread.operator, (x, weight, past))
     padded = (_spread if exported else _Spread.apply)(x[0], past, *where)
     y = _correlate(padded[None], weight)[0]  # row i ends its window at padded row i + W - 1
     return (_gather if exported else _Gather.apply)(y, *where)[None]
@@ -98,7 +106,7 @@ class _Correlate(Function):
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(padded, weight)
+        save(ctx, padded, weight)
         # not a view, which could not be changed in place
         return _dense(padded, weight, 0).data
 
@@ -165,7 +173,7 @@ class _Spread(Function):
     def forward(
         ctx: Any, x: Tensor, past: Tensor | None, token: Tensor, before: Tensor, source: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(token, before)
+        save(ctx, token, before)
         return _spread(x, past, token, before, source)
 
     @staticmethod
@@ -183,7 +191,7 @@ class _Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor, before: Tensor, source: Tensor) -> Tensor:
-        ctx.save_for_backward(before, source)
+        save(ctx, before, source)
         return _gather(y, token, before, source)
 
     @staticmethod

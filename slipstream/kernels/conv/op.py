@@ -20,6 +20,7 @@ from slipstream.runtime.autograd import (
     Saved,
     needs_autograd,
     once_differentiable,
+    save,
     wants_gradient,
 )
 from slipstream.runtime.custom_op import KernelOp
@@ -182,9 +183,7 @@ class _Convolution(Function):
         impl: str,
     ) -> Tensor:
         y, *positions = _call(x, weight, bias, residual, state, cu_seqlens, silu, impl)
-        ctx.save_for_backward(
-            x, weight, bias, state, cu_seqlens, positions[0] if positions else None
-        )
+        save(ctx, x, weight, bias, state, cu_seqlens, positions[0] if positions else None)
         ctx.options = silu, impl
         ctx.residual_dtype = None if residual is None else residual.dtype
         return y

@@ -16,7 +16,7 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan.eager import scan_backward, scan_forward
 from slipstream.kernels.gated_scan.reference import compute_dtype
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import Guard
 
@@ -136,7 +136,7 @@ class _Scan(Function):
         impl: str,
     ) -> Any:
         h, final = _call_forward(x, g, initial_state, cu_seqlens, impl)
-        ctx.save_for_backward(g, h, initial_state, cu_seqlens)
+        save(ctx, g, h, initial_state, cu_seqlens)
         ctx.impl = impl
         ctx.set_materialize_grads(False)
         return h, final

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.op import call_forward, gradients
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.context_parallel import Share
 
 NUM_TERMS = len(LinearInputs._fields)
@@ -63,7 +63,7 @@ class _AcrossRanks(Function):
         ctx.share, ctx.call = share, call
         ctx.has_initial = given.initial_state is not None
         ctx.num_transitions = len(transitions)
-        ctx.save_for_backward(*terms._replace(initial_state=states), *transitions)
+        save(ctx, *terms._replace(initial_state=states), *transitions)
         return o, final
 
     @staticmethod

@@ -221,27 +221,19 @@ class DeltaBackend(ABC):
         with device_of(o.device):
             wy = backend.solve_tril(terms)
             for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
-                backend.run_chunks(
-                    terms_slice, wy.of_tokens(tokens), scale, o_slice, end, for_backward
-                )
+                wy_slice = wy.of_tokens(tokens)
+                ends = backend.scan_ends(terms_slice, wy_slice, end)
+                ends["checkpoints"] = for_backward
+                backend.chunk_fwd(terms_slice, wy_slice, scale, o_slice, **ends)
         saved = [*wy, for_backward and for_backward.states] if save else []
         return o, final, [x for x in saved if x is not None]
 
-    def run_chunks(
-        self,
-        terms: LinearInputs,
-        wy: WYFactors,
-        scale: float,
-        o: Tensor,
-        final: Tensor | None,
-        checkpoints: Checkpoints | None,
-    ) -> None:
-        """o and, where they are wanted, the final state and checkpoints are written."""
-        segments, s_in, s_out = self.choose_segments(terms), terms.initial_state, final
+    def scan_ends(self, terms: LinearInputs, wy: WYFactors, final: Tensor | None) -> dict[str, Any]:
+        """Segments, and the states that chunk_fwd begins and ends with, by its arguments' names."""
+        segments, s_in = self.choose_segments(terms), terms.initial_state
         if segments is not None:
-            s_in, _, s_out = self.entry_states(terms, wy, segments, final)
-        ends: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "checkpoints": checkpoints}
-        self.chunk_fwd(terms, wy, scale, o, segments=segments, **ends)
+            s_in, _, final = self.entry_states(terms, wy, segments, final)
+        return {"segments": segments, "s_in": s_in, "s_out": final}
 
     def backward(
         self,
@@ -276,10 +268,26 @@ class DeltaBackend(ABC):
         with device_of(do.device):
             wy = WYFactors(*saved[:count]) if saved else backend.solve_tril(terms)
             states = saved[count] if len(saved) > count else None
-            grads = backend.gradients(terms, do, dfinal, wy, scale, dstate, out, states)
+            args = terms, do, dfinal, wy, scale, dstate, out
+            grads = backend.fused_gradients(*args, states) or backend.gradients(*args)
         if dstate is not None:
             grads["initial_state"] = dstate
         return cast_gate_grads(grads, given, out)
+
+    def fused_gradients(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        dfinal: Tensor | None,
+        wy: WYFactors,
+        scale: float,
+        dstate: Tensor | None,
+        out: Mapping[str, Tensor],
+        checkpoints: Tensor | None,
+    ) -> dict[str, Tensor] | None:
+        """As gradients, in one kernel; None where a call is better cut into the stages.
+        checkpoints: those that forward left, if any."""
+        return None
 
     def gradients(
         self,
@@ -290,10 +298,8 @@ class DeltaBackend(ABC):
         scale: float,
         dstate: Tensor | None,
         out: Mapping[str, Tensor],
-        checkpoints: Tensor | None,
     ) -> dict[str, Tensor]:
-        """All but the initial state's, which goes into dstate; those of beta and g in float32.
-        checkpoints: those that forward left, if any."""
+        """All but the initial state's, which goes into dstate; those of beta and g in float32."""
         segments = self.choose_segments(terms)
         s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
         if segments is not None:
@@ -310,8 +316,10 @@ class DeltaBackend(ABC):
         self.chunk_dstate(terms, do, wy, scale, dv, dstates, **ends)
         grads = self._empty_grads(terms, do, w, out)
         self.chunk_dqkg(terms, do, wy, w, dv, states, dstates, scale, grads)
+        H = terms.q.shape[2]
         for name in grads.keys() & {"q", "k", "p"}:
-            grads[name] = reduce_grouped_heads(grads[name], terms.q.shape[2], out.get(name))
+            if grads[name].shape[2] != H:
+                grads[name] = reduce_grouped_heads(grads[name], H, out.get(name))
         return {**grads, "v": dv}
 
     def _empty_grads(

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.householder import deinterleave, interleave
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import DirectCall, KernelOp
 
@@ -186,7 +186,7 @@ class _Steps(Function):
         o, final, checkpoints = _call_forward(
             *tensors, *options, num_slices(Steps(*tensors), options[-1])
         )
-        ctx.save_for_backward(*tensors, checkpoints)
+        save(ctx, *tensors, checkpoints)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return o, final

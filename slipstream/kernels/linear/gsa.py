@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
@@ -263,7 +263,7 @@ class _Slots(Function):
         o, keys, values, *rest = _call_forward(
             *tensors, *options, num_slices(GSAInputs(*tensors), True), True
         )
-        ctx.save_for_backward(*tensors, *rest)
+        save(ctx, *tensors, *rest)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return o, keys, values

@@ -22,7 +22,7 @@ from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backwar
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
@@ -345,7 +345,7 @@ class Linear(Function):
             o, final, *saved = _call_slices(*given, scale, chunk, impl, wide, num_slices)
         else:
             o, final = _call_forward_training(*given, scale, chunk, impl, wide)
-        ctx.save_for_backward(*given, *saved)
+        save(ctx, *given, *saved)
         return o, final
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.loss import launch
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.token_ids import expect_ids, launched
 
@@ -44,7 +44,7 @@ class _Rows(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
         loss, lse = _call(logits, target, *options, impl)
-        ctx.save_for_backward(logits, target, lse)
+        save(ctx, logits, target, lse)
         ctx.options, ctx.impl = options, impl
         return loss
 
@@ -72,7 +72,7 @@ class _Reduced(Function):
         impl: str,
     ) -> Tensor:
         total, lse, factor, grad = _replayed_forward(logits, target, options, mean, grads, impl)
-        ctx.save_for_backward(logits, target, lse, factor if mean else None)
+        save(ctx, logits, target, lse, factor if mean else None)
         ctx.options, ctx.impl, ctx.grad = options, impl, grad
         return total
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import is_triton
 from slipstream.runtime.guarded_launch import Guard
@@ -122,7 +122,7 @@ class _Rows(Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, temperature, grads, impl = args
         loss, *forward_grads = _CALL(*tensors, None, temperature, grads, impl)
-        ctx.save_for_backward(*tensors, *(forward_grads if grads else ()))
+        save(ctx, *tensors, *(forward_grads if grads else ()))
         ctx.options = temperature, True, impl
         return loss
 

@@ -15,6 +15,7 @@ from slipstream.runtime.autograd import (
     by_operation,
     needs_autograd,
     once_differentiable,
+    save,
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import is_triton
@@ -86,7 +87,7 @@ class _CrossEntropy(Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs) -> Tensor:
         touched = options.softcap or options.logit_scale != 1.0
         r = eager.rows(logits.clone() if touched else logits, target, options)
-        ctx.save_for_backward(r.logp, r.lse, r.live, r.target, *anchors(logits))
+        save(ctx, r.logp, r.lse, r.live, r.target, *anchors(logits))
         ctx.options = options
         return r.loss
 
@@ -112,7 +113,7 @@ class _LinearSum(Function):
         impl: str,
     ) -> Tensor:
         loss, *gradients = _call_linear(hidden, weight, bias, target, None, *options, True, impl)
-        ctx.save_for_backward(*gradients, *anchors(hidden, weight, bias))
+        save(ctx, *gradients, *anchors(hidden, weight, bias))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
 
@@ -141,7 +142,7 @@ class _LinearRows(Function):
         options: LossInputs,
         impl: str,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, target)
+        save(ctx, hidden, weight, bias, target)
         ctx.options, ctx.impl = options, impl
         return _call_linear(hidden, weight, bias, target, None, *options, False, impl)[0]
 
@@ -180,7 +181,7 @@ class _TritonLinear(Function):
         loss, *grads_saved = launch.linear_rows(
             impl, hidden, weight, bias, target, None if scales_late else factor, options, grads
         )
-        ctx.save_for_backward(hidden, weight, bias, target, factor)
+        save(ctx, hidden, weight, bias, target, factor)
         ctx.options, ctx.impl, ctx.scales_late, ctx.grads_saved = (
             options,
             impl,

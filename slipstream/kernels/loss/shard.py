@@ -18,7 +18,13 @@ from torch import Tensor
 
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, once_differentiable
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    once_differentiable,
+    refuse_transforms,
+    save,
+)
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.token_ids import expect_ids
 
@@ -56,6 +62,7 @@ def cross_entropy(
     """logits [N, count], target [N] of the whole vocabulary -> loss [N] or []."""
     expect_ids("target", target, shard.size, options.ignore_index)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    refuse_transforms(_Rows.operator, (logits,))
     return _reduced(_Rows.apply(logits, target, options, shard, impl), target, options, reduction)
 
 
@@ -71,6 +78,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """hidden [N, D] is the same on every rank; weight [count, D] and bias [count] are a rank's."""
     expect_ids("target", target, shard.size, options.ignore_index)
+    refuse_transforms(_LinearRows.operator, (hidden, weight, bias))
     rows = _LinearRows.apply(hidden, weight, bias, target, options, shard, impl)
     return _reduced(rows, target, options, reduction)
 
@@ -250,7 +258,7 @@ class _Rows(Function):
     ) -> Tensor:
         target = target.contiguous()
         loss, lse = combined(columns(logits, target, options, shard, impl), target, options, shard)
-        ctx.save_for_backward(logits, target, lse)
+        save(ctx, logits, target, lse)
         ctx.call_options = options, shard, impl
         return loss
 
@@ -289,7 +297,7 @@ class _LinearRows(Function):
             column_sums = [Columns(*(_to_compute_dtype(hidden.new_empty(0)) for _ in range(3)))]
         all_columns = Columns(*(torch.cat(x) for x in zip(*column_sums)))
         loss, lse = combined(all_columns, target, options, shard)
-        ctx.save_for_backward(hidden, weight, bias, target, lse)
+        save(ctx, hidden, weight, bias, target, lse)
         ctx.call_options = options, shard, impl
         return loss
 

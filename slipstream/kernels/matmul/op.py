@@ -33,7 +33,7 @@ from slipstream.kernels.matmul.inputs import (
     tma_swaps,
 )
 from slipstream.kernels.matmul.reference import matmul_reference
-from slipstream.runtime.autograd import Function, needs_autograd
+from slipstream.runtime.autograd import Function, needs_autograd, save
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
@@ -66,7 +66,7 @@ class _Matmul(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         a, b, bias, residual, scale_a, scale_b, precision, out_dtype, packed, impl = args
-        ctx.save_for_backward(a, b, scale_a, scale_b)
+        save(ctx, a, b, scale_a, scale_b)
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (bias, residual))
         # hopper and a tile may refuse the other two products
         ctx.precision, ctx.impl = precision, None if impl == "sm90" else impl or None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.norm.reference import rms_reference
-from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable, save
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -112,7 +112,7 @@ class _Rms(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
-        ctx.save_for_backward(x, weight, rstd)
+        save(ctx, x, weight, rstd)
         return (x * rstd).mul_(weight)
 
     @staticmethod

@@ -20,6 +20,7 @@ from slipstream.runtime.autograd import (
     anchors,
     needs_autograd,
     once_differentiable,
+    save,
 )
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import KernelOp
@@ -150,7 +151,7 @@ class _Norm(Function):
     ) -> tuple[Tensor, Tensor | None]:
         y, h, stats = _forward(x, weight, bias, gate, residual, n, True, impl)
         links = [] if h is None or n.keep_h else anchors(x, residual)
-        ctx.save_for_backward(x if h is None else h, weight, bias, gate, stats, *links)
+        save(ctx, x if h is None else h, weight, bias, gate, stats, *links)
         ctx.norm, ctx.impl, ctx.dtype = n, impl, x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)

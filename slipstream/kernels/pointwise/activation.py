@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose_impl, is_triton
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
@@ -56,7 +56,7 @@ class _Glu(Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
+        save(ctx, gate, up)
         ctx.f, ctx.impl = f, impl
         return forward(gate, up, f, impl)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
@@ -27,7 +27,7 @@ class Embedding(Function):
 
     @staticmethod
     def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(input_ids)
+        save(ctx, input_ids)
         ctx.size = weight.shape[0]
         return _call(input_ids, weight)
 

@@ -23,6 +23,7 @@ from slipstream.runtime.autograd import (
     by_operation,
     needs_autograd,
     once_differentiable,
+    save,
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, is_triton
@@ -35,7 +36,7 @@ def glu_linear(
     """gate, up [..., F], weight [D, F], bias [D] -> [..., D]."""
     impl = activation.choose(gate, f, impl)
     tensors = (gate, up, weight, bias)
-    if needs_autograd(*tensors) and not by_operation():
+    if not by_operation() and needs_autograd(*tensors):
         return _GluLinear.apply(*tensors, f, impl)
     return F.linear(activation.run(gate, up, f, impl), weight, bias)
 
@@ -53,7 +54,7 @@ class _GluLinear(Function):
         f: str,
         impl: str,
     ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
+        save(ctx, gate, up, weight)
         ctx.f, ctx.impl = f, impl
         return F.linear(_product(gate, up, f, impl), weight, bias)
 

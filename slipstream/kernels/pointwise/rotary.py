@@ -21,6 +21,7 @@ from slipstream.runtime.autograd import (
     by_operation,
     needs_autograd,
     once_differentiable,
+    save,
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
@@ -49,7 +50,7 @@ class _Rotary(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+        save(ctx, cos, sin)
         ctx.interleaved = interleaved
         return _rotate(x, cos, sin, interleaved, 1)
 
@@ -107,7 +108,7 @@ class _RotaryByTable(Function):
         interleaved: bool,
         impl: str,
     ) -> Tensor:
-        ctx.save_for_backward(cos, sin, positions)
+        save(ctx, cos, sin, positions)
         ctx.interleaved, ctx.impl = interleaved, impl
         return _call(x, cos, sin, positions, interleaved, False, impl)
 

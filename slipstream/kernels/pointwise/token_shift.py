@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose_impl, is_triton
 from slipstream.runtime.guarded_launch import Guard, known_failure
@@ -92,7 +92,7 @@ class _Shift(Function):
         ctx: Any, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
     ) -> tuple[Tensor, Tensor]:
         y, last = _call(x, state, cu_seqlens, False, impl)
-        ctx.save_for_backward(cu_seqlens)
+        save(ctx, cu_seqlens)
         ctx.shape, ctx.dtype, ctx.impl = x.shape, x.dtype, impl
         ctx.set_materialize_grads(False)
         return y, last

@@ -19,7 +19,7 @@ from slipstream.kernels.selective_scan.eager import (
 )
 from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, empty_states
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import Guard
 
@@ -145,7 +145,7 @@ class _SelectiveScan(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         y, final, states = _call_forward(*args)
-        ctx.save_for_backward(*args[:10], states)
+        save(ctx, *args[:10], states)
         ctx.options = args[10:]
         ctx.set_materialize_grads(False)
         return y, final

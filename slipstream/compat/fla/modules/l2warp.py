@@ -4,7 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.runtime.autograd import Function, Saved, once_differentiable
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    once_differentiable,
+    refuse_transforms,
+    save,
+)
 
 
 class L2Wrap(Function):
@@ -16,7 +22,7 @@ class L2Wrap(Function):
     def forward(ctx: Any, loss: Tensor, logits: Tensor, l2_penalty_factor: float = 1e-4) -> Tensor:
         largest, index = logits.max(dim=-1, keepdim=True)
         tokens = logits.shape[0] * logits.shape[1]
-        ctx.save_for_backward(largest * (l2_penalty_factor / tokens), index)
+        save(ctx, largest * (l2_penalty_factor / tokens), index)
         ctx.shape = logits.shape
         return loss.view_as(loss)
 
@@ -35,4 +41,5 @@ def l2_warp(loss: Tensor, logits: Tensor, l2_penalty_factor: float = 1e-4) -> Te
     Args:
         loss: a scalar, returned as it is. logits: [B, T, V].
     """
+    refuse_transforms(L2Wrap.operator, (loss, logits))
     return L2Wrap.apply(loss, logits, l2_penalty_factor)

@@ -290,7 +290,7 @@ class Sm90Delta(DeltaBackend):
         )
         return EntryStates(states, transition, dstate)
 
-    def gradients(
+    def fused_gradients(
         self,
         terms: LinearInputs,
         do: Tensor,
@@ -300,17 +300,17 @@ class Sm90Delta(DeltaBackend):
         dstate: Tensor | None,
         out: Mapping[str, Tensor],
         checkpoints: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """In one kernel where its schedule has a place for it (bwd_schedule.py)."""
+    ) -> dict[str, Tensor] | None:
+        """Where the kernel's schedule has a place for it (bwd_schedule.py)."""
         schedule = choose_schedule(terms) if self.active is None else None
         if schedule is None:
-            args = terms, do, dfinal, wy, scale, dstate, out
-            return super().gradients(*args, checkpoints)
+            return None
         grads = bwd_fused_launch.empty_grads(terms, do, out, self.heads_per_sum(terms))
         if checkpoints is None:  # forward runs once more, for these alone
             checkpoints = empty_checkpoints(terms, schedule)
-            saved_states = Checkpoints(schedule.interval, checkpoints)
-            self.run_chunks(terms, wy, scale, grads["v"], None, saved_states)
+            ends = self.scan_ends(terms, wy, None)
+            ends["checkpoints"] = Checkpoints(schedule.interval, checkpoints)
+            self.chunk_fwd(terms, wy, scale, grads["v"], **ends)
         return bwd_fused_launch.backward(
             terms, do, dfinal, wy, scale, dstate, out, schedule, grads, checkpoints
         )

@@ -42,10 +42,8 @@ TILE_K, WIDE = 64, 2
 _GATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def launch_intra_chunk(
-    terms: LinearInputs, scale: float, intra: IntraChunk, for_backward: bool
-) -> None:
-    """As TritonDplr.launch_intra_chunk."""
+def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backward: bool) -> None:
+    """As TritonDplr.intra_chunk."""
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
     rows = (terms.q, terms.k, terms.a, terms.b)
@@ -141,7 +139,7 @@ def chunk_dstate(
 
 
 class Sm90Dplr(TritonDplr):
-    launch_intra_chunk = staticmethod(launch_intra_chunk)
+    intra_chunk = staticmethod(intra_chunk)
     chunk_fwd = staticmethod(chunk_fwd)
     chunk_dstate = staticmethod(chunk_dstate)
     choose_segments = staticmethod(dplr_sm90)

@@ -105,22 +105,23 @@ class TritonDplr:
             terms.v.new_empty(terms.state_shape, dtype=torch.float32),
         )
         with device_of(o.device):
-            intra, C = self.intra_chunk(terms, scale, for_backward=False), tile_of(terms)[0].C
+            intra, C = empty_intra_chunk(terms, for_backward=False), tile_of(terms)[0].C
+            self.intra_chunk(terms, scale, intra, for_backward=False)
             for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
                 chunks = slice_chunks(tokens, C)
                 intra_slice = IntraChunk._make(None if x is None else x[chunks] for x in intra)
-                self.run_chunks(terms_slice, intra_slice, o_slice, end)
+                ends = self._scan_ends(terms_slice, intra_slice, end)
+                self.chunk_fwd(terms_slice, intra_slice, o=o_slice, **ends)
         return o, final
 
-    def run_chunks(self, terms: LinearInputs, intra: IntraChunk, o: Tensor, final: Tensor) -> None:
-        """o and the final state are written."""
-        segments, state = self.choose_segments(terms), terms.initial_state
+    def _scan_ends(self, terms: LinearInputs, intra: IntraChunk, final: Tensor) -> dict[str, Any]:
+        """Segments, and the states that chunk_fwd begins and ends with, by its arguments' names."""
+        segments = self.choose_segments(terms)
         if segments is None:
-            self.chunk_fwd(terms, intra, o=o, s_in=state, s_out=final)
-            return
+            return {"s_in": terms.initial_state, "s_out": final}
         entry, M = self._segment_transition(terms, intra, segments)
-        state_passing(terms, segments, entry, M, state, final)
-        self.chunk_fwd(terms, intra, o=o, s_in=entry, segments=segments)
+        state_passing(terms, segments, entry, M, terms.initial_state, final)
+        return {"s_in": entry, "segments": segments}
 
     def backward(
         self,
@@ -144,7 +145,8 @@ class TritonDplr:
             if dstate is None:
                 dstate = terms.initial_state.new_empty(terms.state_shape)
         with device_of(do.device):
-            intra = self.intra_chunk(terms, scale, for_backward=True, out=out)
+            intra = empty_intra_chunk(terms, for_backward=True, out=out)
+            self.intra_chunk(terms, scale, intra, for_backward=True)
             segments = self.choose_segments(terms)
             s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
             if segments is not None:
@@ -189,44 +191,8 @@ class TritonDplr:
         self.chunk_fwd(terms, intra, s_out=E, m=M, segments=segments)
         return E, M
 
-    def intra_chunk(
-        self,
-        terms: LinearInputs,
-        scale: float,
-        *,
-        for_backward: bool,
-        out: Mapping[str, Tensor] = NO_OUTPUTS,
-    ) -> IntraChunk:
-        """
-        Args:
-            out: memory that is free until the gradients are written.
-        """
-        HV, V = terms.v.shape[2:]
-        tile, WIDE = tile_of(terms)
-        chunks, C, v = num_chunks(terms, tile.C), tile.C, terms.v
-        delta, gated = terms.beta is not None, terms.g is not None
-        size = (chunks, HV, C, WIDE)
-        intra = IntraChunk(
-            q=_within(out.get("q"), v, size),
-            w=_within(out.get("k"), v, size),
-            b=v.new_empty(size),
-            k=None if delta else v.new_empty(size),
-            u=v.new_empty(chunks, HV, V, C, dtype=torch.float32),
-            total=v.new_empty(chunks, HV, WIDE, dtype=torch.float32) if gated else None,
-            qb=v.new_empty(chunks, HV, C, C),
-            qk=None if delta else v.new_empty(chunks, HV, C, C),
-            ak=v.new_empty(chunks, HV, C, C) if for_backward and not delta else None,
-            r=v.new_empty(chunks, HV, C, C) if for_backward else None,
-            strong=v.new_empty(chunks, HV, dtype=torch.int32) if gated else None,
-        )
-        # ak and r are not written unless backward wants them
-        ak = None if delta else intra.ak if for_backward else intra.qb
-        r = intra.r if for_backward else intra.qb
-        self.launch_intra_chunk(terms, scale, intra._replace(ak=ak, r=r), for_backward)
-        return intra
-
     @staticmethod
-    def launch_intra_chunk(
+    def intra_chunk(
         terms: LinearInputs, scale: float, intra: IntraChunk, for_backward: bool
     ) -> None:
         """intra is written, of strong chunks too."""
@@ -389,6 +355,32 @@ class TritonDplr:
             options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
             run = cached(dplr_intra_safe_bwd_kernel)[grid]
             run(*args, _ones(terms), *sizes, **options)
+
+
+def empty_intra_chunk(
+    terms: LinearInputs, *, for_backward: bool, out: Mapping[str, Tensor] = NO_OUTPUTS
+) -> IntraChunk:
+    """What intra_chunk writes, to be written. out: memory that is free until gradients are."""
+    HV, V = terms.v.shape[2:]
+    tile, WIDE = tile_of(terms)
+    chunks, C, v = num_chunks(terms, tile.C), tile.C, terms.v
+    delta, gated = terms.beta is not None, terms.g is not None
+    size, square = (chunks, HV, C, WIDE), (chunks, HV, C, C)
+    qb = v.new_empty(square)
+    # ak and r are not written unless backward wants them
+    return IntraChunk(
+        q=_within(out.get("q"), v, size),
+        w=_within(out.get("k"), v, size),
+        b=v.new_empty(size),
+        k=None if delta else v.new_empty(size),
+        u=v.new_empty(chunks, HV, V, C, dtype=torch.float32),
+        total=v.new_empty(chunks, HV, WIDE, dtype=torch.float32) if gated else None,
+        qb=qb,
+        qk=None if delta else v.new_empty(square),
+        ak=None if delta else v.new_empty(square) if for_backward else qb,
+        r=v.new_empty(square) if for_backward else qb,
+        strong=v.new_empty(chunks, HV, dtype=torch.int32) if gated else None,
+    )
 
 
 def _empty_states(terms: LinearInputs, intra: IntraChunk) -> tuple[Tensor, Tensor]:
