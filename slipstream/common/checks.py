@@ -6,9 +6,11 @@ trace under torch.compile.
 
 import functools
 import inspect
+import numbers
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -18,28 +20,29 @@ R = TypeVar("R")
 
 
 def operator(fn: Callable[P, R]) -> Callable[P, R]:
-    """A public function that refuses what is no tensor where its annotation says Tensor.
+    """A public function that refuses arguments of types that its annotations do not name.
 
     A parameter annotated `Tensor` takes tensors, `Tensor | None` None too, and so on for every
-    type in the union; `tuple[Tensor, Tensor]` takes tuples of tensors.
+    type in the union; `tuple[Tensor, Tensor]` takes tuples of tensors. `int` takes integers of
+    NumPy too, and `float` any real number; neither takes a tensor, whose gradient would be lost.
 
     Raises:
         TypeError: names the argument, before anything else looks at it.
     """
-    types_of = _tensor_types(fn)
     parameters = inspect.signature(fn).parameters.values()
     names = tuple(x.name for x in parameters if x.kind is not inspect.Parameter.KEYWORD_ONLY)
+    types_of = {x.name: _Types(x.annotation) for x in parameters}
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if len(args) > len(names):
             return fn(*args, **kwargs)  # Python's own error: options are given by name
         for name, x in zip(names, args):
-            if type(x) is not Tensor and name in types_of:
-                _expect_type(name, x, types_of[name])
+            if name in types_of and type(x) not in types_of[name].exact:
+                types_of[name].expect(name, x)
         for name, x in kwargs.items():
-            if type(x) is not Tensor and name in types_of:
-                _expect_type(name, x, types_of[name])
+            if name in types_of and type(x) not in types_of[name].exact:
+                types_of[name].expect(name, x)
         if torch.compiler.is_compiling() or _running.name:
             return fn(*args, **kwargs)
         _running.name = fn.__name__
@@ -65,24 +68,52 @@ def name_of_caller(otherwise: str) -> str:
     return f"slipstream.ops.{_running.name}" if _running.name else otherwise
 
 
-def _tensor_types(fn: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
-    """The types that each parameter takes, of those that take tensors."""
-    found = {}
-    for name, parameter in inspect.signature(fn).parameters.items():
-        members = get_args(parameter.annotation) or (parameter.annotation,)
-        if any(x is Tensor or Tensor in get_args(x) for x in members):
-            found[name] = tuple(get_origin(x) or x for x in members)
-    return found
+# what passes for a type that an annotation names, and how errors call it
+_ALSO: dict[type, tuple[type, ...]] = {
+    int: (numbers.Integral, torch.SymInt),
+    float: (int, numbers.Real, torch.SymInt, torch.SymFloat),
+    bool: (torch.SymBool,),
+}
+_WORDS = {Tensor: "a torch.Tensor", type(None): "None", float: "a number", int: "an integer"}
 
 
-def _expect_type(name: str, x: object, types: tuple[type, ...]) -> None:
-    if not isinstance(x, types):
-        words = {Tensor: "a torch.Tensor", type(None): "None"}
-        wanted = " or ".join(words.get(t, t.__name__) for t in types)
-        raise TypeError(f"{name}: want {wanted}, got {type(x).__name__}")
-    if isinstance(x, tuple):
-        for y in x:
-            expect_tensor(name, y)
+class _Types:
+    """What a parameter's annotation lets pass.
+
+    exact: types of which no object needs another look.
+    types: those that isinstance() takes.
+    entries: of each tuple that may come, the types of its entries.
+    words: for errors.
+    """
+
+    def __init__(self, annotation: Any) -> None:
+        union = get_origin(annotation) in (Union, UnionType)
+        members = get_args(annotation) if union else (annotation,)
+        tuples = [get_args(m) for m in members if get_origin(m) is tuple]
+        self.exact = tuple(m for m in members if get_origin(m) is None)
+        anything = Any in members or inspect.Parameter.empty in members
+        self.types = (object,) if anything else sum(map(_and_also, self.exact), ())
+        self.entries = tuple(tuple(map(_and_also, entries)) for entries in tuples)
+        self.words = " or ".join(map(_word, members))
+
+    def expect(self, name: str, x: object) -> None:
+        if isinstance(x, self.types):
+            return
+        got = type(x).__name__
+        if isinstance(x, tuple):
+            for entries in self.entries:
+                if len(x) == len(entries) and all(map(isinstance, x, entries)):
+                    return
+            got = f"({', '.join(type(y).__name__ for y in x)})"
+        raise TypeError(f"{name}: want {self.words}, got {got}")
+
+
+def _word(member: Any) -> str:
+    return str(member) if get_origin(member) else _WORDS.get(member) or member.__name__
+
+
+def _and_also(member: type) -> tuple[type, ...]:
+    return (member, *_ALSO.get(member, ()))
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -139,8 +170,14 @@ def expect_one_device(tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def expect_multiple(name: str, value: int, of_name: str, of: int) -> None:
-    if of == 0 or value % of != 0:
+    if of <= 0 or value % of != 0:
         raise ValueError(f"{name}: want a multiple of {of_name} = {of}, got {value}")
+
+
+def expect_not_negative(name: str, value: float) -> None:
+    """Nor NaN."""
+    if not value >= 0:
+        raise ValueError(f"{name}: want 0 or more, got {value}")
 
 
 def expect_power_of_two(name: str, value: int, low: int, high: int) -> None:

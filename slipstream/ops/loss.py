@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.common import checks
@@ -81,6 +82,7 @@ def cross_entropy(
     if group is not None:
         from slipstream.kernels.loss import shard  # builds of torch without collectives exist
 
+        _check_group(group)
         part = shard.equal_shards(logits.shape[-1], group)
         loss = shard.cross_entropy(rows, ids, terms, part, reduction, impl)
         return loss.view(target.shape) if reduction == "none" else loss
@@ -155,6 +157,7 @@ def linear_cross_entropy(
     if group is not None:
         from slipstream.kernels.loss import shard
 
+        _check_group(group)
         part = shard.equal_shards(weight.shape[0], group)
         loss = shard.linear_cross_entropy(rows, weight, bias, ids, terms, part, reduction, impl)
         return loss.view(target.shape) if reduction == "none" else loss
@@ -171,6 +174,11 @@ def _refuses(x: Tensor, size: int) -> str | None:
 def _check_reduction(reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: want one of {REDUCTIONS}, got {reduction!r}")
+
+
+def _check_group(group: Any) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: want a process group or None, got {type(group).__name__}")
 
 
 def _terms(

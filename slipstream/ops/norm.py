@@ -60,7 +60,7 @@ def rms_norm(
         x: [..., D], any floating dtype; 16-bit inputs are normalised in float32.
         weight: [D], any floating dtype; None is 1.
         bias: [D], any floating dtype; None is 0.
-        eps: inside the root.
+        eps: inside the root, 0 or more.
         residual: shape of x, added first; None is 0.
         prenorm: also return h, the residual stream for the next sum.
         residual_in_fp32: keep h in float32 whatever x's dtype.
@@ -78,7 +78,7 @@ def rms_norm(
         many; h and one number a row are kept for backward. On a CPU about twice that.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, eq. 4.
     """
-    _check(x, weight, bias, residual)
+    _check(x, weight, bias, residual, eps)
     n = NormOptions(eps, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm)
     y, h = run(x, weight, bias, None, residual, n, impl)
     return (y, h) if prenorm else y
@@ -133,7 +133,7 @@ def layer_norm(
     Cost: as rms_norm, with two numbers a row kept.
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, eq. 4.
     """
-    _check(x, weight, bias, residual)
+    _check(x, weight, bias, residual, eps)
     n = NormOptions(
         eps, centre=True, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm
     )
@@ -160,7 +160,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Tensor:
 
     Cost: 3 reads or writes of x's size forward.
     """
-    _check(x, None, None, None)
+    _check(x, None, None, None, eps)
     return run(x, None, None, None, None, NormOptions(eps, l2=True), impl)[0]
 
 
@@ -185,7 +185,7 @@ def group_norm(
         x: [..., D], any floating dtype; 16-bit inputs are normalised in float32.
         num_groups: G, a divisor of D.
         weight, bias: [D], any floating dtype; None is 1 and 0.
-        eps: inside the root.
+        eps: inside the root, 0 or more.
         rms: leave out the mean, as rms_norm.
         impl: as rms_norm.
 
@@ -198,7 +198,7 @@ def group_norm(
     Cost: as layer_norm; on a CPU also a read and write of x for weight and bias.
     Source: Wu and He, Group Normalization, 2018.
     """
-    _check(x, weight, bias, None)
+    _check(x, weight, bias, None, eps)
     checks.expect_multiple("x: features", x.shape[-1], "num_groups", num_groups)
     n = NormOptions(eps, centre=not rms, groups=num_groups)
     return run(x, weight, bias, None, None, n, impl)[0]
@@ -226,7 +226,7 @@ def rms_norm_gated(
         x: [..., D], any floating dtype; 16-bit inputs are normalised and gated in float32.
         gate: shape of x, any floating dtype.
         weight, bias: [D], any floating dtype; None is 1 and 0.
-        eps: inside the root.
+        eps: inside the root, 0 or more.
         activation: f, "silu" (also "swish") or "sigmoid".
         norm_before_gate: which of the two formulas.
         group_size: normalise groups of this many features separately, a divisor of D; None is D.
@@ -241,7 +241,7 @@ def rms_norm_gated(
 
     Cost: on CUDA 3 reads or writes of x's size forward and 5 backward, elsewhere about twice that.
     """
-    _check(x, weight, bias, None)
+    _check(x, weight, bias, None, eps)
     if not _fits(gate, x, x.shape):
         checks.expect_shape("gate", gate, x.shape)
         checks.expect_floating({"gate": gate})
@@ -261,7 +261,9 @@ def rms_norm_gated(
     return run(x, weight, bias, gate, None, n, impl)[0]
 
 
-def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+def _check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
+) -> None:
     # what is fine is found out at once, what is not is then looked for by name
     if (
         isinstance(x, Tensor)
@@ -270,9 +272,11 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tens
         and (weight is None or _fits(weight, x, x.shape[-1:]))
         and (bias is None or _fits(bias, x, x.shape[-1:]))
         and (residual is None or _fits(residual, x, x.shape))
+        and eps >= 0
     ):
         return
     checks.expect_tensor("x", x)
+    checks.expect_not_negative("eps", eps)
     if x.dim() == 0:
         raise ValueError("x: want at least one dimension [..., D], got a scalar")
     given = {"x": x, "weight": weight, "bias": bias, "residual": residual}

@@ -100,21 +100,24 @@ def rotary_tables(
         cos, sin, each [..., R/2].
 
     Raises:
-        ValueError: dim is odd or negative, or xpos is 0. TypeError: positions are no numbers.
+        ValueError: dim is odd or negative, base is not above 0, or xpos is 0. TypeError: positions
+            are no numbers.
     Source: Su et al., RoFormer, 2021; Sun et al., A Length-Extrapolatable Transformer, 2022.
     """
     if positions.dtype == torch.bool or positions.is_complex():
         raise TypeError(f"positions: want an integer or floating dtype, got {positions.dtype}")
     if dim < 0 or dim % 2:
         raise ValueError(f"dim: want an even number of features, got {dim}")
+    if not base > 0:
+        raise ValueError(f"base: want more than 0, got {base}")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     pair = torch.arange(0, dim, 2, device=positions.device, dtype=wide)
     place = positions.to(wide)[..., None]
     angle = place * base ** (-pair / max(dim, 1))
     if xpos is None:
         return angle.cos().to(dtype), angle.sin().to(dtype)
-    if xpos == 0:
-        raise ValueError("xpos: want tokens, below 0 for keys, got 0; None is without")
+    if not abs(xpos) > 0:
+        raise ValueError(f"xpos: want tokens, below 0 for keys, got {xpos}; None is without")
     size = ((pair / max(dim, 1) + 0.4) / 1.4) ** (place / xpos)
     return (angle.cos() * size).to(dtype), (angle.sin() * size).to(dtype)
 

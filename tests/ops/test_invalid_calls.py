@@ -131,6 +131,26 @@ ANY_RANK = {
 }  # fmt: skip
 WRONG_TYPES = (3, 3.5, "x", [1.0], object())
 WRONG_DTYPES = (torch.int8, torch.complex64, torch.bool)
+_NUMBERS = ("int", "float")
+_NAN = float("nan")
+OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
+    "chunk_size": (0, -1, 3, 1 << 40),
+    "dropout_p": (-0.1, 1.5, _NAN),
+    "eps": (-1e-5, _NAN),
+    "num_groups": (0, -1, 3),
+    "group_size": (0, -1, 3),
+    "base": (0.0, -1.0, _NAN),
+    "xpos": (0.0, _NAN),
+    "dim": (-2, 3),
+    "width": (0, -1),
+    "softcap": (-1.0, _NAN),
+    "label_smoothing": (-0.1, 1.5, _NAN),
+    "temperature": (0.0, -1.0, _NAN),
+    "lower_bound": (0.0, 1.0, _NAN),
+    "reduction": ("", "avg"),
+    "activation": ("", "tanh"),
+    "impl": ("cuda",),
+}
 OTHER_SHAPES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "one more before": lambda x: x[None],
     "one more behind": lambda x: x[..., None],
@@ -169,6 +189,34 @@ def test_operator_refuses_what_is_no_tensor(case: Case) -> None:
         for x in wrong:
             with pytest.raises(TypeError, match=rf"^{name}: want .*, got {type(x).__name__}"):
                 case.call({**args, name: x})
+
+
+def takes(annotation: Any, x: object) -> bool:
+    """Whether x is of a type that the annotation of an option names."""
+    words = {str: "str", float: "float", bool: "bool", type(None): "None"}
+    return annotation is Any or words.get(type(x), "nothing") in str(annotation)
+
+
+@every_case
+def test_operator_refuses_options_of_other_types(case: Case) -> None:
+    args, options = case.args(), dict(case.sample.options)
+    for name, parameter in case.sample.takes.items():
+        if name in case.parameters or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        for x in (*WRONG_TYPES[1:], True, None, (1, 2, 3), ("x", 1), torch.ones(2)):
+            integer = type(x) is bool and any(n in str(parameter.annotation) for n in _NUMBERS)
+            if not integer and not takes(parameter.annotation, x):
+                with pytest.raises(TypeError, match=rf"^{name}: want "):
+                    case.sample.fn(**{**args, **options, name: x})
+
+
+@every_case
+def test_operator_refuses_numbers_out_of_range(case: Case) -> None:
+    args, options = case.args(), dict(case.sample.options)
+    for name, wrong in OUT_OF_RANGE.items():
+        for x in wrong if name in case.sample.takes else ():
+            with pytest.raises(ValueError, match=rf"\b{name}\b"):
+                case.sample.fn(**{**args, **options, name: x})
 
 
 @every_case
