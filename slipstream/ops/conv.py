@@ -11,8 +11,11 @@ from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.context_parallel import ContextParallel, states_of_pieces, tie
-from slipstream.runtime.dispatch import choose_impl, is_triton
+from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
 from slipstream.runtime.token_ids import expect_below, expect_offsets
+
+_CANDIDATES = triton_or_eager(op.unsupported_reason)
+_UPDATE_CANDIDATES = triton_or_eager(op.update_unsupported_reason)
 
 
 @checks.operator
@@ -86,9 +89,8 @@ def short_convolution(
     whole = initial_state
     if share is not None:
         initial_state, past = states_of_pieces(x, weight.shape[1], initial_state, share)
-    impl = choose_impl(
-        impl, x, op.unsupported_reason, weight, bias, residual, initial_state, cu_seqlens
-    )
+    call = (x, weight, bias, residual, initial_state, cu_seqlens)
+    impl = choose(_CANDIDATES, call, impl, "short_convolution", x).tries
     given = (x, weight, bias, residual, initial_state, cu_seqlens, activation is not None)
     if is_triton(impl):
         y = op.convolution(*given, impl)
@@ -159,7 +161,8 @@ def short_convolution_update(
     if residual is not None:
         checks.expect_shape("residual", residual, x.shape)
     token = x.reshape(x.shape[0], x.shape[-1])
-    impl = choose_impl(impl, x, op.update_unsupported_reason, weight, bias, residual, state)
+    call = (x, weight, bias, residual, state)
+    impl = choose(_UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).tries
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
     # which states there are is not known to a trace, or on meta

@@ -6,7 +6,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.loss import distill
-from slipstream.runtime.dispatch import choose_impl
+from slipstream.runtime.dispatch import choose, triton_or_eager
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -84,7 +84,7 @@ def linear_kl_div(
         given = {name: None if x is None else x.to(dtype) for name, x in given.items()}
     x, w, b, y, u, c = given.values()
     assert x is not None and w is not None and y is not None and u is not None
-    impl = choose_impl(impl, x, _refuses)
+    impl = choose(_CANDIDATES, (x,), impl, "linear_kl_div", x).tries
     live = None if mask is None else mask.reshape(-1)
     rows, others = (z.reshape(shape.numel(), z.shape[-1]) for z in (x, y))
     loss = distill.linear_kl_div(
@@ -126,5 +126,8 @@ def _check_options(
             raise TypeError(f"mask: want torch.bool, got {mask.dtype}")
 
 
-def _refuses(x: Tensor) -> str | None:
+def _unsupported_reason(x: Tensor) -> str | None:
     return "there are no features" if x.shape[-1] == 0 else None
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)

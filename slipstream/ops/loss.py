@@ -12,7 +12,7 @@ from slipstream.kernels.loss import op
 from slipstream.kernels.loss.launch import kind
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.dispatch import choose_impl
+from slipstream.runtime.dispatch import choose, triton_or_eager
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -75,7 +75,7 @@ def cross_entropy(
         target, logits.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
     )
     _check_reduction(reduction)
-    impl = choose_impl(impl, logits, _refuses, logits.shape[-1])
+    impl = choose(_CANDIDATES, (logits, logits.shape[-1]), impl, "cross_entropy", logits).tries
     rows, ids = logits, target
     if logits.dim() != 2:
         rows, ids = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
@@ -152,7 +152,8 @@ def linear_cross_entropy(
         target, hidden.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
     )
     _check_reduction(reduction)
-    impl = choose_impl(impl, hidden, _refuses, weight.shape[0])
+    call = (hidden, weight.shape[0])
+    impl = choose(_CANDIDATES, call, impl, "linear_cross_entropy", hidden).tries
     rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     if group is not None:
         from slipstream.kernels.loss import shard
@@ -165,10 +166,13 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _refuses(x: Tensor, size: int) -> str | None:
+def _unsupported_reason(x: Tensor, size: int) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
     return guarded_launch.known_failure(lambda: kind(x.dtype, size), x.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
 
 
 def _check_reduction(reduction: str) -> None:

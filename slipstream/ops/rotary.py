@@ -11,8 +11,10 @@ from slipstream.kernels.pointwise.rotary import (
     table_rows,
     unsupported_reason,
 )
-from slipstream.runtime.dispatch import choose_impl, is_triton
+from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
 from slipstream.runtime.token_ids import clamped, expect_ids, expect_offsets
+
+_CANDIDATES = triton_or_eager(unsupported_reason)
 
 
 @checks.operator
@@ -62,7 +64,8 @@ def rotary_embedding(
     positions = _check_rows(cos, x, positions)
     if impl is None and torch.compiler.is_compiling():
         impl = "eager"  # torch.compile makes one kernel of it and of what is around it
-    impl = choose_impl(impl, x, unsupported_reason, cos.shape[-1], interleaved)
+    call = (x, cos.shape[-1], interleaved)
+    impl = choose(_CANDIDATES, call, impl, "rotary_embedding", x).tries
     if is_triton(impl):
         return rotary_by_table(x, cos, sin, positions, interleaved, impl)
     if positions is not None and not torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ class Candidate:
     by_name_only: bool = False
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """impl: the one chosen; why; rejected: those preferred to it, each with its reason.
 
     rest: those after it that take the call, for when the machine's compilers turn out to fail at
@@ -134,61 +133,51 @@ def choose(
         if reason := named.refuses(call):
             raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
         return Selection(impl, "asked for by name")
-    rejected = []
-    by_itself = [c for c in candidates if not c.by_name_only]
-    for i, candidate in enumerate(by_itself):
+    first, rejected, rest = None, (), ()
+    for candidate in candidates:
+        if candidate.by_name_only:
+            continue
         reason = candidate.refuses(call)
-        if reason is None:
-            rest = tuple(c.name for c in by_itself[i + 1 :] if c.refuses(call) is None)
-            plan = Selection(candidate.name, candidate.why, tuple(rejected), rest)
-            if x is not None and x.is_cuda:
-                report_fallback(plan, family, x)
-            return plan
-        rejected.append((candidate.name, reason))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-    raise NotImplementedError(f"no implementation takes this call ({reasons})")
+        if reason is not None:
+            rejected += ((candidate.name, reason),) if first is None else ()
+        elif first is None:
+            first = candidate
+        else:
+            rest += (candidate.name,)
+    if first is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        raise NotImplementedError(f"no implementation takes this call ({reasons})")
+    plan = Selection(first.name, first.why, rejected, rest)
+    if rejected and x is not None and x.is_cuda:
+        report_fallback(plan, family, x)
+    return plan
 
 
-_CANDIDATES = (
-    Candidate(
-        "triton", "portable Triton kernels, on CUDA", lambda call: _unsupported_reason(*call)
-    ),
-    Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
-)
+def triton_or_eager(refuses: Callable[..., str | None]) -> tuple[Candidate, ...]:
+    """The candidates of an operator that has kernels in Triton alone, and a reference.
 
-
-def choose_impl(
-    impl: str | None, x: Tensor, refuses: Callable[..., str | None], *given: Any
-) -> str:
-    """One of triton|eager, triton, eager and reference: as Selection.tries says.
-
-    None is Triton on CUDA where it takes the call, else eager.
+    A call is a tuple (x, ...), of which x decides about device and dtype.
 
     Args:
-        x: decides about device and dtype.
-        refuses: given x and `given`, why the family's Triton kernels can't take the call, or None
-            if they can.
+        refuses: given all of the call, why the kernels can't take it, or None if they can.
     """
-    if impl is not None:
-        return choose(_CANDIDATES, (x, refuses, given), impl).tries
-    if not x.is_cuda:
-        return "eager"
-    if _unsupported_reason(x, refuses, given) is None:
-        return TRITON_OR_EAGER
-    family = refuses.__module__.split(".")[2]
-    return choose(_CANDIDATES, (x, refuses, given), None, family, x).tries
+
+    def unsupported_reason(call: tuple) -> str | None:
+        x = call[0]
+        if is_fake(x):
+            return "the tensors are fake"
+        return triton_unsupported(x, "the input") or refuses(*call)
+
+    return (
+        Candidate("triton", "Triton kernels, on CUDA", unsupported_reason),
+        Candidate("eager", "plain torch, on any device"),
+        Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
+    )
 
 
 def is_triton(impl: str) -> bool:
-    """Of what choose_impl or Selection.tries says."""
+    """Of what Selection.tries says."""
     return impl.startswith("triton")
-
-
-def _unsupported_reason(x: Tensor, refuses: Callable[..., str | None], given: tuple) -> str | None:
-    if is_fake(x):
-        return "the tensors are fake"
-    return triton_unsupported(x, "the input") or refuses(x, *given)
 
 
 def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None:

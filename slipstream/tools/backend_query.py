@@ -14,7 +14,7 @@ from slipstream.compiler.compiler_state import KernelDisabledWarning, state_for
 from slipstream.compiler.known_bugs import blocking, version
 from slipstream.compiler.support_matrix import Task
 from slipstream.compiler.trace import PlainTorch, trace
-from slipstream.runtime import backends
+from slipstream.runtime import backends, dispatch
 from slipstream.runtime.dispatch import Selection
 from slipstream.tools.catalog import Sample, Shape
 
@@ -100,13 +100,12 @@ def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
 @contextmanager
 def recording_selections(plans: list[Selection]) -> Iterator[None]:
     """Every plan that is made is added to `plans`."""
-    make = Selection.__init__
 
-    def record_selection(plan: Selection, *args: Any, **kwargs: Any) -> None:
-        make(plan, *args, **kwargs)
-        plans.append(plan)
+    def record_selection(*args: Any) -> Selection:
+        plans.append(Selection(*args))
+        return plans[-1]
 
-    with mock.patch.object(Selection, "__init__", record_selection):
+    with mock.patch.object(dispatch, "Selection", record_selection):
         yield
 
 

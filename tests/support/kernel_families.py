@@ -25,6 +25,7 @@ from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.selective_scan import eager as selective_eager
+from slipstream.runtime import dispatch
 from slipstream.tools.catalog import OPERATORS, Shape
 
 KERNELS = "slipstream.kernels"
@@ -32,8 +33,8 @@ KERNELS = "slipstream.kernels"
 
 @dataclass(frozen=True)
 class Family:
-    """launches: module and name -> the same in plain torch. chooses: modules of choose_impl, or
-    that look at INTERPRETED."""
+    """launches: module and name -> the same in plain torch. chooses: modules that call
+    dispatch.choose, or look at INTERPRETED."""
 
     name: str
     call: Callable[[], list[Tensor]]
@@ -41,11 +42,13 @@ class Family:
     chooses: tuple[str, ...] = ()
 
     def take_triton(self, patch: pytest.MonkeyPatch, impl: str) -> None:
+        first, *rest = impl.split("|")
+        plan = dispatch.Selection(first, "", rest=tuple(rest))
         for module in self.chooses:
-            if hasattr(importlib.import_module(module), "choose_impl"):
-                patch.setattr(f"{module}.choose_impl", lambda *args: impl)
-            else:
+            if hasattr(importlib.import_module(module), "INTERPRETED"):
                 patch.setattr(f"{module}.INTERPRETED", impl != "eager")
+            else:
+                patch.setattr(f"{module}.choose", lambda *args: plan)
 
 
 def leaf(*shape: int) -> Tensor:

@@ -7,7 +7,7 @@ from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.norm.op import kind, norm
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import DTYPES
-from slipstream.runtime.dispatch import choose_impl, is_triton
+from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
 
 
 def run(
@@ -20,7 +20,7 @@ def run(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
-    impl = choose_impl(impl, x, _unsupported_reason, n, weight, bias, gate, residual)
+    impl = choose(CANDIDATES, (x, n, weight, bias, gate, residual), impl, "norm", x).tries
     if is_triton(impl):
         y, h = norm(x, weight, bias, gate, residual, n, impl)
         return y, x if h is None else h
@@ -37,3 +37,6 @@ def _unsupported_reason(x: Tensor, n: NormOptions, *tensors: Tensor | None) -> s
         if t is not None and t.dtype not in DTYPES:
             return f"it computes in float32, and an input is {t.dtype}"
     return guarded_launch.known_failure(lambda: kind(x, tensors[0], tensors[2], n), x.device)
+
+
+CANDIDATES = triton_or_eager(_unsupported_reason)

@@ -16,7 +16,7 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose_impl, is_triton
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
 
@@ -33,17 +33,18 @@ FUNCTIONS = {"silu": F.silu, "gelu": _gelu, "sigmoid": torch.sigmoid, "relu2": _
 
 def glu(gate: Tensor, up: Tensor | None, f: str, impl: str | None) -> Tensor:
     """f(gate) up, of one shape and dtype; no up is 1."""
-    return run(gate, up, f, choose(gate, f, impl))
+    return run(gate, up, f, impl_for(gate, f, impl))
 
 
-def choose(gate: Tensor, f: str, impl: str | None) -> str:
+def impl_for(gate: Tensor, f: str, impl: str | None) -> str:
+    """Those to try, as Selection.tries says."""
     if impl is None and torch.compiler.is_compiling():
         return "eager"  # torch.compile makes one kernel of it and of what is around it
-    return choose_impl(impl, gate, _unsupported_reason, f)
+    return choose(_CANDIDATES, (gate, f), impl, "glu", gate).tries
 
 
 def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
-    """By an implementation as `choose` names it."""
+    """By one of the implementations that impl_for names."""
     if not is_triton(impl):
         return _eager(gate, up, f)
     if needs_autograd(gate, up):
@@ -91,6 +92,9 @@ def _unsupported_reason(x: Tensor, f: str) -> str | None:
     if x.dim() == 0 or x.shape[-1] == 0:
         return "there are no features"
     return known_failure(lambda: _kind(x, f), x.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
 
 
 def _kind(x: Tensor, f: str) -> KernelKey:

@@ -34,7 +34,7 @@ def glu_linear(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, f: str, impl: str | None
 ) -> Tensor:
     """gate, up [..., F], weight [D, F], bias [D] -> [..., D]."""
-    impl = activation.choose(gate, f, impl)
+    impl = activation.impl_for(gate, f, impl)
     tensors = (gate, up, weight, bias)
     if not by_operation() and needs_autograd(*tensors):
         return _GluLinear.apply(*tensors, f, impl)

@@ -14,7 +14,7 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose_impl, is_triton
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 
@@ -69,7 +69,7 @@ def previous(
     x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     """y and the last tokens, by the implementation that is chosen."""
-    impl = choose_impl(impl, x, _unsupported_reason, cu_seqlens)
+    impl = choose(_CANDIDATES, (x, cu_seqlens), impl, "token_shift", x).tries
     if is_triton(impl):
         return kernel_shift(x, state, cu_seqlens, impl)
     return (shift_reference if impl == "reference" else shift)(x, state, cu_seqlens)
@@ -163,6 +163,9 @@ def _unsupported_reason(x: Tensor, *tensors: Tensor | None) -> str | None:
     if torch.version.hip:
         return "its kernel does not compile for AMD's GPUs at all sizes"
     return known_failure(lambda: _kind(x), x.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
 
 
 def _fake(
