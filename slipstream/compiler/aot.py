@@ -32,7 +32,13 @@ INSTRUCTIONS = {
     "atomic": r"\b(?:atom|red)\.global|\bglobal_atomic",
 }
 # of the JIT's options, those that a kernel's author sets
-_OPTIONS = {"num_ctas": 1, "maxnreg": None, "launch_pdl": False, "launch_cooperative_grid": False}
+_OPTIONS = {
+    "num_ctas": 1,
+    "maxnreg": None,
+    "launch_pdl": False,
+    "launch_cooperative_grid": False,
+    "enable_fp_fusion": True,
+}
 _DOT = r"\btt\.dot\b|\bttng\.warp_group_dot\b|\bttng\.tc_gen5_mma\b"
 
 

@@ -209,7 +209,9 @@ class TritonDplr:
         options = {"K": K, "V": V, "WIDE": WIDE, "STEPS": tile.steps, **_gate_options(terms)}
         options |= {"INNER": "ieee" if INTERPRETED else inner}
         options |= {"BK": tile.intra.B, "BV": tile.intra.B}
-        options |= launch_options(terms, tile.intra)
+        # what both kernels compute of a chunk has the same bits only if neither rounds a product
+        # and a sum at once where the other does not: in float32 outputs would depend on later gates
+        options |= {"enable_fp_fusion": False, **launch_options(terms, tile.intra)}
         grid, gated = (intra.u.shape[0] * HV,), terms.g is not None
         run: Any = cached(dplr_wy_kernel)[grid]
         options |= {"LIMIT": ANCHORED_TILES[dtype], "SHIFT": SHIFT[dtype]}
