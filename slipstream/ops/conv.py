@@ -72,7 +72,7 @@ def short_convolution(
     share = past = None
     if context is not None:
         context.expect_no_offsets(cu_seqlens, impl)
-        cu_seqlens, share = context.cu_seqlens, context.share(x.shape[1])
+        cu_seqlens, share = context.offsets_on(x.device), context.share(x.shape[1])
     sequences = x.shape[0]
     if cu_seqlens is not None:
         checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])

@@ -20,6 +20,12 @@ from slipstream.common import checks
 from slipstream.runtime.autograd import Function, Saved, once_differentiable
 
 
+def all_gather(found: Tensor, x: Tensor, group: Any) -> Any:
+    """Starts it, and returns what to wait for. torch 2.13 has it under a new name."""
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return run(found, x, group=group, async_op=True)
+
+
 class ContextParallel:
     """How the tokens of a batch are dealt out to ranks, in the order of ranks.
 
@@ -62,6 +68,8 @@ class ContextParallel:
                 )
         self._lengths = None if lengths is None else tuple(lengths)
         self._offsets: tuple[int, ...] | None = None
+        self._shares: dict[int, Share] = {}
+        self._elsewhere: dict[torch.device, Tensor] = {}
         self.cu_seqlens: Tensor | None = None
         if cu_seqlens is not None:
             self._set_offsets(cu_seqlens)
@@ -87,7 +95,19 @@ class ContextParallel:
             )
         self._offsets = offsets
         here = Share(self.rank, self._lengths, offsets)
-        self.cu_seqlens = torch.tensor(here.local_offsets, dtype=torch.int32, device=given.device)
+        self.cu_seqlens = torch.tensor(here.local_offsets, dtype=torch.int32)
+        self.cu_seqlens = self.offsets_on(given.device)
+
+    def offsets_on(self, device: torch.device) -> Tensor | None:
+        """cu_seqlens there, copied once without the host waiting for it."""
+        if self.cu_seqlens is None or self.cu_seqlens.device == device:
+            return self.cu_seqlens
+        if device not in self._elsewhere:
+            here = self.cu_seqlens
+            if device.type == "cuda" and here.device.type == "cpu":
+                here = here.pin_memory()
+            self._elsewhere[device] = here.to(device, non_blocking=True)
+        return self._elsewhere[device]
 
     def expect_no_offsets(self, cu_seqlens: Tensor | None, impl: str | None) -> None:
         """An operator that takes this takes neither offsets of its own nor the reference."""
@@ -105,6 +125,7 @@ class ContextParallel:
     def repeated(self, n: int) -> "ContextParallel":
         """The same where every token is n."""
         found = copy(self)
+        found._shares, found._elsewhere = {}, {}
         found._lengths = None if self._lengths is None else tuple(n * x for x in self._lengths)
         found._offsets = None if self._offsets is None else tuple(n * x for x in self._offsets)
         found.cu_seqlens = None if self.cu_seqlens is None else n * self.cu_seqlens
@@ -137,12 +158,14 @@ class ContextParallel:
         Raises:
             ValueError: the plan says another number.
         """
-        lengths = self._lengths or (tokens,) * self.size
-        if lengths[self.rank] != tokens:
-            raise ValueError(
-                f"context: rank {self.rank} has {lengths[self.rank]} tokens, got {tokens}"
-            )
-        return Share(self.rank, lengths, self._offsets, self.group)
+        if tokens not in self._shares:
+            lengths = self._lengths or (tokens,) * self.size
+            if lengths[self.rank] != tokens:
+                raise ValueError(
+                    f"context: rank {self.rank} has {lengths[self.rank]} tokens, got {tokens}"
+                )
+            self._shares[tokens] = Share(self.rank, lengths, self._offsets, self.group)
+        return self._shares[tokens]
 
 
 class Share:
@@ -241,10 +264,13 @@ class Share:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Of every rank, in the order of its tokens; x has the same shape everywhere."""
-        x = x.contiguous()
-        found = [torch.empty_like(x) for _ in self.lengths]
-        dist.all_gather(found, x, group=self.group)
-        return found[::-1] if self.backwards else found
+        return self.start_gather(x).wait()
+
+    def start_gather(self, x: Tensor) -> "Gathered":
+        """That, for which nothing waits yet."""
+        found, x = x.new_empty(len(self.lengths), *x.shape), x.contiguous()
+        work = all_gather(found.flatten(0, 1), x, self.group)
+        return Gathered(found, work, self.backwards)
 
     def positions(self, device: torch.device) -> Tensor:
         """Where each token here stands in its sequence, int64 [1, T]."""
@@ -321,6 +347,21 @@ class Share:
             return blank[:0]
         # where no sequence ends backward has a part, too
         return _SumOfRanks.apply(tie(torch.cat(found), after), self)
+
+
+class Gathered:
+    """What every rank has sent, once it is there."""
+
+    def __init__(self, found: Tensor, work: Any, backwards: bool) -> None:
+        self._found, self._work, self._backwards = found, work, backwards
+
+    def wait(self) -> list[Tensor]:
+        """By rank, in the order of their tokens; on a GPU the stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        found = [*self._found.unbind(0)]
+        return found[::-1] if self._backwards else found
 
 
 class _SumOfRanks(Function):

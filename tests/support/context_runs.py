@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.parallel import ContextParallel, shard
+from slipstream.runtime import context_parallel
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from tests.support.operators import Size, has_time, over_time, packed
 
@@ -196,7 +197,7 @@ def cast_down(args: dict[str, Any]) -> dict[str, Any]:
 def bytes_exchanged(rank: int, file: str, found: Any) -> None:
     """(operator, (bytes for few tokens, for three times as many)), forward and backward."""
     _meet(rank, file)
-    counted = [0]
+    counted, gather = [0], context_parallel.all_gather
 
     def counting(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -208,7 +209,7 @@ def bytes_exchanged(rank: int, file: str, found: Any) -> None:
 
     try:
         with (
-            mock.patch.object(dist, "all_gather", counting(dist.all_gather)),
+            mock.patch.object(context_parallel, "all_gather", counting(gather)),
             mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
         ):
             for op in CALLS:

@@ -73,7 +73,7 @@ def _run_across_ranks(
 ) -> tuple[Tensor, Tensor | None]:
     """As run, of this rank's tokens: its head starts from what the ranks before it come to."""
     context.expect_no_offsets(cu_seqlens, impl)
-    cu_seqlens = context.cu_seqlens
+    cu_seqlens = context.offsets_on(x.device)
     plan = _checked(x, g, None, cu_seqlens, impl)
     share, rows = context.share(x.shape[1]), 1 if context.cu_seqlens is not None else x.shape[0]
     if initial_state is not None:

@@ -4,6 +4,12 @@ Each has a constant CAPABILITIES, which op.py and workspace.py read.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,7 @@ class BackendCapabilities:
         overwrites_q: backward takes `overwrite_q`: q's memory may become a gradient's.
         skips_gate_grad: backward takes `gate_gradient`; False leaves the gate's gradient out.
         saves_wy: forward takes `save`, and then also returns what backward takes as `saved`.
+        exchanges: both take `exchange`, of sequences that go on at other ranks.
     """
 
     writes_out: bool = False
@@ -27,3 +34,28 @@ class BackendCapabilities:
     overwrites_q: bool = False
     skips_gate_grad: bool = False
     saves_wy: bool = False
+    exchanges: bool = False
+
+
+class Exchange(Protocol):
+    """Between what a call's segments make of states and the states that they begin with: puts what
+    other ranks' tokens come to into the initial state or, backward, the final state's gradient
+    (context.py)."""
+
+    def __call__(self, sums: Tensor, segments: Segments, transition: Tensor | None) -> None:
+        """
+        Args:
+            sums: the states after sequences [N, HV, K, V], backward the gradients of those before
+                them, as far as this rank's tokens say.
+            transition: M of each segment: [count, HV, K, K], or factors
+                [count, HV, K or 1, V or 1], None for 1.
+        """
+
+    def whole_segments(
+        self, terms: LinearInputs, unit: int, can_pass: bool = True
+    ) -> Segments | None:
+        """Of a call that is not cut otherwise: one a sequence, of whole units, if that takes less
+        time than one more call of the sequence that goes on, which else is made here."""
+
+    def by_calls(self) -> None:
+        """The same by one more call of the sequence that goes on."""

@@ -1,25 +1,36 @@
 """The linear family over several ranks, each with a part of the tokens.
 
 What a rank's tokens do to a state is S -> M S + E. Each rank sends M and E of the sequence that
-goes on at the next rank, combines those of the ranks before it into the state that its own tokens
-start from, and then runs as if it were alone. Backward is the same from the last rank to the first:
-gradients of states go back through M^T. Who has which tokens: runtime/context_parallel.py.
+goes on at the next rank, and combines those of the ranks before it into the state that its own
+tokens start from. Backward is the same from the last rank to the first: gradients of states go back
+through M^T. Who has which tokens: runtime/context_parallel.py.
 
-M is one number, one number a row or column, or a matrix [K, K] where tokens erase; E comes from a
-run over the tail's tokens, and so does M where it is a matrix, from the identity. The states
-exchanged are float32 (float64 for float64).
+Back ends that cut sequences into segments (segments.py) have M and E of these anyway, and exchange
+between these and the state passing, so that a call takes about as long as one of the same tokens
+alone. Where sequences are not cut, and in plain torch, E comes from one more call over the tail's
+tokens, and so does M where it is a matrix, from the identity. M is sent only if a sequence goes
+through a whole rank. It is one number, one number a row or column, or a matrix [K, K] where tokens
+erase. The states exchanged are float32 (float64 for float64).
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.op import call_forward, gradients
+from slipstream.kernels.linear.op import (
+    call_forward,
+    forward_across_ranks,
+    gradients,
+    gradients_across_ranks,
+)
+from slipstream.kernels.linear.segments import Segments, split_into_segments
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.context_parallel import Share
+from slipstream.runtime.context_parallel import Gathered, Share
 
 NUM_TERMS = len(LinearInputs._fields)
 # From the terms of a call to the implementations to try for it.
@@ -33,12 +44,14 @@ class Call(NamedTuple):
     chunk: int
     impl: str
     choose: Choose
+    wants_final: bool
 
 
 def linear_across_ranks(
     terms: LinearInputs, initial_state: Tensor | None, share: Share, call: Call
-) -> tuple[Tensor, Tensor]:
-    """o of this rank's tokens, and the final states of all sequences, the same on every rank.
+) -> tuple[Tensor, Tensor | None]:
+    """o of this rank's tokens, and if wanted the final states of all sequences, the same on every
+    rank.
 
     Args:
         terms: this rank's tokens, with the offsets of its pieces and without a state.
@@ -47,9 +60,10 @@ def linear_across_ranks(
     """
     given = *terms._replace(initial_state=initial_state), share, call
     if needs_autograd(*terms, initial_state):
-        return _AcrossRanks.apply(*given)
-    o, final, _, _ = _forward(terms, initial_state, share, call)
-    return o, final
+        o, final = _AcrossRanks.apply(*given)
+    else:
+        o, final, *_ = _forward(terms, initial_state, share, call, False)
+    return o, final if call.wants_final else None
 
 
 class _AcrossRanks(Function):
@@ -59,34 +73,49 @@ class _AcrossRanks(Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         given, (share, call) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
         terms = given._replace(initial_state=None)
-        o, final, states, transitions = _forward(terms, given.initial_state, share, call)
+        o, final, states, transitions, saved = _forward(
+            terms, given.initial_state, share, call, True
+        )
         ctx.share, ctx.call = share, call
         ctx.has_initial = given.initial_state is not None
         ctx.num_transitions = len(transitions)
-        save(ctx, *terms._replace(initial_state=states), *transitions)
+        save(ctx, *terms._replace(initial_state=states), *transitions, *saved)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dout: Tensor, dfinal: Tensor) -> Any:
-        terms, transitions = LinearInputs(*saved[:NUM_TERMS]), list(saved[NUM_TERMS:])
+        terms, rest = LinearInputs(*saved[:NUM_TERMS]), list(saved[NUM_TERMS:])
+        transitions, of_forward = rest[: ctx.num_transitions], rest[ctx.num_transitions :]
         share, call = ctx.share, ctx.call
         width = _rows(terms)
-        dfinal = share.add_up(dfinal.to(terms.dtype).clone(memory_format=torch.contiguous_format))
-        local = share.local_states(dfinal, None, width)
-        assert local is not None
-        if share.crossings.any:
-            _gradients_from_later(terms, dout, local, share, call, transitions)
-        gate_gradient = ctx.needs_input_grad[LinearInputs._fields.index("g")]
+        local = None
+        if call.wants_final:
+            dfinal = dfinal.to(terms.dtype).clone(memory_format=torch.contiguous_format)
+            dfinal = share.add_up(dfinal)
+            local = share.local_states(dfinal, None, width)
+            if share.later and local is not None:  # the exchange says what comes there
+                local[-width:] = 0
+        elif share.later:
+            local = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
         # without a state its gradient would not come back
         start = terms.initial_state
         if start is None and ctx.has_initial:
-            start = torch.zeros_like(local)
+            start = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
         whole = terms._replace(initial_state=start)
-        scale, chunk, impl, _ = call
-        grads = gradients(whole, dout, local, scale, chunk, impl, gate_gradient)
+        gate_gradient = ctx.needs_input_grad[LinearInputs._fields.index("g")]
+        options = call.scale, call.chunk, call.impl, gate_gradient
+        if share.crossings.any:
+            exchange = _Backward(whole, share, call, local, transitions, dout)
+            more = *options, of_forward, exchange
+            grads = gradients_across_ranks(whole, dout, local, *more)
+            exchange.finish()
+        else:
+            grads = gradients(whole, dout, local, *options)
         if ctx.has_initial:
-            grads["initial_state"] = _whole_gradient(grads["initial_state"], dfinal, share, width)
+            grads["initial_state"] = _whole_gradient(
+                grads["initial_state"], dfinal if call.wants_final else None, share, width
+            )
         else:
             grads.pop("initial_state", None)
         return (*(grads.get(name) for name in DIFFERENTIABLE), None, None, None)
@@ -98,45 +127,196 @@ def _rows(terms: LinearInputs) -> int:
 
 
 def _forward(
-    terms: LinearInputs, initial_state: Tensor | None, share: Share, call: Call
-) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-    """o; final states of all sequences; states before this rank's pieces; M of every rank."""
+    terms: LinearInputs, initial_state: Tensor | None, share: Share, call: Call, save: bool
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor]]:
+    """o; final states of all sequences, or nothing; states before this rank's pieces; M of every
+    rank; with save what backward takes of forward."""
     width = _rows(terms)
     if initial_state is not None:
         initial_state = initial_state.to(terms.dtype)
-    states = share.local_states(initial_state, None, width)
-    transitions: list[Tensor] = []
+    before = None
+    if share.earlier:  # which the exchange writes
+        before = terms.v.new_zeros(width, *terms.state_shape[1:], dtype=terms.dtype)
+    states = share.local_states(initial_state, before, width)
+    whole = terms._replace(initial_state=states)
+    options, transitions, saved = call[:3], [], []
     if share.crossings.any:
-        added, transitions = _exchange(terms, states, share, call)
+        exchange = _Forward(whole, share, call)
+        o, after, saved = forward_across_ranks(whole, *options, save, exchange)
+        transitions = exchange.finish()
+    else:
+        o, after = call_forward(*whole, *options, False)
+    final = after.new_empty(0)
+    if call.wants_final:
+        final = share.whole_states(after, initial_state, width)
+    return o, final, states, transitions, saved
+
+
+class _StateExchange(Exchange):
+    """What both directions have in common. It happens once, also where a back end fails after it
+    and another takes over."""
+
+    def __init__(self, terms: LinearInputs, share: Share, call: Call) -> None:
+        self.terms, self.share, self.call = terms, share, call
+        self.width, self.matrix = _rows(terms), terms.transition != "none"
+        self.sent: Gathered | None = None
+
+    def whole_segments(
+        self, terms: LinearInputs, unit: int, can_pass: bool = True
+    ) -> Segments | None:
+        begin, end = self.piece()
+        if can_pass and 2 * (end - begin) >= terms.q.shape[1]:
+            return split_into_segments(terms, -(-terms.q.shape[1] // unit) * unit)
+        self.by_calls()
+        return None
+
+    def piece(self) -> tuple[int, int]:
+        """The tokens of the sequence that others are told of."""
+        raise NotImplementedError
+
+    def _blank(self) -> Tensor:
+        like = self.terms
+        return like.v.new_zeros(self.width, *like.state_shape[1:], dtype=like.dtype)
+
+
+class _Forward(_StateExchange):
+    """Writes what the ranks before come to into the first rows of the initial states."""
+
+    def piece(self) -> tuple[int, int]:
+        share = self.share
+        return (share.tail_begin, share.local_offsets[-1]) if share.later else (0, 0)
+
+    def __call__(self, sums: Tensor, segments: Segments, transition: Tensor | None) -> None:
+        if self.sent is not None:
+            return
+        M = None
+        if self._sends_transition and self.share.passes_through:
+            M = self._of_tail(transition, segments)
+        self._send(sums[-self.width :] if self.share.later else None, M)
+
+    def by_calls(self) -> None:
+        if self.sent is not None:
+            return
+        share, call, terms = self.share, self.call, self.terms
+        E = M = None
+        if share.later:
+            tail = _tokens(terms, share.tail_begin, None)
+            begins = share.begins_here(len(share.pieces) - 1)
+            states = terms.initial_state
+            start = states[-self.width :] if begins and states is not None else None
+            E = call_forward(*tail._replace(initial_state=start), *call[:3], False)[1]
+            if self._sends_transition and share.passes_through:
+                M = _transition_matrix(tail, self.width, call) if self.matrix else _factors(tail)
+        self._send(E, M)
+
+    def finish(self) -> list[Tensor]:
+        """M of every rank, if any sequence goes through a whole one."""
+        assert self.sent is not None
+        return self._parts()[1]
+
+    @property
+    def _sends_transition(self) -> bool:
+        terms = self.terms
+        changes = self.matrix or terms.decay != "none" or terms.gv is not None
+        return self.share.crossings.through and changes
+
+    @property
+    def _transition_shape(self) -> tuple[int, ...]:
+        (HV, K, V), terms = self.terms.state_shape[1:], self.terms
+        if self.matrix:
+            return self.width, HV, K, K
+        return self.width, HV, K if terms.decay == "channel" else 1, 1 if terms.gv is None else V
+
+    def _of_tail(self, transition: Tensor | None, segments: Segments) -> Tensor | None:
+        """The product of M of the tail's segments."""
+        if transition is None:
+            return None
+        if self.share.packed:
+            begin, end = self.piece()
+            first = begin // segments.tokens + len(self.share.pieces) - 1
+            count = -(-(end - begin) // segments.tokens)
+            rows = transition[None, first : first + count]
+        else:
+            rows = transition.unflatten(0, (self.width, -1))
+        if self.matrix:
+            return reduce(lambda before, M: M @ before, rows.unbind(1))
+        return rows.prod(1)
+
+    def _send(self, E: Tensor | None, M: Tensor | None) -> None:
+        """Both in one message."""
+        message = (self._blank() if E is None else E.to(self.terms.dtype)).flatten()
+        if self._sends_transition:
+            if M is None:  # nobody combines it with anything
+                M = message.new_zeros(self._transition_shape)
+            M = M.to(message.dtype).expand(self._transition_shape)
+            message = torch.cat([message, M.flatten()])
+        self.sent = self.share.start_gather(message)
+        if not self.share.earlier:
+            return
+        assert self.terms.initial_state is not None
+        before = _combine(self.share.earlier, *self._parts(), self.matrix)
+        self.terms.initial_state[: self.width].copy_(before)
+
+    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        assert self.sent is not None
+        found, shape = self.sent.wait(), (self.width, *self.terms.state_shape[1:])
+        n = self._blank().numel()
+        added = [x[:n].view(shape) for x in found]
+        if not self._sends_transition:
+            return added, []
+        return added, [x[n:].view(self._transition_shape) for x in found]
+
+
+class _Backward(_StateExchange):
+    """Writes what later ranks' outputs say about the tail's last state into dfinal's last rows."""
+
+    def __init__(
+        self,
+        terms: LinearInputs,
+        share: Share,
+        call: Call,
+        dfinal: Tensor | None,
+        transitions: list[Tensor],
+        dout: Tensor,
+    ) -> None:
+        super().__init__(terms, share, call)
+        self.dfinal, self.transitions, self.dout = dfinal, transitions, dout
+
+    def piece(self) -> tuple[int, int]:
+        return (0, self.share.head_end) if self.share.earlier else (0, 0)
+
+    def __call__(self, sums: Tensor, segments: Segments, transition: Tensor | None) -> None:
+        if self.sent is None:
+            self._send(sums[: self.width] if self.share.earlier else None)
+
+    def by_calls(self) -> None:
+        if self.sent is not None:
+            return
+        share, ds = self.share, None
         if share.earlier:
-            before = _combine(share.earlier, added, transitions, terms.transition != "none")
-            states = share.local_states(initial_state, before, width)
-    o, after = call_forward(*terms._replace(initial_state=states), *call[:3], False)
-    return o, share.whole_states(after, initial_state, width), states, transitions
+            assert self.terms.initial_state is not None
+            head = _tokens(self.terms, 0, share.head_end)
+            head = head._replace(initial_state=self.terms.initial_state[: self.width])
+            end = None
+            if self.dfinal is not None and share.ends_here(0):
+                end = self.dfinal[: self.width]
+            do = self.dout[:, : share.head_end]
+            ds = gradients(head, do, end, *self.call[:3], False)["initial_state"]
+        self._send(ds)
 
+    def finish(self) -> None:
+        assert self.sent is not None
+        self.sent.wait()
 
-def _exchange(
-    terms: LinearInputs, states: Tensor | None, share: Share, call: Call
-) -> tuple[list[Tensor], list[Tensor]]:
-    """E of every rank's tail [width, HV, K, V], and M if any sequence goes through a whole rank."""
-    width, (HV, K, V) = _rows(terms), terms.state_shape[1:]
-    added = terms.v.new_zeros(width, HV, K, V, dtype=terms.dtype)
-    matrix = terms.transition != "none"
-    M = _identity(terms, width) if matrix else None
-    if share.later:
-        tail = _tokens(terms, share.tail_begin, None)
-        begins = share.begins_here(len(share.pieces) - 1)
-        start = states[-width:] if begins and states is not None else None
-        E = call_forward(*tail._replace(initial_state=start), *call[:3], False)[1]
-        added.copy_(E)
-        if share.passes_through:
-            M = _transition_matrix(tail, width, call) if matrix else _transition(tail)
-    if not share.crossings.through or not (matrix or terms.decay != "none" or terms.gv is not None):
-        return share.gather(added), []
-    if M is None:
-        rows, columns = K if terms.decay == "channel" else 1, 1 if terms.gv is None else V
-        M = added.new_ones(width, HV, rows, columns)
-    return share.gather(added), share.gather(M)
+    def _send(self, ds: Tensor | None) -> None:
+        message = self._blank() if ds is None else ds.to(self.terms.dtype)
+        self.sent = self.share.start_gather(message)
+        if not self.share.later:
+            return
+        assert self.dfinal is not None
+        back = [M.mT for M in self.transitions] if self.matrix else self.transitions
+        found = _combine(self.share.later[::-1], self.sent.wait(), back, self.matrix)
+        self.dfinal[-self.width :].copy_(found)
 
 
 def _tokens(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
@@ -162,7 +342,7 @@ def _transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
     return call_forward(*alone, call.scale, call.chunk, call.choose(alone), False)[1]
 
 
-def _transition(tail: LinearInputs) -> Tensor:
+def _factors(tail: LinearInputs) -> Tensor:
     """M as factors of the state's elements, [width, HV, K or 1, V or 1]."""
     M = tail.v.new_ones(1, 1, 1, 1, dtype=tail.dtype)
     if tail.g is not None:
@@ -185,39 +365,15 @@ def _combine(
     return total
 
 
-def _gradients_from_later(
-    terms: LinearInputs,
-    dout: Tensor,
-    dfinal: Tensor,
-    share: Share,
-    call: Call,
-    transitions: list[Tensor],
-) -> None:
-    """Writes into dfinal's last row what later ranks' outputs say about the tail's last state."""
-    width, (HV, K, V) = _rows(terms), terms.state_shape[1:]
-    ds = terms.v.new_zeros(width, HV, K, V, dtype=terms.dtype)
-    if share.earlier:
-        assert terms.initial_state is not None
-        head = _tokens(terms, 0, share.head_end)._replace(initial_state=terms.initial_state[:width])
-        end = dfinal[:width] if share.ends_here(0) else None
-        do = dout[:, : share.head_end]
-        ds.copy_(gradients(head, do, end, *call[:3], False)["initial_state"])
-    found = share.gather(ds)
-    if not share.later:
-        return
-    matrix = terms.transition != "none"
-    back = [M.mT for M in transitions] if matrix else transitions
-    dfinal[-width:] = _combine(share.later[::-1], found, back, matrix)
-
-
-def _whole_gradient(local: Tensor, dfinal: Tensor, share: Share, width: int) -> Tensor:
+def _whole_gradient(local: Tensor, dfinal: Tensor | None, share: Share, width: int) -> Tensor:
     """Of the initial states of all sequences: of those that begin here, and on the first rank of
     those without tokens, whose final states they are."""
-    whole = torch.zeros_like(dfinal)
+    rows = width * share.sequences
+    whole = local.new_zeros(rows, *local.shape[1:])
     for i, n in enumerate(share.pieces):
         if share.begins_here(i):
             whole[n * width : (n + 1) * width] = local[i * width : (i + 1) * width]
-    if share.rank == 0:
+    if share.rank == 0 and dfinal is not None:
         for n in share.without_tokens:
             whole[n * width : (n + 1) * width] = dfinal[n * width : (n + 1) * width]
     return whole

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
@@ -145,8 +146,17 @@ class DeltaBackend(ABC):
     def choose_segments(self, terms: LinearInputs) -> Segments | None: ...
 
     @abstractmethod
+    def can_pass_states(self, terms: LinearInputs) -> bool:
+        """Whether any segments can be combined."""
+
+    @abstractmethod
     def entry_states(
-        self, terms: LinearInputs, wy: WYFactors, segments: Segments, final: Tensor | None
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        segments: Segments,
+        final: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> EntryStates: ...
 
     @abstractmethod
@@ -160,7 +170,12 @@ class DeltaBackend(ABC):
         transition: Any,
         segments: Segments,
         dstate: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> EntryStates: ...
+
+    @abstractmethod
+    def chunk(self, terms: LinearInputs) -> int:
+        """Its tokens."""
 
     @abstractmethod
     def num_chunks(self, terms: LinearInputs) -> int:
@@ -200,6 +215,7 @@ class DeltaBackend(ABC):
         checkpoints: Tensor | None = None,
         active: int | None = None,
         save: bool = False,
+        exchange: Exchange | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and what backward
         takes as `saved`, so that it need not compute it again.
@@ -209,6 +225,7 @@ class DeltaBackend(ABC):
             checkpoints: memory for the states between slices of tokens; there is one slice more.
             active: of for_active.
             save: whether a backward follows.
+            exchange: of a call whose sequences go on at other ranks.
         """
         backend, terms = self.for_active(active), self.to_kernel_layout(terms)
         o, final = out or (
@@ -222,17 +239,29 @@ class DeltaBackend(ABC):
             wy = backend.solve_tril(terms)
             for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
                 wy_slice = wy.of_tokens(tokens)
-                ends = backend.scan_ends(terms_slice, wy_slice, end)
+                ends = backend.scan_ends(terms_slice, wy_slice, end, exchange)
                 ends["checkpoints"] = for_backward
                 backend.chunk_fwd(terms_slice, wy_slice, scale, o_slice, **ends)
         saved = [*wy, for_backward and for_backward.states] if save else []
         return o, final, [x for x in saved if x is not None]
 
-    def scan_ends(self, terms: LinearInputs, wy: WYFactors, final: Tensor | None) -> dict[str, Any]:
+    def segments(self, terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
+        segments = self.choose_segments(terms)
+        if segments is None and exchange is not None:
+            return exchange.whole_segments(terms, self.chunk(terms), self.can_pass_states(terms))
+        return segments
+
+    def scan_ends(
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        final: Tensor | None,
+        exchange: Exchange | None = None,
+    ) -> dict[str, Any]:
         """Segments, and the states that chunk_fwd begins and ends with, by its arguments' names."""
-        segments, s_in = self.choose_segments(terms), terms.initial_state
+        segments, s_in = self.segments(terms, exchange), terms.initial_state
         if segments is not None:
-            s_in, _, final = self.entry_states(terms, wy, segments, final)
+            s_in, _, final = self.entry_states(terms, wy, segments, final, exchange)
         return {"segments": segments, "s_in": s_in, "s_out": final}
 
     def backward(
@@ -245,11 +274,12 @@ class DeltaBackend(ABC):
         out: Mapping[str, Tensor] = NO_OUTPUTS,
         active: int | None = None,
         overwrite_q: bool = False,
+        exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
         """Gradients by the name of the term, in its shape and dtype.
 
         Args:
-            saved, active: of forward.
+            saved, active, exchange: of forward.
             out: memory for some of them, which they take if it fits.
             overwrite_q: q's may take the memory of q, where heads are not grouped.
         """
@@ -269,7 +299,8 @@ class DeltaBackend(ABC):
             wy = WYFactors(*saved[:count]) if saved else backend.solve_tril(terms)
             states = saved[count] if len(saved) > count else None
             args = terms, do, dfinal, wy, scale, dstate, out
-            grads = backend.fused_gradients(*args, states) or backend.gradients(*args)
+            grads = backend.fused_gradients(*args, states, exchange)
+            grads = grads or backend.gradients(*args, exchange)
         if dstate is not None:
             grads["initial_state"] = dstate
         return cast_gate_grads(grads, given, out)
@@ -284,6 +315,7 @@ class DeltaBackend(ABC):
         dstate: Tensor | None,
         out: Mapping[str, Tensor],
         checkpoints: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> dict[str, Tensor] | None:
         """As gradients, in one kernel; None where a call is better cut into the stages.
         checkpoints: those that forward left, if any."""
@@ -298,14 +330,16 @@ class DeltaBackend(ABC):
         scale: float,
         dstate: Tensor | None,
         out: Mapping[str, Tensor],
+        exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
         """All but the initial state's, which goes into dstate; those of beta and g in float32."""
-        segments = self.choose_segments(terms)
+        segments = self.segments(terms, exchange)
         s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
         if segments is not None:
             s_in, M, _ = self.entry_states(terms, wy, segments, None)
-            ds_in, _, ds_out = self.entry_dstates(terms, do, wy, scale, dfinal, M, segments, dstate)
-            del M
+            given = scale, dfinal, M, segments, dstate, exchange
+            ds_in, _, ds_out = self.entry_dstates(terms, do, wy, *given)
+            del M, given
         like = do.shape, do.dtype, do.device
         w = reuse_or_empty(out.get("k") if self.reuses_w else None, *like)
         dv = reuse_or_empty(out.get("v"), *like)

@@ -125,7 +125,7 @@ def _run_across_ranks(
     """As run does; the terms are this rank's, initial_state is that of all sequences."""
     context.expect_no_offsets(terms.cu_seqlens, options.impl)
     initial_state = terms.initial_state
-    terms = terms._replace(initial_state=None, cu_seqlens=context.cu_seqlens)
+    terms = terms._replace(initial_state=None, cu_seqlens=context.offsets_on(terms.q.device))
     plan = _checked(terms, names, options, recurrent)
     if terms.max_head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
@@ -152,12 +152,15 @@ def _run_across_ranks(
         0 if recurrent else options.chunk_size or DEFAULT_CHUNK,
         plan.tries,
         lambda given: plan_for(given, options.impl).tries,
+        options.output_final_state,
     )
     o, state = linear_across_ranks(terms, initial_state, share, call)
     if options.reverse:
-        o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
-    if not options.output_final_state:
+        o = o.flip(1)
+    if state is None:
         return o, None
+    if options.reverse and terms.cu_seqlens is not None:
+        state = state.flip(0)
     return o, state.transpose(-1, -2) if options.state_v_first else state
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import probe, workspace
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
@@ -39,17 +40,22 @@ Outputs = tuple[Tensor | None, Tensor | None] | None
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields)
 
 
-def forward_impl(*args: Any, out: Outputs = None, save: bool = False) -> tuple[Tensor, ...]:
+def forward_impl(
+    *args: Any, out: Outputs = None, save: bool = False, exchange: Exchange | None = None
+) -> tuple[Tensor, ...]:
     """o and the final state. With how many slices the tokens go in as a last argument, a backward
     follows: also the states between the slices, and with `save` what backward takes as `saved`, of
     each slice as many tensors.
 
     Args:
         out: memory for o and the final state.
+        exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
     terms, (scale, chunk, impl, wide, *count) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
     num_slices = count[0] if count else 0
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
+        if exchange is not None:
+            exchange.by_calls()
         o, final = _empty_forward(terms, wide)
         no_states = final.new_zeros(workspace.checkpoints_shape(terms, num_slices))
         return (o, final, no_states) if count else (o, final)
@@ -69,7 +75,9 @@ def forward_impl(*args: Any, out: Outputs = None, save: bool = False) -> tuple[T
                 given = _as_fp32(terms)
             options: dict[str, Any] = {"save": True} if save and can.saves_wy else {}
             states, slices = None, [workspace.WHOLE]
-            if num_slices > 1 and terms.cu_seqlens is None and can.checkpoints:
+            if exchange is not None:
+                options |= _exchanging(exchange, can)
+            elif num_slices > 1 and terms.cu_seqlens is None and can.checkpoints:
                 shape = workspace.checkpoints_shape(terms, num_slices)
                 states = terms.v.new_empty(shape, dtype=torch.float32)
                 options["checkpoints"] = states
@@ -91,7 +99,9 @@ def forward_impl(*args: Any, out: Outputs = None, save: bool = False) -> tuple[T
             return o, *results[1 : None if count else 2]
     if others:
         args = *terms, scale, chunk, others, wide, *count
-        return forward_impl(*args, out=out, save=save)
+        return forward_impl(*args, out=out, save=save, exchange=exchange)
+    if exchange is not None:
+        exchange.by_calls()
     forward = partial(_eager, chunk=chunk)
     terms = _as_fp32(terms) if wide else terms
     if num_slices <= 1 and out is None:
@@ -99,6 +109,14 @@ def forward_impl(*args: Any, out: Outputs = None, save: bool = False) -> tuple[T
     slices = workspace.fwd_slices(terms, num_slices) if num_slices > 1 else [workspace.WHOLE]
     more = torch.float32 if wide else None, num_slices, out or (None, None), True
     return workspace.forward(partial(_into_out, forward), terms, scale, slices, *more)
+
+
+def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:
+    """The argument, for kernels that take it; else what they need is there after this."""
+    if can.exchanges:
+        return {"exchange": exchange}
+    exchange.by_calls()
+    return {}
 
 
 def _with_states(
@@ -179,7 +197,7 @@ def _empty_forward(terms: LinearInputs, wide: bool) -> tuple[Tensor, Tensor]:
     return o, state if terms.initial_state is None else state.copy_(terms.initial_state)
 
 
-def _backward(*args: Any) -> list[Tensor]:
+def _backward(*args: Any, exchange: Exchange | None = None) -> list[Tensor]:
     *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:NUM_BACKWARD_ARGS]
     checkpoints, saved = (
         args[NUM_BACKWARD_ARGS] if len(args) > NUM_BACKWARD_ARGS else None,
@@ -187,12 +205,15 @@ def _backward(*args: Any) -> list[Tensor]:
     )
     terms = LinearInputs(*given)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
+        if exchange is not None:
+            exchange.by_calls()
         grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
         if terms.initial_state is not None and dfinal is not None:
             grads["initial_state"].copy_(dfinal)
     else:
         options = scale, chunk, impl, gate_gradient
-        grads = backward_impl(terms, dout, dfinal, *options, checkpoints, saved=saved)
+        more: dict[str, Any] = {"saved": saved, "exchange": exchange}
+        grads = backward_impl(terms, dout, dfinal, *options, checkpoints, **more)
     return [grads[name] for name in _grad_names(terms, gate_gradient)]
 
 
@@ -208,12 +229,14 @@ def backward_impl(
     out: Mapping[str, Tensor] | None = None,
     saved: Sequence[Tensor] = (),
     overwrite_q: bool = False,
+    exchange: Exchange | None = None,
 ) -> dict[str, Tensor]:
     """By the name of the term; those of `out` are there, and the others anywhere.
 
     Args:
         checkpoints, saved: of forward_impl.
         overwrite_q: nobody wants q afterwards, so that its memory may take a gradient.
+        exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
     first, _, others = impl.partition("|")
     with Guard(
@@ -230,6 +253,7 @@ def backward_impl(
             if fp32_operands and do is not None:
                 do = do.float()
             unsliced = not can.writes_out or (first == "sm90" and workspace.bwd_unsliced(given))
+            unsliced = unsliced or exchange is not None
             slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(given, checkpoints)
             saved = saved if can.saves_wy else ()
             if len(slices) == 1:
@@ -239,6 +263,7 @@ def backward_impl(
                 options |= (
                     {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
                 )
+                options |= {} if exchange is None else _exchanging(exchange, can)
                 grads = backend.backward(given, do, dfinal, scale, **options)
             else:
                 run = workspace.with_active_count(backend.backward, terms, slices, can)
@@ -250,7 +275,9 @@ def backward_impl(
             return workspace.copy_into(grads, out)
     if others and not only_by_token(terms):
         given = terms, dout, dfinal, scale, chunk, others, gate_gradient, checkpoints, out, saved
-        return backward_impl(*given, overwrite_q)
+        return backward_impl(*given, overwrite_q, exchange)
+    if exchange is not None:
+        exchange.by_calls()
     if chunk == 0:
         return workspace.copy_into(recurrent_backward(terms, dout, dfinal, scale), out)
     return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, chunk), out)
@@ -327,6 +354,33 @@ def gradients(
 ) -> dict[str, Tensor]:
     """By the name of each differentiable term given; without gate_gradient not that of g."""
     grads = _call_backward(*terms, dout, dfinal, scale, chunk, impl, gate_gradient)
+    return dict(zip(_grad_names(terms, gate_gradient), grads))
+
+
+def forward_across_ranks(
+    terms: LinearInputs, scale: float, chunk: int, impl: str, save: bool, exchange: Exchange
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o, the final state, and with save what gradients_across_ranks takes."""
+    count = (1,) if save else ()
+    args = *terms, scale, chunk, impl, False, *count
+    o, final, *saved = forward_impl(*args, save=save, exchange=exchange)
+    return o, final, saved if len(saved) > 1 else []
+
+
+def gradients_across_ranks(
+    terms: LinearInputs,
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    chunk: int,
+    impl: str,
+    gate_gradient: bool,
+    saved: Sequence[Tensor],
+    exchange: Exchange,
+) -> dict[str, Tensor]:
+    """As gradients."""
+    args = *terms, dout, dfinal, scale, chunk, impl, gate_gradient, *saved
+    grads = _backward(*args, exchange=exchange)
     return dict(zip(_grad_names(terms, gate_gradient), grads))
 
 

@@ -37,7 +37,8 @@ SPLIT = CASES["gated"]
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
     "meet", "meet_back", "span", "wide_span", "back_span", "parts", "parts_split", "wide_parts",
-    "ends_alone", "meet_back_alone", "one_walk", "shared_walk", "split_walk",
+    "ends_alone", "ends_every", "ends_every_back", "meet_back_alone", "one_walk", "shared_walk",
+    "split_walk",
 ]  # fmt: skip
 
 
@@ -135,6 +136,10 @@ def jobs(case: tuple, make: str) -> list[Job]:
                 segment_launch.segment_transition(given, wy, start, at)
             elif make == "ends_alone":
                 segment_launch.segment_transition(given, wy, None, at, alone=True)
+            elif make == "ends_every":
+                segment_launch.segment_transition(given, wy, None, at, every=True)
+            elif make == "ends_every_back":
+                segment_launch.segment_transition_bwd(given, out, wy, 0.1, None, at, every=True)
             elif make == "ends_back":
                 segment_launch.segment_transition_bwd(given, out, wy, 0.1, start, at)
             else:

@@ -237,3 +237,57 @@ def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPat
     o, final, _ = backend.forward(terms._replace(**moved, cu_seqlens=cu), SCALE)
     torch.testing.assert_close(final, want[1], rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(o[:, 70:], want[0][:, :250], rtol=1e-8, atol=1e-8)
+
+
+def passing_launch(
+    terms: LinearInputs,
+    segments: Segments,
+    states: Tensor,
+    M: Tensor,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    reverse: bool,
+) -> None:
+    """As state_passing_launch.py has it of Triton."""
+    for n, (begin, length) in enumerate(sequences(terms)):
+        count = -(-length // segments.tokens)
+        first = n * count if terms.cu_seqlens is None else begin // segments.tokens + n
+        order = list(range(first, first + count))
+        S = torch.zeros_like(states[0]) if s_in is None else s_in[n]
+        for i in order[::-1] if reverse else order:
+            added, states[i] = states[i].clone(), S
+            S = (M[i].mT if reverse else M[i]) @ S + added
+        if s_out is not None:
+            s_out[n] = S
+
+
+# how, tokens of ranks, and T, H, HV, K, V, batch or lengths of packed sequences, gated, state
+EXCHANGES = {
+    "segments": (both_in_segments, (160, 150, 80), (390, 1, 1, 64, 128, 1, False, True)),
+    "packed segments": (in_segments, (100, 140, 90), (330, 1, 1, 64, 64, (5, 325), True, False)),
+    "whole sequences": (two_kernels, (70, 80, 70), (220, 1, 2, 64, 64, 1, True, True)),
+    "whole in one walk": (one_walk(2), (140, 80), (220, 1, 1, 64, 128, (40, 180), True, True)),
+}
+
+
+@pytest.mark.parametrize("way", EXCHANGES.values(), ids=EXCHANGES)
+def test_exchanges_of_ranks(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks make of their parts of sequences, put together, is what one makes of all."""
+    from slipstream.kernels.linear.triton.common import state_passing_launch
+    from tests.support.lockstep import linear_on_ranks
+
+    chosen, lengths, size = way
+    terms = inputs(size)
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    want = wanted(terms, do, dfinal, size[0])
+    want["o"], want["final"] = linear_reference(terms, SCALE)
+    chosen(monkeypatch)
+    ran = as_numpy(monkeypatch)
+    monkeypatch.setattr(state_passing_launch, "_launch", passing_launch)
+    found = linear_on_ranks(terms, do, dfinal, lengths, scale=SCALE, impl="sm90")
+    assert {"segment_transition", "segment_transition_bwd"} <= set(ran)
+    if terms.initial_state is None:
+        del want["initial_state"]
+    for name, x in want.items():
+        bar = 1e-6 if name in ("beta", "g") else 1e-8  # those are in float32
+        torch.testing.assert_close(found[name].double(), x.detach(), rtol=bar, atol=bar)

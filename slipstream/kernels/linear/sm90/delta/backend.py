@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
@@ -36,13 +36,19 @@ from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd
 from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
+from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
 from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
 from slipstream.kernels.linear.triton.delta import backend as triton
 from slipstream.kernels.linear.triton.delta.plan import is_oversubscribed
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(
-    writes_out=True, checkpoints=True, skips_empty=True, overwrites_q=True, saves_wy=True
+    writes_out=True,
+    checkpoints=True,
+    skips_empty=True,
+    overwrites_q=True,
+    saves_wy=True,
+    exchanges=True,
 )
 # Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
 HEADS_PER_SEMAPHORE = 4
@@ -75,8 +81,14 @@ class Sm90Delta(DeltaBackend):
             return None
         return Checkpoints(schedule.interval, empty_checkpoints(terms, schedule))
 
+    def chunk(self, terms: LinearInputs) -> int:
+        return CHUNK
+
     def num_chunks(self, terms: LinearInputs) -> int:
         return num_chunks(terms, CHUNK)
+
+    def can_pass_states(self, terms: LinearInputs) -> bool:
+        return True
 
     def choose_segments(self, terms: LinearInputs) -> Segments | None:
         return delta_sm90(terms)
@@ -265,9 +277,20 @@ class Sm90Delta(DeltaBackend):
         )
 
     def entry_states(
-        self, terms: LinearInputs, wy: WYFactors, segments: Segments, final: Tensor | None
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        segments: Segments,
+        final: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> EntryStates:
         state = terms.initial_state
+        if exchange is not None:
+            M, m_is_zero = segment_launch.segment_transition(terms, wy, None, segments, every=True)
+            E, M = M.split([terms.v.shape[-1], terms.q.shape[-1]], -1)
+            states, M = E.contiguous(), segment_launch.masked(M, m_is_zero)
+            state_passing(terms, segments, states, M, state, None, exchange=exchange)
+            return EntryStates(states, None, final)
         M, m_is_zero = segment_launch.segment_transition(terms, wy, state, segments)
         # E is beside M
         states = segment_launch.state_passing(terms, M, M, m_is_zero, state, segments)
@@ -283,7 +306,11 @@ class Sm90Delta(DeltaBackend):
         transition: tuple[Tensor, Tensor],
         segments: Segments,
         dstate: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> EntryStates:
+        if exchange is not None:
+            states = segment_launch.entry_dstates(terms, do, wy, scale, dfinal, segments, exchange)
+            return EntryStates(states, None, dstate)
         dE = segment_launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
         states = segment_launch.state_passing(
             terms, dE, *transition, dfinal, segments, reverse=True
@@ -300,6 +327,7 @@ class Sm90Delta(DeltaBackend):
         dstate: Tensor | None,
         out: Mapping[str, Tensor],
         checkpoints: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> dict[str, Tensor] | None:
         """Where the kernel's schedule has a place for it (bwd_schedule.py)."""
         schedule = choose_schedule(terms) if self.active is None else None
@@ -312,7 +340,7 @@ class Sm90Delta(DeltaBackend):
             ends["checkpoints"] = Checkpoints(schedule.interval, checkpoints)
             self.chunk_fwd(terms, wy, scale, grads["v"], **ends)
         return bwd_fused_launch.backward(
-            terms, do, dfinal, wy, scale, dstate, out, schedule, grads, checkpoints
+            terms, do, dfinal, wy, scale, dstate, out, schedule, grads, checkpoints, exchange
         )
 
 

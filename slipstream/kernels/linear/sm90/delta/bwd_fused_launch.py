@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, NUM_SMS, size_args
@@ -42,6 +43,7 @@ def backward(
     schedule: BackwardSchedule,
     grads: dict[str, Tensor],
     checkpoints: Tensor,
+    exchange: Exchange | None,
 ) -> dict[str, Tensor]:
     """As DeltaBackend.gradients.
 
@@ -49,9 +51,14 @@ def backward(
         grads: of empty_grads.
         checkpoints: the states before each part of a sequence, as forward left them.
     """
-    ds_in = dfinal
-    if schedule.segments is not None:
-        segments = schedule.segments
+    ds_in, segments = dfinal, schedule.segments
+    if exchange is not None:
+        cut = segments or exchange.whole_segments(terms, CHUNK)
+        if cut is not None:
+            ends = dfinal, cut, exchange
+            dstates = segment_launch.entry_dstates(terms, do, wy, scale, *ends)
+            ds_in = dfinal if segments is None else dstates
+    elif segments is not None:
         M, m_is_zero = segment_launch.segment_transition(terms, wy, None, segments, alone=True)
         dE = segment_launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
         ds_in = segment_launch.state_passing(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, size_args
@@ -16,6 +17,7 @@ from slipstream.kernels.linear.sm90.delta.segment_transition import (
     delta_segment_transition_sm90_kernel,
 )
 from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
+from slipstream.kernels.linear.triton.common import state_passing_launch
 from slipstream.runtime.launch_cache import cached
 
 BASE = 16  # rows of the blocks that the inverse begins with
@@ -28,9 +30,10 @@ def segment_transition(
     s_in: Tensor | None,
     segments: Segments,
     alone: bool = False,
+    every: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """E and M of segments [count, HV, K, V + K], or M alone [count, HV, K, K], and where M counts
-    as zero [count, HV]."""
+    as zero [count, HV]; with every, of a sequence's first and last segment too."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     wide = K if alone else V + K
@@ -50,7 +53,7 @@ def segment_transition(
         m_is_zero_ptr=m_is_zero,
         cu_ptr=terms.cu_seqlens,
         **size_args(terms, segments),
-        **{**_segment_transition_flags(terms, s_in), "V": wide - K},
+        **{**_segment_transition_flags(terms, s_in), "V": wide - K, "EVERY": every},
     )
     return transition, m_is_zero
 
@@ -62,8 +65,9 @@ def segment_transition_bwd(
     scale: float,
     s_in: Tensor | None,
     segments: Segments,
+    every: bool = False,
 ) -> Tensor:
-    """dE of segments [count, HV, K, V]."""
+    """dE of segments [count, HV, K, V]; with every, of a sequence's first segment too."""
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
@@ -80,9 +84,32 @@ def segment_transition_bwd(
         cu_ptr=terms.cu_seqlens,
         scale=scale,
         **size_args(terms, segments),
-        **_segment_transition_flags(terms, s_in),
+        **{**_segment_transition_flags(terms, s_in), "EVERY": every},
     )
     return dE
+
+
+def entry_dstates(
+    terms: LinearInputs,
+    do: Tensor,
+    wy: WYFactors,
+    scale: float,
+    dfinal: Tensor | None,
+    segments: Segments,
+    exchange: Exchange,
+) -> Tensor:
+    """The gradient of the state after each segment [count, HV, K, V], once the exchange has said
+    what dfinal has from other ranks."""
+    M = masked(*segment_transition(terms, wy, None, segments, alone=True, every=True))
+    dE = segment_transition_bwd(terms, do, wy, scale, None, segments, every=True)
+    ends = dE, M, dfinal, None
+    state_passing_launch.state_passing(terms, segments, *ends, reverse=True, exchange=exchange)
+    return dE
+
+
+def masked(M: Tensor, m_is_zero: Tensor) -> Tensor:
+    """M with the zeros that are not written [count, HV, K, K]."""
+    return M.masked_fill((m_is_zero != 0)[..., None, None], 0.0)
 
 
 def state_passing(

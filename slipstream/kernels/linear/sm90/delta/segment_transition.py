@@ -10,9 +10,8 @@ taken as zero, and E from those chunks alone (back from the first ones): what is
 float32's rounding of what was there. The gates decide that on the device, for each head.
 
 The first segment's E starts at the sequence's own state, and no M of the first or the last is ever
-wanted: these count as M = 0,
-which `m_is_zero` says of each segment and head. state_passing.py joins
-them.
+wanted: these count as M = 0, which `m_is_zero` says of each segment and head. state_passing.py
+joins them. Where a sequence goes on at other ranks (context.py) EVERY segment's are wanted.
 """
 
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers
@@ -89,9 +88,10 @@ def delta_segment_transition_sm90_kernel(
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     PACKED: gl.constexpr,
+    EVERY: gl.constexpr = False,
 ):
     """grid ((V + K) / BV * HV * segments,), 4 warps: BV columns of E, or of M after those; with V 0
-    of M alone."""
+    of M alone. EVERY: no segment counts as first or last."""
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
@@ -106,6 +106,9 @@ def delta_segment_transition_sm90_kernel(
     of_m = tile >= NV
     begins = i_s == 0
     need = n
+    if EVERY:
+        begins = i_s < 0
+        last = begins
     m_is_zero = begins | last
     if HAS_GATE:
         need, decayed = effective_chunks(
@@ -171,8 +174,9 @@ def delta_segment_transition_bwd_sm90_kernel(
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     PACKED: gl.constexpr,
+    EVERY: gl.constexpr = False,
 ):
-    """grid (V / BV * HV * segments,), 4 warps: BV columns of dE."""
+    """grid (V / BV * HV * segments,), 4 warps: BV columns of dE. EVERY: as above."""
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ks, ds, rs, gs = alloc_stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
@@ -188,9 +192,13 @@ def delta_segment_transition_bwd_sm90_kernel(
     whole = n
     if HAS_GATE:
         n, _ = effective_chunks(beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, True)
+    first = i_s == 0
+    if EVERY:
+        first = i_s < 0
+        last = first
     reads = last & (n == whole)
     length = gl.minimum(length, n * C)
-    n = uniform(gl.where(i_s == 0, 0, n))
+    n = uniform(gl.where(first, 0, n))
     k_col = i_h // (HV // H) * K
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_n, i_h, HV, K, V) + i_v

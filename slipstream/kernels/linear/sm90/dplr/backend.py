@@ -29,7 +29,7 @@ from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, SHIFT
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
+CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=True)
 WY_OPTIONS = {"num_warps": 4, "maxnreg": 168}  # three programs fit a multiprocessor
 # by V: of 8 and 12 warps, what all partitions share
 CHUNK_OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 168}}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK, Segments, num_sequences
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
@@ -25,7 +25,7 @@ from slipstream.runtime.launch_cache import cached
 
 HALF = 64
 STAGES, BACK_STAGES = 3, 2
-CAPABILITIES = BackendCapabilities(skips_gate_grad=True)
+CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 
@@ -83,11 +83,13 @@ class Sm90ScalarDecay(TritonScalarDecay):
             g = g.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
         return super().to_kernel_layout(align_for_tma(terms)._replace(g=g))
 
-    def forward(self, terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, terms: LinearInputs, scale: float, exchange: Exchange | None = None
+    ) -> tuple[Tensor, Tensor]:
         """By Triton's kernels where o is wanted in float32."""
         if terms.q.dtype == torch.float32:
-            return triton.forward(terms, scale)
-        return super().forward(terms, scale)
+            return triton.forward(terms, scale, exchange)
+        return super().forward(terms, scale, exchange)
 
     def backward(
         self,
@@ -96,9 +98,10 @@ class Sm90ScalarDecay(TritonScalarDecay):
         dfinal: Tensor | None,
         scale: float,
         gate_gradient: bool = True,
+        exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
         dout = None if dout is None else align16(dout)
-        return super().backward(terms, dout, dfinal, scale, gate_gradient)
+        return super().backward(terms, dout, dfinal, scale, gate_gradient, exchange)
 
     def launch_dkv(
         self,

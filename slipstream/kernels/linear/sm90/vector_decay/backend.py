@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
@@ -27,15 +27,18 @@ from slipstream.runtime.launch_cache import cached
 HALF, STAGES = 64, 2
 # what the z of a chunk is not known beyond (triton/vector_decay/chunk.py)
 NEGLIGIBLE_LOG2 = 2.0**-10
-CAPABILITIES = BackendCapabilities()
+CAPABILITIES = BackendCapabilities(exchanges=True)
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 
 
-def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
-    """As Triton's, which it is where q is float32."""
-    if terms.q.dtype == torch.float32:
-        return triton.forward(terms, scale)
+def forward(
+    terms: LinearInputs, scale: float, exchange: Exchange | None = None
+) -> tuple[Tensor, Tensor]:
+    """As Triton's, which it is where q is float32, or where ranks exchange states: this has no
+    kernel for what segments add."""
+    if terms.q.dtype == torch.float32 or exchange is not None:
+        return triton.forward(terms, scale, exchange=exchange)
     terms = align_for_tma(triton.to_kernel_layout(terms))
     o = torch.empty_like(terms.v)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
@@ -49,10 +52,11 @@ def backward(
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
+    exchange: Exchange | None = None,
 ) -> dict[str, Tensor]:
-    """As Triton's, which it is where q is float32."""
-    if terms.q.dtype == torch.float32:
-        return triton.backward(terms, dout, dfinal, scale)
+    """As Triton's, which it is where forward is."""
+    if terms.q.dtype == torch.float32 or exchange is not None:
+        return triton.backward(terms, dout, dfinal, scale, exchange=exchange)
     given = terms
     terms = align_for_tma(triton.to_kernel_layout(terms))
     problem = triton.make_problem(terms, terms.v)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.triton.common.state_passing import delta_state_passing_kernel
@@ -21,8 +22,28 @@ def state_passing(
     s_in: Tensor | None,
     s_out: Tensor | None,
     reverse: bool = False,
+    exchange: Exchange | None = None,
 ) -> None:
-    """states: what each segment adds becomes the state before it; reverse: their gradients."""
+    """states: what each segment adds becomes the state before it; reverse: their gradients.
+
+    exchange: is told what all of them come to before it is known what s_in has from other ranks.
+    """
+    if exchange is not None:
+        sums = states.new_empty(terms.state_shape)
+        _launch(terms, segments, states.clone(), M, s_in, sums, reverse)
+        exchange(sums, segments, M)
+    _launch(terms, segments, states, M, s_in, s_out, reverse)
+
+
+def _launch(
+    terms: LinearInputs,
+    segments: Segments,
+    states: Tensor,
+    M: Tensor,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    reverse: bool,
+) -> None:
     T, HV, V = terms.v.shape[1:]
     K = terms.q.shape[-1]
     tile, BK = tile_of(terms)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, scalar_args
@@ -16,6 +16,7 @@ from slipstream.kernels.linear.triton.delta.chunk import (
 )
 from slipstream.kernels.linear.triton.delta.dqkg import delta_dqkg_kernel
 from slipstream.kernels.linear.triton.delta.plan import (
+    can_pass_states,
     choose_segments,
     is_oversubscribed,
     launch_options,
@@ -29,12 +30,18 @@ from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
+CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=True)
 
 
 class TritonDelta(DeltaBackend):
+    def chunk(self, terms: LinearInputs) -> int:
+        return tile_of(terms)[0].C
+
     def num_chunks(self, terms: LinearInputs) -> int:
-        return num_chunks(terms, tile_of(terms)[0].C)
+        return num_chunks(terms, self.chunk(terms))
+
+    def can_pass_states(self, terms: LinearInputs) -> bool:
+        return can_pass_states(terms)
 
     def choose_segments(self, terms: LinearInputs) -> Segments | None:
         return choose_segments(terms)
@@ -75,13 +82,18 @@ class TritonDelta(DeltaBackend):
         return WYFactors(r, beta_gate)
 
     def entry_states(
-        self, terms: LinearInputs, wy: WYFactors, segments: Segments, final: Tensor | None
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        segments: Segments,
+        final: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> EntryStates:
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
         E = wy.beta_gate.new_empty(segments.count, HV, K, V)
         M = wy.beta_gate.new_empty(segments.count, HV, K, K)
         self.chunk_fwd(terms, wy, 1.0, None, s_out=E, m=M, segments=segments)
-        state_passing(terms, segments, E, M, terms.initial_state, final)
+        state_passing(terms, segments, E, M, terms.initial_state, final, exchange=exchange)
         return EntryStates(E, M, None)
 
     def entry_dstates(
@@ -94,11 +106,13 @@ class TritonDelta(DeltaBackend):
         transition: Tensor,
         segments: Segments,
         dstate: Tensor | None,
+        exchange: Exchange | None = None,
     ) -> EntryStates:
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
         E = wy.beta_gate.new_empty(segments.count, HV, K, V)
         self.chunk_dstate(terms, do, wy, scale, s_out=E, segments=segments)
-        state_passing(terms, segments, E, transition, dfinal, dstate, reverse=True)
+        ends = transition, dfinal, dstate
+        state_passing(terms, segments, E, *ends, reverse=True, exchange=exchange)
         return EntryStates(E, transition, None)
 
     def chunk_fwd(

@@ -43,11 +43,16 @@ def choose_segments(terms: LinearInputs) -> Segments | None:
 
 
 def segments_for_programs(terms: LinearInputs, programs: int, C: int) -> Segments | None:
-    """Of kernels of so many programs. Combining segments takes M and a state in shared memory."""
-    tile, BK = tile_of(terms)
-    joinable = BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.fwd.B)
-    tokens = delta_tokens(programs, terms.v.shape[1], C) if joinable else None
+    """Of kernels of so many programs."""
+    fits = can_pass_states(terms)
+    tokens = delta_tokens(programs, terms.v.shape[1], C) if fits else None
     return split_into_segments(terms, tokens)
+
+
+def can_pass_states(terms: LinearInputs) -> bool:
+    """Whether M and a state fit shared memory."""
+    tile, BK = tile_of(terms)
+    return BK <= 128 and _shared(terms.q.device) >= 4 * BK * (BK + tile.fwd.B)
 
 
 def _shared(device: torch.device) -> int:

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import Segments, num_chunks
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
-from slipstream.kernels.linear.triton.delta.plan import segments_for_programs
+from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
 from slipstream.kernels.linear.triton.dplr import launch
 from slipstream.kernels.linear.triton.dplr.dqkg import dplr_dqkg_kernel
 from slipstream.kernels.linear.triton.dplr.intra_safe import dplr_intra_safe_kernel
@@ -47,7 +47,7 @@ from slipstream.kernels.linear.workspace import (
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True)
+CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=True)
 
 
 class ChunkStates(NamedTuple):
@@ -92,6 +92,7 @@ class TritonDplr:
         scale: float,
         out: tuple[Tensor, Tensor] | None = None,
         checkpoints: Tensor | None = None,
+        exchange: Exchange | None = None,
     ) -> tuple[Tensor, Tensor]:
         """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
 
@@ -110,17 +111,19 @@ class TritonDplr:
             for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
                 chunks = slice_chunks(tokens, C)
                 intra_slice = IntraChunk._make(None if x is None else x[chunks] for x in intra)
-                ends = self._scan_ends(terms_slice, intra_slice, end)
+                ends = self._scan_ends(terms_slice, intra_slice, end, exchange)
                 self.chunk_fwd(terms_slice, intra_slice, o=o_slice, **ends)
         return o, final
 
-    def _scan_ends(self, terms: LinearInputs, intra: IntraChunk, final: Tensor) -> dict[str, Any]:
+    def _scan_ends(
+        self, terms: LinearInputs, intra: IntraChunk, final: Tensor, exchange: Exchange | None
+    ) -> dict[str, Any]:
         """Segments, and the states that chunk_fwd begins and ends with, by its arguments' names."""
-        segments = self.choose_segments(terms)
+        segments = self._segments(terms, exchange)
         if segments is None:
             return {"s_in": terms.initial_state, "s_out": final}
         entry, M = self._segment_transition(terms, intra, segments)
-        state_passing(terms, segments, entry, M, terms.initial_state, final)
+        state_passing(terms, segments, entry, M, terms.initial_state, final, exchange=exchange)
         return {"s_in": entry, "segments": segments}
 
     def backward(
@@ -130,6 +133,7 @@ class TritonDplr:
         dfinal: Tensor | None,
         scale: float,
         out: Mapping[str, Tensor] = NO_OUTPUTS,
+        exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
         """Gradients by the name of the term, in its shape and dtype.
 
@@ -147,14 +151,16 @@ class TritonDplr:
         with device_of(do.device):
             intra = empty_intra_chunk(terms, for_backward=True, out=out)
             self.intra_chunk(terms, scale, intra, for_backward=True)
-            segments = self.choose_segments(terms)
+            segments = self._segments(terms, exchange)
             s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
             if segments is not None:
                 s_in, M = self._segment_transition(terms, intra, segments)
                 state_passing(terms, segments, s_in, M, terms.initial_state, None)
                 ds_in, ds_out = torch.empty_like(s_in), None
                 self.chunk_dstate(terms, do, intra, s_out=ds_in, segments=segments)
-                state_passing(terms, segments, ds_in, M, dfinal, dstate, reverse=True)
+                given_ends = M, dfinal, dstate
+                state_passing(terms, segments, ds_in, *given_ends, reverse=True, exchange=exchange)
+                del given_ends
                 del M
             x, before = _empty_states(terms, intra)
             self.chunk_fwd(terms, intra, x=x, states=before, s_in=s_in, segments=segments)
@@ -180,6 +186,13 @@ class TritonDplr:
         HV, V = terms.v.shape[2:]
         programs = -(-V // 64) * HV * terms.sequences
         return segments_for_programs(terms, programs, tile_of(terms)[0].C)
+
+    def _segments(self, terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
+        segments = self.choose_segments(terms)
+        if segments is None and exchange is not None:
+            C = tile_of(terms)[0].C
+            return exchange.whole_segments(terms, C, can_pass_states(terms))
+        return segments
 
     def _segment_transition(
         self, terms: LinearInputs, intra: IntraChunk, segments: Segments

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -36,7 +36,7 @@ from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
 # the gate's gradient takes a third of the backward's time
-CAPABILITIES = BackendCapabilities(skips_gate_grad=True)
+CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)
 
 
 class ChunkLaunch(NamedTuple):
@@ -84,16 +84,18 @@ class TritonScalarDecay:
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return contiguous(terms)
 
-    def forward(self, terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, terms: LinearInputs, scale: float, exchange: Exchange | None = None
+    ) -> tuple[Tensor, Tensor]:
         """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
         terms = self.to_kernel_layout(terms)
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
         chunks = ChunkLaunch(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final)
         with device_of(o.device):
-            segments = _choose_segments(terms)
+            segments = _choose_segments(terms, exchange)
             if segments is not None:
-                chunks = _entry_states(chunks, terms, segments)._replace(s_out=None)
+                chunks = _entry_states(chunks, terms, segments, exchange)._replace(s_out=None)
             self.launch_chunks(chunks, terms, scale, segments)
         return o, final
 
@@ -104,6 +106,7 @@ class TritonScalarDecay:
         dfinal: Tensor | None,
         scale: float,
         gate_gradient: bool = True,
+        exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
         """Gradients by the name of the term, in its shape and dtype; dg only with gate_gradient."""
         terms = self.to_kernel_layout(terms)
@@ -121,13 +124,14 @@ class TritonScalarDecay:
         states = ChunkLaunch(q, k, v, None, s_in=terms.initial_state)
         dv_chunks = ChunkLaunch(k, q, do, dv, s_in=dfinal, s_out=dstate, **scales)
         with device_of(q.device):
-            segments = _choose_segments(terms)
+            segments = _choose_segments(terms, exchange)
             sums = None
             if gate_gradient and terms.g is not None:
                 sums = self._empty_gate_sums(terms, segments)
             if segments is not None:
                 states = _entry_states(states, terms, segments)
-                dv_chunks = _entry_states(dv_chunks, terms, segments)._replace(s_out=None)
+                dv_chunks = _entry_states(dv_chunks, terms, segments, exchange)
+                dv_chunks = dv_chunks._replace(s_out=None)
             dq_chunks = states._replace(r=do, w=v, x=k, y=dq, s_out=None, transposed=True)
             self.launch_chunks(dq_chunks, terms, scale, segments, sums, q)
             self.launch_dkv(dv_chunks, dk, v, terms, scale, segments, sums)
@@ -248,13 +252,16 @@ class TritonScalarDecay:
         )
 
 
-def _choose_segments(terms: LinearInputs) -> Segments | None:
+def _choose_segments(terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
     """Decided by shapes alone."""
     B, T, HV, V = terms.v.shape
     tile, _ = _tile_of(terms)
     packed = terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    return split_into_segments(terms, scalar_decay_tokens(programs, T, tile.C))
+    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, tile.C))
+    if segments is None and exchange is not None:
+        return exchange.whole_segments(terms, _anchor_tokens(terms))
+    return segments
 
 
 def _anchor_tokens(terms: LinearInputs) -> int:
@@ -262,7 +269,9 @@ def _anchor_tokens(terms: LinearInputs) -> int:
     return ANCHOR_INTERVAL * _tile_of(terms)[0].C
 
 
-def _entry_states(chunks: ChunkLaunch, terms: LinearInputs, segments: Segments) -> ChunkLaunch:
+def _entry_states(
+    chunks: ChunkLaunch, terms: LinearInputs, segments: Segments, exchange: Exchange | None = None
+) -> ChunkLaunch:
     """The launch with the states before segments as s_in; writes s_out where there is one."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     HV = terms.v.shape[2]
@@ -273,6 +282,23 @@ def _entry_states(chunks: ChunkLaunch, terms: LinearInputs, segments: Segments) 
         chunks.r, chunks.w, chunks.x, None, s_out=states, total=total, reverse=chunks.reverse
     )
     TritonScalarDecay.launch_chunks(ends, terms, 1.0, segments)
+    if exchange is not None:
+        sums = torch.empty(terms.state_shape, **wide)
+        _state_passing(chunks._replace(s_out=sums), terms, segments, states.clone(), total)
+        exchange(sums, segments, None if total is None else total.exp2()[..., None, None])
+    _state_passing(chunks, terms, segments, states, total)
+    return chunks._replace(s_in=states, scale_in=1.0)
+
+
+def _state_passing(
+    chunks: ChunkLaunch,
+    terms: LinearInputs,
+    segments: Segments,
+    states: Tensor,
+    total: Tensor | None,
+) -> None:
+    """states: what segments add; becomes the states before them. s_out is written, if given."""
+    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     block = 1024
     cu = terms.cu_seqlens
     cached(scalar_decay_state_passing_kernel)[-(-(K * V) // block) * HV * terms.sequences,](
@@ -296,7 +322,6 @@ def _entry_states(chunks: ChunkLaunch, terms: LinearInputs, segments: Segments) 
         PACKED=cu is not None,
         num_warps=4,
     )
-    return chunks._replace(s_in=states, scale_in=1.0)
 
 
 def _gate_gradient(terms: LinearInputs, sums: GateSums, segments: Segments | None) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
@@ -56,7 +56,7 @@ BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 # may decay further: where 16 bits have float32's exponents, for others would lose small numbers.
 SHIFT = {torch.bfloat16: 60.0, torch.float16: 0.0, torch.float32: 0.0}
 
-CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True)
+CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True, exchanges=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MAX_PAIRS_SHARE = 16
 TARGET_PROGRAMS = 528
@@ -72,6 +72,7 @@ def forward(
     scale: float,
     dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in dtype, q's if None, and the final state [N, HV, K, V], float32.
 
@@ -84,19 +85,21 @@ def forward(
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
     with device_of(o.device):
-        _forward(terms, scale, o, final)
+        _forward(terms, scale, o, final, exchange)
     return o, final
 
 
-def _forward(terms: LinearInputs, scale: float, o: Tensor, final: Tensor) -> None:
-    problem = make_problem(terms, None)
+def _forward(
+    terms: LinearInputs, scale: float, o: Tensor, final: Tensor, exchange: Exchange | None
+) -> None:
+    problem = make_problem(terms, None, exchange)
     wide = o.dtype if terms.gv is not None else problem.k.dtype
     p = _pairs_fit(problem, wide) if problem.q is None else None
     intra = _intra_chunk(problem, fine=wide != problem.k.dtype, p=p)
     state = terms.initial_state
     chunks = ChunkLaunch(intra.ke, intra.ke, problem.v, rest=intra.rest, s_in=state, s_out=final)
     if problem.segments is not None:
-        chunks = entry_states(chunks, problem, intra)._replace(s_out=None)
+        chunks = entry_states(chunks, problem, intra, exchange)._replace(s_out=None)
     if p is None:
         launch(chunks._replace(r=intra.qs, y=o, a=intra.a, scale=scale), problem, intra)
     else:
@@ -113,6 +116,7 @@ def backward(
     dfinal: Tensor | None,
     scale: float,
     out: Mapping[str, Tensor] = MappingProxyType({}),
+    exchange: Exchange | None = None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype.
 
@@ -127,7 +131,7 @@ def backward(
         else dout.to(terms.v.dtype).contiguous()
     )
     scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
-    problem = make_problem(terms, do)
+    problem = make_problem(terms, do, exchange)
     q, v, over_v, g = problem.q, problem.v, problem.do, problem.g
     assert q is not None and over_v is not None
     wide = do.shape[:3]
@@ -154,7 +158,7 @@ def backward(
         dv_chunks = dv_chunks._replace(scale_in=1 / scale, scale_out=scale)
         if problem.segments is not None:
             states = entry_states(states, problem, intra)
-            dv_chunks = entry_states(dv_chunks, problem, intra)._replace(s_out=None)
+            dv_chunks = entry_states(dv_chunks, problem, intra, exchange)._replace(s_out=None)
         sums = gate_sums(problem)
         dq_chunks = states._replace(r=over_v, w=v, x=intra.ke, y=dqs, other=intra.qs, rows=True)
         dk_chunks = dv_chunks._replace(
@@ -202,14 +206,16 @@ def to_input_layout(grads: dict[str, Tensor], given: LinearInputs) -> dict[str, 
     return grads
 
 
-def make_problem(terms: LinearInputs, do: Tensor | None) -> VectorDecayProblem:
+def make_problem(
+    terms: LinearInputs, do: Tensor | None, exchange: Exchange | None = None
+) -> VectorDecayProblem:
     q, k, v, g = terms.q, terms.k, terms.v, terms.g
     if terms.gv is not None:
         q, k, v, g, do = do, v, k, terms.gv, q
     assert g is not None
     tile = _tile(k.device, k.shape[-1], k.element_size())
     problem = VectorDecayProblem(q, k, v, do, g, terms, tile, None)
-    return problem._replace(segments=choose_segments(problem))
+    return problem._replace(segments=choose_segments(problem, exchange))
 
 
 def _intra_chunk(

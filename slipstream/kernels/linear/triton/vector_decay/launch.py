@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -91,14 +92,18 @@ def _chunk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -
     )
 
 
-def choose_segments(problem: VectorDecayProblem) -> Segments | None:
+def choose_segments(problem: VectorDecayProblem, exchange: Exchange | None) -> Segments | None:
     """Decided by shapes alone."""
     B, T, HV, K = problem.g.shape
     V = problem.v.shape[-1]
     tile, _ = _chunk_tile(problem.k.device, K, V, problem.k.element_size(), problem.tile.C)
     packed = problem.terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    return split_into_segments(problem.terms, scalar_decay_tokens(programs, T, problem.tile.C))
+    C, terms = problem.tile.C, problem.terms
+    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, C))
+    if segments is None and exchange is not None:
+        return exchange.whole_segments(terms, ANCHOR_INTERVAL * C)
+    return segments
 
 
 def scalar_args(problem: VectorDecayProblem) -> tuple[int, int, int]:
@@ -106,7 +111,10 @@ def scalar_args(problem: VectorDecayProblem) -> tuple[int, int, int]:
 
 
 def entry_states(
-    chunks: ChunkLaunch, problem: VectorDecayProblem, intra: IntraChunk
+    chunks: ChunkLaunch,
+    problem: VectorDecayProblem,
+    intra: IntraChunk,
+    exchange: Exchange | None = None,
 ) -> ChunkLaunch:
     """The launch with the states before segments as s_in; writes s_out where there is one."""
     segments, terms = problem.segments, problem.terms
@@ -118,6 +126,21 @@ def entry_states(
     r, w, x, rest = chunks[:4]
     transition = ChunkLaunch(r, w, x, rest, s_out=states, total=total, reverse=chunks.reverse)
     launch(transition, problem, intra)
+    if exchange is not None:
+        sums = torch.empty(terms.state_shape, **wide)
+        _state_passing(chunks._replace(s_out=sums), problem, states.clone(), total)
+        exchange(sums, segments, total[..., None] if terms.gv is None else total[..., None, :])
+    _state_passing(chunks, problem, states, total)
+    return chunks._replace(s_in=states, scale_in=1.0)
+
+
+def _state_passing(
+    chunks: ChunkLaunch, problem: VectorDecayProblem, states: Tensor, total: Tensor
+) -> None:
+    """states: what segments add; becomes the states before them. s_out is written, if given."""
+    terms, segments = problem.terms, problem.segments
+    assert segments is not None
+    HV, K = problem.g.shape[2:]
     size, block = states[0, 0].numel(), 1024
     cached(vector_decay_state_passing_kernel)[-(-size // block) * HV * terms.sequences,](
         states,
@@ -137,7 +160,6 @@ def entry_states(
         PACKED=terms.cu_seqlens is not None,
         num_warps=4,
     )
-    return chunks._replace(s_in=states, scale_in=1.0)
 
 
 def gate_sums(problem: VectorDecayProblem) -> GateSums:

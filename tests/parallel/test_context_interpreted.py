@@ -1,0 +1,138 @@
+"""Exchanges between a back end's segments, under Triton's interpreter, against the reference.
+
+The checks run in a process of their own, this file as a script.
+"""
+
+import os
+
+import pytest
+import torch
+
+from slipstream.kernels.linear import segments
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.support.interpreted import PARTS, parts, run
+from tests.support.linear_interpreted import reference
+from tests.support.lockstep import linear_on_ranks
+from tests.support.operators import offsets, relative_error
+
+# Tokens of ranks, and of packed sequences: cut anywhere, or two rows through all ranks.
+CUTS = {
+    "rows": ((40, 50, 37), None),
+    "packed": ((70, 33, 61), (11, 140, 0, 13)),
+    "one empty": ((64, 0, 40), (104,)),
+    "two ranks": ((90, 38), None),
+}
+# what is computed, cut, chunks of a segment: 0 leaves sequences whole, -1 is one more call of the
+# sequence that goes on; whether the final state is wanted
+CASES = {
+    "sample": [
+        ("retention", "rows", 1, True),
+        ("simple_gla", "packed", 1, True),
+        ("gla", "rows", 1, True),
+        ("gv", "packed", 0, True),
+        ("delta", "packed", 1, True),
+        ("gated delta", "rows", 1, False),
+        ("kda", "packed", 1, True),
+        ("dplr", "two ranks", 0, True),
+        ("simple_gla", "rows", -1, True),
+    ],
+    "further": [
+        ("simple_gla", "one empty", 1, False),
+        ("rwkv6", "packed", 1, True),
+        ("gla", "one empty", 0, True),
+        ("delta", "one empty", 1, True),
+        ("delta", "rows", 0, True),
+        ("gated delta", "packed", -1, True),
+        ("kda", "two ranks", 1, False),
+        ("kda", "rows", 0, True),
+        ("dplr", "packed", 1, True),
+        ("iplr", "rows", 1, True),
+    ],
+}
+
+
+def make(kind: str, cut: str) -> tuple:
+    from slipstream.kernels.linear.inputs import LinearInputs
+
+    lengths, sequences = CUTS[cut]
+    T, B = sum(lengths), 1 if sequences else 2
+    H, HV, K, V = 1, 2, 16, 12
+    if kind in ("gla", "rwkv6", "gv", "iplr"):
+        H = 2
+    q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
+    k, a = (torch.nn.functional.normalize(x, dim=-1) for x in (k, a))
+    x, more = -0.1 * torch.rand(B, T, HV, K), {}
+    if kind in ("simple_gla", "gated delta"):
+        more["g"] = x[..., 0]
+    if kind in ("gla", "rwkv6", "kda", "dplr"):
+        more["g"] = x
+    if kind == "gv":
+        more["gv"] = x[..., :V].clone()
+    if kind == "rwkv6":
+        more["u"] = torch.randn(HV, K)
+    if kind in ("delta", "gated delta", "kda"):
+        more["beta"] = torch.rand(B, T, HV)
+    if kind in ("dplr", "iplr"):
+        more |= {"a": a, "b": -torch.rand(B, T, H, 1) * a}
+    N = len(sequences) if sequences else B
+    cu = offsets(sequences).int() if sequences else None
+    state = torch.randn(N, HV, K, V)
+    terms = LinearInputs(q, k, torch.randn(B, T, HV, V), **more, initial_state=state, cu_seqlens=cu)
+    return terms, lengths
+
+
+def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
+    from slipstream.kernels.linear.context import _StateExchange
+    from slipstream.kernels.linear.triton.delta import plan
+    from slipstream.kernels.linear.triton.scalar_decay import backend
+    from slipstream.kernels.linear.triton.vector_decay import launch
+
+    terms, lengths = make(kind, cut)
+    asked: list[bool] = []
+    whole = _StateExchange.whole_segments
+
+    def whole_segments(self, terms, unit, can_pass=True):
+        found = whole(self, terms, unit, can_pass and chunks == 0)
+        asked.append(found is not None)
+        return found
+
+    kept = plan.delta_tokens, backend.scalar_decay_tokens, backend.ANCHOR_INTERVAL
+    plan.delta_tokens = lambda programs, T, C: chunks * C if chunks > 0 else None
+    backend.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = 1
+    backend.scalar_decay_tokens = launch.scalar_decay_tokens = plan.delta_tokens
+    _StateExchange.whole_segments = whole_segments
+    try:
+        do = torch.randn(terms.v.shape)
+        dfinal = torch.randn(terms.state_shape) if wants_final else None
+        scale = terms.q.shape[-1] ** -0.5
+        got = linear_on_ranks(terms, do, dfinal, lengths, scale=scale, impl="triton")
+    finally:
+        plan.delta_tokens, backend.scalar_decay_tokens, backend.ANCHOR_INTERVAL = kept
+        launch.scalar_decay_tokens, launch.ANCHOR_INTERVAL = kept[1:]
+        _StateExchange.whole_segments = whole
+    assert bool(asked) == (chunks <= 0), asked
+    if chunks == 0 and cut != "packed":
+        assert any(asked)
+    want = reference(terms, scale, do, dfinal)
+    if dfinal is None:
+        del want["final"]
+    for name, x in want.items():
+        error = relative_error(got[name], x)
+        assert error <= 4e-6, f"{kind}, {cut}, {chunks}: {name} is off by {error:.1e}"
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("part", PARTS)
+def test_exchanges_match_reference_when_interpreted(part: str) -> None:
+    run(part, script="tests.parallel.test_context_interpreted")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    assert segments.NUM_SMS
+    for part in parts():
+        for case in CASES[part]:
+            check(*case)
+            print(*case, "ok", flush=True)
