@@ -100,10 +100,13 @@ class _Types:
         if isinstance(x, self.types):
             return
         got = type(x).__name__
-        if isinstance(x, tuple):
+        if isinstance(x, tuple | list):
             for entries in self.entries:
-                if len(x) == len(entries) and all(map(isinstance, x, entries)):
+                # a list of numbers, as JSON has them, is a tuple too
+                fits = isinstance(x, tuple) or (Tensor,) not in entries
+                if fits and len(x) == len(entries) and all(map(isinstance, x, entries)):
                     return
+        if isinstance(x, tuple):
             got = f"({', '.join(type(y).__name__ for y in x)})"
         raise TypeError(f"{name}: want {self.words}, got {got}")
 
@@ -140,6 +143,27 @@ def expect_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
     expect_tensor(name, x)
     if x.dim() != len(shape) or any(have != want for have, want in zip(x.shape, shape)):
         raise ValueError(f"{name}: want shape {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def expect_layouts(**tensors: tuple[Tensor | None, str]) -> None:
+    """Dimensions by letters, such as "B D T"; of each letter the first size is what all want.
+
+        expect_layouts(u=(u, "B D T"), A=(A, "D N"))
+
+    A number among the letters is that size. None is passed over.
+    """
+    sizes: dict[str, int] = {}
+    for name, (x, layout) in tensors.items():
+        if x is None:
+            continue
+        letters = layout.split()
+        wanted = [int(a) if a.isdigit() else sizes.get(a) for a in letters]
+        if x.dim() != len(letters) or any(w not in (None, n) for w, n in zip(wanted, x.shape)):
+            named = (
+                a if w is None or a.isdigit() else f"{a} = {w}" for a, w in zip(letters, wanted)
+            )
+            raise ValueError(f"{name}: want [{', '.join(named)}], got shape {tuple(x.shape)}")
+        sizes |= {a: n for a, n in zip(letters, x.shape) if a not in sizes}
 
 
 def expect_floating(tensors: Mapping[str, Tensor | None]) -> None:

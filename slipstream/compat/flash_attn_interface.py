@@ -111,8 +111,8 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -212,6 +212,8 @@ def flash_attn_combine(
     """
     checks.expect_rank("out_partial", out_partial, 5, "[P, B, T, H, DV]")
     checks.expect_shape("lse_partial", lse_partial, out_partial.shape[:-1])
+    if out is not None:
+        checks.expect_shape("out", out, out_partial.shape[1:])
     lse = lse_partial.logsumexp(0)
     # where no part has a key, lse is -inf and there is nothing to add
     weight = (lse_partial - lse).exp().masked_fill(lse.isneginf(), 0.0)
@@ -235,7 +237,7 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,

@@ -59,7 +59,7 @@ def causal_conv1d_fn(
         initial_states: [N, D, W-1], the inputs before the first, oldest first; N = B without
             offsets.
         return_final_states: also return the last W-1 inputs, [N, D, W-1].
-        final_states_out: where these are written.
+        final_states_out: where these are written; only with return_final_states.
         activation: None, "silu" or "swish".
         query_start_loc, cu_seqlens: two names of the offsets [N+1], int32 or int64, of N sequences
             packed in B = 1.
@@ -74,6 +74,8 @@ def causal_conv1d_fn(
             or an argument that is not known. NotImplementedError: one of those that vLLM has.
     """
     _refuse("causal_conv1d_fn", kwargs)
+    if final_states_out is not None and not return_final_states:
+        raise ValueError("final_states_out: want return_final_states=True beside it")
     offsets = "cu_seqlens"
     checks.expect_rank("weight", weight, 2, "[D, W]")
     if query_start_loc is not None:

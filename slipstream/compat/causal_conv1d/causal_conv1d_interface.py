@@ -59,6 +59,13 @@ def causal_conv1d_ref(
     activation: str | None = None,
 ) -> Any:
     """The formula, by torch's own convolution."""
+    checks.expect_layouts(
+        x=(x, "B D T"),
+        weight=(weight, "D W"),
+        bias=(bias, "D"),
+        initial_states=(initial_states, "B D S"),
+        final_states_out=(final_states_out, "B D S"),
+    )
     dtype, (D, W) = x.dtype, weight.shape
     before = x.new_zeros(x.shape[0], D, W - 1) if initial_states is None else initial_states
     inputs = torch.cat([before, x], -1)
@@ -80,6 +87,15 @@ def causal_conv1d_update_ref(
     cache_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The formula, by torch's own convolution; conv_state is updated in place."""
+    checks.expect_layouts(
+        x=(x, "B D T" if x.dim() == 3 else "B D"),
+        conv_state=(conv_state, "B D S"),
+        weight=(weight, "D W"),
+        bias=(bias, "D"),
+        cache_seqlens=(cache_seqlens, "B"),
+    )
+    if cache_seqlens is not None and cache_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cache_seqlens: want int32 or int64, got {cache_seqlens.dtype}")
     dtype, D, S = x.dtype, weight.shape[0], conv_state.shape[2]
     tokens = x if x.dim() == 3 else x[..., None]
     T = tokens.shape[2]

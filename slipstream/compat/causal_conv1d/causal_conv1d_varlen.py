@@ -24,6 +24,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     checks.expect_cu_seqlens(cu_seqlens, 1, x.shape[0])
     checks.expect_one_device({"x": x, "cu_seqlens": cu_seqlens})
     expect_offsets("cu_seqlens", cu_seqlens, x.shape[0])
+    checks.expect_not_negative("state_len", state_len)
     begin, end = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
     token = end + torch.arange(-state_len, 0, device=x.device)
     states = x.detach()[token.clamp(min=0)].masked_fill((token < begin)[..., None], 0)

@@ -96,6 +96,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
         and p.default != x.default
     }
     activations = tuple(name for name in ACTIVATIONS if name in targets.values())
+    flags = {name for name, x in ours.items() if x.annotation is bool}
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if args:
@@ -104,7 +105,9 @@ def adapt(row: Operator) -> Callable[..., Any]:
         given = defaults.copy()
         for name, value in kwargs.items():
             if name in targets:
-                given[targets[name]] = value
+                target = targets[name]
+                # models hand on what they were given: use_cache=None is False
+                given[target] = bool(value) if target in flags and value is None else value
             elif name not in HINTS:
                 given |= _read_other(row.name, name, value, kwargs)
         if row.change is not None:

@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.compat.fla.modules import rotary as fla
 
 Offsets = int | Tensor
 
 
+@checks.operator
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
@@ -18,7 +20,7 @@ def apply_rotary_emb(
     inplace: bool = False,
     seqlen_offsets: Offsets = 0,
     cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | Tensor | None = None,
 ) -> Tensor:
     """Turns x [B, T, H, D] by the angles of tables cos, sin [S, R/2].
 
@@ -27,6 +29,11 @@ def apply_rotary_emb(
         seqlen_offsets: the position of the first token, of all sequences or of each [B].
         cu_seqlens: offsets [B + 1]; x is packed, [T, H, D]. max_seqlen: no effect.
     """
+    layout = "[B, T, H, D]" if cu_seqlens is None else "[T, H, D]"
+    checks.expect_rank("x", x, 4 if cu_seqlens is None else 3, layout)
+    if isinstance(seqlen_offsets, Tensor):
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        checks.expect_shape("seqlen_offsets", seqlen_offsets, (sequences,))
     rows = x if cu_seqlens is None else x[None]
     y = fla.rotary_embedding(rows, cos, sin, interleaved, False, seqlen_offsets, cu_seqlens)
     y = y.view(x.shape)
@@ -36,6 +43,7 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+@checks.operator
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
@@ -45,6 +53,7 @@ def apply_rotary_emb_torch(
     return rotary_embedding(x, cos, sin, interleaved=interleaved, impl="reference")
 
 
+@checks.operator
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -74,6 +83,7 @@ def apply_rotary_emb_qkv_(
     return _overwritten(qkv, torch.cat([q, k, v], 2).view(qkv.shape))
 
 
+@checks.operator
 def apply_rotary_emb_kv_(
     kv: Tensor,
     cos: Tensor,

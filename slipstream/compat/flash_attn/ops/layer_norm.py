@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.common import checks
 from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_fn
 from slipstream.compat.missing import missing_names
 
@@ -17,11 +18,14 @@ __getattr__ = missing_names(
 )
 
 
+@checks.operator
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """The norm of x [..., D]."""
+    checks.expect_not_negative("epsilon", epsilon)
     return layer_norm_fn(x, weight, bias, eps=epsilon)
 
 
+@checks.operator
 def dropout_add_layer_norm(
     x0: Tensor,
     residual: Tensor | None,
@@ -37,6 +41,9 @@ def dropout_add_layer_norm(
 ) -> Any:
     """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm; and, with
     return_dropout_mask, which of x0 were kept."""
+    checks.expect_not_negative("epsilon", epsilon)
+    if layerscale is not None:
+        checks.expect_shape("layerscale", layerscale, x0.shape[-1:])
     results = layer_norm_fn(
         x0 if layerscale is None else x0 * layerscale,
         weight,

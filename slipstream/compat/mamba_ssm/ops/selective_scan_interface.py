@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.integrations import linear_mixers
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.kernels.selective_scan.reference import selective_scan_reference
@@ -12,6 +13,7 @@ from slipstream.ops.causal_conv1d import causal_conv1d_fn
 from slipstream.ops.norm import rms_norm
 
 
+@checks.operator
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,
@@ -37,11 +39,13 @@ def selective_scan_fn(
     Raises:
         NotImplementedError: complex states, or a B or C [D, N] that no token decides.
     """
+    _check_scan(u, delta, A, B, C, D, z, delta_bias)
     return linear_mixers.selective_scan_fn(
         u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
     )
 
 
+@checks.operator
 def selective_scan_ref(
     u: Tensor,
     delta: Tensor,
@@ -55,6 +59,7 @@ def selective_scan_ref(
     return_last_state: bool = False,
 ) -> Any:
     """selective_scan_fn token by token."""
+    _check_scan(u, delta, A, B, C, D, z, delta_bias)
     B, C = (x[:, None] if x.dim() == 3 else x for x in (B, C))
     B, C = (x.permute(0, 3, 1, 2) for x in (B, C))
     z = None if z is None else z.mT
@@ -63,6 +68,7 @@ def selective_scan_ref(
     return (y.mT, state) if return_last_state else y.mT
 
 
+@checks.operator
 def mamba_inner_fn(
     xz: Tensor,
     conv1d_weight: Tensor,
@@ -98,7 +104,24 @@ def mamba_inner_fn(
     Returns:
         [B, T, M].
     """
+    checks.expect_layouts(
+        xz=(xz, "B E T"),
+        conv1d_weight=(conv1d_weight, "D 1 W"),
+        conv1d_bias=(conv1d_bias, "D"),
+        x_proj_weight=(x_proj_weight, "J D"),
+        delta_proj_weight=(delta_proj_weight, "D R"),
+        out_proj_weight=(out_proj_weight, "M D"),
+        out_proj_bias=(out_proj_bias, "M"),
+        A=(A, "D N"),
+        B_proj_bias=(B_proj_bias, "N"),
+        C_proj_bias=(C_proj_bias, "N"),
+        b_rms_weight=(b_rms_weight, "N"),
+        c_rms_weight=(c_rms_weight, "N"),
+        dt_rms_weight=(dt_rms_weight, "D"),
+    )
     rank, N = delta_proj_weight.shape[1], A.shape[-1]
+    if xz.shape[1] != 2 * conv1d_weight.shape[0]:
+        raise ValueError(f"xz: want {2 * conv1d_weight.shape[0]} channels, got {xz.shape[1]}")
     x, z = xz.chunk(2, dim=1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     projected = F.linear(x.mT, x_proj_weight)  # [B, T, R + 2 N]
@@ -118,6 +141,7 @@ def mamba_inner_fn(
     return F.linear(y.mT, out_proj_weight.to(y.dtype), _like(out_proj_bias, y))
 
 
+@checks.operator
 def mamba_inner_ref(
     xz: Tensor,
     conv1d_weight: Tensor,
@@ -136,7 +160,21 @@ def mamba_inner_ref(
     delta_softplus: bool = True,
 ) -> Tensor:
     """mamba_inner_fn token by token."""
+    checks.expect_layouts(
+        xz=(xz, "B E T"),
+        conv1d_weight=(conv1d_weight, "D 1 W"),
+        conv1d_bias=(conv1d_bias, "D"),
+        x_proj_weight=(x_proj_weight, "J D"),
+        delta_proj_weight=(delta_proj_weight, "D R"),
+        out_proj_weight=(out_proj_weight, "M D"),
+        out_proj_bias=(out_proj_bias, "M"),
+        A=(A, "D N"),
+        B_proj_bias=(B_proj_bias, "N"),
+        C_proj_bias=(C_proj_bias, "N"),
+    )
     rank, N = delta_proj_weight.shape[1], A.shape[-1]
+    if xz.shape[1] != 2 * conv1d_weight.shape[0]:
+        raise ValueError(f"xz: want {2 * conv1d_weight.shape[0]} channels, got {xz.shape[1]}")
     x, z = xz.chunk(2, dim=1)
     x = F.silu(F.conv1d(
         F.pad(x, (conv1d_weight.shape[-1] - 1, 0)), conv1d_weight, conv1d_bias, groups=x.shape[1],
@@ -148,6 +186,35 @@ def mamba_inner_ref(
     delta = F.linear(low, delta_proj_weight).mT
     y = selective_scan_ref(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
     return F.linear(y.mT, out_proj_weight, out_proj_bias)
+
+
+def _check_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+) -> None:
+    """Shapes of real B and C that tokens decide; the scan itself refuses the others."""
+    checks.expect_layouts(
+        u=(u, "B D T"),
+        delta=(delta, "B D T"),
+        A=(A, "D N"),
+        D=(D, "D"),
+        z=(z, "B D T"),
+        delta_bias=(delta_bias, "D"),
+    )
+    for name, x in {"B": B, "C": C}.items():
+        if not A.is_complex() and x.shape != A.shape:
+            sizes = [*u.shape[:1], *A.shape[1:], *u.shape[2:]]
+            if x.dim() not in (3, 4) or [x.shape[0], *x.shape[-2:]] != sizes:
+                raise ValueError(
+                    f"{name}: want {sizes}, or groups between its first two sizes, "
+                    f"got shape {tuple(x.shape)}"
+                )
 
 
 def _like(bias: Tensor | None, y: Tensor) -> Tensor | None:

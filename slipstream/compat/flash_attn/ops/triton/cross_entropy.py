@@ -4,9 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.compat.fla.modules import fused_cross_entropy as fla
 
 
+@checks.operator
 def cross_entropy_loss(
     logits: Tensor,
     labels: Tensor,
@@ -23,6 +25,8 @@ def cross_entropy_loss(
     precomputed_lse and inplace_backward have no effect: lse is computed, which is a read of the
     logits, and the logits stay what they are.
     """
+    checks.expect_rank("logits", logits, 2, "[N, V]")
+    checks.expect_shape("labels", labels, logits.shape[:1])
     return fla.cross_entropy_loss(
         logits,
         labels,

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.common import checks
 from slipstream.ops.norm import layer_norm, rms_norm
 
 
+@checks.operator
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor,
@@ -43,6 +45,18 @@ def layer_norm_fn(
     Returns:
         y; y and y1 with weight1; and h behind them with prenorm; and two masks behind those.
     """
+    for name, given, shape in (
+        ("x1", x1, x.shape),
+        ("weight", weight, x.shape[-1:]),
+        ("weight1", weight1, x.shape[-1:]),
+        ("rowscale", rowscale, x.shape[:-1]),
+        ("out", out, x.shape),
+        ("residual_out", residual_out, x.shape),
+    ):
+        if given is not None:
+            checks.expect_shape(name, given, shape)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p: want a number from 0 to 1, got {dropout_p}")
     dtype, h_dtype = x.dtype, torch.float32 if residual_in_fp32 else x.dtype
     h_dtype = h_dtype if residual is None else residual.dtype
     if rowscale is not None:
@@ -84,6 +98,7 @@ def _dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return torch.where(mask, x / (1 - p) if p < 1 else x, 0), mask
 
 
+@checks.operator
 def rms_norm_fn(
     x: Tensor,
     weight: Tensor,
@@ -111,6 +126,7 @@ def rms_norm_fn(
     )  # fmt: skip
 
 
+@checks.operator
 def layer_norm_linear_fn(
     x: Tensor,
     norm_weight: Tensor,
@@ -124,6 +140,13 @@ def layer_norm_linear_fn(
     is_rms_norm: bool = False,
 ) -> Any:
     """layer_norm_fn, then a linear layer; and h with prenorm."""
+    checks.expect_shape("norm_weight", norm_weight, x.shape[-1:])
+    checks.expect_layouts(
+        linear_weight=(linear_weight, "O I"),
+        linear_bias=(linear_bias, "O"),
+        norm_weight=(norm_weight, "I"),
+        norm_bias=(norm_bias, "I"),
+    )
     y, h = layer_norm_fn(
         x,
         norm_weight,

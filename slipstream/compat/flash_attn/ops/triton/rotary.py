@@ -2,16 +2,18 @@
 
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.compat.flash_attn.layers.rotary import Offsets, apply_rotary_emb
 
 
+@checks.operator
 def apply_rotary(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
     seqlen_offsets: Offsets = 0,
     cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | Tensor | None = None,
     interleaved: bool = False,
     inplace: bool = False,
     conjugate: bool = False,

@@ -4,12 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.compat.flash_attn.ops.triton import layer_norm as flash_attn
 from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_linear_fn
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "rms_norm_fn"]
 
 
+@checks.operator
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor,
@@ -33,6 +35,7 @@ def layer_norm_fn(
     )  # fmt: skip
 
 
+@checks.operator
 def rms_norm_fn(
     x: Tensor,
     weight: Tensor,

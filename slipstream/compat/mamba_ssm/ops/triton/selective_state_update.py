@@ -44,9 +44,17 @@ def selective_state_update(
     names = "[B, D, N] or [B, H, P, N]"
     if state.dim() not in (3, 4):
         raise ValueError(f"state: want {names}, got shape {tuple(state.shape)}")
-    checks.expect_shape("state", state, (state.shape[0], *A.shape))
-    checks.expect_shape("x", x, (x.shape[0], *A.shape[:-1]))
+    checks.expect_shape("A", A, state.shape[1:])
+    checks.expect_shape("x", x, (*x.shape[:1], *A.shape[:-1]))
     checks.expect_shape("dt", dt, x.shape)
+    for name, given, wanted in (
+        ("D", D, A.shape[:-1]), ("z", z, x.shape), ("dt_bias", dt_bias, A.shape[:-1])
+    ):  # fmt: skip
+        if given is not None:
+            checks.expect_shape(name, given, wanted)
+    for name, given in (("B", B), ("C", C)):
+        if given.dim() not in (2, 3):
+            raise ValueError(f"{name}: want [B, N] or [B, G, N], got shape {tuple(given.shape)}")
     indices = state_batch_indices
     if state.dim() == 4 and B.dim() == 2:
         B, C = B[:, None], C[:, None]

@@ -58,6 +58,18 @@ def mamba_chunk_scan_combined(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
     """
+    checks.expect_layouts(
+        x=(x, "B T H P"),
+        dt=(dt, "B T H"),
+        A=(A, "H"),
+        B=(B, "B T G N"),
+        C=(C, "B T G N"),
+        D=(D, "H P" if D is not None and D.dim() == 2 else "H"),
+        z=(z, "B T H P"),
+        dt_bias=(dt_bias, "H"),
+        initial_states=(initial_states, "S H P N"),
+        seq_idx=(seq_idx, "B T"),
+    )
     if return_varlen_states:
         return _packed(
             x, D, z, initial_states, cu_seqlens, return_final_states,
@@ -166,6 +178,23 @@ def mamba_split_conv1d_scan_combined(
     """
     if D.dim() == 1 and headdim is None:
         raise ValueError("headdim: want it with D [H], got None")
+    if D.dim() == 1 and headdim is not None and headdim < 1:
+        raise ValueError(f"headdim: want 1 or more, got {headdim}")
+    if ngroups < 1:
+        raise ValueError(f"ngroups: want 1 or more, got {ngroups}")
+    checks.expect_layouts(
+        zxbcdt=(zxbcdt, "B T F"),
+        D=(D, "H P" if D.dim() == 2 else "H"),
+        conv1d_weight=(conv1d_weight, "C W"),
+        conv1d_bias=(conv1d_bias, "C"),
+        dt_bias=(dt_bias, "H"),
+        A=(A, "H"),
+        initial_states=(initial_states, "S H P N"),
+        seq_idx=(seq_idx, "B T"),
+        rmsnorm_weight=(rmsnorm_weight, "I"),
+        outproj_weight=(outproj_weight, "O J"),
+        outproj_bias=(outproj_bias, "O"),
+    )
     heads, width = D.shape if D.dim() == 2 else (D.shape[0], headdim or 0)
     dim = heads * width
     N = (conv1d_weight.shape[0] - dim) // ngroups // 2
@@ -199,6 +228,7 @@ def mamba_split_conv1d_scan_combined(
     )
     y = y.flatten(2)
     if rmsnorm_weight is not None:
+        checks.expect_shape("rmsnorm_weight", rmsnorm_weight, (dim,))
         y = rms_norm_gated(
             y,
             z,
@@ -211,6 +241,9 @@ def mamba_split_conv1d_scan_combined(
         gate, up = zx0.chunk(2, dim=-1)
         y = torch.cat([F.silu(gate) * up, y], -1)
     if outproj_weight is not None:
+        checks.expect_shape(
+            "outproj_weight", outproj_weight, (outproj_weight.shape[0], y.shape[-1])
+        )
         bias = None if outproj_bias is None else outproj_bias.to(y.dtype)
         y = F.linear(y, outproj_weight.to(y.dtype), bias)
     return (y, *state) if return_final_states else y
