@@ -21,9 +21,11 @@ def shard(batch: Batch, context: ContextParallel) -> Batch:
         Views [B, tokens here, ...].
 
     Raises:
-        ValueError: T is not the number of tokens of the context, or no multiple of its ranks.
-        TypeError: no tensor.
+        ValueError: T is not the number of tokens of the context, or no multiple of its ranks, or
+            several rows where sequences are packed.
+        TypeError: no tensor, or no context.
     """
+    _expect_context(context)
     if isinstance(batch, dict):
         return {name: _shard(name, x, context) for name, x in batch.items()}
     return _shard("batch", batch, context)
@@ -33,8 +35,15 @@ def _shard(name: str, x: Tensor, context: ContextParallel) -> Tensor:
     checks.expect_tensor(name, x)
     if x.dim() < 2:
         raise ValueError(f"{name}: want [B, T, ...], got shape {tuple(x.shape)}")
+    if context.cu_seqlens is not None and x.shape[0] != 1:
+        raise ValueError(f"{name}: want batch size 1, its sequences are packed, got {x.shape[0]}")
     begin, end = context.bounds(x.shape[1])
     return x[:, begin:end]
+
+
+def _expect_context(context: object) -> None:
+    if not isinstance(context, ContextParallel):
+        raise TypeError(f"context: want a ContextParallel, got {type(context).__name__}")
 
 
 def unshard(x: Tensor, context: ContextParallel) -> Tensor:
@@ -52,6 +61,7 @@ def unshard(x: Tensor, context: ContextParallel) -> Tensor:
 
     Cost: each rank gets the tokens of all others.
     """
+    _expect_context(context)
     checks.expect_tensor("x", x)
     if x.dim() < 2:
         raise ValueError(f"x: want [B, T, ...], got shape {tuple(x.shape)}")

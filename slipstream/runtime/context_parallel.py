@@ -6,7 +6,8 @@ exchange does not depend on how many tokens there are (docs/guides/context-paral
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -45,7 +46,8 @@ class ContextParallel:
             given; None without offsets.
 
     Raises:
-        ValueError: offsets and lengths do not fit each other, or the group's size.
+        ValueError: offsets and lengths do not fit each other, or the group's size. TypeError: they
+            are no integers.
     """
 
     def __init__(
@@ -61,12 +63,12 @@ class ContextParallel:
         self.eagerly: Callable[..., Any] = torch.compiler.disable(_call)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if lengths is not None:
-            lengths = [int(x) for x in lengths]
+            lengths = _integers("lengths", lengths)
             if len(lengths) != self.size or min(lengths) < 0:
                 raise ValueError(
                     f"lengths: want {self.size} numbers of tokens, a rank each, got {lengths}"
                 )
-        self._lengths = None if lengths is None else tuple(lengths)
+        self._lengths = lengths
         self._offsets: tuple[int, ...] | None = None
         self._shares: dict[int, Share] = {}
         self._elsewhere: dict[torch.device, Tensor] = {}
@@ -75,8 +77,12 @@ class ContextParallel:
             self._set_offsets(cu_seqlens)
 
     def _set_offsets(self, cu_seqlens: Tensor | Sequence[int]) -> None:
-        given = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.tensor(list(cu_seqlens))
+        given = cu_seqlens
+        if not isinstance(given, Tensor):
+            given = torch.tensor(_integers("cu_seqlens", given), dtype=torch.int64)
         checks.expect_cu_seqlens(given, 1, 0)
+        if given.is_meta:
+            raise ValueError("cu_seqlens: want offsets, got a tensor on the meta device")
         offsets = tuple(given.tolist())
         if offsets[0] != 0 or any(x > y for x, y in itertools.pairwise(offsets)):
             raise ValueError(f"cu_seqlens: want offsets from 0 that never fall, got {offsets}")
@@ -458,6 +464,13 @@ class Crossings:
 
 def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **options)
+
+
+def _integers(name: str, given: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(f"{name}: want a sequence of integers, got {given!r}") from None
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

@@ -175,8 +175,21 @@ def test_wrong_plans_and_arguments_are_named() -> None:
             q, q, q, q.sigmoid(), context=plan
         ),
         "batch: want": lambda: shard(torch.zeros(3), plan),
+        "batch: want batch size 1": lambda: shard(torch.zeros(2, 6), plan),
+        "cu_seqlens: want offsets, got": lambda: ContextParallel(None, offsets.to("meta")),
         "context: want 6 tokens in all": lambda: shard(torch.zeros(1, 7), plan),
     }
     for text, call in wrong.items():
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"^{text}"):
             call()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("given", ["x", 3, ["a"], [1.5], [None], 2.5])
+def test_plans_of_no_integers_are_named(given: Any) -> None:
+    for name in ("cu_seqlens", "lengths"):
+        with pytest.raises(TypeError, match=rf"^{name}: want a sequence of integers"):
+            ContextParallel(**{name: given})
+    for call in (shard, unshard):
+        with pytest.raises(TypeError, match=r"^context: want a ContextParallel"):
+            call(torch.zeros(1, 6), given)
