@@ -1,5 +1,7 @@
 """Causal softmax attention with rotary positions and grouped heads."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,8 +15,9 @@ from slipstream.layers.base import (
     next_lengths,
     token_positions,
 )
+from slipstream.nn import decoding
+from slipstream.nn.host import on_host
 from slipstream.ops.attention import attention
-from slipstream.ops.norm import rms_norm
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -41,6 +44,8 @@ class Attention(Mixer):
     Source: Vaswani et al., Attention Is All You Need, 2017; Su et al., RoFormer, 2021;
         Ainslie et al., GQA, 2023.
     """
+
+    token_states = ("k", "v")
 
     def __init__(
         self,
@@ -111,6 +116,21 @@ class Attention(Mixer):
         )
         return self.o_proj(o.flatten(-2)), cache if use_cache else None
 
+    def _advance(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        lengths = state["length"]
+        at = token_positions(x, None, positions, state)
+        q, k, v = self._project(x, at)
+        append({"k": k, "v": v}, state)
+        keys, values = state["k"], state["v"]
+        o = None
+        if x.shape[1] == 1:
+            o = decoding.softmax_attention(q, keys, values, lengths, self.window_size)
+        if o is None:
+            o = attention(q, keys, values, window_size=self.window_size, key_lengths=lengths)
+        return self.o_proj(o.flatten(-2))
+
     def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -118,14 +138,29 @@ class Attention(Mixer):
             qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         else:
             q, k, v = qkv.split(heads, dim=2)
-            q = rms_norm(q, self.q_norm, eps=self.norm_eps)
-            qk = torch.cat([q, rms_norm(k, self.k_norm, eps=self.norm_eps)], dim=2)
-        if self.rotary_dim:
+            q = decoding.norm(q, self.q_norm, self.norm_eps)
+            qk = torch.cat([q, decoding.norm(k, self.k_norm, self.norm_eps)], dim=2)
+        if self.rotary_dim and on_host(x):
+            qk = decoding.rotary(qk, at, self.rotary_dim, self.rotary_base)
+        elif self.rotary_dim:
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             cos, sin = rotary_tables(at, self.rotary_dim, base=self.rotary_base, dtype=wide)
             qk = rotary_embedding(qk, cos, sin)
         q, k = qk.split(heads[:2], dim=2)
         return q, k, v
+
+
+def append(new: State, state: State) -> None:
+    """Writes tokens [N, T, ...] behind each sequence's in the cache [N, S, ...], in place."""
+    first, lengths = next(iter(new.values())), state["length"]
+    sequences, tokens = first.shape[:2]
+    row = torch.arange(sequences, device=first.device)[:, None]
+    index = lengths[:, None]
+    if tokens > 1:
+        index = index + torch.arange(tokens, device=first.device)
+    for name, x in new.items():
+        state[name].index_put_((row, index), x.to(state[name].dtype))
+    lengths.add_(tokens)
 
 
 def extended(new: State, cu_seqlens: Tensor | None, state: State | None) -> State:

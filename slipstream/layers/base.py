@@ -13,14 +13,21 @@ Every layer mixes tokens, [B, T, D] to [B, T, D], and is called the same way:
 
 A call in two halves with the state handed over gives what one call gives. The given state is
 never changed: what is returned are new tensors.
+
+    y = layer.step(x, state, positions=)
+
+is the same call for tokens [N, T, D] that follow those in `state`, whose tensors are updated in
+place, without gradients. A decoding step (T = 1) runs `decode`, which layers override.
 """
 
 import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
+from slipstream.nn.linear import is_hooked
 from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -43,6 +50,8 @@ class Mixer(nn.Module):
     # whether forward takes `first_value`, which the first such layer of a model returns as a third
     # result if called with output_value=True
     takes_first_value = False
+    # tensors of the state that grow with the tokens, [N, S, ...]
+    token_states: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
         super().__init__()
@@ -71,6 +80,47 @@ class Mixer(nn.Module):
         use_cache: bool = False,
     ) -> Mixed:
         raise NotImplementedError
+
+    def step(
+        self, x: Tensor, state: State, *, positions: Tensor | None = None, **options: Any
+    ) -> Any:
+        """The next T tokens of each of N sequences; `state` is updated in place.
+
+        Args:
+            x: [N, T, D].
+            state: as forward returned it, N rows. Tensors of a number for every token (k, v and
+                latent of softmax layers) have room for T more.
+            positions: as forward. options: of RWKV7.forward, without effect on others.
+
+        Returns:
+            y [N, T, D]; with output_value=True also v, as forward.
+        """
+        if is_hooked(self) or is_hooked(getattr(self, "conv", None)):
+            return self._call_in_place(x, state, positions, **options)
+        return self._advance(x, state, positions, **options)
+
+    def _advance(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Any:
+        """`step` where nobody waits for a call of this module or of its convolution."""
+        if x.shape[1] == 1 and self.mode != "chunk":
+            return self.decode(x, state, positions, **options)
+        return self._call_in_place(x, state, positions, **options)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Any:
+        """`step` of one token, T = 1."""
+        return self._call_in_place(x, state, positions, **options)
+
+    def _call_in_place(
+        self, x: Tensor, state: State, positions: Tensor | None, **options: Any
+    ) -> Any:
+        y, after, *value = self(x, positions=positions, state=state, use_cache=True, **options)
+        for name, tensor in after.items():
+            used = tensor[:, : state[name].shape[1]] if name in self.token_states else tensor
+            state[name].copy_(used)
+        return (y, *value) if value else y
 
 
 def past(state: State | None, name: str) -> Tensor | None:

@@ -1,5 +1,7 @@
 """DeltaNet: the delta rule behind short convolutions."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from slipstream.layers.base import (
     new_state,
     past,
 )
+from slipstream.nn import decoding
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
@@ -103,3 +106,22 @@ class DeltaNet(Mixer):
             gate = self.g_proj(x).view_as(o)
             o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state["conv"])
+        keys = self.num_heads * self.head_dim
+        qk, v = qkv.split([2 * keys, self.num_heads * self.head_v_dim], dim=-1)
+        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
+        q, k = qk.chunk(2, dim=2)
+        v = v.unflatten(-1, (self.num_heads, self.head_v_dim))
+        beta = self.b_proj(x).sigmoid()
+        beta = 2 * beta if self.allow_neg_eigval else beta
+        o = decoding.recurrence(q, k, v, state["recurrent"], beta=beta)
+        if self.g_proj is None:
+            o = decoding.norm(o, self.norm_weight, self.norm_eps)
+        else:
+            gate = self.g_proj(x).view_as(o)
+            o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps)
+        return self.o_proj(o.flatten(-2))

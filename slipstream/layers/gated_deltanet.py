@@ -1,5 +1,7 @@
 """Gated DeltaNet, in the form that Qwen3-Next uses."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from slipstream.layers.base import (
     past,
     reset_decay,
 )
+from slipstream.nn import decoding
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
@@ -124,3 +127,27 @@ class GatedDeltaNet(Mixer):
             z = self.z_proj(x).view_as(o)
             o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state["conv"])
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
+        q, k = qk.chunk(2, dim=2)
+        a, b = self.ab_proj(x).chunk(2, dim=-1)
+        beta = b.sigmoid()
+        o = decoding.recurrence(
+            q,
+            k,
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            state["recurrent"],
+            g=decoding.decay_gate(a, self.A_log, self.dt_bias),
+            beta=2 * beta if self.allow_neg_eigval else beta,
+        )
+        if self.z_proj is None:
+            o = decoding.norm(o, self.norm_weight, self.norm_eps)
+        else:
+            z = self.z_proj(x).view_as(o)
+            o = decoding.gated_norm(o, z, self.norm_weight, self.norm_eps)
+        return self.o_proj(o.flatten(-2))

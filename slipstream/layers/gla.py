@@ -1,5 +1,7 @@
 """Gated linear attention, the layer of GLA."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from slipstream.layers.base import (
     new_state,
     past,
 )
+from slipstream.nn import decoding
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
@@ -80,15 +83,12 @@ class GatedLinearAttention(Mixer):
     ) -> Mixed:
         heads = (self.num_heads, -1)
         q, k, v = (f(x).unflatten(-1, heads) for f in (self.q_proj, self.k_proj, self.v_proj))
-        raw = self.gk_up(self.gk_down(x)).unflatten(-1, heads)
-        raw = raw if raw.dtype.itemsize > 2 else raw.float()
-        g = F.logsigmoid(raw) / self.gate_logit_normalizer  # [B, T, H, K]
         gla = fused_recurrent_gla if self.recurrent(x, context) else chunk_gla
         o, recurrent = gla(
             q,
             k,
             v,
-            g,
+            self._log_decay(x),
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
@@ -97,3 +97,19 @@ class GatedLinearAttention(Mixer):
         gate = self.g_proj(x).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        heads = (self.num_heads, -1)
+        q, k, v = (f(x).unflatten(-1, heads) for f in (self.q_proj, self.k_proj, self.v_proj))
+        o = decoding.recurrence(q, k, v, state["recurrent"], g=self._log_decay(x))
+        gate = self.g_proj(x).view_as(o)
+        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps)
+        return self.o_proj(o.flatten(-2))
+
+    def _log_decay(self, x: Tensor) -> Tensor:
+        """[B, T, H, K]"""
+        raw = self.gk_up(self.gk_down(x)).unflatten(-1, (self.num_heads, -1))
+        raw = raw if raw.dtype.itemsize > 2 else raw.float()
+        return F.logsigmoid(raw) / self.gate_logit_normalizer

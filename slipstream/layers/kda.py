@@ -1,5 +1,7 @@
 """Kimi delta attention, the linear layer of Kimi Linear."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from slipstream.layers.base import (
     past,
     reset_decay,
 )
+from slipstream.nn import decoding
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.norm import l2_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
@@ -127,3 +130,24 @@ class KimiDeltaAttention(Mixer):
         gate = self.g_up(self.g_down(x)).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state["conv"])
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
+        q, k = qk.chunk(2, dim=2)
+        f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
+        beta = self.b_proj(x).sigmoid()
+        o = decoding.recurrence(
+            q,
+            k,
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            state["recurrent"],
+            g=decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound),
+            beta=2 * beta if self.allow_neg_eigval else beta,
+        )
+        gate = self.g_up(self.g_down(x)).view_as(o)
+        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
+        return self.o_proj(o.flatten(-2))

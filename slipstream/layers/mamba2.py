@@ -1,5 +1,7 @@
 """The layer of Mamba-2, its state space duality (SSD) as linear attention."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from slipstream.layers.base import (
     past,
     reset_decay,
 )
+from slipstream.nn import decoding
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
@@ -110,16 +113,13 @@ class Mamba2(Mixer):
         u, b, c = xbc.split([self.inner, groups, groups], dim=-1)
         u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
         b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))  # [B, T, H]
-        if self.dt_limit is not None:
-            step = step.clamp(*self.dt_limit)
+        step, g = self._step(dt)
         ssd = fused_recurrent_simple_gla if self.recurrent(x, context) else chunk_simple_gla
         o, recurrent = ssd(
             c,
             b,
             u * step.to(u.dtype)[..., None],
-            -self.A_log.to(wide).exp() * step,
+            g,
             scale=1.0,
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
@@ -132,3 +132,30 @@ class Mamba2(Mixer):
             o, z, self.norm_weight, eps=self.norm_eps, norm_before_gate=False, group_size=size
         )
         return self.out_proj(o), new_state(use_cache, recurrent=recurrent, conv=conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        groups = self.n_groups * self.state_size
+        z, xbc, dt = self.in_proj(x).split(
+            [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
+        )
+        xbc = decoding.convolution(self.conv, xbc, state["conv"])
+        u, b, c = xbc.split([self.inner, groups, groups], dim=-1)
+        u = u.unflatten(-1, (self.num_heads, -1))
+        b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
+        step, g = self._step(dt)
+        v = u * step.to(u.dtype)[..., None]
+        o = decoding.recurrence(c, b, v, state["recurrent"], g=g, scale=1.0)
+        o = torch.addcmul(o, u, self.D.to(u.dtype)[:, None]).flatten(-2)
+        size = self.inner // self.n_groups
+        o = decoding.norm_of_gated(o, z, self.norm_weight, self.norm_eps, size)
+        return self.out_proj(o)
+
+    def _step(self, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """The step and the log decay over it, both [B, T, H]."""
+        wide = torch.float64 if dt.dtype == torch.float64 else torch.float32
+        step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        if self.dt_limit is not None:
+            step = step.clamp(*self.dt_limit)
+        return step, -self.A_log.to(wide).exp() * step

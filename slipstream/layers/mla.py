@@ -6,10 +6,12 @@ q_h . k_h = [q_nope,h W_k,h^T, q_rope,h] . [c, r]                    decoding: a
 sum_s p_s v_h,s = (sum_s p_s c_s) W_v,h                              all heads read the latent
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from slipstream.layers.attention import extended
+from slipstream.layers.attention import append, extended
 from slipstream.layers.base import Mixed, Mixer, NormalLinear, State, token_positions
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.attention import attention
@@ -45,6 +47,8 @@ class MLA(Mixer):
     Cost: of a decoding step, 2 H S (2 R + P) flops, S (R + P) elements read.
     Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1.
     """
+
+    token_states = ("latent",)
 
     def __init__(
         self,
@@ -115,6 +119,19 @@ class MLA(Mixer):
                 scale=self.scale, cu_seqlens=cu_seqlens, context=context, key_lengths=lengths,
             )  # fmt: skip
         return self.o_proj(o.flatten(-2)), cache if use_cache else None
+
+    def _advance(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        q, latent = self._project(x, token_positions(x, None, positions, state))
+        append({"latent": latent}, state)
+        latent, lengths = state["latent"], state["length"]
+        if self._absorbs(x):
+            o = self._absorbed(q, latent, lengths)
+        else:
+            k, v = self._written_out(latent)
+            o = attention(q, k, v, scale=self.scale, key_lengths=lengths)
+        return self.o_proj(o.flatten(-2))
 
     def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, T, H, nope + rope], latent [B, T, R + P]"""

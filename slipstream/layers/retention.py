@@ -1,5 +1,7 @@
 """Multi-scale retention, the layer of RetNet."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +16,10 @@ from slipstream.layers.base import (
     past,
     token_positions,
 )
+from slipstream.nn import decoding
+from slipstream.ops._decay_tables import per_head
 from slipstream.ops.norm import rms_norm_gated
-from slipstream.ops.retention import chunk_retention, fused_recurrent_retention
+from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -110,3 +114,20 @@ class MultiScaleRetention(Mixer):
         o = rms_norm_gated(o, self.g_proj(x).view_as(o), self.norm_weight, eps=self.norm_eps)
         length = next_lengths(x, cu_seqlens, state) if use_cache else None
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, length=length)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qk = torch.cat([self.q_proj(x), self.k_proj(x)], -1)
+        qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
+        length = state["length"]
+        if self.rotary_base is not None:
+            at = length[:, None] if positions is None else positions
+            qk = decoding.rotary(qk, at, self.head_dim, self.rotary_base)
+        length.add_(1)
+        q, k = qk.chunk(2, dim=2)
+        v = self.v_proj(x).unflatten(-1, (self.num_heads, self.value_dim))
+        g = per_head(v, log_decay).expand(x.shape[0], 1, -1)
+        o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
+        o = decoding.gated_norm(o, self.g_proj(x).view_as(o), self.norm_weight, self.norm_eps)
+        return self.o_proj(o.flatten(-2))

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
-from slipstream.ops.norm import group_norm, l2_norm
+from slipstream.nn import decoding
+from slipstream.ops.norm import group_norm
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
@@ -132,7 +133,42 @@ class RWKV7(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        delta = before - x
+        terms, gate, value = self._terms(x, before - x, first_value)
+        rwkv7 = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
+        o, recurrent = rwkv7(
+            **terms,
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )
+        y = self._output(self._norm(o.flatten(-2)), gate, terms)
+        after = new_state(use_cache, recurrent=recurrent, shift=shift)
+        return (y, after, value) if output_value else (y, after)
+
+    def decode(
+        self,
+        x: Tensor,
+        state: State,
+        positions: Tensor | None = None,
+        *,
+        first_value: Tensor | None = None,
+        output_value: bool = False,
+    ) -> Any:
+        delta = state["shift"][:, None] - x
+        state["shift"].copy_(x[:, 0])
+        terms, gate, value = self._terms(x, delta, first_value)
+        q, g, more = terms["r"], terms["w"], {name: terms[name] for name in "kvab"}
+        o = decoding.recurrence(q=q, g=g, **more, state=state["recurrent"], scale=1.0)
+        eps = self.head_dim * 1e-5
+        y = decoding.norm_of_heads(o, self.norm_weight, self.norm_bias, eps)
+        y = self._output(y, gate, terms)
+        return (y, value) if output_value else y
+
+    def _terms(
+        self, x: Tensor, delta: Tensor, first_value: Tensor | None
+    ) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """The recurrence's r, w, k, v, a, b [B, T, H, K], the gate and v [B, T, D]."""
         xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mu) for mu in self.mix)
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
         if first_value is not None:
@@ -141,26 +177,15 @@ class RWKV7(Mixer):
         w = SLOWEST_LOG_DECAY * torch.sigmoid(_wide(self.w_lora(xw)))
         a = torch.sigmoid(self.a_lora(xa))
         heads = (self.num_heads, self.head_dim)
-        kk = l2_norm((k * self.k_k).unflatten(-1, heads), eps=1e-12)
+        kk = decoding.unit((k * self.k_k).unflatten(-1, heads), eps=1e-12)
         k = k * torch.addcmul(1 - self.k_a, a, self.k_a)
         r, k, v, w, a = (y.unflatten(-1, heads) for y in (r, k, v, w, a))
-        rwkv7 = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
-        o, recurrent = rwkv7(
-            r=r,
-            w=w,
-            k=k,
-            v=v,
-            a=-kk,
-            b=kk * a,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        return {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * a}, self.g_lora(xg), value
+
+    def _output(self, o: Tensor, gate: Tensor, terms: dict[str, Tensor]) -> Tensor:
+        r, k, v = (terms[name] for name in "rkv")
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v  # [B, T, H, K]
-        y = self.o_proj((self._norm(o.flatten(-2)) + bonus.flatten(-2)) * self.g_lora(xg))
-        after = new_state(use_cache, recurrent=recurrent, shift=shift)
-        return (y, after, value) if output_value else (y, after)
+        return self.o_proj((o + bonus.flatten(-2)) * gate)
 
     def _norm(self, o: Tensor) -> Tensor:
         eps = self.head_dim * 1e-5

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from slipstream.nn.host import on_host
 from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
 from slipstream.ops.matmul import matmul
@@ -95,6 +97,8 @@ class GatedMLP(nn.Module):
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
         # without gradients nothing is kept
         if not torch.is_grad_enabled() or not plain_linear(down):
+            if self.activation == "swiglu" and on_host(gate):
+                return down(F.silu(gate) * up)
             return down(GATES[self.activation](gate, up))
         return glu_linear(gate, up, down.weight, down.bias, activation=self.activation)
 
@@ -124,16 +128,17 @@ def plain_linear(layer: nn.Module) -> bool:
     own = type(layer).forward
     return (
         (own is nn.Linear.forward or (own is Linear.forward and layer.activation is None))
-        and "forward" not in layer.__dict__
         and "parametrizations" not in layer._modules
-        and not _has_hooks(layer)
+        and not is_hooked(layer)
         and all(_plain_tensor(p) for p in layer._parameters.values())
     )
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
+def is_hooked(module: nn.Module | None) -> bool:
+    """Whether a call of the module may do more than its class's forward."""
+    return module is not None and bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.nn.host import on_host
 from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
 
 Shape = int | list[int] | tuple[int, ...]
@@ -68,6 +69,10 @@ class RMSNorm(_Norm):
         residual_in_fp32: bool = False,
     ) -> Any:
         """y, or with prenorm (y, h)."""
+        if self._is_short(x, residual):
+            h = x if residual is None else x + residual
+            y = torch.rms_norm(h, self.normalized_shape, self.weight, self.eps)
+            return (y, h) if prenorm else y
         return rms_norm(
             x,
             self.weight,
@@ -76,6 +81,16 @@ class RMSNorm(_Norm):
             prenorm=prenorm,  # pyright: ignore[reportArgumentType]
             residual_in_fp32=residual_in_fp32,
             zero_centered=self.zero_centered,
+        )
+
+    def _is_short(self, x: Tensor, residual: Tensor | None) -> bool:
+        """Whether x is one token, for which plain torch is quicker."""
+        return (
+            on_host(x)
+            and not self.zero_centered
+            and x.shape[-1:] == self.normalized_shape
+            and (self.weight is None or self.weight.dtype == x.dtype)
+            and (residual is None or (residual.dtype, residual.shape) == (x.dtype, x.shape))
         )
 
     def extra_repr(self) -> str:

@@ -61,7 +61,7 @@ def chunk_retention(
         q,
         k,
         v,
-        g_gamma=per_head(v, _rate),
+        g_gamma=per_head(v, log_decay),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -97,7 +97,7 @@ def fused_recurrent_retention(
         q,
         k,
         v,
-        g_gamma=per_head(v, _rate),
+        g_gamma=per_head(v, log_decay),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -109,6 +109,6 @@ def fused_recurrent_retention(
     )
 
 
-def _rate(h: Tensor) -> Tensor:
+def log_decay(h: Tensor) -> Tensor:
     """log(1 - 2^(-5-h)); 1 - 2^(-5-h) itself is 1 in float32 from head 20 on."""
     return torch.log1p(-torch.exp2(-5 - h))

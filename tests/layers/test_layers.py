@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import layers
@@ -126,6 +127,27 @@ def test_layer_decodes_as_it_trains(name: str) -> None:
             y, state = run(layer, name, x[:, t : t + 1], state=state, use_cache=True)
             parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@torch.no_grad()
+def test_layer_step_updates_the_state_in_place(name: str, dtype: torch.dtype) -> None:
+    layer, x = make(name).to(dtype), torch.randn(3, 16, D, dtype=dtype)
+    _, state = run(layer, name, x[:, :7], use_cache=True)
+    room = dict.fromkeys(layer.token_states, 9)
+    pool = {n: F.pad(s, (0, 0) * (s.dim() - 2) + (0, room.get(n, 0))) for n, s in state.items()}
+    at = {n: s.data_ptr() for n, s in pool.items()}
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype != torch.bfloat16 else {"rtol": 0.1, "atol": 0.1}
+    for begin, stop in [(7, 8), (8, 9), (9, 12), (12, 13)]:
+        part = x[:, begin:stop]
+        want, state = run(layer, name, part, state=state, use_cache=True)
+        got = layer.step(part, pool, **first_value_for(name, part))
+        torch.testing.assert_close(got, want, **close)
+    assert at == {n: s.data_ptr() for n, s in pool.items()}
+    for n, s in state.items():
+        used = pool[n][:, : s.shape[1]] if n in layer.token_states else pool[n]
+        torch.testing.assert_close(used, s, **close)
 
 
 @every_layer

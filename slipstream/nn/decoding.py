@@ -1,0 +1,160 @@
+"""One token for each of N sequences, on states that are updated in place: parts of layers' decode.
+
+On CUDA, and where torch.compile traces, the operators run. On a CPU in float32 or float64 (host.py)
+the same formulas run as few calls of torch, without the operators' checks, which the first tokens
+of the sequences have passed.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.nn.conv import ShortConvolution
+from slipstream.nn.host import on_host
+from slipstream.ops.conv import short_convolution_update
+from slipstream.ops.norm import group_norm, l2_norm, rms_norm, rms_norm_gated
+from slipstream.ops.recurrent_step import recurrent_step
+from slipstream.ops.rotary import rotary_embedding, rotary_tables
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def convolution(conv: ShortConvolution, x: Tensor, state: Tensor) -> Tensor:
+    """x [N, 1, D], state [N, D, W] -> y [N, 1, D]"""
+    if not on_host(x):
+        return short_convolution_update(
+            x, state, conv.weight, conv.bias, activation=conv.activation
+        )
+    state.copy_(torch.cat((state[..., 1:], x.mT), -1))
+    y = (state * conv.weight).sum(-1)
+    if conv.bias is not None:
+        y = y + conv.bias
+    return (y if conv.activation is None else F.silu(y))[:, None]
+
+
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """As ops.l2_norm."""
+    if not on_host(x):
+        return l2_norm(x, eps=eps)
+    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """As ops.recurrent_step: q, k, a, b [N, 1, H, K], v [N, 1, HV, V], state [N, HV, K, V], g
+    [N, 1, HV] or [N, 1, HV, K], beta [N, 1, HV] -> o [N, 1, HV, V]"""
+    if not on_host(q) or state.dtype != q.dtype or not state.is_contiguous():
+        return recurrent_step(q, k, v, state=state, g=g, beta=beta, a=a, b=b, scale=scale)
+    N, HV, K, V = state.shape
+    S = state.view(N * HV, K, V)
+
+    def rows(x: Tensor) -> Tensor:
+        x = x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], 2)
+        return x.reshape(N * HV, 1, x.shape[-1])
+
+    q, k, v = rows(q), rows(k), rows(v)
+    read = None if a is None else torch.bmm(rows(a), S)
+    if g is not None:
+        S.mul_(g.to(S.dtype).exp().reshape(N * HV, -1, 1))
+    if beta is not None:
+        v = (v - torch.bmm(k, S)) * beta.reshape(-1, 1, 1)
+    S.addcmul_(k.mT, v)
+    if read is not None and b is not None:
+        S.addcmul_(rows(b).mT, read)
+    o = torch.bmm(q * (K**-0.5 if scale is None else scale), S)
+    return o.view(N, 1, HV, V)
+
+
+def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """As ops.rms_norm."""
+    if not on_host(x):
+        return rms_norm(x, weight, eps=eps)
+    return torch.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, activation: str = "silu"
+) -> Tensor:
+    """As ops.rms_norm_gated: the norm first, then the gate."""
+    if not on_host(x):
+        return rms_norm_gated(x, gate, weight, eps=eps, activation=activation)
+    return torch.rms_norm(x, x.shape[-1:], weight, eps) * GATES[activation](gate)
+
+
+def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int) -> Tensor:
+    """As ops.rms_norm_gated with the gate first, of each group alone."""
+    if not on_host(x):
+        options = {"norm_before_gate": False, "group_size": group_size}
+        return rms_norm_gated(x, gate, weight, eps=eps, **options)  # pyright: ignore[reportArgumentType]
+    x = x * F.silu(gate)
+    if group_size == x.shape[-1]:
+        return torch.rms_norm(x, (group_size,), weight, eps)
+    groups = torch.rms_norm(x.unflatten(-1, (-1, group_size)), (group_size,), None, eps)
+    return groups.flatten(-2) * weight
+
+
+def norm_of_heads(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """As ops.group_norm of the heads: x [N, 1, H, K] -> [N, 1, H K]"""
+    heads = x.shape[2]
+    if not on_host(x):
+        return group_norm(x.flatten(-2), heads, weight, bias, eps=eps)
+    y = F.layer_norm(x, x.shape[-1:], eps=eps).flatten(-2)
+    return torch.addcmul(bias, y, weight)
+
+
+def rotary(x: Tensor, positions: Tensor, dim: int, base: float) -> Tensor:
+    """x [N, 1, H, K], positions [1 or N, 1] -> the first `dim` features of x turned"""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if not on_host(x):
+        return rotary_embedding(x, *rotary_tables(positions, dim, base=base, dtype=wide))
+    pair = torch.arange(0, dim, 2, dtype=wide)
+    angle = (positions.to(wide)[..., None] * base ** (-pair / dim))[:, :, None]
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(turned if dim == x.shape[-1] else (*turned, x[..., dim:]), -1)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None
+) -> Tensor | None:
+    """q [N, 1, H, K] on the first lengths [N] of the keys [N, S, HKV, K]; None off the host."""
+    if not on_host(q):
+        return None
+    at = torch.arange(k.shape[1])
+    seen = at < lengths[:, None]
+    if window is not None:
+        seen &= at >= lengths[:, None] - window
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen[:, None, None],
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return o.transpose(1, 2)
+
+
+def decay_gate(
+    x: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None
+) -> Tensor:
+    """As ops._preprocess.delta_gate: x [N, 1, HV] or [N, 1, HV, K] -> log decays"""
+    x = x if x.dtype == torch.float64 else x.float()
+    x = x + dt_bias.to(x.dtype).view(x.shape[2:])
+    rate = A_log.to(x.dtype).exp()
+    rate = rate if x.dim() == 3 else rate[:, None]
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * x)
+    return -rate * F.softplus(x)
