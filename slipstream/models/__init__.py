@@ -16,6 +16,7 @@ from slipstream.models.cache import LayerState as LayerState
 from slipstream.models.cache import StateCache as StateCache
 from slipstream.models.config import MIXERS as MIXERS
 from slipstream.models.config import SlipstreamConfig as SlipstreamConfig
+from slipstream.models.graphs import Decoding as Decoding
 from slipstream.models.model import SlipstreamForCausalLM as SlipstreamForCausalLM
 from slipstream.models.model import SlipstreamModel as SlipstreamModel
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream import layers
+from slipstream.models.cache import LayerState
 from slipstream.models.config import MIXERS, SlipstreamConfig
+from slipstream.models.rollback import Record
 from slipstream.nn import RMSNorm as RMSNorm
 from slipstream.nn import SwiGLU
 from slipstream.runtime.context_parallel import ContextParallel
@@ -48,12 +50,19 @@ class Block(GradientCheckpointingLayer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
+        layer: LayerState | None = None,
+        whole: bool = False,
     ) -> tuple[Tensor, State | None, Tensor | None]:
         """Returns h, the mixer's next state and, if the mixer takes a first_value but there is
         none yet, that value for later blocks.
 
+        With `layer`, whose tokens h follows, that is updated in place and no state returned;
+        `whole` shows the mixer all of its room, so that every step has the same shapes.
+
         first_value is positional, since reentrant checkpointing gives gradients to nothing else.
         """
+        if layer is not None:
+            return self._advance(h, first_value, layer, positions, whole)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
         options |= {"positions": positions, "state": state, "use_cache": use_cache}
         x, value = self.mixer_norm(h), None
@@ -63,5 +72,28 @@ class Block(GradientCheckpointingLayer):
             y, state = self.mixer(x, first_value=first_value, **options)
         else:
             y, state, value = self.mixer(x, output_value=True, **options)
+        return self._mlp(h, y), state, value
+
+    def _mlp(self, h: Tensor, y: Tensor) -> Tensor:
         x, h = self.mlp_norm(y, h, prenorm=True)  # h + y, and its norm, in one pass
-        return h + self.mlp(x), state, value
+        return h + self.mlp(x)
+
+    def _advance(
+        self,
+        h: Tensor,
+        first_value: Tensor | None,
+        layer: LayerState,
+        positions: Tensor | None,
+        whole: bool,
+    ) -> tuple[Tensor, None, Tensor | None]:
+        x, value = self.mixer_norm(h), None
+        options: dict[str, Any] = {}
+        if self.mixer.takes_first_value:
+            given = first_value is not None
+            options = {"first_value": first_value} if given else {"output_value": True}
+        if layer.rollback is not None:
+            layer.record(Record(self.mixer, x, positions, options))
+        y = self.mixer.step(x, layer.view(x.shape[1], whole), positions=positions, **options)
+        if "output_value" in options:
+            y, value = y
+        return self._mlp(h, y), None, value

@@ -1,37 +1,151 @@
-"""What the layers keep between calls, as transformers' generate expects a cache to look."""
+"""What the layers keep between calls: a pool of states, as transformers expects a cache to look.
 
+Every tensor is made once and updated in place from then on, so that a CUDA graph of a decoding step
+stays right. Only what changes the number of rows (batch_select_indices, batch_repeat_interleave) or
+outgrows max_length makes new ones, and drops the graphs.
+"""
+
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from slipstream.layers import Mixer
+from slipstream.models.rollback import Record, Rollback
 
 # What outputs of models call it: past_key_values before transformers 5.24.
 CACHE = next(
     x.name for x in fields(CausalLMOutputWithPast) if x.name in ("cache", "past_key_values")
 )
+# Room for tokens is made in multiples of this where max_length is not given.
+ROOM = 64
 
 
 class LayerState(CacheLayerMixin):
     """One layer's state: tensors [N, ...], a row for each sequence, whatever the layer keeps.
 
-    A recurrent layer's state has a fixed size; softmax attention's grows. Neither can be
-    reindexed by token, so there is no `update`: the layer returns its next state as a whole.
+    A recurrent layer's tensors have a fixed size. Those of a softmax layer that hold a number for
+    every token are [N, S, ...] with room for S tokens, of which the first length[n] are used.
+
+    Args:
+        max_length: S; None begins with what the first call needs and grows.
     """
 
     is_sliding = False
+    is_compileable = True
 
-    def __init__(self) -> None:
+    def __init__(self, max_length: int | None = None) -> None:
         super().__init__()
-        self.state: dict[str, Tensor] | None = None
+        self.max_length = max_length
         self.seen = 0  # columns of the batch so far, padding included
+        self.token_states: tuple[str, ...] = ()
+        self.rollback: Rollback | None = None
+        self._tensors: dict[str, Tensor] | None = None
+
+    @property
+    def state(self) -> dict[str, Tensor] | None:
+        """The tensors themselves, changed by the next call; None before the first tokens."""
+        return self._tensors if self.is_initialized else None
+
+    @property
+    def room(self) -> int | None:
+        """S; None without tensors that grow."""
+        if self._tensors is None or not self.token_states:
+            return None
+        return self._tensors[self.token_states[0]].shape[1]
+
+    def view(self, tokens: int, whole: bool = False) -> dict[str, Tensor]:
+        """The state for a call with T more tokens, without the room behind them or with all."""
+        assert self._tensors is not None
+        if whole or not self.token_states:
+            return self._tensors
+        end = self.seen + tokens
+        return {n: x[:, :end] if n in self.token_states else x for n, x in self._tensors.items()}
+
+    def write(self, state: dict[str, Tensor], mixer: Mixer) -> bool:
+        """Takes over what a layer returned: into the tensors there are, if it fits into them.
+
+        Returns whether there are others now. With gradients wanted the returned tensors become the
+        state, for the graph of autograd.
+        """
+        self.token_states = mixer.token_states
+        old = self._tensors
+        moved = True
+        if torch.is_grad_enabled() and any(x.requires_grad for x in state.values()):
+            self._tensors = dict(state)
+        elif old is None or not all(self._fits(name, x) for name, x in state.items()):
+            self._tensors = {name: self._with_room(name, x) for name, x in state.items()}
+        else:
+            moved = False
+            for name, x in state.items():
+                target = old[name][:, : x.shape[1]] if name in self.token_states else old[name]
+                if target.data_ptr() != x.data_ptr():
+                    target.copy_(x)
+        self.is_initialized = True
+        return moved
+
+    def _fits(self, name: str, x: Tensor) -> bool:
+        assert self._tensors is not None
+        old = self._tensors[name]
+        if old.requires_grad or old.is_inference() != x.is_inference():
+            return False
+        same = (old.dtype, old.device, old.dim()) == (x.dtype, x.device, x.dim())
+        if name not in self.token_states:
+            return same and old.shape == x.shape
+        fits = old.shape[:1] + old.shape[2:] == x.shape[:1] + x.shape[2:]
+        return same and fits and x.shape[1] <= old.shape[1]
+
+    def _with_room(self, name: str, x: Tensor) -> Tensor:
+        if name not in self.token_states:
+            # a copy, for it may be a view of a whole prompt
+            return x.clone(memory_format=torch.contiguous_format)
+        if self.max_length is not None and x.shape[1] <= self.max_length:
+            room = self.max_length
+        else:
+            room = (x.shape[1] + ROOM) // ROOM * ROOM
+        tensor = x.new_zeros(x.shape[0], room, *x.shape[2:])
+        tensor[:, : x.shape[1]].copy_(x)
+        return tensor
+
+    def reserve(self, tokens: int) -> bool:
+        """Makes tensors that T more tokens can be written into; whether that moved them."""
+        tensors = self.state
+        if tensors is None:
+            return False
+        inference = torch.is_inference_mode_enabled()
+        moved = any(
+            x.requires_grad or (x.is_inference() and not inference) for x in tensors.values()
+        )
+        if moved:  # autograd has saved these, or inference mode does not let them be written
+            self._tensors = {name: x.detach().clone() for name, x in tensors.items()}
+        room = self.room
+        if room is None or self.seen + tokens <= room:
+            return moved
+        assert self._tensors is not None
+        # twice as much each time: a copy of all now and then, not at every token
+        more = max(room, (tokens + ROOM) // ROOM * ROOM)
+        for name in self.token_states:
+            old = self._tensors[name]
+            self._tensors[name] = old.new_zeros(old.shape[0], room + more, *old.shape[2:])
+            self._tensors[name][:, :room].copy_(old)
+        return True
+
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.state or {}).values())
+
+    # as transformers calls them
 
     def get_seq_length(self) -> int:
         return self.seen
 
     def get_max_length(self) -> int:
-        return -1
+        return -1 if self.max_length is None else self.max_length
+
+    get_max_cache_shape = get_max_length  # before transformers 5.24
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
@@ -44,42 +158,164 @@ class LayerState(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("LayerState: layers return their state, they do not update it")
 
+    @property
+    def is_croppable(self) -> bool:
+        return bool(self.token_states) or self.rollback is not None
+
+    def activate_past_recording(self) -> None:
+        """Keeps what `crop` needs, from the next tokens on; of a softmax layer nothing more."""
+        if self.rollback is None:
+            self.rollback = Rollback()
+
+    @property
+    def record_past(self) -> bool:
+        return self.rollback is not None
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        if value:
+            self.activate_past_recording()
+        else:
+            self.rollback = None
+
+    def record(self, record: Record) -> None:
+        """Before a call of the layer, what it is called with."""
+        if self.rollback is not None and not self.token_states:
+            self.rollback.add(record, self.seen, self.state)
+
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise NotImplementedError(
-                "LayerState: a recurrent state cannot forget its last tokens; assisted decoding "
-                "needs a model of attention layers from elsewhere"
-            )
+        """Forgets the last -n tokens of every row; a positive n is how many to keep."""
+        count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
+        if count <= 0:
+            return
+        if count > self.seen:
+            raise ValueError(f"crop: want at most the {self.seen} tokens there are, got {count}")
+        if not self.token_states and self._tensors is not None:
+            if self.rollback is None:
+                raise RuntimeError(
+                    "crop: a recurrent state cannot forget tokens unless activate_past_recording() "
+                    "was called before they came"
+                )
+            self._replay(*self.rollback.back_to(self.seen - count))
+        elif self._tensors is not None:
+            self._tensors["length"].sub_(count)
+        self.seen -= count
+        if self.seen == 0:
+            self.is_initialized = False
+
+    @torch.no_grad()
+    def _replay(self, start: dict[str, Tensor] | None, record: Record | None) -> None:
+        assert self._tensors is not None
+        for name, x in self._tensors.items():
+            if start is None:
+                x.zero_()
+            else:
+                x.copy_(start[name])
+        if record is not None:
+            record.run(self._tensors)
 
     def reset(self) -> None:
-        self.state, self.seen = None, 0
+        """No tokens; the tensors stay where they are."""
+        self.is_initialized, self.seen = False, 0
+        if self.rollback is not None:
+            self.rollback = Rollback()
+        for name, x in (self._tensors or {}).items():
+            if name not in self.token_states:
+                x.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._in_place(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x[indices.to(x.device)])
+        self._replace(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._replace(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def _map(self, move: Any) -> None:
-        if self.state is not None:
-            self.state = {name: move(x) for name, x in self.state.items()}
+    def _in_place(self, move: Callable[[Tensor], Tensor]) -> None:
+        for name, x in (self.state or {}).items():
+            used = x[:, : self.seen] if name in self.token_states else x
+            used.copy_(move(used))
+        if self.rollback is not None:
+            self.rollback.map(move)
+
+    def _replace(self, move: Callable[[Tensor], Tensor]) -> None:
+        if self._tensors is not None:
+            self._tensors = {name: move(x) for name, x in self._tensors.items()}
+        if self.rollback is not None:
+            self.rollback.map(move)
 
 
 class StateCache(Cache):
-    """The states of all layers; `cache` of the model, made by its first call."""
+    """The states of all layers; `cache` of the model, made by its first call.
+
+    A pool: its tensors keep their addresses, and every call of the model without gradients updates
+    them in place. Rows are sequences, all of the same number of columns, padding included.
+
+    Args:
+        num_layers: of the model.
+        max_length: tokens that softmax layers get room for at once; None lets them grow. Recurrent
+            layers need none.
+    """
 
     layers: list[LayerState]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[LayerState() for _ in range(num_layers)])
+    def __init__(self, num_layers: int, max_length: int | None = None) -> None:
+        super().__init__(layers=[LayerState(max_length) for _ in range(num_layers)])
+        self.max_length = max_length
+        # of decoding steps, by what they were captured for: models/graphs.py
+        self.graphs: dict[Any, Any] = {}
+        self.made_for: Any = None
+
+    @property
+    def rows(self) -> int:
+        """N; 0 before the first call."""
+        for layer in self.layers:
+            for x in (layer.state or {}).values():
+                return x.shape[0]
+        return 0
+
+    @property
+    def records(self) -> bool:
+        """Whether activate_past_recording() was called."""
+        return any(layer.rollback is not None for layer in self.layers)
 
     def bytes(self) -> int:
         """Memory of all states; of a model without softmax attention, the same at any length."""
-        states = [layer.state or {} for layer in self.layers]
-        return sum(x.numel() * x.element_size() for state in states for x in state.values())
+        return sum(layer.bytes() for layer in self.layers)
+
+    def reserve(self, tokens: int) -> None:
+        """Room for T more tokens in the softmax layers; graphs go if that moved tensors."""
+        moved = [layer.reserve(tokens) for layer in self.layers]
+        if any(moved):
+            self.graphs.clear()
+
+    def step_on(self, tokens: int) -> None:
+        """Counts T tokens more."""
+        for layer in self.layers:
+            layer.seen += tokens
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.graphs.clear()
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.graphs.clear()
+        super().batch_repeat_interleave(repeats)
+
+    def activate_past_recording(self) -> None:
+        """From now on `crop` works for the last 64 tokens at least, and for all of the last call.
+
+        Softmax layers need nothing for it. A recurrent layer keeps copies of its state, up to three
+        with 64 tokens or more between them, and the inputs of its mixer [N, D] of up to 128 tokens
+        and of the last call; `crop` goes back to a copy and runs the mixer over what is kept.
+        """
+        for layer in self.layers:
+            layer.activate_past_recording()
+
+    @property
+    def is_croppable(self) -> bool:
+        return all(layer.is_croppable for layer in self.layers)
 
 
 def the_cache(cache: StateCache | None, past_key_values: StateCache | None) -> StateCache | None:

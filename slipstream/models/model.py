@@ -17,6 +17,8 @@ from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_
 from slipstream.models.block import Block, Dense, RMSNorm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
+from slipstream.models.generation import Generation, is_step
+from slipstream.models.graphs import Decoding
 from slipstream.models.packing import (
     Sequences,
     find_sequences,
@@ -24,6 +26,7 @@ from slipstream.models.packing import (
     next_tokens,
     text_positions,
 )
+from slipstream.models.rollback import WINDOW
 from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
@@ -38,7 +41,6 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["Block"]
-    _is_stateful = True  # a recurrent state cannot be rolled back: no assisted decoding
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -163,10 +165,12 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         keep = bool(output_hidden_states)
-        h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
+        if cache is None or torch.is_grad_enabled():
+            h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
+        else:
+            h, every = self._continue(h, cu_seqlens, cache, keep, position_ids, tokens)
         if cache is not None:
-            for layer in cache.layers:
-                layer.seen += tokens
+            cache.step_on(tokens)
         if sequences is not None:
             h, *every = (sequences.unpack(x, batch, tokens) for x in (h, *every))
         return BaseModelOutputWithPast(
@@ -174,6 +178,70 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             **named(cache if use_cache else None),
             hidden_states=tuple(every) if output_hidden_states else None,
         )
+
+    def step(
+        self, input_ids: Tensor, cache: StateCache, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """One token for each row of a cache that has some: ids [N, 1] -> hidden states [N, 1, D].
+
+        What a decoding step does on a device, and nothing else: the cache's tensors are updated in
+        place and at all of their room, nothing is allocated for later, no argument is checked and
+        no token counted (StateCache.step_on), so that it can be a CUDA graph.
+        """
+        h = self.embed_tokens(input_ids)
+        return self._advance(h, cache, False, position_ids, whole=True)[0]
+
+    def _continue(
+        self,
+        h: Tensor,
+        cu_seqlens: Tensor | None,
+        cache: StateCache,
+        keep: bool,
+        positions: Tensor | None,
+        columns: int,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As _run, without gradients; the cache is updated in place."""
+        cache.reserve(columns)
+        if cu_seqlens is not None and not (cache.records and cu_seqlens.shape[0] == 2):
+            return self._run(h, cu_seqlens, cache, keep, positions, None)
+        tokens = h.shape[1]
+        empty = not all(layer.is_initialized for layer in cache.layers)
+        if not empty and tokens == columns:
+            return self._advance(h, cache, keep, positions)
+        # `crop` may want the last tokens of a prompt back, with a draft behind it
+        first = max(tokens - WINDOW, 1) if cache.records and empty else tokens * empty
+        cache.step_on(columns - tokens)
+        parts, rest = [], slice(first, None)
+        if first:
+            cut = None if positions is None else positions[:, :first]
+            parts.append(self._run(h[:, :first], None, cache, keep, cut, None))
+            cache.step_on(first)
+        if first < tokens:
+            cut = None if positions is None else positions[:, rest]
+            parts.append(self._advance(h[:, rest], cache, keep, cut))
+        cache.step_on(-first - (columns - tokens))
+        if len(parts) == 1:
+            return parts[0]
+        every = [torch.cat(pair, 1) for pair in zip(*(every for _, every in parts))]
+        return torch.cat([y for y, _ in parts], 1), every
+
+    def _advance(
+        self,
+        h: Tensor,
+        cache: StateCache,
+        keep: bool,
+        positions: Tensor | None,
+        whole: bool = False,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As _run, for tokens of every row that follow those in the cache, updated in place."""
+        every, first_value = [], None
+        for block, layer in zip(self.layers, cache.layers):
+            if keep:
+                every.append(h)
+            h, _, value = block(h, first_value, positions=positions, layer=layer, whole=whole)
+            first_value = value if first_value is None else first_value
+        h = self.norm(h)
+        return h, [*every, h] if keep else []
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -205,7 +273,9 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         for i, block in enumerate(self.layers):
             if keep:
                 every.append(h)
-            state = None if cache is None else cache.layers[i].state
+            state = None
+            if cache is not None and cache.layers[i].is_initialized:
+                state = cache.layers[i].view(0)
             h, state, value = block(
                 h,
                 first_value,
@@ -217,12 +287,15 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             )
             first_value = value if first_value is None else first_value
             if cache is not None:
-                cache.layers[i].state = state
+                assert state is not None
+                assert isinstance(block, Block)
+                if cache.layers[i].write(state, block.mixer):
+                    cache.graphs.clear()
         h = self.norm(h)
         return h, [*every, h] if keep else []
 
 
-class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
+class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMixin):
     """The language model with its head.
 
     Args of forward, besides those of SlipstreamModel:
@@ -242,11 +315,8 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = SlipstreamModel(config)
         self.lm_head = Dense(config.hidden_size, config.vocab_size)
+        self.decoding = Decoding()
         self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own StateCache in the first call
 
     @can_return_tuple
     def forward(
@@ -270,6 +340,11 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
         if use_cache is None and labels is not None:
             use_cache = False
         cache, sequences = the_cache(cache, past_key_values), None
+        plain = labels is None and not output_hidden_states
+        if self.decoding.active and plain and is_step(input_ids, cache, others):
+            assert input_ids is not None
+            assert cache is not None
+            return self._graph_step(input_ids, cache, position_ids)
         if labels is not None and context is None:
             batch, tokens = labels.shape
             position_ids = text_positions(position_ids, batch, tokens)
@@ -312,6 +387,21 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, GenerationMixin):
             **named(getattr(out, CACHE)),
             hidden_states=out.hidden_states,
         )
+
+    def _graph_step(
+        self, input_ids: Tensor, cache: StateCache, position_ids: Tensor | None
+    ) -> CausalLMOutputWithPast:
+        """A decoding step of generate, by a CUDA graph where there is one."""
+        cache.reserve(1)
+        positions = text_positions(position_ids, *input_ids.shape)
+        given = (input_ids,) if positions is None else (input_ids, positions)
+
+        def step(ids: Tensor, positions: Tensor | None = None) -> Tensor:
+            return self.lm_head(self.model.step(ids, cache, positions))
+
+        logits = self.decoding.run(step, cache, given)
+        cache.step_on(1)
+        return CausalLMOutputWithPast(logits=logits, **named(cache))  # pyright: ignore[reportArgumentType]
 
     def _loss(self, h: Tensor, target: Tensor, num_items: Tensor | int | None) -> Tensor:
         """Cross entropy in nats, without ever holding all logits.

@@ -1,0 +1,105 @@
+"""What transformers' generate asks of a model, for one whose cache is a pool of states."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.cache import CACHE, StateCache
+from slipstream.models.graphs import Decoding, own_modules
+
+# GenerationMixin comes after it: transformers looks for it among the bases of the model's class
+_Base: Any = object
+
+
+class Generation(_Base):
+    """generate, with a StateCache made before the prompt and steps that are CUDA graphs."""
+
+    decoding: Decoding
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' generate.
+
+        On CUDA the decoding step is captured in a CUDA graph, one for each batch size, and later
+        calls with that batch size replay it; `self.decoding` counts captures and replays, says why
+        there was no graph (`reason`), turns them off (`enabled`) and gives memory back (`free`).
+        """
+        if self.decoding.active:  # another thread's, or one inside of a streamer
+            return super().generate(*args, **kwargs)
+        self.decoding.begin(self)  # pyright: ignore[reportArgumentType]
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self.decoding.end()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        made = super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
+            return made
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
+        if whose or not self.decoding.active:
+            cache = StateCache(len(self.model.layers), max_cache_length)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            cache = self.decoding.lend(self, batch_size * copies, max_cache_length)  # pyright: ignore[reportArgumentType]
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()
+        model_kwargs[CACHE] = cache
+        return made
+
+    def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The mask as it is: layers make none of every query and key."""
+        return kwargs.get("attention_mask")
+
+    def _valid_auto_compile_criteria(
+        self, model_kwargs: dict[str, Any], generation_config: Any
+    ) -> bool:
+        """Only if it is asked for: minutes of compilation for what graphs do at once."""
+        if generation_config.compile_config is None:
+            return False
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        cache = kwargs.get(CACHE)
+        if next_sequence_length != 1 or not isinstance(cache, StateCache) or not cache.rows:
+            return super().prepare_inputs_for_generation(
+                input_ids, next_sequence_length=next_sequence_length, **kwargs
+            )
+        # a step: transformers' way of the same takes longer than a layer
+        positions = kwargs.get("position_ids")
+        unused = ("attention_mask", "inputs_embeds", "is_first_iteration", "token_type_ids")
+        inputs = {name: x for name, x in kwargs.items() if name not in unused and x is not None}
+        inputs["input_ids"] = input_ids[:, -1:]
+        if positions is not None:
+            inputs["position_ids"] = positions[..., -1:]
+        return inputs
+
+
+def is_step(input_ids: Tensor | None, cache: StateCache | None, others: dict[str, Any]) -> bool:
+    """Whether a call of the model is one token for each sequence of a cache that has some."""
+    return (
+        input_ids is not None
+        and isinstance(cache, StateCache)
+        and input_ids.dim() == 2
+        and input_ids.shape[1] == 1
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not cache.records
+        and all(layer.is_initialized for layer in cache.layers)
+        and all(x is None for x in others.values())
+    )

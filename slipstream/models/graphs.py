@@ -1,0 +1,199 @@
+"""A decoding step as a CUDA graph: captured once for each batch size, replayed for every token.
+
+The graph holds everything between the token ids and the logits, on the tensors of a StateCache.
+What generate does with logits (processors, sampling, EOS) is outside of it. Its first step runs as
+it is written, which compiles kernels and allocates workspaces; the second is captured.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.cache import StateCache
+
+# caches that a model keeps for its next generate, each of another number of rows
+MAX_CACHES = 4
+MULTIPLE = 256  # of their max_length
+
+
+class Graph(Protocol):
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        """Runs once, and returns the tensor that replays write their result into."""
+        ...
+
+    def replay(self) -> None: ...
+
+
+class CudaGraph:
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        # thread_local: what other threads do meanwhile, such as a data loader, is no error
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            result = run()
+        self.graph.replay()
+        return result
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclass
+class Step:
+    """One captured step: copies its inputs into the graph's own, and replays it."""
+
+    graph: Graph
+    inputs: tuple[Tensor, ...]
+    logits: Tensor
+
+    def run(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        for own, x in zip(self.inputs, inputs):
+            own.copy_(x)
+        self.graph.replay()
+        return self.logits
+
+
+@dataclass
+class Decoding:
+    """How a model's generate has run its decoding steps, as `model.decoding`.
+
+    Attributes:
+        captures: CUDA graphs that were made.
+        replays: steps that were a replay, the one at a capture included.
+        eager: steps that ran without a graph: the first of each graph, and all where there is none.
+        reason: why the last generate could use no graph, or None.
+        enabled: set it to False to run all steps without.
+
+    The caches of up to 4 batch sizes, with their graphs, are kept for the next generate; free()
+    gives their memory back. A cache that generate returns, or got, is the caller's.
+    """
+
+    captures: int = 0
+    replays: int = 0
+    eager: int = 0
+    reason: str | None = None
+    enabled: bool = True
+    active: bool = field(default=False, repr=False)
+    kept: dict[int, StateCache] = field(default_factory=dict, repr=False)
+    _lent: tuple[int, StateCache] | None = field(default=None, repr=False)
+    _failure: str | None = field(default=None, repr=False)
+    _warned: bool = field(default=False, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Decoding":
+        return Decoding(enabled=self.enabled)  # a graph has no copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Decoding, ()
+
+    def free(self) -> None:
+        """Drops the kept caches and graphs."""
+        self.kept.clear()
+
+    def begin(self, model: nn.Module) -> None:
+        """Before a generate."""
+        self.reason = self._failure or why_not(model)
+        self.active = self.enabled and self.reason is None
+
+    def end(self) -> None:
+        """After it: the cache that it was lent is kept for the next."""
+        self.active = False
+        if self._lent is not None:
+            rows, cache = self._lent
+            self._lent = None
+            self.kept[rows] = cache
+            while len(self.kept) > MAX_CACHES:
+                del self.kept[next(iter(self.kept))]
+
+    def lend(self, model: nn.Module, rows: int, max_length: int) -> StateCache:
+        """An empty cache, the one of the last generate with as many rows if it is large enough."""
+        cache = self.kept.pop(rows, None)
+        marks = fingerprint(model)
+        if cache is None or (cache.max_length or 0) < max_length:
+            layers = len(model.model.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+            cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE)
+        elif cache.made_for != marks:
+            cache.graphs.clear()
+        cache.reset()
+        cache.made_for = marks
+        self._lent = rows, cache
+        return cache
+
+    def run(
+        self, step: Callable[..., Tensor], cache: StateCache, inputs: tuple[Tensor, ...]
+    ) -> Tensor:
+        """step(*inputs), by the cache's graph for inputs like these."""
+        key = tuple((x.shape, x.dtype) for x in inputs)
+        if not self.active or key not in cache.graphs:
+            if self.active:
+                cache.graphs[key] = None  # the next one is captured
+            self.eager += 1
+            return step(*inputs)
+        made = cache.graphs[key]
+        if made is None:
+            try:
+                made = cache.graphs[key] = self._captured(step, inputs)
+            except Exception as e:  # of any kind: without a graph the step still runs
+                self._give_up(e)
+                self.eager += 1
+                return step(*inputs)
+            self.captures += 1
+            self.replays += 1
+            return made.logits
+        self.replays += 1
+        return made.run(inputs)
+
+    @staticmethod
+    def _captured(step: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Step:
+        own = tuple(x.clone() for x in inputs)
+        graph = graph_on(own[0].device)
+        assert graph is not None
+        return Step(graph, own, graph.capture(lambda: step(*own)))
+
+    def _give_up(self, error: Exception) -> None:
+        self.active = False
+        self.reason = self._failure = f"a step could not be captured: {error}"
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"generate runs without CUDA graphs, since {self.reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def graph_on(device: torch.device) -> Graph | None:
+    """A new graph, where there are any."""
+    return CudaGraph() if device.type == "cuda" else None
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Why no step of the model can be a graph, or None."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        return f"its parameters are on {len(devices)} devices"
+    if graph_on(next(iter(devices))) is None:
+        return f"there are no CUDA graphs on {next(iter(devices)).type}"
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return f"{name or 'the model'} has a hook, which may do what a graph does not repeat"
+    return None
+
+
+def own_modules(model: nn.Module) -> bool:
+    """Whether there are none but slipstream's and torch's: an adapter may be switched off."""
+    known = ("slipstream.", "torch.nn.")
+    return all(type(module).__module__.startswith(known) for module in model.modules())
+
+
+def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    """What a graph has read from the model: where its parameters are, and which modules run."""
+    tensors = (*model.parameters(), *model.buffers())
+    return (
+        tuple((x.data_ptr(), x.dtype, x.shape) for x in tensors),
+        tuple(id(module) for module in model.modules()),
+    )

@@ -1,0 +1,125 @@
+"""How a recurrent layer forgets tokens: from a copy of its state it runs again over those kept.
+
+    segments    each a copy of the state at some token, and what the mixer was called with since
+
+The last segment takes up to WINDOW tokens before the next begins. The oldest go as long as WINDOW
+tokens remain, so there are at most three.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.layers import Mixer
+
+State = dict[str, Tensor]
+WINDOW = 64
+
+
+@dataclass
+class Record:
+    """One call of a mixer: x [N, T, D], positions [1 or N, T] or None, and RWKV7's options."""
+
+    mixer: Mixer
+    x: Tensor
+    positions: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.x.shape[1]
+
+    def run(self, state: State) -> None:
+        self.mixer.step(self.x, state, positions=self.positions, **self.options)
+
+    @staticmethod
+    def joined(records: list["Record"]) -> "Record":
+        """Consecutive calls as one."""
+        first = records[0]
+
+        def join(parts: list[Any]) -> Any:
+            is_tokens = isinstance(parts[0], Tensor) and parts[0].dim() > 1
+            return torch.cat(parts, 1) if is_tokens else parts[0]
+
+        options = {name: join([r.options[name] for r in records]) for name in first.options}
+        positions = join([r.positions for r in records])
+        return replace(first, x=join([r.x for r in records]), positions=positions, options=options)
+
+    def part(self, begin: int, end: int) -> "Record":
+        """Of its tokens alone, as copies: a prompt's are not to be kept by a view of a few."""
+
+        def cut(x: Any) -> Any:
+            is_tokens = isinstance(x, Tensor) and x.dim() > 1
+            return x[:, begin:end].clone() if is_tokens else x
+
+        options = {name: cut(x) for name, x in self.options.items()}
+        return replace(self, x=cut(self.x), positions=cut(self.positions), options=options)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> None:
+        rows = self.x.shape[0]
+        self.x = move(self.x)
+        if self.positions is not None and self.positions.shape[0] == rows:
+            self.positions = move(self.positions)
+        for name, x in self.options.items():
+            if isinstance(x, Tensor):
+                self.options[name] = move(x)
+
+
+@dataclass
+class Segment:
+    begin: int  # tokens before it
+    state: State | None  # after them; None is the start of a sequence
+    records: list[Record]
+
+    @property
+    def tokens(self) -> int:
+        return sum(record.tokens for record in self.records)
+
+
+class Rollback:
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+
+    def add(self, record: Record, seen: int, state: State | None) -> None:
+        """Before the call that `record` is of; `state` is the one after `seen` tokens."""
+        if not self.segments or self.segments[-1].tokens >= WINDOW:
+            copies = None if state is None else {name: x.clone() for name, x in state.items()}
+            self.segments.append(Segment(seen, copies, []))
+        self.segments[-1].records.append(record.part(0, record.tokens))
+        end = seen + record.tokens
+        while len(self.segments) > 1 and end - self.segments[1].begin >= WINDOW:
+            del self.segments[0]
+
+    def back_to(self, token: int) -> tuple[State | None, Record | None]:
+        """The state to begin with and the calls from there to `token`; what is later is dropped.
+
+        Raises:
+            ValueError: there is no state as old as that.
+        """
+        while self.segments and self.segments[-1].begin > token:
+            if len(self.segments) == 1:
+                break
+            del self.segments[-1]
+        if not self.segments or self.segments[-1].begin > token:
+            oldest = self.segments[0].begin if self.segments else None
+            raise ValueError(
+                f"crop: the state after {token} tokens is gone, the oldest kept is after {oldest}"
+            )
+        last, kept, at = self.segments[-1], [], self.segments[-1].begin
+        for record in last.records:
+            if at < token:
+                count = min(record.tokens, token - at)
+                kept.append(record if count == record.tokens else record.part(0, count))
+            at += record.tokens
+        last.records = [Record.joined(kept)] if kept else []
+        return last.state, last.records[0] if kept else None
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> None:
+        for segment in self.segments:
+            if segment.state is not None:
+                segment.state = {name: move(x) for name, x in segment.state.items()}
+            for record in segment.records:
+                record.map(move)

@@ -1,0 +1,70 @@
+"""generate with CUDA graphs: the tokens of generate without, from one capture a batch size."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+
+VOCAB = 211
+MODELS: dict[str, list] = {name: [name, name] for name in MIXERS}
+MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
+
+
+def model(name: str, dtype: torch.dtype) -> SlipstreamForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "num_heads": 2}
+    config = SlipstreamConfig(mixers=MODELS[name], initializer_range=0.2, **sizes)
+    return SlipstreamForCausalLM(config).to("cuda", dtype).eval()
+
+
+def generate(m: SlipstreamForCausalLM, ids: Tensor, **options) -> Tensor:
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "pad_token_id": 0}
+    return m.generate(input_ids=ids, **{**given, "do_sample": False, **options})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_by_graphs_gives_the_same_tokens(name: str) -> None:
+    m, ids = model(name, torch.float32), torch.randint(1, VOCAB, (3, 9), device="cuda")
+    mask = torch.ones_like(ids)
+    ids[0, :4], mask[0, :4] = 0, 0
+    m.decoding.enabled = False
+    want = [generate(m, ids, attention_mask=mask), generate(m, ids[1:2])]
+    assert (m.decoding.captures, m.decoding.replays) == (0, 0)
+    m.decoding.enabled = True
+    before = m.decoding.eager
+    for _ in range(2):
+        assert torch.equal(generate(m, ids, attention_mask=mask), want[0])
+        assert torch.equal(generate(m, ids[1:2]), want[1])
+    assert m.decoding.reason is None
+    assert m.decoding.captures == 2
+    assert (m.decoding.eager - before, m.decoding.replays) == (2, 4 * 11 - 2)
+
+
+def test_generate_by_graphs_samples_as_without() -> None:
+    m, ids = model("hybrid", torch.bfloat16), torch.randint(1, VOCAB, (2, 9), device="cuda")
+    found = []
+    for enabled in (False, True):
+        m.decoding.enabled = enabled
+        torch.manual_seed(3)
+        found.append(generate(m, ids, do_sample=True, top_k=5, eos_token_id=7))
+    assert found[0].shape == found[1].shape
+    # bfloat16 logits of other sums: most tokens, not every one
+    assert (found[0] == found[1]).float().mean() > 0.5
+    assert m.decoding.captures == 1
+
+
+def test_generate_by_graphs_reads_weights_that_changed() -> None:
+    m, ids = model("gla", torch.float32), torch.randint(1, VOCAB, (1, 9), device="cuda")
+    generate(m, ids)
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(1.1)
+    got = generate(m, ids)
+    assert m.decoding.captures == 1
+    m.decoding.enabled = False
+    assert torch.equal(got, generate(m, ids))
+    m.half()
+    m.decoding.enabled = True
+    generate(m, ids)
+    assert m.decoding.captures == 2

@@ -1,0 +1,328 @@
+"""Decoding: a cache with fixed addresses, steps as graphs, rollback, chunked prefill."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from slipstream.models import StateCache
+from slipstream.models.cache import CACHE
+from tests.support.graphs import NoCapture, addresses, repeated_calls
+from tests.support.language_models import MODELS, assert_same, model, tokens
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+# one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
+# positions, two states, none that is fixed, latents
+KINDS = ("gla", "gated_deltanet", "rwkv7", "retention", "gsa", "attention", "mla", "hybrid")
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def generate(m: Any, ids: Tensor, **options) -> Any:
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, **GREEDY, **options}
+    return m.generate(input_ids=ids, **given)
+
+
+@every_kind
+@torch.no_grad()
+def test_cache_keeps_its_addresses(name: str) -> None:
+    m, ids = model(name), tokens(2, 12)
+    cache = StateCache(len(m.model.layers), max_length=40)
+    want = m(ids).logits
+    m(ids[:, :5], cache=cache, use_cache=True)
+    at = addresses(cache)
+    assert at
+    for begin, end in ((5, 6), (6, 9), (9, 10)):
+        m(ids[:, begin:end], cache=cache, use_cache=True)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    got = m(ids[:, 10:].flip(0), cache=cache, use_cache=True).logits
+    assert_same(got.flip(0), want[:, 10:])
+    assert addresses(cache) == at
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_same(m(ids[:, :7], cache=cache, use_cache=True).logits, want[:, :7])
+    assert_same(m(ids[:, 7:], cache=cache, use_cache=True).logits, want[:, 7:])
+    assert addresses(cache) == at
+    assert cache.is_compileable
+    assert cache.get_max_length() == 40
+
+
+@every_kind
+@torch.no_grad()
+def test_cache_outgrows_its_room(name: str) -> None:
+    m, ids = model(name), tokens(1, 150)
+    cache = StateCache(len(m.model.layers))
+    parts = [m(ids[:, :60], cache=cache, use_cache=True).logits]
+    for begin, end in ((60, 63), (63, 64), (64, 65), (65, 149), (149, 150)):
+        parts.append(m(ids[:, begin:end], cache=cache, use_cache=True).logits)
+    assert_same(torch.cat(parts, 1), m(ids).logits)
+
+
+@every_kind
+@torch.no_grad()
+def test_cache_selects_and_repeats_rows(name: str) -> None:
+    m, ids = model(name), tokens(3, 8)
+    cache = m(ids, use_cache=True)[CACHE]
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    assert cache.rows == 4
+    more = tokens(4, 2, seed=5)
+    whole = torch.cat([ids[[2, 2, 0, 0]], more], 1)
+    assert_same(m(more, cache=cache, use_cache=True).logits, m(whole).logits[:, 8:])
+
+
+def test_cache_of_gradients_stays() -> None:
+    """What a call without gradients does to the cache changes no gradient of an earlier one."""
+    m, ids = model("hybrid"), tokens(1, 9)
+    out = m(ids[:, :6], use_cache=True)
+    more = m(ids[:, 6:8], cache=out[CACHE], use_cache=True)
+    assert_same(more.logits, m(ids[:, :8]).logits[:, 6:])
+    with torch.no_grad():
+        m(ids[:, 8:], cache=out[CACHE], use_cache=True)
+    more.logits.sum().backward()
+    assert m.get_parameter("model.layers.0.mixer.qkv_proj.weight").grad is not None
+
+
+@torch.no_grad()
+def test_cache_goes_from_inference_mode_to_none() -> None:
+    m, ids = model("hybrid"), tokens(1, 9)
+    with torch.inference_mode():
+        cache = m(ids[:, :7], use_cache=True)[CACHE]
+    last = m(ids[:, 7:], cache=cache, use_cache=True).logits
+    assert_same(last, m(ids).logits[:, 7:])
+
+
+# steps as graphs, with a stand-in for CUDA's
+
+
+@every_kind
+def test_generate_captures_once_per_batch_size(name: str, monkeypatch) -> None:
+    m, ids = model(name), tokens(3, 6)
+    want = generate(m, ids)
+    assert m.decoding.captures == 0
+    assert m.decoding.reason == "there are no CUDA graphs on cpu"
+    graphs = repeated_calls(monkeypatch)
+    before = m.decoding.eager
+    for _ in range(2):
+        assert torch.equal(generate(m, ids), want)
+        assert torch.equal(generate(m, ids[:1]), want[:1])
+    # of 8 steps after the prompt the first of each batch size runs as it is written
+    assert len(graphs) == m.decoding.captures == 2
+    assert (m.decoding.eager - before, m.decoding.replays) == (2, 4 * 8 - 2)
+    assert sum(g.replays for g in graphs) == m.decoding.replays - 2
+    assert m.decoding.reason is None
+
+
+def test_generate_by_graphs_with_padding_and_eos(monkeypatch) -> None:
+    class Never(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores.index_fill(1, torch.tensor([4]), -torch.inf)
+
+    m, ids = model("hybrid"), tokens(3, 7)
+    mask = torch.ones_like(ids)
+    ids[0, :3], mask[0, :3] = 0, 0
+    eos = int(generate(m, ids, attention_mask=mask)[1, 10])
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 20,
+        "eos_token_id": eos,
+        "logits_processor": LogitsProcessorList([Never()]),
+    }
+    sampled = {**options, "do_sample": True, "top_k": 20, "temperature": 0.7}
+
+    def outputs() -> list[Tensor]:
+        torch.manual_seed(2)
+        return [generate(m, ids, **options), generate(m, ids, **sampled)]
+
+    want = outputs()
+    repeated_calls(monkeypatch)
+    for got, expected in zip(outputs(), want):
+        assert torch.equal(got, expected)
+    assert m.decoding.captures == 1
+    beams = {"attention_mask": mask, "num_beams": 2, "max_new_tokens": 6}
+    got = generate(m, ids, **beams)
+    m.decoding.enabled = False
+    assert torch.equal(got, generate(m, ids, **beams))
+    assert m.decoding.captures == 2
+
+
+def test_generate_captures_anew_where_weights_moved(monkeypatch) -> None:
+    m, ids = model("hybrid"), tokens(1, 6)
+    graphs = repeated_calls(monkeypatch)
+    generate(m, ids)
+    other = model("hybrid", initializer_range=0.3)
+    m.load_state_dict(other.state_dict())  # in place: the graph reads the new weights
+    assert torch.equal(generate(m, ids), generate(other, ids))
+    assert len(graphs) == 2
+    m.load_state_dict(model("hybrid").state_dict(), assign=True)
+    m.tie_weights()
+    assert torch.equal(generate(m, ids), generate(model("hybrid"), ids))
+    assert m.decoding.captures == 2
+    m.double()
+    assert generate(m, ids).shape == (1, 15)
+    assert m.decoding.captures == 3
+    m.decoding.free()
+    generate(m, ids)
+    assert m.decoding.captures == 4
+
+
+def test_generate_gives_away_a_returned_cache(monkeypatch) -> None:
+    m, ids = model("hybrid"), tokens(1, 6)
+    repeated_calls(monkeypatch)
+    out = generate(m, ids, return_dict_in_generate=True)
+    generate(m, ids.flip(1))
+    assert out[CACHE].get_seq_length() == 14
+    more = torch.cat([out.sequences, tokens(1, 2, seed=9)], 1)
+    got = generate(m, more, **{CACHE: out[CACHE]})
+    assert torch.equal(got, generate(m, more))
+
+
+@pytest.mark.filterwarnings("error")
+def test_generate_falls_back_once(monkeypatch) -> None:
+    m, ids = model("gla"), tokens(2, 6)
+    want = generate(m, ids)
+    repeated_calls(monkeypatch, NoCapture)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*not permitted"):
+        assert torch.equal(generate(m, ids), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(generate(m, ids), want)
+    assert m.decoding.captures == m.decoding.replays == 0
+    assert "not permitted" in (m.decoding.reason or "")
+
+
+def test_generate_without_graphs_beside_hooks(monkeypatch) -> None:
+    m, ids, seen = model("gla"), tokens(1, 6), []
+    repeated_calls(monkeypatch)
+    handle = m.get_submodule("model.layers.1.mixer.q_proj").register_forward_hook(
+        lambda *_: seen.append(1)
+    )
+    generate(m, ids)
+    assert len(seen) == 9
+    assert m.decoding.captures == 0
+    assert "model.layers.1.mixer.q_proj has a hook" in (m.decoding.reason or "")
+    handle.remove()
+    generate(m, ids)
+    assert m.decoding.captures == 1
+
+
+def test_model_with_graphs_is_copied_without_them(monkeypatch) -> None:
+    m, ids = model("gla"), tokens(1, 6)
+    repeated_calls(monkeypatch)
+    want = generate(m, ids)
+    other = copy.deepcopy(m)
+    assert other.decoding.captures == 0
+    assert not other.decoding.kept
+    assert torch.equal(generate(other, ids), want)
+
+
+# what transformers does with a cache that can forget
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_crop_forgets_tokens(name: str) -> None:
+    m, ids = model(name), tokens(2, 30)
+    cache = StateCache(len(m.model.layers))
+    cache.activate_past_recording()
+    assert cache.is_croppable or not any(layer.token_states for layer in cache.layers)
+    m(ids[:, :9], cache=cache, use_cache=True)
+    at = addresses(cache)
+    m(tokens(2, 4, seed=3), cache=cache, use_cache=True)
+    cache.crop(-3)
+    kept = torch.cat([ids[:, :9], tokens(2, 4, seed=3)[:, :1]], 1)
+    for i in range(3):
+        m(tokens(2, 1, seed=20 + i), cache=cache, use_cache=True)
+    cache.crop(-2)
+    cache.crop(0)
+    kept = torch.cat([kept, tokens(2, 1, seed=20)], 1)
+    assert cache.get_seq_length() == 11
+    cache.crop(-5)  # past what was cropped before, into the prompt
+    whole = torch.cat([kept[:, :6], ids[:, 20:]], 1)
+    got = m(ids[:, 20:], cache=cache, use_cache=True).logits
+    assert_same(got, m(whole).logits[:, 6:])
+    assert addresses(cache) == at
+
+
+@torch.no_grad()
+def test_crop_remembers_a_window_and_no_more() -> None:
+    m, ids = model("gated_deltanet"), tokens(1, 400)
+    cache = StateCache(len(m.model.layers))
+    cache.activate_past_recording()
+    m(ids[:, :200], cache=cache, use_cache=True)
+    for begin in range(200, 400, 10):
+        m(ids[:, begin : begin + 10], cache=cache, use_cache=True)
+    rollback = cache.layers[0].rollback
+    assert rollback is not None
+    assert len(rollback.segments) <= 3
+    assert sum(segment.tokens for segment in rollback.segments) <= 3 * 64
+    with pytest.raises(ValueError, match="is gone"):
+        cache.crop(-200)
+    cache.crop(-64)
+    got = m(ids[:, 336:], cache=cache, use_cache=True).logits
+    assert_same(got, m(ids).logits[:, 336:])
+
+
+@torch.no_grad()
+def test_crop_without_recording_says_what_is_missing() -> None:
+    m, ids = model("hybrid"), tokens(1, 9)
+    cache = m(ids, use_cache=True)[CACHE]
+    assert not cache.is_croppable
+    cache.crop(0)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-1)
+    cache = model("attention")(ids, use_cache=True)[CACHE]
+    assert cache.is_croppable
+    cache.crop(-2)
+    cache.crop(3)  # as transformers once called it: how many to keep
+    assert cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "mamba2", "attention", "hybrid"])
+def test_assisted_generation_gives_greedy_tokens(name: str) -> None:
+    m, ids = model(name), tokens(1, 12)
+    ids = torch.cat([ids, ids], 1)
+    options = {"max_new_tokens": 24}
+    want = generate(m, ids, **options)
+    assert torch.equal(generate(m, ids, prompt_lookup_num_tokens=4, **options), want)
+    # a draft that agrees often, and one that never does
+    near, far = model(name), model("gla", initializer_range=0.5)
+    with torch.no_grad():
+        for p in near.parameters():
+            p.add_(torch.randn_like(p), alpha=2e-3)
+    for draft in (near, far):
+        assert torch.equal(generate(m, ids, assistant_model=draft, **options), want)
+
+
+@every_kind
+def test_chunked_prefill_gives_the_same_tokens(name: str) -> None:
+    m, ids = model(name), tokens(2, 23)
+    want = generate(m, ids)
+    for size in (1, 8, 64):
+        assert torch.equal(generate(m, ids, prefill_chunk_size=size), want)
+    mask = torch.ones_like(ids)
+    ids[0, :9], mask[0, :9] = 0, 0
+    want = generate(m, ids, attention_mask=mask)
+    assert torch.equal(generate(m, ids, attention_mask=mask, prefill_chunk_size=6), want)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "mamba2"])
+@torch.no_grad()
+def test_step_compiles(name: str) -> None:
+    torch.compiler.reset()
+    m, ids = model(name), tokens(2, 12)
+    want = m(ids).logits
+    cache = StateCache(len(m.model.layers), max_length=32)
+    m(ids[:, :6], cache=cache, use_cache=True)
+    at, counter = addresses(cache), CompileCounterWithBackend("aot_eager")
+    step = torch.compile(m.model.step, backend=counter, fullgraph=True)
+    for t in range(6, 12):
+        h = step(ids[:, t : t + 1], cache)
+        cache.step_on(1)
+        assert_same(m.lm_head(h), want[:, t : t + 1])
+    assert counter.frame_count == 1
+    assert addresses(cache) == at
