@@ -32,6 +32,7 @@ FOLDERS = (
     "kernels/gated_scan",
     "kernels/loss",
     "kernels/matmul",
+    "kernels/mixer_step",
     "kernels/norm",
     "kernels/pointwise",
     "kernels/primitives",

@@ -56,6 +56,7 @@ from slipstream.ops.loss import cross_entropy as cross_entropy
 from slipstream.ops.loss import linear_cross_entropy as linear_cross_entropy
 from slipstream.ops.matmul import MatmulConfig as MatmulConfig
 from slipstream.ops.matmul import matmul as matmul
+from slipstream.ops.mixer_step import mixer_step as mixer_step
 from slipstream.ops.norm import group_norm as group_norm
 from slipstream.ops.norm import l2_norm as l2_norm
 from slipstream.ops.norm import layer_norm as layer_norm

@@ -237,6 +237,8 @@ def record(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorded
     try:
         if isinstance(result, Tensor):
             places: Any = ValueRef(taking.number(result))
+        elif result is None:  # it writes into its arguments
+            places = ()
         else:
             places = type(result)([ValueRef(taking.number(x)) for x in result])
     except Unrecordable:

@@ -4,8 +4,8 @@ the tests and the benchmarks call.
 A new operator is a new row. "q=BTHK:unit" is an argument q of dims B, T, H, K filled as FILL says;
 without a fill it is normal. Letters: B batch, T tokens, R = T times the Householder steps, H heads
 of q and k, G of v and gates, K and V widths, P = K / 2, F = P - 1, M slots, N sequences, S = T + 3
-keys, D channels, C = 3D, L channels too many for one tile, Q = 512 + 64 of a latent, Z vocabulary,
-W taps; a digit is itself.
+keys, D channels, C = 3D, E channels of q, k and v, L channels too many for one tile, Q = 512 + 64
+of a latent, Z vocabulary, W taps; a digit is itself.
 """
 
 import inspect
@@ -74,6 +74,7 @@ class Shape:
             "N": self.sequences,
             "D": channels,
             "C": 3 * channels if self.C is None else self.C,
+            "E": 2 * self.H * self.K + (self.HV or self.H * (1 + self.grouped)) * self.V,
             "L": 1 << 16,
             "Q": 576,
             "Z": self.Z,
@@ -317,6 +318,15 @@ def _tested(op: str, variant: str, tensors: str, states: Any = "", **row: Any) -
     return Sample(op, tensors, states, variant=variant, traced=False, **row)
 
 
+def _step(tensors: str, variant: str = "", **options: Any) -> Sample:
+    """A mixer's step, which has no gradients."""
+    pools = "state=BGKV:state conv_state=BEW conv_weight=EW"
+    tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}"
+    fixed = " ".join(name for name, _, _ in map(_parsed, tensors.split()))
+    written = {"written": "state conv_state", "fixed": fixed}
+    return _traced("mixer_step", tensors, variant=variant, options=options, **written)
+
+
 _LINEAR = [
     *_both("linear_attn", _QKV, options={"normalize": False}),
     *_both("retention", _QKV),
@@ -359,6 +369,8 @@ _LONGER = "q=BTGK k=BSHK v=BSHV"
 _NORM = "x=BTD weight=D:one bias=D"
 _GATE = "x=BTD gate=BTD weight=D:one"
 _GLU = "gate=BTC up=BTC"
+_DELTA_STEP = "beta=B1G norm_weight=V:one"
+_UNIT_STEP = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "norm_eps": 1e-6}
 _SELECTIVE = "u=BTD delta=BTD A=D4:rate B=BT4 C=BT4"
 _ROTARY = "x=BTHK cos=SF sin=SF positions=BT:positions"
 _LOSS = "logits=TZ target=T:targets"
@@ -421,6 +433,11 @@ OPERATORS = [
     _traced("short_convolution_update", "x=ND state=NDW weight=DW", fixed="x state weight"),
     _tested("short_convolution_update", "bias", "x=TD state=TDW weight=DW bias=D",
             options={"activation": "silu"}, written="state"),
+    # tests/kernels/mixer_step hold it against its formula
+    _step(f"g=B1G dt_bias=G {_DELTA_STEP}", **_UNIT_STEP),
+    _step(f"g=B1GK dt_bias=GK {_DELTA_STEP}", "channel", z_activation="sigmoid", **_UNIT_STEP),
+    _step("g=B1G dt_bias=G D=G conv_bias=E norm_weight=GV:one", "mamba2", channel_order="vkq",
+          dt_scales_v=True, norm_before_gate=False, norm_eps=1e-5, scale=1.0),
     Sample("selective_scan", _SELECTIVE, "ND4", options={"delta_softplus": True}),
     _tested("selective_scan", "gated", f"{_SELECTIVE} D=D z=BTD delta_bias=D", "ND4",
             options={"delta_softplus": True}),
@@ -464,6 +481,7 @@ QUICK_OPERATORS = (
     "attention",
     "rms_norm",
     "short_convolution",
+    "mixer_step",
     "selective_scan",
     "swiglu",
     "cross_entropy",

@@ -348,7 +348,8 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
     from slipstream.tools.catalog import REPRESENTATIVE, chosen
 
     ops = ["retention", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
-    samples = [x for name in [*ops, "short_convolution", "selective_scan"] for x in chosen([name])]
+    ops += ["short_convolution", "selective_scan", "mixer_step"]
+    samples = [x for name in ops for x in chosen([name])]
     found = find_kernels(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
     assert not found.failures
     families = {compiler_state.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}

@@ -85,6 +85,9 @@ MORE = [
          {"state_indices": (_ROWS, 2)}),
     Case(Sample("recurrent_step", f"{_STEP} beta=BTG:beta p=BTHK g=BTG:gate")),
     Case(Sample("recurrent_step", f"{_STEP} a=BTHK b=BTHK")),
+    Case(Sample("mixer_step", f"{_STEP} conv_state=NEW conv_weight=EW conv_bias=E g=BTG A_log=G "
+                "dt_bias=G D=G z=BTGV norm_weight=V out=BTGV", options={"norm_eps": 1e-6}),
+         {"state_indices": (_ROWS, 2)}),
     Case(Sample("chunk_gla", "q=BTHK k=BTHK v=BTGV g=BTGK:gate gv=BTGV:gate", "NGKV")),
     Case(Sample("chunk_gated_delta_rule", _GATED.format(""), "NGKV", options=_RAW)),
     Case(Sample("fused_recurrent_gated_delta_rule",

@@ -117,6 +117,18 @@ def test_in_place_reaches_the_argument() -> None:
     assert toy.calls == 2
 
 
+def test_nothing_is_returned() -> None:
+    def body(y: Tensor, x: Tensor) -> None:
+        launch(x, y)
+
+    toy = Toy(body)
+    for _ in range(5):
+        x, y = torch.randn(4), torch.empty(4)
+        assert not toy.run(y, x)
+        torch.testing.assert_close(y, 2 * x)
+    assert toy.calls == 2
+
+
 def test_constants_are_kept() -> None:
     table = torch.arange(4.0)
 

@@ -114,6 +114,7 @@ OPERATORS = (
     "rms_norm",
     "short_convolution",
     "selective_scan",
+    "mixer_step",
     "swiglu",
     "cross_entropy",
     "rotary_embedding",

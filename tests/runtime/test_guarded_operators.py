@@ -100,6 +100,7 @@ def _forget_plans() -> None:
         "linear.decode",
         "gated_scan.dispatch",
         "selective_scan.dispatch",
+        "mixer_step.dispatch",
     ):
         importlib.import_module(f"{KERNELS}.{module}")._PLANS._by_key.clear()
 
@@ -261,6 +262,7 @@ GUARDED = {
     "attention/latent.py": ("attention.latent",),
     "gated_scan/op.py": ("gated_scan.triton",),
     "selective_scan/op.py": ("selective_scan.triton",),
+    "mixer_step/op.py": ("mixer_step.triton",),
     "norm/op.py": ("norm.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),
     "matmul/op.py": ("matmul.triton",),

@@ -22,6 +22,7 @@ from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.loss.cross_entropy_op import LossInputs
 from slipstream.kernels.matmul import eager as matmul_eager
+from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.selective_scan import eager as selective_eager
@@ -94,6 +95,12 @@ def selective() -> list[Tensor]:
     return gradients(ops.selective_scan(u, delta, A, B, C, delta_softplus=True)[0], u, delta)
 
 
+def mixer_steps() -> list[Tensor]:
+    q, k, v, z = (torch.randn(2, 1, 2, 8) for _ in range(4))
+    state, g = torch.randn(2, 2, 8, 8), -torch.rand(2, 1, 2)
+    return [ops.mixer_step(q, k, v, state=state, g=g, z=z, norm_eps=1e-5), state]
+
+
 def conv_update() -> list[Tensor]:
     x, state, weight = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4)
     return [ops.short_convolution_update(x, state, weight), state]
@@ -135,6 +142,10 @@ def _update(terms: Any, state: Tensor, indices: Any, scale: float, l2_norm: bool
     o, final = recurrent_forward(terms._replace(initial_state=state), scale)
     state.copy_(final)
     return o
+
+
+def _mixer_step(out: Tensor, inputs: Any, counter: Any, options: Any) -> None:
+    step_eager(out, inputs, options)
 
 
 def latents() -> list[Tensor]:
@@ -262,6 +273,7 @@ FAMILIES = [
             "linear.triton.decode_launch:forward": recurrent_forward,
         },
     ),
+    Family("mixer_step.triton", mixer_steps, {"mixer_step.triton.launch:step": _mixer_step}),
     Family(
         "gated_scan.triton",
         sampled("chunk_hgrn"),
@@ -352,6 +364,7 @@ FAMILIES = [
 # Which of their arguments these write into.
 WRITTEN: dict[Any, tuple[int, ...]] = {
     cache.append: (0, 1),
+    _mixer_step: (0,),
     gsa._eager_softmax: (1,),
     gsa._eager_backward: (1,),
     householder.eager_deinterleave: (3,),

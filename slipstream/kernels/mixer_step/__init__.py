@@ -1,0 +1,1 @@
+"""One token of a whole mixer: convolution, gates, recurrence on a pool of states, gated norm."""

@@ -1,0 +1,182 @@
+"""From an operator's arguments to the step of a mixer: checks, choice, call."""
+
+import torch
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.kernels.mixer_step import op
+from slipstream.kernels.mixer_step.counters import is_capturing
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+from slipstream.kernels.mixer_step.reference import step_reference
+from slipstream.runtime.backends import is_plain_call, triton_unsupported
+from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
+from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime.token_ids import expect_below
+
+MAX_K = 1024  # all rows of a state are in one program's registers
+MAX_TAPS = 8
+
+
+def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
+    """Why the Triton kernel can't take this call, or None if it can."""
+    inputs, _ = call
+    if reason := triton_unsupported(inputs.q, "q"):
+        return reason
+    for name, x in inputs._asdict().items():
+        if x is not None and x.dtype == torch.float64:
+            return f"it computes in float32, and {name} is float64"
+    if inputs.q.shape[-1] > MAX_K:
+        return f"K may be at most {MAX_K}"
+    if inputs.conv_weight is not None and inputs.conv_weight.shape[1] > MAX_TAPS:
+        return f"it takes at most {MAX_TAPS} taps"
+    if inputs.state.stride()[-2:] != (inputs.state.shape[-1], 1):
+        return "the last two dimensions of state are not contiguous"
+    return known_failure(lambda: op.kind(inputs), inputs.q.device)
+
+
+CANDIDATES = (
+    Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
+)
+_PLANS = ValidationCache()
+
+
+def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str | None) -> Tensor:
+    """y [B, T, HV, V], in out if that is given; the pools are updated."""
+    key = signature((*inputs, out), *options, impl)
+    if key is not None:
+        key = (*key, inputs.state.stride())
+    plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl))
+    tensors = (*inputs, out)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            "mixer_step: the states are overwritten, so there are no gradients; call it under "
+            "torch.no_grad()"
+        )
+    if out is None:
+        out = torch.empty_like(
+            inputs.v, dtype=inputs.q.dtype, memory_format=torch.contiguous_format
+        )
+    # in a graph that is captured it would be one more launch
+    if not torch.compiler.is_compiling() and not is_capturing(inputs.q.device):
+        expect_below("state_indices", inputs.state_indices, inputs.state.shape[0], "slots")
+    if plan.impl == "reference":
+        step_reference(out, inputs, options)
+        return out
+    counters = None
+    if plan.impl == "triton" and is_plain_call(inputs.q):
+        counters = op.counters(inputs, options)
+    op.mixer_step(out, inputs, options, counters, plan.tries)
+    return out
+
+
+def _plan(
+    inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str | None
+) -> Selection:
+    """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
+    check(inputs, options, out)
+    return choose(CANDIDATES, (inputs, options), impl, "mixer_step", inputs.q)
+
+
+def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
+    q, v = inputs.q, inputs.v
+    checks.expect_rank("q", q, 4, "[B, T, H, K]")
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    B, T, H, HV, K, V = inputs.sizes
+    checks.expect_shape("k", inputs.k, q.shape)
+    checks.expect_shape("v", v, (B, T, HV, V))
+    checks.expect_multiple("heads of v", HV, "heads of q", H)
+    state, indices = inputs.state, inputs.state_indices
+    v_first = options.state_v_first
+    checks.expect_rank("state", state, 4, "[slots, HV, V, K]" if v_first else "[slots, HV, K, V]")
+    cache_slots = B if indices is None else state.shape[0]
+    checks.expect_shape("state", state, (cache_slots, HV, *((V, K) if v_first else (K, V))))
+    _check_convolution(inputs, cache_slots)
+    _check_gates(inputs, options)
+    shapes = {
+        "state_indices": (indices, (B,)),
+        "beta": (inputs.beta, (B, T, HV)),
+        "D": (inputs.D, (HV,)),
+        "z": (inputs.z, v.shape),
+        "out": (out, v.shape),
+    }
+    for name, (x, shape) in shapes.items():
+        if x is not None:
+            checks.expect_shape(name, x, shape)
+    _check_norm(inputs, options)
+    tensors = {**inputs._asdict(), "out": out}
+    checks.expect_one_device(tensors)
+    del tensors["state_indices"]
+    checks.expect_floating(tensors)
+    if indices is not None and indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+
+
+def _check_convolution(inputs: StepInputs, cache_slots: int) -> None:
+    state, weight, bias = inputs.conv_state, inputs.conv_weight, inputs.conv_bias
+    if (state is None) != (weight is None):
+        raise ValueError("conv_state: wants conv_weight too, or neither")
+    if state is None or weight is None:
+        if bias is not None:
+            raise ValueError("conv_bias: wants conv_state and conv_weight too")
+        return
+    channels = inputs.channels
+    checks.expect_rank("conv_weight", weight, 2, "[C, W]")
+    W = weight.shape[1]
+    checks.expect_shape("conv_weight", weight, (channels, max(W, 1)))
+    checks.expect_rank("conv_state", state, 3, "[slots, C, W]")
+    if state.shape[2] != W - 1:
+        checks.expect_shape("conv_state", state, (cache_slots, channels, W))
+    checks.expect_shape("conv_state", state, (cache_slots, channels, state.shape[2]))
+    if bias is not None:
+        checks.expect_shape("conv_bias", bias, (channels,))
+
+
+def _check_gates(inputs: StepInputs, options: StepOptions) -> None:
+    g, rate, bias = inputs.g, inputs.A_log, inputs.dt_bias
+    B, T, _, HV, K, _ = inputs.sizes
+    checks.expect_lower_bound(options.lower_bound)
+    if g is None:
+        if rate is not None or bias is not None:
+            raise ValueError(f"{'A_log' if rate is not None else 'dt_bias'}: wants g too")
+    elif g.dim() == 4:
+        checks.expect_shape("g", g, (B, T, HV, K))
+    else:
+        checks.expect_shape("g", g, (B, T, HV))
+    if rate is not None:
+        checks.expect_shape("A_log", rate, (HV,))
+        if options.gate_logit_normalizer is not None:
+            raise ValueError("gate_logit_normalizer: wants g alone, and A_log is given too")
+    if bias is not None and g is not None:
+        if rate is None and options.lower_bound is None:
+            raise ValueError("dt_bias: wants A_log or lower_bound too")
+        flat = g.dim() == 4 and bias.dim() == 1  # as layers keep it
+        checks.expect_shape("dt_bias", bias, (HV * K,) if flat else g.shape[2:])
+    discretised = rate is not None and options.lower_bound is None
+    if options.dt_scales_v and not (discretised and g is not None and g.dim() == 3):
+        raise ValueError("dt_scales_v: wants g [B, T, HV] and A_log, and no lower_bound")
+    if not 0 <= options.dt_min <= options.dt_max:
+        raise ValueError(
+            f"dt_limit: want 0 <= least <= largest, got {(options.dt_min, options.dt_max)}"
+        )
+    if inputs.beta is None and options.use_beta_sigmoid:
+        raise ValueError("use_beta_sigmoid_in_kernel: wants beta too")
+    if options.allow_neg_eigval and not options.use_beta_sigmoid:
+        raise ValueError(
+            "allow_neg_eigval: doubles the sigmoid of use_beta_sigmoid_in_kernel=True, which is "
+            "off; pass beta in (0, 2) itself"
+        )
+
+
+def _check_norm(inputs: StepInputs, options: StepOptions) -> None:
+    *_, HV, _, V = inputs.sizes
+    weight, size = inputs.norm_weight, options.norm_group_size
+    if weight is not None:
+        if options.norm_eps is None:
+            raise ValueError("norm_weight: wants norm_eps too")
+        checks.expect_shape("norm_weight", weight, (V,) if weight.dim() == 1 else (HV, V))
+    if size < 1 or size % max(V, 1) or (HV * V) % size:
+        raise ValueError(
+            f"norm_group_size: want a multiple of V = {V} that divides HV V = {HV * V}, got {size}"
+        )

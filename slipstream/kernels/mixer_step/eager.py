@@ -1,0 +1,201 @@
+"""A step of a mixer in plain torch: two passes over the states, whatever the mixer.
+
+With e = exp(g), what is read of a state S is read before it decays:
+
+    r, s = S^T (e k), S^T (e q)        one matrix product of two rows
+    x = beta (v - r), or v
+    o = s + (q . k) x
+    S <- e S + k x^T                   in place where every sequence has a slot of its own
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channel_offsets
+
+
+class _Tokens(NamedTuple):
+    """q, k: [B, T, HV, K]. v: [B, T, HV, V]. e: exp(g) [B, T, HV, 1 or K], or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    e: Tensor | None
+
+
+def step_eager(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
+    """Writes y into out [B, T, HV, V] and the new states and windows into the pools."""
+    live, rows = _rows(inputs)
+    q, k, v = (x.to(inputs.dtype) for x in inputs[:3])
+    if inputs.conv_state is not None:
+        q, k, v = _convolved(inputs, options, q, k, v, live, rows)
+    q, k, value = _heads(inputs, options, q, k, v)
+    g, dt = log_decay(inputs, options)
+    v = value if dt is None or not options.dt_scales_v else value * dt[..., None]
+    tokens = _Tokens(q, k, v, None if g is None else g.exp())
+    o = _recurrence(inputs, options, tokens, live, rows)
+    if inputs.D is not None:
+        o = o + inputs.D.to(o.dtype)[:, None] * value
+    y = gated_norm(inputs, options, o)
+    out.copy_(y if live is None else torch.where(live[:, None, None, None], y, 0))
+
+
+def _rows(inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
+    """Which sequences have a slot [B], and the slot of each; those without take another's.
+
+    A sequence without a slot does what the first one with a slot does, and writes the same."""
+    indices = inputs.state_indices
+    if indices is None:
+        return None, None
+    live = (indices >= 0) & (indices < inputs.state.shape[0])
+    n = torch.arange(indices.shape[0], device=indices.device)
+    return live, torch.where(live, n, live.int().argmax())
+
+
+def _gather(pool: Tensor, inputs: StepInputs, rows: Tensor | None) -> Tensor:
+    """What each sequence has in a pool, in the dtype of the arithmetic."""
+    if rows is None:
+        return pool.to(inputs.dtype)
+    assert inputs.state_indices is not None
+    cache_slots = inputs.state_indices.long().index_select(0, rows).clamp(min=0)
+    return pool.index_select(0, cache_slots).to(inputs.dtype)
+
+
+def _scatter(
+    pool: Tensor, new: Tensor, inputs: StepInputs, live: Tensor | None, rows: Tensor | None
+) -> None:
+    if live is None or rows is None:
+        pool.copy_(new)
+        return
+    assert inputs.state_indices is not None
+    cache_slots = inputs.state_indices.long().index_select(0, rows).clamp(min=0)
+    # nobody has a slot: slot 0 stays as it is
+    new = torch.where(live.any(), new.index_select(0, rows).to(pool.dtype), pool[:1])
+    pool.index_copy_(0, cache_slots, new)
+
+
+def _convolved(
+    inputs: StepInputs,
+    options: StepOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    live: Tensor | None,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert inputs.conv_state is not None and inputs.conv_weight is not None
+    _, T, H, HV, K, V = inputs.sizes
+    named = {"q": q, "k": k, "v": v}
+    x = torch.cat([named[name].flatten(2) for name in options.channel_order], dim=2)
+    window = _gather(inputs.conv_state, inputs, rows)
+    length = window.shape[2]
+    seen = torch.cat([window, x.mT], dim=2)  # [B, C, length + T]
+    _scatter(inputs.conv_state, seen[:, :, seen.shape[2] - length :], inputs, live, rows)
+    weight = inputs.conv_weight.to(inputs.dtype)
+    W = weight.shape[1]
+    if T == 1:
+        y = (seen[:, :, length + 1 - W :] * weight).sum(-1)[:, None]  # [B, 1, C]
+    else:
+        first = length + 1 - W
+        y = sum(seen[:, :, first + j : first + j + T] * weight[:, j : j + 1] for j in range(W))
+        assert isinstance(y, Tensor)
+        y = y.mT
+    if inputs.conv_bias is not None:
+        y = y + inputs.conv_bias.to(y.dtype)
+    if options.conv_silu:
+        y = F.silu(y)
+    starts = channel_offsets(inputs, options.channel_order)
+    sizes = ((H, K), (H, K), (HV, V))
+    q, k, v = (y[..., at : at + h * d].unflatten(-1, (h, d)) for at, (h, d) in zip(starts, sizes))
+    return q, k, v
+
+
+def _heads(
+    inputs: StepInputs, options: StepOptions, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of norm 1 if wanted, one for each head of v."""
+    if options.qk_l2norm:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    if (group := v.shape[2] // q.shape[2]) > 1:
+        q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
+    return q, k, v
+
+
+def log_decay(inputs: StepInputs, options: StepOptions) -> tuple[Tensor | None, Tensor | None]:
+    """g [B, T, HV, 1 or K], and dt [B, T, HV] where it comes from one."""
+    if inputs.g is None:
+        return None, None
+    x = inputs.g.to(inputs.dtype)
+    x = x if x.dim() == 4 else x[..., None]  # [B, T, HV, 1 or K]
+    if inputs.dt_bias is not None:
+        x = x + inputs.dt_bias.to(x.dtype).view(x.shape[2:])
+    rate = None if inputs.A_log is None else inputs.A_log.to(x.dtype).exp()[:, None]
+    if options.lower_bound is not None:
+        return options.lower_bound * torch.sigmoid(x if rate is None else rate * x), None
+    if options.gate_logit_normalizer is not None:
+        return F.logsigmoid(x) / options.gate_logit_normalizer, None
+    if rate is None:
+        return x, None
+    dt = F.softplus(x)
+    if (options.dt_min, options.dt_max) != (0.0, float("inf")):
+        dt = dt.clamp(options.dt_min, options.dt_max)
+    return -rate * dt, dt[..., 0]
+
+
+def _recurrence(
+    inputs: StepInputs,
+    options: StepOptions,
+    tokens: _Tokens,
+    live: Tensor | None,
+    rows: Tensor | None,
+) -> Tensor:
+    """o [B, T, HV, V]."""
+    T = inputs.q.shape[1]
+    pool = inputs.state.mT if options.state_v_first else inputs.state
+    state = _gather(pool, inputs, rows)  # the pool itself, where that is in this dtype
+    beta = None
+    if inputs.beta is not None:
+        beta = inputs.beta.to(inputs.dtype)
+        if options.use_beta_sigmoid:
+            beta = beta.sigmoid() * 2 if options.allow_neg_eigval else beta.sigmoid()
+    outputs = []
+    for t in range(T):
+        q, k, x = tokens.q[:, t], tokens.k[:, t], tokens.v[:, t]
+        e = None if tokens.e is None else tokens.e[:, t]
+        both = torch.stack((k, q), 2) if beta is not None else q[:, :, None]  # [B, HV, 1 or 2, K]
+        if e is not None:
+            both = both * e[:, :, None]
+        read = both @ state  # [B, HV, 1 or 2, V]
+        if beta is not None:
+            x = beta[:, t, :, None] * (x - read[:, :, 0])
+        o = read[:, :, -1] + (q * k).sum(-1, keepdim=True) * x
+        outputs.append(o)
+        if e is not None:
+            state.mul_(e[..., None])
+        state.addcmul_(k[..., None], x[:, :, None])
+    if state is not pool:
+        _scatter(pool, state, inputs, live, rows)
+    o = outputs[0][:, None] if T == 1 else torch.stack(outputs, 1)
+    return o if options.scale == 1 else o * options.scale
+
+
+def gated_norm(inputs: StepInputs, options: StepOptions, o: Tensor) -> Tensor:
+    """y [B, T, HV, V]."""
+    z = None
+    if inputs.z is not None:
+        z = inputs.z.to(o.dtype)
+        z = F.silu(z) if options.z_silu else torch.sigmoid(z)
+    if options.norm_eps is None:
+        return o if z is None else o * z
+    if z is not None and not options.norm_before_gate:
+        o = o * z
+    size = options.norm_group_size
+    groups = o if size == o.shape[-1] else o.flatten(2).unflatten(2, (-1, size))
+    groups = groups * (groups.square().mean(-1, keepdim=True) + options.norm_eps).rsqrt()
+    y = groups.view_as(o)
+    if inputs.norm_weight is not None:
+        y = y * inputs.norm_weight.to(o.dtype)
+    return y * z if z is not None and options.norm_before_gate else y

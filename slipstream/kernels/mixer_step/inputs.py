@@ -1,0 +1,81 @@
+"""What a step of a mixer computes from: its tensors and its options."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StepInputs(NamedTuple):
+    """Tensors of one call; what is None takes no part.
+
+    q, k: [B, T, H, K]. v, z: [B, T, HV, V]. state: [slots, HV, K, V], or [slots, HV, V, K].
+    state_indices: [B]. conv_state: [slots, C, W or W - 1]. conv_weight: [C, W]. conv_bias: [C].
+    g: [B, T, HV] or [B, T, HV, K]. A_log, D: [HV]. dt_bias: [HV] or [HV, K]. beta: [B, T, HV].
+    norm_weight: [V] or [HV, V].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state: Tensor
+    state_indices: Tensor | None
+    conv_state: Tensor | None
+    conv_weight: Tensor | None
+    conv_bias: Tensor | None
+    g: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    beta: Tensor | None
+    D: Tensor | None
+    z: Tensor | None
+    norm_weight: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """B, T, H, HV, K, V."""
+        B, T, H, K = self.q.shape
+        return B, T, H, self.v.shape[2], K, self.v.shape[3]
+
+    @property
+    def channels(self) -> int:
+        """C, of the convolution."""
+        _, _, H, HV, K, V = self.sizes
+        return 2 * H * K + HV * V
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+class StepOptions(NamedTuple):
+    """As slipstream.ops.mixer_step has them.
+
+    channel_order: "qkv" or "vkq". norm_eps: None is no norm. norm_group_size: channels that are
+    normalised together, a multiple of V.
+    """
+
+    scale: float
+    state_v_first: bool
+    channel_order: str
+    conv_silu: bool
+    lower_bound: float | None
+    gate_logit_normalizer: float | None
+    dt_min: float
+    dt_max: float
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    qk_l2norm: bool
+    dt_scales_v: bool
+    norm_eps: float | None
+    norm_group_size: int
+    norm_before_gate: bool
+    z_silu: bool
+
+
+def channel_offsets(inputs: StepInputs, order: str) -> tuple[int, int, int]:
+    """Where the channels of q, k and v begin among those of the convolution."""
+    _, _, H, HV, K, V = inputs.sizes
+    keys, values = H * K, HV * V
+    return (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)

@@ -1,0 +1,114 @@
+"""slipstream::mixer_step, which writes into y and into the pools. It has no gradient."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.mixer_step.counters import counters_of
+from slipstream.kernels.mixer_step.eager import step_eager
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.guarded_launch import Guard
+
+_COUNT = len(StepInputs._fields)
+
+
+def mixer_step(
+    out: Tensor, inputs: StepInputs, options: StepOptions, counters: Tensor | None, impl: str
+) -> None:
+    """impl: triton, eager, or triton|eager. counters: as `counters` has them, or None."""
+    _call(out, *inputs, counters, *options, impl)
+
+
+def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:
+    """What the kernel's programs count in, where they do."""
+    each = _triton().counters_per_slot(inputs, options)
+    return None if each is None else counters_of(inputs.state, each)
+
+
+def kind(inputs: StepInputs) -> KernelKey:
+    """What a verdict on the kernel holds for."""
+    decay = None if inputs.g is None else "channel" if inputs.g.dim() == 4 else "scalar"
+    terms = tuple(x is not None for x in (inputs.beta, inputs.conv_state, inputs.z))
+    q, state = inputs.q, inputs.state
+    return ("mixer_step.triton", q.dtype, state.dtype, q.shape[3], inputs.v.shape[3], decay, *terms)
+
+
+def _step(out: Tensor, *args: Any) -> None:
+    inputs, counter = StepInputs(*args[:_COUNT]), args[_COUNT]
+    options, impl = StepOptions(*args[_COUNT + 1 : -1]), args[-1]
+    if out.numel() == 0:
+        return
+    if inputs.state_indices is not None:
+        _expect_unique(inputs.state_indices)
+    with Guard(
+        impl, out.device, lambda: kind(inputs), lambda: _mismatch(inputs, options)
+    ) as usable:
+        if usable:
+            if counter is None:
+                counter = counters(inputs, options)
+            _triton().step(out, inputs, counter, options)
+            return
+    step_eager(out, inputs, options)
+
+
+@cache
+def _triton() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.mixer_step.triton import launch
+
+    return launch
+
+
+def _expect_unique(indices: Tensor) -> None:
+    """On the host: no slot twice. On a device it would be a sync."""
+    if indices.device.type == "cpu":
+        used = indices[indices >= 0]
+        if used.unique().numel() < used.numel():
+            raise ValueError(f"state_indices: want each slot at most once, got {indices.tolist()}")
+
+
+def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
+    """The probe: two sequences of a pool of three, with what the call has and the same heads."""
+    device = like.q.device
+    sizes = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "z": 2, "state": 3, "conv_state": 3}
+    probe_inputs: dict[str, Tensor] = {}
+    for name, x in like._asdict().items():
+        if x is not None and name != "state_indices":
+            shape = (sizes[name], *x.shape[1:]) if name in sizes else x.shape
+            values = torch.randn(shape, device=device)
+            values = -values.abs() if name in ("g", "A_log") else values
+            probe_inputs[name] = (0.1 * values if name == "state" else values).to(x.dtype)
+
+    def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
+        def call(tensors: numeric_probe.Given) -> tuple[Tensor, ...]:
+            indices = torch.tensor([2, 0], device=device)
+            inputs = like._replace(**{**tensors, "state_indices": indices})
+            out = torch.empty_like(inputs.v, dtype=inputs.q.dtype)
+            mixer_step(out, inputs, options, None, impl)
+            pools = (inputs.state, inputs.conv_state)
+            return out, *(x for x in pools if x is not None)
+
+        return call
+
+    return numeric_probe.mismatch(run("triton|eager"), run("eager"), probe_inputs, gradients=False)
+
+
+_call = KernelOp(
+    "mixer_step",
+    "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state, Tensor? state_indices, "
+    "Tensor(c!)? conv_state, Tensor? conv_weight, Tensor? conv_bias, Tensor? g, Tensor? A_log, "
+    "Tensor? dt_bias, Tensor? beta, Tensor? D, Tensor? z, Tensor? norm_weight, "
+    "Tensor(d!)? counters, float scale, bool state_v_first, str channel_order, bool conv_silu, "
+    "float? lower_bound, float? gate_logit_normalizer, float dt_min, float dt_max, "
+    "bool use_beta_sigmoid, bool allow_neg_eigval, bool qk_l2norm, bool dt_scales_v, "
+    "float? norm_eps, SymInt norm_group_size, bool norm_before_gate, bool z_silu, str impl) -> ()",
+    _step,
+    lambda *args: None,
+    replay=True,
+)

@@ -1,0 +1,1 @@
+"""The step of a mixer as one Triton kernel."""

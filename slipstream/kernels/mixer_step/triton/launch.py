@@ -1,0 +1,172 @@
+"""Launches of the step: one, without a copy of an input that has its heads in a row.
+
+Memory beyond the result: a counter for each slot, head of q and k and group of the norm, which are
+there as long as the pool is; float32 o where a norm is over more channels than a program has.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
+from slipstream.runtime.backends import INTERPRETED, device_of
+from slipstream.runtime.launch_cache import cached
+
+
+@dataclass(frozen=True)
+class StepTile:
+    """BV columns of the state a program, at most. registers: of a thread, None for any number."""
+
+    BV: int
+    warps: int
+    registers: int | None = None
+
+
+# BK -> tile; widths alone decide, so a sequence's result is the same bits in every batch.
+TILES = {
+    16: StepTile(128, 1),
+    32: StepTile(128, 2),
+    64: StepTile(128, 4),
+    128: StepTile(128, 8, 128),
+    256: StepTile(64, 8),
+    512: StepTile(32, 8),
+    1024: StepTile(16, 8),
+}
+
+
+def tile_of(K: int, V: int) -> tuple[int, StepTile]:
+    """BK, and the tile cut to V."""
+    BK = max(16, 1 << (K - 1).bit_length())
+    tile = TILES[BK]
+    BV = min(tile.BV, max(16, 1 << (V - 1).bit_length()))
+    return BK, StepTile(BV, max(tile.warps * BV // tile.BV, 1), tile.registers)
+
+
+def counters_per_slot(inputs: StepInputs, options: StepOptions) -> int | None:
+    """How many of a slot's programs want one, or None if none does."""
+    _, _, H, HV, K, V = inputs.sizes
+    _, tile = tile_of(K, V)
+    shared_window = inputs.conv_state is not None and (HV > H or tile.BV < V)
+    if not shared_window and not _shares_norm(inputs, options):
+        return None
+    return H + HV * V // options.norm_group_size
+
+
+def _shares_norm(inputs: StepInputs, options: StepOptions) -> bool:
+    *_, K, V = inputs.sizes
+    return options.norm_eps is not None and (
+        options.norm_group_size != V or tile_of(K, V)[1].BV < V
+    )
+
+
+def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """x [B, T, ...] with what belongs to a token in a row, and the way to the next token."""
+    if x is None:
+        return None, 0
+    size = 1
+    for n, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:])):
+        if n != 1 and stride != size:
+            x = x.contiguous()
+            break
+        size *= n
+    B, T = x.shape[:2]
+    if T == 1:
+        return x, x.stride(0)
+    if B > 1 and x.stride(0) != T * x.stride(1):
+        x = x.contiguous()
+    return x, x.stride(1)
+
+
+def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepOptions) -> None:
+    """Writes y into out and the new states and windows into the pools."""
+    B, T, H, HV, K, V = inputs.sizes
+    BK, tile = tile_of(K, V)
+    q, row_q = _rows(inputs.q)
+    k, row_k = _rows(inputs.k)
+    v, row_v = _rows(inputs.v)
+    g, row_g = _rows(inputs.g)
+    beta, row_beta = _rows(inputs.beta)
+    z, row_z = _rows(inputs.z)
+    y, row_y = _rows(out)
+    assert y is not None
+    scratch = None
+    if _shares_norm(inputs, options):
+        scratch = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    state, window = inputs.state, inputs.conv_state
+    gate = "log"
+    if options.lower_bound is not None:
+        gate = "sigmoid"
+    elif options.gate_logit_normalizer is not None:
+        gate = "logsigmoid"
+    elif inputs.A_log is not None:
+        gate = "softplus"
+    weight = inputs.norm_weight
+    with device_of(out.device):
+        cached(mixer_step_kernel)[-(-V // tile.BV) * HV * B,](
+            q,
+            k,
+            v,
+            g,
+            beta,
+            z,
+            y,
+            state,
+            None if inputs.state_indices is None else inputs.state_indices.contiguous(),
+            window,
+            None if inputs.conv_weight is None else inputs.conv_weight.contiguous(),
+            None if inputs.conv_bias is None else inputs.conv_bias.contiguous(),
+            None if inputs.A_log is None else inputs.A_log.contiguous(),
+            None if inputs.dt_bias is None else inputs.dt_bias.contiguous(),
+            None if inputs.D is None else inputs.D.contiguous(),
+            None if weight is None else weight.contiguous(),
+            scratch,
+            counter,
+            options.scale,
+            0.0 if options.norm_eps is None else options.norm_eps,
+            0.0 if options.lower_bound is None else options.lower_bound,
+            1.0 if options.gate_logit_normalizer is None else options.gate_logit_normalizer,
+            options.dt_min,
+            options.dt_max,
+            T,
+            HV,
+            state.shape[0],
+            0 if window is None else window.shape[2],
+            row_q,
+            row_k,
+            row_v,
+            row_g,
+            row_beta,
+            row_z,
+            row_y,
+            state.stride(0),
+            state.stride(1),
+            *((0, 0, 0) if window is None else window.stride()),
+            H=H,
+            K=K,
+            V=V,
+            W=1 if inputs.conv_weight is None else inputs.conv_weight.shape[1],
+            BK=BK,
+            BV=tile.BV,
+            HEADS_PER_K=HV // H,
+            ONE=T == 1,
+            GROUP=options.norm_group_size,
+            V_FIRST=options.state_v_first,
+            V_CHANNELS_FIRST=options.channel_order == "vkq",
+            CONV_SILU=options.conv_silu,
+            GATE=gate,
+            PER_CHANNEL=g is not None and g.dim() == 4,
+            DT_SCALES_V=options.dt_scales_v,
+            BETA_SIGMOID=options.use_beta_sigmoid,
+            BETA_FACTOR=2.0 if options.allow_neg_eigval else 1.0,
+            L2_NORM=options.qk_l2norm,
+            NORM=options.norm_eps is not None,
+            NORM_BEFORE_GATE=options.norm_before_gate,
+            WEIGHT_PER_HEAD=weight is not None and weight.dim() == 2,
+            Z_SILU=options.z_silu,
+            num_warps=tile.warps,
+            **({} if tile.registers is None or INTERPRETED else {"maxnreg": tile.registers}),
+        )
+    if y is not out:
+        out.copy_(y)

@@ -1,0 +1,401 @@
+"""One token, or a few, of a whole mixer in one launch.
+
+    x_t = silu(bias + sum_j weight_j x_{t-W+1+j})       of the channels of q, k and v
+    q, k = q / |q|, k / |k|;   v = dt v;   e = exp(g)
+    r, s = S^T (e k), S^T (e q)
+    x = beta (v - r), or v
+    o = scale (s + (q . k) x) + D u                     u: v before dt
+    S <- e S + k x^T
+    y = norm(o) weight f(z), or norm(o f(z)) weight     over groups of channels
+
+A program has BV columns of the state of one head and sequence in registers, from its one read to
+its one write; both of its sums over rows are of the state as it was read, so that none waits for
+the other. The state's loads are issued first, and the convolution is done while they are on their
+way. A term that is not given is None, and its lines are not compiled.
+
+What programs share, and why nobody reads what another has written:
+
+    The window of the convolution of q and k is read by all programs of a head of q and k, and moves
+    on in place. Each of them loads it and then adds 1 to the head's counter; the last one to do so
+    writes. Where a head has one program, that writes once all of its threads have read.
+    A norm over more channels than a program has: each writes its o to `scratch` and then adds 1 to
+    the group's counter; the last one reads them all, in one order, and writes y.
+
+The last one takes what it counted off again, so counters are 0 between launches. They belong to a
+slot of the pool, as what they guard does. So results do not depend on which program is last.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(p, m):
+    return tl.load(p, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), as exact for small results as for large ones."""
+    e = tl.exp(-tl.abs(x))
+    # log of 1 + e, rounded to u, is wrong by as much as u - 1 is of e
+    u = 1.0 + e
+    d = u - 1.0
+    log = tl.where(d == 0.0, e, tl.log(u) * (e / tl.where(d == 0.0, 1.0, d)))
+    return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
+def _activation(x, SILU: tl.constexpr):
+    s = tl.sigmoid(x)
+    return x * s if SILU else s
+
+
+@triton.jit
+def _pair(a_ptr, b_ptr, o, m):
+    """Two vectors as rows of a tile; b may be None.
+
+    Loaded by themselves they would be so few numbers that the compiler has each thread load all
+    those that its rows of the state want: eight times the registers.
+    """
+    pair = tl.arange(0, 2)[:, None]
+    x = _load(a_ptr + o[None, :], (pair == 0) & m[None, :])
+    if b_ptr is not None:
+        x += _load(b_ptr + o[None, :], (pair == 1) & m[None, :])
+    return x
+
+
+@triton.jit
+def _row(x, i: tl.constexpr):
+    """Row i of two."""
+    return tl.sum(tl.where(tl.arange(0, 2)[:, None] == i, x, 0.0), 0)
+
+
+@triton.jit
+def _inputs(a_ptr, b_ptr, row_a, row_b, window, t, o, m, channel, m_c, W: tl.constexpr):
+    """x_{t-W+1} .. x_t of two rows: those before the call's first token are in the window."""
+    window_ptr, stride_c, stride_l, length = window
+    xs = ()
+    for j in tl.static_range(W):
+        back = W - 1 - j
+        p_b = b_ptr
+        if b_ptr is not None:
+            p_b += (t - back) * row_b
+        x = _pair(a_ptr + (t - back) * row_a, p_b, o, m & (t >= back))
+        if back > 0:
+            # one of the two loads is masked: the sum is a choice
+            p_w = window_ptr + channel.to(tl.int64) * stride_c + (length + t - back) * stride_l
+            x += _load(p_w, m_c & (t < back))
+        xs = xs + (x,)
+    return xs
+
+
+@triton.jit
+def _taps(weight_ptr, bias_ptr, channel, m, W: tl.constexpr):
+    """The columns of weight, and the bias."""
+    ws = ()
+    for j in tl.static_range(W):
+        ws = ws + (_load(weight_ptr + channel * W + j, m),)
+    b_z = 0.0
+    if bias_ptr is not None:
+        b_z = _load(bias_ptr + channel, m)
+    return ws, b_z
+
+
+@triton.jit
+def _convolution(xs, ws, b_z, W: tl.constexpr, SILU: tl.constexpr):
+    for j in tl.static_range(W):
+        b_z += xs[j] * ws[j]
+    return _activation(b_z, True) if SILU else b_z
+
+
+@triton.jit
+def _token(
+    pointers, rows, window, places, t,
+    W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """What the programs read for a token: inputs of the convolution, or q and k, and v; the gate
+    with its bias, beta, z."""
+    q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr = pointers
+    row_q, row_k, row_v, row_g, row_beta, row_z = rows
+    o_k, o_c, m_k, m_v, c_k, c_v, m_ck, m_cv = places
+    xs_k, xs_v, b_qk, b_v, gate, beta, b_z = (), (), 0.0, 0.0, 0.0, 1.0, 1.0
+    if g_ptr is not None:
+        if PER_CHANNEL:
+            gate = _pair(g_ptr + t * row_g, dt_bias_ptr, o_k, m_k)
+        else:
+            gate = tl.load(g_ptr + t * row_g).to(tl.float32)
+            if dt_bias_ptr is not None:
+                gate += tl.load(dt_bias_ptr).to(tl.float32)
+    if beta_ptr is not None:
+        beta = tl.load(beta_ptr + t * row_beta).to(tl.float32)
+    if z_ptr is not None:
+        b_z = _pair(z_ptr + t * row_z, None, o_c, m_v)
+    if window[0] is not None:
+        xs_k = _inputs(q_ptr, k_ptr, row_q, row_k, window, t, o_k, m_k, c_k, m_ck, W)
+        xs_v = _inputs(v_ptr, None, row_v, row_v, window, t, o_c, m_v, c_v, m_cv, W)
+    else:
+        b_qk = _pair(q_ptr + t * row_q, k_ptr + t * row_k, o_k, m_k)
+        b_v = _pair(v_ptr + t * row_v, None, o_c, m_v)
+    return xs_k, xs_v, b_qk, b_v, gate, beta, b_z
+
+
+@triton.jit
+def _move_on(window, xs, channel, m, W: tl.constexpr):
+    """The window becomes the last inputs."""
+    window_ptr, stride_c, stride_l, length = window
+    for j in tl.static_range(W):
+        column = length - W + j
+        p_w = window_ptr + channel.to(tl.int64) * stride_c + column * stride_l
+        tl.store(p_w, xs[j].to(window_ptr.dtype.element_ty), mask=m & (column >= 0))
+
+
+@triton.jit
+def _last(counter_ptr, programs, SEM: tl.constexpr):
+    """Counts a program, and says whether it is the last of so many."""
+    tl.debug_barrier()  # all threads have read, or written
+    is_last = tl.atomic_add(counter_ptr, 1, sem=SEM) % programs == programs - 1
+    if is_last:
+        tl.atomic_add(counter_ptr, -programs, sem="relaxed")
+    return is_last
+
+
+@triton.jit
+def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr):
+    """exp(g) of the gate before its activation, and dt."""
+    dt = x
+    if GATE == "softplus":
+        dt = tl.minimum(tl.maximum(_softplus(x), dt_min), dt_max)
+        x = -rate * dt
+    if GATE == "sigmoid":
+        x = lower_bound * tl.sigmoid(rate * x)
+    if GATE == "logsigmoid":
+        x = -_softplus(-x) / normalizer
+    return tl.exp(x), dt
+
+
+@triton.jit
+def _norm_of_group(
+    scratch_ptr, z_ptr, weight_ptr, y_ptr, z_row, eps,
+    GROUP: tl.constexpr, V: tl.constexpr, WEIGHT_PER_HEAD: tl.constexpr,
+    NORM_BEFORE_GATE: tl.constexpr, Z_SILU: tl.constexpr,
+):  # fmt: skip
+    """y of a token's group of channels, which other programs have left in scratch."""
+    BG: tl.constexpr = 1024
+    b_sum = tl.zeros([BG], tl.float32)
+    for c in range(0, GROUP, BG):
+        o = c + tl.arange(0, BG)
+        # not from the L1 cache, which may have what was there before
+        b_u = tl.load(scratch_ptr + o, mask=o < GROUP, other=0.0, cache_modifier=".cg")
+        b_sum += b_u * b_u
+    b_rstd = tl.rsqrt(tl.sum(b_sum, 0) / GROUP + eps)
+    for c in range(0, GROUP, BG):
+        o = c + tl.arange(0, BG)
+        m = o < GROUP
+        b_y = tl.load(scratch_ptr + o, mask=m, other=0.0, cache_modifier=".cg") * b_rstd
+        if weight_ptr is not None:
+            b_y *= _load(weight_ptr + (o if WEIGHT_PER_HEAD else o % V), m)
+        if z_ptr is not None and NORM_BEFORE_GATE:
+            b_y *= _activation(_load(z_ptr + z_row + o, m), Z_SILU)
+        tl.store(y_ptr + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
+
+
+_SIZES = ["HV", "cache_slots", "length"]
+_SIZES += ["row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def mixer_step_kernel(
+    q_ptr,  # [B T, H, K]; so is k
+    k_ptr,
+    v_ptr,  # [B T, HV, V]; so are z, y and scratch
+    g_ptr,  # [B T, HV], or [B T, HV, K] if PER_CHANNEL
+    beta_ptr,  # [B T, HV]
+    z_ptr,
+    y_ptr,
+    state_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if V_FIRST
+    index_ptr,  # [B]: the slot of each sequence; n if None
+    window_ptr,  # [cache slots, channels, length]
+    conv_weight_ptr,  # [channels, W]
+    conv_bias_ptr,
+    A_ptr,  # [HV]
+    dt_bias_ptr,  # [HV], or [HV, K] if PER_CHANNEL
+    D_ptr,  # [HV]
+    norm_weight_ptr,  # [V], or [HV, V] if WEIGHT_PER_HEAD
+    scratch_ptr,  # float32; None where a program has all that is normalised together
+    counter_ptr,  # [cache slots, H + groups]
+    scale,
+    eps,
+    lower_bound,
+    normalizer,
+    dt_min,
+    dt_max,
+    T,
+    HV: tl.int32,
+    cache_slots: tl.int64,
+    length: tl.int32,
+    row_q: tl.int64,  # from one token to the next
+    row_k: tl.int64,
+    row_v: tl.int64,
+    row_g: tl.int64,
+    row_beta: tl.int64,
+    row_z: tl.int64,
+    row_y: tl.int64,
+    stride_state,
+    stride_head,
+    stride_window,
+    stride_c,
+    stride_l,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS_PER_K: tl.constexpr,
+    ONE: tl.constexpr,  # T is 1
+    GROUP: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    V_CHANNELS_FIRST: tl.constexpr,
+    CONV_SILU: tl.constexpr,
+    GATE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    DT_SCALES_V: tl.constexpr,
+    BETA_SIGMOID: tl.constexpr,
+    BETA_FACTOR: tl.constexpr,
+    L2_NORM: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_BEFORE_GATE: tl.constexpr,
+    WEIGHT_PER_HEAD: tl.constexpr,
+    Z_SILU: tl.constexpr,
+):
+    """grid (ceil(V / BV) * HV * B,): one program takes BV columns of one head and sequence."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_h = (pid // NV) % HV
+    i_k = i_h // HEADS_PER_K
+    i_n = (pid // NV // HV).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    o_c = (pid % NV) * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_c < V
+    cache_slot = i_n
+    if index_ptr is not None:
+        cache_slot = tl.load(index_ptr + i_n).to(tl.int64)
+    first = i_n * T
+    y_ptr += first * row_y + i_h * V
+    if (cache_slot < 0) | (cache_slot >= cache_slots):
+        for t in range(T):
+            tl.store(y_ptr + t * row_y + o_c, tl.zeros([BV], y_ptr.dtype.element_ty), mask=m_v)
+        return
+    q_ptr += first * row_q + i_k * K
+    k_ptr += first * row_k + i_k * K
+    v_ptr += first * row_v + i_h * V
+    # all small loads are issued before those of the state, and those before anything is awaited
+    rate, skip, b_w = 1.0, 0.0, 1.0
+    if A_ptr is not None:
+        rate = tl.load(A_ptr + i_h).to(tl.float32)
+    if g_ptr is not None:
+        g_ptr += first * row_g + i_h * (K if PER_CHANNEL else 1)
+        if dt_bias_ptr is not None:
+            dt_bias_ptr += i_h * (K if PER_CHANNEL else 1)
+    if beta_ptr is not None:
+        beta_ptr += first * row_beta + i_h
+    if z_ptr is not None:
+        z_ptr += first * row_z + i_h * V
+    if D_ptr is not None:
+        skip = tl.load(D_ptr + i_h).to(tl.float32)
+    if norm_weight_ptr is not None and scratch_ptr is None:
+        b_w = _pair(norm_weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0), None, o_c, m_v)
+    if counter_ptr is not None:
+        counter_ptr += cache_slot * (H + HV * V // GROUP)
+    # channels of the convolution: a row for q and one for k, and one for v
+    pair = tl.arange(0, 2)[:, None]
+    c_k = pair * H * K + (i_k * K + o_k)[None, :]
+    c_v = 0 * pair + (2 * H * K + i_h * V + o_c)[None, :]
+    if V_CHANNELS_FIRST:
+        c_k = HV * V + (1 - pair) * H * K + (i_k * K + o_k)[None, :]
+        c_v = 0 * pair + (i_h * V + o_c)[None, :]
+    m_ck, m_cv = (pair < 2) & m_k[None, :], (pair == 0) & m_v[None, :]
+    ws_k, ws_v, bias_k, bias_v = (), (), 0.0, 0.0
+    if window_ptr is not None:
+        window_ptr += cache_slot * stride_window
+        ws_k, bias_k = _taps(conv_weight_ptr, conv_bias_ptr, c_k, m_ck, W)
+        ws_v, bias_v = _taps(conv_weight_ptr, conv_bias_ptr, c_v, m_cv, W)
+    window = window_ptr, stride_c, stride_l, length
+    pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
+    rows = row_q, row_k, row_v, row_g, row_beta, row_z
+    places = o_k, o_c, m_k, m_v, c_k, c_v, m_ck, m_cv
+    if ONE:
+        token = _token(pointers, rows, window, places, 0, W, BK, BV, PER_CHANNEL)
+    o_s = o_c[None, :] * K + o_k[:, None] if V_FIRST else o_k[:, None] * V + o_c[None, :]
+    p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head + o_s
+    m_s = m_k[:, None] & m_v[None, :]
+    b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    if A_ptr is not None:
+        rate = tl.exp(rate)
+    for t in range(T):
+        if not ONE:
+            token = _token(pointers, rows, window, places, t, W, BK, BV, PER_CHANNEL)
+        xs_k, xs_v, b_qk, b_v, gate, beta, b_z = token
+        if window_ptr is not None:
+            b_qk = _convolution(xs_k, ws_k, bias_k, W, CONV_SILU)
+            b_v = _convolution(xs_v, ws_v, bias_v, W, CONV_SILU)
+        if L2_NORM:
+            b_qk *= tl.rsqrt(tl.sum(b_qk * b_qk, 1) + 1e-6)[:, None]
+        b_q, b_k, b_v = _row(b_qk, 0), _row(b_qk, 1), _row(b_v, 0)
+        dot = tl.sum(b_q * b_k, 0)
+        if window_ptr is not None and t == T - 1:
+            # the last token's inputs are the window from now on
+            is_last = True
+            if HEADS_PER_K * NV > 1:
+                is_last = _last(counter_ptr + i_k, HEADS_PER_K * NV, "relaxed")
+            else:
+                tl.debug_barrier()
+            _move_on(window, xs_v, c_v, m_cv, W)
+            if is_last:
+                _move_on(window, xs_k, c_k, m_ck, W)
+        b_x = b_v
+        if g_ptr is not None:
+            if PER_CHANNEL:
+                gate = tl.sum(gate, 0)
+            e, dt = _decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
+            b_s *= e[:, None] if PER_CHANNEL else e
+            if DT_SCALES_V:
+                b_x *= dt
+        b_o = tl.sum(b_q[:, None] * b_s, 0)
+        if beta_ptr is not None:
+            b_x -= tl.sum(b_k[:, None] * b_s, 0)
+            b_x *= tl.sigmoid(beta) * BETA_FACTOR if BETA_SIGMOID else beta
+        b_o = (b_o + dot * b_x) * scale + skip * b_v
+        b_s += b_k[:, None] * b_x[None, :]
+        if t == T - 1:
+            tl.store(p_s, b_s.to(state_ptr.dtype.element_ty), mask=m_s)
+        if z_ptr is not None:
+            b_z = _activation(_row(b_z, 0), Z_SILU)
+            if not NORM_BEFORE_GATE:
+                b_o *= b_z
+        if scratch_ptr is not None:
+            tl.store(scratch_ptr + ((first + t) * HV + i_h) * V + o_c, b_o, mask=m_v)
+        else:
+            if NORM:
+                b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps)
+                if norm_weight_ptr is not None:
+                    b_o *= _row(b_w, 0)
+            if z_ptr is not None and NORM_BEFORE_GATE:
+                b_o *= b_z
+            tl.store(y_ptr + t * row_y + o_c, b_o.to(y_ptr.dtype.element_ty), mask=m_v)
+    if scratch_ptr is not None:
+        i_g = i_h * V // GROUP
+        if _last(counter_ptr + H + i_g, GROUP // V * NV, "acq_rel"):
+            scratch_ptr += first * HV * V + i_g * GROUP
+            y_ptr += i_g * GROUP - i_h * V
+            if z_ptr is not None:
+                z_ptr += i_g * GROUP - i_h * V
+            if norm_weight_ptr is not None and WEIGHT_PER_HEAD:
+                norm_weight_ptr += i_g * GROUP
+            for t in range(T):
+                _norm_of_group(
+                    scratch_ptr + t * HV * V, z_ptr, norm_weight_ptr, y_ptr + t * row_y, t * row_z,
+                    eps, GROUP, V, WEIGHT_PER_HEAD, NORM_BEFORE_GATE, Z_SILU,
+                )  # fmt: skip

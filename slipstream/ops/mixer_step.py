@@ -1,0 +1,156 @@
+"""Decoding with a whole mixer in one launch: from projections to the gated norm."""
+
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.kernels.mixer_step.dispatch import run
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+
+ORDERS = ("qkv", "vkq")
+ACTIVATIONS = (None, "silu", "swish")
+GATES = ("silu", "swish", "sigmoid")
+
+
+@checks.operator
+def mixer_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: Tensor,
+    state_indices: Tensor | None = None,
+    conv_state: Tensor | None = None,
+    conv_weight: Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    conv_activation: str | None = "silu",
+    channel_order: str = "qkv",
+    g: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    gate_logit_normalizer: float | None = None,
+    dt_limit: tuple[float, float] | None = None,
+    beta: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    dt_scales_v: bool = False,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    z_activation: str = "silu",
+    norm_weight: Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_group_size: int | None = None,
+    norm_before_gate: bool = True,
+    state_v_first: bool = False,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """One token of a mixer, or a few: all between its input and output projections, in one launch.
+
+        q, k, v = conv(q), conv(k), conv(v)          short convolution, with its activation
+        q, k = q / |q|, k / |k|                      use_qk_l2norm_in_kernel
+        g = -exp(A_log) dt,  dt = softplus(g + dt_bias)    or as below
+        S <- exp(g) S
+        S <- S + k (beta (v - S^T k))^T,  or without beta S + k v^T
+        o = scale S^T q + D v
+        y = norm(o) norm_weight f(z)
+
+    The states and the windows of the convolution are rows of pools, updated in place. A layer's
+    decoding step is one such call between two matrix products:
+
+        GatedDeltaNet      conv, A_log, dt_bias, beta, l2 norm, z
+        KimiDeltaAttention the same with g [B, T, HV, K]; z_activation "sigmoid"
+        DeltaNet           conv, beta, l2 norm
+        Mamba2             q, k, v = C, B, x; conv with bias, channel_order "vkq"; g = dt, A_log,
+                           dt_bias, dt_scales_v, D, scale 1; norm_before_gate off,
+                           norm_group_size = inner width / n_groups
+        GatedLinearAttention   g [B, T, HV, K], gate_logit_normalizer; z
+        MultiScaleRetention    q, k after their rotation; g of the heads, expanded; z
+
+    What decays, by what is given:
+
+        g alone                       g is the log decay, at most 0
+        A_log                         -exp(A_log) softplus(g + dt_bias), dt within dt_limit
+        lower_bound                   lower_bound sigmoid(exp(A_log) (g + dt_bias)), A_log 0 if None
+        gate_logit_normalizer         logsigmoid(g) / gate_logit_normalizer
+
+    Args:
+        q, k: [B, T, H, K], as projected, any floating dtype; decoding has T == 1. Views of one
+            projection are taken as they are.
+        v: [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        state: the pool [slots, HV, K, V], any floating dtype; any strides between slots and heads.
+        state_indices: the slot of each sequence [B] in both pools, int32 or int64, no slot twice;
+            where it is negative nothing is read or written and y is 0. Sequence n has slot n if
+            None, and the pools then have B slots. May change between replays of a CUDA graph.
+        conv_state: the windows [slots, C, W], as short_convolution returns them, or [slots, C,
+            W - 1]; any floating dtype and strides. C = 2 H K + HV V.
+        conv_weight, conv_bias: [C, W] and [C].
+        conv_activation: "silu", its other name "swish", or None.
+        channel_order: of C: "qkv", or "vkq" as Mamba-2 has them (x, B, C).
+        g: raw gates or log decays [B, T, HV] or, of each row of the state, [B, T, HV, K].
+        A_log: [HV]. dt_bias: [HV], or [HV K] or [HV, K] for gates of rows.
+        lower_bound: of the log decay, in [-5, 0).
+        gate_logit_normalizer: GLA's, by which the log of the sigmoid is divided.
+        dt_limit: least and largest dt.
+        beta: how much of the old value to replace [B, T, HV].
+        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used.
+        allow_neg_eigval: 2 sigmoid(beta).
+        use_qk_l2norm_in_kernel: q and k are x / sqrt(sum x^2 + 1e-6).
+        scale: factor on the output; K^-0.5 if None.
+        dt_scales_v: v is multiplied by dt, as Mamba-2 discretises it; D's v is not.
+        D: skip [HV].
+        z: gate of the norm [B, T, HV, V], raw. z_activation: f, "silu", "swish" or "sigmoid".
+        norm_weight: [V], which the heads share, or [HV, V]; None is 1.
+        norm_eps: of the RMS norm; None is no norm.
+        norm_group_size: channels that are normalised together, V if None: a multiple of V.
+        norm_before_gate: y = norm(o) weight f(z), else norm(o f(z)) weight.
+        state_v_first: the pool is [slots, HV, V, K].
+        out: where y is written to [B, T, HV, V], any floating dtype.
+        impl: None chooses; "triton", "eager" or "reference" is used or refused.
+
+    Returns:
+        y [B, T, HV, V] in q's dtype, or out. All is computed in float32, or in float64 for q in
+        float64, and rounded once: in y, the states and the windows.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+        NotImplementedError: a gradient is wanted.
+
+    Cost: 8 T HV K V flops; HV K V numbers of state read and written for each sequence, which is all
+    the time there is from a few sequences on.
+    """
+    checks.expect_rank("q", q, 4, "[B, T, H, K]")
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    for name, value, known in (
+        ("conv_activation", conv_activation, ACTIVATIONS),
+        ("z_activation", z_activation, GATES),
+        ("channel_order", channel_order, ORDERS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: want one of {known}, got {value!r}")
+    inputs = StepInputs(
+        q, k, v, state, state_indices, conv_state, conv_weight, conv_bias, g, A_log, dt_bias,
+        beta, D, z, norm_weight,
+    )  # fmt: skip
+    dt_min, dt_max = (0.0, float("inf")) if dt_limit is None else dt_limit
+    options = StepOptions(
+        scale=max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale),
+        state_v_first=state_v_first,
+        channel_order=channel_order,
+        conv_silu=conv_activation is not None,
+        lower_bound=lower_bound,
+        gate_logit_normalizer=gate_logit_normalizer,
+        dt_min=float(dt_min),
+        dt_max=float(dt_max),
+        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        dt_scales_v=dt_scales_v,
+        norm_eps=norm_eps,
+        norm_group_size=v.shape[3] if norm_group_size is None else norm_group_size,
+        norm_before_gate=norm_before_gate,
+        z_silu=z_activation != "sigmoid",
+    )
+    return run(inputs, options, out, impl)

@@ -1,0 +1,282 @@
+"""mixer_step: whole mixers token by token, in plain torch and in Triton, against the formula.
+
+Triton's checks run under its interpreter in a process of their own, this file as a script.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.kernels.mixer_step.counters import counters_of
+from slipstream.ops import mixer_step
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import PARTS, parts, run
+from tests.support.mixer_steps import (
+    INDICES,
+    KINDS,
+    LIMIT,
+    POOLS,
+    SLOTS,
+    B,
+    Sizes,
+    check,
+    expected,
+    make,
+)
+from tests.support.operators import relative_error
+
+# arguments with a row for each token
+TOKENS = ("q", "k", "v", "g", "beta", "z")
+SMALL = Sizes(H=1, HV=2, K=16, V=16)
+# of y, states and windows: one rounding each; the interpreter cuts off instead
+HALF_LIMIT = 4e-3
+
+
+def check_kind(kind: str, impl: str) -> None:
+    check(kind, impl, Sizes())
+    check(kind, impl, Sizes(H=1, HV=2, K=16, V=16, T=3), v_first=True)
+
+
+def check_one_head_of_q_for_each_of_v(impl: str) -> None:
+    check("gated_deltanet", impl, Sizes(H=3, HV=3, K=8, V=40), v_first=True)
+
+
+def check_short_windows(impl: str) -> None:
+    """Of W - 1 inputs, as engines keep them; and of more tokens than taps, or of one tap."""
+    for T in (1, 6):
+        check("gated_deltanet", impl, Sizes(H=1, HV=2, K=16, V=16, T=T, short=1))
+    check("mamba2", impl, Sizes(H=1, HV=2, K=16, V=16, W=2, short=1))
+    check("kda", impl, Sizes(H=1, HV=2, K=16, V=16, W=1))
+
+
+def check_wide_heads(impl: str) -> None:
+    """A head has several programs, which share the window of q and k, and the norm."""
+    check("gated_deltanet", impl, Sizes(H=1, HV=1, K=130, V=150))
+    check("gla", impl, Sizes(H=1, HV=2, K=20, V=300, T=2), v_first=True)
+
+
+def check_groups_of_heads(impl: str) -> None:
+    """The norm of Mamba-2 is over heads, more than one tile of them."""
+    check("mamba2", impl, Sizes(H=2, HV=4, K=16, V=600))
+
+
+def check_16_bits(impl: str) -> None:
+    half = Sizes(dtype=torch.bfloat16, pool_dtype=torch.bfloat16)
+    for kind in ("gated_deltanet", "mamba2"):
+        check(kind, impl, half, limit=2 * HALF_LIMIT if impl == "triton" else HALF_LIMIT)
+
+
+def check_strong_gates(impl: str) -> None:
+    """Decays of nothing and of everything."""
+    for strength in (0.0, 1e3):
+        for kind in ("gated_deltanet", "kda", "kda bounded", "gla", "retention"):
+            check(kind, impl, SMALL, strength=strength)
+
+
+def check_padded_pools(impl: str) -> None:
+    """Slots apart by more than a state and a window, as beside other layers' in one tensor."""
+    args, options = make(KINDS["gated_deltanet"], SMALL)
+    at = torch.tensor(INDICES, dtype=torch.int32)
+    want = expected(args, options, at)
+    wide, pools = {}, {}
+    for name in POOLS:
+        size = args[name][0].numel()
+        wide[name] = torch.randn(SLOTS, 2 * size + 5)
+        pools[name] = wide[name][:, 3 : size + 3].unflatten(1, args[name].shape[1:])
+        pools[name].copy_(args[name])
+    # channels next to each other, and a head of z after another's
+    taps_first = pools["conv_state"].mT.contiguous().mT
+    args["z"] = torch.cat((args["z"], args["z"]), 2)[:, :, : SMALL.HV]
+    given = {**args, "state": pools["state"], "conv_state": taps_first}
+    around = {name: x[:, -3:].clone() for name, x in wide.items()}
+    out = mixer_step(**given, **options, state_indices=at, impl=impl)
+    assert relative_error(out, want["out"]) <= LIMIT
+    assert relative_error(pools["state"], want["state"]) <= LIMIT
+    assert relative_error(taps_first, want["conv_state"]) <= LIMIT
+    assert all(torch.equal(wide[name][:, -3:], x) for name, x in around.items())
+
+
+def check_projection(impl: str) -> None:
+    """q, k and v as they lie in one projection; no indices, and what is returned."""
+    args, options = make(KINDS["gated_deltanet"], SMALL)
+    args |= {name: args[name][:B].clone() for name in POOLS}
+    want = expected(args, options, None)
+    x = torch.cat([args[name].flatten(2) for name in "qkv"], 2)
+    keys, values = SMALL.H * SMALL.K, SMALL.HV * SMALL.V
+    q, k, v = x.split([keys, keys, values], dim=2)
+    args |= {"q": q.unflatten(2, (SMALL.H, SMALL.K)), "k": k.unflatten(2, (SMALL.H, SMALL.K))}
+    args["v"] = v.unflatten(2, (SMALL.HV, SMALL.V))
+    out = mixer_step(**args, **options, impl=impl)
+    assert out.is_contiguous()
+    for name, y in {"out": out, **{name: args[name] for name in POOLS}}.items():
+        assert relative_error(y, want[name]) <= LIMIT, name
+
+
+def check_nobody_lives(impl: str) -> None:
+    """No NaN of a row without a slot reaches anything; an index past the pool is none."""
+    for kind in ("gated_deltanet", "mamba2"):
+        args, options = make(KINDS[kind], Sizes())
+        args["v"].fill_(torch.nan)
+        before = {name: args[name].clone() for name in POOLS}
+        y = mixer_step(**args, **options, state_indices=torch.full((B,), -1), impl=impl)
+        assert not y.any()
+        assert all(torch.equal(args[name], x) for name, x in before.items())
+
+
+def check_out_of_another_layout(impl: str) -> None:
+    args, options = make(KINDS["gated_deltanet"], SMALL)
+    want = expected(args, options, torch.tensor(INDICES))["out"]
+    out = torch.full((SMALL.HV, B, 1, 2 * SMALL.V), torch.nan, dtype=torch.float64)
+    out = out[..., : SMALL.V].permute(1, 2, 0, 3)
+    y = mixer_step(**args, **options, state_indices=torch.tensor(INDICES), out=out, impl=impl)
+    assert y is out
+    assert relative_error(out, want) <= LIMIT
+
+
+def check_step_after_step(impl: str) -> None:
+    """Tokens one by one are tokens together; counters are 0 in between."""
+    for kind in ("gated_deltanet", "mamba2"):
+        args, options = make(KINDS[kind], Sizes(T=4))
+        at = torch.tensor(INDICES)
+        want = expected(args, options, at)
+        ys = []
+        for t in range(4):
+            tokens = {n: x[:, t : t + 1] for n, x in args.items() if n in TOKENS}
+            ys.append(mixer_step(**{**args, **tokens}, **options, state_indices=at, impl=impl))
+            assert not counters_of(args["state"], 4).any()
+        assert relative_error(torch.cat(ys, 1), want["out"]) <= LIMIT
+        for name in POOLS:
+            assert relative_error(args[name], want[name]) <= LIMIT
+
+
+CHECKS = (check_one_head_of_q_for_each_of_v, check_short_windows, check_wide_heads)
+CHECKS += (check_groups_of_heads, check_16_bits, check_strong_gates, check_padded_pools)
+CHECKS += (check_projection, check_nobody_lives, check_out_of_another_layout)
+CHECKS += (check_step_after_step,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_step_matches_the_formula(kind: str) -> None:
+    check_kind(kind, "eager")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__[6:])
+def test_eager_step(check: Any) -> None:
+    check("eager")
+
+
+def test_step_of_no_tokens_or_sequences() -> None:
+    args, options = make(KINDS["gated_deltanet"], SMALL)
+    before = {name: args[name].clone() for name in POOLS}
+    none = {name: args[name][:, :0] for name in TOKENS}
+    at = torch.tensor(INDICES)
+    y = mixer_step(**{**args, **none}, **options, state_indices=at)
+    assert y.shape == (B, 0, SMALL.HV, SMALL.V)
+    none = {name: args[name][:0] for name in TOKENS}
+    y = mixer_step(**{**args, **none}, **options, state_indices=at[:0])
+    assert y.shape == (0, 1, SMALL.HV, SMALL.V)
+    assert all(torch.equal(args[name], x) for name, x in before.items())
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    r"state: want shape \(3, 2, 16, 16\)": {"state_indices": None},
+    r"conv_state: wants conv_weight too": {"conv_weight": None},
+    r"conv_bias: wants conv_state": {"conv_weight": None, "conv_state": None},
+    r"conv_state: want shape \(7, 64, 4\)": {"conv_state": torch.zeros(7, 64, 2)},
+    r"conv_weight: want shape \(64, 4\)": {"conv_weight": torch.zeros(60, 4)},
+    r"A_log: wants g too": {"g": None},
+    r"dt_bias: wants A_log or lower_bound": {"A_log": None},
+    r"gate_logit_normalizer: wants g alone": {"gate_logit_normalizer": 16.0},
+    r"lower_bound: want a number in \[-5, 0\)": {"lower_bound": 1.0},
+    r"dt_scales_v: wants g \[B, T, HV\] and A_log": {"dt_scales_v": True, "lower_bound": -1.0},
+    r"dt_limit: want 0 <= least <= largest": {"dt_limit": (2.0, 1.0)},
+    r"use_beta_sigmoid_in_kernel: wants beta": {"beta": None},
+    r"allow_neg_eigval: doubles the sigmoid": {
+        "use_beta_sigmoid_in_kernel": False,
+        "allow_neg_eigval": True,
+    },
+    r"norm_weight: wants norm_eps": {"norm_eps": None},
+    r"norm_weight: want shape \(2, 16\)": {"norm_weight": torch.zeros(3, 16)},
+    r"norm_group_size: want a multiple of V = 16": {"norm_group_size": 24},
+    r"out: want shape \(3, 1, 2, 16\)": {"out": torch.zeros(3, 2, 16)},
+    r"conv_activation: want one of": {"conv_activation": "relu"},
+    r"z_activation: want one of": {"z_activation": None},
+    r"channel_order: want one of": {"channel_order": "kqv"},
+    r"state_indices: want less than the 7 slots, got 7": {"state_indices": torch.tensor([0, 7, 1])},
+    r"state_indices: want each slot at most once": {"state_indices": torch.tensor([1, 1, -1])},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_step_refuses_what_does_not_fit(fault: str) -> None:
+    args, options = make(KINDS["gated_deltanet"], SMALL)
+    given = {**args, **options, "state_indices": torch.tensor(INDICES), **FAULTS[fault]}
+    with pytest.raises(ValueError, match=fault):
+        mixer_step(**given)
+
+
+def test_step_refuses_gradients_and_kernels_without_a_gpu() -> None:
+    args, options = make(KINDS["gated_deltanet"], SMALL)
+    options |= {"state_indices": torch.tensor(INDICES)}
+    weight = args["norm_weight"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        mixer_step(**args, **options)
+    args["norm_weight"] = weight.detach()
+    with pytest.raises(NotImplementedError, match="impl='triton'"):
+        mixer_step(**args, **options, impl="triton")
+    with pytest.raises(TypeError, match="state_indices: want int32 or int64"):
+        mixer_step(**args, **{**options, "state_indices": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "mamba2"])
+def test_step_compiles(kind: str) -> None:
+    args, options = make(KINDS[kind], Sizes())
+    at = torch.tensor(INDICES)
+    want = expected(args, options, at)
+    compiled = torch.compile(mixer_step, fullgraph=True, dynamic=True, backend="aot_eager")
+    y = compiled(**args, **options, state_indices=at)
+    for name, x in {"out": y, **{name: args[name] for name in POOLS}}.items():
+        assert relative_error(x, want[name]) <= LIMIT, name
+
+
+def test_step_passes_opcheck() -> None:
+    from slipstream.kernels.mixer_step import dispatch, op
+
+    args, options = make(KINDS["mamba2"], SMALL)
+    seen: list[tuple] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "_call", lambda *args: seen.append(args))
+        dispatch._PLANS._by_key.clear()
+        mixer_step(**args, **options, state_indices=torch.tensor(INDICES))
+    torch.library.opcheck(torch.ops.slipstream.mixer_step.default, seen[0])
+
+
+def test_counters_live_as_long_as_their_pool() -> None:
+    pool = torch.zeros(4, 2, 3, 3)
+    counters = counters_of(pool, 5)
+    assert counters.shape == (4, 5)
+    assert counters_of(pool.view(4, 2, 9), 5) is counters
+    assert counters_of(pool, 6) is not counters
+    assert counters_of(pool[1:], 5) is not counters
+    del pool
+    assert counters_of(torch.zeros(4, 2, 3, 3), 5) is not counters
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("part", PARTS)
+def test_triton_step_matches_the_formula(part: str) -> None:
+    run(part, script="tests.kernels.mixer_step.test_mixer_step")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("SEED", "0")))
+    # NaN in whatever is never written
+    torch.use_deterministic_algorithms(True)
+    for part in parts():
+        for check_more in CHECKS if part == "sample" else ():
+            check_more("triton")
+        for i, kind in enumerate(KINDS):
+            if (i % 3 == 0) == (part == "sample"):
+                check_kind(kind, "triton")

@@ -1,0 +1,63 @@
+"""The kernel of mixer_step compiled for GPUs that need not be there: registers, spills, loads."""
+
+from typing import Any
+
+import pytest
+
+from slipstream.compiler.aot import Compiled, compile_kernel
+from slipstream.compiler.arch import ARCHS
+from slipstream.runtime.backends import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+KERNEL = "slipstream.kernels.mixer_step.triton.step:mixer_step_kernel"
+NARROW = ("q", "k", "v", "g", "beta", "z", "y", "conv_weight", "norm_weight", "window")
+WIDTHS = [(64, 64, 1), (128, 64, 8), (256, 256, 1), (256, 512, 1)]
+ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y", "cache_slots")
+
+
+def compile_step(
+    arch: str = "sm_90", K: int = 128, V: int = 128, group: int = 1, **constants: Any
+) -> Compiled:
+    """Of Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
+    from slipstream.kernels.mixer_step.triton import launch
+
+    BK, tile = launch.tile_of(K, V)
+    tensors = {f"{name}_ptr": "*bf16" for name in NARROW}
+    tensors |= {f"{name}_ptr": "*fp32" for name in ("state", "A", "dt_bias")}
+    tensors |= {"index_ptr": "*i32", "counter_ptr": "*i32"}
+    if group > 1 or tile.BV < V:
+        tensors["scratch_ptr"] = "*fp32"
+    flags = {
+        "H": 16, "K": K, "V": V, "W": 4, "BK": BK, "BV": tile.BV, "HEADS_PER_K": 2, "ONE": True,
+        "T": 1, "GROUP": group * V, "V_FIRST": False, "V_CHANNELS_FIRST": False, "CONV_SILU": True,
+        "GATE": "softplus", "PER_CHANNEL": False, "DT_SCALES_V": False, "BETA_SIGMOID": True,
+        "BETA_FACTOR": 1.0, "L2_NORM": True, "NORM": True, "NORM_BEFORE_GATE": True,
+        "WEIGHT_PER_HEAD": False, "Z_SILU": True, "stride_l": 1,
+    }  # fmt: skip
+    scalars: dict[str, str] = dict.fromkeys(("lower_bound", "normalizer", "dt_min", "dt_max"), "fp32")
+    scalars |= dict.fromkeys(ROWS, "i64")
+    scalars |= dict.fromkeys(("stride_state", "stride_head", "stride_window"), "i32:16")
+    options = {} if tile.registers is None else {"maxnreg": tile.registers}
+    constants = {**flags, **constants}
+    return compile_kernel(KERNEL, tensors, constants, scalars, arch, tile.warps, options=options)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("PER_CHANNEL", [False, True])
+@pytest.mark.sample(which=lambda arch, PER_CHANNEL: arch == "sm_90" and not PER_CHANNEL)
+def test_step_compiles(arch: str, PER_CHANNEL: bool) -> None:
+    got = compile_step(arch, PER_CHANNEL=PER_CHANNEL)
+    assert got.stack <= 48, f"{got.stack} bytes spilled"
+    assert got.registers <= 128, "a multiprocessor has room for one program only"
+    assert got.shared <= ARCHS[arch].shared // 2
+    # 16 KV of a warp's threads each, and the rest a few numbers
+    assert got.ptx.count("ld.global.v4") == 16
+    assert got.ptx.count("ld.global") <= 64, "vectors are loaded once for each row of the state"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("K", "V", "group"), WIDTHS)
+@pytest.mark.parametrize("V_FIRST", [False, True])
+def test_step_compiles_for_other_widths(K: int, V: int, group: int, V_FIRST: bool) -> None:
+    got = compile_step(K=K, V=V, group=group, V_FIRST=V_FIRST)
+    assert got.stack <= 256, f"{got.stack} bytes spilled"
