@@ -202,7 +202,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"norm_group_size: want a multiple of V = 16": {"norm_group_size": 24},
     r"out: want shape \(3, 1, 2, 16\)": {"out": torch.zeros(3, 2, 16)},
     r"conv_activation: want one of": {"conv_activation": "relu"},
-    r"z_activation: want one of": {"z_activation": None},
+    r"z_activation: want one of": {"z_activation": "tanh"},
     r"channel_order: want one of": {"channel_order": "kqv"},
     r"state_indices: want less than the 7 slots, got 7": {"state_indices": torch.tensor([0, 7, 1])},
     r"state_indices: want each slot at most once": {"state_indices": torch.tensor([1, 1, -1])},
