@@ -7,9 +7,10 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
+from slipstream.kernels.attention.context import can_exchange_heads, softmax_by_heads
 from slipstream.kernels.attention.dispatch import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.runtime.context_parallel import ContextParallel, tie
+from slipstream.runtime.context_parallel import ContextParallel, Share, copied, tie
 from slipstream.runtime.token_ids import expect_offsets
 
 
@@ -185,20 +186,74 @@ def _across_ranks(
         checks.expect_rank(name, x, 4, "[B, T, H, D]")
         checks.expect_shape(name, x, (q.shape[0], q.shape[1], *x.shape[2:]))
     share = context.share(q.shape[1])
+    whole_slopes = options["alibi_slopes"]
+    if share.packed and whole_slopes is not None and whole_slopes.dim() == 2:
+        checks.expect_shape("alibi_slopes", whole_slopes, (share.sequences, q.shape[2]))
+        mine = [whole_slopes[n] for n in share.pieces]
+        options["alibi_slopes"] = torch.stack(mine) if mine else whole_slopes[:0]
+    if not share.crossings.any:  # all sequences are whole
+        return attention(
+            q, k, v, g=g, causal=causal, window_size=window_size,
+            cu_seqlens=context.offsets_on(q.device), **options,
+        )  # fmt: skip
+    if can_exchange_heads(k, share):
+        options["alibi_slopes"] = whole_slopes
+        return _by_heads(q, k, v, g, context, share, causal, window_size, **options)
     begin, end = share.keys_of_pieces(to_the_end=right < 0)
     k, v, *gates = (share.gather_tokens(x) for x in ((k, v) if g is None else (k, v, g)))
     seen = [x[:, begin:end] for x in (k, v, *gates)]
     offsets = None
-    if context.cu_seqlens is not None:
+    if share.packed:
         last = [min(share.offsets[n + 1], end) - begin for n in share.pieces]
-        offsets = torch.tensor([0, *last], dtype=torch.int32, device=context.cu_seqlens.device)
+        offsets = copied(torch.tensor([0, *last], dtype=torch.int32), q.device)
     found = attention(
         q, *seen[:2], g=seen[2] if gates else None, causal=causal, window_size=window_size,
-        cu_seqlens=context.cu_seqlens, cu_seqlens_k=offsets, **options,
+        cu_seqlens=context.offsets_on(q.device), cu_seqlens_k=offsets, **options,
     )  # fmt: skip
     o, *lse = found if isinstance(found, tuple) else (found,)
     o = tie(o, k, v, *gates)
     return (o, *lse) if lse else o
+
+
+def _by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    context: ContextParallel,
+    share: Share,
+    causal: bool,
+    window_size: int | tuple[int, int] | None,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    impl: str | None,
+) -> Any:
+    """All tokens of some heads on each rank."""
+    offsets = context.whole_offsets_on(q.device)
+    nothing = type(window_size) is int and window_size == 0
+    left, right = window_of(1 if nothing else window_size, causal)
+    checks.expect_multiple("heads of q", q.shape[2], "heads of k", k.shape[2])
+    checks.expect_floating({"q": q, "k": k, "v": v})
+    checks.expect_one_device({"q": q, "k": k, "v": v})
+    _check_biases(q, k, g, sinks, alibi_slopes, offsets, right)
+    narrow = autocast_dtype(q)
+    if narrow is not None:
+        q, k, v = (x.to(narrow) for x in (q, k, v))
+    else:
+        checks.expect_one_dtype({"q": q, "k": k, "v": v})
+    factor = scale_of(scale, q)
+    check_softcap(softcap)
+    if nothing:
+        o, lse = _sees_nothing(q, k, v, g, sinks)
+        return (o, lse) if return_lse else o
+    inputs = AttentionInputs(q, k, v, g, sinks, alibi_slopes, offsets, offsets)
+    given = AttentionOptions(factor, left, right, float(softcap or 0.0))
+    o, lse = softmax_by_heads(inputs, given, impl, share, return_lse)
+    return (o, lse) if return_lse else o
 
 
 def _sees_nothing(

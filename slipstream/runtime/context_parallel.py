@@ -21,6 +21,11 @@ from slipstream.common import checks
 from slipstream.runtime.autograd import Function, Saved, once_differentiable
 
 
+def all_to_all(found: Tensor, x: Tensor, received: list[int], sent: list[int], group: Any) -> Any:
+    """Starts it, and returns what to wait for."""
+    return dist.all_to_all_single(found, x, received, sent, group=group, async_op=True)
+
+
 def all_gather(found: Tensor, x: Tensor, group: Any) -> Any:
     """Starts it, and returns what to wait for. torch 2.13 has it under a new name."""
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -72,6 +77,7 @@ class ContextParallel:
         self._offsets: tuple[int, ...] | None = None
         self._shares: dict[int, Share] = {}
         self._elsewhere: dict[torch.device, Tensor] = {}
+        self._whole: dict[torch.device, Tensor] = {}
         self.cu_seqlens: Tensor | None = None
         if cu_seqlens is not None:
             self._set_offsets(cu_seqlens)
@@ -104,15 +110,20 @@ class ContextParallel:
         self.cu_seqlens = torch.tensor(here.local_offsets, dtype=torch.int32)
         self.cu_seqlens = self.offsets_on(given.device)
 
+    def whole_offsets_on(self, device: torch.device) -> Tensor | None:
+        """The offsets of the whole batch there, int32, as offsets_on has this rank's."""
+        if self._offsets is None:
+            return None
+        if device not in self._whole:
+            self._whole[device] = copied(torch.tensor(self._offsets, dtype=torch.int32), device)
+        return self._whole[device]
+
     def offsets_on(self, device: torch.device) -> Tensor | None:
         """cu_seqlens there, copied once without the host waiting for it."""
         if self.cu_seqlens is None or self.cu_seqlens.device == device:
             return self.cu_seqlens
         if device not in self._elsewhere:
-            here = self.cu_seqlens
-            if device.type == "cuda" and here.device.type == "cpu":
-                here = here.pin_memory()
-            self._elsewhere[device] = here.to(device, non_blocking=True)
+            self._elsewhere[device] = copied(self.cu_seqlens, device)
         return self._elsewhere[device]
 
     def expect_no_offsets(self, cu_seqlens: Tensor | None, impl: str | None) -> None:
@@ -131,7 +142,7 @@ class ContextParallel:
     def repeated(self, n: int) -> "ContextParallel":
         """The same where every token is n."""
         found = copy(self)
-        found._shares, found._elsewhere = {}, {}
+        found._shares, found._elsewhere, found._whole = {}, {}, {}
         found._lengths = None if self._lengths is None else tuple(n * x for x in self._lengths)
         found._offsets = None if self._offsets is None else tuple(n * x for x in self._offsets)
         found.cu_seqlens = None if self.cu_seqlens is None else n * self.cu_seqlens
@@ -277,6 +288,11 @@ class Share:
         found, x = x.new_empty(len(self.lengths), *x.shape), x.contiguous()
         work = all_gather(found.flatten(0, 1), x, self.group)
         return Gathered(found, work, self.backwards)
+
+    def start_exchange(self, found: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Any:
+        """Of x so many elements to each rank, into found so many from each; what to wait for."""
+        assert not self.backwards
+        return all_to_all(found, x, received, sent, self.group)
 
     def positions(self, device: torch.device) -> Tensor:
         """Where each token here stands in its sequence, int64 [1, T]."""
@@ -471,6 +487,13 @@ def _integers(name: str, given: Iterable[Any]) -> tuple[int, ...]:
         return tuple(map(operator.index, given))
     except TypeError:
         raise TypeError(f"{name}: want a sequence of integers, got {given!r}") from None
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """There, without the host waiting for it."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

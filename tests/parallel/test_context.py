@@ -20,6 +20,7 @@ from tests.support.context_runs import (
     CUTS,
     RANKS,
     Cut,
+    attention_lse,
     bytes_exchanged,
     compare_all,
     compare_models,
@@ -70,6 +71,10 @@ def test_every_chunk_operator_takes_a_context() -> None:
 
 def test_reversed_time_v_first_states_and_bfloat16(tmp_path: Path) -> None:
     assert in_processes(mixed_options, tmp_path) == []
+
+
+def test_attention_lse_and_slopes(tmp_path: Path) -> None:
+    assert in_processes(attention_lse, tmp_path) == []
 
 
 def test_bytes_exchanged_do_not_depend_on_the_tokens(tmp_path: Path) -> None:

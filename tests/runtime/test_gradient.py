@@ -113,7 +113,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
         Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),
     ),
     "selective_scan": (selective_scan._call_forward.overload, Row(_selective, 2)),
-    "softmax": (attention._call_forward.overload, Row(_softmax, 2)),
+    "softmax": (attention.call_forward.overload, Row(_softmax, 2)),
     "latent": (
         latent._call.overload,
         Row(lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"), 2),

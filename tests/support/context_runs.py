@@ -1,5 +1,6 @@
 """Operators under context parallelism, in processes on a CPU, beside the same in one process."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.ops import attention
 from slipstream.parallel import ContextParallel, shard
 from slipstream.runtime import context_parallel
 from slipstream.tools.catalog import OPERATORS, Sample, flat
@@ -34,13 +36,17 @@ CUTS = (
     Cut("packed-at-the-cuts", (32, 16, 16), (32, 0, 16, 16)),
     Cut("packed-one-rank-empty", (40, 0, 10), (50,)),
 )
-_QKV = "q=BTGK k=BTHK v=BTHV"
+_QKV, _THREES = "q=BTGK k=BTHK v=BTHV", "q=BT6K k=BT3K v=BT3V"
 # the catalogue's have more keys than queries
 ATTENTION = (
     Sample("attention", _QKV),
     Sample("attention", _QKV, variant="full", options={"causal": False}),
     Sample("attention", _QKV, variant="window", options={"window_size": 25}),
     Sample("attention", f"{_QKV} g=BTG:gate sinks=G", variant="gate"),
+    # as many heads on each rank: these are exchanged
+    Sample("attention", _THREES, variant="heads"),
+    Sample("attention", _THREES, variant="full heads", options={"causal": False}),
+    Sample("attention", f"{_THREES} g=BT6:gate sinks=6", variant="gated heads"),
 )
 _CATALOGUE = [x for x in OPERATORS if "context" in x.takes and x.op != "attention"]
 # beta for each column of v is refused
@@ -181,6 +187,41 @@ def mixed_options(rank: int, file: str, found: Any) -> None:
         x = by_name["chunk_hgrn"]
         for line in compare(replace(x, options={"reverse": True}), cut, "mixed"):
             found.put(line)
+    finally:
+        dist.destroy_process_group()
+
+
+def attention_lse(rank: int, file: str, found: Any) -> None:
+    """lse and its gradients, slopes of each sequence, a window; gathered keys and heads."""
+    _meet(rank, file)
+    try:
+        for heads, cut in itertools.product((2, 3), (CUTS[2], CUTS[3])):
+            assert cut.sequences is not None
+            torch.manual_seed(0)
+            q, k, v = (
+                torch.randn(1, sum(cut.lengths), n, 8, dtype=torch.float64)
+                for n in (2 * heads, heads, heads)
+            )
+            slopes = torch.rand(len(cut.sequences), 2 * heads, dtype=torch.float64)
+            offsets = torch.tensor([0, *cut.sequences]).cumsum(0).int()
+            options: dict[str, Any] = {
+                "window_size": 25, "return_lse": True, "alibi_slopes": slopes, "impl": "eager",
+            }  # fmt: skip
+            do, dlse = weights([q.shape, torch.Size((1, 2 * heads, q.shape[1]))])
+            whole = [x.clone().requires_grad_() for x in (q, k, v)]
+            o, lse = attention(*whole, cu_seqlens=offsets, **options)
+            grads = torch.autograd.grad([o, lse], whole, [do, dlse])
+            context = ContextParallel(None, offsets, cut.lengths)
+            mine = [shard(x, context).clone().requires_grad_() for x in (q, k, v)]
+            my_o, my_lse = attention(*mine, context=context, **options)
+            at = slice(*context.bounds(q.shape[1]))
+            mine = torch.autograd.grad([my_o, my_lse], mine, [do[:, at], dlse[..., at]])
+            pairs = [(my_o, o[:, at]), (my_lse, lse[..., at])]
+            pairs += [(x, y[:, at]) for x, y in zip(mine, grads)]
+            for i, (x, y) in enumerate(pairs):
+                off = float((x - y).abs().max()) if y.numel() else 0.0
+                if not off < 1e-9:
+                    found.put(f"{heads} heads, {cut.name}, rank {rank}: {i} is off by {off:.1e}")
     finally:
         dist.destroy_process_group()
 

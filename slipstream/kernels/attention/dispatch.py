@@ -77,6 +77,16 @@ def run(
     return o, lse if want_lse else None
 
 
+def plan_across_ranks(
+    inputs: AttentionInputs, options: AttentionOptions, impl: str | None
+) -> tuple[str, str]:
+    """What operators are told to try, forward and backward, for heads of tokens of all ranks."""
+    plan = choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)
+    if op.has_gradients(plan.impl, inputs):
+        return plan.tries, plan.tries
+    return plan.tries, choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).tries
+
+
 def _in_compute_dtype(inputs: AttentionInputs) -> AttentionInputs:
     floating = {
         n: x for n, x in inputs._asdict().items() if x is not None and x.is_floating_point()

@@ -140,14 +140,14 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in tensors if x is not None]
 
 
-_call_forward = KernelOp(
+call_forward = KernelOp(
     "softmax_forward",
     f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
     replay=True,
 )
-_call_backward = KernelOp(
+call_backward = KernelOp(
     "softmax_backward",
     f"({_TERMS}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, {_OPTIONS}) -> Tensor[]",
     _backward,
@@ -161,7 +161,7 @@ class _Softmax(Function):
 
     @staticmethod
     def forward(ctx: Any, options: tuple, backward_impls: str, *args: Any) -> Any:
-        o, lse = _call_forward(*args, *options)
+        o, lse = call_forward(*args, *options)
         save(ctx, *args, o, lse)
         ctx.options = (*options[:-1], backward_impls)
         ctx.set_materialize_grads(False)
@@ -173,7 +173,7 @@ class _Softmax(Function):
         *args, o, lse = saved
         if do is None and dlse is None:
             return (None,) * (2 + len(args))
-        grads = iter(_call_backward(*args, o, lse, do, dlse, *ctx.options))
+        grads = iter(call_backward(*args, o, lse, do, dlse, *ctx.options))
         inputs = AttentionInputs(*args)
         by_term = [
             next(grads) if name in DIFFERENTIABLE and x is not None else None
@@ -189,7 +189,7 @@ def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
     return _Softmax.apply((*options, impl), "|".join(with_gradients) or "eager", *inputs)
 
 
-_call_forward.set_gradient(_of_operator)
+call_forward.set_gradient(_of_operator)
 
 
 def softmax(
@@ -201,7 +201,7 @@ def softmax(
         inputs = _distinct(inputs)
     if needs_autograd(*inputs):
         return _Softmax.apply((*options, impl), backward_impls or impl, *inputs)
-    return _call_forward(*inputs, *options, impl)
+    return call_forward(*inputs, *options, impl)
 
 
 def _distinct(inputs: AttentionInputs) -> AttentionInputs:

@@ -49,11 +49,11 @@ def test_softmax_gradcheck(call: Call) -> None:
 @pytest.mark.parametrize("call", CALLS[10:16], ids=lambda call: call.name)
 def test_softmax_ops_pass_opcheck(call: Call) -> None:
     terms = call.terms()
-    torch.library.opcheck(op._call_forward.overload, (*terms, *call.options, "eager"))
+    torch.library.opcheck(op.call_forward.overload, (*terms, *call.options, "eager"))
     do, dlse = incoming(terms)
     o, lse = op.softmax(terms, call.options, "eager")
     torch.library.opcheck(
-        op._call_backward.overload, (*terms, o, lse, do, dlse, *call.options, "eager")
+        op.call_backward.overload, (*terms, o, lse, do, dlse, *call.options, "eager")
     )
 
 
@@ -64,7 +64,7 @@ def test_softmax_ops_return_contiguous_gradients_of_any_strides() -> None:
     do, dlse = incoming(terms)
     o, lse = op.softmax(spread, call.options, "eager")
     torch.library.opcheck(
-        op._call_backward.overload, (*spread, o, lse, do, dlse, *call.options, "eager")
+        op.call_backward.overload, (*spread, o, lse, do, dlse, *call.options, "eager")
     )
     right = want(terms, call.options, do, dlse)
     check(got(eager, spread, call.options, do, dlse), right, 5e-6, "strides")

@@ -34,7 +34,9 @@ def compile_step(
         "BETA_FACTOR": 1.0, "L2_NORM": True, "NORM": True, "NORM_BEFORE_GATE": True,
         "WEIGHT_PER_HEAD": False, "Z_SILU": True, "stride_l": 1,
     }  # fmt: skip
-    scalars: dict[str, str] = dict.fromkeys(("lower_bound", "normalizer", "dt_min", "dt_max"), "fp32")
+    scalars: dict[str, str] = dict.fromkeys(
+        ("lower_bound", "normalizer", "dt_min", "dt_max"), "fp32"
+    )
     scalars |= dict.fromkeys(ROWS, "i64")
     scalars |= dict.fromkeys(("stride_state", "stride_head", "stride_window"), "i32:16")
     options = {} if tile.registers is None else {"maxnreg": tile.registers}
