@@ -9,7 +9,9 @@ A model whose layers do not use transformers' AttentionInterface keeps its own a
 warning names it: PreTrainedModel.get_correct_attn_implementation is wrapped to that end.
 """
 
+import ast
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -404,14 +406,38 @@ def _say_dense() -> None:
     logger.warning("slipstream: a mask that is not causal, windowed, padded or packed is dense")
 
 
+# a layer's choice of one of its own classes by name
+OWN_CLASSES = "_CLASSES[config._attn_implementation]"
+
+
 def uses_interface(model: type[PreTrainedModel]) -> bool:
     """Whether the attention of a class of models is looked up in transformers' AttentionInterface.
 
-    It is not where a class has attention of its own, or a dictionary of them by name.
+    It is not where a class has attention of its own, or a dictionary of them by name. Models
+    inside of it that have a configuration of their own are asked by themselves.
     """
     if not model._can_set_attn_implementation():
         return False
-    return "_CLASSES[config._attn_implementation]" not in modeling_source(model.__module__)
+    source = modeling_source(model.__module__)
+    return OWN_CLASSES not in source or not _chooses_own_classes(model, source)
+
+
+def _chooses_own_classes(model: type[PreTrainedModel], source: str) -> bool:
+    """Whether the class, or one that it names and that has its configuration, does so."""
+    nodes = {x.name: x for x in ast.parse(source).body if isinstance(x, ast.ClassDef)}
+    todo, seen = [model.__name__], set[str]()
+    while todo:
+        name = todo.pop()
+        other = getattr(sys.modules[model.__module__], name, None)
+        if name in seen or name not in nodes or not isinstance(other, type):
+            continue
+        seen.add(name)
+        if issubclass(other, PreTrainedModel) and other.config_class is not model.config_class:
+            continue
+        if OWN_CLASSES in ast.unparse(nodes[name]):
+            return True
+        todo += [x.id for x in ast.walk(nodes[name]) if isinstance(x, ast.Name)]
+    return False
 
 
 @cache

@@ -1,6 +1,7 @@
 """attn_implementation="slipstream" in models that differ in what their attention asks for."""
 
 import copy
+import importlib
 import logging
 from typing import Any
 
@@ -239,6 +240,13 @@ def test_models_without_the_interface_keep_their_attention(
     assert models[1].config._attn_implementation in ("eager", "sdpa")
     assert sum(name in record.getMessage() for record in caplog.records) == 1
     assert_same(models, input_ids=ids(2, 9))
+
+
+def test_models_within_a_model_are_asked_by_themselves() -> None:
+    """SAM's images keep attention of their own, what decodes their masks does not."""
+    sam = importlib.import_module("transformers.models.sam.modeling_sam")
+    assert ours.uses_interface(sam.SamModel)
+    assert not ours.uses_interface(sam.SamVisionModel)
 
 
 def test_gpt2_trains_at_its_default_dropout() -> None:
