@@ -167,6 +167,11 @@ def _mesh(*sizes: int, names: tuple[str, ...]) -> Any:
     return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
+def ddp(model: SlipstreamForCausalLM) -> Step:
+    # as transformers' Trainer has it: RWKV-7's first layer does not use all that it has
+    return trained(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True))
+
+
 def fsdp(model: SlipstreamForCausalLM) -> Step:
     from torch.distributed.fsdp import fully_shard
 
@@ -212,6 +217,7 @@ WAYS: dict[str, Way] = {
     "functional": functional,
     "hooked": hooked,
     "staged": staged,
+    "ddp": ddp,
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tensor parallel": tensor_parallel,
@@ -305,8 +311,30 @@ def _in_process(rank: int, file: str, ranks: int, many: list[tuple[str, ...]]) -
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_model_trained_by_processes_is_the_same(ranks: int, tmp_path: Path) -> None:
     """Of four, HSDP has two copies of two shards."""
-    many = [("fsdp",), ("hsdp",), ("tensor parallel",), ("selective", "hsdp"), *TRIPLES]
+    many = [("ddp",), ("checkpointed", "ddp"), ("fsdp",), ("hsdp",), ("tensor parallel",), ("selective", "hsdp"), *TRIPLES]
     mp.spawn(_in_process, (str(tmp_path / "store"), ranks, many), nprocs=ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("way", ["plain", "checkpointed"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(which=lambda name, way, dtype: name == "hybrid")
+def test_model_under_autocast_learns_the_same(name: str, way: str, dtype: torch.dtype) -> None:
+    """float32 weights get float32 gradients, those of 16-bit products."""
+    ids = torch.arange(18).mul(7).remainder(VOCAB).view(2, 9)
+    plain, model = make(name), make(name)
+    want = trained(plain)(ids)
+    step = trained(model) if way == "plain" else WAYS[way](model)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = step(ids)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, want, rtol=1e-2, atol=1e-2)
+    got, want_grads = gradients(model), gradients(plain)
+    assert got.keys() == want_grads.keys()
+    for n, grad in want_grads.items():
+        assert got[n].dtype == torch.float32
+        top = max(float(grad.norm()), 0.05)  # less is nothing but rounding
+        assert float((got[n] - grad).norm()) < 0.1 * top, n
 
 
 # ---- a Linear with a forward of its own

@@ -134,7 +134,8 @@ def test_gradient_of_a_strict_export(case: Case) -> None:
 
 
 @every_case
-def test_gradients_under_autocast_are_those_of_16_bits(case: Case) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_under_autocast_are_those_of_16_bits(case: Case, dtype: torch.dtype) -> None:
     args = case.inputs()
     narrow = {
         name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -145,7 +146,7 @@ def test_gradients_under_autocast_are_those_of_16_bits(case: Case) -> None:
     problem = Problem(Case(case.name, case.call, lambda: narrow))
     want = problem.gradient()
     given = problem.leaves()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         outputs = problem.run(*given)
     problem.of_outputs(outputs).backward()
     for x, y in zip(given, want, strict=True):
