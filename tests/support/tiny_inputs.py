@@ -24,7 +24,9 @@ def inputs_of(model: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
     if "grid_thw" in required or "image_grid_thw" in required:
         return _patches(config, required)
     if "input_ids" in accepted:
-        given["input_ids"] = torch.randint(10, 50, (ROWS, TOKENS))
+        # rows of 3 answers each
+        choices = (3,) if "MultipleChoice" in type(model).__name__ else ()
+        given["input_ids"] = torch.randint(10, 50, (ROWS, *choices, TOKENS))
     elif "pixel_values" in accepted:
         given["pixel_values"] = _images(config)
     elif main in ("input_values", "input_features"):
@@ -37,7 +39,10 @@ def inputs_of(model: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
         given["pixel_values"] = _images(config)
     if "bbox" in accepted:
         given["bbox"] = torch.zeros(ROWS, TOKENS, 4, dtype=torch.int64)
-    if "decoder_input_ids" in accepted and config.is_encoder_decoder:
+    if "ForSequenceClassification" in type(model).__name__ and config.is_encoder_decoder:
+        # a class of what is decoded at the last token, which is the same text
+        given["input_ids"][:, -1] = config.eos_token_id
+    elif "decoder_input_ids" in accepted and config.is_encoder_decoder:
         given["decoder_input_ids"] = torch.randint(10, 50, (ROWS, TOKENS - 3))
     return given
 

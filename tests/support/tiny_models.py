@@ -78,7 +78,7 @@ def runs_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, dict[str, Tensor
     if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
         for side in ("left", "right"):
             mask = torch.ones_like(inputs["input_ids"])
-            mask[1, slice(0, 4) if side == "left" else slice(-4, None)] = 0
+            mask[1, ..., slice(0, 4) if side == "left" else slice(-4, None)] = 0
             torch.manual_seed(3)
             with torch.no_grad():
                 output = dict(tensors_of(model(**inputs, attention_mask=mask)))
