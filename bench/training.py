@@ -3,10 +3,13 @@
     python bench/training.py                    every case
     python bench/training.py --only Llama       beside torch's attention in transformers' own model
     python bench/training.py --only kda         a mixer of our language model, beside attention
+    python bench/training.py --only checkpointed
 
 Four layers, hidden size 2048 (Llama: as that of 8B parameters), bf16 weights, 8192 tokens. ms: of
 the device, providers in turns; host_ms: until the step returns; peak_gib: beyond the weights.
-packed: four sequences in a row, by position ids.
+packed: four sequences in a row, by position ids. checkpointed: 8 sequences of 4096 tokens, hidden
+size 1024, 8 heads, beside the same model that keeps its activations. RetNet: a hidden size of 1024
+as 4 heads, whose values have 512 channels, and as 8.
 """
 
 import copy
@@ -17,7 +20,11 @@ import torch
 from harness import BF16, DEVICE, Call, Report, first, host_us, in_turns, parser, peak_bytes
 from torch import Tensor
 
-MIXERS = ("attention", "gated_deltanet", "kda", "gla", "rwkv7", "mamba2")
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+
+LARGE = ("attention", "gated_deltanet", "kda", "gla", "rwkv7", "mamba2")
+CHECKPOINTED = [f"{mixer} checkpointed" for mixer in MIXERS]
+CASES = (*LARGE, "Llama", "Llama packed", "RetNet", *CHECKPOINTED)
 TOKENS = 8192
 
 
@@ -29,10 +36,8 @@ def step(model: Any, ids: Tensor, **inputs: Tensor) -> Call:
     return run
 
 
-def ours(mixer: str, small: bool) -> Any:
-    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 2048, "num_heads": 16, "vocab_size": 32000}
+def ours(mixer: str, small: bool, hidden: int = 2048, heads: int = 16) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": hidden, "num_heads": heads, "vocab_size": 32000}
     if small:
         sizes = {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
     mixers: list[Any] = [mixer] * (1 if small else 4)
@@ -58,8 +63,19 @@ def steps(name: str, report: Report) -> dict[str, Call]:
     """By provider."""
     small = report.options.small
     tokens = 64 if small else TOKENS
-    ids = torch.randint(1, 64 if small else 32000, (1, tokens), device=DEVICE)
+    shape = (8, tokens // 2) if name in CHECKPOINTED else (1, tokens)
+    ids = torch.randint(1, 64 if small else 32000, shape, device=DEVICE)
     dtype = BF16 if DEVICE.type == "cuda" else torch.float32
+    if name in CHECKPOINTED:
+        model = ours(name.split()[0], small, 1024, 8).to(DEVICE, dtype).train()
+        again = copy.deepcopy(model)
+        again.gradient_checkpointing_enable({"use_reentrant": False})
+        return {"kept": step(model, ids), "checkpointed": step(again, ids)}
+    if name == "RetNet":
+        return {
+            f"{heads} heads": step(ours("retention", small, 1024, heads).to(DEVICE, dtype), ids)
+            for heads in (8, 4)
+        }
     if not name.startswith("Llama"):
         return {"slipstream": step(ours(name, small).to(DEVICE, dtype), ids)}
     inputs = {}
@@ -75,7 +91,7 @@ def steps(name: str, report: Report) -> dict[str, Call]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     report = Report(parser(__doc__).parse_args(argv))
-    for name in (*MIXERS, "Llama", "Llama packed"):
+    for name in CASES:
         if not report.wants(name):
             continue
         with report.going_on(name):
@@ -88,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for who, ms in in_turns(calls, report.runs(7)).items():
                     host = host_us(calls[who], report.runs(5), 1) / 1e3
                     rows[who] |= {"ms": round(ms, 2), "host_ms": round(host, 2)}
-                    rows[who]["tokens/s"] = round(1e3 * TOKENS / ms)
+                    tokens = 4 * TOKENS if name in CHECKPOINTED else TOKENS
+                    rows[who]["tokens/s"] = round(1e3 * tokens / ms)
             for row in rows.values():
                 report.row("training", row)
     report.end()
