@@ -69,7 +69,8 @@ def steps(name: str, report: Report) -> dict[str, Call]:
     if name in CHECKPOINTED:
         model = ours(name.split()[0], small, 1024, 8).to(DEVICE, dtype).train()
         again = copy.deepcopy(model)
-        again.gradient_checkpointing_enable({"use_reentrant": False})
+        word = "activation" if hasattr(again, "activation_checkpointing_enable") else "gradient"
+        getattr(again, f"{word}_checkpointing_enable")({"use_reentrant": False})
         return {"kept": step(model, ids), "checkpointed": step(again, ids)}
     if name == "RetNet":
         return {

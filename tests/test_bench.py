@@ -63,7 +63,7 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("host", "--only norm|chunk_kda", 6),
         ("memory", "", 16),
         ("memory", "--packed --only kda", 1),
-        ("training", "--only gated|packed", 3),
+        ("training", "--only gated_deltanet|packed", 5),
     ],
 )
 def test_small_run(
