@@ -32,12 +32,12 @@ BLOCK = gl.constexpr(4)  # levels within 16 tokens
 
 
 @gluon.jit
-def put_gates(p, stride, left, none, high, low, layout: gl.constexpr, CHANNEL: gl.constexpr):
+def put_gates(p, stride, num_rows, none, high, low, layout: gl.constexpr, CHANNEL: gl.constexpr):
     """64 channels' gates, as bf16 numbers and what those leave."""
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + none
     o_j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     p += o_i * stride + o_j * CHANNEL
-    b_g = gl.load(p, mask=o_i < left + 0 * o_j, other=0.0).to(gl.float32) * LOG2E
+    b_g = gl.load(p, mask=o_i < num_rows + 0 * o_j, other=0.0).to(gl.float32) * LOG2E
     g_high, g_low = halves(gl.maximum(b_g, LOWEST))
     high.store(g_high)
     low.store(g_low)
@@ -88,14 +88,14 @@ def to_end(
 
 @gluon.jit
 def load_tiles(
-    q_ptr, k_ptr, a_ptr, b_ptr, begin, stride, left, none, qs, reads, bs, keys, NK: gl.constexpr,
-    DELTA: gl.constexpr,
+    q_ptr, k_ptr, a_ptr, b_ptr, begin, stride, num_rows, none, qs, reads, bs, keys,
+    NK: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """Rows of `stride` from element `begin` on."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
     o_q = begin + o_r * stride + gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
-    m_r = o_r < left
+    m_r = o_r < num_rows
     for j in gl.static_range(NK):
         qs.index(none + j).store(gl.load(q_ptr + o_q + j * 64, mask=m_r, other=0.0))
         p_a = (k_ptr if DELTA else a_ptr) + o_q + j * 64
@@ -108,7 +108,7 @@ def load_tiles(
 
 @gluon.jit
 def from_start(
-    p, stride, left, none, q, a, b, k, layout: gl.constexpr, CHANNEL: gl.constexpr,
+    p, stride, num_rows, none, q, a, b, k, layout: gl.constexpr, CHANNEL: gl.constexpr,
     LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr, BLOCK: gl.constexpr = False,
 ):  # fmt: skip
     """wy.py's operands of 64 channels in place, and G + SHIFT of their lowest, by tokens.
@@ -121,7 +121,7 @@ def from_start(
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
     p += o_t * stride + o_n * CHANNEL
-    b_g = gl.load(p, mask=o_t < left + 0 * o_n, other=0.0).to(gl.float32)
+    b_g = gl.load(p, mask=o_t < num_rows + 0 * o_n, other=0.0).to(gl.float32)
     b_g = gl.maximum(b_g * LOG2E, LOWEST)
     if BLOCK:
         b_e = gl.associative_scan(b_g, 1, add) + SHIFT
@@ -219,8 +219,8 @@ def one_chunk(
         highs = xs._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
         lows = ys._reinterpret(gl.bfloat16, [NK, 64, 64], tile)
     i_h = pid % HV
-    row, left, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
-    slot = gl.cast(pid, gl.int64)
+    row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    index = gl.cast(pid, gl.int64)
     token = row.to(gl.int64) * HV + i_h
     # 0, another one each time: what is made of it is not kept for the next chunk, level or part
     none = T + pid >> 31 << 10
@@ -229,12 +229,12 @@ def one_chunk(
     begin = (row.to(gl.int64) * H + i_h // (HV // H)) * K
     zero = gl.zeros([64, 64], gl.float32, al)
     writes = xs if DELTA else bs
-    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, left, none, qs, reads, bs, keys,
+    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, num_rows, none, qs, reads, bs, keys,
                NK, DELTA)  # fmt: skip
     b_lowest = gl.full([C], SHIFT, gl.float32, gl.SliceLayout(1, al))
     for n in range(NK):
         b_low = from_start(
-            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, num_rows, none,
             qs.index(none + n), reads.index(none + n), writes.index(none + n),
             keys.index(none + n), al, CHANNEL, LIMIT, SHIFT, DELTA, True)  # fmt: skip
         b_lowest = gl.minimum(b_lowest, b_low)
@@ -249,11 +249,11 @@ def one_chunk(
         b_ak = gl.where(pairs, scores(reads, keys, NK, zero, none), 0.0).to(act)
     gl.thread_barrier()
     none = T + pid + 1 >> 31 << 10
-    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, left, none, qs, reads, bs, keys,
+    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, num_rows, none, qs, reads, bs, keys,
                NK, DELTA)  # fmt: skip
     if DELTA:
         for n in range(NK):
-            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, num_rows, none,
                       highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
     same = o_i + none == o_j
     b_qb = gl.where(same, scores(qs, reads if DELTA else bs, NK, zero, none).to(act), b_qb)
@@ -266,7 +266,7 @@ def one_chunk(
         seen = gates_seen(C, aa, level, now, False, True)
         for n in range(NK):
             if not DELTA:
-                put_gates(g_ptr + (token + now) * GK + n * (64 * CHANNEL), HV * GK, left, now,
+                put_gates(g_ptr + (token + now) * GK + n * (64 * CHANNEL), HV * GK, num_rows, now,
                           highs.index(now + n), lows.index(now + n), al, CHANNEL)  # fmt: skip
             b_e = sum_gates(seen, highs.index(now + n), lows.index(now + n), zero)
             at_level(
@@ -286,23 +286,23 @@ def one_chunk(
             b_ab = gl.where(pairs, scores(ys, xs, NK, zero, now), b_ab)
             b_ak = gl.where(pairs, scores(ys, ys, NK, zero, now).to(act), b_ak)
     none = T + pid + LEVELS >> 31 << 10
-    i_a = slot * (C * C)
+    i_a = index * (C * C)
     put(qb_ptr + i_a, (b_qb.to(gl.float32) * scale).to(act), C, rows, none)
     if not DELTA:
         put(qk_ptr + i_a, (b_qk.to(gl.float32) * scale).to(act), C, rows, none)
     gl.thread_barrier()
     for n in range(NK):
         if not DELTA:
-            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+            put_gates(g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, num_rows, none,
                       highs.index(none + n), lows.index(none + n), al, CHANNEL)  # fmt: skip
         to_end(
             highs.index(none + n), lows.index(none + n), reads.index(none + n),
             bs.index(none + n), keys.index(none + n), b_out_ptr, k_out_ptr,
-            slot * (C * K) + n * 64, none, zero, rows, K, DELTA)  # fmt: skip
+            index * (C * K) + n * 64, none, zero, rows, K, DELTA)  # fmt: skip
     gl.thread_barrier()
     finish(
         b_ab, None if DELTA else b_ak, qs, reads, xs if DELTA else bs, keys, v_ptr, g_ptr, beta_ptr,
-        w_out_ptr, u_out_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, scale, keep, slot, token, left,
+        w_out_ptr, u_out_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, scale, keep, index, token, num_rows,
         T + pid + LEVELS + 1 >> 31 << 10, HV, K, V, DELTA, CHANNEL, LIMIT, SHIFT,
     )  # fmt: skip
 
@@ -310,7 +310,7 @@ def one_chunk(
 @gluon.jit
 def finish(
     b_ab, b_ak, qs, reads, writes, keys, v_ptr, g_ptr, beta_ptr, w_out_ptr, u_out_ptr, qb_ptr,
-    qk_ptr, ak_ptr, r_ptr, scale, keep, slot, token, left, none, HV,
+    qk_ptr, ak_ptr, r_ptr, scale, keep, index, token, num_rows, none, HV,
     K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, CHANNEL: gl.constexpr,
     LIMIT: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
@@ -322,11 +322,11 @@ def finish(
     al: gl.constexpr = b_ab.type.layout
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     zero = gl.zeros([64, 64], gl.float32, al)
-    i_a = slot * (C * C)
+    i_a = index * (C * C)
     b_lowest = gl.full([C], SHIFT, gl.float32, gl.SliceLayout(1, al))
     for n in range(NK):
         b_low = from_start(
-            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, left, none,
+            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, num_rows, none,
             qs.index(none + n), reads.index(none + n), writes.index(none + n),
             keys.index(none + n), al, CHANNEL, LIMIT, SHIFT, DELTA)  # fmt: skip
         b_lowest = gl.minimum(b_lowest, b_low)
@@ -347,7 +347,7 @@ def finish(
     b_ab = gl.where(past, scores(reads, writes, NK, zero, none), b_ab)
     if DELTA:
         o_b = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
-        b_beta = gl.load(beta_ptr + token + o_b * HV, mask=o_b < left, other=0.0)
+        b_beta = gl.load(beta_ptr + token + o_b * HV, mask=o_b < num_rows, other=0.0)
         b_ab = b_ab * b_beta.to(gl.float32)[:, None]
     else:
         b_ab = -b_ab
@@ -358,7 +358,7 @@ def finish(
     ready()
     solve(
         b_ab, None if DELTA else aks, reads, SHIFT, beta_ptr + token if DELTA else None,
-        v_ptr + token * V, w_out_ptr + slot * (C * K), u_out_ptr + slot * (V * C), r_ptr + i_a,
-        keep, left, HV, K, V, DELTA, none,
+        v_ptr + token * V, w_out_ptr + index * (C * K), u_out_ptr + index * (V * C), r_ptr + i_a,
+        keep, num_rows, HV, K, V, DELTA, none,
     )  # fmt: skip
     gl.thread_barrier()

@@ -94,22 +94,22 @@ def state_partition(
         strong = flag_of(flags, s) > 0.0
         b_d = totals.index(s).load(columns)[None, :]
         if REVERSE:
-            left = gl.where(strong, b_s, b_s * b_d).to(rs.dtype)
+            lhs = gl.where(strong, b_s, b_s * b_d).to(rs.dtype)
             b_s *= b_d
         else:
-            left = b_s.to(rs.dtype)
+            lhs = b_s.to(rs.dtype)
             b_s *= gl.where(strong, b_d, 1.0)
-        left = gl.convert_layout(left, sa)
+        lhs = gl.convert_layout(lhs, sa)
         b_a = square(gs.index(s), rs.dtype, K, C)
         x_t = xs.index(2 * s + I).permute((1, 0))
         if REVERSE:
-            right = ws.index(s).permute((1, 0))
-            b_y = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+            rhs = ws.index(s).permute((1, 0))
+            b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
             b_y = warpgroup_mma(x_t, b_a, b_y, is_async=True)
             b_s = warpgroup_mma(x_t, rs.index(s), b_s, is_async=True)
         else:
-            right = rs.index(s).permute((1, 0))
-            b_y = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+            rhs = rs.index(s).permute((1, 0))
+            b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
             b_y = warpgroup_mma(x_t, b_a.permute((1, 0)), b_y, is_async=True)
             b_s = warpgroup_mma(x_t, ws.index(s), b_s, is_async=True)
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
@@ -175,7 +175,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
     full = alloc_mbarriers(1, ST)
-    told = alloc_mbarriers(1, ST)
+    summed = alloc_mbarriers(1, ST)
     ready = alloc_mbarriers(1, ST)
     empty = alloc_mbarriers(2, ST)
     i_h, i_n, row, length, _, n = program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
@@ -196,10 +196,10 @@ def vector_decay_chunk_fwd_sm90_kernel(
                 o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
                 1, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
             (score_partition, (
-                rs, ws, xs, gs, gates, until, free, flags, p_u, full, told, ready, length, n,
+                rs, ws, xs, gs, gates, until, free, flags, p_u, full, summed, ready, length, n,
                 K, C, ST, 2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),
             (gate_sum_partition, (
-                gs, totals, flags, full, told, length, n, K, C, ST, BOUND, REVERSE)),
+                gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (
                 q_desc, k_desc, x_desc, g_desc, rs, ws, xs, gs, full, empty, row, n, k_col,
                 i_h * K, i_h * X, C, ST, REVERSE)),

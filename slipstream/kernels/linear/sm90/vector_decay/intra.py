@@ -37,23 +37,23 @@ BLOCK = gl.constexpr(4)  # levels within 16 tokens
 
 
 @gluon.jit
-def column_sums(gate, left, K: gl.constexpr, C: gl.constexpr, MASKED: gl.constexpr):
-    """Sums over the first `left` rows, or all, by one warp."""
+def column_sums(gate, num_rows, K: gl.constexpr, C: gl.constexpr, MASKED: gl.constexpr):
+    """Sums over the first `num_rows` rows, or all, by one warp."""
     EACH: gl.constexpr = 8
     tall: gl.constexpr = gl.BlockedLayout([EACH, K // 32], [1, 32], [1, 1], [1, 0])
     b_sum = gl.zeros([K], gl.float32, gl.SliceLayout(0, tall))
-    for part in gl.static_range(C // EACH):
-        b_g = gate.slice(part * EACH, EACH).load(tall).to(gl.float32)
+    for block in gl.static_range(C // EACH):
+        b_g = gate.slice(block * EACH, EACH).load(tall).to(gl.float32)
         if MASKED:
-            o_t = part * EACH + gl.arange(0, EACH, gl.SliceLayout(1, tall))
-            b_g = gl.where((o_t < left)[:, None], b_g, 0.0)
+            o_t = block * EACH + gl.arange(0, EACH, gl.SliceLayout(1, tall))
+            b_g = gl.where((o_t < num_rows)[:, None], b_g, 0.0)
         b_sum += gl.sum(b_g, 0)
     return b_sum
 
 
 @gluon.jit
 def gate_sum_partition(
-    gs, totals, flags, full, told, length, n,
+    gs, totals, flags, full, summed, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, BOUND: gl.constexpr,
     REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -61,16 +61,16 @@ def gate_sum_partition(
     single: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(n):
         s = i % ST
-        left = length - (n - 1 - i if REVERSE else i) * C
+        num_rows = length - (n - 1 - i if REVERSE else i) * C
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        if left < C:
-            b_sum = column_sums(gs.index(s), left, K, C, True)
+        if num_rows < C:
+            b_sum = column_sums(gs.index(s), num_rows, K, C, True)
         else:
-            b_sum = column_sums(gs.index(s), left, K, C, False)
+            b_sum = column_sums(gs.index(s), num_rows, K, C, False)
         strong = gl.where(gl.min(b_sum, 0) < -BOUND, 1.0, 0.0)
         totals.index(s).store(gl.exp2(b_sum * LOG2E))
         flags.index(s).store(gl.full([1], 0.0, gl.float32, single) + strong)
-        mbarrier.arrive(told.index(s), count=1)
+        mbarrier.arrive(summed.index(s), count=1)
 
 
 @gluon.jit
@@ -134,13 +134,13 @@ def add_diagonal(b_a, r, w, none, u_ptr, K: gl.constexpr, C: gl.constexpr, HAS_U
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
-    b_own = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+    b_diagonal = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     for h in gl.static_range(K // 64):
         b_pair = half(r, h).load(al).to(gl.float32) * half(w, h).load(al).to(gl.float32)
         if HAS_U:
             b_pair *= gl.load(u_ptr + h * 64 + o_j).to(gl.float32)[None, :]
-        b_own += gl.sum(b_pair, 1)
-    return gl.where(o_i[:, None] == o_j[None, :], b_own[:, None], b_a)
+        b_diagonal += gl.sum(b_pair, 1)
+    return gl.where(o_i[:, None] == o_j[None, :], b_diagonal[:, None], b_a)
 
 
 @gluon.jit
@@ -161,9 +161,9 @@ def weak_scores(
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
     seen = o_i[:, None] >= o_j[None, :]
-    b_own = gl.zeros([C, C], gl.float32, al)
+    b_diagonal = gl.zeros([C, C], gl.float32, al)
     if BEFORE:
-        b_own = add_diagonal(b_own, r, w, none, u_ptr, K, C, BEFORE)
+        b_diagonal = add_diagonal(b_diagonal, r, w, none, u_ptr, K, C, BEFORE)
         seen = o_i[:, None] > o_j[None, :]
     for h in gl.static_range(K // 64):
         b_sum = gate_sums(until, gates, h, C)
@@ -179,7 +179,7 @@ def weak_scores(
         b_w = half(w, h).permute((1, 0))
         b_a = warpgroup_mma(half(r, h), b_w, b_a, use_acc=h > 0, is_async=True)
     b_a = warpgroup_mma_wait(0, deps=(b_a,))
-    out.store(gl.where(seen, b_a, b_own).to(out.dtype))
+    out.store(gl.where(seen, b_a, b_diagonal).to(out.dtype))
 
 
 @gluon.jit
@@ -208,7 +208,7 @@ def block_scores(
         gl.thread_barrier()
         b_a = warpgroup_mma(y, x.permute((1, 0)), b_a, use_acc=h > 0, is_async=True)
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
-        gl.thread_barrier()  # both are written anew
+        gl.thread_barrier()  # both are written again
     safe = (b_lowest >= -(BOUND + SHIFT) * LOG2E).to(gl.int32)
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
@@ -231,10 +231,10 @@ def strong_scores(
     b_a = add_diagonal(b_a, r, w, none, u_ptr, K, C, BEFORE)
     for level in range(BLOCK * gl.min(safe, 0), LEVELS):
         # 0, as none: masks of a level take registers in it alone
-        anew = none + level >> 31 << 10
-        o_t = anew + gl.arange(0, C, gl.SliceLayout(1, ones_l))
-        o_i = anew + gl.arange(0, C, gl.SliceLayout(1, al))
-        o_j = anew + gl.arange(0, C, gl.SliceLayout(0, al))
+        opaque = none + level >> 31 << 10
+        o_t = opaque + gl.arange(0, C, gl.SliceLayout(1, ones_l))
+        o_i = opaque + gl.arange(0, C, gl.SliceLayout(1, al))
+        o_j = opaque + gl.arange(0, C, gl.SliceLayout(0, al))
         later = ((o_t >> level) & 1) == 1
         start = (o_t >> level) << level
         first = gl.where(later, start, o_t + 1)
@@ -252,7 +252,7 @@ def strong_scores(
             b_xx = warpgroup_mma(x, x.permute((1, 0)), zero_a, use_acc=False, is_async=True)
             b_xx = warpgroup_mma_wait(0, deps=(b_xx,))
             b_a += gl.where(siblings & (o_i[:, None] > o_j[None, :]), b_xx, 0.0)
-            gl.thread_barrier()  # x is written anew
+            gl.thread_barrier()  # x is written again
     b_whole = zero_a
     b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     for h in gl.static_range(K // 64):
@@ -275,7 +275,7 @@ def strong_scores(
         b_sum = gate_sums(until.permute((1, 0)), gates, h, C) - b_g  # of the gates after it
         b_k = half(w, h).load(al).to(gl.float32)
         half(w, h).store((b_k * gl.exp2(b_sum)).to(w.dtype))
-        gl.thread_barrier()  # x is written anew
+        gl.thread_barrier()  # x is written again
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
     seen = o_i[:, None] > o_j[None, :] if BEFORE else o_i[:, None] >= o_j[None, :]
@@ -285,7 +285,7 @@ def strong_scores(
 
 @gluon.jit
 def score_partition(
-    rs, ws, xs, gs, gates, until, free, flags, u_ptr, full, told, ready, length, n,
+    rs, ws, xs, gs, gates, until, free, flags, u_ptr, full, summed, ready, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NX: gl.constexpr,
     LEVELS: gl.constexpr, BOUND: gl.constexpr, SHIFT: gl.constexpr, REVERSE: gl.constexpr,
     HAS_U: gl.constexpr,
@@ -298,17 +298,17 @@ def score_partition(
     gl.thread_barrier()
     for i in range(n):
         s = i % ST
-        left = length - (n - 1 - i if REVERSE else i) * C
+        num_rows = length - (n - 1 - i if REVERSE else i) * C
         # 0, but no compiler knows: masks and addresses would take registers all the time
         none = length + i >> 31 << 10
-        mbarrier.wait(told.index(s), (i // ST) & 1)
+        mbarrier.wait(summed.index(s), (i // ST) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        if left < C:
-            zero_tail_rows(rs.index(s), left, C, K)
-            zero_tail_rows(ws.index(s), left, C, K)
-            zero_tail_rows(gs.index(s), left, C, K)
-            for part in gl.static_range(NX):
-                zero_tail_rows(xs.index(NX * s + part), left, C, 64)
+        if num_rows < C:
+            zero_tail_rows(rs.index(s), num_rows, C, K)
+            zero_tail_rows(ws.index(s), num_rows, C, K)
+            zero_tail_rows(gs.index(s), num_rows, C, K)
+            for i_x in gl.static_range(NX):
+                zero_tail_rows(xs.index(NX * s + i_x), num_rows, C, 64)
             fence_async_shared()
             gl.thread_barrier()
         take_gates(gs.index(s), gates.index(none), K, C)
@@ -321,7 +321,7 @@ def score_partition(
             )  # fmt: skip
         else:
             # another one: what take_gates makes with it would be kept until here
-            none = left >> 31 << 10
+            none = num_rows >> 31 << 10
             out = square(gs.index(s + none), rs.dtype, K, C)
             weak_scores(
                 rs.index(s), ws.index(s), gates.index(none), out, until.index(none), none, u_ptr,
