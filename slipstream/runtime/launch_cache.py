@@ -26,7 +26,7 @@ from slipstream.runtime.launch_replay import LaunchBatch, ReplayedLaunch, Tensor
 if TYPE_CHECKING:
     from slipstream.runtime.call_recorder import Recorder
 
-Pick = Callable[[tuple], tuple]
+Pick = Callable[[Any], tuple]
 
 
 class _OfThread(threading.local):
@@ -149,7 +149,7 @@ class CachedKernel:
         self.kernel = kernel
         self._driver: Any = driver
         self._names = [p.name for p in kernel.params]
-        self._orders: dict[tuple, tuple[list[str], list[str]]] = {}
+        self._orders: dict[tuple, tuple[Pick, list[str]]] = {}
         self._places: dict[tuple, ArgLayout | None] = {}
         self._found: dict[tuple, CompiledEntry] = {}
 
@@ -182,9 +182,10 @@ class CachedKernel:
         order = self._orders.get(shape)
         if order is None:
             following = list(takewhile(named.__contains__, self._names[len(args) :]))
-            order = self._orders[shape] = following, [x for x in named if x not in following]
-        following, options = order
-        return (*args, *map(named.__getitem__, following)), {x: named[x] for x in options}
+            options = [x for x in named if x not in following]
+            order = self._orders[shape] = _picking(following), options
+        pick, options = order
+        return (*args, *pick(named)), {x: named[x] for x in options}
 
     def _taken(
         self, taking: "Recorder", grid: tuple, args: tuple, named: dict, kept: CompiledEntry | None
@@ -262,7 +263,8 @@ def _is_descriptor(x: Any) -> bool:
     return type(x).__name__ == _DESCRIPTOR
 
 
-def _picking(places: list[int]) -> Pick:
+def _picking(places: list) -> Pick:
+    """Of a tuple at these places, or of a dict at these keys."""
     if len(places) > 1:
         return itemgetter(*places)
     return (lambda args: (args[places[0]],)) if places else (lambda args: ())

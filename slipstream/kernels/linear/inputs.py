@@ -23,6 +23,7 @@ Shapes: B batch, T tokens, H heads of q, k, p, a, b; HV heads of the rest, a mul
 reading head hv // (HV // H); K key width, V value width; N sequences (B, or those packed in B = 1).
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -99,3 +100,8 @@ def contiguous(terms: LinearInputs) -> LinearInputs:
         initial_state=None if state is None else state.contiguous(),
         cu_seqlens=None if terms.cu_seqlens is None else terms.cu_seqlens.contiguous(),
     )
+
+
+def pointers(terms: LinearInputs, names: Iterable[str]) -> dict[str, Tensor | None]:
+    """Arguments of a kernel: q_ptr and so on."""
+    return {f"{name}_ptr": getattr(terms, name) for name in names}

@@ -64,15 +64,11 @@ def num_chunks(terms: LinearInputs, C: int) -> int:
     return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
 
 
-def scalar_args(terms: LinearInputs, segments: Segments | None) -> tuple[int, int, int, int, int]:
-    """T, N, HV, H, tokens of a segment, as kernels take them."""
-    T, HV = terms.v.shape[1:3]
-    return T, terms.sequences, HV, terms.q.shape[2], T if segments is None else segments.tokens
-
-
 def size_args(terms: LinearInputs, segments: Segments | None) -> dict[str, int]:
-    """Those by name."""
-    return dict(zip(("T", "N", "HV", "H", "segment"), scalar_args(terms, segments)))
+    """T, N, HV, H and tokens of a segment, by the names that kernels have for them."""
+    T, HV = terms.v.shape[1:3]
+    segment = T if segments is None else segments.tokens
+    return {"T": T, "N": terms.sequences, "HV": HV, "H": terms.q.shape[2], "segment": segment}
 
 
 def delta_grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:

@@ -12,7 +12,6 @@ from slipstream.kernels.attention.sm90.bwd_preprocess import (
     softmax_rows_of_tiles_kernel,
 )
 from slipstream.kernels.attention.sm90.tiles import FUSED_SECTION_BYTES
-from slipstream.kernels.attention.triton.launch_utils import bound, factor_and_cap
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
 
@@ -33,65 +32,74 @@ def fused(
     dk: Tensor,
     dv: Tensor,
     matrix: Any,
+    common: dict[str, Any],
     flags: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Writes dq, dk and dv. `matrix` makes launch.py's descriptors, `flags` are its flags.
+    """Writes dq, dk and dv. `matrix` makes launch.py's descriptors, `common` and `flags`
+    are arguments that it gives all kernels.
 
     Returns:
         base and delta [B, H, tiles * BM], infinite and 0 where there is no query.
     """
     B, T, H, D = do.shape
     S, HKV = inputs.k.shape[1:3]
-    N, offsets = inputs.sequences, (inputs.cu_q, inputs.cu_k, inputs.lengths)
+    N = inputs.sequences
     # tiles of keys and of queries, an upper bound where lengths are not known
     tiles = -(-S // BN) if inputs.cu_k is None else S // BN + N
     pairs = HKV if inputs.cu_k is not None else HKV * N
     queries = -(-T // BM) if inputs.cu_q is None else T // BM + N
     search_steps = (N - 1).bit_length()
-    each = T, H, N, queries, search_steps
     packed = inputs.cu_q is not None
+    rows: dict[str, Any] = {"T": T, "H": H, "N": N, "tiles": queries, "search_steps": search_steps}
+    rows |= {"cu_q_ptr": inputs.cu_q, "D": D, "BM": BM, "PACKED": packed, "num_warps": 4}
     base, delta = (
         torch.empty(B * H * queries * BM, dtype=torch.float32, device=do.device) for _ in range(2)
     )
     cached(softmax_rows_of_tiles_kernel)[(B * H * queries,)](
-        *(o.contiguous(), do, lse, dlse, base, delta, inputs.cu_q, *each),
-        D=D,
-        BM=BM,
+        o_ptr=o.contiguous(),
+        do_ptr=do,
+        lse_ptr=lse,
+        dlse_ptr=dlse,
+        base_ptr=base,
+        delta_ptr=delta,
         HAS_DLSE=dlse is not None,
-        PACKED=packed,
-        num_warps=4,
+        **rows,
     )
     sums = torch.empty(B * H * queries * BM, D, dtype=torch.float32, device=do.device)
     semaphores = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
-    x = (inputs.q, BM), (inputs.k, BN), (inputs.v, BN), (do, BM)
-    descs, strides = zip(*(matrix(*each) for each in x))
+    matrices = matrix("q", inputs.q, BM) | matrix("k", inputs.k, BN)
+    matrices |= matrix("v", inputs.v, BN) | matrix("do", do, BM)
     section = max(1, min(pairs, FUSED_SECTION_BYTES // (T * H // HKV * 4 * D * do.element_size())))
     cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
-        *descs,
-        _tiles(base, BM),
-        _tiles(delta, BM),
-        _tiles(sums, BM, D // 2),
-        semaphores,
-        dk,
-        dv,
-        *offsets,
-        *factor_and_cap(options),
-        options.scale,
-        *(T, S, H, N, H // HKV, tiles, search_steps, section, tiles * pairs),
-        bound(options.left),
-        bound(options.right),
-        *(n for at in strides for n in at),
+        desc_base=_tiles(base, BM),
+        desc_delta=_tiles(delta, BM),
+        desc_dq=_tiles(sums, BM, D // 2),
+        semaphores_ptr=semaphores,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        scale=options.scale,
+        T=T,
+        S=S,
+        H=H,
+        N=N,
+        group=H // HKV,
+        tiles=tiles,
+        search_steps=search_steps,
+        section=section,
+        units=tiles * pairs,
+        **common,
+        **matrices,
         BM=BM,
         D=D,
         ST=BUFFERS[D],
         **flags,
     )
     cached(softmax_dq_of_sums_kernel)[(B * H * queries,)](
-        *(sums, semaphores, dq, inputs.cu_q, options.scale, *each),
-        D=D,
-        BM=BM,
-        PACKED=packed,
-        num_warps=4,
+        sums_ptr=sums,
+        semaphores_ptr=semaphores,
+        dq_ptr=dq,
+        scale=options.scale,
+        **rows,
     )
     return base.view(B, H, -1), delta.view(B, H, -1)
 

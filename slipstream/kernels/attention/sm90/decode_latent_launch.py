@@ -43,26 +43,28 @@ def launch(
     row = latent.stride(1)
     rows_b = latent.stride(0) // row
     shape = [(latent.shape[0] - 1) * rows_b + latent.shape[1], D]
-    descs = [
-        TensorDescriptor(x, size, [stride, 1], [64, width], _layout(64, width, q.dtype))
-        for x, size, stride in ((q, [B * T * H, D], D), (latent, shape, row))
-        for width in (WIDTH // 2, ROPE_DIM)
-    ]
+    descs = {
+        f"desc_{name}{suffix}": TensorDescriptor(
+            x, size, [stride, 1], [64, width], _layout(64, width, q.dtype)
+        )
+        for name, x, size, stride in (("q", q, [B * T * H, D], D), ("k", latent, shape, row))
+        for suffix, width in (("", WIDTH // 2), ("r", ROPE_DIM))
+    }
     cached(softmax_latent_decode_sm90_kernel)[(tiles * splits * B,)](
-        *descs,
-        partial_o,
-        partial_lse,
-        lengths,
-        table,
-        factor,
-        T,
-        H,
-        B,
-        tiles,
-        splits,
-        capacity,
-        0 if table is None else table.stride(0),
-        rows_b,
+        **descs,
+        o_ptr=partial_o,
+        lse_ptr=partial_lse,
+        lengths_ptr=lengths,
+        table_ptr=table,
+        factor=factor,
+        T=T,
+        H=H,
+        B=B,
+        tiles=tiles,
+        splits=splits,
+        capacity=capacity,
+        stride_table=0 if table is None else table.stride(0),
+        rows_b=rows_b,
         PAGE=0 if table is None else latent.shape[1],
         HAS_LENGTHS=lengths is not None,
         num_warps=4,

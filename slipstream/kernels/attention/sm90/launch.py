@@ -49,28 +49,21 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     width = D // panels(D)
     o = q.new_empty(B, T, H, DV)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    desc_q, at_q = _matrix(q, 64, width)
-    desc_k, strides_k = _matrix(k, tile.B, width)
-    desc_v, strides_v = _matrix(v, tile.B)
-    grid, sizes = _sizes(inputs, options, tile, section=_section(inputs, options))
-    uneven = max(options.left, options.right) >= 0 or any(x is not None for x in _offsets(inputs))
-    dynamic = uneven and sizes[8] > grid[0] and tile.persistent
+    matrices = _matrix("q", q, 64, width) | _matrix("k", k, tile.B, width) | _matrix("v", v, tile.B)
+    grid, sizes = _sizes(inputs, tile, section=_section(inputs, options))
+    varlen = any(x is not None for x in (inputs.cu_q, inputs.cu_k, inputs.lengths))
+    uneven = max(options.left, options.right) >= 0 or varlen
+    dynamic = uneven and sizes["units"] > grid[0] and tile.persistent
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
     with device_of(q.device):
         cached(softmax_fwd_sm90_kernel)[grid](
-            desc_q,
-            desc_k,
-            desc_v,
-            o,
-            lse,
-            inputs.sinks,
-            *_offsets(inputs),
-            counter,
-            *factor_and_cap(options),
-            *sizes,
-            *at_q,
-            *strides_k,
-            *strides_v,
+            **matrices,
+            o_ptr=o,
+            lse_ptr=lse,
+            sinks_ptr=inputs.sinks,
+            counter_ptr=counter,
+            **_common(inputs, options),
+            **sizes,
             NC=tile.rows // 64,
             BN=tile.B,
             D=D,
@@ -100,7 +93,8 @@ def backward(
     with device_of(q.device):
         if q.shape[-1] in BUFFERS:
             flags = _flags(inputs._replace(sinks=None), options)
-            rows = fused(inputs, options, o, lse, do, dlse, dq, dk, dv, _matrix, flags)
+            common = _common(inputs, options)
+            rows = fused(inputs, options, o, lse, do, dlse, dq, dk, dv, _matrix, common, flags)
         else:
             rows = _row_sums(o, lse, do, dlse)
             _dq(inputs, options, do, dq, *rows)
@@ -146,19 +140,18 @@ def _dq(
     D = inputs.q.shape[-1]
     tile = TILES[D].dq
     assert tile is not None
-    x = (inputs.q, 64), (inputs.k, tile.B), (inputs.v, tile.B), (do, 64)
-    descs, strides = zip(*(_matrix(*each) for each in x))
-    grid, sizes = _sizes(inputs, options, tile)
+    grid, sizes = _sizes(inputs, tile)
     cached(softmax_dq_sm90_kernel)[grid](
-        *descs,
-        dq,
-        base,
-        delta,
-        *_offsets(inputs),
-        *factor_and_cap(options),
-        options.scale,
-        *sizes,
-        *(n for at in strides for n in at),
+        **_matrix("q", inputs.q, 64),
+        **_matrix("k", inputs.k, tile.B),
+        **_matrix("v", inputs.v, tile.B),
+        **_matrix("do", do, 64),
+        dq_ptr=dq,
+        base_ptr=base,
+        delta_ptr=delta,
+        scale=options.scale,
+        **_common(inputs, options),
+        **sizes,
         BN=tile.B,
         D=D,
         KS=tile.buffers[0],
@@ -179,20 +172,19 @@ def _dkv(
     D = inputs.q.shape[-1]
     tile = TILES[D].dkv
     assert tile is not None
-    x = (inputs.q, tile.B), (inputs.k, 64), (inputs.v, 64), (do, tile.B)
-    descs, strides = zip(*(_matrix(*each) for each in x))
-    grid, sizes = _sizes(inputs, options, tile, of_keys=True)
+    grid, sizes = _sizes(inputs, tile, of_keys=True)
     cached(softmax_dkv_sm90_kernel)[grid](
-        *descs,
-        dk,
-        dv,
-        base,
-        delta,
-        *_offsets(inputs),
-        *factor_and_cap(options),
-        options.scale,
-        *sizes,
-        *(n for at in strides for n in at),
+        **_matrix("q", inputs.q, tile.B),
+        **_matrix("k", inputs.k, 64),
+        **_matrix("v", inputs.v, 64),
+        **_matrix("do", do, tile.B),
+        dk_ptr=dk,
+        dv_ptr=dv,
+        base_ptr=base,
+        delta_ptr=delta,
+        scale=options.scale,
+        **_common(inputs, options),
+        **sizes,
         BM=tile.B,
         D=D,
         ST=tile.buffers[0],
@@ -200,11 +192,9 @@ def _dkv(
     )
 
 
-def _matrix(
-    x: Tensor, rows: int, width: int | None = None
-) -> tuple[TensorDescriptor, tuple[int, int, int]]:
-    """x [B, T, H, D] as a matrix in tiles of `rows` by `width` or D, and where a batch and a head
-    begin in it."""
+def _matrix(name: str, x: Tensor, rows: int, width: int | None = None) -> dict[str, Any]:
+    """Arguments of a kernel: desc_name, x [B, T, H, D] as a matrix in tiles of `rows` by `width` or
+    D, and where a batch and a head begin in it, name_rb, name_rh and name_ch."""
     B, T, H, D = x.shape
     if not _is_tma_readable(x):
         x = x.clone(memory_format=torch.contiguous_format)  # contiguous() may leave it where it is
@@ -215,7 +205,8 @@ def _matrix(
     shape = [(B - 1) * rb + (H - 1) * rh + T, (H - 1) * ch + D]
     width = width or D
     layout = _layout(rows, width, x.dtype)
-    return TensorDescriptor(x, shape, [t, 1], [rows, width], layout), (rb, rh, ch)
+    desc = TensorDescriptor(x, shape, [t, 1], [rows, width], layout)
+    return {f"desc_{name}": desc, f"{name}_rb": rb, f"{name}_rh": rh, f"{name}_ch": ch}
 
 
 def _is_tma_readable(x: Tensor) -> bool:
@@ -234,18 +225,27 @@ def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, D], _DTYPES[dtype])
 
 
-def _offsets(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return inputs.cu_q, inputs.cu_k, inputs.lengths
+def _common(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, Any]:
+    """Arguments that all kernels take."""
+    factor, cap = factor_and_cap(options)
+    return {
+        "cu_q_ptr": inputs.cu_q,
+        "cu_k_ptr": inputs.cu_k,
+        "lengths_ptr": inputs.lengths,
+        "factor": factor,
+        "cap": cap,
+        "left": bound(options.left),
+        "right": bound(options.right),
+    }
 
 
 def _sizes(
     inputs: AttentionInputs,
-    options: AttentionOptions,
     tile: Tile,
     of_keys: bool = False,
     section: int = 0,
-) -> tuple[tuple[int], tuple]:
-    """The grid and the arguments from T to right. section: pairs at a time, 0 for what SECTION
+) -> tuple[tuple[int], dict[str, int]]:
+    """The grid and the arguments from T to units. section: pairs at a time, 0 for what SECTION
     holds."""
     q, k = inputs.q, inputs.k
     T, S, H, HKV, N = q.shape[1], k.shape[1], q.shape[2], k.shape[2], inputs.sequences
@@ -258,9 +258,18 @@ def _sizes(
         1, SECTION_BYTES // (streamed_rows * 2 * q.shape[-1] * q.element_size())
     )
     units = tiles * pairs
-    sizes = (T, S, H, N, H // HKV, tiles, (N - 1).bit_length(), min(section, pairs), units)
-    grid = (min(units, multiprocessors(q.device)) if tile.persistent else units,)
-    return grid, (*sizes, bound(options.left), bound(options.right))
+    sizes = {
+        "T": T,
+        "S": S,
+        "H": H,
+        "N": N,
+        "group": H // HKV,
+        "tiles": tiles,
+        "search_steps": (N - 1).bit_length(),
+        "section": min(section, pairs),
+        "units": units,
+    }
+    return (min(units, multiprocessors(q.device)) if tile.persistent else units,), sizes
 
 
 def _flags(

@@ -24,6 +24,7 @@ from slipstream.kernels.attention.triton.gates import (
     softmax_gate_sums_kernel,
 )
 from slipstream.kernels.attention.triton.launch_utils import (
+    STRIDES,
     bound,
     device_of,
     factor_and_cap,
@@ -55,14 +56,11 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     with device_of(q.device):
         sums = _gate_sums(inputs)
         cached(softmax_fwd_kernel)[_grid(inputs, tile.BM, H)](
-            q,
-            inputs.k,
-            v,
-            o,
-            lse,
-            *sums,
-            inputs.sinks,
-            *_common_args(inputs, options, _tiles(inputs, tile.BM), scaled=False),
+            o_ptr=o,
+            lse_ptr=lse,
+            sinks_ptr=inputs.sinks,
+            **sums,
+            **_common(inputs, options, _tiles(inputs, tile.BM)),
             HAS_SINKS=inputs.sinks is not None,
             **_flags(inputs, options, tile),
         )
@@ -94,31 +92,27 @@ def backward(
         launch_row_sums(o, do, lse, dlse, base, delta)
         sums = _gate_sums(inputs)
         cached(softmax_dq_kernel)[_grid(inputs, tiles.dq.BM, H)](
-            q,
-            k,
-            v,
-            do,
-            dq,
-            base,
-            delta,
-            rows,
-            *sums,
-            *_common_args(inputs, options, _tiles(inputs, tiles.dq.BM)),
+            do_ptr=do,
+            dq_ptr=dq,
+            base_ptr=base,
+            delta_ptr=delta,
+            sums_ptr=rows,
+            scale=options.scale,
+            **sums,
+            **_common(inputs, options, _tiles(inputs, tiles.dq.BM)),
             **_flags(inputs, options, tiles.dq),
         )
         for tile, *outputs in _dkv_launches(tiles):
             cached(softmax_dkv_kernel)[_grid(inputs, tile.BN, k.shape[2], of_keys=True)](
-                q,
-                k,
-                v,
-                do,
-                dk,
-                dv,
-                base,
-                delta,
-                columns,
-                *sums,
-                *_common_args(inputs, options, _tiles(inputs, tile.BN, of_keys=True)),
+                do_ptr=do,
+                dk_ptr=dk,
+                dv_ptr=dv,
+                base_ptr=base,
+                delta_ptr=delta,
+                sums_ptr=columns,
+                scale=options.scale,
+                **sums,
+                **_common(inputs, options, _tiles(inputs, tile.BN, of_keys=True)),
                 GROUPED=k.shape[2] != H,
                 HAS_DK=outputs[0],
                 HAS_DV=outputs[1],
@@ -190,34 +184,36 @@ def _grid(inputs: AttentionInputs, rows: int, heads: int, of_keys: bool = False)
     )
 
 
-def _common_args(
-    inputs: AttentionInputs, options: AttentionOptions, tiles: int, scaled: bool = True
-) -> tuple:
-    """The arguments from slopes_ptr to the strides."""
+def _common(inputs: AttentionInputs, options: AttentionOptions, tiles: int) -> dict[str, Any]:
+    """Arguments that the kernels of forward and backward take."""
     q, k, slopes = inputs.q, inputs.k, inputs.slopes
     drops = inputs.seed is not None
-    return (
-        slopes,
-        inputs.cu_q,
-        inputs.cu_k,
-        inputs.lengths,
-        inputs.seed,
-        dropout.threshold(options.dropout) if drops else None,
-        dropout.factor(options.dropout) if drops else None,
-        *factor_and_cap(options),
-        *((options.scale,) if scaled else ()),
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        inputs.sequences,
-        tiles,
-        (inputs.sequences - 1).bit_length(),
-        bound(options.left),
-        bound(options.right),
-        q.shape[2] // k.shape[2],
-        q.shape[2] if slopes is not None and slopes.dim() == 2 else 0,
-        *unit_and_strides(*inputs[:3])[1],
-    )
+    factor, cap = factor_and_cap(options)
+    return {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": inputs.v,
+        "slopes_ptr": slopes,
+        "cu_q_ptr": inputs.cu_q,
+        "cu_k_ptr": inputs.cu_k,
+        "lengths_ptr": inputs.lengths,
+        "seed_ptr": inputs.seed,
+        "threshold": dropout.threshold(options.dropout) if drops else None,
+        "keep_scale": dropout.factor(options.dropout) if drops else None,
+        "factor": factor,
+        "cap": cap,
+        "T": q.shape[1],
+        "S": k.shape[1],
+        "H": q.shape[2],
+        "N": inputs.sequences,
+        "tiles": tiles,
+        "search_steps": (inputs.sequences - 1).bit_length(),
+        "left": bound(options.left),
+        "right": bound(options.right),
+        "group": q.shape[2] // k.shape[2],
+        "stride_slope": q.shape[2] if slopes is not None and slopes.dim() == 2 else 0,
+        **dict(zip(STRIDES, unit_and_strides(*inputs[:3])[1])),
+    }
 
 
 def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
@@ -247,17 +243,26 @@ def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: Tile) -> di
     }
 
 
-def _gate_sums(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None]:
+def _gate_sums(inputs: AttentionInputs) -> dict[str, Tensor | None]:
+    """Arguments of the kernels, high_ptr and low_ptr."""
     g = inputs.g
     if g is None:
-        return None, None
+        return {"high_ptr": None, "low_ptr": None}
     B, S, H = g.shape
     high, low = (torch.empty(B, H, S, dtype=torch.float32, device=g.device) for _ in range(2))
     grid = (H * (B if inputs.cu_k is None else inputs.sequences),)
     cached(softmax_gate_sums_kernel)[grid](
-        g, high, low, inputs.cu_k, S, H, *g.stride(), C=_GATES, PACKED=inputs.cu_k is not None
+        g_ptr=g,
+        high_ptr=high,
+        low_ptr=low,
+        cu_ptr=inputs.cu_k,
+        S=S,
+        H=H,
+        **dict(zip(("stride_b", "stride_t", "stride_h"), g.stride())),
+        C=_GATES,
+        PACKED=inputs.cu_k is not None,
     )
-    return high, low
+    return {"high_ptr": high, "low_ptr": low}
 
 
 def _gate_gradient(inputs: AttentionInputs, rows: Tensor | None, columns: Tensor | None) -> Tensor:
@@ -265,15 +270,15 @@ def _gate_gradient(inputs: AttentionInputs, rows: Tensor | None, columns: Tensor
     dg = inputs.g.new_empty(inputs.g.shape)
     T, H = inputs.q.shape[1:3]
     cached(softmax_gate_grad_kernel)[(H * inputs.sequences,)](
-        rows,
-        columns,
-        dg,
-        inputs.cu_q,
-        inputs.cu_k,
-        inputs.lengths,
-        T,
-        inputs.k.shape[1],
-        H,
+        rows_ptr=rows,
+        columns_ptr=columns,
+        dg_ptr=dg,
+        cu_q_ptr=inputs.cu_q,
+        cu_k_ptr=inputs.cu_k,
+        lengths_ptr=inputs.lengths,
+        T=T,
+        S=inputs.k.shape[1],
+        H=H,
         C=_GATES,
         PACKED_Q=inputs.cu_q is not None,
         PACKED_K=inputs.cu_k is not None,
@@ -288,15 +293,15 @@ def launch_row_sums(
     B, T, H, DV = o.shape
     tiles = -(-T // _DELTA_ROWS)
     cached(softmax_delta_kernel)[(tiles * H * B,)](
-        o.contiguous(),
-        do,
-        lse,
-        dlse,
-        base,
-        delta,
-        T,
-        H,
-        tiles,
+        o_ptr=o.contiguous(),
+        do_ptr=do,
+        lse_ptr=lse,
+        dlse_ptr=dlse,
+        base_ptr=base,
+        delta_ptr=delta,
+        T=T,
+        H=H,
+        tiles=tiles,
         DV=DV,
         BV=max(16, 1 << (DV - 1).bit_length()),
         BM=_DELTA_ROWS,

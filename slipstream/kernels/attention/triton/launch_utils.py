@@ -13,6 +13,8 @@ from slipstream.runtime.backends import device_of as device_of
 from slipstream.runtime.backends import fp32_dot_precision as fp32_dot_precision
 
 LOG2E = 1.4426950408889634
+# arguments of kernels: strides of q, k and v [B, T, H, D]
+STRIDES = tuple(f"stride_{name}{dim}" for name in "qkv" for dim in "bth")
 
 
 @cache

@@ -4,7 +4,7 @@ Memory beyond results: packed, two numbers a token; backward, W + 1 numbers a ch
 programs.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,9 +55,23 @@ def forward(
         tile, P, tiles = _programs(FORWARD, x, W)
         tiles_each = max(-(-tiles // P), 1)
         cached(conv_fwd_kernel)[(-(-tiles // tiles_each) * -(-D // tile.BD),)](
-            x, weight, bias, residual, state, positions, y, T, tiles, tiles_each,
-            D, W, tile.BT, tile.BD, silu, num_warps=tile.warps,
-        )  # fmt: skip
+            x_ptr=x,
+            w_ptr=weight,
+            b_ptr=bias,
+            r_ptr=residual,
+            s_ptr=state,
+            positions_ptr=positions,
+            y_ptr=y,
+            T=T,
+            tiles=tiles,
+            tiles_each=tiles_each,
+            D=D,
+            W=W,
+            BT=tile.BT,
+            BD=tile.BD,
+            SILU=silu,
+            num_warps=tile.warps,
+        )
     return [y] if positions is None else [y, positions]
 
 
@@ -81,21 +95,42 @@ def backward(
         if positions is None:
             P = -(-tiles // tiles_each)
         partial = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
-        grid, sizes = (P * -(-D // tile.BD),), (D, W, tile.BT, tile.BD, silu)
-        if positions is not None:
-            cached(conv_bwd_kernel)[grid](
-                dy, x, weight, bias, state, positions, dx, partial, T, tiles, *sizes,
-                num_warps=tile.warps,
-            )  # fmt: skip
-        else:
-            cached(conv_bwd_rolling_kernel)[grid](
-                dy, x, weight, bias, state, dx, partial, T, tiles, tiles_each, *sizes,
-                num_warps=tile.warps,
-            )  # fmt: skip
+        kernel: Any = conv_bwd_kernel if positions is not None else conv_bwd_rolling_kernel
+        where = {"tiles_each": tiles_each} if positions is None else {"positions_ptr": positions}
+        cached(kernel)[(P * -(-D // tile.BD),)](
+            dy_ptr=dy,
+            x_ptr=x,
+            w_ptr=weight,
+            b_ptr=bias,
+            s_ptr=state,
+            dx_ptr=dx,
+            partial_ptr=partial,
+            T=T,
+            tiles=tiles,
+            **where,
+            D=D,
+            W=W,
+            BT=tile.BT,
+            BD=tile.BD,
+            SILU=silu,
+            num_warps=tile.warps,
+        )
         if state is not None:
             dstate = torch.empty_like(state)
             cached(conv_state_bwd_kernel)[(-(-D // 128), state.shape[0])](
-                dy, x, weight, bias, state, cu_seqlens, dstate, T, D, W, 128, silu, num_warps=2
+                dy_ptr=dy,
+                x_ptr=x,
+                w_ptr=weight,
+                b_ptr=bias,
+                s_ptr=state,
+                cu_ptr=cu_seqlens,
+                ds_ptr=dstate,
+                T=T,
+                D=D,
+                W=W,
+                BD=128,
+                SILU=silu,
+                num_warps=2,
             )
         sums = partial.sum(0)
     # copies: of float32 they would be views of both
@@ -121,9 +156,22 @@ def update(
     BD, BW = 128, 1 << (W - 1).bit_length()
     with device_of(x.device):
         cached(conv_update_kernel)[(-(-D // BD), N)](
-            x, state, weight, bias, residual, indices, y, *state.stride(), state.shape[0],
-            D, W, BD, BW, silu, num_warps=2,
-        )  # fmt: skip
+            x_ptr=x,
+            s_ptr=state,
+            w_ptr=weight,
+            b_ptr=bias,
+            r_ptr=residual,
+            index_ptr=indices,
+            y_ptr=y,
+            **dict(zip(("stride_n", "stride_d", "stride_w"), state.stride())),
+            num_states=state.shape[0],
+            D=D,
+            W=W,
+            BD=BD,
+            BW=BW,
+            SILU=silu,
+            num_warps=2,
+        )
     return y
 
 

@@ -64,20 +64,20 @@ def gsa_softmax_bwd_kernel(
 
 def softmax(x: Tensor, p: Tensor) -> None:
     """Both contiguous, of one shape; p is written."""
-    _launch(gsa_softmax_fwd_kernel, x, p)
+    _launch(gsa_softmax_fwd_kernel, x_ptr=x, p_ptr=p)
 
 
 def softmax_backward(p: Tensor, dp: Tensor) -> None:
     """dp becomes the gradient of the scores."""
-    _launch(gsa_softmax_bwd_kernel, p, dp, dp)
+    _launch(gsa_softmax_bwd_kernel, p_ptr=p, dp_ptr=dp, dx_ptr=dp)
 
 
-def _launch(kernel: Any, *tensors: Tensor) -> None:
-    x = tensors[0]
+def _launch(kernel: Any, **tensors: Tensor) -> None:
+    x = next(iter(tensors.values()))
     M = x.shape[-1]
     BM = triton.next_power_of_2(M)
     BR = max(1, BLOCK // BM)
     rows = x.numel() // M
     launch: Any = cached(kernel)[(-(-rows // BR),)]
     with device_of(x.device):
-        launch(*tensors, rows, M=M, BM=BM, BR=BR, num_warps=4)
+        launch(**tensors, R=rows, M=M, BM=BM, BR=BR, num_warps=4)

@@ -130,9 +130,23 @@ def interleave(
     launch: Any = cached(householder_interleave_kernel)[(before + more,)]
     with device_of(q.device):
         launch(
-            *given, *made, blocks, before, B * T, H, HV, n,
-            K=K, V=V, BK=BK, BV=BV, BR=BR, BD=BD, BG=ROWS, num_warps=4,
-        )  # fmt: skip
+            **{f"{name}_ptr": x for name, x in zip(("q", "g", "do"), given)},
+            **{f"{name}_ptr": x for name, x in zip(("qs", "gs", "dos"), made)},
+            blocks=blocks,
+            before=before,
+            tokens=B * T,
+            H=H,
+            HV=HV,
+            n=n,
+            K=K,
+            V=V,
+            BK=BK,
+            BV=BV,
+            BR=BR,
+            BD=BD,
+            BG=ROWS,
+            num_warps=4,
+        )
     qs, gs, dos = made
     assert qs is not None
     return qs, gs, dos
@@ -146,9 +160,21 @@ def deinterleave(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor |
     launch: Any = cached(householder_deinterleave_kernel)[(blocks + more,)]
     with device_of(q.device):
         launch(
-            q, g, to, g_to, blocks, B * T, H, HV, n,
-            K=K, BK=BK, BR=BR, BG=ROWS, num_warps=4,
-        )  # fmt: skip
+            qs_ptr=q,
+            gs_ptr=g,
+            q_ptr=to,
+            g_ptr=g_to,
+            blocks=blocks,
+            tokens=B * T,
+            H=H,
+            HV=HV,
+            n=n,
+            K=K,
+            BK=BK,
+            BR=BR,
+            BG=ROWS,
+            num_warps=4,
+        )
 
 
 def _tile(W: int) -> tuple[int, int]:

@@ -116,7 +116,16 @@ class TritonVarlenSlices(NamedTuple):
         launch: Any = cached(load_carry_kernel)[(-(-size // BLOCK),)]
         flags: dict[str, Any] = {"HAS_BEGINS": begins is not None, "BLOCK": BLOCK, "num_warps": 4}
         with device_of(entry.device):
-            launch(entry, begins, checkpoints, self.crossing, i, count, size, **flags)
+            launch(
+                entry_ptr=entry,
+                begins_ptr=begins,
+                checkpoints_ptr=checkpoints,
+                crossing_ptr=self.crossing,
+                i=i,
+                count=count,
+                size=size,
+                **flags,
+            )
 
 
 def make_varlen_slices(cu_seqlens: Tensor, slices: Sequence[slice]) -> TritonVarlenSlices:

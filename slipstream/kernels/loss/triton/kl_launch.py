@@ -27,11 +27,23 @@ def kl_div(
     BV, warps = next((BV, warps) for max_columns, BV, warps in launch.TILES if max_columns >= V)
     with device_of(s.device):
         cached(kl_div_kernel)[(N,)](
-            s, t, live, weight, loss, grad, s.stride(0), t.stride(0),
-            0 if grad is None else grad.stride(0),
-            0 if weight is None or weight.dim() == 0 else weight.stride(0), temperature,
-            V, BV, 16 // s.element_size(), launch.STAGES, num_warps=warps,
-        )  # fmt: skip
+            s_ptr=s,
+            t_ptr=t,
+            live_ptr=live,
+            weight_ptr=weight,
+            loss_ptr=loss,
+            grad_ptr=grad,
+            s_stride=s.stride(0),
+            t_stride=t.stride(0),
+            grad_stride=0 if grad is None else grad.stride(0),
+            weight_stride=0 if weight is None or weight.dim() == 0 else weight.stride(0),
+            temperature=temperature,
+            V=V,
+            BV=BV,
+            INNER=16 // s.element_size(),
+            STAGES=launch.STAGES,
+            num_warps=warps,
+        )
 
 
 def linear_rows(
@@ -63,10 +75,14 @@ def linear_rows(
             else:
                 torch.addmm(b, x[rows], w.t(), out=out)
         kl_div(
-            s, t, None if live is None else live[rows],
-            dloss if dloss is None or dloss.dim() == 0 else dloss[rows], temperature,
-            loss[rows], s if grads else None,
-        )  # fmt: skip
+            s,
+            t,
+            None if live is None else live[rows],
+            dloss if dloss is None or dloss.dim() == 0 else dloss[rows],
+            temperature,
+            loss[rows],
+            s if grads else None,
+        )
         if not grads:
             continue
         if bias is not None:

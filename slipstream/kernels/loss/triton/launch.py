@@ -66,31 +66,31 @@ def cross_entropy(
     size = V if shard is None else shard.size
     with device_of(logits.device):
         cached(cross_entropy_kernel)[(N,)](
-            logits,
-            target,
-            weight,
-            loss,
-            lse,
-            grad,
-            None if shard is None else shard.z_sum,
-            logits.stride(0),
-            0 if grad is None else grad.stride(0),
-            0 if weight is None or weight.dim() == 0 else weight.stride(0),
-            options.ignore_index,
-            0 if shard is None else shard.first,
-            options.label_smoothing,
-            options.label_smoothing / size,
-            options.softcap,
-            options.z_loss,
-            options.logit_scale,
-            V,
-            BV,
-            16 // logits.element_size(),
-            options.softcap != 0.0,
-            options.label_smoothing != 0.0,
-            has_lse,
-            shard is not None,
-            STAGES,
+            logits_ptr=logits,
+            target_ptr=target,
+            weight_ptr=weight,
+            loss_ptr=loss,
+            lse_ptr=lse,
+            grad_ptr=grad,
+            z_sum_ptr=None if shard is None else shard.z_sum,
+            stride=logits.stride(0),
+            grad_stride=0 if grad is None else grad.stride(0),
+            weight_stride=0 if weight is None or weight.dim() == 0 else weight.stride(0),
+            ignore_index=options.ignore_index,
+            first=0 if shard is None else shard.first,
+            smoothing=options.label_smoothing,
+            smoothing_each=options.label_smoothing / size,
+            softcap=options.softcap,
+            z_loss=options.z_loss,
+            scale=options.logit_scale,
+            V=V,
+            BV=BV,
+            INNER=16 // logits.element_size(),
+            CAP=options.softcap != 0.0,
+            SMOOTH=options.label_smoothing != 0.0,
+            HAS_LSE=has_lse,
+            SHARD=shard is not None,
+            STAGES=STAGES,
             num_warps=warps,
         )
 
@@ -101,9 +101,16 @@ def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) ->
     records = None if size is None else slots_for(target)
     with device_of(target.device):
         cached(inverse_count_kernel)[(1,)](
-            target, out, records, target.shape[0], ignore_index, size or 0, NAMES.index("target"),
-            4096, num_warps=8,
-        )  # fmt: skip
+            target_ptr=target,
+            out_ptr=out,
+            records_ptr=records,
+            N=target.shape[0],
+            ignore_index=ignore_index,
+            size=size or 0,
+            NAME=NAMES.index("target"),
+            B=4096,
+            num_warps=8,
+        )
     return out
 
 
@@ -160,9 +167,13 @@ def linear_rows(
             torch.addmm(bias, h, weight.t(), out=logits)
         rows = dloss if dloss is None or dloss.dim() == 0 else dloss[i : i + step]
         cross_entropy(
-            logits, t, options,
-            loss=loss[i : i + step], grad=logits if grads else None, weight=rows,
-        )  # fmt: skip
+            logits,
+            t,
+            options,
+            loss=loss[i : i + step],
+            grad=logits if grads else None,
+            weight=rows,
+        )
         if not grads:
             continue
         if bias is not None:

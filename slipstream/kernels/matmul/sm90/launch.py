@@ -49,15 +49,31 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     tiles = -(-M // 128) * -(-N // BN)
     with device_of(out.device):
         cached(matmul_sm90_kernel)[(min(tiles, sm_count(out.get_device())),)](
-            _descriptor(lhs, (BK, 64) if lhs_t else (64, BK)),
-            _descriptor(rhs, (BK, BN) if rhs_t else (BN, BK)),
-            _descriptor(out, out_block),
-            None if bias is None else bias.contiguous(), residual, sa, sb, M, N, K,
-            0 if residual is None else residual.stride(0),
-            0 if sa is None else sa.dim(), 0 if sb is None else sb.dim(),
-            BN, BK, c.group_m, c.num_stages, lhs_t, not rhs_t, swapped, t.activation, levels,
-            num_warps=4, maxnreg=REGISTERS,
-        )  # fmt: skip
+            a_desc=_descriptor(lhs, (BK, 64) if lhs_t else (64, BK)),
+            b_desc=_descriptor(rhs, (BK, BN) if rhs_t else (BN, BK)),
+            out_desc=_descriptor(out, out_block),
+            bias_ptr=None if bias is None else bias.contiguous(),
+            r_ptr=residual,
+            sa_ptr=sa,
+            sb_ptr=sb,
+            M=M,
+            N=N,
+            K=K,
+            r_stride=0 if residual is None else residual.stride(0),
+            sa_stride=0 if sa is None else sa.dim(),
+            sb_stride=0 if sb is None else sb.dim(),
+            BN=BN,
+            BK=BK,
+            GROUP=c.group_m,
+            STAGES=c.num_stages,
+            A_T=lhs_t,
+            B_T=not rhs_t,
+            OUT_T=swapped,
+            ACTIVATION=t.activation,
+            LEVELS=levels,
+            num_warps=4,
+            maxnreg=REGISTERS,
+        )
     return out
 
 

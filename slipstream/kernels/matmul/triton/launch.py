@@ -1,6 +1,8 @@
 """Launches of the portable matmul: no synchronisation. Memory beyond the result: S times as much in
 float32 where K is split in S, and a copy of a factor neither of whose strides is 1."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,30 +30,64 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
         precision = "ieee"
     tiles = -(-M // c.block_m) * -(-N // c.block_n)
     S = c.split_k
-    epilogue = None if t.bias is None else t.bias.contiguous(), residual, sa, sb
-    strides = (
-        0 if residual is None else residual.stride(0),
-        0 if sa is None else sa.dim(),
-        0 if sb is None else sb.dim(),
-    )
+    bias = None if t.bias is None else t.bias.contiguous()
+    epilogue: dict[str, Any] = {"bias_ptr": bias, "r_ptr": residual, "sa_ptr": sa, "sb_ptr": sb}
+    strides = {
+        "r_stride": 0 if residual is None else residual.stride(0),
+        "sa_stride": 0 if sa is None else sa.dim(),
+        "sb_stride": 0 if sb is None else sb.dim(),
+    }
     fused_epilogue, target, f = epilogue, out, t.activation
     if S > 1:
-        fused_epilogue, target, f = (None,) * 4, out.new_empty(S, M, N, dtype=torch.float32), ""
+        fused_epilogue, f = dict.fromkeys(epilogue), ""
+        target = out.new_empty(S, M, N, dtype=torch.float32)
     overlaps = S > 1 and _supports_pdl(a.device)
     with device_of(a.device):
         cached(matmul_kernel)[(tiles, S)](
-            a, b, *fused_epilogue, target, M, N, K,
-            a.stride(0 if not a_t else 1), b.stride(0 if not b_t else 1), *strides,
-            c.block_m, c.block_n, c.block_k, c.group_m, a_t, b_t,
-            M % 16 == 0, N % 16 == 0, K % 16 == 0, S > 1, overlaps, f, precision,
-            num_warps=c.num_warps, num_stages=c.num_stages,
-        )  # fmt: skip
+            a_ptr=a,
+            b_ptr=b,
+            **fused_epilogue,
+            out_ptr=target,
+            M=M,
+            N=N,
+            K=K,
+            a_stride=a.stride(0 if not a_t else 1),
+            b_stride=b.stride(0 if not b_t else 1),
+            **strides,
+            BM=c.block_m,
+            BN=c.block_n,
+            BK=c.block_k,
+            GROUP=c.group_m,
+            A_T=a_t,
+            B_T=b_t,
+            EVEN_M=M % 16 == 0,
+            EVEN_N=N % 16 == 0,
+            EVEN_K=K % 16 == 0,
+            SPLIT=S > 1,
+            PDL=overlaps,
+            ACTIVATION=f,
+            PRECISION=precision,
+            num_warps=c.num_warps,
+            num_stages=c.num_stages,
+        )
         if S > 1:
             cached(matmul_sum_kernel)[(M, -(-N // SUM_COLUMNS))](
-                target, *epilogue, out, M, N, S, *strides,
-                1, SUM_COLUMNS, MAX_SPLIT_K, N % 16 == 0, overlaps, t.activation,
-                num_warps=4, **({"launch_pdl": True} if overlaps else {}),
-            )  # fmt: skip
+                partial_ptr=target,
+                **epilogue,
+                out_ptr=out,
+                M=M,
+                N=N,
+                S=S,
+                **strides,
+                BM=1,
+                BN=SUM_COLUMNS,
+                MAX_SPLITS=MAX_SPLIT_K,
+                EVEN_N=N % 16 == 0,
+                PDL=overlaps,
+                ACTIVATION=t.activation,
+                num_warps=4,
+                **({"launch_pdl": True} if overlaps else {}),
+            )
     return out
 
 

@@ -60,7 +60,18 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
     records = slots_for(ids)
     with device_of(weight.device):
         cached(embedding_kernel)[(-(-N // R), -(-D // BD))](
-            ids, weight, y, records, weight.stride(0), N, R, V, last_length(ids), D, BR, BD,
+            ids_ptr=ids,
+            weight_ptr=weight,
+            y_ptr=y,
+            records_ptr=records,
+            weight_stride=weight.stride(0),
+            N=N,
+            R=R,
+            V=V,
+            last=last_length(ids),
+            D=D,
+            BR=BR,
+            BD=BD,
             num_warps=4,
-        )  # fmt: skip
+        )
     return y

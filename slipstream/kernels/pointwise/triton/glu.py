@@ -104,7 +104,20 @@ def _run(
     stride = 0 if up is None else up.stride(0)
     with device_of(gate.device):
         cached(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
-            gate, up, dy, y, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=WARPS
+            gate_ptr=gate,
+            up_ptr=up,
+            dy_ptr=dy,
+            y_ptr=y,
+            dgate_ptr=dgate,
+            dup_ptr=dup,
+            gate_stride=gate.stride(0),
+            up_stride=stride,
+            R=R,
+            F=f,
+            D=D,
+            BR=BR,
+            BD=BD,
+            num_warps=WARPS,
         )
 
 

@@ -57,6 +57,18 @@ def glu_bwd_recompute(
     stride = 0 if up is None else up.stride(0)
     with device_of(gate.device):
         cached(glu_bwd_recompute_kernel)[(-(-R // BR) * -(-D // BD),)](
-            gate, up, dh, dgate, dup, gate.stride(0), stride, R, f, D, BR, BD, num_warps=4
+            gate_ptr=gate,
+            up_ptr=up,
+            dh_ptr=dh,
+            dgate_ptr=dgate,
+            dup_ptr=dup,
+            gate_stride=gate.stride(0),
+            up_stride=stride,
+            R=R,
+            F=f,
+            D=D,
+            BR=BR,
+            BD=BD,
+            num_warps=4,
         )
     return dgate, dup

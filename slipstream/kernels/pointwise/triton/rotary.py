@@ -95,8 +95,26 @@ def rotate(
     stride_position = T if positions is not None and positions.shape[0] > 1 else 0
     with device_of(x.device):
         cached(rotary_kernel)[(B * T, -(-H // BH))](
-            x, cos, sin, positions, y, None if positions is None else slots_for(positions),
-            *x.stride()[:3], stride_cos, stride_position, T, cos.shape[0], H, D, HALF, BH, BP,
-            interleaved, back, SLOTS, NAMES.index("positions"), num_warps=4,
-        )  # fmt: skip
+            x_ptr=x,
+            cos_ptr=cos,
+            sin_ptr=sin,
+            position_ptr=positions,
+            y_ptr=y,
+            records_ptr=None if positions is None else slots_for(positions),
+            **dict(zip(("stride_b", "stride_t", "stride_h"), x.stride())),
+            stride_cos=stride_cos,
+            stride_position=stride_position,
+            T=T,
+            S=cos.shape[0],
+            H=H,
+            D=D,
+            HALF=HALF,
+            BH=BH,
+            BP=BP,
+            INTERLEAVED=interleaved,
+            BACK=back,
+            RECORDS=SLOTS,
+            NAME=NAMES.index("positions"),
+            num_warps=4,
+        )
     return y

@@ -93,7 +93,22 @@ def shift(
     blocks = -(-B * T // BT)
     with device_of(x.device):
         cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](
-            x, edge, cu_seqlens, y, end, *x.stride()[:2], T, N, B * T, blocks, N.bit_length(),
-            D, BT, BD, back, num_warps=4,
-        )  # fmt: skip
+            x_ptr=x,
+            edge_ptr=edge,
+            cu_ptr=cu_seqlens,
+            y_ptr=y,
+            end_ptr=end,
+            stride_b=x.stride(0),
+            stride_t=x.stride(1),
+            T=T,
+            N=N,
+            R=B * T,
+            blocks=blocks,
+            steps=N.bit_length(),
+            D=D,
+            BT=BT,
+            BD=BD,
+            BACK=back,
+            num_warps=4,
+        )
     return y, end

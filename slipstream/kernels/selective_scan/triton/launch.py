@@ -6,7 +6,7 @@ tokens, 4 N / CHUNK bytes an element of u; backward the same again, and 8 N / BA
 and dC.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,21 +39,19 @@ SEQUENCE_PROGRAMS = 64
 def forward(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, D] in u's dtype, the final state [S, D, N], and the states that backward reads."""
     u, S = inputs.u, inputs.sequences
-    tensors, strides = _layout(inputs)
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     states = empty_states(inputs)
     final = states.new_empty(S, *inputs.A.shape)
     tile = _tile(FORWARD, inputs)
     with device_of(u.device):
         cached(selective_scan_forward_kernel)[_channel_blocks(inputs, tile), S](
-            *tensors,
-            y,
-            final,
-            states,
-            _contiguous(inputs.cu_seqlens),
-            u.shape[1],
-            u.shape[0] * u.shape[1],
-            *strides,
+            y_ptr=y,
+            final_ptr=final,
+            states_ptr=states,
+            cu_ptr=_contiguous(inputs.cu_seqlens),
+            T=u.shape[1],
+            rows=u.shape[0] * u.shape[1],
+            **_layout(inputs),
             **_constants(inputs, tile, delta_softplus),
         )
     return y, final, states
@@ -69,7 +67,6 @@ def backward(
     """Gradients of the nine tensors of ScanInputs that have one, None for those not given."""
     u, A, B, S = inputs.u, inputs.A, inputs.B, inputs.sequences
     (rows, T, D), G, N = u.shape, B.shape[2], A.shape[1]
-    tensors, strides = _layout(inputs)
     dy, dy_row = _rows(torch.zeros_like(u) if dy is None else dy)
     tile = _tile(BACKWARD, inputs)
     blocks, programs = _channel_blocks(inputs, tile), min(S, SEQUENCE_PROGRAMS)
@@ -82,26 +79,25 @@ def backward(
     )
     with device_of(u.device):
         cached(selective_scan_backward_kernel)[blocks, programs](
-            *tensors,
-            states,
-            dy,
-            _contiguous(dfinal),
-            torch.empty_like(states),
-            du,
-            ddelta,
-            dz,
-            dA,
-            dB,
-            dC,
-            dD,
-            dbias,
-            ds_in,
-            _contiguous(inputs.cu_seqlens),
-            T,
-            S,
-            rows * T,
-            *strides,
-            dy_row,
+            states_ptr=states,
+            dy_ptr=dy,
+            dfinal_ptr=_contiguous(dfinal),
+            carry_ptr=torch.empty_like(states),
+            du_ptr=du,
+            ddelta_ptr=ddelta,
+            dz_ptr=dz,
+            dA_ptr=dA,
+            dB_ptr=dB,
+            dC_ptr=dC,
+            dD_ptr=dD,
+            dbias_ptr=dbias,
+            ds_in_ptr=ds_in,
+            cu_ptr=_contiguous(inputs.cu_seqlens),
+            T=T,
+            S=S,
+            rows=rows * T,
+            dy_row=dy_row,
+            **_layout(inputs),
             **_constants(inputs, tile, delta_softplus),
         )
     of_groups = (
@@ -116,9 +112,9 @@ def backward(
     return [du, ddelta, dA.sum(0).T.contiguous().to(A.dtype), *of_groups, dD, dz, dbias, ds_in]
 
 
-def _layout(inputs: ScanInputs) -> tuple[list[Tensor | None], tuple[int, ...]]:
-    """The tensors in the kernels' order, A, B and C in float32 and without gaps; and how far it is
-    from token to token of u, delta and z."""
+def _layout(inputs: ScanInputs) -> dict[str, Any]:
+    """Arguments of the kernels: the tensors, A, B and C in float32 and without gaps; and how far it
+    is from token to token of u, delta and z."""
     u, u_row = _rows(inputs.u)
     delta, delta_row = _rows(inputs.delta)
     z, z_row = (None, 0) if inputs.z is None else _rows(inputs.z)
@@ -126,7 +122,9 @@ def _layout(inputs: ScanInputs) -> tuple[list[Tensor | None], tuple[int, ...]]:
     B, C = (x.float().permute(2, 3, 0, 1).contiguous() for x in (inputs.B, inputs.C))
     A = inputs.A.float().T.contiguous()
     D, bias, state = map(_contiguous, (inputs.D, inputs.delta_bias, inputs.initial_state))
-    return [u, delta, A, B, C, D, z, bias, state], (u_row, delta_row, z_row)
+    tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "bias": bias}
+    named: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
+    return named | {"s_in_ptr": state, "u_row": u_row, "delta_row": delta_row, "z_row": z_row}
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.segments import CHUNK, Segments, dplr_sm90, num_sequences
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
@@ -24,7 +24,7 @@ from slipstream.kernels.linear.triton.dplr.backend import (
     ScoreGrads,
     TritonDplr,
 )
-from slipstream.kernels.linear.triton.dplr.launch import IntraChunk
+from slipstream.kernels.linear.triton.dplr.launch import IntraChunk, token_args
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, SHIFT
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
@@ -46,15 +46,17 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
     """As TritonDplr.intra_chunk."""
     T, HV, V = terms.v.shape[1:]
     H, K = terms.q.shape[2:]
-    rows = (terms.q, terms.k, terms.a, terms.b)
-    tiles = [
-        None if x is None else tma_descriptor(x, x.shape[2] * x.shape[3], CHUNK, 64) for x in rows
-    ]
-    rest = (terms.v, terms.g, terms.beta)
-    sizes = (terms.cu_seqlens, scale, int(for_backward))
-    counts = (T, terms.sequences, HV, H)
     programs = intra.u.shape[0] * HV
-    common = {
+    common: dict[str, Any] = {
+        **pointers(terms, ("v", "g", "beta")),
+        **intra.pointers(),
+        "cu_ptr": terms.cu_seqlens,
+        "scale": scale,
+        "keep": int(for_backward),
+        "T": T,
+        "N": terms.sequences,
+        "HV": HV,
+        "H": H,
         "K": K,
         "V": V,
         "DELTA": terms.beta is not None,
@@ -63,13 +65,18 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
         "LIMIT": ANCHORED_TILES[terms.v.dtype],
         "SHIFT": SHIFT[terms.v.dtype],
     }
-    options = {"C": CHUNK, "HAS_GATE": terms.g is not None}
     run: Any = cached(dplr_wy_sm90_kernel)[(programs,)]
-    run(*tiles, *rest, *intra, *sizes, *counts, **common, **options, **WY_OPTIONS)
+    run(
+        **_rows(terms, 64),
+        C=CHUNK,
+        HAS_GATE=terms.g is not None,
+        **common,
+        **WY_OPTIONS,
+    )
     if terms.g is not None:
         most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
         run = cached(dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
-        run(*rows, *rest, *intra, *sizes, programs, *counts, **common, **SAFE_OPTIONS)
+        run(**pointers(terms, "qkab"), total=programs, **common, **SAFE_OPTIONS)
 
 
 def chunk_fwd(
@@ -90,20 +97,28 @@ def chunk_fwd(
         intra = intra._replace(q=None, qb=None, qk=None)  # o alone wants these
     q, w, b, k, u, total, qb, qk, *_ = intra
     HV, V, K = *terms.v.shape[2:], terms.q.shape[-1]
-    v = None if k is None else (terms.v, HV * V, 64)
-    tiles = (q, w, b, k, qb, qk, v, None if o is None else (o, HV * V, 64), x, states)
+    v = None if k is None else terms.v
     two_stages = k is not None and (K == 128 or make != "o")
     columns = 1 + -(-K // V) if make == "ends" else 1
     run: Any = cached(dplr_chunk_fwd_sm90_kernel)[(columns * HV * num_sequences(terms, segments),)]
     run(
-        *map(_described, tiles),
-        o,
-        u,
-        total,
-        s_in,
-        s_out,
-        m,
-        *_tokens(terms, segments),
+        q_desc=_chunks(q),
+        w_desc=_chunks(w),
+        b_desc=_chunks(b),
+        k_desc=_chunks(k),
+        qb_desc=_chunks(qb),
+        qk_desc=_chunks(qk),
+        v_desc=tma_descriptor(v, HV * V, CHUNK, 64),
+        o_desc=tma_descriptor(o, HV * V, CHUNK, 64),
+        x_desc=_chunks(x),
+        states_desc=_chunks(states),
+        o_ptr=o,
+        u_ptr=u,
+        total_ptr=total,
+        s_in_ptr=s_in,
+        s_out_ptr=s_out,
+        m_ptr=m,
+        **token_args(terms, segments),
         MAKE=make,
         ST=2 if two_stages else STAGES,
         DELTA=terms.beta is not None,
@@ -124,14 +139,20 @@ def chunk_dstate(
 ) -> None:
     """As the Triton kernel's launch."""
     HV, V = terms.v.shape[2:]
-    r = None if y is None else intra.r
     run: Any = cached(dplr_chunk_dstate_sm90_kernel)[(HV * num_sequences(terms, segments),)]
     run(
-        *map(_described, ((do, HV * V, 64), intra.q, intra.w, intra.b, intra.qb, r, y, dstates)),
-        intra.total,
-        s_in,
-        s_out,
-        *_tokens(terms, segments),
+        do_desc=tma_descriptor(do, HV * V, CHUNK, 64),
+        q_desc=_chunks(intra.q),
+        w_desc=_chunks(intra.w),
+        b_desc=_chunks(intra.b),
+        qb_desc=_chunks(intra.qb),
+        r_desc=_chunks(None if y is None else intra.r),
+        y_desc=_chunks(y),
+        states_desc=_chunks(dstates),
+        total_ptr=intra.total,
+        s_in_ptr=s_in,
+        s_out_ptr=s_out,
+        **token_args(terms, segments),
         TRANSITION_ONLY=y is None,
         ST=2,
         **_flags(terms, s_in, s_out, segments),
@@ -169,21 +190,24 @@ class Sm90Dplr(TritonDplr):
         x, y, _, dstates = states
         launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
         launch(
-            *(tma_descriptor(t, HV * V, CHUNK, V) for t in (terms.v, do)),
-            *(tma_descriptor(t, CHUNK, V, CHUNK) for t in (x, y)),
-            tma_descriptor(intra.k, K, CHUNK, K),
-            *(tma_descriptor(t, CHUNK, CHUNK, CHUNK) for t in (intra.qk, intra.ak)),
-            None if delta else tma_descriptor(dstates, K, V, K),
-            tma_descriptor(dv, HV * V, CHUNK, V),
-            dv,
-            terms.beta,
-            dbeta,
-            *scores,
-            terms.cu_seqlens,
-            scale,
-            T,
-            terms.sequences,
-            HV,
+            v_desc=tma_descriptor(terms.v, HV * V, CHUNK, V),
+            do_desc=tma_descriptor(do, HV * V, CHUNK, V),
+            x_desc=tma_descriptor(x, CHUNK, V, CHUNK),
+            y_desc=tma_descriptor(y, CHUNK, V, CHUNK),
+            k_desc=_chunks(intra.k),
+            qk_desc=_chunks(intra.qk),
+            ak_desc=_chunks(intra.ak),
+            dstates_desc=None if delta else tma_descriptor(dstates, K, V, K),
+            dv_desc=tma_descriptor(dv, HV * V, CHUNK, V),
+            dv_ptr=dv,
+            beta_ptr=terms.beta,
+            dbeta_ptr=dbeta,
+            **scores.pointers(),
+            cu_ptr=terms.cu_seqlens,
+            scale=scale,
+            T=T,
+            N=terms.sequences,
+            HV=HV,
             K=K,
             V=V,
             C=CHUNK,
@@ -210,36 +234,50 @@ class Sm90Dplr(TritonDplr):
         assert strong is not None
         B, T, HV, V = terms.v.shape
         H, K = terms.q.shape[2:]
-        chunks, rows = states.x.shape[0], (terms.q, terms.k, terms.a, terms.b)
-        read = (
-            None if terms.a is None else tma_descriptor(terms.v, HV * V, CHUNK, V),
-            tma_descriptor(do, HV * V, CHUNK, V),
-            *(tma_descriptor(t, CHUNK, V, CHUNK) for t in (states.x, states.y)),
-            *(tma_descriptor(t, K, V, TILE_K) for t in (states.states, states.dstates)),
-            *(tma_descriptor(t, CHUNK, CHUNK, CHUNK) for t in scores[:-1]),
-        )
-        others = (terms.beta, scores.diagonal, *(grads.get(name) for name in "qkabg"), dbeta)
-        others += (terms.cu_seqlens, scale)
-        sizes = (T, terms.sequences, HV, H, B * T)
-        flags = {"K": K, "V": V, "BK": TILE_K, "C": CHUNK, "DELTA": terms.a is None}
-        flags["PACKED"] = terms.cu_seqlens is not None
+        chunks = states.x.shape[0]
+        common: dict[str, Any] = {
+            "v_desc": None if terms.a is None else tma_descriptor(terms.v, HV * V, CHUNK, V),
+            "do_desc": tma_descriptor(do, HV * V, CHUNK, V),
+            "x_desc": tma_descriptor(states.x, CHUNK, V, CHUNK),
+            "y_desc": tma_descriptor(states.y, CHUNK, V, CHUNK),
+            "states_desc": tma_descriptor(states.states, K, V, TILE_K),
+            "dstates_desc": tma_descriptor(states.dstates, K, V, TILE_K),
+            "dqb_desc": _chunks(scores.qb),
+            "dab_desc": _chunks(scores.ab),
+            "dqk_desc": _chunks(scores.qk),
+            "dak_desc": _chunks(scores.ak),
+            "beta_ptr": terms.beta,
+            "diag_ptr": scores.diagonal,
+            **{f"d{name}_ptr": grads.get(name) for name in "qkabg"},
+            "dbeta_ptr": dbeta,
+            "cu_ptr": terms.cu_seqlens,
+            "scale": scale,
+            "T": T,
+            "N": terms.sequences,
+            "HV": HV,
+            "H": H,
+            "tokens": B * T,
+            "K": K,
+            "V": V,
+            "BK": TILE_K,
+            "C": CHUNK,
+            "DELTA": terms.a is None,
+            "PACKED": terms.cu_seqlens is not None,
+        }
         # all chunks, as if none were strong; then the strong ones again
         launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sm_count(do.device.index), chunks * HV),)]
         launch(
-            *(tma_descriptor(t, H * K, CHUNK, TILE_K) for t in rows),
-            tma_descriptor(terms.g, HV * K, CHUNK, TILE_K),
-            *read,
-            *others,
-            chunks * HV,
-            *sizes,
+            **_rows(terms, TILE_K),
+            g_desc=tma_descriptor(terms.g, HV * K, CHUNK, TILE_K),
+            total=chunks * HV,
             NK=1 if dbeta is None else dbeta.shape[0] - 1,
             WIDE=WIDE,
-            **flags,
+            **common,
             num_warps=4 * WIDE,
             maxnreg=168,  # of 12 warps: what all partitions share
         )
         launch = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * chunks * HV,)]
-        launch(*rows, terms.g, *read, strong, *others, *sizes, **flags, num_warps=8)
+        launch(**pointers(terms, "qkabg"), strong_ptr=strong, **common, num_warps=8)
 
 
 def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
@@ -253,12 +291,6 @@ def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
     return {q.shape[-1], v.shape[-1]} <= {64, 128} and not any(
         x is not None and x.data_ptr() % 16 for x in read
     )
-
-
-def _tokens(terms: LinearInputs, segments: Segments | None) -> tuple[Any, ...]:
-    """cu to segment."""
-    T, HV = terms.v.shape[1:3]
-    return terms.cu_seqlens, T, terms.sequences, HV, T if segments is None else segments.tokens
 
 
 def _flags(
@@ -279,12 +311,15 @@ def _flags(
     }
 
 
-def _described(x: Any) -> Any:
-    """A descriptor of a tensor as its rows, or of (tensor, width of rows, columns of a tile)."""
-    if x is None:
-        return None
-    x, width, columns = x if isinstance(x, tuple) else (x, x.shape[-1], x.shape[-1])
-    return tma_descriptor(x, width, CHUNK, columns)
+def _rows(terms: LinearInputs, columns: int) -> dict[str, Any]:
+    """Descriptors of q, k, a and b as rows of all heads, in tiles [CHUNK, columns]."""
+    width = terms.q.shape[2] * terms.q.shape[3]
+    return {f"{n}_desc": tma_descriptor(getattr(terms, n), width, CHUNK, columns) for n in "qkab"}
+
+
+def _chunks(x: Tensor | None) -> Any:
+    """A descriptor of a tensor of chunks [..., CHUNK or more rows, columns], CHUNK rows a tile."""
+    return None if x is None else tma_descriptor(x, x.shape[-1], CHUNK, x.shape[-1])
 
 
 _BACKEND = Sm90Dplr()

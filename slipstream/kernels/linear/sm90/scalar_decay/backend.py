@@ -20,6 +20,7 @@ from slipstream.kernels.linear.triton.scalar_decay.backend import (
     ChunkLaunch,
     GateSums,
     TritonScalarDecay,
+    common_args,
 )
 from slipstream.runtime.launch_cache import cached
 
@@ -44,23 +45,17 @@ def launch_chunks(
     X, D = x.shape[-1], r.shape[-1]
     launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[_grid(terms, segments)]
     launch(
-        _tiles(r, D),
-        _tiles(w, D),
-        _tiles(x, HALF),
-        _tiles(y, HALF),
-        None if sums is None or qk is None else _tiles(qk, HALF),
-        y,
-        terms.g,
-        chunks.s_in,
-        chunks.s_out,
-        sums.q_rows if sums else None,
-        sums.anchors if sums else None,
-        terms.cu_seqlens,
-        scale,
-        chunks.scale_in,
-        chunks.scale_out,
-        *_sizes(terms, (r.shape[2], x.shape[2]), segments),
-        *_strides(terms),
+        r_desc=_tiles(r, D),
+        w_desc=_tiles(w, D),
+        x_desc=_tiles(x, HALF),
+        y_desc=_tiles(y, HALF),
+        q_desc=None if sums is None or qk is None else _tiles(qk, HALF),
+        y_ptr=y,
+        rows_ptr=sums.q_rows if sums else None,
+        anchor_ptr=sums.anchors if sums else None,
+        HR=r.shape[2],
+        HX=x.shape[2],
+        **common_args(chunks, terms, scale, segments),
         D=D,
         X=X,
         C=CHUNK,
@@ -119,27 +114,20 @@ class Sm90ScalarDecay(TritonScalarDecay):
         K, V = k.shape[-1], do.shape[-1]
         launch: Any = cached(scalar_decay_chunk_bwd_sm90_kernel)[_grid(terms, segments)]
         launch(
-            _tiles(q, K),
-            _tiles(k, K),
-            _tiles(v, HALF),
-            _tiles(do, HALF),
-            _tiles(dk, K),
-            _tiles(dv, HALF),
-            dk,
-            dv,
-            terms.g,
-            chunks.s_in,
-            chunks.s_out,
-            sums.k_rows if sums else None,
-            sums.z if sums else None,
-            sums.anchors if sums else None,
-            terms.cu_seqlens,
-            scale,
-            chunks.scale_in,
-            chunks.scale_out,
-            *_sizes(terms, (k.shape[2],), segments),
-            sums.z.shape[1] if sums else 0,
-            *_strides(terms),
+            q_desc=_tiles(q, K),
+            k_desc=_tiles(k, K),
+            v_desc=_tiles(v, HALF),
+            do_desc=_tiles(do, HALF),
+            dk_desc=_tiles(dk, K),
+            dv_desc=_tiles(dv, HALF),
+            dk_ptr=dk,
+            dv_ptr=dv,
+            rows_ptr=sums.k_rows if sums else None,
+            z_ptr=sums.z if sums else None,
+            anchor_ptr=sums.anchors if sums else None,
+            H=k.shape[2],
+            num_anchors=sums.z.shape[1] if sums else 0,
+            **common_args(chunks, terms, scale, segments),
             K=K,
             V=V,
             C=CHUNK,
@@ -151,19 +139,6 @@ class Sm90ScalarDecay(TritonScalarDecay):
 
 def _grid(terms: LinearInputs, segments: Segments | None) -> tuple[int]:
     return (terms.v.shape[2] * num_sequences(terms, segments),)
-
-
-def _sizes(
-    terms: LinearInputs, heads: tuple[int, ...], segments: Segments | None
-) -> tuple[int, ...]:
-    """T to segment."""
-    B, T, HV, _ = terms.v.shape
-    segment = T if segments is None else segments.tokens
-    return T, terms.sequences, HV, *heads, B * T, segment
-
-
-def _strides(terms: LinearInputs) -> tuple[int, ...]:
-    return (0, 0, 0) if terms.g is None else terms.g.stride()
 
 
 def _flags(

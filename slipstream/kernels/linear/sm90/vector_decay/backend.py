@@ -114,20 +114,19 @@ def chunk_fwd(
     K, X = q.shape[-1], x.shape[-1]
     launch: Any = cached(vector_decay_chunk_fwd_sm90_kernel)[(x.shape[2] * terms.sequences,)]
     launch(
-        _tiles(q, K),
-        _tiles(terms.k, K),
-        _tiles(x, HALF),
-        _tiles(g, K),
-        _tiles(y, HALF),
-        y,
-        terms.u,
-        s_in,
-        s_out,
-        terms.cu_seqlens,
-        scale,
-        scale_in,
-        scale_out,
-        *_sizes(terms),
+        q_desc=_tiles(q, K),
+        k_desc=_tiles(terms.k, K),
+        x_desc=_tiles(x, HALF),
+        g_desc=_tiles(g, K),
+        y_desc=_tiles(y, HALF),
+        y_ptr=y,
+        u_ptr=terms.u,
+        s_in_ptr=s_in,
+        s_out_ptr=s_out,
+        scale=scale,
+        scale_in=scale_in,
+        scale_out=scale_out,
+        **_sizes(terms),
         K=K,
         X=X,
         C=CHUNK,
@@ -156,21 +155,20 @@ def chunk_dqk(
     K, V = q.shape[-1], v.shape[-1]
     launch: Any = cached(vector_decay_dqk_sm90_kernel)[(v.shape[2] * terms.sequences,)]
     launch(
-        _tiles(q, K),
-        _tiles(terms.k, K),
-        _tiles(v, V),
-        _tiles(do, V),
-        _tiles(g, K),
-        _tiles(y, HALF),
-        y,
-        s_in,
-        sums.sums,
-        sums.z,
-        sums.anchors,
-        decay,
-        terms.cu_seqlens,
-        scale_in,
-        *_sizes(terms),
+        q_desc=_tiles(q, K),
+        k_desc=_tiles(terms.k, K),
+        v_desc=_tiles(v, V),
+        do_desc=_tiles(do, V),
+        g_desc=_tiles(g, K),
+        y_desc=_tiles(y, HALF),
+        y_ptr=y,
+        s_in_ptr=s_in,
+        sums_ptr=sums.sums,
+        z_ptr=sums.z,
+        anchor_ptr=sums.anchors,
+        decay_ptr=decay,
+        scale_in=scale_in,
+        **_sizes(terms),
         K=K,
         V=V,
         C=CHUNK,
@@ -182,9 +180,10 @@ def chunk_dqk(
     )
 
 
-def _sizes(terms: LinearInputs) -> tuple[int, ...]:
-    """T to H."""
-    return terms.q.shape[1], terms.sequences, terms.v.shape[2], terms.q.shape[2]
+def _sizes(terms: LinearInputs) -> dict[str, Any]:
+    """cu_ptr to H."""
+    (T, H), HV = terms.q.shape[1:3], terms.v.shape[2]
+    return {"cu_ptr": terms.cu_seqlens, "T": T, "N": terms.sequences, "HV": HV, "H": H}
 
 
 def _flags(terms: LinearInputs, s_in: Tensor | None, reverse: bool) -> dict[str, Any]:

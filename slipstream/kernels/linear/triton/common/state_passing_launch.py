@@ -51,14 +51,14 @@ def _launch(
     inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
     launch: Any = cached(delta_state_passing_kernel)[(-(-V // BV) * HV * terms.sequences,)]
     launch(
-        states,
-        M,
-        s_in,
-        s_out,
-        terms.cu_seqlens,
-        T,
-        HV,
-        segments.tokens,
+        s_ptr=states,
+        m_ptr=M,
+        s_in_ptr=s_in,
+        s_out_ptr=s_out,
+        cu_ptr=terms.cu_seqlens,
+        T=T,
+        HV=HV,
+        segment=segments.tokens,
         K=K,
         V=V,
         BK=BK,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, scalar_args
+from slipstream.kernels.linear.inputs import LinearInputs, pointers
+from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, size_args
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
 from slipstream.kernels.linear.triton.delta.chunk import (
     delta_chunk_dstate_kernel,
@@ -60,17 +60,17 @@ class TritonDelta(DeltaBackend):
         inner = fp32_dot_precision() if exact else "halves" if tile.tma else "tf32"
         launch: Any = cached(delta_solve_tril_kernel)[(beta_gate.shape[0] * HV,)]
         launch(
-            terms.k,
-            terms.p,
-            terms.g,
-            terms.beta,
-            r,
-            beta_gate,
-            terms.cu_seqlens,
-            T,
-            terms.sequences,
-            HV,
-            H,
+            k_ptr=terms.k,
+            p_ptr=terms.p,
+            g_ptr=terms.g,
+            beta_ptr=terms.beta,
+            r_ptr=r,
+            rows_ptr=beta_gate,
+            cu_ptr=terms.cu_seqlens,
+            T=T,
+            N=terms.sequences,
+            HV=HV,
+            H=H,
             K=K,
             BK=tile.solve.B,
             C=tile.C,
@@ -150,20 +150,22 @@ class TritonDelta(DeltaBackend):
         tiles = -(-V // kernel_tile.B) + (-(-K // kernel_tile.B) if make == "ends" else 0)
         launch: Any = cached(delta_chunk_fwd_kernel)[(tiles * HV * sequences,)]
         launch(
-            q,
-            k,
-            p,
-            v,
-            wy.beta_gate,
-            r,
-            out,
-            state_descriptor(states, kernel_tile.B, BK) if tma and states is not None else states,
-            s_in,
-            s_out,
-            m,
-            terms.cu_seqlens,
-            scale,
-            *scalar_args(terms, segments),
+            q_ptr=q,
+            k_ptr=k,
+            p_ptr=p,
+            v_ptr=v,
+            rows_ptr=wy.beta_gate,
+            r_ptr=r,
+            o_ptr=out,
+            states_ptr=state_descriptor(states, kernel_tile.B, BK)
+            if tma and states is not None
+            else states,
+            s_in_ptr=s_in,
+            s_out_ptr=s_out,
+            m_ptr=m,
+            cu_ptr=terms.cu_seqlens,
+            scale=scale,
+            **size_args(terms, segments),
             K=K,
             V=V,
             BK=BK,
@@ -208,19 +210,21 @@ class TritonDelta(DeltaBackend):
         )
         launch: Any = cached(delta_chunk_dstate_kernel)[(-(-V // BV) * HV * sequences,)]
         launch(
-            q,
-            k,
-            p,
-            do,
-            wy.beta_gate,
-            r,
-            dv,
-            state_descriptor(dstates, BV, BK) if tma and dstates is not None else dstates,
-            s_in,
-            s_out,
-            terms.cu_seqlens,
-            scale,
-            *scalar_args(terms, segments),
+            q_ptr=q,
+            k_ptr=k,
+            p_ptr=p,
+            do_ptr=do,
+            rows_ptr=wy.beta_gate,
+            r_ptr=r,
+            dv_ptr=dv,
+            states_ptr=state_descriptor(dstates, BV, BK)
+            if tma and dstates is not None
+            else dstates,
+            s_in_ptr=s_in,
+            s_out_ptr=s_out,
+            cu_ptr=terms.cu_seqlens,
+            scale=scale,
+            **size_args(terms, segments),
             K=K,
             V=V,
             BK=BK,
@@ -253,28 +257,31 @@ class TritonDelta(DeltaBackend):
         tile, _ = tile_of(terms)
         BK = tile.grads.B
         BV = min(64, BK)
-        rows, tma = tma_descriptor(
+        (do, w, dv, dq, dk, dp), tma = tma_descriptor(
             terms,
             [do, w, dv, grads["q"], grads["k"], grads.get("p")],
             [BV, BV, BV, BK, BK, BK],
         )
         launch: Any = cached(delta_dqkg_kernel)[(HV * states.shape[0],)]
         launch(
-            terms.q,
-            terms.k,
-            terms.p,
-            *rows[:3],
-            *(state_descriptor(x, BV, BK) if tma else x for x in (states, dstates)),
-            *rows[3:],
-            wy.beta_gate,
-            grads["beta"],
-            grads.get("g"),
-            terms.cu_seqlens,
-            scale,
-            T,
-            terms.sequences,
-            HV,
-            H,
+            **pointers(terms, "qkp"),
+            do_ptr=do,
+            w_ptr=w,
+            dv_ptr=dv,
+            s_ptr=state_descriptor(states, BV, BK) if tma else states,
+            ds_ptr=state_descriptor(dstates, BV, BK) if tma else dstates,
+            dq_ptr=dq,
+            dk_ptr=dk,
+            dp_ptr=dp,
+            rows_ptr=wy.beta_gate,
+            dbeta_ptr=grads["beta"],
+            dg_ptr=grads.get("g"),
+            cu_ptr=terms.cu_seqlens,
+            scale=scale,
+            T=T,
+            N=terms.sequences,
+            HV=HV,
+            H=H,
             K=K,
             V=V,
             BK=BK,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
-from slipstream.kernels.linear.inputs import LinearInputs, contiguous
+from slipstream.kernels.linear.inputs import LinearInputs, contiguous, pointers
 from slipstream.kernels.linear.segments import Segments, num_chunks
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
@@ -68,6 +68,11 @@ class ScoreGrads(NamedTuple):
     qk: Tensor | None
     ak: Tensor | None
     diagonal: Tensor
+
+    def pointers(self) -> dict[str, Tensor | None]:
+        """Arguments of the kernels."""
+        squares = {f"d{name}_ptr": x for name, x in zip(self._fields[:-1], self[:-1])}
+        return squares | {"diag_ptr": self.diagonal}
 
 
 class TritonDplr:
@@ -217,9 +222,17 @@ class TritonDplr:
         inner = fp32_dot_precision()
         if dtype != torch.float32:
             inner = "halves" if tile.C == 64 else "tf32"
-        inputs = (terms.q, terms.k, terms.a, terms.b, terms.v, terms.g, terms.beta)
-        sizes = (terms.cu_seqlens, scale, int(for_backward), T, terms.sequences, HV, H)
-        options = {"K": K, "V": V, "WIDE": WIDE, "STEPS": tile.steps, **_gate_options(terms)}
+        names = ("q", "k", "a", "b", "v", "g", "beta")
+        args: dict[str, Any] = {**pointers(terms, names), **intra.pointers()}
+        args |= {"cu_ptr": terms.cu_seqlens, "scale": scale, "keep": int(for_backward)}
+        args |= {"T": T, "N": terms.sequences, "HV": HV, "H": H}
+        options: dict[str, Any] = {
+            "K": K,
+            "V": V,
+            "WIDE": WIDE,
+            "STEPS": tile.steps,
+            **_gate_options(terms),
+        }
         options |= {"INNER": "ieee" if INTERPRETED else inner}
         options |= {"BK": tile.intra.B, "BV": tile.intra.B}
         # what both kernels compute of a chunk has the same bits only if neither rounds a product
@@ -228,10 +241,10 @@ class TritonDplr:
         grid, gated = (intra.u.shape[0] * HV,), terms.g is not None
         run: Any = cached(dplr_wy_kernel)[grid]
         options |= {"LIMIT": ANCHORED_TILES[dtype], "SHIFT": SHIFT[dtype]}
-        run(*inputs, *intra, *sizes, HAS_GATE=gated, **options)
+        run(**args, HAS_GATE=gated, **options)
         if gated:
             run = cached(dplr_intra_safe_kernel)[grid]
-            run(*inputs, *intra, _ones(terms), *sizes, **options)
+            run(**args, ones_ptr=_ones(terms), **options)
 
     def _score_grads(
         self,
@@ -277,23 +290,23 @@ class TritonDplr:
         delta = terms.beta is not None
         run: Any = cached(dplr_scores_kernel)[(intra.qb.shape[0] * HV,)]
         run(
-            terms.v,
-            do,
-            terms.beta,
-            states.x,
-            states.y,
-            intra.k,
-            intra.qk,
-            intra.ak,
-            None if delta else states.dstates,
-            dv,
-            dbeta,
-            *scores,
-            terms.cu_seqlens,
-            scale,
-            T,
-            terms.sequences,
-            HV,
+            v_ptr=terms.v,
+            do_ptr=do,
+            beta_ptr=terms.beta,
+            x_ptr=states.x,
+            y_ptr=states.y,
+            k_ptr=intra.k,
+            qk_ptr=intra.qk,
+            ak_ptr=intra.ak,
+            dstates_ptr=None if delta else states.dstates,
+            dv_ptr=dv,
+            dbeta_ptr=dbeta,
+            **scores.pointers(),
+            cu_ptr=terms.cu_seqlens,
+            scale=scale,
+            T=T,
+            N=terms.sequences,
+            HV=HV,
             V=V,
             WIDE=WIDE,
             BK=min(64, WIDE),
@@ -356,20 +369,22 @@ class TritonDplr:
         B, T, HV, V = terms.v.shape
         H, K = terms.q.shape[2:]
         tile, WIDE = tile_of(terms)
-        args = (terms.q, terms.k, terms.a, terms.b, terms.g, terms.beta)
-        args += (None if terms.a is None else terms.v, do, *states, *scores)
-        args += (*(grads.get(name) for name in "qkabg"), dbeta, strong)
-        sizes = (terms.cu_seqlens, scale, T, terms.sequences, HV, H, B * T)
+        args: dict[str, Any] = pointers(terms, ("q", "k", "a", "b", "g", "beta"))
+        args |= {"v_ptr": None if terms.a is None else terms.v, "do_ptr": do}
+        args |= {f"{name}_ptr": x for name, x in states._asdict().items()}
+        args |= scores.pointers() | {f"d{name}_ptr": grads.get(name) for name in "qkabg"}
+        args |= {"dbeta_ptr": dbeta, "strong_ptr": strong, "cu_ptr": terms.cu_seqlens}
+        args |= {"scale": scale, "T": T, "N": terms.sequences, "HV": HV, "H": H, "tokens": B * T}
         kernel_tile = tile.grads
         options = {"K": K, "V": V, "WIDE": WIDE, "BK": kernel_tile.B, "BV": kernel_tile.B}
         options |= {**_gate_options(terms), **launch_options(terms, kernel_tile)}
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dplr_dqkg_kernel)[grid]
-        run(*args, *sizes, HAS_GATE=gated, **options)
+        run(**args, HAS_GATE=gated, **options)
         if gated:
             options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
             run = cached(dplr_intra_safe_bwd_kernel)[grid]
-            run(*args, _ones(terms), *sizes, **options)
+            run(**args, ones_ptr=_ones(terms), **options)
 
 
 def empty_intra_chunk(

@@ -35,6 +35,11 @@ class IntraChunk(NamedTuple):
     r: Tensor | None
     strong: Tensor | None
 
+    def pointers(self) -> dict[str, Tensor | None]:
+        """Arguments of the kernels that write it."""
+        written = {f"{name}_out_ptr": x for name, x in zip("qwbku", self)}
+        return written | {f"{name}_ptr": x for name, x in zip(self._fields[5:], self[5:])}
+
 
 @cache
 def _tile(
@@ -85,22 +90,22 @@ def chunk_fwd(
     )
     launch: Any = cached(dplr_chunk_fwd_kernel)[(tiles * HV * num_sequences(terms, segments),)]
     launch(
-        None if intra.k is None else terms.v,
-        intra.q if make == "o" else None,
-        intra.w,
-        intra.b,
-        intra.k,
-        intra.u,
-        x,
-        intra.total,
-        intra.qb if make == "o" else None,
-        intra.qk if make == "o" else None,
-        o,
-        states,
-        s_in,
-        s_out,
-        m,
-        *_scalar_args(terms, segments),
+        v_ptr=None if intra.k is None else terms.v,
+        q_ptr=intra.q if make == "o" else None,
+        w_ptr=intra.w,
+        b_ptr=intra.b,
+        k_ptr=intra.k,
+        u_ptr=intra.u,
+        x_ptr=x,
+        total_ptr=intra.total,
+        qb_ptr=intra.qb if make == "o" else None,
+        qk_ptr=intra.qk if make == "o" else None,
+        o_ptr=o,
+        states_ptr=states,
+        s_in_ptr=s_in,
+        s_out_ptr=s_out,
+        m_ptr=m,
+        **token_args(terms, segments),
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
@@ -134,18 +139,18 @@ def chunk_dstate(
         (-(-V // kernel_tile.B) * HV * num_sequences(terms, segments),)
     ]
     launch(
-        do,
-        intra.q,
-        intra.w,
-        intra.b,
-        intra.total,
-        intra.qb,
-        None if y is None else intra.r,
-        y,
-        dstates,
-        s_in,
-        s_out,
-        *_scalar_args(terms, segments),
+        do_ptr=do,
+        q_ptr=intra.q,
+        w_ptr=intra.w,
+        b_ptr=intra.b,
+        total_ptr=intra.total,
+        qb_ptr=intra.qb,
+        r_ptr=None if y is None else intra.r,
+        y_ptr=y,
+        states_ptr=dstates,
+        s_in_ptr=s_in,
+        s_out_ptr=s_out,
+        **token_args(terms, segments),
         K=terms.q.shape[-1],
         V=V,
         WIDE=WIDE,
@@ -159,8 +164,14 @@ def chunk_dstate(
     )
 
 
-def _scalar_args(terms: LinearInputs, segments: Segments | None) -> tuple[Any, ...]:
-    """cu to segment."""
+def token_args(terms: LinearInputs, segments: Segments | None) -> dict[str, Any]:
+    """Of the kernels that go from chunk to chunk."""
     T, HV = terms.v.shape[1:3]
-    tokens = T if segments is None else segments.tokens
-    return terms.cu_seqlens, T, terms.sequences, HV, tokens
+    segment = T if segments is None else segments.tokens
+    return {
+        "cu_ptr": terms.cu_seqlens,
+        "T": T,
+        "N": terms.sequences,
+        "HV": HV,
+        "segment": segment,
+    }

@@ -194,39 +194,28 @@ class TritonScalarDecay:
             qk: with sums, q or k, whose products with y those are.
         """
         r, w, x, y = chunks[:4]
-        B, T, HX, X = x.shape
-        HV, D = terms.v.shape[2], r.shape[-1]
+        HV, X, D = terms.v.shape[2], x.shape[-1], r.shape[-1]
         g, cu = terms.g, terms.cu_seqlens
         tile, BD = _tile(x.device, D, X, x.element_size(), g is not None)
-        strides = (0, 0, 0) if g is None else g.stride()
         rows: list[Any] = [r, w, x, y, qk if sums else None]
         tiles = None
         if tile.tma and cu is None:
             tiles = tma_descriptors(rows, [BD, BD, tile.BX, tile.BX, tile.BX], tile.C)
-        *rows, qk_rows = tiles or rows
+        rows = tiles or rows
         cached(scalar_decay_chunk_kernel)[-(-X // tile.BX) * HV * num_sequences(terms, segments),](
-            *rows,
-            g,
-            chunks.s_in,
-            chunks.s_out,
-            chunks.total,
-            qk_rows,
-            (sums.k_rows if chunks.reverse else sums.q_rows) if sums else None,
-            sums.z if sums else None,
-            sums.anchors if sums else None,
-            cu,
-            scale,
-            chunks.scale_in,
-            chunks.scale_out,
-            T,
-            terms.sequences,
-            HV,
-            r.shape[2],
-            HX,
-            B * T,
-            T if segments is None else segments.tokens,
-            sums.z.shape[1] if sums else 0,
-            *strides,
+            r_ptr=rows[0],
+            w_ptr=rows[1],
+            x_ptr=rows[2],
+            y_ptr=rows[3],
+            total_ptr=chunks.total,
+            qk_ptr=rows[4],
+            rows_ptr=(sums.k_rows if chunks.reverse else sums.q_rows) if sums else None,
+            z_ptr=sums.z if sums else None,
+            anchor_ptr=sums.anchors if sums else None,
+            HR=r.shape[2],
+            HX=x.shape[2],
+            num_anchors=sums.z.shape[1] if sums else 0,
+            **common_args(chunks, terms, scale, segments),
             D=D,
             X=X,
             BD=BD,
@@ -250,6 +239,33 @@ class TritonScalarDecay:
             # pointers take more shared memory: two programs then still fit a multiprocessor
             num_stages=min(tile.stages, 2) if tile.tma and tiles is None else tile.stages,
         )
+
+
+def common_args(
+    chunks: ChunkLaunch, terms: LinearInputs, scale: float, segments: Segments | None
+) -> dict[str, Any]:
+    """Arguments of every kernel that goes from chunk to chunk."""
+    B, T, HV, _ = terms.v.shape
+    return {
+        "g_ptr": terms.g,
+        "s_in_ptr": chunks.s_in,
+        "s_out_ptr": chunks.s_out,
+        "cu_ptr": terms.cu_seqlens,
+        "scale": scale,
+        "scale_in": chunks.scale_in,
+        "scale_out": chunks.scale_out,
+        "T": T,
+        "N": terms.sequences,
+        "HV": HV,
+        "tokens": B * T,
+        "segment": T if segments is None else segments.tokens,
+        **gate_strides(terms.g),
+    }
+
+
+def gate_strides(g: Tensor | None) -> dict[str, int]:
+    strides = (0, 0, 0) if g is None else g.stride()
+    return dict(zip(("stride_gb", "stride_gt", "stride_gh"), strides))
 
 
 def _choose_segments(terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
@@ -302,17 +318,17 @@ def _state_passing(
     block = 1024
     cu = terms.cu_seqlens
     cached(scalar_decay_state_passing_kernel)[-(-(K * V) // block) * HV * terms.sequences,](
-        states,
-        total,
-        chunks.s_in,
-        chunks.s_out,
-        cu,
-        chunks.scale_in,
-        chunks.scale_out,
-        terms.q.shape[1],
-        terms.sequences,
-        HV,
-        segments.tokens,
+        states_ptr=states,
+        total_ptr=total,
+        s_in_ptr=chunks.s_in,
+        s_out_ptr=chunks.s_out,
+        cu_ptr=cu,
+        scale_in=chunks.scale_in,
+        scale_out=chunks.scale_out,
+        T=terms.q.shape[1],
+        N=terms.sequences,
+        HV=HV,
+        segment=segments.tokens,
         SIZE=K * V,
         BLOCK=block,
         REVERSE=chunks.reverse,
@@ -332,19 +348,19 @@ def _gate_gradient(terms: LinearInputs, sums: GateSums, segments: Segments | Non
     NX, anchors, _ = sums.z.shape
     BH, TOKENS = 8, _anchor_tokens(terms)
     cached(scalar_decay_dg_kernel)[-(-HV // BH) * anchors,](
-        sums.q_rows,
-        sums.k_rows,
-        sums.z,
-        terms.g,
-        dg,
-        cu,
-        T,
-        terms.sequences,
-        HV,
-        B * T,
-        T if segments is None else segments.tokens,
-        anchors,
-        *terms.g.stride(),
+        q_rows_ptr=sums.q_rows,
+        k_rows_ptr=sums.k_rows,
+        z_ptr=sums.z,
+        g_ptr=terms.g,
+        dg_ptr=dg,
+        cu_ptr=cu,
+        T=T,
+        N=terms.sequences,
+        HV=HV,
+        tokens=B * T,
+        segment=T if segments is None else segments.tokens,
+        num_anchors=anchors,
+        **gate_strides(terms.g),
         NX=NX,
         NK=sums.k_rows.shape[0],
         TOKENS=TOKENS,

@@ -41,7 +41,7 @@ from slipstream.kernels.linear.triton.vector_decay.launch import (
     entry_states,
     gate_sums,
     launch,
-    scalar_args,
+    size_args,
 )
 from slipstream.kernels.linear.triton.vector_decay.tiles import KernelTile, VectorDecayTile, choose
 from slipstream.kernels.linear.workspace import reuse_or_empty
@@ -243,14 +243,16 @@ def _intra_chunk(
         k.new_empty(problem.chunks, HV, K, dtype=torch.float32),
         like_g() if fine else None,
     )
-    inputs = (problem.q, k, g, terms.u if has_q else None)
-    more = (terms.cu_seqlens, *scalar_args(problem), k.shape[2])
+    inputs: dict[str, Any] = {"q_ptr": problem.q, "k_ptr": k, "g_ptr": g}
+    inputs |= {"u_ptr": terms.u if has_q else None, "HK": k.shape[2], **size_args(problem)}
     kernel_tile = problem.tile.prepare
     options: dict[str, Any] = {**_options(problem, kernel_tile), "K": K, "BOUND": BOUND[k.dtype]}
-    outputs = (intra.qs, intra.ke, intra.rest, intra.a, intra.decay)
-    pairs = (None, None, None) if p is None else (problem.v, problem.do, p)
+    outputs = {f"{name}_ptr": x for name, x in intra._asdict().items()}
+    pairs = {"v_ptr": None, "do_ptr": None, "p_ptr": None}
+    if p is not None:
+        pairs = {"v_ptr": problem.v, "do_ptr": problem.do, "p_ptr": p}
     cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
-        *inputs, *outputs, *pairs, *more, problem.v.shape[2], **options, **_values(problem)
+        **inputs, **outputs, **pairs, HX=problem.v.shape[2], **options, **_values(problem)
     )
     if intra.a is not None:
         total = HV * problem.chunks
@@ -261,9 +263,8 @@ def _intra_chunk(
             "MAX_CHUNKS": MAX_PAIRS_SHARE,
             "num_stages": 1,
         }
-        more = (terms.cu_seqlens, total, *more[1:])
         cached(vector_decay_scores_kernel)[_programs(total),](
-            *inputs, intra.decay, intra.a, *more, **options
+            **inputs, decay_ptr=intra.decay, a_ptr=intra.a, total=total, **options
         )
     return intra
 
@@ -271,12 +272,11 @@ def _intra_chunk(
 def choose_pairs(problem: VectorDecayProblem) -> Tensor:
     p, kernel_tile = _pairs_fit(problem), problem.tile.prepare
     cached(vector_decay_pairs_kernel)[p.shape[0] * p.shape[1],](
-        problem.v,
-        problem.do,
-        p,
-        problem.terms.cu_seqlens,
-        *scalar_args(problem),
-        problem.v.shape[2],
+        v_ptr=problem.v,
+        do_ptr=problem.do,
+        p_ptr=p,
+        **size_args(problem),
+        HX=problem.v.shape[2],
         **_values(problem),
         C=problem.tile.C,
         PACKED=problem.terms.cu_seqlens is not None,
@@ -305,23 +305,23 @@ def launch_grads(
     """named: dqs and dke, and what there is of the other tensors of dqkg.py."""
     kernel_tile, K, C = problem.tile.grads, problem.k.shape[-1], problem.tile.C
     total = -(-K // kernel_tile.BK) * problem.g.shape[2] * problem.chunks
-    args = (
-        problem.q if "dk" in named else None,
-        problem.k,
-        problem.g,
-        problem.terms.u,
-        p,
-        *(named.get(name) for name in ("dqs", "dke", "z", "dq", "dk", "dg", "du")),
-        intra.decay,
-        problem.terms.cu_seqlens,
-        scale,
-    )
-    more = (*scalar_args(problem), problem.k.shape[2])
+    args: dict[str, Any] = {
+        "q_ptr": problem.q if "dk" in named else None,
+        "k_ptr": problem.k,
+        "g_ptr": problem.g,
+        "u_ptr": problem.terms.u,
+        "p_ptr": p,
+        **{f"{x}_ptr": named.get(x) for x in ("dqs", "dke", "z", "dq", "dk", "dg", "du")},
+        "decay_ptr": intra.decay,
+        "scale": scale,
+        **size_args(problem),
+        "HK": problem.k.shape[2],
+    }
     options: dict[str, Any] = {**_options(problem, kernel_tile), **_bound(problem), "K": K}
-    cached(vector_decay_dqkg_kernel)[total,](*args, *more, **options)
+    cached(vector_decay_dqkg_kernel)[total,](**args, **options)
     options |= {"LEVELS": C.bit_length() - 1, "MAX_CHUNKS": MAX_PAIRS_SHARE}
     options["SHIFT"] = SHIFT[problem.k.dtype]
-    cached(vector_decay_intra_bwd_kernel)[_programs(total),](*args, total, *more, **options)
+    cached(vector_decay_intra_bwd_kernel)[_programs(total),](**args, total=total, **options)
 
 
 def _programs(total: int) -> int:

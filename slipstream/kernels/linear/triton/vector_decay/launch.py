@@ -106,8 +106,11 @@ def choose_segments(problem: VectorDecayProblem, exchange: Exchange | None) -> S
     return segments
 
 
-def scalar_args(problem: VectorDecayProblem) -> tuple[int, int, int]:
-    return problem.k.shape[1], problem.terms.sequences, problem.g.shape[2]
+def size_args(problem: VectorDecayProblem) -> dict[str, Any]:
+    """cu_ptr to HV, as every kernel takes them."""
+    terms = problem.terms
+    T, HV = problem.k.shape[1], problem.g.shape[2]
+    return {"cu_ptr": terms.cu_seqlens, "T": T, "N": terms.sequences, "HV": HV}
 
 
 def entry_states(
@@ -143,15 +146,14 @@ def _state_passing(
     HV, K = problem.g.shape[2:]
     size, block = states[0, 0].numel(), 1024
     cached(vector_decay_state_passing_kernel)[-(-size // block) * HV * terms.sequences,](
-        states,
-        total,
-        chunks.s_in,
-        chunks.s_out,
-        terms.cu_seqlens,
-        chunks.scale_in,
-        chunks.scale_out,
-        *scalar_args(problem),
-        segments.tokens,
+        states_ptr=states,
+        total_ptr=total,
+        s_in_ptr=chunks.s_in,
+        s_out_ptr=chunks.s_out,
+        scale_in=chunks.scale_in,
+        scale_out=chunks.scale_out,
+        segment=segments.tokens,
+        **size_args(problem),
         D=K,
         SIZE=size,
         BLOCK=block,
@@ -189,7 +191,7 @@ def launch(
         problem.terms,
         problem.segments,
     )
-    T, N, HV = scalar_args(problem)
+    HV = problem.g.shape[2]
     HR, HX, D, X, C = r.shape[2], x.shape[2], r.shape[-1], x.shape[-1], problem.tile.C
     tile, BD = _chunk_tile(x.device, D, X, x.element_size(), C)
     rows: list[Any] = [r, w, x, chunks.rest, y, chunks.other]
@@ -201,28 +203,27 @@ def launch(
             a = _squares(a)
     r, w, x, rest, y, other = tiles or rows
     cached(vector_decay_chunk_kernel)[-(-X // tile.BX) * HV * num_sequences(terms, segments),](
-        r,
-        w,
-        x,
-        rest,
-        y,
-        a,
-        intra.decay,
-        chunks.s_in,
-        chunks.s_out,
-        chunks.total,
-        other,
-        *((sums.sums, sums.z if chunks.reverse else None, sums.anchors) if sums else (None,) * 3),
-        terms.cu_seqlens,
-        chunks.scale,
-        chunks.scale_in,
-        chunks.scale_out,
-        T,
-        N,
-        HV,
-        HR,
-        HX,
-        T if segments is None else segments.tokens,
+        r_ptr=r,
+        w_ptr=w,
+        x_ptr=x,
+        rest_ptr=rest,
+        y_ptr=y,
+        a_ptr=a,
+        decay_ptr=intra.decay,
+        s_in_ptr=chunks.s_in,
+        s_out_ptr=chunks.s_out,
+        total_ptr=chunks.total,
+        other_ptr=other,
+        sums_ptr=sums.sums if sums else None,
+        z_ptr=sums.z if sums and chunks.reverse else None,
+        anchor_ptr=sums.anchors if sums else None,
+        scale=chunks.scale,
+        scale_in=chunks.scale_in,
+        scale_out=chunks.scale_out,
+        **size_args(problem),
+        HR=HR,
+        HX=HX,
+        segment=problem.k.shape[1] if segments is None else segments.tokens,
         D=D,
         X=X,
         BD=BD,
