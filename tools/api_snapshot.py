@@ -25,6 +25,7 @@ MODULES = (
     "slipstream.layers",
     "slipstream.parallel",
     "slipstream.models",
+    "slipstream.models.convert",
     "slipstream.integrations.transformers",
     "slipstream.compat",
 )

@@ -33,6 +33,7 @@ MODULES = {
     "nn": ("slipstream.nn", "Modules whose arguments and parameter names are those of torch.nn."),
     "layers": ("slipstream.layers", "Layers that mix tokens, [B, T, D] to [B, T, D]."),
     "models": ("slipstream.models", "The language model. Needs the extra `lm`."),
+    "convert": ("slipstream.models.convert", "Checkpoints of others. Needs the extra `lm`."),
     "compat": (
         "slipstream.compat",
         "Other packages' names for these functions: the migration guides say what each has.",

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.cli.convert import convert
 from slipstream.cli.doctor import doctor
 from slipstream.cli.explain import explain
 from slipstream.cli.generate import generate
@@ -12,7 +13,7 @@ from slipstream.cli.precompile import precompile
 from slipstream.cli.train import train
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-for command in (train, generate, doctor, explain, matrix, precompile):
+for command in (train, generate, convert, doctor, explain, matrix, precompile):
     app.command()(command)
 
 

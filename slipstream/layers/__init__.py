@@ -18,3 +18,4 @@ from slipstream.layers.mla import MLA as MLA
 from slipstream.layers.retention import MultiScaleRetention as MultiScaleRetention
 from slipstream.layers.rwkv6 import RWKV6 as RWKV6
 from slipstream.layers.rwkv7 import RWKV7 as RWKV7
+from slipstream.layers.rwkv7 import RWKV7ChannelMix as RWKV7ChannelMix

@@ -38,6 +38,8 @@ class Attention(Mixer):
         window_size: each token sees this many last tokens, itself included; None is all.
         norm_eps: of qk_norm.
         qkv_bias: whether the projections of queries, keys and values have a bias.
+        output_gate: y = (softmax(...) * sigmoid(x W_g)) W_o, as Qwen3-Next's.
+        zero_centered_norm: the weights of qk_norm count from 1.
         mode: None; this layer has no recurrent form. layer_idx: as Mixer.
 
     State: k and v [N, S, HKV, K], each sequence from index 0, and length [N] <= S.
@@ -62,6 +64,8 @@ class Attention(Mixer):
         layer_idx: int = 0,
         *,
         qkv_bias: bool = False,
+        output_gate: bool = False,
+        zero_centered_norm: bool = False,
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -74,9 +78,12 @@ class Attention(Mixer):
             raise ValueError(f"window_size: want at least 1 token or None, got {window_size}")
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.rotary_base, self.window_size, self.norm_eps = rotary_base, window_size, norm_eps
+        self.zero_centered_norm = zero_centered_norm
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv_proj = NormalLinear(hidden_size, heads * head_dim, bias=qkv_bias)
         self.o_proj = NormalLinear(num_heads * head_dim, hidden_size)
+        width = num_heads * head_dim
+        self.g_proj = NormalLinear(hidden_size, width) if output_gate else None
         self.q_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.reset_parameters()
@@ -84,7 +91,7 @@ class Attention(Mixer):
     def reset_parameters(self) -> None:
         for weight in (self.q_norm, self.k_norm):
             if weight is not None:
-                nn.init.ones_(weight)
+                nn.init.constant_(weight, 0.0 if self.zero_centered_norm else 1.0)
 
     def forward(
         self,
@@ -114,7 +121,7 @@ class Attention(Mixer):
             context=context,
             key_lengths=lengths,
         )
-        return self.o_proj(o.flatten(-2)), cache if use_cache else None
+        return self._output(x, o), cache if use_cache else None
 
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -129,7 +136,11 @@ class Attention(Mixer):
             o = decoding.softmax_attention(q, keys, values, lengths, self.window_size)
         if o is None:
             o = attention(q, keys, values, window_size=self.window_size, key_lengths=lengths)
-        return self.o_proj(o.flatten(-2))
+        return self._output(x, o)
+
+    def _output(self, x: Tensor, o: Tensor) -> Tensor:
+        o = o.flatten(-2)
+        return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 
     def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -138,8 +149,10 @@ class Attention(Mixer):
             qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         else:
             q, k, v = qkv.split(heads, dim=2)
-            q = decoding.norm(q, self.q_norm, self.norm_eps)
-            qk = torch.cat([q, decoding.norm(k, self.k_norm, self.norm_eps)], dim=2)
+            zero_centered = self.zero_centered_norm
+            q = decoding.norm(q, self.q_norm, self.norm_eps, zero_centered)
+            k = decoding.norm(k, self.k_norm, self.norm_eps, zero_centered)
+            qk = torch.cat([q, k], dim=2)
         if self.rotary_dim and on_host(x):
             qk = decoding.rotary(qk, at, self.rotary_dim, self.rotary_base)
         elif self.rotary_dim:

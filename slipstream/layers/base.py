@@ -21,9 +21,11 @@ place, without gradients. A decoding step (T = 1) runs `decode`, which layers ov
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
@@ -37,6 +39,35 @@ Mixed = tuple[Tensor, State | None]
 MODES = ("chunk", "fused_recurrent", None)
 # on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
 RECURRENT_UP_TO = 16
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+FEATURE_MAPS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: _same,
+    "relu": F.relu,
+    "relu2": _relu2,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "elu_plus_one": _elu_plus_one,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+"""What queries and keys can go through."""
 
 
 class Mixer(nn.Module):
@@ -160,6 +191,31 @@ def token_positions(
         return packed_positions(cu_seqlens, x.shape[1], offsets=start)
     at = torch.arange(x.shape[1], device=x.device)[None]
     return at if start is None else at + start[:, None]
+
+
+def expect_feature_map(name: str | None) -> None:
+    if name not in FEATURE_MAPS:
+        known = ", ".join(str(x) for x in FEATURE_MAPS)
+        raise ValueError(f"feature_map: want one of {known}, got {name!r}")
+
+
+def convolved(
+    conv: ShortConvolution | None,
+    x: Tensor,
+    state: State | None,
+    use_cache: bool,
+    cu_seqlens: Tensor | None,
+    context: ContextParallel | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution and its next state; without one its activation alone."""
+    if conv is None:
+        return F.silu(x), None
+    return conv(x, past(state, "conv"), use_cache, cu_seqlens, context)
+
+
+def expect_gate_activation(activation: str) -> None:
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"gate_activation: want 'silu' or 'sigmoid', got {activation!r}")
 
 
 class XavierLinear(nn.Linear):

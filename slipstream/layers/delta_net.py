@@ -3,21 +3,23 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
+    FEATURE_MAPS,
     Mixed,
     Mixer,
     NormalLinear,
     ShortConvolution,
     State,
+    convolved,
     expect_divisor,
     new_state,
     past,
 )
 from slipstream.nn import decoding
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
-from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -32,10 +34,15 @@ class DeltaNet(Mixer):
         num_heads: H.
         head_dim: K; None is D / H.
         head_v_dim: V; None is K.
-        conv_size: taps of the convolution.
+        conv_size: taps of the convolution; None leaves it out, and silu stays.
         use_gate: multiplies the norm by silu(x W_g).
         allow_neg_eigval: beta in (0, 2).
         norm_eps: of the norm, whose weight [V] the heads share.
+        use_beta: without, beta is 1.
+        conv_bias: whether the convolution has a bias.
+        qk_activation: of queries and keys, "silu", "relu", "elu_plus_one" or None; that of values
+            is silu.
+        qk_norm: "l2", or "sum": each head's features divided by their sum.
         mode, layer_idx: as Mixer.
 
     State: recurrent [N, H, K, V] and conv [N, H (2 K + V), W].
@@ -48,12 +55,17 @@ class DeltaNet(Mixer):
         num_heads: int = 4,
         head_dim: int | None = None,
         head_v_dim: int | None = None,
-        conv_size: int = 4,
+        conv_size: int | None = 4,
         use_gate: bool = False,
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        use_beta: bool = True,
+        conv_bias: bool = False,
+        qk_activation: str | None = "silu",
+        qk_norm: str = "l2",
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -61,12 +73,23 @@ class DeltaNet(Mixer):
             head_dim = hidden_size // num_heads
         self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
         self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
+        if qk_activation not in ("silu", "relu", "elu_plus_one", None):
+            raise ValueError(
+                f"qk_activation: want 'silu', 'relu', 'elu_plus_one' or None, got {qk_activation!r}"
+            )
+        if qk_norm not in ("l2", "sum"):
+            raise ValueError(f"qk_norm: want 'l2' or 'sum', got {qk_norm!r}")
+        self.qk_activation, self.qk_norm = qk_activation, qk_norm
         keys, values = num_heads * head_dim, num_heads * self.head_v_dim
         self.qkv_proj = NormalLinear(hidden_size, 2 * keys + values)
-        self.b_proj = NormalLinear(hidden_size, num_heads)
+        self.b_proj = NormalLinear(hidden_size, num_heads) if use_beta else None
         self.g_proj = NormalLinear(hidden_size, values) if use_gate else None
         self.o_proj = NormalLinear(values, hidden_size)
-        self.conv = ShortConvolution(2 * keys + values, conv_size)
+        self.conv = None
+        if conv_size:
+            # one for all of q, k and v; where q and k have another activation, it comes after it
+            f = "silu" if qk_activation == "silu" else None
+            self.conv = ShortConvolution(2 * keys + values, conv_size, conv_bias, f)
         self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
         self.reset_parameters()
 
@@ -83,45 +106,52 @@ class DeltaNet(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
-        keys = self.num_heads * self.head_dim
-        qk, v = qkv.split([2 * keys, self.num_heads * self.head_v_dim], dim=-1)
-        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
-        v = v.unflatten(-1, (self.num_heads, self.head_v_dim))
-        beta = self.b_proj(x).sigmoid()  # [B, T, H]
+        qkv, conv = self.qkv_proj(x), None
+        if self.conv is not None or self.qk_activation == "silu":
+            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+        q, k, v = self._heads(qkv)
+        beta = self._beta(x)
         rule = fused_recurrent_delta_rule if self.recurrent(x, context) else chunk_delta_rule
         o, recurrent = rule(
             q,
             k,
             v,
-            2 * beta if self.allow_neg_eigval else beta,
+            beta,
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        if self.g_proj is None:
-            o = rms_norm(o, self.norm_weight, eps=self.norm_eps)
-        else:
-            gate = self.g_proj(x).view_as(o)
-            o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state["conv"])
+        qkv = self.qkv_proj(x)
+        if self.conv is not None or self.qk_activation == "silu":
+            qkv = decoding.convolution(self.conv, qkv, state.get("conv"))
+        q, k, v = self._heads(qkv)
+        o = decoding.recurrence(q, k, v, state["recurrent"], beta=self._beta(x))
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps)
+        return self.o_proj(o.flatten(-2))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = self.num_heads * self.head_dim
         qk, v = qkv.split([2 * keys, self.num_heads * self.head_v_dim], dim=-1)
-        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
+        qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
+        if self.qk_activation != "silu":
+            qk, v = FEATURE_MAPS[self.qk_activation](qk), F.silu(v)
+        qk = decoding.unit(qk) if self.qk_norm == "l2" else qk / qk.sum(-1, keepdim=True)
         q, k = qk.chunk(2, dim=2)
-        v = v.unflatten(-1, (self.num_heads, self.head_v_dim))
-        beta = self.b_proj(x).sigmoid()
-        beta = 2 * beta if self.allow_neg_eigval else beta
-        o = decoding.recurrence(q, k, v, state["recurrent"], beta=beta)
-        if self.g_proj is None:
-            o = decoding.norm(o, self.norm_weight, self.norm_eps)
+        return q, k, v.unflatten(-1, (self.num_heads, self.head_v_dim))
+
+    def _beta(self, x: Tensor) -> Tensor:
+        """[B, T, H]"""
+        if self.b_proj is None:
+            beta = x.new_ones(*x.shape[:2], self.num_heads)
         else:
-            gate = self.g_proj(x).view_as(o)
-            o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps)
-        return self.o_proj(o.flatten(-2))
+            beta = self.b_proj(x).sigmoid()
+        return 2 * beta if self.allow_neg_eigval else beta

@@ -11,14 +11,16 @@ from slipstream.layers.base import (
     NormalLinear,
     ShortConvolution,
     State,
+    convolved,
     expect_divisor,
+    expect_gate_activation,
     new_state,
     past,
     reset_decay,
 )
 from slipstream.nn import decoding
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
+from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -35,11 +37,12 @@ class GatedDeltaNet(Mixer):
         num_v_heads: HV, heads of values, a multiple of H; None is H.
         head_dim: K; None is D / H.
         head_v_dim: V; None is K.
-        conv_size: taps of the convolution.
+        conv_size: taps of the convolution; None leaves it out, and silu stays.
         allow_neg_eigval: beta in (0, 2).
         norm_eps: of the norm, whose weight [V] the heads share.
         use_gate: without, the norm is not multiplied by silu(x W_z).
         conv_bias: whether the convolution has a bias.
+        gate_activation: of x W_z, "silu" or "sigmoid".
         mode, layer_idx: as Mixer.
 
     State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
@@ -53,7 +56,7 @@ class GatedDeltaNet(Mixer):
         num_v_heads: int | None = None,
         head_dim: int | None = None,
         head_v_dim: int | None = None,
-        conv_size: int = 4,
+        conv_size: int | None = 4,
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         mode: str | None = None,
@@ -61,6 +64,7 @@ class GatedDeltaNet(Mixer):
         *,
         use_gate: bool = True,
         conv_bias: bool = False,
+        gate_activation: str = "silu",
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -69,13 +73,16 @@ class GatedDeltaNet(Mixer):
         self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
         self.num_v_heads = num_v_heads or num_heads
         expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        expect_gate_activation(gate_activation)
         self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
+        self.gate_activation = gate_activation
         self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
         self.z_proj = NormalLinear(hidden_size, self.values) if use_gate else None
         self.ab_proj = NormalLinear(hidden_size, 2 * self.num_v_heads)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size, conv_bias)
+        channels = 2 * self.keys + self.values
+        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
@@ -95,7 +102,7 @@ class GatedDeltaNet(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
+        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
@@ -121,17 +128,14 @@ class GatedDeltaNet(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        if self.z_proj is None:
-            o = rms_norm(o, self.norm_weight, eps=self.norm_eps)
-        else:
-            z = self.z_proj(x).view_as(o)
-            o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
+        z = None if self.z_proj is None else self.z_proj(x)
+        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state["conv"])
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
         q, k = qk.chunk(2, dim=2)
@@ -145,9 +149,6 @@ class GatedDeltaNet(Mixer):
             g=decoding.decay_gate(a, self.A_log, self.dt_bias),
             beta=2 * beta if self.allow_neg_eigval else beta,
         )
-        if self.z_proj is None:
-            o = decoding.norm(o, self.norm_weight, self.norm_eps)
-        else:
-            z = self.z_proj(x).view_as(o)
-            o = decoding.gated_norm(o, z, self.norm_weight, self.norm_eps)
+        z = None if self.z_proj is None else self.z_proj(x)
+        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))

@@ -7,17 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
+    FEATURE_MAPS,
     Mixed,
     Mixer,
+    ShortConvolution,
     State,
     XavierLinear,
+    convolved,
     expect_divisor,
+    expect_feature_map,
+    expect_gate_activation,
     new_state,
     past,
 )
 from slipstream.nn import decoding
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
-from slipstream.ops.norm import rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -34,11 +38,21 @@ class GatedLinearAttention(Mixer):
         gate_low_rank_dim: columns of W_1.
         gate_logit_normalizer: the 16: the larger, the longer it remembers at first.
         norm_eps: of the norm, whose weight [V] the heads share.
+        num_kv_heads: heads of keys, values and decays, a divisor of H; None is H.
+        feature_map: of queries and keys, a name of layers.base.FEATURE_MAPS; None is none.
+        conv_size: taps of a convolution with silu on queries, keys and values; None is none.
+        conv_bias: whether it has a bias.
+        use_gate: without, the norm is not multiplied by f(x W_g).
+        gate_activation: f, "silu" or "sigmoid".
+        clamp_min: least g; None is none.
+        norm_affine: whether the norm has its weight.
         mode, layer_idx: as Mixer.
 
-    State: recurrent [N, H, K, V].
+    State: recurrent [N, H, K, V], and conv [N, channels, W] with a convolution.
     Source: Yang et al., Gated Linear Attention Transformers, 2024, section 4.4.
     """
+
+    norm_weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -51,25 +65,48 @@ class GatedLinearAttention(Mixer):
         norm_eps: float = 1e-5,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        conv_size: int | None = None,
+        conv_bias: bool = False,
+        use_gate: bool = True,
+        gate_activation: str = "silu",
+        clamp_min: float | None = None,
+        norm_affine: bool = True,
     ) -> None:
         super().__init__(mode, layer_idx)
         keys, values = int(hidden_size * expand_k), int(hidden_size * expand_v)
         expect_divisor("num_heads", num_heads, "hidden_size * expand_k", keys)
         expect_divisor("num_heads", num_heads, "hidden_size * expand_v", values)
         self.num_heads, self.norm_eps = num_heads, norm_eps
+        self.num_kv_heads = num_kv_heads or num_heads
+        expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
+        expect_gate_activation(gate_activation)
+        self.gate_activation, self.clamp_min = gate_activation, clamp_min
         self.gate_logit_normalizer = gate_logit_normalizer
+        expect_feature_map(feature_map)
+        self.feature_map = feature_map
+        of_kv = self.num_kv_heads / num_heads
+        kv_keys, kv_values = round(keys * of_kv), round(values * of_kv)
+        self.channels = [keys, kv_keys, kv_values]
         self.q_proj = XavierLinear(hidden_size, keys)
-        self.k_proj = XavierLinear(hidden_size, keys)
-        self.v_proj = XavierLinear(hidden_size, values)
-        self.g_proj = XavierLinear(hidden_size, values)
+        self.k_proj = XavierLinear(hidden_size, kv_keys)
+        self.v_proj = XavierLinear(hidden_size, kv_values)
+        self.g_proj = XavierLinear(hidden_size, values) if use_gate else None
         self.gk_down = XavierLinear(hidden_size, gate_low_rank_dim)
-        self.gk_up = XavierLinear(gate_low_rank_dim, keys, bias=True)
+        self.gk_up = XavierLinear(gate_low_rank_dim, kv_keys, bias=True)
         self.o_proj = XavierLinear(values, hidden_size)
-        self.norm_weight = nn.Parameter(torch.empty(values // num_heads))
+        self.conv = None
+        if conv_size:
+            self.conv = ShortConvolution(sum(self.channels), conv_size, conv_bias)
+        weight = nn.Parameter(torch.empty(values // num_heads)) if norm_affine else None
+        self.register_parameter("norm_weight", weight)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.norm_weight)
+        if self.norm_weight is not None:
+            nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -81,35 +118,56 @@ class GatedLinearAttention(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        heads = (self.num_heads, -1)
-        q, k, v = (f(x).unflatten(-1, heads) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv = None
+        if self.conv is not None:
+            qkv = torch.cat([q, k, v], dim=-1)
+            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+            q, k, v = qkv.split(self.channels, dim=-1)
+        q, k, v, g = self._heads(q, k, v, self._log_decay(x))
         gla = fused_recurrent_gla if self.recurrent(x, context) else chunk_gla
         o, recurrent = gla(
             q,
             k,
             v,
-            self._log_decay(x),
+            g,
             initial_state=past(state, "recurrent"),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        gate = self.g_proj(x).view_as(o)
-        o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps)
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        heads = (self.num_heads, -1)
-        q, k, v = (f(x).unflatten(-1, heads) for f in (self.q_proj, self.k_proj, self.v_proj))
-        o = decoding.recurrence(q, k, v, state["recurrent"], g=self._log_decay(x))
-        gate = self.g_proj(x).view_as(o)
-        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.conv is not None:
+            qkv = decoding.convolution(self.conv, torch.cat([q, k, v], dim=-1), state["conv"])
+            q, k, v = qkv.split(self.channels, dim=-1)
+        q, k, v, g = self._heads(q, k, v, self._log_decay(x))
+        o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 
+    def _heads(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each [B, T, H, K or V]; keys, values and decays of a group repeated."""
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v, g = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v, g))
+        groups = self.num_heads // self.num_kv_heads
+        if groups > 1:
+            k, v, g = (y.repeat_interleave(groups, dim=2) for y in (k, v, g))
+        q, k = (FEATURE_MAPS[self.feature_map](y) for y in (q, k))
+        return q, k, v, g
+
     def _log_decay(self, x: Tensor) -> Tensor:
-        """[B, T, H, K]"""
-        raw = self.gk_up(self.gk_down(x)).unflatten(-1, (self.num_heads, -1))
+        """[B, T, channels of the keys]"""
+        raw = self.gk_up(self.gk_down(x))
         raw = raw if raw.dtype.itemsize > 2 else raw.float()
-        return F.logsigmoid(raw) / self.gate_logit_normalizer
+        g = F.logsigmoid(raw) / self.gate_logit_normalizer
+        return g if self.clamp_min is None else g.clamp_min(self.clamp_min)

@@ -11,6 +11,7 @@ from slipstream.layers.base import (
     NormalLinear,
     ShortConvolution,
     State,
+    convolved,
     expect_divisor,
     new_state,
     past,
@@ -34,12 +35,13 @@ class KimiDeltaAttention(Mixer):
     Args:
         hidden_size: D.
         num_heads: H, heads of queries and keys.
-        head_dim: K, and rank of the two low-rank gates; None is D / H.
+        head_dim: K; None is D / H.
         head_v_dim: V; None is K.
-        conv_size: taps of the convolution.
+        conv_size: taps of the convolution; None leaves it out, and silu stays.
         num_v_heads: HV, heads of values and gates, a multiple of H; None is H.
         conv_bias: whether the convolution has a bias.
         gate_bias: whether W_g2 has one, as fla's has.
+        gate_low_rank_dim: rank of the two gates; None is K.
         allow_neg_eigval: beta in (0, 2).
         lower_bound: of g, in [-5, 0); None is none.
         norm_eps: of the norm, whose weight [V] the heads share.
@@ -55,7 +57,7 @@ class KimiDeltaAttention(Mixer):
         num_heads: int = 4,
         head_dim: int | None = None,
         head_v_dim: int | None = None,
-        conv_size: int = 4,
+        conv_size: int | None = 4,
         norm_eps: float = 1e-5,
         mode: str | None = None,
         layer_idx: int = 0,
@@ -65,6 +67,7 @@ class KimiDeltaAttention(Mixer):
         gate_bias: bool = False,
         allow_neg_eigval: bool = False,
         lower_bound: float | None = None,
+        gate_low_rank_dim: int | None = None,
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -76,15 +79,16 @@ class KimiDeltaAttention(Mixer):
         self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
         self.norm_eps = norm_eps
         self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        gates = self.num_v_heads * head_dim
+        gates, rank = self.num_v_heads * head_dim, gate_low_rank_dim or head_dim
         self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
-        self.f_down = NormalLinear(hidden_size, head_dim)
-        self.f_up = NormalLinear(head_dim, gates)
+        self.f_down = NormalLinear(hidden_size, rank)
+        self.f_up = NormalLinear(rank, gates)
         self.b_proj = NormalLinear(hidden_size, self.num_v_heads)
-        self.g_down = NormalLinear(hidden_size, head_dim)
-        self.g_up = NormalLinear(head_dim, self.values, bias=gate_bias)
+        self.g_down = NormalLinear(hidden_size, rank)
+        self.g_up = NormalLinear(rank, self.values, bias=gate_bias)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size, conv_bias)
+        channels = 2 * self.keys + self.values
+        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gates))
         self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
@@ -106,7 +110,7 @@ class KimiDeltaAttention(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
+        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
@@ -134,7 +138,7 @@ class KimiDeltaAttention(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state["conv"])
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
         q, k = qk.chunk(2, dim=2)

@@ -36,15 +36,21 @@ class Mamba2(Mixer):
         state_size: N, rows of the state.
         n_groups: G, heads of B and C, a divisor of H; the norm is over as many groups.
         expand: inner width by D.
-        conv_size: taps of the convolution, which has a bias.
+        conv_size: taps of the convolution.
         norm_eps: of the norm.
         use_bias: whether W_in and W_out have a bias.
         dt_limit: least and largest step; None is no limit.
+        conv_bias: whether the convolution has its bias.
+        D_per_channel: D is [inner], not [H].
+        norm: without, y = (o * silu(z)) W_out.
+        norm_before_gate: y = (rms_norm(o) * silu(z)) W_out.
         mode, layer_idx: as Mixer.
 
     State: recurrent [sequences, H, N, P] and conv [sequences, H P + 2 G N, W].
     Source: Dao and Gu, Transformers are SSMs, 2024, section 8.
     """
+
+    norm_weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -61,6 +67,10 @@ class Mamba2(Mixer):
         *,
         use_bias: bool = False,
         dt_limit: tuple[float, float] | None = None,
+        conv_bias: bool = True,
+        D_per_channel: bool = False,
+        norm: bool = True,
+        norm_before_gate: bool = False,
     ) -> None:
         super().__init__(mode, layer_idx)
         self.inner = expand * hidden_size
@@ -76,24 +86,26 @@ class Mamba2(Mixer):
             )
         expect_divisor("n_groups", n_groups, "num_heads", num_heads)
         self.num_heads, self.state_size, self.n_groups = num_heads, state_size, n_groups
-        self.norm_eps, self.dt_limit = norm_eps, dt_limit
+        self.norm_eps, self.dt_limit, self.norm_before_gate = norm_eps, dt_limit, norm_before_gate
         if dt_limit is not None and not 0 <= dt_limit[0] <= dt_limit[1]:
             raise ValueError(f"dt_limit: want 0 <= least <= largest, got {dt_limit}")
         channels = self.inner + 2 * n_groups * state_size
         # torch's own init, as the reference code of the paper leaves it
         self.in_proj = nn.Linear(hidden_size, self.inner + channels + num_heads, bias=use_bias)
         self.out_proj = nn.Linear(self.inner, hidden_size, bias=use_bias)
-        self.conv = ShortConvolution(channels, conv_size, bias=True)
+        self.conv = ShortConvolution(channels, conv_size, bias=conv_bias)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.D = nn.Parameter(torch.empty(num_heads))
-        self.norm_weight = nn.Parameter(torch.empty(self.inner))
+        self.D = nn.Parameter(torch.empty(self.inner if D_per_channel else num_heads))
+        weight = nn.Parameter(torch.empty(self.inner)) if norm else None
+        self.register_parameter("norm_weight", weight)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         reset_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
-        nn.init.ones_(self.norm_weight)
+        if self.norm_weight is not None:
+            nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -126,12 +138,11 @@ class Mamba2(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        o = torch.addcmul(o, u, self.D.to(u.dtype)[:, None]).flatten(-2)
-        size = self.inner // self.n_groups
-        o = rms_norm_gated(
-            o, z, self.norm_weight, eps=self.norm_eps, norm_before_gate=False, group_size=size
+        D = self.D.to(u.dtype).view(self.num_heads, -1)  # [H, 1] or [H, P]
+        o = torch.addcmul(o, u, D).flatten(-2)
+        return self.out_proj(self._gated(o, z)), new_state(
+            use_cache, recurrent=recurrent, conv=conv
         )
-        return self.out_proj(o), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -147,10 +158,23 @@ class Mamba2(Mixer):
         step, g = self._step(dt)
         v = u * step.to(u.dtype)[..., None]
         o = decoding.recurrence(c, b, v, state["recurrent"], g=g, scale=1.0)
-        o = torch.addcmul(o, u, self.D.to(u.dtype)[:, None]).flatten(-2)
+        o = torch.addcmul(o, u, self.D.to(u.dtype).view(self.num_heads, -1)).flatten(-2)
+        if self.norm_weight is None or self.norm_before_gate:
+            return self.out_proj(self._gated(o, z))
         size = self.inner // self.n_groups
-        o = decoding.norm_of_gated(o, z, self.norm_weight, self.norm_eps, size)
-        return self.out_proj(o)
+        return self.out_proj(decoding.norm_of_gated(o, z, self.norm_weight, self.norm_eps, size))
+
+    def _gated(self, o: Tensor, z: Tensor) -> Tensor:
+        if self.norm_weight is None:
+            return o * F.silu(z)
+        return rms_norm_gated(
+            o,
+            z,
+            self.norm_weight,
+            eps=self.norm_eps,
+            norm_before_gate=self.norm_before_gate,
+            group_size=self.inner // self.n_groups,
+        )
 
     def _step(self, dt: Tensor) -> tuple[Tensor, Tensor]:
         """The step and the log decay over it, both [B, T, H]."""

@@ -34,7 +34,7 @@ class MLA(Mixer):
         nope_head_dim: width of a head's part that does not turn with the position.
         rope_head_dim: P, of the part that does, whose key all heads share; even.
         v_head_dim: of a head's values.
-        rotary_base: of the angles.
+        rotary_base: of the angles; None turns nothing, as Kimi Linear's.
         interleaved: features (2i, 2i+1) turn together, as DeepSeek's weights have it; else
             (i, i + P/2).
         scale: None is (nope + rope)^-0.5; a model stretched by YaRN has another.
@@ -59,7 +59,7 @@ class MLA(Mixer):
         nope_head_dim: int = 128,
         rope_head_dim: int = 64,
         v_head_dim: int = 128,
-        rotary_base: float = 10000.0,
+        rotary_base: float | None = 10000.0,
         interleaved: bool = True,
         scale: float | None = None,
         norm_eps: float = 1e-6,
@@ -142,6 +142,8 @@ class MLA(Mixer):
         q_nope, q_rope = q.split([self.nope, self.rope], -1)
         c, r = self.kv_a_proj(x).split([self.rank, self.rope], -1)
         c = rms_norm(c, self.kv_norm, eps=self.norm_eps)
+        if self.rotary_base is None:
+            return q, torch.cat([c, r], -1)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = rotary_tables(at, self.rope, base=self.rotary_base, dtype=wide)
         both = torch.cat([q_rope, r[:, :, None]], 2)

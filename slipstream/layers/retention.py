@@ -6,11 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
+    FEATURE_MAPS,
     Mixed,
     Mixer,
+    ShortConvolution,
     State,
     XavierLinear,
+    convolved,
     expect_divisor,
+    expect_feature_map,
+    expect_gate_activation,
     new_state,
     next_lengths,
     past,
@@ -18,7 +23,6 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding
 from slipstream.ops._decay_tables import per_head
-from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 from slipstream.runtime.context_parallel import ContextParallel
@@ -38,9 +42,15 @@ class MultiScaleRetention(Mixer):
         rotary_base: of the angles; None leaves them out.
         norm_eps: of the norm.
         norm_affine: whether the norm has a weight [V], which the heads share, as fla's has.
+        num_kv_heads: heads of keys and values, a divisor of H; None is H.
+        feature_map: of queries and keys, a name of layers.base.FEATURE_MAPS; None is none.
+        conv_size: taps of a convolution with silu on queries, keys and values; None is none.
+        conv_bias: whether it has a bias.
+        use_gate: without, the norm is not multiplied by f(x W_g).
+        gate_activation: f, "silu" or "sigmoid".
         mode, layer_idx: as Mixer.
 
-    State: recurrent [N, H, K, V] and length [N].
+    State: recurrent [N, H, K, V], length [N], and conv [N, channels, W] with a convolution.
     Source: Sun et al., Retentive Network, 2023, section 2.
     """
 
@@ -58,6 +68,12 @@ class MultiScaleRetention(Mixer):
         layer_idx: int = 0,
         *,
         norm_affine: bool = False,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        conv_size: int | None = None,
+        conv_bias: bool = False,
+        use_gate: bool = True,
+        gate_activation: str = "silu",
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -69,12 +85,23 @@ class MultiScaleRetention(Mixer):
             int(head_dim * expand_v),
         )
         self.rotary_base, self.norm_eps = rotary_base, norm_eps
+        self.num_kv_heads = num_kv_heads or num_heads
+        expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
+        expect_gate_activation(gate_activation)
+        self.gate_activation = gate_activation
+        expect_feature_map(feature_map)
+        self.feature_map = feature_map
         keys, values = num_heads * head_dim, num_heads * self.value_dim
+        kv_keys, kv_values = self.num_kv_heads * head_dim, self.num_kv_heads * self.value_dim
+        self.channels = [keys, kv_keys, kv_values]
         self.q_proj = XavierLinear(hidden_size, keys)
-        self.k_proj = XavierLinear(hidden_size, keys)
-        self.v_proj = XavierLinear(hidden_size, values)
-        self.g_proj = XavierLinear(hidden_size, values)
+        self.k_proj = XavierLinear(hidden_size, kv_keys)
+        self.v_proj = XavierLinear(hidden_size, kv_values)
+        self.g_proj = XavierLinear(hidden_size, values) if use_gate else None
         self.o_proj = XavierLinear(values, hidden_size, gain=0.5)
+        self.conv = None
+        if conv_size:
+            self.conv = ShortConvolution(sum(self.channels), conv_size, conv_bias)
         weight = nn.Parameter(torch.empty(self.value_dim)) if norm_affine else None
         self.register_parameter("norm_weight", weight)
         self.reset_parameters()
@@ -93,14 +120,21 @@ class MultiScaleRetention(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_heads, self.value_dim))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv = None
+        if self.conv is not None:
+            qkv = torch.cat([q, k, v], dim=-1)
+            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+            q, k, v = qkv.split(self.channels, dim=-1)
+        f = FEATURE_MAPS[self.feature_map]
+        q, k = (f(y.unflatten(-1, (-1, self.head_dim))) for y in (q, k))
+        v = v.unflatten(-1, (-1, self.value_dim))
         if self.rotary_base is not None:
             at = token_positions(x, cu_seqlens, positions, state, context)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             cos, sin = rotary_tables(at, self.head_dim, base=self.rotary_base, dtype=wide)
             q, k = rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
+        k, v = self._repeated(k, v)
         retention = fused_recurrent_retention if self.recurrent(x, context) else chunk_retention
         o, recurrent = retention(
             q,
@@ -111,23 +145,37 @@ class MultiScaleRetention(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        o = rms_norm_gated(o, self.g_proj(x).view_as(o), self.norm_weight, eps=self.norm_eps)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         length = next_lengths(x, cu_seqlens, state) if use_cache else None
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, length=length)
+        after = new_state(use_cache, recurrent=recurrent, length=length, conv=conv)
+        return self.o_proj(o.flatten(-2)), after
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        qk = torch.cat([self.q_proj(x), self.k_proj(x)], -1)
-        qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.conv is not None:
+            qkv = decoding.convolution(self.conv, torch.cat([q, k, v], dim=-1), state["conv"])
+            q, k, v = qkv.split(self.channels, dim=-1)
+        qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.head_dim))
+        qk = FEATURE_MAPS[self.feature_map](qk)
         length = state["length"]
         if self.rotary_base is not None:
             at = length[:, None] if positions is None else positions
             qk = decoding.rotary(qk, at, self.head_dim, self.rotary_base)
         length.add_(1)
-        q, k = qk.chunk(2, dim=2)
-        v = self.v_proj(x).unflatten(-1, (self.num_heads, self.value_dim))
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
+        k, v = self._repeated(k, v.unflatten(-1, (-1, self.value_dim)))
         g = per_head(v, log_decay).expand(x.shape[0], 1, -1)
         o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
-        o = decoding.gated_norm(o, self.g_proj(x).view_as(o), self.norm_weight, self.norm_eps)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
+
+    def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a group for each of its heads."""
+        groups = self.num_heads // self.num_kv_heads
+        if groups == 1:
+            return k, v
+        return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)

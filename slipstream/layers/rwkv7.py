@@ -42,6 +42,7 @@ class RWKV7(Mixer):
         decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim: ranks of the four
             lora; None is the paper's rule for this D.
         num_layers: of the model, for the initial mixes; None begins all layers as the first.
+        norm_eps: of the group norm, by K.
         mode, layer_idx: as Mixer.
 
     State: recurrent [N, H, K, K] and shift [N, D].
@@ -62,6 +63,8 @@ class RWKV7(Mixer):
         num_layers: int | None = None,
         mode: str | None = None,
         layer_idx: int = 0,
+        *,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(mode, layer_idx)
         if num_heads is None:
@@ -75,7 +78,7 @@ class RWKV7(Mixer):
                 f"got {head_dim}"
             )
         self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
-        self.num_layers = num_layers
+        self.num_layers, self.norm_eps = num_layers, norm_eps
         # how deep the layer lies, 0 to 1
         ratio = layer_idx / (num_layers - 1) if num_layers and num_layers > 1 else 0.0
         root = hidden_size**0.5
@@ -160,7 +163,7 @@ class RWKV7(Mixer):
         terms, gate, value = self._terms(x, delta, first_value)
         q, g, more = terms["r"], terms["w"], {name: terms[name] for name in "kvab"}
         o = decoding.recurrence(q=q, g=g, **more, state=state["recurrent"], scale=1.0)
-        eps = self.head_dim * 1e-5
+        eps = self.head_dim * self.norm_eps
         y = decoding.norm_of_heads(o, self.norm_weight, self.norm_bias, eps)
         y = self._output(y, gate, terms)
         return (y, value) if output_value else y
@@ -188,7 +191,7 @@ class RWKV7(Mixer):
         return self.o_proj((o + bonus.flatten(-2)) * gate)
 
     def _norm(self, o: Tensor) -> Tensor:
-        eps = self.head_dim * 1e-5
+        eps = self.head_dim * self.norm_eps
         return group_norm(o, self.num_heads, self.norm_weight, self.norm_bias, eps=eps)
 
     def _mix_first_value(self, v: Tensor, xv: Tensor, first_value: Tensor) -> Tensor:
@@ -198,6 +201,61 @@ class RWKV7(Mixer):
                 "only the first RWKV7 layer of a model can be layer 0"
             )
         return torch.lerp(v, first_value.to(v.dtype), torch.sigmoid(self.v_lora(xv)).to(v.dtype))
+
+
+class RWKV7ChannelMix(nn.Module):
+    """RWKV-7's feed-forward part, which sees the token before.
+
+        y = relu((x + (shift(x) - x) mu) W_key)^2 W_value
+
+    Args:
+        hidden_size: D.
+        intermediate_size: columns of W_key; None is 4 D.
+        layer_idx, num_layers: for the initial mix, as RWKV7.
+
+    State: shift [N, D].
+    Source: Peng et al., RWKV-7 Goose, 2025, section 4.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int | None = None,
+        layer_idx: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        super().__init__()
+        inner = intermediate_size or 4 * hidden_size
+        self.layer_idx, self.num_layers = layer_idx, num_layers
+        self.mix = nn.Parameter(torch.empty(hidden_size))
+        self.key = UniformLinear(hidden_size, inner, 0.5)
+        self.value = UniformLinear(inner, hidden_size, 0.0)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        depth = self.layer_idx / self.num_layers if self.num_layers else 0.0
+        size = self.mix.shape[0]
+        channel = torch.arange(size, dtype=torch.float32, device=self.mix.device)
+        assign(self.mix, 1 - (channel / size) ** (1 - depth) ** 4)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, D], the state [N, D] or None -> y [B, T, D] and the next state, if wanted."""
+        before, after = token_shift(
+            x,
+            initial_state=state,
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )
+        x = torch.addcmul(x, before - x, self.mix)
+        return self.value(F.relu(self.key(x)).square()), after
 
 
 class Lora(nn.Module):

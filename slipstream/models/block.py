@@ -1,30 +1,32 @@
 """One layer of the model: mixer and MLP, each behind a norm and a residual connection.
 
-h <- h + mixer(rms_norm(h))
-h <- h + swiglu(rms_norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down
+h <- h + mixer(norm(h))
+h <- h + mlp(norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down, if config says no other
 """
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream import layers
+from slipstream.layers import RWKV7ChannelMix
 from slipstream.models.cache import LayerState
 from slipstream.models.config import MIXERS, SlipstreamConfig
-from slipstream.models.rollback import Record
+from slipstream.models.mlps import make_mlp
+from slipstream.models.rollback import MLP_SHIFT, Record
+from slipstream.nn import LayerNorm
 from slipstream.nn import RMSNorm as RMSNorm
-from slipstream.nn import SwiGLU
 from slipstream.runtime.context_parallel import ContextParallel
 
 State = dict[str, Tensor]
 
 
-class Dense(nn.Linear):
-    """A linear layer whose weight starts with the config's initializer_range."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias)
+def make_norm(config: SlipstreamConfig) -> Any:
+    size, eps = config.hidden_size, config.norm_eps
+    if config.norm in ("rms", "zero_centered_rms"):
+        return RMSNorm(size, eps, zero_centered=config.norm == "zero_centered_rms")
+    return LayerNorm(size, eps, bias=config.norm == "layer")
 
 
 class Block(GradientCheckpointingLayer):
@@ -32,13 +34,14 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         name, options = config.mixer(layer_idx)
         options = {"num_heads": config.num_heads, **options}
-        assert config.intermediate_size is not None
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.mixer_norm = make_norm(config)
         self.mixer = getattr(layers, MIXERS[name])(
             hidden_size=config.hidden_size, layer_idx=layer_idx, **options
         )
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, linear=Dense)
+        has_mlp = config.mlp(layer_idx)[0] != "none"
+        self.mlp_norm = make_norm(config) if has_mlp else None
+        self.mlp = make_mlp(config, layer_idx)
 
     def forward(
         self,
@@ -53,8 +56,8 @@ class Block(GradientCheckpointingLayer):
         layer: LayerState | None = None,
         whole: bool = False,
     ) -> tuple[Tensor, State | None, Tensor | None]:
-        """Returns h, the mixer's next state and, if the mixer takes a first_value but there is
-        none yet, that value for later blocks.
+        """Returns h, the next state and, if the mixer takes a first_value but there is none yet,
+        that value for later blocks.
 
         With `layer`, whose tokens h follows, that is updated in place and no state returned;
         `whole` shows the mixer all of its room, so that every step has the same shapes.
@@ -64,19 +67,48 @@ class Block(GradientCheckpointingLayer):
         if layer is not None:
             return self._advance(h, first_value, layer, positions, whole)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
-        options |= {"positions": positions, "state": state, "use_cache": use_cache}
-        x, value = self.mixer_norm(h), None
+        mixing = options | {"positions": positions, "state": state, "use_cache": use_cache}
+        x = h
+        if self.residual_in_fp32:
+            x, h = h.to(self.mixer_norm.weight.dtype), h.float()
+        x, value = self.mixer_norm(x), None
         if not self.mixer.takes_first_value:
-            y, state = self.mixer(x, **options)
+            y, after = self.mixer(x, **mixing)
         elif first_value is not None:
-            y, state = self.mixer(x, first_value=first_value, **options)
+            y, after = self.mixer(x, first_value=first_value, **mixing)
         else:
-            y, state, value = self.mixer(x, output_value=True, **options)
-        return self._mlp(h, y), state, value
+            y, after, value = self.mixer(x, output_value=True, **mixing)
+        shift = None if state is None or not self.shifts else state[MLP_SHIFT]
+        h, shift = self._mlp(h, y, shift, use_cache, **options)
+        if after is not None and shift is not None:
+            after[MLP_SHIFT] = shift
+        return h, after, value
 
-    def _mlp(self, h: Tensor, y: Tensor) -> Tensor:
-        x, h = self.mlp_norm(y, h, prenorm=True)  # h + y, and its norm, in one pass
-        return h + self.mlp(x)
+    @property
+    def shifts(self) -> bool:
+        """Whether the MLP has a state of its own."""
+        return isinstance(self.mlp, RWKV7ChannelMix)
+
+    def _mlp(
+        self,
+        h: Tensor,
+        y: Tensor,
+        shift: Tensor | None = None,
+        use_cache: bool = False,
+        layer: LayerState | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """h + y + mlp(norm(h + y)), and the MLP's next state if it has one."""
+        if self.mlp is None or self.mlp_norm is None:
+            return h + y, None
+        # h + y, and its norm, in one pass
+        x, h = self.mlp_norm(y, h, prenorm=True, residual_in_fp32=self.residual_in_fp32)
+        if not self.shifts:
+            return h + self.mlp(x), None
+        if layer is not None:
+            layer.record_mlp(x)
+        y, shift = self.mlp(x, shift, use_cache, **options)
+        return h + y, shift
 
     def _advance(
         self,
@@ -86,14 +118,21 @@ class Block(GradientCheckpointingLayer):
         positions: Tensor | None,
         whole: bool,
     ) -> tuple[Tensor, None, Tensor | None]:
-        x, value = self.mixer_norm(h), None
+        x = h
+        if self.residual_in_fp32:
+            x, h = h.to(self.mixer_norm.weight.dtype), h.float()
+        x, value = self.mixer_norm(x), None
         options: dict[str, Any] = {}
         if self.mixer.takes_first_value:
             given = first_value is not None
             options = {"first_value": first_value} if given else {"output_value": True}
         if layer.rollback is not None:
             layer.record(Record(self.mixer, x, positions, options))
-        y = self.mixer.step(x, layer.view(x.shape[1], whole), positions=positions, **options)
+        state = layer.view(x.shape[1], whole)
+        y = self.mixer.step(x, state, positions=positions, **options)
         if "output_value" in options:
             y, value = y
-        return self._mlp(h, y), None, value
+        h, shift = self._mlp(h, y, state.get(MLP_SHIFT), True, layer)
+        if shift is not None:
+            state[MLP_SHIFT].copy_(shift)
+        return h, None, value

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from slipstream.layers import Mixer
-from slipstream.models.rollback import Record, Rollback
+from slipstream.models.rollback import MLP_SHIFT, Record, Rollback
 
 # What outputs of models call it: past_key_values before transformers 5.24.
 CACHE = next(
@@ -160,7 +160,10 @@ class LayerState(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        return bool(self.token_states) or self.rollback is not None
+        if self.token_states:
+            # what came before the last tokens is in the keys, but not for an MLP that shifts
+            return MLP_SHIFT not in (self.state or {})
+        return self.rollback is not None
 
     def activate_past_recording(self) -> None:
         """Keeps what `crop` needs, from the next tokens on; of a softmax layer nothing more."""
@@ -183,6 +186,11 @@ class LayerState(CacheLayerMixin):
         if self.rollback is not None and not self.token_states:
             self.rollback.add(record, self.seen, self.state)
 
+    def record_mlp(self, x: Tensor) -> None:
+        """Of the same call, what an MLP with a state is called with."""
+        if self.rollback is not None and not self.token_states:
+            self.rollback.add_mlp(x)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -n tokens of every row; a positive n is how many to keep."""
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
@@ -190,6 +198,8 @@ class LayerState(CacheLayerMixin):
             return
         if count > self.seen:
             raise ValueError(f"crop: want at most the {self.seen} tokens there are, got {count}")
+        if self.token_states and not self.is_croppable:
+            raise NotImplementedError("crop: want no MLP with a state beside a softmax layer")
         if not self.token_states and self._tensors is not None:
             if self.rollback is None:
                 raise RuntimeError(

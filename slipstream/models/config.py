@@ -1,4 +1,4 @@
-"""Configuration of the language model: its sizes and one mixer per layer.
+"""Configuration of the language model: its sizes and, per layer, a mixer and an MLP.
 
 A saved configuration names the classes of a checkpoint in `auto_map`, and save_pretrained writes
 the file that it refers to. With trust_remote_code=True, transformers' auto classes then load the
@@ -6,6 +6,7 @@ checkpoint in a process that has not imported slipstream.
 """
 
 import difflib
+from collections.abc import Collection
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
@@ -33,6 +34,11 @@ MIXERS = {
     "mla": "MLA",
 }
 """Name in a config -> class in slipstream.layers."""
+
+MLPS = ("swiglu", "rwkv7", "qwen3_next_moe", "kimi_linear_moe", "none")
+"""Names in a config; slipstream/models/mlps.py makes them."""
+
+NORMS = ("rms", "zero_centered_rms", "layer", "layer_without_bias")
 
 REMOTE_CODE = "modeling_slipstream"
 AUTO_MAP = {
@@ -79,8 +85,17 @@ class SlipstreamConfig(PreTrainedConfig):
         vocab_size: entries of the vocabulary.
         hidden_size: width D of the residual stream.
         num_heads: heads of every mixer whose dict does not say otherwise.
-        intermediate_size: width of the SwiGLU MLP; None is 8/3 D, rounded up to a multiple of 32.
-        norm_eps: added to the mean square inside every RMSNorm of the residual stream.
+        intermediate_size: width of the MLPs that do not say otherwise; None is 8/3 D, rounded up
+            to a multiple of 32.
+        mlps: one entry per layer, a name of MLPS or a dict {"type": name, option: value, ...};
+            None is "swiglu" everywhere. "none" leaves the MLP and its norm out, as Mamba-2 does;
+            "rwkv7" is layers.RWKV7ChannelMix; "qwen3_next_moe" and "kimi_linear_moe" are
+            transformers' blocks, whose options are keys of transformers' configs.
+        norm: the norms of the residual stream, one of NORMS; the factor of "zero_centered_rms" is
+            1 + weight.
+        embedding_norm: one of these norms comes right after the embedding, as in RWKV-7.
+        residual_in_fp32: the residual stream is float32 whatever the weights are, as in Mamba-2.
+        norm_eps: inside every norm of the residual stream.
         initializer_range: standard deviation of the embedding, MLP and head weights at the start.
         use_cache: forward returns a StateCache unless it is told otherwise, when not training.
         tie_word_embeddings: the head is the embedding, transposed.
@@ -89,8 +104,8 @@ class SlipstreamConfig(PreTrainedConfig):
         eos_token_id: the token, or tokens, that end generation.
 
     Raises:
-        ValueError: `mixers` is empty, names an unknown mixer or has a dict without "type";
-            num_hidden_layers is given and is not how many there are.
+        ValueError: `mixers` is empty, `mixers` or `mlps` names something unknown or has a dict
+            without "type", or they are not as many as num_hidden_layers or as each other.
         TypeError: a key that is neither one of these nor one of transformers' PreTrainedConfig.
     """
 
@@ -103,6 +118,10 @@ class SlipstreamConfig(PreTrainedConfig):
     num_heads: int = 4
     mixers: list[str | dict[str, Any]] | None = None
     intermediate_size: int | None = None
+    mlps: list[str | dict[str, Any]] | None = None
+    norm: str = "rms"
+    embedding_norm: bool = False
+    residual_in_fp32: bool = False
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -127,8 +146,15 @@ class SlipstreamConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_hidden_layers: want the {len(self.mixers)} entries of mixers, got {layers}"
             )
+        if self.mlps is not None and len(self.mlps) != len(self.mixers):
+            raise ValueError(
+                f"mlps: want the {len(self.mixers)} entries that mixers has, got {len(self.mlps)}"
+            )
+        if self.norm not in NORMS:
+            raise ValueError(f"norm: want one of {', '.join(NORMS)}, got {self.norm!r}")
         for i in range(len(self.mixers)):
             self.mixer(i)
+            self.mlp(i)
 
     @classmethod
     def _refuse_unknown(cls, given: dict[str, Any]) -> None:
@@ -160,10 +186,19 @@ class SlipstreamConfig(PreTrainedConfig):
     def mixer(self, layer: int) -> tuple[str, dict[str, Any]]:
         """Name and options of a layer's mixer."""
         assert self.mixers is not None
-        entry = self.mixers[layer]
-        options = {} if isinstance(entry, str) else dict(entry)
-        name = entry if isinstance(entry, str) else options.pop("type", None)
-        if name not in MIXERS:
-            known = ", ".join(MIXERS)
-            raise ValueError(f"mixers[{layer}]: want a mixer of {known}, got {entry!r}")
-        return name, options
+        return _entry(f"mixers[{layer}]", self.mixers[layer], MIXERS)
+
+    def mlp(self, layer: int) -> tuple[str, dict[str, Any]]:
+        """Name and options of a layer's MLP."""
+        entry = "swiglu" if self.mlps is None else self.mlps[layer]
+        return _entry(f"mlps[{layer}]", entry, MLPS)
+
+
+def _entry(
+    place: str, entry: str | dict[str, Any], known: Collection[str]
+) -> tuple[str, dict[str, Any]]:
+    options = {} if isinstance(entry, str) else dict(entry)
+    name = entry if isinstance(entry, str) else options.pop("type", None)
+    if name not in known:
+        raise ValueError(f"{place}: want one of {', '.join(known)}, got {entry!r}")
+    return name, options

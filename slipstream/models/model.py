@@ -14,11 +14,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_context
-from slipstream.models.block import Block, Dense, RMSNorm
+from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.generation import Generation, is_step
 from slipstream.models.graphs import Decoding
+from slipstream.models.mlps import Dense
 from slipstream.models.packing import (
     Sequences,
     find_sequences,
@@ -114,7 +115,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.embed_norm = make_norm(config) if config.embedding_norm else None
+        self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -240,14 +242,14 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 every.append(h)
             h, _, value = block(h, first_value, positions=positions, layer=layer, whole=whole)
             first_value = value if first_value is None else first_value
-        h = self.norm(h)
+        h = self._normed(h)
         return h, [*every, h] if keep else []
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: want either input_ids or inputs_embeds, got both or none")
         if inputs_embeds is not None:
-            return inputs_embeds
+            return self._first_normed(inputs_embeds)
         assert input_ids is not None
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids: want shape (B, T), got {tuple(input_ids.shape)}")
@@ -257,7 +259,13 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             rows = getattr(table, "num_embeddings", self.config.vocab_size)
             expect_ids("input_ids", input_ids, rows)
             input_ids = clamped(input_ids, rows)
-        return table(input_ids)
+        return self._first_normed(table(input_ids))
+
+    def _first_normed(self, h: Tensor) -> Tensor:
+        return h if self.embed_norm is None else self.embed_norm(h)
+
+    def _normed(self, h: Tensor) -> Tensor:
+        return self.norm(h.to(self.norm.weight.dtype) if self.config.residual_in_fp32 else h)
 
     def _run(
         self,
@@ -291,7 +299,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 assert isinstance(block, Block)
                 if cache.layers[i].write(state, block.mixer):
                     cache.graphs.clear()
-        h = self.norm(h)
+        h = self._normed(h)
         return h, [*every, h] if keep else []
 
 

@@ -17,16 +17,22 @@ from slipstream.layers import Mixer
 
 State = dict[str, Tensor]
 WINDOW = 64
+MLP_SHIFT = "mlp_shift"
+"""Name of what RWKV7ChannelMix keeps, beside the tensors of the mixer: its last input."""
 
 
 @dataclass
 class Record:
-    """One call of a mixer: x [N, T, D], positions [1 or N, T] or None, and RWKV7's options."""
+    """One call of a mixer: x [N, T, D], positions [1 or N, T] or None, and RWKV7's options.
+
+    mlp_x: what an MLP with a state was then called with, [N, T, D].
+    """
 
     mixer: Mixer
     x: Tensor
     positions: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    mlp_x: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -34,6 +40,8 @@ class Record:
 
     def run(self, state: State) -> None:
         self.mixer.step(self.x, state, positions=self.positions, **self.options)
+        if self.mlp_x is not None:
+            state[MLP_SHIFT].copy_(self.mlp_x[:, -1])
 
     @staticmethod
     def joined(records: list["Record"]) -> "Record":
@@ -46,7 +54,8 @@ class Record:
 
         options = {name: join([r.options[name] for r in records]) for name in first.options}
         positions = join([r.positions for r in records])
-        return replace(first, x=join([r.x for r in records]), positions=positions, options=options)
+        x, mlp_x = join([r.x for r in records]), join([r.mlp_x for r in records])
+        return replace(first, x=x, positions=positions, options=options, mlp_x=mlp_x)
 
     def part(self, begin: int, end: int) -> "Record":
         """Of its tokens alone, as copies: a prompt's are not to be kept by a view of a few."""
@@ -56,11 +65,14 @@ class Record:
             return x[:, begin:end].clone() if is_tokens else x
 
         options = {name: cut(x) for name, x in self.options.items()}
-        return replace(self, x=cut(self.x), positions=cut(self.positions), options=options)
+        x, mlp_x, positions = cut(self.x), cut(self.mlp_x), cut(self.positions)
+        return replace(self, x=x, positions=positions, options=options, mlp_x=mlp_x)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> None:
         rows = self.x.shape[0]
         self.x = move(self.x)
+        if self.mlp_x is not None:
+            self.mlp_x = move(self.mlp_x)
         if self.positions is not None and self.positions.shape[0] == rows:
             self.positions = move(self.positions)
         for name, x in self.options.items():
@@ -92,6 +104,10 @@ class Rollback:
         end = seen + record.tokens
         while len(self.segments) > 1 and end - self.segments[1].begin >= WINDOW:
             del self.segments[0]
+
+    def add_mlp(self, x: Tensor) -> None:
+        """What the MLP is called with in the call that was added last."""
+        self.segments[-1].records[-1].mlp_x = x.clone()
 
     def back_to(self, token: int) -> tuple[State | None, Record | None]:
         """The state to begin with and the calls from there to `token`; what is later is dropped.

@@ -21,8 +21,10 @@ from slipstream.ops.rotary import rotary_embedding, rotary_tables
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-def convolution(conv: ShortConvolution, x: Tensor, state: Tensor) -> Tensor:
-    """x [N, 1, D], state [N, D, W] -> y [N, 1, D]"""
+def convolution(conv: ShortConvolution | None, x: Tensor, state: Tensor | None) -> Tensor:
+    """x [N, 1, D], state [N, D, W] -> y [N, 1, D]; without a convolution silu alone"""
+    if conv is None or state is None:
+        return F.silu(x)
     if not on_host(x):
         return short_convolution_update(
             x, state, conv.weight, conv.bias, activation=conv.activation
@@ -77,10 +79,11 @@ def recurrence(
     return o.view(N, 1, HV, V)
 
 
-def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """As ops.rms_norm."""
     if not on_host(x):
-        return rms_norm(x, weight, eps=eps)
+        return rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
+    weight = 1 + weight if zero_centered and weight is not None else weight
     return torch.rms_norm(x, x.shape[-1:], weight, eps)
 
 
@@ -91,6 +94,15 @@ def gated_norm(
     if not on_host(x):
         return rms_norm_gated(x, gate, weight, eps=eps, activation=activation)
     return torch.rms_norm(x, x.shape[-1:], weight, eps) * GATES[activation](gate)
+
+
+def output_norm(
+    o: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, activation: str = "silu"
+) -> Tensor:
+    """The norm of each head of o [B, T, H, V], by f(gate) [B, T, H V] if there is a gate."""
+    if gate is None:
+        return norm(o, weight, eps)
+    return gated_norm(o, gate.view_as(o), weight, eps, activation)
 
 
 def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int) -> Tensor:

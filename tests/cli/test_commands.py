@@ -23,7 +23,7 @@ from slipstream.tools import terminal as terminal_tools
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["matrix", "precompile", "doctor", "explain"])
+@pytest.mark.parametrize("name", ["matrix", "precompile", "doctor", "explain", "convert"])
 def test_command_page_names_options(name: str) -> None:
     group: Any = typer.main.get_command(app)
     text = (ROOT / f"docs/tools/{name}.md").read_text()

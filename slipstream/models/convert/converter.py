@@ -1,0 +1,224 @@
+"""convert: the checkpoint of one model as that of another."""
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from slipstream.models.config import SlipstreamConfig
+from slipstream.models.convert import files, fla, mamba2, qwen_kimi, rwkv7
+from slipstream.models.convert.families import Family, expect_equal
+from slipstream.models.convert.rules import Rule
+from slipstream.models.model import SlipstreamForCausalLM
+
+FAMILIES: dict[str, Family] = {
+    x.name: x
+    for x in (
+        fla.GLA(),
+        fla.RetNet(),
+        fla.DeltaNet(),
+        fla.GatedDeltaNet(),
+        fla.KDA(),
+        rwkv7.RWKV7(),
+        mamba2.FlaMamba2(),
+        mamba2.Mamba2(),
+        qwen_kimi.Qwen3Next(),
+        qwen_kimi.KimiLinear(),
+    )
+}
+"""Name -> the family: of fla gla, retnet, delta_net, gated_deltanet, kda, rwkv7 and fla_mamba2, of
+transformers qwen3_next, kimi_linear and mamba2."""
+
+OURS = "slipstream"
+SHARD_BYTES = 5_000_000_000
+
+
+class Converted(NamedTuple):
+    """source, target: names of the families. parameters: how many numbers were written."""
+
+    source: str
+    target: str
+    parameters: int
+    weight_bytes: int
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str = OURS,
+    ignore: Collection[str] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Writes a checkpoint of safetensors as that of another model, with the same logits.
+
+    Args:
+        source: the directory of a checkpoint; its config.json says whose it is.
+        target: a directory that does not exist yet.
+        to: "slipstream", or the name of one of FAMILIES for a checkpoint of Slipstream's.
+        ignore: keys of the source's config to leave out of account.
+        shard_bytes: how large a file of weights may get.
+
+    Numbers keep their dtypes. Files of a tokenizer are copied.
+
+    Raises:
+        ValueError: a key of the config or a weight that the other model has no place for; weights
+            that are missing or of another shape. FileExistsError, FileNotFoundError: as usual.
+
+    Cost: reads and writes every weight once; memory of one file of weights.
+    """
+    source, target = Path(source), Path(target)
+    given = _read_config(source)
+    for key in ignore:
+        if given.pop(key, None) is None:
+            raise ValueError(f"ignore: {key} is not in {source / 'config.json'}")
+    if target.exists():
+        raise FileExistsError(f"{target}: want a directory that does not exist yet")
+    whose = _family_of(given, source)
+    if (whose is None) == (to == OURS):
+        known = ", ".join(FAMILIES)
+        want = f"want one of {known}" if whose is None else f"want {OURS!r}"
+        raise ValueError(f"to: {want} for a {given['model_type']} checkpoint, got {to!r}")
+    if whose is not None:
+        family, config = whose, SlipstreamConfig(**whose.read(given))
+        theirs = None
+    else:
+        if to not in FAMILIES:
+            raise ValueError(f"to: want one of {', '.join(FAMILIES)}, got {to!r}")
+        family, config = FAMILIES[to], SlipstreamConfig(**_without(given, "model_type"))
+        theirs = family.write(config)
+        expect_equal(config, SlipstreamConfig(**family.read(dict(theirs))), family.name)
+    with torch.device("meta"):
+        model = SlipstreamForCausalLM(config)
+    rules = list(family.rules(config, model))
+    weights = files.Weights(source, () if whose is None else whose.aliases)
+    shapes = _shapes(model, config)
+    _expect_all_ours(rules, shapes)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    names = {x for rule in rules for x in (rule.ours if theirs is not None else rule.theirs)}
+    _expect_names(weights.names() - tied, names, family.dropped)
+    beside = target.with_name(target.name + ".partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        changed = _changed(rules, weights, shapes, theirs is not None)
+        total = files.write(beside, changed, shard_bytes)
+        files.copy_tokenizer(source, beside)
+        _write_config(beside, config, family, theirs, given)
+        beside.rename(target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    count = sum(shape.numel() for shape in shapes.values())
+    return Converted(OURS if whose is None else whose.name, to, count, total)
+
+
+def _changed(
+    rules: list[Rule], weights: files.Weights, shapes: dict[str, torch.Size], back: bool
+) -> Iterator[tuple[str, Tensor]]:
+    for rule in rules:
+        inputs, outputs = (rule.ours, rule.theirs) if back else (rule.theirs, rule.ours)
+        given = [weights[name] for name in inputs]
+        if back:
+            _expect_shapes(rule.ours, given, shapes)
+        try:
+            made = rule.save(given) if back else rule.load(given)
+        except RuntimeError as error:
+            sizes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(inputs, given))
+            raise ValueError(f"{sizes}: shapes that the config does not give: {error}") from error
+        if not back:
+            _expect_shapes(rule.ours, made, shapes)
+        yield from zip(outputs, made, strict=True)
+
+
+def _expect_shapes(
+    names: tuple[str, ...], tensors: list[Tensor], shapes: dict[str, torch.Size]
+) -> None:
+    for name, x in zip(names, tensors, strict=True):
+        if x.shape != shapes[name]:
+            raise ValueError(
+                f"{name}: want shape {tuple(shapes[name])} by the config, got {tuple(x.shape)}"
+            )
+
+
+def _expect_all_ours(rules: list[Rule], shapes: dict[str, torch.Size]) -> None:
+    """That every weight of our model has a rule: one that has none is an option's which the family
+    does not have."""
+    without = sorted(shapes.keys() - {x for rule in rules for x in rule.ours})
+    assert not without, without
+
+
+def _expect_names(found: set[str], wanted: set[str], dropped: tuple[str, ...]) -> None:
+    found = {x for x in found if not any(re.match(pattern, x) for pattern in dropped)}
+    for what, names in (("missing", wanted - found), ("unexpected", found - wanted)):
+        if names:
+            some = sorted(names)
+            more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+            raise ValueError(f"weights: {what} in the checkpoint: {', '.join(some[:3])}{more}")
+
+
+def _shapes(model: Any, config: SlipstreamConfig) -> dict[str, torch.Size]:
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    return {name: x.shape for name, x in model.state_dict().items() if name not in tied}
+
+
+def _family_of(given: dict[str, Any], source: Path) -> Family | None:
+    """None for a checkpoint of ours."""
+    kind = given.get("model_type")
+    if kind == SlipstreamConfig.model_type:
+        return None
+    for family in FAMILIES.values():
+        if family.matches(given):
+            return family
+    raise ValueError(
+        f"{source / 'config.json'}: model_type: want {OURS} or one of "
+        f"{', '.join(dict.fromkeys(x.model_type for x in FAMILIES.values()))}, got {kind!r}"
+    )
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    path = source / "config.json"
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileNotFoundError(f"{source}: want a directory with a config.json") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+    # infinities, which JSON has no number for
+    return PreTrainedConfig._decode_special_floats(given)
+
+
+def _write_config(
+    target: Path,
+    config: SlipstreamConfig,
+    family: Family,
+    theirs: dict[str, Any] | None,
+    given: dict[str, Any],
+) -> None:
+    dtype = given.get("dtype", given.get("torch_dtype"))
+    if theirs is None:
+        config.architectures = [SlipstreamForCausalLM.__name__]
+        if dtype is not None:
+            config.dtype = getattr(torch, dtype)
+        config.save_pretrained(target)
+        return
+    written = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": dtype,
+        "transformers_version": transformers.__version__,
+        **theirs,
+    }
+    written = {key: value for key, value in written.items() if value is not None}
+    text = json.dumps(PreTrainedConfig._encode_special_floats(written), indent=2, sort_keys=True)
+    (target / "config.json").write_text(text, encoding="utf-8")
+
+
+def _without(given: dict[str, Any], key: str) -> dict[str, Any]:
+    return {k: v for k, v in given.items() if k != key}

@@ -1,0 +1,104 @@
+"""Checkpoints as directories of safetensors, read and written a few tensors at a time."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OF_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files that a converted checkpoint keeps as they are."""
+
+
+class Weights:
+    """The tensors of a checkpoint by name, each read when it is asked for.
+
+    Args:
+        aliases: regular expressions of names, and what stands for them here.
+    """
+
+    def __init__(self, directory: Path, aliases: Sequence[tuple[str, str]] = ()) -> None:
+        self._files: dict[Path, Any] = {}
+        if (directory / INDEX).is_file():
+            index = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            self._places = {name: directory / file for name, file in index.items()}
+        elif (directory / ONE).is_file():
+            with safe_open(directory / ONE, "pt") as file:
+                self._places = dict.fromkeys(file.keys(), directory / ONE)
+        else:
+            raise FileNotFoundError(
+                f"{directory}: want {ONE} or {INDEX}; other formats of weights are not read"
+            )
+
+        self._stored: dict[str, str] = {}
+        for stored in self._places:
+            name = stored
+            for pattern, instead in aliases:
+                name = re.sub(pattern, instead, name)
+            self._stored[name] = stored
+
+    def names(self) -> set[str]:
+        return set(self._stored)
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        place = self._places[stored]
+        if place not in self._files:
+            self._files[place] = safe_open(place, "pt").__enter__()
+        return self._files[place].get_tensor(stored)
+
+
+def write(directory: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> int:
+    """Writes them in files of at most so many bytes, but for single tensors; returns all bytes."""
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal size
+        if shard:
+            save_file(shard, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
+            shards.append(list(shard))
+            shard.clear()
+            size = 0
+
+    for name, x in tensors:
+        x = x.contiguous()
+        if size + x.nbytes > shard_bytes:
+            flush()
+        # a view of another tensor would be written as all of that one
+        shard[name] = x.clone() if x.untyped_storage().nbytes() != x.nbytes else x
+        size, total = size + x.nbytes, total + x.nbytes
+    flush()
+    if len(shards) == 1:
+        (directory / "shard-0").rename(directory / ONE)
+        return total
+    places = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        (directory / f"shard-{i}").rename(directory / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return total
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for pattern in OF_TOKENIZER:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy(file, target / file.name)

@@ -1,0 +1,439 @@
+"""fla's models of version 0.6 with gated MLPs: GLA, RetNet, DeltaNet, GatedDeltaNet, KDA.
+
+The defaults are those of fla's config classes, which need not be installed.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from slipstream.models.config import SlipstreamConfig
+from slipstream.models.convert.families import (
+    Family,
+    ForeignConfig,
+    completed,
+    of_all_layers,
+    shared_ends,
+    tokens_of,
+    whole,
+)
+from slipstream.models.convert.rules import (
+    Rule,
+    convolutions,
+    joined,
+    renamed,
+)
+
+WITHOUT_EFFECT = (
+    "attn_mode",
+    "fuse_cross_entropy",
+    "fuse_linear_cross_entropy",
+    "fuse_swiglu",
+    "max_position_embeddings",
+    "use_l2warp",
+)
+COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "fuse_norm": True,
+}
+GATED: dict[str, Any] = {
+    **COMMON,
+    "hidden_act": "swish",
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "attn": None,
+    "attnres_block_size": None,
+}
+# fla's activations of that name -> names of layers.base.FEATURE_MAPS
+GLA_FEATURE_MAPS = {
+    None: None,
+    "relu": "relu",
+    "sqrelu": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+    "sigmoid": "sigmoid",
+    "gelu": "gelu_tanh",
+}
+RETNET_FEATURE_MAPS = {
+    None: None,
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+    "sigmoid": "sigmoid",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+QK_ACTIVATIONS = {"silu": "silu", "relu": "relu", "elu": "elu_plus_one", "identity": None}
+
+
+class Gated(Family):
+    """Models of one mixer, attention in some layers, and gated MLPs."""
+
+    kind: str
+    defaults: ClassVar[dict[str, Any]]
+
+    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+        """Options of the mixer, all of them that the family can set."""
+        raise NotImplementedError
+
+    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
+        """The inverse of `mixer`."""
+        raise NotImplementedError
+
+    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+        """The weights of a mixer."""
+        raise NotImplementedError
+
+    def read(self, given: dict[str, Any]) -> dict[str, Any]:
+        config = ForeignConfig(given, {**GATED, **self.defaults}, WITHOUT_EFFECT)
+        config.expect("hidden_act", "swish", "silu")
+        config.expect("attnres_block_size", None)
+        inner = config["intermediate_size"]
+        if inner is None:
+            ratio = config["hidden_ratio"] or 4
+            inner = int(config["hidden_size"] * ratio * 2 / 3)
+            inner = (inner + 255) // 256 * 256
+        mixers = [
+            {"type": self.kind, **self.mixer(config)} for _ in range(config["num_hidden_layers"])
+        ]
+        for i, options in _attention(config).items():
+            mixers[i] = {"type": "attention", **options}
+        return {
+            **config.tokens(),
+            "num_heads": config["num_heads"],
+            "mixers": mixers,
+            "intermediate_size": inner,
+            "norm_eps": config["norm_eps"],
+        }
+
+    def write(self, config: SlipstreamConfig) -> dict[str, Any]:
+        mixer = of_all_layers(config, self.kind, self.name)
+        return {
+            **tokens_of(config),
+            "num_hidden_layers": config.num_hidden_layers,
+            "intermediate_size": config.intermediate_size,
+            "norm_eps": config.norm_eps,
+            "attn": _attention_of(config),
+            **self.options(mixer, config),
+        }
+
+    def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
+        yield from shared_ends(config, "model", "embeddings", "norm")
+        for i, block in enumerate(model.model.layers):
+            name, options = completed(config, i)
+            at = f"model.layers.{i}."
+            inner = renamed(
+                ("mixer_norm.weight", "attn_norm.weight"),
+                "mlp_norm.weight",
+                *(f"mlp.{x}.weight" for x in ("gate_proj", "up_proj", "down_proj")),
+            )
+            if name == "attention":
+                mixer = _attention_rules(options)
+            else:
+                mixer = self.layer(options, block.mixer, config)
+            yield from (rule.prefixed(at, at) for rule in inner)
+            yield from (rule.prefixed(f"{at}mixer.", f"{at}attn.") for rule in mixer)
+
+
+class GLA(Gated):
+    name = model_type = "gla"
+    architecture, kind = "GLAForCausalLM", "gla"
+    defaults: ClassVar = {
+        "expand_k": 0.5, "expand_v": 1.0, "num_heads": 4, "num_kv_heads": None, "feature_map": None,
+        "use_short_conv": False, "conv_size": 4, "use_output_gate": True, "clamp_min": None,
+        "elementwise_affine": True, "use_gk": True, "use_gv": False,
+    }  # fmt: skip
+
+    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+        config.expect("use_gk", True)
+        config.expect("use_gv", False)
+        config.expect("feature_map", *GLA_FEATURE_MAPS)
+        keys = ("expand_k", "expand_v", "num_heads", "num_kv_heads", "clamp_min", "norm_eps")
+        return {key: config[key] for key in keys} | {
+            "feature_map": GLA_FEATURE_MAPS[config["feature_map"]],
+            "conv_size": _conv_size(config),
+            "use_gate": config["use_output_gate"],
+            "norm_affine": bool(config["elementwise_affine"]),
+        }
+
+    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
+        keys = ("expand_k", "expand_v", "num_heads", "num_kv_heads", "clamp_min")
+        return {key: mixer[key] for key in keys} | {
+            "feature_map": _inverse(GLA_FEATURE_MAPS, mixer["feature_map"]),
+            **_conv_of(mixer),
+            "use_output_gate": mixer["use_gate"],
+            "elementwise_affine": mixer["norm_affine"],
+        }
+
+    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+        return [
+            *_projections(*"qkvo", *("g" if mixer["use_gate"] else "")),
+            *renamed(
+                ("gk_down.weight", "gk_proj.0.weight"),
+                ("gk_up.weight", "gk_proj.1.weight"),
+                ("gk_up.bias", "gk_proj.1.bias"),
+            ),
+            *_gate_norm(mixer, module),
+            *_conv(module.conv, module.channels),
+        ]
+
+
+class RetNet(Gated):
+    name = model_type = "retnet"
+    architecture, kind = "RetNetForCausalLM", "retention"
+    defaults: ClassVar = {
+        "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2, "num_heads": 8, "num_kv_heads": None,
+        "feature_map": None, "use_short_conv": False, "conv_size": 4, "use_output_gate": True,
+        "elementwise_affine": True,
+    }  # fmt: skip
+
+    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+        config.expect("use_short_conv", False)  # fla's model does not hand it on to its layers
+        config.expect("feature_map", *RETNET_FEATURE_MAPS)
+        keys = ("num_heads", "num_kv_heads", "norm_eps")
+        head_dim = _head_dim(config, "expand_k")
+        return {key: config[key] for key in keys} | {
+            "head_dim": head_dim,
+            "expand_v": _head_dim(config, "expand_v") / head_dim,
+            "feature_map": RETNET_FEATURE_MAPS[config["feature_map"]],
+            "use_gate": config["use_output_gate"],
+            "norm_affine": bool(config["elementwise_affine"]),
+        }
+
+    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
+        keys, size = ("num_heads", "num_kv_heads"), config.hidden_size
+        width = mixer["head_dim"] * mixer["num_heads"]
+        return {key: mixer[key] for key in keys} | {
+            "expand_k": width / size,
+            "expand_v": width * mixer["expand_v"] / size,
+            "feature_map": _inverse(RETNET_FEATURE_MAPS, mixer["feature_map"]),
+            "use_output_gate": mixer["use_gate"],
+            "elementwise_affine": mixer["norm_affine"],
+        }
+
+    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+        projections = _projections(*"qkvo", *("g" if mixer["use_gate"] else ""))
+        return [*projections, *_gate_norm(mixer, module)]
+
+
+class DeltaNet(Gated):
+    name = model_type = "delta_net"
+    architecture, kind = "DeltaNetForCausalLM", "delta_net"
+    defaults: ClassVar = {
+        "expand_k": 1.0, "expand_v": 1.0, "use_gate": False, "use_short_conv": True,
+        "allow_neg_eigval": False, "conv_size": 4, "use_beta": True, "use_output_norm": True,
+        "num_heads": 16, "qk_norm": "l2", "qk_activation": "silu",
+    }  # fmt: skip
+
+    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+        config.expect("qk_activation", *QK_ACTIVATIONS)
+        config.expect("qk_norm", "l2", "sum")
+        config.expect("use_output_norm", True)
+        keys = ("num_heads", "use_gate", "allow_neg_eigval", "use_beta", "qk_norm", "norm_eps")
+        return {key: config[key] for key in keys} | {
+            "head_dim": _head_dim(config, "expand_k"),
+            "head_v_dim": _head_dim(config, "expand_v"),
+            "conv_size": _conv_size(config),
+            "qk_activation": QK_ACTIVATIONS[config["qk_activation"]],
+        }
+
+    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
+        keys, size = ("num_heads", "use_gate", "allow_neg_eigval", "use_beta", "qk_norm"), "head"
+        size = config.hidden_size / mixer["num_heads"]
+        return {key: mixer[key] for key in keys} | {
+            "expand_k": mixer["head_dim"] / size,
+            "expand_v": mixer["head_v_dim"] / size,
+            **_conv_of(mixer),
+            "qk_activation": _inverse(QK_ACTIVATIONS, mixer["qk_activation"]),
+        }
+
+    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+        keys, values = (mixer["num_heads"] * mixer[x] for x in ("head_dim", "head_v_dim"))
+        others = "o" + "b" * mixer["use_beta"] + "g" * mixer["use_gate"]
+        return [
+            *_qkv(module.conv, [keys, keys, values]),
+            *_projections(*others),
+            *renamed(("norm_weight", "o_norm.weight")),
+        ]
+
+
+class GatedDeltaNet(Gated):
+    name = model_type = "gated_deltanet"
+    architecture, kind = "GatedDeltaNetForCausalLM", "gated_deltanet"
+    defaults: ClassVar = {
+        "expand_v": 2.0, "use_gate": True, "use_short_conv": True, "allow_neg_eigval": False,
+        "conv_size": 4, "head_dim": 256, "num_heads": 6, "num_v_heads": None,
+        "num_hidden_layers": 21, "output_gate_activation": "swish",
+    }  # fmt: skip
+
+    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+        config.expect("output_gate_activation", "swish", "silu", "sigmoid")
+        keys = ("num_heads", "num_v_heads", "head_dim", "use_gate", "allow_neg_eigval", "norm_eps")
+        f = config["output_gate_activation"]
+        return {key: config[key] for key in keys} | {
+            "head_v_dim": whole("expand_v", config["head_dim"] * config["expand_v"]),
+            "conv_size": _conv_size(config),
+            "gate_activation": "sigmoid" if f == "sigmoid" else "silu",
+        }
+
+    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
+        keys = ("num_heads", "num_v_heads", "head_dim", "use_gate", "allow_neg_eigval")
+        return {key: mixer[key] for key in keys} | {
+            "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
+            **_conv_of(mixer),
+            "output_gate_activation": mixer["gate_activation"],
+        }
+
+    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+        gate = [("z_proj.weight", "g_proj.weight")] if mixer["use_gate"] else []
+        heads = [mixer["num_v_heads"]] * 2
+        return [
+            *_qkv(module.conv, [module.keys, module.keys, module.values]),
+            *_projections("o"),
+            joined("ab_proj.weight", ["a_proj.weight", "b_proj.weight"], heads),
+            *renamed(
+                *gate,
+                ("norm_weight", "o_norm.weight"),
+                "A_log",
+                "dt_bias",
+            ),
+        ]
+
+
+class KDA(Gated):
+    name = model_type = "kda"
+    architecture, kind = "KDAForCausalLM", "kda"
+    defaults: ClassVar = {
+        "expand_v": 1.0, "use_short_conv": True, "allow_neg_eigval": False, "safe_gate": False,
+        "lower_bound": None, "conv_size": 4, "head_dim": 128, "num_heads": 16, "num_v_heads": None,
+    }  # fmt: skip
+
+    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+        keys = ("num_heads", "num_v_heads", "head_dim", "allow_neg_eigval", "norm_eps")
+        values = whole("expand_v", config["head_dim"] * config["expand_v"])
+        bound = config["lower_bound"]
+        if config["safe_gate"] and bound is None:
+            raise ValueError("safe_gate: want a lower_bound beside it, got None")
+        return {key: config[key] for key in keys} | {
+            "head_v_dim": values,
+            "gate_low_rank_dim": values,
+            "conv_size": _conv_size(config),
+            "gate_bias": True,
+            "lower_bound": bound,
+        }
+
+    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
+        keys = ("num_heads", "num_v_heads", "head_dim", "allow_neg_eigval", "lower_bound")
+        return {key: mixer[key] for key in keys} | {
+            "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
+            **_conv_of(mixer),
+            "safe_gate": mixer["lower_bound"] is not None,
+        }
+
+    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+        return [
+            *_qkv(module.conv, [module.keys, module.keys, module.values]),
+            *_projections(*"bo"),
+            *renamed(
+                ("f_down.weight", "f_proj.0.weight"),
+                ("f_up.weight", "f_proj.1.weight"),
+                ("g_down.weight", "g_proj.0.weight"),
+                ("g_up.weight", "g_proj.1.weight"),
+                ("g_up.bias", "g_proj.1.bias"),
+                ("norm_weight", "o_norm.weight"),
+                "A_log",
+                "dt_bias",
+            ),
+        ]
+
+
+def _head_dim(config: ForeignConfig, ratio: str) -> int:
+    return whole(ratio, config["hidden_size"] * config[ratio] / config["num_heads"])
+
+
+def _conv_size(config: ForeignConfig) -> int | None:
+    return config["conv_size"] if config["use_short_conv"] else None
+
+
+def _conv_of(mixer: dict[str, Any]) -> dict[str, Any]:
+    size = mixer["conv_size"]
+    return {"use_short_conv": size is not None, "conv_size": size or 4}
+
+
+def _inverse(names: dict[Any, Any], value: Any) -> Any:
+    return next((theirs for theirs, ours in names.items() if ours == value), value)
+
+
+def _projections(*names: str) -> list[Rule]:
+    return renamed(*(f"{x}_proj.weight" for x in names))
+
+
+def _qkv(conv: Any, sizes: list[int]) -> list[Rule]:
+    return [
+        joined("qkv_proj.weight", [f"{x}_proj.weight" for x in "qkv"], sizes),
+        *_conv(conv, sizes),
+    ]
+
+
+def _conv(conv: Any, sizes: list[int]) -> list[Rule]:
+    if conv is None:
+        return []
+    return [convolutions("conv.weight", [f"{x}_conv1d.weight" for x in "qkv"], sizes)]
+
+
+def _gate_norm(mixer: dict[str, Any], module: Any) -> list[Rule]:
+    """fla fuses the norm with its gate if there is one."""
+    if module.norm_weight is None:
+        return []
+    name = "g_norm_swish_gate" if mixer["use_gate"] else "g_norm"
+    return renamed(("norm_weight", f"{name}.weight"))
+
+
+def _attention(config: ForeignConfig) -> dict[int, dict[str, Any]]:
+    """Layer -> options of its attention."""
+    specs = config["attn"] or []
+    found = {}
+    for spec in [specs] if isinstance(specs, dict) else specs:
+        known = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
+        for key in spec:
+            if key not in known:
+                raise ValueError(f"attn.{key}: no known key, got {spec[key]!r}")
+        options = {
+            "num_heads": spec["num_heads"],
+            "num_kv_heads": spec.get("num_kv_heads"),
+            "qkv_bias": spec.get("qkv_bias", False),
+            "window_size": spec.get("window_size"),
+            "rotary_base": spec.get("rope_theta", 10000.0),
+        }
+        found |= dict.fromkeys(spec["layers"], options)
+    return found
+
+
+def _attention_of(config: SlipstreamConfig) -> list[dict[str, Any]] | None:
+    specs = []
+    for i in range(config.num_hidden_layers):
+        name, options = completed(config, i)
+        if name == "attention":
+            keys = ("num_heads", "num_kv_heads", "qkv_bias", "window_size")
+            spec = {"layers": [i], **{key: options[key] for key in keys}}
+            specs.append({**spec, "rope_theta": options["rotary_base"]})
+    return specs or None
+
+
+def _attention_rules(options: dict[str, Any]) -> list[Rule]:
+    queries, keys = (options["head_dim"] * options[x] for x in ("num_heads", "num_kv_heads"))
+    parts = ("weight", "bias") if options["qkv_bias"] else ("weight",)
+    sizes = [queries, keys, keys]
+    return [
+        *(joined(f"qkv_proj.{x}", [f"{n}_proj.{x}" for n in "qkv"], sizes) for x in parts),
+        *_projections("o"),
+    ]

@@ -1,0 +1,96 @@
+"""The MLPs of the model: what a config's `mlps` names.
+
+swiglu            intermediate_size
+rwkv7             intermediate_size; sees the token before, so that it has a state
+qwen3_next_moe    transformers' Qwen3NextSparseMoeBlock, its options the keys of Qwen3NextConfig
+kimi_linear_moe   transformers' KimiLinearMoE, its options the keys of KimiLinearConfig
+none              no MLP, and no norm for it
+
+transformers' blocks are used as they are. Their routers' auxiliary loss is not part of the loss.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from slipstream.layers import RWKV7ChannelMix
+from slipstream.models.config import SlipstreamConfig
+from slipstream.nn import SwiGLU
+
+MOE = {
+    "qwen3_next_moe": ("qwen3_next", "Qwen3Next", "SparseMoeBlock"),
+    "kimi_linear_moe": ("kimi_linear", "KimiLinear", "MoE"),
+}
+"""Name -> the model of transformers, the prefix of its classes, the class of the block."""
+
+
+class Dense(nn.Linear):
+    """A linear layer whose weight starts with the config's initializer_range."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts block of transformers.
+
+    Args:
+        name: of MOE. options: keys of the model's config in transformers.
+
+    Raises:
+        ValueError: the installed transformers has no such model, or its config no such key.
+    """
+
+    def __init__(self, name: str, hidden_size: int, std: float, options: dict[str, Any]) -> None:
+        super().__init__()
+        model, prefix, block = MOE[name]
+        try:
+            module = import_module(f"transformers.models.{model}.modeling_{model}")
+        except ModuleNotFoundError as error:
+            raise ValueError(f"mlps: want a transformers with {model} for {name}") from error
+        config_class = getattr(module, f"{prefix}Config")
+        names = config_class.attribute_map
+        known = {*config_class.__dataclass_fields__, *names, *names.values()}
+        for key in options:
+            if key not in known:  # transformers itself keeps it without a word
+                raise ValueError(f"mlps: {key}: {prefix}Config has no such key")
+        config = config_class(hidden_size=hidden_size, **options)
+        config._experts_implementation = "eager"
+        self.std = std
+        self.block = getattr(module, f"{prefix}{block}")(config)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in self.block.parameters():
+            init.normal_(parameter, std=self.std)
+        for buffer in self.block.buffers():  # the bias that balances Kimi Linear's experts
+            init.zeros_(buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def make_mlp(config: SlipstreamConfig, layer_idx: int) -> nn.Module | None:
+    """The MLP of a layer; None if it has none."""
+    name, options = config.mlp(layer_idx)
+    assert config.intermediate_size is not None
+    size, inner = config.hidden_size, {"intermediate_size": config.intermediate_size}
+    if name == "none":
+        _expect(name, options, ())
+        return None
+    if name in MOE:
+        return MoE(name, size, config.initializer_range, options)
+    _expect(name, options, ("intermediate_size",))
+    inner = (inner | options)["intermediate_size"]
+    if name == "rwkv7":
+        return RWKV7ChannelMix(size, inner, layer_idx, config.num_hidden_layers)
+    return SwiGLU(size, inner, linear=Dense)
+
+
+def _expect(name: str, options: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in options:
+        if key not in known:
+            raise ValueError(f"mlps: {key}: {name} has no such option")
