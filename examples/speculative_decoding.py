@@ -1,17 +1,16 @@
 """Decodes with a small model that guesses ahead: python examples/speculative_decoding.py
 
-The draft model guesses a few tokens one by one, the target model checks them in one call. A state
-cannot forget its last tokens, so after a wrong guess both read the right ones again from before.
+The draft model guesses a few tokens one by one, the target model checks them in one call. After a
+wrong guess both forget what they read behind it.
 """
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-from slipstream.models.cache import CACHE
+from slipstream.models.cache import StateCache
 
 WORDS, GUESSES = 16, 4
 
@@ -20,13 +19,13 @@ class Reader:
     """A model, and its state after the tokens that it has read."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.cache = model, None
+        self.model, self.cache = model, StateCache(model.config.num_hidden_layers)
+        self.cache.activate_past_recording()  # for crop()
 
     def read(self, tokens: list[int]) -> Tensor:
         """Returns what it takes for the next token, after each of these."""
-        out = self.model(torch.tensor([tokens]), cache=self.cache, use_cache=True)
-        self.cache = out[CACHE]
-        return out.logits[0].argmax(-1)
+        logits = self.model(torch.tensor([tokens]), past_key_values=self.cache).logits
+        return logits[0].argmax(-1)
 
 
 @torch.no_grad()
@@ -36,15 +35,14 @@ def speculative(target: Any, draft: Any, prompt: list[int], count: int) -> tuple
     first, _ = (int(x.read(prompt)[-1]) for x in readers)
     tokens = [*prompt, first]
     while len(tokens) < len(prompt) + count:
-        before = [copy.deepcopy(x.cache) for x in readers]
         guesses: list[int] = []
         while len(guesses) < GUESSES:
             guesses.append(int(readers[1].read([tokens[-1], *guesses][-1:])[-1]))
+        readers[1].read(guesses[-1:])
         wanted = readers[0].read([tokens[-1], *guesses]).tolist()
         right = next((i for i, x in enumerate(guesses) if x != wanted[i]), GUESSES)
-        for reader, state in zip(readers, before):
-            reader.cache = state
-            reader.read([tokens[-1], *guesses[:right]])
+        for reader in readers:
+            reader.cache.crop(right - GUESSES)
         tokens += [*guesses[:right], wanted[right]]
         calls += 1
     return tokens[: len(prompt) + count], count / calls
