@@ -11,6 +11,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 KERNEL = "slipstream.kernels.mixer_step.triton.step:mixer_step_kernel"
 NARROW = ("q", "k", "v", "g", "beta", "z", "y", "conv_weight", "norm_weight", "window")
+FLOATS = ("lower_bound", "normalizer", "dt_min", "dt_max")
 WIDTHS = [(64, 64, 1), (128, 64, 8), (256, 256, 1), (256, 512, 1)]
 ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y", "cache_slots")
 
@@ -34,9 +35,7 @@ def compile_step(
         "BETA_FACTOR": 1.0, "L2_NORM": True, "NORM": True, "NORM_BEFORE_GATE": True,
         "WEIGHT_PER_HEAD": False, "Z_SILU": True, "stride_l": 1,
     }  # fmt: skip
-    scalars: dict[str, str] = dict.fromkeys(
-        ("lower_bound", "normalizer", "dt_min", "dt_max"), "fp32"
-    )
+    scalars: dict[str, str] = dict.fromkeys(FLOATS, "fp32")
     scalars |= dict.fromkeys(ROWS, "i64")
     scalars |= dict.fromkeys(("stride_state", "stride_head", "stride_window"), "i32:16")
     options = {} if tile.registers is None else {"maxnreg": tile.registers}
