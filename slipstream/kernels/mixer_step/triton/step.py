@@ -52,42 +52,20 @@ def _activation(x, SILU: tl.constexpr):
 
 
 @triton.jit
-def _pair(a_ptr, b_ptr, o, m):
-    """Two vectors as rows of a tile; b may be None.
-
-    Loaded by themselves they would be so few numbers that the compiler has each thread load all
-    those that its rows of the state want: eight times the registers.
-    """
-    pair = tl.arange(0, 2)[:, None]
-    x = _load(a_ptr + o[None, :], (pair == 0) & m[None, :])
-    if b_ptr is not None:
-        x += _load(b_ptr + o[None, :], (pair == 1) & m[None, :])
-    return x
-
-
-@triton.jit
-def _row(x, i: tl.constexpr):
-    """Row i of two."""
-    return tl.sum(tl.where(tl.arange(0, 2)[:, None] == i, x, 0.0), 0)
-
-
-@triton.jit
-def _inputs(a_ptr, b_ptr, row_a, row_b, window, t, o, m, channel, m_c, W: tl.constexpr):
-    """x_{t-W+1} .. x_t of two rows: those before the call's first token are in the window."""
+def _inputs(x, x_ptr, row_x, window, t, o, m, channel, W: tl.constexpr, ONE: tl.constexpr):
+    """x_{t-W+1} .. x_t, of which the last is given: those before the call's first token are in
+    the window."""
     window_ptr, stride_c, stride_l, length = window
     xs = ()
-    for j in tl.static_range(W):
+    for j in tl.static_range(W - 1):
         back = W - 1 - j
-        p_b = b_ptr
-        if b_ptr is not None:
-            p_b += (t - back) * row_b
-        x = _pair(a_ptr + (t - back) * row_a, p_b, o, m & (t >= back))
-        if back > 0:
+        p_w = window_ptr + channel.to(tl.int64) * stride_c + (length + t - back) * stride_l
+        b_x = _load(p_w, m & (t < back))
+        if not ONE:
             # one of the two loads is masked: the sum is a choice
-            p_w = window_ptr + channel.to(tl.int64) * stride_c + (length + t - back) * stride_l
-            x += _load(p_w, m_c & (t < back))
-        xs = xs + (x,)
-    return xs
+            b_x += _load(x_ptr + (t - back) * row_x + o, m & (t >= back))
+        xs = xs + (b_x,)
+    return xs + (x,)
 
 
 @triton.jit
@@ -99,30 +77,32 @@ def _taps(weight_ptr, bias_ptr, channel, m, W: tl.constexpr):
     b_z = 0.0
     if bias_ptr is not None:
         b_z = _load(bias_ptr + channel, m)
-    return ws, b_z
+    return ws + (b_z,)
 
 
 @triton.jit
-def _convolution(xs, ws, b_z, W: tl.constexpr, SILU: tl.constexpr):
+def _convolution(xs, ws, W: tl.constexpr, SILU: tl.constexpr):
+    b_z = ws[W]
     for j in tl.static_range(W):
         b_z += xs[j] * ws[j]
     return _activation(b_z, True) if SILU else b_z
 
 
 @triton.jit
-def _token(
-    pointers, rows, window, places, t,
-    W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PER_CHANNEL: tl.constexpr,
-):  # fmt: skip
-    """What the programs read for a token: inputs of the convolution, or q and k, and v; the gate
-    with its bias, beta, z."""
+def _token(pointers, rows, places, t, PER_CHANNEL: tl.constexpr):
+    """What a program reads of a token: q, k, v, the gate with its bias, beta, z."""
     q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr = pointers
     row_q, row_k, row_v, row_g, row_beta, row_z = rows
-    o_k, o_c, m_k, m_v, c_k, c_v, m_ck, m_cv = places
-    xs_k, xs_v, b_qk, b_v, gate, beta, b_z = (), (), 0.0, 0.0, 0.0, 1.0, 1.0
+    o_k, o_c, m_k, m_v = places
+    b_q = _load(q_ptr + t * row_q + o_k, m_k)
+    b_k = _load(k_ptr + t * row_k + o_k, m_k)
+    b_v = _load(v_ptr + t * row_v + o_c, m_v)
+    gate, beta, b_z = 0.0, 1.0, 1.0
     if g_ptr is not None:
         if PER_CHANNEL:
-            gate = _pair(g_ptr + t * row_g, dt_bias_ptr, o_k, m_k)
+            gate = _load(g_ptr + t * row_g + o_k, m_k)
+            if dt_bias_ptr is not None:
+                gate += _load(dt_bias_ptr + o_k, m_k)
         else:
             gate = tl.load(g_ptr + t * row_g).to(tl.float32)
             if dt_bias_ptr is not None:
@@ -130,14 +110,8 @@ def _token(
     if beta_ptr is not None:
         beta = tl.load(beta_ptr + t * row_beta).to(tl.float32)
     if z_ptr is not None:
-        b_z = _pair(z_ptr + t * row_z, None, o_c, m_v)
-    if window[0] is not None:
-        xs_k = _inputs(q_ptr, k_ptr, row_q, row_k, window, t, o_k, m_k, c_k, m_ck, W)
-        xs_v = _inputs(v_ptr, None, row_v, row_v, window, t, o_c, m_v, c_v, m_cv, W)
-    else:
-        b_qk = _pair(q_ptr + t * row_q, k_ptr + t * row_k, o_k, m_k)
-        b_v = _pair(v_ptr + t * row_v, None, o_c, m_v)
-    return xs_k, xs_v, b_qk, b_v, gate, beta, b_z
+        b_z = _load(z_ptr + t * row_z + o_c, m_v)
+    return b_q, b_k, b_v, gate, beta, b_z
 
 
 @triton.jit
@@ -151,13 +125,31 @@ def _move_on(window, xs, channel, m, W: tl.constexpr):
 
 
 @triton.jit
-def _last(counter_ptr, programs, SEM: tl.constexpr):
-    """Counts a program, and says whether it is the last of so many."""
-    tl.debug_barrier()  # all threads have read, or written
-    is_last = tl.atomic_add(counter_ptr, 1, sem=SEM) % programs == programs - 1
+def _count(counter_ptr, THREADS: tl.constexpr):
+    """Counts a program. Its first thread has how many were there; nobody waits for that yet."""
+    o = tl.arange(0, THREADS)
+    one = tl.full([THREADS], 1, tl.int32)
+    return tl.atomic_add(counter_ptr + 0 * o, one, mask=o == 0, sem="relaxed")
+
+
+@triton.jit
+def _is_last(counter_ptr, counted, programs, THREADS: tl.constexpr):
+    """Whether a program was the last of so many."""
+    count = tl.sum(tl.where(tl.arange(0, THREADS) == 0, counted, 0), 0)
+    is_last = count % programs == programs - 1
     if is_last:
         tl.atomic_add(counter_ptr, -programs, sem="relaxed")
     return is_last
+
+
+@triton.jit
+def _add2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -254,6 +246,7 @@ def mixer_step_kernel(
     BV: tl.constexpr,
     HEADS_PER_K: tl.constexpr,
     ONE: tl.constexpr,  # T is 1
+    THREADS: tl.constexpr,
     GROUP: tl.constexpr,
     V_FIRST: tl.constexpr,
     V_CHANNELS_FIRST: tl.constexpr,
@@ -282,19 +275,12 @@ def mixer_step_kernel(
     cache_slot = i_n
     if index_ptr is not None:
         cache_slot = tl.load(index_ptr + i_n).to(tl.int64)
+    # loads that do not depend on the slot are issued before it is awaited
     first = i_n * T
     y_ptr += first * row_y + i_h * V
-    if (cache_slot < 0) | (cache_slot >= cache_slots):
-        for t in range(T):
-            tl.store(y_ptr + t * row_y + o_c, tl.zeros([BV], y_ptr.dtype.element_ty), mask=m_v)
-        return
     q_ptr += first * row_q + i_k * K
     k_ptr += first * row_k + i_k * K
     v_ptr += first * row_v + i_h * V
-    # all small loads are issued before those of the state, and those before anything is awaited
-    rate, skip, b_w = 1.0, 0.0, 1.0
-    if A_ptr is not None:
-        rate = tl.load(A_ptr + i_h).to(tl.float32)
     if g_ptr is not None:
         g_ptr += first * row_g + i_h * (K if PER_CHANNEL else 1)
         if dt_bias_ptr is not None:
@@ -303,76 +289,93 @@ def mixer_step_kernel(
         beta_ptr += first * row_beta + i_h
     if z_ptr is not None:
         z_ptr += first * row_z + i_h * V
+    pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
+    rows = row_q, row_k, row_v, row_g, row_beta, row_z
+    places = o_k, o_c, m_k, m_v
+    if ONE:
+        token = _token(pointers, rows, places, 0, PER_CHANNEL)
+    c_q, c_k, c_v = i_k * K + o_k, (H + i_k) * K + o_k, 2 * H * K + i_h * V + o_c
+    if V_CHANNELS_FIRST:
+        c_q, c_k, c_v = HV * V + c_k, HV * V + c_q, i_h * V + o_c
+    ws_q, ws_k, ws_v = (), (), ()
+    if window_ptr is not None:
+        ws_q = _taps(conv_weight_ptr, conv_bias_ptr, c_q, m_k, W)
+        ws_k = _taps(conv_weight_ptr, conv_bias_ptr, c_k, m_k, W)
+        ws_v = _taps(conv_weight_ptr, conv_bias_ptr, c_v, m_v, W)
+    rate, skip, b_w = 0.0, 0.0, 1.0
+    if A_ptr is not None:
+        rate = tl.load(A_ptr + i_h).to(tl.float32)
     if D_ptr is not None:
         skip = tl.load(D_ptr + i_h).to(tl.float32)
     if norm_weight_ptr is not None and scratch_ptr is None:
-        b_w = _pair(norm_weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0), None, o_c, m_v)
+        b_w = _load(norm_weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0) + o_c, m_v)
+    if (cache_slot < 0) | (cache_slot >= cache_slots):
+        for t in range(T):
+            tl.store(y_ptr + t * row_y + o_c, tl.zeros([BV], y_ptr.dtype.element_ty), mask=m_v)
+        return
     if counter_ptr is not None:
         counter_ptr += cache_slot * (H + HV * V // GROUP)
-    # channels of the convolution: a row for q and one for k, and one for v
-    pair = tl.arange(0, 2)[:, None]
-    c_k = pair * H * K + (i_k * K + o_k)[None, :]
-    c_v = 0 * pair + (2 * H * K + i_h * V + o_c)[None, :]
-    if V_CHANNELS_FIRST:
-        c_k = HV * V + (1 - pair) * H * K + (i_k * K + o_k)[None, :]
-        c_v = 0 * pair + (i_h * V + o_c)[None, :]
-    m_ck, m_cv = (pair < 2) & m_k[None, :], (pair == 0) & m_v[None, :]
-    ws_k, ws_v, bias_k, bias_v = (), (), 0.0, 0.0
     if window_ptr is not None:
         window_ptr += cache_slot * stride_window
-        ws_k, bias_k = _taps(conv_weight_ptr, conv_bias_ptr, c_k, m_ck, W)
-        ws_v, bias_v = _taps(conv_weight_ptr, conv_bias_ptr, c_v, m_cv, W)
     window = window_ptr, stride_c, stride_l, length
-    pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
-    rows = row_q, row_k, row_v, row_g, row_beta, row_z
-    places = o_k, o_c, m_k, m_v, c_k, c_v, m_ck, m_cv
-    if ONE:
-        token = _token(pointers, rows, window, places, 0, W, BK, BV, PER_CHANNEL)
+    if ONE and window_ptr is not None:
+        xs_q = _inputs(token[0], q_ptr, row_q, window, 0, o_k, m_k, c_q, W, ONE)
+        xs_k = _inputs(token[1], k_ptr, row_k, window, 0, o_k, m_k, c_k, W, ONE)
+        xs_v = _inputs(token[2], v_ptr, row_v, window, 0, o_c, m_v, c_v, W, ONE)
     o_s = o_c[None, :] * K + o_k[:, None] if V_FIRST else o_k[:, None] * V + o_c[None, :]
     p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head + o_s
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
-    if A_ptr is not None:
-        rate = tl.exp(rate)
+    rate = tl.exp(rate)
+    counted = tl.zeros([THREADS], tl.int32)
     for t in range(T):
         if not ONE:
-            token = _token(pointers, rows, window, places, t, W, BK, BV, PER_CHANNEL)
-        xs_k, xs_v, b_qk, b_v, gate, beta, b_z = token
+            token = _token(pointers, rows, places, t, PER_CHANNEL)
+        b_q, b_k, b_v, gate, beta, b_z = token
         if window_ptr is not None:
-            b_qk = _convolution(xs_k, ws_k, bias_k, W, CONV_SILU)
-            b_v = _convolution(xs_v, ws_v, bias_v, W, CONV_SILU)
+            if not ONE:
+                xs_q = _inputs(b_q, q_ptr, row_q, window, t, o_k, m_k, c_q, W, ONE)
+                xs_k = _inputs(b_k, k_ptr, row_k, window, t, o_k, m_k, c_k, W, ONE)
+                xs_v = _inputs(b_v, v_ptr, row_v, window, t, o_c, m_v, c_v, W, ONE)
+            b_q = _convolution(xs_q, ws_q, W, CONV_SILU)
+            b_k = _convolution(xs_k, ws_k, W, CONV_SILU)
+            b_v = _convolution(xs_v, ws_v, W, CONV_SILU)
+        qq, kk, dot = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add3)
+        if window_ptr is not None and HEADS_PER_K * NV > 1:
+            if t == T - 1:
+                counted = _count(counter_ptr + i_k, THREADS)
         if L2_NORM:
-            b_qk *= tl.rsqrt(tl.sum(b_qk * b_qk, 1) + 1e-6)[:, None]
-        b_q, b_k, b_v = _row(b_qk, 0), _row(b_qk, 1), _row(b_v, 0)
-        dot = tl.sum(b_q * b_k, 0)
-        if window_ptr is not None and t == T - 1:
-            # the last token's inputs are the window from now on
-            is_last = True
-            if HEADS_PER_K * NV > 1:
-                is_last = _last(counter_ptr + i_k, HEADS_PER_K * NV, "relaxed")
-            else:
-                tl.debug_barrier()
-            _move_on(window, xs_v, c_v, m_cv, W)
-            if is_last:
-                _move_on(window, xs_k, c_k, m_ck, W)
+            rq, rk = tl.rsqrt(qq + 1e-6), tl.rsqrt(kk + 1e-6)
+            b_q *= rq
+            b_k *= rk
+            dot *= rq * rk
         b_x = b_v
         if g_ptr is not None:
-            if PER_CHANNEL:
-                gate = tl.sum(gate, 0)
             e, dt = _decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
             b_s *= e[:, None] if PER_CHANNEL else e
             if DT_SCALES_V:
                 b_x *= dt
-        b_o = tl.sum(b_q[:, None] * b_s, 0)
         if beta_ptr is not None:
-            b_x -= tl.sum(b_k[:, None] * b_s, 0)
-            b_x *= tl.sigmoid(beta) * BETA_FACTOR if BETA_SIGMOID else beta
+            b_o, b_r = tl.reduce((b_q[:, None] * b_s, b_k[:, None] * b_s), 0, _add2)
+            b_x = (b_x - b_r) * (tl.sigmoid(beta) * BETA_FACTOR if BETA_SIGMOID else beta)
+        else:
+            b_o = tl.sum(b_q[:, None] * b_s, 0)
         b_o = (b_o + dot * b_x) * scale + skip * b_v
         b_s += b_k[:, None] * b_x[None, :]
         if t == T - 1:
             tl.store(p_s, b_s.to(state_ptr.dtype.element_ty), mask=m_s)
+            if window_ptr is not None:
+                # the last token's inputs are the window from now on
+                tl.debug_barrier()
+                _move_on(window, xs_v, c_v, m_v, W)
+                is_last = True
+                if HEADS_PER_K * NV > 1:
+                    is_last = _is_last(counter_ptr + i_k, counted, HEADS_PER_K * NV, THREADS)
+                if is_last:
+                    _move_on(window, xs_q, c_q, m_k, W)
+                    _move_on(window, xs_k, c_k, m_k, W)
         if z_ptr is not None:
-            b_z = _activation(_row(b_z, 0), Z_SILU)
+            b_z = _activation(b_z, Z_SILU)
             if not NORM_BEFORE_GATE:
                 b_o *= b_z
         if scratch_ptr is not None:
@@ -381,13 +384,16 @@ def mixer_step_kernel(
             if NORM:
                 b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps)
                 if norm_weight_ptr is not None:
-                    b_o *= _row(b_w, 0)
+                    b_o *= b_w
             if z_ptr is not None and NORM_BEFORE_GATE:
                 b_o *= b_z
             tl.store(y_ptr + t * row_y + o_c, b_o.to(y_ptr.dtype.element_ty), mask=m_v)
     if scratch_ptr is not None:
         i_g = i_h * V // GROUP
-        if _last(counter_ptr + H + i_g, GROUP // V * NV, "acq_rel"):
+        counter_ptr += H + i_g
+        tl.debug_barrier()  # all threads have written
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") % (GROUP // V * NV) == GROUP // V * NV - 1:
+            tl.atomic_add(counter_ptr, -(GROUP // V * NV), sem="relaxed")
             scratch_ptr += first * HV * V + i_g * GROUP
             y_ptr += i_g * GROUP - i_h * V
             if z_ptr is not None:
