@@ -17,11 +17,12 @@ What programs share, and why nobody reads what another has written:
 
     The window of the convolution of q and k is read by all programs of a head of q and k, and moves
     on in place. Each of them loads it and then adds 1 to the head's counter; the last one to do so
-    writes. Where a head has one program, that writes once all of its threads have read.
+    writes. The loads have returned by then: a sum of what they brought has passed a barrier.
+    Where a head has one program, that writes once all of its threads have read.
     A norm over more channels than a program has: each writes its o to `scratch` and then adds 1 to
     the group's counter; the last one reads them all, in one order, and writes y.
 
-The last one takes what it counted off again, so counters are 0 between launches. They belong to a
+The last one takes what was counted off again, so counters are 0 between launches. They belong to a
 slot of the pool, as what they guard does. So results do not depend on which program is last.
 """
 
@@ -86,6 +87,27 @@ def _convolution(xs, ws, W: tl.constexpr, SILU: tl.constexpr):
     for j in tl.static_range(W):
         b_z += xs[j] * ws[j]
     return _activation(b_z, True) if SILU else b_z
+
+
+@triton.jit
+def _of_head(
+    pointers, rows, row, i_k, i_h, K: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr
+):
+    """To the first token of a sequence, and to a head."""
+    q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr = pointers
+    row_q, row_k, row_v, row_g, row_beta, row_z = rows
+    q_ptr += row * row_q + i_k * K
+    k_ptr += row * row_k + i_k * K
+    v_ptr += row * row_v + i_h * V
+    if g_ptr is not None:
+        g_ptr += row * row_g + i_h * (K if PER_CHANNEL else 1)
+        if dt_bias_ptr is not None:
+            dt_bias_ptr += i_h * (K if PER_CHANNEL else 1)
+    if beta_ptr is not None:
+        beta_ptr += row * row_beta + i_h
+    if z_ptr is not None:
+        z_ptr += row * row_z + i_h * V
+    return q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
 
 
 @triton.jit
@@ -168,7 +190,7 @@ def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr)
 
 @triton.jit
 def _norm_of_group(
-    scratch_ptr, z_ptr, weight_ptr, y_ptr, z_row, eps,
+    scratch_ptr, z_ptr, weight_ptr, y_ptr, z_row, begin, eps,
     GROUP: tl.constexpr, V: tl.constexpr, WEIGHT_PER_HEAD: tl.constexpr,
     NORM_BEFORE_GATE: tl.constexpr, Z_SILU: tl.constexpr,
 ):  # fmt: skip
@@ -188,8 +210,8 @@ def _norm_of_group(
         if weight_ptr is not None:
             b_y *= _load(weight_ptr + (o if WEIGHT_PER_HEAD else o % V), m)
         if z_ptr is not None and NORM_BEFORE_GATE:
-            b_y *= _activation(_load(z_ptr + z_row + o, m), Z_SILU)
-        tl.store(y_ptr + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
+            b_y *= _activation(_load(z_ptr + z_row + begin + o, m), Z_SILU)
+        tl.store(y_ptr + begin + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
 _SIZES = ["HV", "cache_slots", "length"]
@@ -278,20 +300,10 @@ def mixer_step_kernel(
     # loads that do not depend on the slot are issued before it is awaited
     first = i_n * T
     y_ptr += first * row_y + i_h * V
-    q_ptr += first * row_q + i_k * K
-    k_ptr += first * row_k + i_k * K
-    v_ptr += first * row_v + i_h * V
-    if g_ptr is not None:
-        g_ptr += first * row_g + i_h * (K if PER_CHANNEL else 1)
-        if dt_bias_ptr is not None:
-            dt_bias_ptr += i_h * (K if PER_CHANNEL else 1)
-    if beta_ptr is not None:
-        beta_ptr += first * row_beta + i_h
-    if z_ptr is not None:
-        z_ptr += first * row_z + i_h * V
     pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
     rows = row_q, row_k, row_v, row_g, row_beta, row_z
     places = o_k, o_c, m_k, m_v
+    pointers = _of_head(pointers, rows, first, i_k, i_h, K, V, PER_CHANNEL)
     if ONE:
         token = _token(pointers, rows, places, 0, PER_CHANNEL)
     c_q, c_k, c_v = i_k * K + o_k, (H + i_k) * K + o_k, 2 * H * K + i_h * V + o_c
@@ -319,31 +331,30 @@ def mixer_step_kernel(
         window_ptr += cache_slot * stride_window
     window = window_ptr, stride_c, stride_l, length
     if ONE and window_ptr is not None:
-        xs_q = _inputs(token[0], q_ptr, row_q, window, 0, o_k, m_k, c_q, W, ONE)
-        xs_k = _inputs(token[1], k_ptr, row_k, window, 0, o_k, m_k, c_k, W, ONE)
-        xs_v = _inputs(token[2], v_ptr, row_v, window, 0, o_c, m_v, c_v, W, ONE)
+        xs_q = _inputs(token[0], pointers[0], row_q, window, 0, o_k, m_k, c_q, W, ONE)
+        xs_k = _inputs(token[1], pointers[1], row_k, window, 0, o_k, m_k, c_k, W, ONE)
+        xs_v = _inputs(token[2], pointers[2], row_v, window, 0, o_c, m_v, c_v, W, ONE)
     o_s = o_c[None, :] * K + o_k[:, None] if V_FIRST else o_k[:, None] * V + o_c[None, :]
     p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head + o_s
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
-    rate = tl.exp(rate)
-    counted = tl.zeros([THREADS], tl.int32)
+    rate, counted = tl.exp(rate), tl.zeros([THREADS], tl.int32)
+    SHARED: tl.constexpr = window_ptr is not None and HEADS_PER_K * NV > 1
     for t in range(T):
         if not ONE:
             token = _token(pointers, rows, places, t, PER_CHANNEL)
         b_q, b_k, b_v, gate, beta, b_z = token
         if window_ptr is not None:
             if not ONE:
-                xs_q = _inputs(b_q, q_ptr, row_q, window, t, o_k, m_k, c_q, W, ONE)
-                xs_k = _inputs(b_k, k_ptr, row_k, window, t, o_k, m_k, c_k, W, ONE)
-                xs_v = _inputs(b_v, v_ptr, row_v, window, t, o_c, m_v, c_v, W, ONE)
+                xs_q = _inputs(b_q, pointers[0], row_q, window, t, o_k, m_k, c_q, W, ONE)
+                xs_k = _inputs(b_k, pointers[1], row_k, window, t, o_k, m_k, c_k, W, ONE)
+                xs_v = _inputs(b_v, pointers[2], row_v, window, t, o_c, m_v, c_v, W, ONE)
             b_q = _convolution(xs_q, ws_q, W, CONV_SILU)
             b_k = _convolution(xs_k, ws_k, W, CONV_SILU)
             b_v = _convolution(xs_v, ws_v, W, CONV_SILU)
         qq, kk, dot = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add3)
-        if window_ptr is not None and HEADS_PER_K * NV > 1:
-            if t == T - 1:
-                counted = _count(counter_ptr + i_k, THREADS)
+        if SHARED and t == T - 1:
+            counted = _count(counter_ptr + i_k, THREADS)
         if L2_NORM:
             rq, rk = tl.rsqrt(qq + 1e-6), tl.rsqrt(kk + 1e-6)
             b_q *= rq
@@ -369,7 +380,7 @@ def mixer_step_kernel(
                 tl.debug_barrier()
                 _move_on(window, xs_v, c_v, m_v, W)
                 is_last = True
-                if HEADS_PER_K * NV > 1:
+                if SHARED:
                     is_last = _is_last(counter_ptr + i_k, counted, HEADS_PER_K * NV, THREADS)
                 if is_last:
                     _move_on(window, xs_q, c_q, m_k, W)
@@ -390,18 +401,17 @@ def mixer_step_kernel(
             tl.store(y_ptr + t * row_y + o_c, b_o.to(y_ptr.dtype.element_ty), mask=m_v)
     if scratch_ptr is not None:
         i_g = i_h * V // GROUP
+        programs: tl.constexpr = GROUP // V * NV
         counter_ptr += H + i_g
         tl.debug_barrier()  # all threads have written
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") % (GROUP // V * NV) == GROUP // V * NV - 1:
-            tl.atomic_add(counter_ptr, -(GROUP // V * NV), sem="relaxed")
-            scratch_ptr += first * HV * V + i_g * GROUP
-            y_ptr += i_g * GROUP - i_h * V
-            if z_ptr is not None:
-                z_ptr += i_g * GROUP - i_h * V
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") % programs == programs - 1:
+            tl.atomic_add(counter_ptr, -programs, sem="relaxed")
             if norm_weight_ptr is not None and WEIGHT_PER_HEAD:
                 norm_weight_ptr += i_g * GROUP
+            begin = i_g * GROUP - i_h * V  # of the group, from this head's channels
             for t in range(T):
                 _norm_of_group(
-                    scratch_ptr + t * HV * V, z_ptr, norm_weight_ptr, y_ptr + t * row_y, t * row_z,
-                    eps, GROUP, V, WEIGHT_PER_HEAD, NORM_BEFORE_GATE, Z_SILU,
+                    scratch_ptr + (first + t) * HV * V + i_g * GROUP, pointers[6], norm_weight_ptr,
+                    y_ptr + t * row_y, t * row_z, begin, eps,
+                    GROUP, V, WEIGHT_PER_HEAD, NORM_BEFORE_GATE, Z_SILU,
                 )  # fmt: skip
