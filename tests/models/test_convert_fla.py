@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import slipstream.compat
+from slipstream.models import SlipstreamForCausalLM
+from slipstream.models.convert import convert
 from tests.support.conversion import assert_converts, randomize
 
 pytest.importorskip("einops")
@@ -113,3 +115,24 @@ def original(fla: ModuleType, name: str) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_model_converts_and_back(fla: ModuleType, name: str, tmp_path: Path) -> None:
     assert_converts(original(fla, name), tmp_path, name.partition("-")[0])
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "gla", "rwkv7"])
+def test_models_train_alike(fla: ModuleType, name: str, tmp_path: Path) -> None:
+    theirs = original(fla, name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    losses = []
+    for model in (theirs, SlipstreamForCausalLM.from_pretrained(tmp_path / "ours")):
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.5)
+        torch.manual_seed(1)
+        losses.append([])
+        for _ in range(4):
+            ids = torch.randint(97, (4, 70))
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0] - 0.01
