@@ -19,6 +19,7 @@ from slipstream.layers.base import (
     past,
 )
 from slipstream.nn import decoding
+from slipstream.nn.host import on_host
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -129,6 +130,9 @@ class DeltaNet(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
+        usual = self.qk_activation == "silu" and self.qk_norm == "l2"
+        if self.conv is not None and usual and not on_host(x):
+            return self.o_proj(self._fused_step(x, state, self.conv))
         qkv = self.qkv_proj(x)
         if self.conv is not None or self.qk_activation == "silu":
             qkv = decoding.convolution(self.conv, qkv, state.get("conv"))
@@ -155,3 +159,20 @@ class DeltaNet(Mixer):
         else:
             beta = self.b_proj(x).sigmoid()
         return 2 * beta if self.allow_neg_eigval else beta
+
+    def _fused_step(self, x: Tensor, state: State, conv: ShortConvolution) -> Tensor:
+        keys = self.num_heads * self.head_dim
+        q, k, v = self.qkv_proj(x).split([keys, keys, self.num_heads * self.head_v_dim], dim=-1)
+        v = v.unflatten(-1, (self.num_heads, self.head_v_dim))
+        return decoding.mixer(
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_heads, self.head_dim)),
+            v,
+            state,
+            conv,
+            beta=self._beta(x),
+            use_qk_l2norm_in_kernel=True,
+            z=None if self.g_proj is None else self.g_proj(x).view_as(v),
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+        )

@@ -19,6 +19,7 @@ from slipstream.layers.base import (
     reset_decay,
 )
 from slipstream.nn import decoding
+from slipstream.nn.host import on_host
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
@@ -135,6 +136,8 @@ class GatedDeltaNet(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
+        if self.conv is not None and not on_host(x):
+            return self.o_proj(self._fused_step(x, state, self.conv))
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
@@ -152,3 +155,26 @@ class GatedDeltaNet(Mixer):
         z = None if self.z_proj is None else self.z_proj(x)
         o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
+
+    def _fused_step(self, x: Tensor, state: State, conv: ShortConvolution) -> Tensor:
+        q, k, v = self.qkv_proj(x).split([self.keys, self.keys, self.values], dim=-1)
+        a, b = self.ab_proj(x).chunk(2, dim=-1)
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        return decoding.mixer(
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_heads, self.head_dim)),
+            v,
+            state,
+            conv,
+            g=a,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            beta=b,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            use_qk_l2norm_in_kernel=True,
+            z=None if self.z_proj is None else self.z_proj(x).view_as(v),
+            z_activation=self.gate_activation,
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+        )

@@ -21,6 +21,7 @@ from slipstream.layers.base import (
     past,
 )
 from slipstream.nn import decoding
+from slipstream.nn.host import on_host
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -144,6 +145,9 @@ class GatedLinearAttention(Mixer):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        usual = self.feature_map is None and self.clamp_min is None
+        if usual and self.num_kv_heads == self.num_heads and not on_host(x):
+            return self.o_proj(self._fused_step(x, q, k, v, state))
         if self.conv is not None:
             qkv = decoding.convolution(self.conv, torch.cat([q, k, v], dim=-1), state["conv"])
             q, k, v = qkv.split(self.channels, dim=-1)
@@ -152,6 +156,23 @@ class GatedLinearAttention(Mixer):
         gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
+
+    def _fused_step(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
+        raw = self.gk_up(self.gk_down(x))
+        q, k, v, raw = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, raw))
+        return decoding.mixer(
+            q,
+            k,
+            v,
+            state,
+            self.conv,
+            g=raw,
+            gate_logit_normalizer=self.gate_logit_normalizer,
+            z=None if self.g_proj is None else self.g_proj(x).view_as(v),
+            z_activation=self.gate_activation,
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+        )
 
     def _heads(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor

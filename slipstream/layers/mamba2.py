@@ -17,6 +17,7 @@ from slipstream.layers.base import (
     reset_decay,
 )
 from slipstream.nn import decoding
+from slipstream.nn.host import on_host
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
@@ -147,6 +148,8 @@ class Mamba2(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
+        if self.D.numel() == self.num_heads and not on_host(x):
+            return self.out_proj(self._fused_step(x, state))
         groups = self.n_groups * self.state_size
         z, xbc, dt = self.in_proj(x).split(
             [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
@@ -163,6 +166,35 @@ class Mamba2(Mixer):
             return self.out_proj(self._gated(o, z))
         size = self.inner // self.n_groups
         return self.out_proj(decoding.norm_of_gated(o, z, self.norm_weight, self.norm_eps, size))
+
+    def _fused_step(self, x: Tensor, state: State) -> Tensor:
+        groups = self.n_groups * self.state_size
+        z, u, b, c, dt = self.in_proj(x).split(
+            [self.inner, self.inner, groups, groups, self.num_heads], dim=-1
+        )
+        b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
+        z, u = (y.unflatten(-1, (self.num_heads, -1)) for y in (z, u))
+        weight = self.norm_weight
+        return decoding.mixer(
+            c,
+            b,
+            u,
+            state,
+            self.conv,
+            channel_order="vkq",
+            g=dt,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            dt_limit=self.dt_limit,
+            dt_scales_v=True,
+            D=self.D,
+            scale=1.0,
+            z=z,
+            norm_weight=None if weight is None else weight.view(self.num_heads, -1),
+            norm_eps=None if weight is None else self.norm_eps,
+            norm_group_size=self.inner // self.n_groups,
+            norm_before_gate=self.norm_before_gate,
+        )
 
     def _gated(self, o: Tensor, z: Tensor) -> Tensor:
         if self.norm_weight is None:

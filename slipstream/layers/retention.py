@@ -22,6 +22,7 @@ from slipstream.layers.base import (
     token_positions,
 )
 from slipstream.nn import decoding
+from slipstream.nn.host import on_host
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
@@ -168,8 +169,22 @@ class MultiScaleRetention(Mixer):
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
         k, v = self._repeated(k, v.unflatten(-1, (-1, self.value_dim)))
         g = per_head(v, log_decay).expand(x.shape[0], 1, -1)
-        o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
         gate = None if self.g_proj is None else self.g_proj(x)
+        if not on_host(x):
+            o = decoding.mixer(
+                q,
+                k,
+                v,
+                state,
+                None,
+                g=g,
+                z=None if gate is None else gate.view_as(v),
+                z_activation=self.gate_activation,
+                norm_weight=self.norm_weight,
+                norm_eps=self.norm_eps,
+            )
+            return self.o_proj(o)
+        o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 

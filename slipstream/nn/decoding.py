@@ -5,7 +5,8 @@ the same formulas run as few calls of torch, without the operators' checks, whic
 of the sequences have passed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 from slipstream.nn.conv import ShortConvolution
 from slipstream.nn.host import on_host
 from slipstream.ops.conv import short_convolution_update
+from slipstream.ops.mixer_step import mixer_step
 from slipstream.ops.norm import group_norm, l2_norm, rms_norm, rms_norm_gated
 from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
@@ -34,6 +36,25 @@ def convolution(conv: ShortConvolution | None, x: Tensor, state: Tensor | None) 
     if conv.bias is not None:
         y = y + conv.bias
     return (y if conv.activation is None else F.silu(y))[:, None]
+
+
+def mixer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Mapping[str, Tensor],
+    conv: ShortConvolution | None,
+    **options: Any,
+) -> Tensor:
+    """A layer's step between its projections in one launch, where that is not on_host.
+
+    q, k [N, 1, H, K] and v [N, 1, HV, V] as projected, options as ops.mixer_step has them ->
+    [N, 1, HV V]
+    """
+    if conv is not None:
+        options |= {"conv_state": state["conv"], "conv_weight": conv.weight}
+        options |= {"conv_bias": conv.bias, "conv_activation": conv.activation}
+    return mixer_step(q, k, v, state=state["recurrent"], **options).flatten(-2)
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:

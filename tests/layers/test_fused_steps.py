@@ -1,0 +1,74 @@
+"""Layers' decoding steps by ops.mixer_step, which they take off the host, beside their forward."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    Mamba2,
+    MultiScaleRetention,
+)
+from slipstream.nn import decoding
+
+D = 32
+LAYERS: dict[str, Any] = {
+    "gated_deltanet": lambda: GatedDeltaNet(D, 2, 4, allow_neg_eigval=True, conv_bias=True),
+    "gated_deltanet without a gate": lambda: GatedDeltaNet(D, 2, use_gate=False),
+    "kda": lambda: KimiDeltaAttention(D, 2, num_v_heads=4),
+    "kda bounded": lambda: KimiDeltaAttention(D, 2, lower_bound=-5.0, allow_neg_eigval=True),
+    "mamba2": lambda: Mamba2(D, head_dim=8, state_size=12, n_groups=2, dt_limit=(0.01, 0.2)),
+    "mamba2 norm first": lambda: Mamba2(D, head_dim=8, state_size=12, norm_before_gate=True),
+    "mamba2 without norm": lambda: Mamba2(D, head_dim=16, state_size=12, norm=False),
+    "delta_net": lambda: DeltaNet(D, 2, allow_neg_eigval=True),
+    "delta_net gated": lambda: DeltaNet(D, 2, use_gate=True, use_beta=False),
+    "gla": lambda: GatedLinearAttention(D, 2),
+    "gla convolved": lambda: GatedLinearAttention(D, 2, conv_size=4, gate_activation="sigmoid"),
+    "retention": lambda: MultiScaleRetention(D, 2),
+    "retention convolved": lambda: MultiScaleRetention(D, 2, conv_size=4, norm_affine=True),
+}
+MODULES = ("gated_deltanet", "kda", "mamba2", "delta_net", "gla", "retention")
+
+
+@pytest.fixture
+def off_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Steps are as on a GPU; the operators that they call."""
+    for module in ("nn.decoding", *(f"layers.{name}" for name in MODULES)):
+        monkeypatch.setattr(
+            importlib.import_module(f"slipstream.{module}"), "on_host", lambda x: False
+        )
+    called: list[str] = []
+
+    def recorded(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            called.append(name)
+            return fn(*args, **options)
+
+        return call
+
+    for name in ("mixer_step", "recurrent_step", "rms_norm", "rms_norm_gated", "l2_norm"):
+        monkeypatch.setattr(decoding, name, recorded(name, getattr(decoding, name)))
+    return called
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_step_is_one_operator(name: str, off_host: list[str]) -> None:
+    torch.manual_seed(0)
+    layer, x = LAYERS[name]().eval(), torch.randn(3, 12, D)
+    for parameter in layer.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    want, end = layer(x, use_cache=True)
+    _, state = layer(x[:, :9], use_cache=True)
+    off_host.clear()
+    y = [layer.step(x[:, t : t + 1], state) for t in range(9, 12)]
+    assert off_host == ["mixer_step"] * 3
+    torch.testing.assert_close(torch.cat(y, 1), want[:, 9:], rtol=1e-4, atol=1e-4)
+    for key, value in end.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
