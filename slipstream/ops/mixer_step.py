@@ -103,7 +103,7 @@ def mixer_step(
         D: skip [HV].
         z: gate of the norm [B, T, HV, V], raw. z_activation: f, "silu", "swish" or "sigmoid".
         norm_weight: [V], which the heads share, or [HV, V]; None is 1.
-        norm_eps: of the RMS norm; None is no norm.
+        norm_eps: of the RMS norm, 0 or more; None is no norm.
         norm_group_size: channels that are normalised together, V if None: a multiple of V.
         norm_before_gate: y = norm(o) weight f(z), else norm(o f(z)) weight.
         state_v_first: the pool is [slots, HV, V, K].
@@ -130,6 +130,8 @@ def mixer_step(
     ):
         if value not in known:
             raise ValueError(f"{name}: want one of {known}, got {value!r}")
+    if norm_eps is not None:
+        checks.expect_not_negative("norm_eps", norm_eps)
     inputs = StepInputs(
         q, k, v, state, state_indices, conv_state, conv_weight, conv_bias, g, A_log, dt_bias,
         beta, D, z, norm_weight,

@@ -140,6 +140,7 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "chunk_size": (0, -1, 3, 1 << 40),
     "dropout_p": (-0.1, 1.5, _NAN),
     "eps": (-1e-5, _NAN),
+    "norm_eps": (-1e-5, _NAN),
     "num_groups": (0, -1, 3),
     "group_size": (0, -1, 3),
     "base": (0.0, -1.0, _NAN),
