@@ -32,16 +32,21 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
     parameters = inspect.signature(fn).parameters.values()
     names = tuple(x.name for x in parameters if x.kind is not inspect.Parameter.KEYWORD_ONLY)
     types_of = {x.name: _Types(x.annotation) for x in parameters}
+    # without an attribute or a call for what needs no other look
+    exact = {name: types.exact for name, types in types_of.items()}
+    by_place = tuple(exact[name] for name in names)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if len(args) > len(names):
             return fn(*args, **kwargs)  # Python's own error: options are given by name
-        for name, x in zip(names, args):
-            if name in types_of and type(x) not in types_of[name].exact:
-                types_of[name].expect(name, x)
+        for x, types in zip(args, by_place):
+            if type(x) not in types:
+                for name, y in zip(names, args):
+                    types_of[name].expect(name, y)
+                break
         for name, x in kwargs.items():
-            if name in types_of and type(x) not in types_of[name].exact:
+            if name in exact and type(x) not in exact[name]:
                 types_of[name].expect(name, x)
         if torch.compiler.is_compiling() or _running.name:
             return fn(*args, **kwargs)
