@@ -84,6 +84,7 @@ SECTIONS = {
     "data": "the text",
     "training": "`transformers.TrainingArguments`, by name",
     "muon": "the Muon optimizer for matrices; without it all parameters use training.optim",
+    "parallel": "how the processes of torchrun share the work",
 }
 
 
@@ -181,7 +182,7 @@ def training_config() -> list[str]:
         "",
     ]
     own = {"model": SlipstreamConfig, "tokenizer": config.Tokenizer, "data": config.Data}
-    own["muon"] = config.Muon
+    own |= {"muon": config.Muon, "parallel": config.Parallel}
     for name in (field.name for field in fields(config.RunConfig)):
         lines += [*heading(name, "-"), rst(SECTIONS[name]) + ".", ""]
         if name == "training":

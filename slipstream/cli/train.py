@@ -33,8 +33,9 @@ def train(
 
         # torchrun numbers its processes: the first one speaks
         console = Console(quiet=os.environ.get("RANK", "0") != "0")
-        result = run(load(config, overrides or ()), interrupt, console, fresh)
-        ranks.leave()
+        with ranks.others_needed():
+            result = run(load(config, overrides or ()), interrupt, console, fresh)
+            ranks.leave()
         if result.held_out is None:
             console.print(
                 f"stopped after step {result.step}, nothing lost; the same command continues",

@@ -106,7 +106,7 @@ def attention(
         key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are used,
             the first ones; the last query is aligned with the last of them. None is all.
         context: a slipstream.parallel.ContextParallel, with this rank's tokens of q, k, v and g
-            and no offsets or lengths: keys and values of all ranks are gathered. Not with dropout,
+            and no offsets or lengths: ranks exchange heads, or gather keys. Not with dropout,
             or with a window that reaches to later keys. None: one rank has all tokens.
         dropout_p: each weight is dropped with this probability, else divided by 1 - dropout_p: m is
             0 or 1 / (1 - dropout_p). Each call draws a seed from torch's generator of q's device;

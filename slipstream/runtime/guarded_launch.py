@@ -65,7 +65,8 @@ class Guard:
         probe: compares a small fresh problem of the kind with plain torch; says what differs.
 
     Raises:
-        NotImplementedError: they failed, and nothing takes over or SLIPSTREAM_FALLBACK=error.
+        NotImplementedError: they failed, and nothing takes over, or SLIPSTREAM_FALLBACK=error, or
+            other ranks would not know of it.
         ValueError: on entering, for a wrong token id that an earlier call's kernel has found.
     """
 
@@ -112,15 +113,29 @@ class Guard:
         kind = self._kind or self._kind_of()
         if reason is None or kind in here.probing:
             return False
-        if here.unusable(kind) is None:
+        is_new = here.unusable(kind) is None
+        if is_new:
             # a folder that cannot be written, or no child to compile in, is nothing of the kernels
             here.demote(kind, reason, getattr(error, "lasting", not isinstance(error, OSError)))
         if "|" not in self._impl:
             raise NotImplementedError(f"{describe(kind)}: {reason}; impl=None chooses another")
         if dispatch.fallback_is_error():
             raise NotImplementedError(f"{describe(kind)}: {reason}; {dispatch.FALLBACK}=error")
+        if is_new and (rank := _rank_of_several()) is not None:
+            raise NotImplementedError(
+                f"rank {rank}: {describe(kind)}: {reason}; all ranks have to compute alike, so "
+                "this one ends the run; the next one uses other kernels on this machine"
+            )
         here.say(kind, reason)
         return True
+
+
+def _rank_of_several() -> int | None:
+    """None where this process works alone."""
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.get_rank()
 
 
 def _compiler_error(error: Exception) -> str | None:

@@ -81,5 +81,5 @@ def exported(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def sizes(checkpoint: Path) -> dict[str, int]:
     """Bytes of each file but STATE."""
-    files = sorted(p for p in checkpoint.glob("*") if p.is_file() and p.name != STATE)
-    return {p.name: p.stat().st_size for p in files}
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p != checkpoint / STATE)
+    return {p.relative_to(checkpoint).as_posix(): p.stat().st_size for p in files}

@@ -6,6 +6,7 @@ tokenizer: {vocab_size: 4096}                    Tokenizer below
 data: {files: [...], row_tokens: 512}            Data below
 training: {max_steps: 1000, learning_rate: ...}  transformers.TrainingArguments, by name
 muon: {learning_rate: 0.02}                      Muon below, if the matrices are to have it
+parallel: {shard: 2, context: 2}                 Parallel below, of the processes of torchrun
 """
 
 import os
@@ -89,6 +90,29 @@ class Muon:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """Of the processes that torchrun starts; their product is how many.
+
+    data: read rows of their own and have copies of the model; 0 is as many as are left.
+    shard: read rows of their own and have a part of the model each, of FSDP2.
+    context: read the same rows, and have a part of their tokens and of the model each.
+    tensor: 1.
+    """
+
+    data: int = 0
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("data", 0), ("shard", 1), ("context", 1), ("tensor", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"parallel.{name}: want at least {least}, got {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """muon: None leaves all parameters to training.optim."""
 
@@ -98,6 +122,7 @@ class RunConfig:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     training: dict[str, Any] = field(default_factory=dict)
     muon: Muon | None = None
+    parallel: Parallel = field(default_factory=Parallel)
 
     def dump(self, path: Path) -> None:
         text = yaml.safe_dump(self.plain(), sort_keys=False, default_flow_style=None)
@@ -140,6 +165,7 @@ def from_dict(raw: Mapping[str, Any]) -> RunConfig:
     sections["data"] = _section("data", Data, raw.get("data") or {})
     if raw.get("muon") is not None:
         sections["muon"] = _section("muon", Muon, raw["muon"])
+    sections["parallel"] = _section("parallel", Parallel, raw.get("parallel") or {})
     for name in ("model", "training"):
         sections[name] = dict(_mapping(name, raw.get(name) or {}))
     return RunConfig(**sections)

@@ -1,6 +1,7 @@
 """Several processes of one run, as torchrun starts them: the first writes files for all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,28 @@ def summed(values: list[float], device: torch.device) -> list[float]:
 def any_of(condition: bool, device: torch.device) -> bool:
     """Whether it holds on any rank: one that stopped alone would leave the others waiting."""
     return summed([float(condition)], device)[0] > 0
+
+
+# What the libraries say where another process is gone.
+_GONE = ("closed by peer", "reset by peer", "Socket closed", "remote process exited", "Broken pipe")
+
+
+@contextmanager
+def others_needed() -> Iterator[None]:
+    """
+    Raises:
+        OSError: another process of the run has ended, in place of what the library for messages
+            says of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not in_group() or not any(words in str(error) for words in _GONE):
+            raise
+        raise OSError(
+            f"rank {dist.get_rank()}: another process of the run has ended, and the others cannot "
+            "go on without it; the same command continues from the newest checkpoint"
+        ) from error
 
 
 def leave() -> None:

@@ -1,5 +1,6 @@
 """One training run: from a config to a directory with a model, resumed if it has begun before."""
 
+import functools
 import json
 import os
 import platform
@@ -21,9 +22,15 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import write_text
 from slipstream.training import corpus, ranks, tokenizer
 from slipstream.training.checkpoints import STATE, exported, search, step_of
-from slipstream.training.config import RunConfig, read_yaml
+from slipstream.training.config import Parallel, RunConfig, read_yaml
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.interrupt import Interrupt
+from slipstream.training.parallel import (
+    ShardedTrainer,
+    expect_processes,
+    is_sharded,
+    make_mesh,
+)
 from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked
 from slipstream.training.values import checked, expect_keys
@@ -147,6 +154,7 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     args = arguments(config)
+    parallel = expect_processes(config.parallel, args.world_size)
     _expect_model(config.model)
     directory = Path(config.output_dir)
     checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, console, fresh))
@@ -156,7 +164,7 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
         return result
     set_seed(args.seed)
     with console.status("reading the text and obtaining the tokenizer"):
-        trainer = _trainer(config, args, directory, interrupt, console)
+        trainer = _trainer(config, parallel, args, directory, interrupt, console)
     _announce(console, trainer, checkpoint)
     if ranks.any_of(interrupt.requested is not None, args.device):
         return Result(directory, begun, None, 0.0)
@@ -291,6 +299,7 @@ def _expect_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: P
 
 def _trainer(
     config: RunConfig,
+    parallel: Parallel,
     args: TrainingArguments,
     directory: Path,
     interrupt: Interrupt,
@@ -306,7 +315,10 @@ def _trainer(
     collator = Collator(data.packing, tokenizer.end_of_text(tok), tokenizer.token_bytes(tok))
     board = TensorBoardCallback()
     board.logging_dir = str(directory / "tensorboard")
-    trainer = LMTrainer(
+    make: Any = LMTrainer
+    if is_sharded(parallel):
+        make = functools.partial(ShardedTrainer, mesh=make_mesh(parallel, args.device))
+    trainer: LMTrainer = make(
         model=model,
         args=args,
         train_dataset=rows,

@@ -5,6 +5,7 @@ bits per byte = nats of all predicted tokens / ln 2 / bytes of text they stand f
 
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class LMTrainer(Trainer):
         self.place, self.speed, self.muon = place, Speed(), muon
         callbacks = [*options.pop("callbacks", []), place, self.speed]
         super().__init__(callbacks=callbacks, **options)
+        # which of how many read rows of their own
+        self.readers = self.args.process_index, self.args.world_size
         self._bytes = self._targets = 0  # since the last log
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -127,7 +130,7 @@ class LMTrainer(Trainer):
         """Batches of this rank. Trainer's own would give each worker all of the rows."""
         args = self.args
         return DataLoader(
-            Batches(rows, size, args.process_index, args.world_size),
+            Batches(rows, size, *self.readers),
             batch_size=None,  # they are batches already
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
@@ -168,12 +171,12 @@ class LMTrainer(Trainer):
         nats, targets, text = 0.0, 0, 0
         was_training = self.model.training
         self.model.eval()
-        for batch in self.get_eval_dataloader(eval_dataset):
+        for batch, counts in self.eval_batches(self.get_eval_dataloader(eval_dataset)):
             tally: Tally = batch.pop("tally")
-            with torch.no_grad(), self.compute_loss_context_manager():
-                loss = self.model(**self._prepare_inputs(batch), skip_logits=True).loss
-            nats += loss.item() * tally.targets
-            targets, text = targets + tally.targets, text + tally.text_bytes
+            found = self.eval_nats(batch, tally.targets)
+            if counts:
+                nats += found
+                targets, text = targets + tally.targets, text + tally.text_bytes
         self.model.train(was_training)
         nats, targets, text = ranks.summed([nats, targets, text], self.args.device)
         metrics = {
@@ -185,6 +188,17 @@ class LMTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def eval_batches(self, loader: Any) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Each batch, and whether it counts."""
+        for batch in loader:
+            yield batch, True
+
+    def eval_nats(self, batch: dict[str, Any], targets: int) -> float:
+        """Of all its predicted tokens."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.model(**self._prepare_inputs(batch), skip_logits=True).loss
+        return loss.item() * targets
 
 
 def _mean_loss(history: list[dict[str, Any]]) -> float:

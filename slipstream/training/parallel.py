@@ -1,0 +1,215 @@
+"""A run whose model is sharded over the processes of torchrun, and whose rows may be cut.
+
+`parallel: {data, shard, context}` in a config are dimensions of a DeviceMesh: processes of
+`data` have whole copies of what `shard` and `context` have in parts (FSDP2), processes of
+`context` read the same rows and have a part of each row's tokens. data alone is DDP, which
+transformers' Trainer does. Checkpoints are torch.distributed.checkpoint's, and can be continued by
+another number of processes.
+"""
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import TrainingArguments
+
+from slipstream.models import SlipstreamForCausalLM
+from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.training import ranks
+from slipstream.training.config import Parallel
+from slipstream.training.rows import Cursor, Tally
+from slipstream.training.trainer import LMTrainer
+
+SHARDS = "shards"  # folder of a checkpoint
+SCHEDULER = "scheduler.pt"
+
+
+def expect_processes(parallel: Parallel, processes: int) -> Parallel:
+    """With data filled in: as many as are left.
+
+    Raises:
+        ValueError: the dimensions are not those of so many processes.
+        NotImplementedError: tensor parallelism.
+    """
+    if parallel.tensor != 1:
+        raise NotImplementedError(
+            f"parallel.tensor: {parallel.tensor}: layers are not split by heads here yet; want 1, "
+            "or more of parallel.shard"
+        )
+    inner = parallel.shard * parallel.context
+    data = parallel.data or max(processes // inner, 1)
+    if data * inner != processes:
+        raise ValueError(
+            f"parallel: data {data} x shard {parallel.shard} x context {parallel.context} are "
+            f"{data * inner} processes, and {processes} were started; start torchrun "
+            f"--nproc-per-node {data * inner} -m slipstream train"
+        )
+    return Parallel(data, parallel.shard, parallel.context)
+
+
+def is_sharded(parallel: Parallel) -> bool:
+    return parallel.shard * parallel.context > 1
+
+
+def make_mesh(parallel: Parallel, device: torch.device) -> DeviceMesh:
+    sizes = parallel.data, parallel.shard, parallel.context
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("data", "shard", "context"))
+
+
+def shard_model(model: SlipstreamForCausalLM, mesh: DeviceMesh, device: torch.device) -> None:
+    """In place: each block and the rest are units of FSDP2."""
+    nn.Module.to(model, device)
+    over = mesh["shard", "context"]._flatten("shard_context")
+    if mesh["data"].size() > 1:
+        over = mesh["data", "shard_context"]
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over)
+
+
+class ShardedTrainer(LMTrainer):
+    """Args besides LMTrainer's: mesh, of make_mesh. The model is sharded here."""
+
+    def __init__(self, *, mesh: DeviceMesh, **options: Any) -> None:
+        if options.get("muon") is not None:
+            raise NotImplementedError(
+                "muon: wants whole matrices, which a sharded model does not have; leave the section"
+                " out, or parallel.shard and parallel.context at 1"
+            )
+        self.mesh = mesh
+        args: TrainingArguments = options["args"]
+        shard_model(options["model"], mesh, args.device)
+        super().__init__(**options)
+        # it is sharded already: no DDP around it
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
+        context = mesh.get_local_rank("context")
+        size = mesh["context"].size()
+        self.readers = (dist.get_rank() - context) // size, dist.get_world_size() // size
+
+    @property
+    def context_size(self) -> int:
+        return self.mesh["context"].size()
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> Any:
+        """That of whole rows, of which this rank then keeps its tokens."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        for batch in batch_samples:
+            self._cut(batch)
+        if torch.is_tensor(count) and self.args.average_tokens_across_devices:
+            count = count / self.context_size  # all ranks of a context have counted the same rows
+        return count
+
+    def _cut(self, batch: dict[str, Any]) -> None:
+        """In place: this rank's tokens and the context, if rows are cut."""
+        if self.context_size == 1:
+            return
+        total, size = batch["input_ids"].shape[1], self.context_size
+        lengths = [total * (i + 1) // size - total * i // size for i in range(size)]
+        plan = ContextParallel(self.mesh["context"], batch.pop("cu_seqlens", None), lengths)
+        begin, end = plan.bounds(total)
+        for name in ("input_ids", "labels"):
+            batch[name] = batch[name][:, begin:end]
+        batch["context"] = plan
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **options)
+        # the ranks of a context add up, and FSDP takes their mean
+        if not self.args.average_tokens_across_devices and self.context_size > 1:
+            assert torch.is_tensor(loss)
+            loss = loss * self.context_size
+        return loss
+
+    def eval_batches(self, loader: Any) -> Iterator[tuple[dict[str, Any], bool]]:
+        """As many on every rank, since forward is an exchange: whose rows have ended goes on with
+        one that does not count."""
+        row = torch.zeros(1, self.eval_dataset.row_tokens, dtype=torch.int64)
+        blank = {"input_ids": row, "labels": row, "tally": Tally(Cursor(0, ()), 0, 0)}
+        batches: Iterator[dict[str, Any]] = iter(loader)
+        while True:
+            batch = next(batches, None)
+            if not ranks.any_of(batch is not None, self.args.device):
+                return
+            mine = dict(batch or blank)
+            self._cut(mine)
+            yield mine, batch is not None
+
+    def eval_nats(self, batch: dict[str, Any], targets: int) -> float:
+        nats = super().eval_nats(batch, targets)
+        if self.context_size == 1:
+            return nats
+        # of this rank's tokens; every rank of the context counts the whole
+        total = torch.tensor([nats], dtype=torch.float64, device=self.args.device)
+        dist.all_reduce(total, group=self.mesh["context"].get_group())
+        return float(total)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The whole model, which each rank has a part of; that of a checkpoint stays in parts."""
+        if _internal_call:
+            if self.args.should_save and output_dir is not None:
+                os.makedirs(output_dir, exist_ok=True)
+                self.model.config.save_pretrained(output_dir)
+                if self.processing_class is not None:
+                    self.processing_class.save_pretrained(output_dir)
+            return
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(self.model, options=options)
+        every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in self.model.named_parameters()}
+        whole = {name: x for name, x in whole.items() if name not in tied}
+        if self.args.should_save:
+            self._save(output_dir, state_dict=whole)
+        ranks.wait()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        ranks.wait()  # for the first rank to have made the folder
+        state_dict_saver.save(self._states(), checkpoint_id=str(Path(output_dir) / SHARDS))
+        if self.args.should_save:
+            schedule: Any = self.lr_scheduler
+            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _states(self) -> dict[str, Any]:
+        assert self.optimizer is not None
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, optimizer),
+        }
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        states = {"model": get_model_state_dict(self.model)}
+        state_dict_loader.load(states, checkpoint_id=str(Path(resume_from_checkpoint) / SHARDS))
+        set_model_state_dict(self.model, states["model"])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        states = self._states()
+        state_dict_loader.load(states, checkpoint_id=str(Path(checkpoint) / SHARDS))
+        assert self.optimizer is not None
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        set_optimizer_state_dict(self.model, optimizer, states["optimizer"])
+        schedule: Any = self.lr_scheduler
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+
+def described(parallel: Parallel) -> str:
+    """For the first line of a run: "data 2 x context 2"."""
+    sizes = {name: n for name, n in asdict(parallel).items() if n > 1}
+    return " x ".join(f"{name} {n}" for name, n in sizes.items())
