@@ -1,9 +1,7 @@
 """The delta rule's stages on sm_90 (kernels/linear/delta.py has their order).
 
 WY factors and segments are those of the Triton back end, so that either can be used with the
-other's. Triton's chunk_fwd that writes states fits a multiprocessor twice without gates, this one's
-once: Triton's is taken where there are more programs than multiprocessors. Nothing depends on
-device values.
+other's. Nothing depends on device values.
 """
 
 from collections.abc import Mapping
@@ -24,7 +22,6 @@ from slipstream.kernels.linear.segments import (
     delta_grid,
     delta_sm90,
     num_chunks,
-    num_sequences,
     size_args,
 )
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
@@ -38,8 +35,6 @@ from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
 from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
-from slipstream.kernels.linear.triton.delta import backend as triton
-from slipstream.kernels.linear.triton.delta.plan import is_oversubscribed
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(
@@ -143,12 +138,7 @@ class Sm90Delta(DeltaBackend):
         segments: Segments | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """In one of three kernels."""
-        end_states: dict[str, Any] = {"s_in": s_in, "s_out": s_out, "segments": segments}
-        sequences = num_sequences(terms, segments) if self.active is None else self.active
-        if states is not None and terms.g is None and is_oversubscribed(terms, sequences):
-            triton.TritonDelta().chunk_fwd(terms, wy, scale, out, states=states, **end_states)
-            return
+        """In one of two kernels."""
         HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
         interval, saved_states = checkpoints or (0, None)
