@@ -15,6 +15,7 @@ import torch
 
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
 from slipstream.runtime.backends import device_of, is_plain_call
+from slipstream.runtime.call_replay import RecordedCall
 from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
@@ -56,10 +57,9 @@ class DirectCall:
             known = self._known.get(key)
             if known is True:
                 return self._record(key, args)
-            if known and not (known.operations and torch.is_autocast_enabled(device)):
+            if known:
                 raise_pending()
-                with device_of(x.device):
-                    return known.play(args)
+                return self._play(known, args)
             if known is None and key is not None:
                 self._expect(key, args)
         elif self._overload is not None and device not in ("cpu", "cuda"):
@@ -67,6 +67,14 @@ class DirectCall:
         if torch.is_autocast_enabled(device):
             return self._without_autocast(*args)
         return self.impl(*args)
+
+    def _play(self, known: RecordedCall, args: tuple) -> Any:
+        device = args[0].device
+        with device_of(device):
+            if known.operations and torch.is_autocast_enabled(device.type):
+                with torch.autocast(device.type, enabled=False):
+                    return known.play(args)
+            return known.play(args)
 
     def _expect(self, key: tuple, args: tuple) -> None:
         """The first call of a key: compiles its kernels side by side, and has the next recorded."""

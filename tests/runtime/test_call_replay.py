@@ -310,6 +310,7 @@ def test_autocast_does_not_reach_operations() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert toy.run(x, x).dtype == torch.float32
         assert toy.run(x, x).dtype == torch.float32
+    assert toy.calls == 2  # played under autocast, too
 
 
 def test_first_call_compiles_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:

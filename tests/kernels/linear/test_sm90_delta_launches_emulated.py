@@ -97,9 +97,6 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made = new_empty(x, *shape, **options)
         return made.double().fill_(torch.nan) if made.is_floating_point() else made
 
-    def zeros(count: int, like: Tensor) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32)
-
     def descriptor(x: Tensor | None, *sizes: int) -> Descriptor | None:
         return None if x is None else Descriptor(x, *sizes)
 
@@ -109,8 +106,6 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (backend, segment_launch, bwd_fused_launch):
         monkeypatch.setattr(module, "cached", cached)
         monkeypatch.setattr(module, "tma_descriptor", descriptor)
-    for module in (backend, bwd_fused_launch):
-        monkeypatch.setattr(module, "zero_counters", zeros)
     return ran
 
 

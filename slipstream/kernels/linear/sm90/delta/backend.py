@@ -34,7 +34,6 @@ from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
-from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(
@@ -231,7 +230,7 @@ class Sm90Delta(DeltaBackend):
         H, K = terms.q.shape[2:]
         heads, semaphores = grads["q"].shape[2], None
         if heads < HV:  # how many value heads have added up a chunk's gradients of q and k
-            semaphores = zero_counters(states.shape[0] * heads, wy.beta_gate)
+            semaphores = w.new_zeros(states.shape[0] * heads, dtype=torch.int32)
         launch: Any = cached(delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
         launch(
             q_desc=tma_descriptor(terms.q, H * K, CHUNK, TILE_K),

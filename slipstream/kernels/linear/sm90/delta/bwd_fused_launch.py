@@ -20,7 +20,6 @@ from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.bwd_schedule import BackwardSchedule
 from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
-from slipstream.kernels.linear.triton.common.zero_counters import zero_counters
 from slipstream.kernels.linear.workspace import reuse_or_empty
 from slipstream.runtime.launch_cache import cached
 
@@ -132,7 +131,7 @@ def launch_bwd_fused(
         s_in_ptr=s_in,
         s_out_ptr=s_out,
         cu_ptr=terms.cu_seqlens,
-        counts_ptr=zero_counters(workspaces + semaphores, w),
+        counts_ptr=w.new_zeros(workspaces + semaphores, dtype=torch.int32),
         scale=scale,
         **size_args(terms, segments),
         G=HV // heads,
