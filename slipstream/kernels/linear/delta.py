@@ -25,13 +25,13 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import Segments
-from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
 from slipstream.kernels.linear.workspace import (
     NO_OUTPUTS,
     cast_gate_grads,
     iter_slices,
     reuse_or_empty,
     slice_chunks,
+    sum_grouped_heads,
 )
 from slipstream.runtime.backends import device_of
 
@@ -350,10 +350,8 @@ class DeltaBackend(ABC):
         self.chunk_dstate(terms, do, wy, scale, dv, dstates, **ends)
         grads = self._empty_grads(terms, do, w, out)
         self.chunk_dqkg(terms, do, wy, w, dv, states, dstates, scale, grads)
-        H = terms.q.shape[2]
         for name in grads.keys() & {"q", "k", "p"}:
-            if grads[name].shape[2] != H:
-                grads[name] = reduce_grouped_heads(grads[name], H, out.get(name))
+            grads[name] = sum_grouped_heads(grads[name], terms.q.shape[2], out.get(name))
         return {**grads, "v": dv}
 
     def _empty_grads(

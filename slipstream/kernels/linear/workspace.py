@@ -278,6 +278,16 @@ def reuse_or_empty(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def sum_grouped_heads(x: Tensor, H: int, out: Tensor | None = None) -> Tensor:
+    """x [B, T, HV, K], a gradient for each value head, to [B, T, H, K], that of the heads of q and
+    k which they share. out: memory for it, which is taken if it fits."""
+    B, T, HV, K = x.shape
+    if HV == H:
+        return x
+    y = reuse_or_empty(out, (B, T, H, K), x.dtype, x.device)
+    return torch.sum(x.view(B, T, H, HV // H, K), 3, out=y)
+
+
 def with_active_count(
     run: Callable,
     terms: LinearInputs,

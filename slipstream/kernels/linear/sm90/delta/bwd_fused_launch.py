@@ -19,8 +19,7 @@ from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
 from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.bwd_schedule import BackwardSchedule
-from slipstream.kernels.linear.triton.common.gqa_reduce import reduce_grouped_heads
-from slipstream.kernels.linear.workspace import reuse_or_empty
+from slipstream.kernels.linear.workspace import reuse_or_empty, sum_grouped_heads
 from slipstream.runtime.launch_cache import cached
 
 STAGES, TILE_K = 2, 64
@@ -67,7 +66,7 @@ def backward(
     ends = {"s_in": ds_in, "s_out": dstate}
     launch_bwd_fused(terms, do, wy, scale, checkpoints, grads, schedule, **ends)
     H = terms.q.shape[2]
-    return grads | {name: reduce_grouped_heads(grads[name], H, out.get(name)) for name in "qk"}
+    return grads | {name: sum_grouped_heads(grads[name], H, out.get(name)) for name in "qk"}
 
 
 def empty_grads(

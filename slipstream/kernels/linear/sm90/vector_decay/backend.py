@@ -21,6 +21,7 @@ from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_d
 from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import vector_decay_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.triton.vector_decay import backend as triton
 from slipstream.kernels.linear.triton.vector_decay.launch import GateSums, IntraChunk, gate_sums
+from slipstream.kernels.linear.workspace import sum_grouped_heads
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
@@ -86,9 +87,7 @@ def backward(
         intra = IntraChunk(None, terms.k, None, decay)
         more = {"dqs": dq, "dke": dk, "z": sums.z, "dq": dq, "dk": dk, "dg": dg, "du": du}
         triton.launch_grads(problem, intra, triton.choose_pairs(problem), scale, **more)
-    if terms.q.shape[2] != shape[2]:
-        groups = (*terms.q.shape[:3], -1, shape[-1])
-        dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
+    dq, dk = (sum_grouped_heads(x, terms.q.shape[2]) for x in (dq, dk))
     grads = {"q": dq, "k": dk, "v": dv, "g": dg}
     if u is not None and du is not None:
         grads["u"] = du.sum(0).to(u.dtype)

@@ -43,6 +43,7 @@ from slipstream.kernels.linear.workspace import (
     iter_slices,
     reuse_or_empty,
     slice_chunks,
+    sum_grouped_heads,
 )
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
@@ -337,12 +338,8 @@ class TritonDplr:
             dtype = terms.g.dtype if terms.decay == "channel" else torch.float32
             grads["g"] = reuse_or_empty(out.get("g"), shape, dtype, do.device)
         self.launch_dqkg(terms, do, states, scores, strong, grads, dbeta, scale)
-        if HV != H:
-            groups, whole = (B, T, H, HV // H, K), (B, T, H, K)
-            for name in names:
-                x = grads[name]
-                memory = reuse_or_empty(out.get(name), whole, x.dtype, x.device)
-                grads[name] = torch.sum(x.view(groups), 3, out=memory)
+        for name in names:
+            grads[name] = sum_grouped_heads(grads[name], H, out.get(name))
         if terms.g is not None and terms.decay != "channel":
             grads["g"] = grads["g"].sum(-1)
         if dbeta is not None:

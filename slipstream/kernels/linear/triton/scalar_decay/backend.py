@@ -32,6 +32,7 @@ from slipstream.kernels.linear.triton.scalar_decay.state_passing import (
     scalar_decay_state_passing_kernel,
 )
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, choose, family_of
+from slipstream.kernels.linear.workspace import sum_grouped_heads
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
@@ -135,8 +136,7 @@ class TritonScalarDecay:
             dq_chunks = states._replace(r=do, w=v, x=k, y=dq, s_out=None, transposed=True)
             self.launch_chunks(dq_chunks, terms, scale, segments, sums, q)
             self.launch_dkv(dv_chunks, dk, v, terms, scale, segments, sums)
-            if HV != H:
-                dq, dk = (x.view(B, T, H, HV // H, K).sum(3) for x in (dq, dk))
+            dq, dk = (sum_grouped_heads(x, H) for x in (dq, dk))
             grads = {"q": dq, "k": dk, "v": dv}
             if dstate is not None:
                 grads["initial_state"] = dstate

@@ -44,7 +44,7 @@ from slipstream.kernels.linear.triton.vector_decay.launch import (
     size_args,
 )
 from slipstream.kernels.linear.triton.vector_decay.tiles import KernelTile, VectorDecayTile, choose
-from slipstream.kernels.linear.workspace import reuse_or_empty
+from slipstream.kernels.linear.workspace import reuse_or_empty, sum_grouped_heads
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
@@ -172,9 +172,7 @@ def backward(
         more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
         more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
         launch_grads(problem, intra, choose_pairs(problem), scale, **more)
-    if terms.q.shape[2] != wide[2]:
-        groups = (*terms.q.shape[:3], -1, terms.q.shape[3])
-        dq, dk = (x.view(groups).sum(3) for x in (dq, dk))
+    dq, dk = (sum_grouped_heads(x, terms.q.shape[2]) for x in (dq, dk))
     grads = {"q": dq, "k": dk, "v": dv, "gv" if terms.g is None else "g": dg}
     if u is not None and du is not None:
         grads["u"] = du.sum(0).to(u.dtype)
