@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-KERNELS = ("dplr_dqkg_sm90_kernel", "dplr_intra_safe_bwd_sm90_kernel", "dplr_scores_sm90_kernel")
+KERNELS = ("dplr_dqkg_sm90_kernel", "dplr_intra_safe_bwd_sm90_kernel")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # transition, dtype, of gates, K, V, packed
 CASES = {

@@ -58,7 +58,7 @@ def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
 @functools.cache
 def kernels() -> SimpleNamespace:
     with emulator.emulated():
-        parts = ("dqkg_device", "subchunk_decay", "dqkg", "intra_safe_bwd", "scores")
+        parts = ("dqkg_device", "subchunk_decay", "dqkg", "intra_safe_bwd")
         for name in parts:
             sys.modules.pop(f"{PACKAGE}.{name}", None)
         gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
@@ -67,14 +67,12 @@ def kernels() -> SimpleNamespace:
         whole: Any = importlib.import_module(f"{PACKAGE}.dqkg")
         levels: Any = importlib.import_module(f"{PACKAGE}.intra_safe_bwd")
         parts: Any = importlib.import_module(f"{PACKAGE}.dqkg_device")
-        sums: Any = importlib.import_module(f"{PACKAGE}.scores")
         for module in (whole, levels, parts):
             module.halves = lambda b: (b, 0.0 * b)
             module.range = lambda *ends: map(threads.tensor, range(*map(int, ends)))
         return SimpleNamespace(
             whole=whole.dplr_dqkg_sm90_kernel,
             levels=levels.dplr_intra_safe_bwd_sm90_kernel,
-            scores=sums.dplr_scores_sm90_kernel,
         )
 
 
@@ -124,9 +122,6 @@ class Walked:
         self.states, self.dstates = (make((chunks, HV, V, K)) for _ in range(2))
         self.scores = [make((chunks, HV, C, C)) for _ in range(4)]
         self.own = make((chunks, HV, 2, C))
-        # of dplr, for the gradient of v
-        self.k = make((chunks, HV, C, K))
-        self.qk, self.ak = (make((chunks, HV, C, C)) for _ in range(2))
         slot = 0
         for n, (b, start, length) in enumerate(sequences(terms)):
             first = start // C + n if self.packed else slot
@@ -184,7 +179,6 @@ class Walked:
             y = c.r.T @ dx
             grad = c.total * grad + c.q.T @ c.do + c.w.T @ dx
             self.x[slot, h], self.y[slot, h] = c.x.T, y.T
-            self.k[slot, h], self.qk[slot, h], self.ak[slot, h] = c.k, c.qk, c.ak
             pairs = [(SCALE * c.do, c.x), (y, c.x), (SCALE * c.do, c.v), (y, c.v)]
             for out, (m, n) in zip(self.scores, pairs, strict=True):
                 out[slot, h] = (m @ n.T).tril(-1)
@@ -259,40 +253,3 @@ def test_gradients_match_reference(case: tuple, levels: bool) -> None:
         found = found if n == "g" else found.view(B, end, H, HV // H, K).sum(3)
         torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
         assert got[n][:, end:].isnan().all()
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_of_scores_are_those_of_the_walks(case: tuple) -> None:
-    terms = inputs(case)
-    B, T, HV, V = terms.v.shape
-    K, free = terms.q.shape[-1], terms.a is not None
-    end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
-    walked = Walked(terms, do := torch.randn_like(terms.v))
-    made = [torch.full_like(x, torch.nan) for x in (*walked.scores, walked.own)]
-    dv = torch.full_like(do, torch.nan)
-    dbeta = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
-    walks = (walked.k, walked.qk, walked.ak, walked.dstates)
-    shapes = ((K, C, K), (C, C, C), (C, C, C), (K, V, K))
-    read = [
-        *(tiles(x, HV * V, C, V) for x in (terms.v, do)),
-        *(tiles(x, C, V, C) for x in (walked.x, walked.y)),
-        *(tiles(x if free else None, *shape) for x, shape in zip(walks, shapes, strict=True)),
-        tiles(dv, HV * V, C, V),
-    ]
-    out = [x if free or n not in (2, 3) else None for n, x in enumerate(made)]
-    rest = pointers(dv, terms.beta, None if free else dbeta, *out, terms.cu_seqlens)
-    threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
-    flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
-    args = (*read, *rest, SCALE, T, terms.sequences, HV)
-    threads.launch(kernels().scores, walked.x.shape[0] * HV, args, **flags)
-    for got, want in zip(made, (*walked.scores, walked.own), strict=True):
-        used = ~want.isnan() & (free | ~got.isnan())
-        torch.testing.assert_close(got[used], want[used])
-    live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
-    live |= {n: live[n][:, :end].clone() for n in live if n != "cu_seqlens"}
-    live["v"].requires_grad_()
-    o, _ = linear_reference(LinearInputs(**live), SCALE)
-    (want,) = torch.autograd.grad((o * do[:, :end]).sum(), [live["v"]])
-    torch.testing.assert_close(dv[:, :end], want, rtol=1e-8, atol=1e-8)
-    assert dv[:, end:].isnan().all()
-    assert free or not dbeta[0, :, :end].isnan().any()

@@ -17,7 +17,6 @@ from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_ke
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe import dplr_intra_safe_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import (
     ChunkStates,
@@ -170,52 +169,6 @@ class Sm90Dplr(TritonDplr):
 
     def contiguous(self, x: Tensor) -> Tensor:
         return align16(x).contiguous()
-
-    def launch_scores(
-        self,
-        terms: LinearInputs,
-        do: Tensor,
-        intra: IntraChunk,
-        states: ChunkStates,
-        scores: ScoreGrads,
-        dv: Tensor,
-        dbeta: Tensor | None,
-        scale: float,
-    ) -> None:
-        if not supports_dqkg(terms, do):
-            super().launch_scores(terms, do, intra, states, scores, dv, dbeta, scale)
-            return
-        T, HV, V = terms.v.shape[1:]
-        K, delta = terms.q.shape[-1], terms.a is None
-        x, y, _, dstates = states
-        launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
-        launch(
-            v_desc=tma_descriptor(terms.v, HV * V, CHUNK, V),
-            do_desc=tma_descriptor(do, HV * V, CHUNK, V),
-            x_desc=tma_descriptor(x, CHUNK, V, CHUNK),
-            y_desc=tma_descriptor(y, CHUNK, V, CHUNK),
-            k_desc=_chunks(intra.k),
-            qk_desc=_chunks(intra.qk),
-            ak_desc=_chunks(intra.ak),
-            dstates_desc=None if delta else tma_descriptor(dstates, K, V, K),
-            dv_desc=tma_descriptor(dv, HV * V, CHUNK, V),
-            dv_ptr=dv,
-            beta_ptr=terms.beta,
-            dbeta_ptr=dbeta,
-            **scores.pointers(),
-            cu_ptr=terms.cu_seqlens,
-            scale=scale,
-            T=T,
-            N=terms.sequences,
-            HV=HV,
-            K=K,
-            V=V,
-            C=CHUNK,
-            DELTA=delta,
-            PACKED=terms.cu_seqlens is not None,
-            num_warps=4,
-            maxnreg=168 if delta else 255,  # three or two programs a multiprocessor
-        )
 
     def launch_dqkg(
         self,

@@ -257,8 +257,8 @@ class TritonDplr:
         out: Mapping[str, Tensor],
     ) -> tuple[ScoreGrads, Tensor, Tensor | None]:
         """Those, that of v, and the shares of beta's, of which the first is written."""
-        B, T, HV = terms.v.shape[:3]
-        tile, _ = tile_of(terms)
+        B, T, HV, V = terms.v.shape
+        tile, WIDE = tile_of(terms)
         delta, like = terms.beta is not None, intra.qb
         dv, dbeta = reuse_or_empty(out.get("v"), do.shape, do.dtype, do.device), None
         scores = ScoreGrads(
@@ -271,24 +271,6 @@ class TritonDplr:
         if delta:
             shares = -(-terms.q.shape[-1] // tile.grads.B)
             dbeta = do.new_empty(shares + 1, B, T, HV, dtype=torch.float32)
-        self.launch_scores(terms, do, intra, states, scores, dv, dbeta, scale)
-        return scores, dv, dbeta
-
-    def launch_scores(
-        self,
-        terms: LinearInputs,
-        do: Tensor,
-        intra: IntraChunk,
-        states: ChunkStates,
-        scores: ScoreGrads,
-        dv: Tensor,
-        dbeta: Tensor | None,
-        scale: float,
-    ) -> None:
-        """scores, dv and the first of dbeta are written."""
-        T, HV, V = terms.v.shape[1:]
-        tile, WIDE = tile_of(terms)
-        delta = terms.beta is not None
         run: Any = cached(dplr_scores_kernel)[(intra.qb.shape[0] * HV,)]
         run(
             v_ptr=terms.v,
@@ -315,6 +297,7 @@ class TritonDplr:
             DELTA=delta,
             **launch_options(terms, tile.scores),
         )
+        return scores, dv, dbeta
 
     def _dqkg(
         self,
