@@ -279,7 +279,7 @@ def test_takes_only_kernels_of_the_jit() -> None:
 
 
 # of a launch, which are no arguments of the kernel
-OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}
+OPTIONS = {"enable_fp_fusion", "num_warps", "num_stages", "maxnreg", "launch_pdl"}
 
 
 def test_arguments_by_name_are_those_by_place(gpu: list[tuple]) -> None:
