@@ -54,18 +54,18 @@ class Block(GradientCheckpointingLayer):
         state: State | None = None,
         use_cache: bool = False,
         layer: LayerState | None = None,
-        whole: bool = False,
+        room: int | None = None,
     ) -> tuple[Tensor, State | None, Tensor | None]:
         """Returns h, the next state and, if the mixer takes a first_value but there is none yet,
         that value for later blocks.
 
-        With `layer`, whose tokens h follows, that is updated in place and no state returned;
-        `whole` shows the mixer all of its room, so that every step has the same shapes.
+        With `layer`, whose tokens h follows, that is updated in place and no state returned; `room`
+        is how much of it the mixer sees (LayerState.view).
 
         first_value is positional, since reentrant checkpointing gives gradients to nothing else.
         """
         if layer is not None:
-            return self._advance(h, first_value, layer, positions, whole)
+            return self._advance(h, first_value, layer, positions, room)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
         mixing = options | {"positions": positions, "state": state, "use_cache": use_cache}
         x = h
@@ -116,7 +116,7 @@ class Block(GradientCheckpointingLayer):
         first_value: Tensor | None,
         layer: LayerState,
         positions: Tensor | None,
-        whole: bool,
+        room: int | None,
     ) -> tuple[Tensor, None, Tensor | None]:
         x = h
         if self.residual_in_fp32:
@@ -128,7 +128,7 @@ class Block(GradientCheckpointingLayer):
             options = {"first_value": first_value} if given else {"output_value": True}
         if layer.rollback is not None:
             layer.record(Record(self.mixer, x, positions, options))
-        state = layer.view(x.shape[1], whole)
+        state = layer.view(x.shape[1], room)
         y = self.mixer.step(x, state, positions=positions, **options)
         if "output_value" in options:
             y, value = y

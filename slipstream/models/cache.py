@@ -58,12 +58,13 @@ class LayerState(CacheLayerMixin):
             return None
         return self._tensors[self.token_states[0]].shape[1]
 
-    def view(self, tokens: int, whole: bool = False) -> dict[str, Tensor]:
-        """The state for a call with T more tokens, without the room behind them or with all."""
+    def view(self, tokens: int, room: int | None = None) -> dict[str, Tensor]:
+        """The state for a call with T more tokens, with the first `room` tokens' places of tensors
+        that have one for each; None is as many as are used then."""
         assert self._tensors is not None
-        if whole or not self.token_states:
+        if not self.token_states:
             return self._tensors
-        end = self.seen + tokens
+        end = self.seen + tokens if room is None else room
         return {n: x[:, :end] if n in self.token_states else x for n, x in self._tensors.items()}
 
     def write(self, state: dict[str, Tensor], mixer: Mixer) -> bool:
@@ -284,6 +285,11 @@ class StateCache(Cache):
             for x in (layer.state or {}).values():
                 return x.shape[0]
         return 0
+
+    @property
+    def grows(self) -> bool:
+        """Whether a layer's tensors have a place for every token."""
+        return any(layer.token_states for layer in self.layers)
 
     @property
     def records(self) -> bool:

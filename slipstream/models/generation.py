@@ -20,7 +20,7 @@ class Generation(_Base):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' generate.
 
-        On CUDA the decoding step is captured in a CUDA graph, one for each batch size, and later
+        The decoding step is captured, on CUDA in a CUDA graph, once for each batch size, and later
         calls with that batch size replay it; `self.decoding` counts captures and replays, says why
         there was no graph (`reason`), turns them off (`enabled`) and gives memory back (`free`).
         """

@@ -1,10 +1,12 @@
-"""A decoding step as a CUDA graph: captured once for each batch size, replayed for every token.
+"""A decoding step as a graph: captured once for each batch size, replayed for every token.
 
-The graph holds everything between the token ids and the logits, on the tensors of a StateCache.
-What generate does with logits (processors, sampling, EOS) is outside of it. Its first step runs as
-it is written, which compiles kernels and allocates workspaces; the second is captured.
+A CUDA graph, or on a CPU a list of kernels (host_graph.py). It holds everything between the token
+ids and the logits, on the tensors of a StateCache. What generate does with logits (processors,
+sampling, EOS) is outside of it. Its first step runs as it is written, which compiles kernels and
+allocates workspaces; the second is captured.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.cache import StateCache
+from slipstream.models.host_graph import CannotRepeat, HostGraph
 
 # caches that a model keeps for its next generate, each of another number of rows
 MAX_CACHES = 4
@@ -63,7 +66,7 @@ class Decoding:
     """How a model's generate has run its decoding steps, as `model.decoding`.
 
     Attributes:
-        captures: CUDA graphs that were made.
+        captures: graphs that were made: CUDA graphs or, on a CPU, lists of kernels.
         replays: steps that were a replay, the one at a capture included.
         eager: steps that ran without a graph: the first of each graph, and all where there is none.
         reason: why the last generate could use no graph, or None.
@@ -124,10 +127,10 @@ class Decoding:
         return cache
 
     def run(
-        self, step: Callable[..., Tensor], cache: StateCache, inputs: tuple[Tensor, ...]
+        self, step: Callable[..., Tensor], cache: StateCache, inputs: tuple[Tensor, ...], room: int
     ) -> Tensor:
-        """step(*inputs), by the cache's graph for inputs like these."""
-        key = tuple((x.shape, x.dtype) for x in inputs)
+        """step(*inputs), by the cache's graph for inputs like these and that room."""
+        key = (room, *((x.shape, x.dtype) for x in inputs))
         if not self.active or key not in cache.graphs:
             if self.active:
                 cache.graphs[key] = None  # the next one is captured
@@ -137,6 +140,10 @@ class Decoding:
         if made is None:
             try:
                 made = cache.graphs[key] = self._captured(step, inputs)
+            except CannotRepeat as e:
+                self._give_up(e)
+                self.eager += 1
+                return e.result
             except Exception as e:  # of any kind: without a graph the step still runs
                 self._give_up(e)
                 self.eager += 1
@@ -160,7 +167,7 @@ class Decoding:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"generate runs without CUDA graphs, since {self.reason}",
+                f"generate runs without graphs, since {self.reason}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -168,7 +175,19 @@ class Decoding:
 
 def graph_on(device: torch.device) -> Graph | None:
     """A new graph, where there are any."""
-    return CudaGraph() if device.type == "cuda" else None
+    kinds: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph, "cpu": HostGraph}
+    return kinds[device.type]() if device.type in kinds else None
+
+
+def room_of_graph(cache: StateCache, device: torch.device) -> int:
+    """How many tokens' places softmax layers look at in a graph, at least those used after it.
+
+    All that there are on a device, whose kernels pass over what is not used. On a CPU the time
+    goes with the places: a graph for every 256 tokens costs a step each.
+    """
+    if device.type == "cuda":
+        return sys.maxsize
+    return (cache.get_seq_length() // MULTIPLE + 1) * MULTIPLE if cache.grows else 0
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -177,7 +196,7 @@ def why_not(model: nn.Module) -> str | None:
     if len(devices) != 1:
         return f"its parameters are on {len(devices)} devices"
     if graph_on(next(iter(devices))) is None:
-        return f"there are no CUDA graphs on {next(iter(devices)).type}"
+        return f"there are no graphs on {next(iter(devices)).type}"
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return f"{name or 'the model'} has a hook, which may do what a graph does not repeat"

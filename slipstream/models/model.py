@@ -4,6 +4,7 @@ Every sequence has a state per layer, so padding and packing are one thing: a pa
 as its sequences packed one after another (packing.py), and one decoding step of it needs nothing.
 """
 
+import sys
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.generation import Generation, is_step
-from slipstream.models.graphs import Decoding
+from slipstream.models.graphs import Decoding, room_of_graph
 from slipstream.models.mlps import Dense
 from slipstream.models.packing import (
     Sequences,
@@ -182,16 +183,20 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         )
 
     def step(
-        self, input_ids: Tensor, cache: StateCache, position_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        cache: StateCache,
+        position_ids: Tensor | None = None,
+        room: int = sys.maxsize,
     ) -> Tensor:
         """One token for each row of a cache that has some: ids [N, 1] -> hidden states [N, 1, D].
 
         What a decoding step does on a device, and nothing else: the cache's tensors are updated in
-        place and at all of their room, nothing is allocated for later, no argument is checked and
-        no token counted (StateCache.step_on), so that it can be a CUDA graph.
+        place, no argument is checked and no token counted (StateCache.step_on), so that it can be a
+        graph. Softmax layers look at the first `room` places of the cache, whatever is used.
         """
         h = self.embed_tokens(input_ids)
-        return self._advance(h, cache, False, position_ids, whole=True)[0]
+        return self._advance(h, cache, False, position_ids, room)[0]
 
     def _continue(
         self,
@@ -233,14 +238,14 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cache: StateCache,
         keep: bool,
         positions: Tensor | None,
-        whole: bool = False,
+        room: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """As _run, for tokens of every row that follow those in the cache, updated in place."""
         every, first_value = [], None
         for block, layer in zip(self.layers, cache.layers):
             if keep:
                 every.append(h)
-            h, _, value = block(h, first_value, positions=positions, layer=layer, whole=whole)
+            h, _, value = block(h, first_value, positions=positions, layer=layer, room=room)
             first_value = value if first_value is None else first_value
         h = self._normed(h)
         return h, [*every, h] if keep else []
@@ -403,11 +408,12 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         cache.reserve(1)
         positions = text_positions(position_ids, *input_ids.shape)
         given = (input_ids,) if positions is None else (input_ids, positions)
+        room = room_of_graph(cache, input_ids.device)
 
         def step(ids: Tensor, positions: Tensor | None = None) -> Tensor:
-            return self.lm_head(self.model.step(ids, cache, positions))
+            return self.lm_head(self.model.step(ids, cache, positions, room))
 
-        logits = self.decoding.run(step, cache, given)
+        logits = self.decoding.run(step, cache, given, room)
         cache.step_on(1)
         return CausalLMOutputWithPast(logits=logits, **named(cache))  # pyright: ignore[reportArgumentType]
 
