@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
@@ -13,7 +14,7 @@ _Base: Any = object
 
 
 class Generation(_Base):
-    """generate, with a StateCache made before the prompt and steps that are CUDA graphs."""
+    """generate, with a StateCache made before the prompt and steps that are graphs."""
 
     decoding: Decoding
 
@@ -60,6 +61,73 @@ class Generation(_Base):
         model_kwargs[CACHE] = cache
         return made
 
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """transformers' loop of steps, without what takes the host longer than a graph runs.
+
+        It waits for the device one step late, so that the next step is there before the last ends;
+        the step that runs too much is dropped. Whoever wants more than the tokens gets
+        transformers' own loop.
+        """
+        cache = model_kwargs.get(CACHE)
+        given = generation_config.return_dict_in_generate or generation_config.compile_config
+        if synced_gpus or given or not isinstance(cache, StateCache):
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        first = not getattr(generation_config, "is_assistant", False)
+        out = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=first)
+        position_ids = model_kwargs.get("position_ids")
+        positions = None if position_ids is None else position_ids[..., -1:]
+        pad = generation_config._pad_token_tensor
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        by_length = all(type(criterion) is MaxLengthCriteria for criterion in stopping_criteria)
+        last = stopping_criteria.max_length
+        unfinished = input_ids.new_ones(input_ids.shape[0])
+        # a cache of the caller's has to end with the last token
+        is_late = streamer is None and not getattr(cache, "_is_user_defined", False)
+        stop = LateFlag(input_ids.device) if is_late else Flag()
+        while True:
+            logits = out.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+            scores = logits_processor(input_ids, logits)
+            if generation_config.do_sample:
+                tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+            else:
+                tokens = scores.argmax(-1)
+            if ends:
+                tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
+            if stop.raised():  # by the token before
+                break
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+            if last is not None and input_ids.shape[1] >= last:
+                break
+            if not by_length:
+                unfinished = unfinished & ~stopping_criteria(input_ids, None)
+                if stop.set(unfinished):
+                    break
+            positions = None if positions is None else positions + 1
+            step = {CACHE: cache, "position_ids": positions, "use_cache": True}
+            out = self(input_ids=tokens[:, None], **step)
+        if streamer is not None:
+            streamer.end()
+        return input_ids
+
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
         """The mask as it is: layers make none of every query and key."""
         return kwargs.get("attention_mask")
@@ -88,6 +156,37 @@ class Generation(_Base):
         if positions is not None:
             inputs["position_ids"] = positions[..., -1:]
         return inputs
+
+
+class Flag:
+    """Whether no sequence is unfinished: known at once, by waiting for the device."""
+
+    def set(self, unfinished: Tensor) -> bool:
+        return not bool(unfinished.any())
+
+    def raised(self) -> bool:
+        return False
+
+
+class LateFlag(Flag):
+    """The same, known when it is asked for: set() does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_device = device.type == "cuda"
+        self.value = torch.zeros((), dtype=torch.bool, pin_memory=on_device)
+        self.copied = torch.cuda.Event() if on_device else None
+
+    def set(self, unfinished: Tensor) -> bool:
+        self.value.copy_(~unfinished.any(), non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+            return False
+        return bool(self.value)
+
+    def raised(self) -> bool:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return bool(self.value)
 
 
 def is_step(input_ids: Tensor | None, cache: StateCache | None, others: dict[str, Any]) -> bool:
