@@ -137,7 +137,8 @@ class SlipstreamConfig(PreTrainedConfig):
             self.intermediate_size = (self.hidden_size * 8 // 3 + 31) // 32 * 32
         # an older checkpoint has its own copy of what is derived from `mixers`
         layers = kwargs.pop("num_hidden_layers", None)
-        kwargs.pop("auto_map", None)  # to_diff_dict has it
+        kwargs.pop("auto_map", None)
+        self.auto_map = dict(AUTO_MAP)  # TRL looks at it
         self._refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
         if not self.mixers:

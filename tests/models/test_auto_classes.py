@@ -93,6 +93,7 @@ def test_config_takes_the_keys_of_transformers() -> None:
     )
     assert config.num_heads == 8 and config.dtype is torch.bfloat16 and config.num_labels == 3
     again = SlipstreamConfig(**config.to_dict())
+    assert "AutoModelForCausalLM" in config.auto_map  # as TRL asks
     assert again.to_dict() == config.to_dict()
 
 
