@@ -33,6 +33,8 @@ from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gate
 from slipstream.ops.gated_delta_rule import (
     fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule,
 )
+from slipstream.ops.gdn2 import chunk_gdn2 as chunk_gdn2
+from slipstream.ops.gdn2 import fused_recurrent_gdn2 as fused_recurrent_gdn2
 from slipstream.ops.gla import chunk_gla as chunk_gla
 from slipstream.ops.gla import fused_recurrent_gla as fused_recurrent_gla
 from slipstream.ops.gsa import chunk_gsa as chunk_gsa

@@ -64,6 +64,7 @@ _LINEAR = [
     *_both("comba", f"{_UNIT} p=BTHK:unit g=BTG:gate beta=BTG:beta"),
     *_both("iplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase"),
     *_both("dplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase gk=BTGK:gate"),
+    *_both("gdn2", f"{_UNIT} g=BTGK:gate b=BTGK:beta w=BTGV:beta"),
     *_both("rwkv7", f"{_RWKV} a=BTHK:unit b=BTHK:erase"),
     _traced("chunk_kda", f"{_UNIT} g=BTGK:narrow beta=BTG:beta", _S, "narrow"),
     _traced("chunk_rwkv7", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV a=BTHK:unit b=BTHK:erase", _S,

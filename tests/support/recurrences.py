@@ -172,6 +172,15 @@ def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: T
     return dplr_delta_rule(r, k, v, a, b, w, S)
 
 
+def gdn2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    decay = torch.diag_embed(g.exp())
+    for t in range(q.shape[1]):
+        S = (eye() - outer(k[:, t], b[:, t] * k[:, t])) @ decay[:, t] @ S
+        S = S + outer(k[:, t], w[:, t] * v[:, t])
+        yield read(S, q[:, t]), S
+
+
 def gated_delta_product(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, S: Tensor
 ) -> Trace:

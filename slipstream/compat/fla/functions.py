@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.ops import kda
+from slipstream.ops import gdn2, kda
 from slipstream.ops.activation import squared_relu
 from slipstream.ops.attention import attention
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
@@ -20,23 +20,52 @@ from slipstream.ops.linear_attn import chunk_linear_attn
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rwkv7 import fused_recurrent_rwkv7
 
-# kda
+# kda, gdn2
 
 
-def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_intermediate_states: bool = False,
-    **options: Any,
-) -> tuple[Any, ...]:
-    """slipstream.ops.chunk_kda, and the states before each chunk if asked for, by a call a chunk.
+def _with_chunk_states(operator: Any, *names: str) -> Any:
+    """The operator of these tensors, and the states before each chunk if asked for."""
+
+    def call(
+        *,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        return_intermediate_states: bool = False,
+        **given: Any,
+    ) -> tuple[Any, ...]:
+        tensors = [given.pop(x) for x in names]
+        if not return_intermediate_states:
+            ends: dict[str, Any] = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+            return operator(*tensors, output_final_state=output_final_state, **ends, **given)
+        if torch.is_grad_enabled():
+            raise ValueError("return_intermediate_states: want torch.inference_mode() or no_grad()")
+        if given.get("reverse"):
+            raise ValueError("return_intermediate_states: want reverse=False")
+        q, k, v = tensors[:3]
+        (HV, V), K, tokens = v.shape[2:], q.shape[-1], given.get("chunk_size") or 64
+        rows = q.shape[0] if cu_seqlens is None else 1
+        offsets = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        starts = initial_state
+        if starts is None:
+            shape = (V, K) if given.get("state_v_first") else (K, V)
+            starts = v.new_zeros(rows * (len(offsets) - 1), HV, *shape, dtype=torch.float32)
+        o, states, final = torch.zeros_like(v), [], []
+        for (begin, end), state in zip(pairwise(offsets), starts.split(rows), strict=True):
+            for t in range(begin, end, tokens):
+                states.append(state)
+                part = slice(t, min(t + tokens, end))
+                inputs = (x[:, part].contiguous() for x in tensors)
+                o[:, part], state = operator(
+                    *inputs, initial_state=state, output_final_state=True, **given
+                )
+            final.append(state)
+        none = starts.new_empty(rows, 0, *starts.shape[1:])
+        h = torch.cat([none, *(x[:, None] for x in states)], 1).to(k.dtype)
+        return o, torch.cat(final) if output_final_state else None, h
+
+    call.__name__ = operator.__name__
+    call.__doc__ = f"""{operator.__name__}, and the states before chunks, by a call a chunk.
 
     Args:
         return_intermediate_states: return them too, without gradients; chunks are of chunk_size
@@ -49,45 +78,14 @@ def chunk_kda(
     Raises:
         ValueError: gradients are enabled, or reverse is asked for too.
     """
-    tensors = (q, k, v, g, beta)
-    if not return_intermediate_states:
-        ends: dict[str, Any] = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        return kda.chunk_kda(*tensors, output_final_state=output_final_state, **ends, **options)
-    if torch.is_grad_enabled():
-        raise ValueError("return_intermediate_states: want torch.inference_mode() or no_grad()")
-    if options.get("reverse"):
-        raise ValueError("return_intermediate_states: want reverse=False")
-    (HV, V), K, tokens = v.shape[2:], q.shape[-1], options.get("chunk_size") or 64
-    rows = q.shape[0] if cu_seqlens is None else 1
-    offsets = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    starts = initial_state
-    if starts is None:
-        shape = (V, K) if options.get("state_v_first") else (K, V)
-        starts = v.new_zeros(rows * (len(offsets) - 1), HV, *shape, dtype=torch.float32)
-    o, states, final = torch.zeros_like(v), [], []
-    for (begin, end), state in zip(pairwise(offsets), starts.split(rows), strict=True):
-        for t in range(begin, end, tokens):
-            states.append(state)
-            part = slice(t, min(t + tokens, end))
-            inputs = (x[:, part].contiguous() for x in tensors)
-            o[:, part], state = kda.chunk_kda(
-                *inputs, initial_state=state, output_final_state=True, **options
-            )
-        final.append(state)
-    none = starts.new_empty(rows, 0, *starts.shape[1:])
-    h = torch.cat([none, *(x[:, None] for x in states)], 1).to(k.dtype)
-    return o, torch.cat(final) if output_final_state else None, h
+    parameters = list(inspect.signature(operator).parameters.values())
+    more = inspect.signature(call).parameters["return_intermediate_states"]
+    call.__signature__ = inspect.Signature([*parameters, more])  # type: ignore[attr-defined]
+    return call
 
 
-def _with_parameters_of(ours: Any, function: Any) -> inspect.Signature:
-    """function's signature with the parameters of ours that its **options stands for."""
-    named = [x for x in inspect.signature(function).parameters.values() if x.kind != x.VAR_KEYWORD]
-    known = {x.name for x in named}
-    more = [x for x in inspect.signature(ours).parameters.values() if x.name not in known]
-    return inspect.Signature([*named, *more])
-
-
-chunk_kda.__signature__ = _with_parameters_of(kda.chunk_kda, chunk_kda)  # type: ignore[attr-defined]
+chunk_kda = _with_chunk_states(kda.chunk_kda, "q", "k", "v", "g", "beta")
+chunk_gdn2 = _with_chunk_states(gdn2.chunk_gdn2, "q", "k", "v", "g", "b", "w")
 
 
 # attention

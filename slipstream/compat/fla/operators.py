@@ -9,7 +9,12 @@ import torch
 
 from slipstream import ops
 from slipstream.compat.fla.adaptor import Arguments, Operator
-from slipstream.compat.fla.functions import chunk_kda, fused_additive_gate, mul_recurrent_rwkv7
+from slipstream.compat.fla.functions import (
+    chunk_gdn2,
+    chunk_kda,
+    fused_additive_gate,
+    mul_recurrent_rwkv7,
+)
 
 # parameters that several operators have
 STATE = "scale=None, initial_state=None, output_final_state=False"
@@ -86,6 +91,20 @@ OPERATORS = (
         "ops.comba.fused_recurrent", "fused_recurrent_comba", ops.fused_recurrent_comba,
         f"q, k, p, v, g, beta=None, {STATE}, use_qk_l2norm_in_kernel=False, cu_seqlens=None",
         note="by position p is before v, as fla has it",
+    ),
+    Operator(
+        "ops.gdn2.chunk", "chunk_gdn2", chunk_gdn2,
+        f"q, k, v, g, b, w, {STATE}, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
+        "cu_seqlens=None, cu_seqlens_cpu=None, safe_gate=False, lower_bound=None, "
+        "disable_recompute=False, return_intermediate_states=False, state_v_first=False, "
+        "cp_context=None, **kwargs",
+        note="return_intermediate_states, without gradients, takes a call a chunk",
+    ),
+    Operator(
+        "ops.gdn2.fused_recurrent", "fused_recurrent_gdn2", ops.fused_recurrent_gdn2,
+        "q, k, v, g, b, w, A_log=None, dt_bias=None, scale=None, initial_state=None, "
+        "output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
+        "lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs",
     ),
     Operator("ops.delta_rule.chunk", "chunk_delta_rule", ops.chunk_delta_rule, DELTA),
     Operator(

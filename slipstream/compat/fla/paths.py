@@ -75,6 +75,7 @@ MISSING: dict[str, tuple[str, ...]] = {
     "ops.attnres": ("naive_attnres",),
     "ops.comba": ("naive_chunk_comba", "naive_recurrent_comba"),
     "ops.forgetting_attn": ("naive_forgetting_attn",),
+    "ops.gdn2": ("naive_chunk_gdn2", "naive_recurrent_gdn2"),
     "ops.gated_delta_rule": (
         "naive_chunk_gated_delta_rule", "naive_recurrent_gated_delta_rule",
     ),

@@ -1,0 +1,160 @@
+"""Gated DeltaNet-2: the gated delta rule whose decay, erase and write are gates of channels."""
+
+import torch
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.ops._preprocess import delta_gate, l2_normalised
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+@checks.operator
+def chunk_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaNet-2, chunkwise: each channel of the key has a decay and an erase of its own.
+
+        S_t = (I - k_t (b_t * k_t)^T) diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
+        o_t = scale * S_t^T q_t
+
+    KDA is b = w = beta. It is dplr_delta_rule with a = exp(g) * b * k, b = -k and w * v for v.
+
+    Args:
+        q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
+        g: log decay [B, T, HV, K], at most 0, float32.
+        b: how much of the old value to erase, by channel of the key [B, T, HV, K], in (0, 1), or
+            (0, 2).
+        w: how much of the new value to write [B, T, HV, V], in (0, 1).
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
+        use_gate_in_kernel: g is raw: the decay is -exp(A_log) softplus(g + dt_bias), or, with
+            lower_bound given, lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        A_log: [HV], for use_gate_in_kernel; with lower_bound None stands for zeros.
+        dt_bias: [HV K] or [HV, K], for use_gate_in_kernel; none if None.
+        safe_gate: the decay is bounded: by lower_bound with use_gate_in_kernel, else as the caller
+            promises. Kernels may use it to go faster; the result is the same with and without.
+        lower_bound: of the decay, in [-5, 0).
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
+        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
+            kernels have their own. Chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: for chunks of C, about 2 T HV (4 K V + 2 C (K + V)) flops, and a tensor of the size of g;
+    where HV > H also q and k for each value head; state HV K V floats.
+    Source: NVIDIA, "Gated DeltaNet-2", as cuDNN, Transformer Engine and fla have it (2026).
+    """
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError(
+            "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
+        )
+    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
+    return run(
+        terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
+        recurrent=False,
+    )
+
+
+@checks.operator
+def fused_recurrent_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaNet-2, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_gdn2. Cost: 8 T HV K V flops, one after the other.
+    """
+    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
+    return run(
+        terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
+        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
+        recurrent=True,
+    )
+
+
+def _gate(
+    g: Tensor,
+    is_raw: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Tensor:
+    checks.expect_rank("g", g, 4, "[B, T, HV, K]")
+    checks.expect_lower_bound(lower_bound)
+    return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g
+
+
+def _terms(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, normalise: bool
+) -> LinearInputs:
+    """Those of dplr_delta_rule: what is erased is read through a before the state decays."""
+    checks.expect_layouts(
+        q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
+        g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
+    )  # fmt: skip
+    checks.expect_floating({"q": q, "k": k, "v": v, "g": g, "b": b, "w": w})
+    H, HV = k.shape[2], v.shape[2]
+    checks.expect_multiple("HV", HV, "H", H)
+    if normalise:
+        q, k = l2_normalised(q=q, k=k)
+    if HV != H:
+        q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
+    decay = g.exp() if g.dtype == torch.float64 else g.float().exp()
+    a = (decay * b * k).to(k.dtype)
+    return LinearInputs(q, k, (w * v).to(v.dtype), g=g, a=a, b=-k)
