@@ -148,7 +148,9 @@ def _terms(
         q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
     )  # fmt: skip
-    checks.expect_floating({"q": q, "k": k, "v": v, "g": g, "b": b, "w": w})
+    given = {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w}
+    checks.expect_floating(given)
+    checks.expect_one_device(given)
     H, HV = k.shape[2], v.shape[2]
     checks.expect_multiple("HV", HV, "H", H)
     if normalise:
