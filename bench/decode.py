@@ -2,6 +2,8 @@
 
     python bench/decode.py                    beside fla, where it is installed
     python bench/decode.py --only 'step kda'  or scan, boundary
+    python bench/decode.py --only generate    generate of whole models, with and without graphs
+    python bench/decode.py --cpu              generate on this CPU, beside transformers' Llama
     python bench/decode.py --tiles            tiles of the step
 
 Milliseconds of a CUDA graph, so without the host's time, and with what the L2 cache holds from the
@@ -12,6 +14,7 @@ boundary: where walking token by token stops being faster than chunks.
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -48,6 +51,8 @@ STEPS = [
 # of an operator's arguments, what recurrent_step calls them
 NAMES = {"r": "q", "w": "g", "gk": "g"}
 SCANS = [(1, 8192, 2048), (8, 2048, 1024), (1, 65536, 1024), (64, 128, 1024)]  # B, T, D
+# mixers of whole models
+GENERATED = ("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention", "attention")
 BOUNDARY = ("gated_delta_rule", "retention", "kda")
 
 
@@ -159,11 +164,66 @@ def tiles(report: Report) -> None:
         print(f"step B{B} V first {v_first}, us:", ", ".join(line), flush=True)
 
 
+def language_model(mixers: list[str], sizes: dict[str, Any]) -> Any:
+    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+    made: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, num_heads=4, **sizes))
+    return made.to(DEVICE, BF16 if DEVICE.type == "cuda" else torch.float32).eval()
+
+
+def generates(model: Any, B: int, tokens: int, vocab_size: int) -> Call:
+    """Greedy generation of so many tokens for B prompts of 16."""
+    ids = torch.randint(1, vocab_size, (B, 16), device=DEVICE)
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    return partial(model.generate, ids, attention_mask=mask, max_new_tokens=tokens, **options)
+
+
+def generate_row(mixer: str, B: int, report: Report) -> Mapping[str, object]:
+    """Tokens/s of a model of about 0.35 B, its steps as they are written and as a graph."""
+    small = report.options.small
+    sizes = {"vocab_size": 64 if small else 32000, "hidden_size": 32 if small else 1024}
+    model = language_model([mixer] * (1 if small else 24), sizes)
+    speeds = {}
+    for way, enabled in (("eager", False), ("graph", True)):
+        model.decoding.enabled = enabled
+        tokens = report.runs(128 if enabled else 16)
+        call = generates(model, B, tokens, sizes["vocab_size"])
+        first(call)
+        speeds[f"{way} tokens/s"] = round(B * tokens / first(call), 1)
+    counts = {"captures": model.decoding.captures, "replays": model.decoding.replays}
+    return {"mixer": mixer, "B": B, **speeds, **counts}
+
+
+def cpu_rows(report: Report) -> list[Mapping[str, object]]:
+    """Tokens/s at batch 1 of 4 layers of width 256, in turns, and their ratio to Llama's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 704}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 4}
+    models: dict[str, Any] = {"llama": LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()}
+    for mixer in GENERATED:
+        models[mixer] = language_model([mixer] * 4, sizes)
+    tokens = report.runs(64)
+    calls = {name: generates(m, 1, tokens, sizes["vocab_size"]) for name, m in models.items()}
+    ms = in_turns(calls, report.runs(7))
+    found = []
+    for name, x in ms.items():
+        speed, ratio = round(1e3 * tokens / x, 1), round(ms["llama"] / x, 2)
+        found.append({"mixer": name, "tokens/s": speed, "of Llama's": ratio})
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--tiles", action="store_true", help="other tiles of the step")
+    options.add_argument("--cpu", action="store_true", help="generate on this CPU")
     given = options.parse_args(argv)
-    report = Report(given)
+    report = Report(given, needs_gpu=not given.cpu)
+    if given.cpu:
+        for row in cpu_rows(report):
+            report.row("generate_cpu", row)
+        return
     if given.tiles:
         tiles(report)
         return
@@ -183,6 +243,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if report.wants(f"{what} {shape}"):
             with report.going_on(f"{what} {shape}"):
                 report.row("step_gpu", step_row(what, shape, make, report))
+    for mixer, B in product(GENERATED, (1, 64)):
+        if report.wants(f"generate {mixer} B{B}") and not given.once:
+            with report.going_on(f"generate {mixer} B{B}"):
+                report.row("generate_gpu", generate_row(mixer, B, report))
     for label, fn in scans:
         for size in SCANS:
             if report.wants(f"scan {label} {size}"):

@@ -60,6 +60,8 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("blocks", "--tiles", 12),
         ("matmul", "", 15),
         ("decode", "--only step|scan", 13),
+        ("decode", "--only generate.*(gla|attention)", 4),
+        ("decode", "--cpu", 8),
         ("host", "--only norm|chunk_kda", 6),
         ("memory", "", 16),
         ("memory", "--packed --only kda", 1),
@@ -69,7 +71,7 @@ def rows(captured: str) -> list[dict[str, str]]:
 def test_small_run(
     name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    if name == "training":
+    if name == "training" or "generate" in arguments or "--cpu" in arguments:
         pytest.importorskip("transformers")
     if "--tiles" in arguments and not HAVE_TRITON:
         pytest.skip("tables of tiles are Triton's")

@@ -8,18 +8,30 @@ import typer
 
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="directory of a model, or of a training run")],
-    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    prompt: Annotated[str | None, typer.Argument(help="text to continue")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="continue every line of this file instead")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="lines of the file at once")] = 16,
     tokens: Annotated[int, typer.Option(help="how many at most")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from this share of the probability")] = 0.95,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
 ) -> None:
-    """Continue a text, printed as it is made."""
+    """Continue a text, printed as it is made, or every line of a file; tokens/s at the end."""
     from slipstream.cli.errors import reported
 
     with reported():
-        from slipstream.training.sample import load, stream
+        if (prompt is None) == (file is None):
+            raise ValueError("prompt: want either a prompt or --file, got both or none")
+        from slipstream.training.sample import continue_all, load, stream
 
         model, tokenizer = load(checkpoint)
-        speed = stream(model, tokenizer, prompt, tokens, temperature, top_p, seed)
+        sampling = (tokens, temperature, top_p, seed)
+        if prompt is not None:
+            speed = stream(model, tokenizer, prompt, *sampling)
+        else:
+            assert file is not None
+            lines = [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
+            speed = continue_all(model, tokenizer, lines, batch, *sampling)
         typer.secho(f"{speed:,.0f} tokens/s", err=True, dim=True)

@@ -63,19 +63,68 @@ def stream(
     Raises:
         ValueError: the prompt is empty.
     """
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    inputs = _encoded(tokenizer, prompt, model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("prompt: want some text, got none")
     set_seed(seed)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     begin = time.perf_counter()
     out = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
+        **inputs,
         max_new_tokens=tokens,
-        do_sample=temperature > 0,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **sampling,
+        **_sampling(temperature, top_p),
     )
     made = out.shape[1] - inputs["input_ids"].shape[1]
     return made / (time.perf_counter() - begin)
+
+
+def continue_all(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    batch: int,
+    tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> float:
+    """Prints each prompt and what follows, a batch at a time; returns new tokens per second.
+
+    Raises:
+        ValueError: there are no prompts, or one is empty.
+    """
+    if not prompts:
+        raise ValueError("prompts: want some lines of text, got none")
+    set_seed(seed)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    made, seconds = 0, 0.0
+    for begin in range(0, len(prompts), batch):
+        part = prompts[begin : begin + batch]
+        inputs = _encoded(tokenizer, part, model.device, padding=True, padding_side="left")
+        if not bool(inputs["attention_mask"].any(1).all()):
+            raise ValueError("prompts: want some text in every line, got one without a token")
+        start = time.perf_counter()
+        out = model.generate(
+            **inputs,
+            max_new_tokens=tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            **_sampling(temperature, top_p),
+        )
+        new = out[:, inputs["input_ids"].shape[1] :].cpu()
+        seconds += time.perf_counter() - start
+        made += int((new != tokenizer.pad_token_id).sum())
+        for prompt, row in zip(part, new):
+            print(prompt + tokenizer.decode(row, skip_special_tokens=True), flush=True)
+    return made / seconds
+
+
+def _encoded(tokenizer: Any, text: Any, device: Any, **options: Any) -> dict[str, torch.Tensor]:
+    given = tokenizer(text, return_tensors="pt", **options).to(device)
+    return {name: given[name] for name in ("input_ids", "attention_mask")}
+
+
+def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
+    if temperature <= 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

@@ -138,6 +138,23 @@ def test_generate_prints_text(trained) -> None:
     assert len(out) > len("def main(\n")
 
 
+def test_generate_continues_every_line_of_a_file(trained, tmp_path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("def main(\n\nimport os\nx\n")
+    status, out = invoked(
+        "generate", trained, "--file", file, "--batch", 2, "--tokens", 6, "--temperature", 0
+    )
+    assert status == 0, out
+    assert "tokens/s" in out
+    for line in ("def main(", "import os", "x"):
+        alone = invoked("generate", trained, line, "--tokens", 6, "--temperature", 0)[1]
+        text = alone.rpartition("\n")[0].rpartition("\n")[0].strip() if alone else ""
+        assert text in out
+    status, out = invoked("generate", trained, "x", "--file", file)
+    assert status == 2
+    assert "either a prompt or --file" in out
+
+
 def test_generate_without_a_model_says_so(tmp_path) -> None:
     status, out = invoked("generate", tmp_path, "x")
     assert status == 2
