@@ -19,6 +19,8 @@ def mixer_step(
     *,
     state: Tensor,
     state_indices: Tensor | None = None,
+    num_pending: int = 0,
+    num_accepted: Tensor | None = None,
     conv_state: Tensor | None = None,
     conv_weight: Tensor | None = None,
     conv_bias: Tensor | None = None,
@@ -84,6 +86,11 @@ def mixer_step(
         state_indices: the slot of each sequence [B] in both pools, int32 or int64, no slot twice;
             where it is negative nothing is read or written and y is 0. Sequence n has slot n if
             None, and the pools then have B slots. May change between replays of a CUDA graph.
+        num_pending: of the T tokens, how many are once more those of the last call, drafts then,
+            which come first; num_accepted says how many of them count.
+        num_accepted: [B], int32 or int64: the states and windows that are left are those after so
+            many of the pending tokens, and the new tokens, which follow on these, leave no trace:
+            they are pending in the next call. So drafts are verified, and rejected without a copy.
         conv_state: the windows [slots, C, W], as short_convolution returns them, or [slots, C,
             W - 1]; any floating dtype and strides. C = 2 H K + HV V.
         conv_weight, conv_bias: [C, W] and [C].
@@ -107,12 +114,12 @@ def mixer_step(
         norm_group_size: channels that are normalised together, V if None: a multiple of V.
         norm_before_gate: y = norm(o) weight f(z), else norm(o f(z)) weight.
         state_v_first: the pool is [slots, HV, V, K].
-        out: where y is written to [B, T, HV, V], any floating dtype.
+        out: where y is written to [B, T - num_pending, HV, V], any floating dtype.
         impl: None chooses; "triton", "eager" or "reference" is used or refused.
 
     Returns:
-        y [B, T, HV, V] in q's dtype, or out. All is computed in float32, or in float64 for q in
-        float64, and rounded once: in y, the states and the windows.
+        y [B, T - num_pending, HV, V] in q's dtype, or out. All is computed in float32, or in
+        float64 for q in float64, and rounded once: in y, the states and the windows.
 
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
@@ -133,12 +140,13 @@ def mixer_step(
     if norm_eps is not None:
         checks.expect_not_negative("norm_eps", norm_eps)
     inputs = StepInputs(
-        q, k, v, state, state_indices, conv_state, conv_weight, conv_bias, g, A_log, dt_bias,
-        beta, D, z, norm_weight,
+        q, k, v, state, state_indices, num_accepted, conv_state, conv_weight, conv_bias,
+        g, A_log, dt_bias, beta, D, z, norm_weight,
     )  # fmt: skip
     dt_min, dt_max = (0.0, float("inf")) if dt_limit is None else dt_limit
     options = StepOptions(
         scale=max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale),
+        pending=num_pending,
         state_v_first=state_v_first,
         channel_order=channel_order,
         conv_silu=conv_activation is not None,

@@ -64,7 +64,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """window: columns of a window less than taps."""
+    """short: columns of a window less than taps. pending: of the T tokens."""
 
     T: int = 1
     H: int = 2
@@ -73,6 +73,7 @@ class Sizes:
     V: int = 33
     W: int = 4
     short: int = 0
+    pending: int = 0
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype = torch.float32
 
@@ -107,6 +108,9 @@ def make(kind: Kind, n: Sizes, strength: float = 1.0) -> tuple[dict[str, Tensor]
         args["norm_weight"] = torch.randn(*([] if kind.weight == "shared" else [n.HV]), n.V)
     args["state"] = torch.randn(SLOTS, n.HV, n.K, n.V).to(n.pool_dtype)
     options = dict(kind.options)
+    if n.pending:
+        options["num_pending"] = n.pending
+        args["num_accepted"] = torch.tensor([n.pending, 1, n.pending // 2])
     if together := options.pop("heads_together", 0):
         options["norm_group_size"] = together * n.V
     return args, options
@@ -116,7 +120,8 @@ def expected(
     args: dict[str, Tensor], options: dict[str, Any], indices: Tensor | None
 ) -> dict[str, Tensor]:
     """y and the pools afterwards, in float64; states [slots, HV, K, V]."""
-    wide = {name: x.double() for name, x in args.items()}  # copies, also of the pools
+    # copies, also of the pools
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in args.items()}
     out = mixer_step(**wide, **options, state_indices=indices, impl="reference")
     return {"out": out, **{name: wide[name] for name in POOLS if name in wide}}
 
@@ -137,7 +142,7 @@ def check(
     if v_first:
         given["state"] = args["state"].mT.contiguous()
         options |= {"state_v_first": True}
-    out = torch.full((B, n.T, n.HV, n.V), torch.nan, dtype=n.dtype)
+    out = torch.full((B, n.T - n.pending, n.HV, n.V), torch.nan, dtype=n.dtype)
     y = mixer_step(**given, **options, state_indices=at, out=out, impl=impl)
     assert y is out
     found = {"out": out, **{name: given[name] for name in before}}

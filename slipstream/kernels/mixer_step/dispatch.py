@@ -55,9 +55,7 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
             "torch.no_grad()"
         )
     if out is None:
-        out = torch.empty_like(
-            inputs.v, dtype=inputs.q.dtype, memory_format=torch.contiguous_format
-        )
+        out = inputs.q.new_empty(_output_shape(inputs, options))
     # in a graph that is captured it would be one more launch
     if not torch.compiler.is_compiling() and not is_capturing(inputs.q.device):
         expect_below("state_indices", inputs.state_indices, inputs.state.shape[0], "slots")
@@ -86,6 +84,11 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
     B, T, H, HV, K, V = inputs.sizes
     checks.expect_shape("k", inputs.k, q.shape)
     checks.expect_shape("v", v, (B, T, HV, V))
+    if not 0 <= options.pending <= T or (options.pending > 0 and inputs.num_accepted is None):
+        raise ValueError(
+            f"num_pending: want 0, or with num_accepted up to the {T} tokens given, got "
+            f"{options.pending}"
+        )
     checks.expect_multiple("heads of v", HV, "heads of q", H)
     state, indices = inputs.state, inputs.state_indices
     v_first = options.state_v_first
@@ -99,7 +102,8 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
         "beta": (inputs.beta, (B, T, HV)),
         "D": (inputs.D, (HV,)),
         "z": (inputs.z, v.shape),
-        "out": (out, v.shape),
+        "num_accepted": (inputs.num_accepted, (B,)),
+        "out": (out, _output_shape(inputs, options)),
     }
     for name, (x, shape) in shapes.items():
         if x is not None:
@@ -107,10 +111,16 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
     _check_norm(inputs, options)
     tensors = {**inputs._asdict(), "out": out}
     checks.expect_one_device(tensors)
-    del tensors["state_indices"]
+    for name in ("state_indices", "num_accepted"):
+        x = tensors.pop(name)
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")
     checks.expect_floating(tensors)
-    if indices is not None and indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+
+
+def _output_shape(inputs: StepInputs, options: StepOptions) -> tuple[int, ...]:
+    B, T, *_ = inputs.sizes
+    return (B, T - options.pending, *inputs.v.shape[2:])
 
 
 def _check_convolution(inputs: StepInputs, cache_slots: int) -> None:

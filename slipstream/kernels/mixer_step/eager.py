@@ -27,20 +27,43 @@ class _Tokens(NamedTuple):
 
 
 def step_eager(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
-    """Writes y into out [B, T, HV, V] and the new states and windows into the pools."""
+    """Writes y into out [B, T - pending, HV, V] and the new states and windows into the pools."""
+    accepted = None
+    if inputs.num_accepted is not None:
+        accepted = inputs.num_accepted.long().clamp(0, options.pending)
+        inputs = _without_rejected(inputs, options, accepted)
     live, rows = _rows(inputs)
     q, k, v = (x.to(inputs.dtype) for x in inputs[:3])
     if inputs.conv_state is not None:
-        q, k, v = _convolved(inputs, options, q, k, v, live, rows)
+        q, k, v = _convolved(inputs, options, q, k, v, accepted, live, rows)
     q, k, value = _heads(inputs, options, q, k, v)
     g, dt = log_decay(inputs, options)
     v = value if dt is None or not options.dt_scales_v else value * dt[..., None]
     tokens = _Tokens(q, k, v, None if g is None else g.exp())
-    o = _recurrence(inputs, options, tokens, live, rows)
+    o = _recurrence(inputs, options, tokens, accepted, live, rows)
     if inputs.D is not None:
         o = o + inputs.D.to(o.dtype)[:, None] * value
     y = gated_norm(inputs, options, o)
+    if accepted is not None:
+        y = _taken(y, accepted[:, None] + torch.arange(out.shape[1], device=y.device))
     out.copy_(y if live is None else torch.where(live[:, None, None, None], y, 0))
+
+
+def _taken(x: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens [B, N] of x [B, T, ...]."""
+    index = tokens.view(*tokens.shape, *([1] * (x.dim() - 2)))
+    return x.gather(1, index.expand(*tokens.shape, *x.shape[2:]))
+
+
+def _without_rejected(inputs: StepInputs, options: StepOptions, accepted: Tensor) -> StepInputs:
+    """The tokens in order: those accepted, then the new ones; what is behind them means nothing."""
+    T, pending = inputs.q.shape[1], options.pending
+    t = torch.arange(T, device=accepted.device)
+    new = t >= accepted[:, None]  # [B, T]
+    rows = torch.where(new, t + pending - accepted[:, None], t).clamp(max=T - 1)
+    names = ("q", "k", "v", "g", "beta", "z")
+    given = {name: getattr(inputs, name) for name in names}
+    return inputs._replace(**{n: _taken(x, rows) for n, x in given.items() if x is not None})
 
 
 def _rows(inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
@@ -83,6 +106,7 @@ def _convolved(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    accepted: Tensor | None,
     live: Tensor | None,
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +117,10 @@ def _convolved(
     window = _gather(inputs.conv_state, inputs, rows)
     length = window.shape[2]
     seen = torch.cat([window, x.mT], dim=2)  # [B, C, length + T]
-    _scatter(inputs.conv_state, seen[:, :, seen.shape[2] - length :], inputs, live, rows)
+    after = seen[:, :, T:]
+    if accepted is not None:
+        after = _taken(seen.mT, accepted[:, None] + torch.arange(length, device=seen.device)).mT
+    _scatter(inputs.conv_state, after, inputs, live, rows)
     weight = inputs.conv_weight.to(inputs.dtype)
     W = weight.shape[1]
     if T == 1:
@@ -149,6 +176,7 @@ def _recurrence(
     inputs: StepInputs,
     options: StepOptions,
     tokens: _Tokens,
+    accepted: Tensor | None,
     live: Tensor | None,
     rows: Tensor | None,
 ) -> Tensor:
@@ -156,6 +184,9 @@ def _recurrence(
     T = inputs.q.shape[1]
     pool = inputs.state.mT if options.state_v_first else inputs.state
     state = _gather(pool, inputs, rows)  # the pool itself, where that is in this dtype
+    after = state
+    if accepted is not None:
+        after, state = state.clone(), state.clone()
     beta = None
     if inputs.beta is not None:
         beta = inputs.beta.to(inputs.dtype)
@@ -176,8 +207,10 @@ def _recurrence(
         if e is not None:
             state.mul_(e[..., None])
         state.addcmul_(k[..., None], x[:, :, None])
-    if state is not pool:
-        _scatter(pool, state, inputs, live, rows)
+        if accepted is not None:
+            after = torch.where((accepted == t + 1)[:, None, None, None], state, after)
+    if after is not pool:
+        _scatter(pool, after, inputs, live, rows)
     o = outputs[0][:, None] if T == 1 else torch.stack(outputs, 1)
     return o if options.scale == 1 else o * options.scale
 

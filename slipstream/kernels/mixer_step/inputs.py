@@ -10,7 +10,8 @@ class StepInputs(NamedTuple):
     """Tensors of one call; what is None takes no part.
 
     q, k: [B, T, H, K]. v, z: [B, T, HV, V]. state: [slots, HV, K, V], or [slots, HV, V, K].
-    state_indices: [B]. conv_state: [slots, C, W or W - 1]. conv_weight: [C, W]. conv_bias: [C].
+    state_indices, num_accepted: [B]. conv_state: [slots, C, W or W - 1]. conv_weight: [C, W].
+    conv_bias: [C].
     g: [B, T, HV] or [B, T, HV, K]. A_log, D: [HV]. dt_bias: [HV] or [HV, K]. beta: [B, T, HV].
     norm_weight: [V] or [HV, V].
     """
@@ -20,6 +21,7 @@ class StepInputs(NamedTuple):
     v: Tensor
     state: Tensor
     state_indices: Tensor | None
+    num_accepted: Tensor | None
     conv_state: Tensor | None
     conv_weight: Tensor | None
     conv_bias: Tensor | None
@@ -52,11 +54,12 @@ class StepInputs(NamedTuple):
 class StepOptions(NamedTuple):
     """As slipstream.ops.mixer_step has them.
 
-    channel_order: "qkv" or "vkq". norm_eps: None is no norm. norm_group_size: channels that are
-    normalised together, a multiple of V.
+    pending: how many of the first tokens are the last call's. channel_order: "qkv" or "vkq".
+    norm_eps: None is no norm. norm_group_size: channels that are normalised together.
     """
 
     scale: float
+    pending: int
     state_v_first: bool
     channel_order: str
     conv_silu: bool

@@ -42,7 +42,8 @@ def kind(inputs: StepInputs) -> KernelKey:
 def _step(out: Tensor, *args: Any) -> None:
     inputs, counter = StepInputs(*args[:_COUNT]), args[_COUNT]
     options, impl = StepOptions(*args[_COUNT + 1 : -1]), args[-1]
-    if out.numel() == 0:
+    if inputs.v.numel() == 0 or inputs.q.numel() == 0:
+        out.zero_()
         return
     if inputs.state_indices is not None:
         _expect_unique(inputs.state_indices)
@@ -79,7 +80,7 @@ def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
     sizes = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "z": 2, "state": 3, "conv_state": 3}
     probe_inputs: dict[str, Tensor] = {}
     for name, x in like._asdict().items():
-        if x is not None and name != "state_indices":
+        if x is not None and name not in ("state_indices", "num_accepted"):
             shape = (sizes[name], *x.shape[1:]) if name in sizes else x.shape
             values = torch.randn(shape, device=device)
             values = -values.abs() if name in ("g", "A_log") else values
@@ -88,8 +89,10 @@ def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
     def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
         def call(tensors: numeric_probe.Given) -> tuple[Tensor, ...]:
             indices = torch.tensor([2, 0], device=device)
-            inputs = like._replace(**{**tensors, "state_indices": indices})
-            out = torch.empty_like(inputs.v, dtype=inputs.q.dtype)
+            counts = None if like.num_accepted is None else torch.tensor([0, 1], device=device)
+            inputs = like._replace(**tensors, state_indices=indices, num_accepted=counts)
+            rows = inputs.v[:, options.pending :]
+            out = torch.empty_like(rows, dtype=inputs.q.dtype)
             mixer_step(out, inputs, options, None, impl)
             pools = (inputs.state, inputs.conv_state)
             return out, *(x for x in pools if x is not None)
@@ -102,12 +105,13 @@ def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
 _call = KernelOp(
     "mixer_step",
     "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state, Tensor? state_indices, "
-    "Tensor(c!)? conv_state, Tensor? conv_weight, Tensor? conv_bias, Tensor? g, Tensor? A_log, "
-    "Tensor? dt_bias, Tensor? beta, Tensor? D, Tensor? z, Tensor? norm_weight, "
-    "Tensor(d!)? counters, float scale, bool state_v_first, str channel_order, bool conv_silu, "
-    "float? lower_bound, float? gate_logit_normalizer, float dt_min, float dt_max, "
-    "bool use_beta_sigmoid, bool allow_neg_eigval, bool qk_l2norm, bool dt_scales_v, "
-    "float? norm_eps, SymInt norm_group_size, bool norm_before_gate, bool z_silu, str impl) -> ()",
+    "Tensor? num_accepted, Tensor(c!)? conv_state, Tensor? conv_weight, Tensor? conv_bias, "
+    "Tensor? g, Tensor? A_log, Tensor? dt_bias, Tensor? beta, Tensor? D, Tensor? z, "
+    "Tensor? norm_weight, Tensor(d!)? counters, float scale, SymInt pending, bool state_v_first, "
+    "str channel_order, bool conv_silu, float? lower_bound, float? gate_logit_normalizer, "
+    "float dt_min, float dt_max, bool use_beta_sigmoid, bool allow_neg_eigval, bool qk_l2norm, "
+    "bool dt_scales_v, float? norm_eps, SymInt norm_group_size, bool norm_before_gate, "
+    "bool z_silu, str impl) -> ()",
     _step,
     lambda *args: None,
     replay=True,

@@ -17,14 +17,23 @@ from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channe
 
 
 def step_reference(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
-    """Writes y into out [B, T, HV, V] and the new states and windows into the pools."""
+    """Writes y into out [B, T - pending, HV, V] and the new states and windows into the pools."""
     B, T, *_ = inputs.sizes
+    pools = [x for x in (inputs.state, inputs.conv_state) if x is not None]
     indices = torch.arange(B) if inputs.state_indices is None else inputs.state_indices
     out.zero_()
     for n, cache_slot in enumerate(indices.tolist()):
         if 0 <= cache_slot < inputs.state.shape[0]:
-            for t in range(T):
-                out[n, t] = _token(inputs, options, n, t, cache_slot).to(out.dtype)
+            pending = options.pending
+            if inputs.num_accepted is not None:
+                for t in range(min(max(int(inputs.num_accepted[n]), 0), pending)):
+                    _token(inputs, options, n, t, cache_slot)
+            before = [x[cache_slot].clone() for x in pools]
+            for t in range(pending, T):
+                out[n, t - pending] = _token(inputs, options, n, t, cache_slot).to(out.dtype)
+            if inputs.num_accepted is not None:
+                for x, y in zip(pools, before):
+                    x[cache_slot].copy_(y)
 
 
 def _token(inputs: StepInputs, options: StepOptions, n: int, t: int, cache_slot: int) -> Tensor:

@@ -151,7 +151,53 @@ def check_step_after_step(impl: str) -> None:
             assert relative_error(args[name], want[name]) <= LIMIT
 
 
-CHECKS = (check_one_head_of_q_for_each_of_v, check_short_windows, check_wide_heads)
+def check_drafts(impl: str) -> None:
+    """The last call's tokens, of which some are accepted, and new ones, which leave no trace."""
+    check("gated_deltanet", impl, Sizes(T=5, pending=2))
+    check("kda", impl, Sizes(H=1, HV=2, K=16, V=16, T=7, W=3, pending=4, short=1), v_first=True)
+    check("mamba2", impl, Sizes(T=4, pending=3))
+    check("gla", impl, Sizes(H=1, HV=2, K=16, V=300, T=3, pending=2))
+    check("delta_net", impl, Sizes(T=2, pending=2))  # no new ones: the accepted ones are flushed
+    check("retention", impl, Sizes(T=2, pending=1))
+
+
+def check_verification(impl: str) -> None:
+    """Any drafts, any number of them accepted: y and what is left are those of decoding."""
+    N, rounds, accepted = 3, 4, ((1, 3, 0), (2, 0, 3), (3, 1, 1), (0, 2, 2))
+    args, options = make(KINDS["gated_deltanet"], Sizes(T=N, H=1, HV=2, K=16, V=16))
+    pools = {name: args.pop(name)[:B].clone() for name in POOLS}
+    tokens = {name: args.pop(name) for name in TOKENS}
+    alone = {name: x.clone() for name, x in pools.items()}
+    last = {name: torch.zeros_like(x) for name, x in tokens.items()}
+    counts = torch.zeros(B, dtype=torch.int32)
+    for r in range(rounds):
+        drafts = {name: torch.randn_like(x) for name, x in tokens.items()}
+        both = {name: torch.cat([last[name], x], 1) for name, x in drafts.items()}
+        verify = {"num_pending": N, "num_accepted": counts, "impl": impl}
+        y = mixer_step(**both, **args, **pools, **options, **verify)
+        counts = torch.tensor(accepted[r], dtype=torch.int32)
+        for n, count in enumerate(accepted[r]):
+            row = {name: x[n : n + 1] for name, x in alone.items()}
+            for t in range(count):
+                one = {name: x[n : n + 1, t : t + 1] for name, x in drafts.items()}
+                want = mixer_step(**one, **args, **row, **options, impl=impl)
+                assert relative_error(y[n, t], want[0, 0]) <= LIMIT
+        last = drafts
+    none = {name: x[:, :0] for name, x in tokens.items()}
+    both = {name: torch.cat([last[name], x], 1) for name, x in none.items()}
+    verify = {"num_pending": N, "num_accepted": counts, "impl": impl}
+    assert mixer_step(**both, **args, **pools, **options, **verify).shape[1] == 0
+    for name in POOLS:
+        assert relative_error(pools[name], alone[name]) <= LIMIT
+
+
+CHECKS = (
+    check_drafts,
+    check_verification,
+    check_one_head_of_q_for_each_of_v,
+    check_short_windows,
+    check_wide_heads,
+)
 CHECKS += (check_groups_of_heads, check_16_bits, check_strong_gates, check_padded_pools)
 CHECKS += (check_projection, check_nobody_lives, check_out_of_another_layout)
 CHECKS += (check_step_after_step,)
@@ -200,6 +246,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"norm_weight: wants norm_eps": {"norm_eps": None},
     r"norm_weight: want shape \(2, 16\)": {"norm_weight": torch.zeros(3, 16)},
     r"norm_group_size: want a multiple of V = 16": {"norm_group_size": 24},
+    r"num_pending: want 0, or with num_accepted up to the 1 tokens": {"num_pending": 1},
+    r"num_accepted: want shape \(3,\)": {"num_accepted": torch.zeros(2, dtype=torch.int32)},
     r"out: want shape \(3, 1, 2, 16\)": {"out": torch.zeros(3, 2, 16)},
     r"conv_activation: want one of": {"conv_activation": "relu"},
     r"z_activation: want one of": {"z_activation": "tanh"},

@@ -1,12 +1,17 @@
 """The kernel of mixer_step compiled for GPUs that need not be there: registers, spills, loads."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.compiler.aot import Compiled, compile_kernel
 from slipstream.compiler.arch import ARCHS
+from slipstream.compiler.trace import trace
+from slipstream.ops import mixer_step
 from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.mixer_steps import KINDS, Sizes, make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 KERNEL = "slipstream.kernels.mixer_step.triton.step:mixer_step_kernel"
@@ -62,3 +67,22 @@ def test_step_compiles(arch: str, PER_CHANNEL: bool) -> None:
 def test_step_compiles_for_other_widths(K: int, V: int, group: int, V_FIRST: bool) -> None:
     got = compile_step(K=K, V=V, group=group, V_FIRST=V_FIRST)
     assert got.stack <= 256, f"{got.stack} bytes spilled"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "size", [Sizes(), Sizes(T=3), Sizes(T=4, pending=2)], ids=["1", "3", "4-2"]
+)
+@pytest.mark.sample(which=lambda kind, size: size.T == 1)
+def test_every_launch_compiles(kind: str, size: Sizes) -> None:
+    """Whatever is None, or not."""
+    args, options = make(KINDS[kind], replace(size, K=16, V=16))
+
+    def call(device: torch.device) -> None:
+        given = {n: torch.empty(x.shape, dtype=x.dtype, device=device) for n, x in args.items()}
+        at = torch.empty(len(args["q"]), dtype=torch.int32, device=device)
+        mixer_step(**given, **options, state_indices=at, impl="triton")
+
+    jobs = [job for job in trace(call, "sm_90", backward=False) if "mixer_step" in job.kernel]
+    assert len(jobs) == 1
+    assert jobs[0].compile().stack == 0

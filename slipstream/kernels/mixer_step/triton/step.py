@@ -22,6 +22,11 @@ What programs share, and why nobody reads what another has written:
     A norm over more channels than a program has: each writes its o to `scratch` and then adds 1 to
     the group's counter; the last one reads them all, in one order, and writes y.
 
+Drafts are verified without a copy of a state. A call has the drafts of the last call once more,
+`pending` of them, and how many of those were accepted; it takes these, writes the state and the
+window as they are then, and goes on with the new tokens, which leave no trace. So a rejected draft
+costs nothing, and what is accepted is taken by the same arithmetic as if there had been no drafts.
+
 The last one takes what was counted off again, so counters are 0 between launches. They belong to a
 slot of the pool, as what they guard does. So results do not depend on which program is last.
 """
@@ -33,6 +38,15 @@ import triton.language as tl
 @triton.jit
 def _load(p, m):
     return tl.load(p, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scalar(p, i):
+    """0 where there is none."""
+    x = 0.0
+    if p is not None:
+        x = tl.load(p + i).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -53,7 +67,16 @@ def _activation(x, SILU: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, x_ptr, row_x, window, t, o, m, channel, W: tl.constexpr, ONE: tl.constexpr):
+def _row_of(t, accepted, pending):
+    """The row of token t: those of the last call that are not accepted are passed over."""
+    return t + tl.where(t >= accepted, pending - accepted, 0)
+
+
+@triton.jit
+def _inputs(
+    x, x_ptr, row_x, window, t, accepted, pending, o, m, channel,
+    W: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
     """x_{t-W+1} .. x_t, of which the last is given: those before the call's first token are in
     the window."""
     window_ptr, stride_c, stride_l, length = window
@@ -64,9 +87,22 @@ def _inputs(x, x_ptr, row_x, window, t, o, m, channel, W: tl.constexpr, ONE: tl.
         b_x = _load(p_w, m & (t < back))
         if not ONE:
             # one of the two loads is masked: the sum is a choice
-            b_x += _load(x_ptr + (t - back) * row_x + o, m & (t >= back))
+            row = _row_of(t - back, accepted, pending)
+            b_x += _load(x_ptr + row * row_x + o, m & (t >= back))
         xs = xs + (b_x,)
     return xs + (x,)
+
+
+@triton.jit
+def _channels(
+    o_k, o_c, i_k, i_h, HV,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_CHANNELS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Of the convolution, those of q, k and v."""
+    c_q, c_k, c_v = i_k * K + o_k, (H + i_k) * K + o_k, 2 * H * K + i_h * V + o_c
+    if V_CHANNELS_FIRST:
+        c_q, c_k, c_v = HV * V + c_k, HV * V + c_q, i_h * V + o_c
+    return c_q, c_k, c_v
 
 
 @triton.jit
@@ -90,29 +126,11 @@ def _convolution(xs, ws, W: tl.constexpr, SILU: tl.constexpr):
 
 
 @triton.jit
-def _of_head(
-    pointers, rows, row, i_k, i_h, K: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr
-):
-    """To the first token of a sequence, and to a head."""
-    q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr = pointers
-    row_q, row_k, row_v, row_g, row_beta, row_z = rows
-    q_ptr += row * row_q + i_k * K
-    k_ptr += row * row_k + i_k * K
-    v_ptr += row * row_v + i_h * V
-    if g_ptr is not None:
-        g_ptr += row * row_g + i_h * (K if PER_CHANNEL else 1)
-        if dt_bias_ptr is not None:
-            dt_bias_ptr += i_h * (K if PER_CHANNEL else 1)
-    if beta_ptr is not None:
-        beta_ptr += row * row_beta + i_h
-    if z_ptr is not None:
-        z_ptr += row * row_z + i_h * V
-    return q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
-
-
-@triton.jit
-def _token(pointers, rows, places, t, PER_CHANNEL: tl.constexpr):
-    """What a program reads of a token: q, k, v, the gate with its bias, beta, z."""
+def _token(
+    pointers, rows, places, first, t, i_h, K: tl.constexpr, V: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """What a program reads of token t: q, k, v, the gate with its bias, beta, z."""
     q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr = pointers
     row_q, row_k, row_v, row_g, row_beta, row_z = rows
     o_k, o_c, m_k, m_v = places
@@ -120,38 +138,61 @@ def _token(pointers, rows, places, t, PER_CHANNEL: tl.constexpr):
     b_k = _load(k_ptr + t * row_k + o_k, m_k)
     b_v = _load(v_ptr + t * row_v + o_c, m_v)
     gate, beta, b_z = 0.0, 1.0, 1.0
+    row = first + t
     if g_ptr is not None:
         if PER_CHANNEL:
-            gate = _load(g_ptr + t * row_g + o_k, m_k)
+            gate = _load(g_ptr + row * row_g + i_h * K + o_k, m_k)
             if dt_bias_ptr is not None:
-                gate += _load(dt_bias_ptr + o_k, m_k)
+                gate += _load(dt_bias_ptr + i_h * K + o_k, m_k)
         else:
-            gate = tl.load(g_ptr + t * row_g).to(tl.float32)
+            gate = tl.load(g_ptr + row * row_g + i_h).to(tl.float32)
             if dt_bias_ptr is not None:
-                gate += tl.load(dt_bias_ptr).to(tl.float32)
+                gate += tl.load(dt_bias_ptr + i_h).to(tl.float32)
     if beta_ptr is not None:
-        beta = tl.load(beta_ptr + t * row_beta).to(tl.float32)
+        beta = tl.load(beta_ptr + row * row_beta + i_h).to(tl.float32)
     if z_ptr is not None:
-        b_z = _load(z_ptr + t * row_z + o_c, m_v)
+        b_z = _load(z_ptr + row * row_z + i_h * V + o_c, m_v)
     return b_q, b_k, b_v, gate, beta, b_z
 
 
 @triton.jit
-def _move_on(window, xs, channel, m, W: tl.constexpr):
-    """The window becomes the last inputs."""
-    window_ptr, stride_c, stride_l, length = window
-    for j in tl.static_range(W):
-        column = length - W + j
-        p_w = window_ptr + channel.to(tl.int64) * stride_c + column * stride_l
-        tl.store(p_w, xs[j].to(window_ptr.dtype.element_ty), mask=m & (column >= 0))
+def _windows(
+    token, pointers, rows, window, places, channels, t, accepted, pending,
+    W: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """_inputs of q, k and v."""
+    o_k, o_c, m_k, m_v = places
+    xs_q = _inputs(
+        token[0], pointers[0], rows[0], window, t, accepted, pending, o_k, m_k, channels[0], W, ONE
+    )
+    xs_k = _inputs(
+        token[1], pointers[1], rows[1], window, t, accepted, pending, o_k, m_k, channels[1], W, ONE
+    )
+    xs_v = _inputs(
+        token[2], pointers[2], rows[2], window, t, accepted, pending, o_c, m_v, channels[2], W, ONE
+    )
+    return xs_q, xs_k, xs_v
 
 
 @triton.jit
-def _count(counter_ptr, THREADS: tl.constexpr):
+def _move_on(window, xs, channels, places, is_last, W: tl.constexpr):
+    """The window becomes the last inputs: of q and k if this program is the last to read it."""
+    window_ptr, stride_c, stride_l, length = window
+    _, _, m_k, m_v = places
+    for j in tl.static_range(W):
+        column = length - W + j
+        for i in tl.static_range(3):
+            p_w = window_ptr + channels[i].to(tl.int64) * stride_c + column * stride_l
+            m = (m_v if i == 2 else m_k & is_last) & (column >= 0)
+            tl.store(p_w, xs[i][j].to(window_ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _count(counter_ptr, THREADS: tl.constexpr, SEM: tl.constexpr):
     """Counts a program. Its first thread has how many were there; nobody waits for that yet."""
     o = tl.arange(0, THREADS)
     one = tl.full([THREADS], 1, tl.int32)
-    return tl.atomic_add(counter_ptr + 0 * o, one, mask=o == 0, sem="relaxed")
+    return tl.atomic_add(counter_ptr + 0 * o, one, mask=o == 0, sem=SEM)
 
 
 @triton.jit
@@ -190,12 +231,14 @@ def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr)
 
 @triton.jit
 def _norm_of_group(
-    scratch_ptr, z_ptr, weight_ptr, y_ptr, z_row, begin, eps,
+    scratch_ptr, z_ptr, weight_ptr, y_ptr, z_row, i_h, i_g, eps,
     GROUP: tl.constexpr, V: tl.constexpr, WEIGHT_PER_HEAD: tl.constexpr,
     NORM_BEFORE_GATE: tl.constexpr, Z_SILU: tl.constexpr,
 ):  # fmt: skip
     """y of a token's group of channels, which other programs have left in scratch."""
     BG: tl.constexpr = 1024
+    begin = i_g * GROUP - i_h * V  # of the group, from this head's channels
+    scratch_ptr += i_g * GROUP
     b_sum = tl.zeros([BG], tl.float32)
     for c in range(0, GROUP, BG):
         o = c + tl.arange(0, BG)
@@ -208,13 +251,13 @@ def _norm_of_group(
         m = o < GROUP
         b_y = tl.load(scratch_ptr + o, mask=m, other=0.0, cache_modifier=".cg") * b_rstd
         if weight_ptr is not None:
-            b_y *= _load(weight_ptr + (o if WEIGHT_PER_HEAD else o % V), m)
+            b_y *= _load(weight_ptr + (i_g * GROUP + o if WEIGHT_PER_HEAD else o % V), m)
         if z_ptr is not None and NORM_BEFORE_GATE:
-            b_y *= _activation(_load(z_ptr + z_row + begin + o, m), Z_SILU)
+            b_y *= _activation(_load(z_ptr + z_row + i_g * GROUP + o, m), Z_SILU)
         tl.store(y_ptr + begin + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
-_SIZES = ["HV", "cache_slots", "length"]
+_SIZES = ["pending", "HV", "cache_slots", "length"]
 _SIZES += ["row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y"]
 
 
@@ -229,6 +272,7 @@ def mixer_step_kernel(
     y_ptr,
     state_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if V_FIRST
     index_ptr,  # [B]: the slot of each sequence; n if None
+    accepted_ptr,  # [B]: how many of the first `pending` tokens count; all of T if None
     window_ptr,  # [cache slots, channels, length]
     conv_weight_ptr,  # [channels, W]
     conv_bias_ptr,
@@ -245,6 +289,7 @@ def mixer_step_kernel(
     dt_min,
     dt_max,
     T,
+    pending: tl.int32,
     HV: tl.int32,
     cache_slots: tl.int64,
     length: tl.int32,
@@ -298,31 +343,31 @@ def mixer_step_kernel(
     if index_ptr is not None:
         cache_slot = tl.load(index_ptr + i_n).to(tl.int64)
     # loads that do not depend on the slot are issued before it is awaited
-    first = i_n * T
-    y_ptr += first * row_y + i_h * V
+    first, first_y = i_n * T, i_n * (T - pending)
+    accepted, steps = 0, T
+    if accepted_ptr is not None:
+        accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + i_n).to(tl.int32), 0), pending)
+        steps = accepted + T - pending
+    y_ptr += first_y * row_y + i_h * V
+    q_ptr += first * row_q + i_k * K
+    k_ptr += first * row_k + i_k * K
+    v_ptr += first * row_v + i_h * V
     pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
     rows = row_q, row_k, row_v, row_g, row_beta, row_z
     places = o_k, o_c, m_k, m_v
-    pointers = _of_head(pointers, rows, first, i_k, i_h, K, V, PER_CHANNEL)
     if ONE:
-        token = _token(pointers, rows, places, 0, PER_CHANNEL)
-    c_q, c_k, c_v = i_k * K + o_k, (H + i_k) * K + o_k, 2 * H * K + i_h * V + o_c
-    if V_CHANNELS_FIRST:
-        c_q, c_k, c_v = HV * V + c_k, HV * V + c_q, i_h * V + o_c
+        token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
+    channels = _channels(o_k, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     ws_q, ws_k, ws_v = (), (), ()
     if window_ptr is not None:
-        ws_q = _taps(conv_weight_ptr, conv_bias_ptr, c_q, m_k, W)
-        ws_k = _taps(conv_weight_ptr, conv_bias_ptr, c_k, m_k, W)
-        ws_v = _taps(conv_weight_ptr, conv_bias_ptr, c_v, m_v, W)
-    rate, skip, b_w = 0.0, 0.0, 1.0
-    if A_ptr is not None:
-        rate = tl.load(A_ptr + i_h).to(tl.float32)
-    if D_ptr is not None:
-        skip = tl.load(D_ptr + i_h).to(tl.float32)
+        ws_q = _taps(conv_weight_ptr, conv_bias_ptr, channels[0], m_k, W)
+        ws_k = _taps(conv_weight_ptr, conv_bias_ptr, channels[1], m_k, W)
+        ws_v = _taps(conv_weight_ptr, conv_bias_ptr, channels[2], m_v, W)
+    rate, skip, b_w = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0
     if norm_weight_ptr is not None and scratch_ptr is None:
         b_w = _load(norm_weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0) + o_c, m_v)
     if (cache_slot < 0) | (cache_slot >= cache_slots):
-        for t in range(T):
+        for t in range(T - pending):
             tl.store(y_ptr + t * row_y + o_c, tl.zeros([BV], y_ptr.dtype.element_ty), mask=m_v)
         return
     if counter_ptr is not None:
@@ -331,35 +376,33 @@ def mixer_step_kernel(
         window_ptr += cache_slot * stride_window
     window = window_ptr, stride_c, stride_l, length
     if ONE and window_ptr is not None:
-        xs_q = _inputs(token[0], pointers[0], row_q, window, 0, o_k, m_k, c_q, W, ONE)
-        xs_k = _inputs(token[1], pointers[1], row_k, window, 0, o_k, m_k, c_k, W, ONE)
-        xs_v = _inputs(token[2], pointers[2], row_v, window, 0, o_c, m_v, c_v, W, ONE)
+        xs = _windows(token, pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
     o_s = o_c[None, :] * K + o_k[:, None] if V_FIRST else o_k[:, None] * V + o_c[None, :]
     p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head + o_s
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
     rate, counted = tl.exp(rate), tl.zeros([THREADS], tl.int32)
     SHARED: tl.constexpr = window_ptr is not None and HEADS_PER_K * NV > 1
-    for t in range(T):
+    last = T - 1 if accepted_ptr is None else accepted - 1
+    for t in range(steps):
         if not ONE:
-            token = _token(pointers, rows, places, t, PER_CHANNEL)
+            row = _row_of(t, accepted, pending)
+            token = _token(pointers, rows, places, first, row, i_h, K, V, PER_CHANNEL)
         b_q, b_k, b_v, gate, beta, b_z = token
         if window_ptr is not None:
             if not ONE:
-                xs_q = _inputs(b_q, pointers[0], row_q, window, t, o_k, m_k, c_q, W, ONE)
-                xs_k = _inputs(b_k, pointers[1], row_k, window, t, o_k, m_k, c_k, W, ONE)
-                xs_v = _inputs(b_v, pointers[2], row_v, window, t, o_c, m_v, c_v, W, ONE)
-            b_q = _convolution(xs_q, ws_q, W, CONV_SILU)
-            b_k = _convolution(xs_k, ws_k, W, CONV_SILU)
-            b_v = _convolution(xs_v, ws_v, W, CONV_SILU)
+                xs = _windows(
+                    token, pointers, rows, window, places, channels, t, accepted, pending, W, ONE
+                )
+            b_q = _convolution(xs[0], ws_q, W, CONV_SILU)
+            b_k = _convolution(xs[1], ws_k, W, CONV_SILU)
+            b_v = _convolution(xs[2], ws_v, W, CONV_SILU)
         qq, kk, dot = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add3)
-        if SHARED and t == T - 1:
-            counted = _count(counter_ptr + i_k, THREADS)
+        if SHARED and ONE:
+            counted = _count(counter_ptr + i_k, THREADS, "relaxed")
         if L2_NORM:
             rq, rk = tl.rsqrt(qq + 1e-6), tl.rsqrt(kk + 1e-6)
-            b_q *= rq
-            b_k *= rk
-            dot *= rq * rk
+            b_q, b_k, dot = b_q * rq, b_k * rk, dot * rq * rk
         b_x = b_v
         if g_ptr is not None:
             e, dt = _decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
@@ -373,24 +416,15 @@ def mixer_step_kernel(
             b_o = tl.sum(b_q[:, None] * b_s, 0)
         b_o = (b_o + dot * b_x) * scale + skip * b_v
         b_s += b_k[:, None] * b_x[None, :]
-        if t == T - 1:
+        if t == last:
             tl.store(p_s, b_s.to(state_ptr.dtype.element_ty), mask=m_s)
-            if window_ptr is not None:
-                # the last token's inputs are the window from now on
-                tl.debug_barrier()
-                _move_on(window, xs_v, c_v, m_v, W)
-                is_last = True
-                if SHARED:
-                    is_last = _is_last(counter_ptr + i_k, counted, HEADS_PER_K * NV, THREADS)
-                if is_last:
-                    _move_on(window, xs_q, c_q, m_k, W)
-                    _move_on(window, xs_k, c_k, m_k, W)
         if z_ptr is not None:
             b_z = _activation(b_z, Z_SILU)
             if not NORM_BEFORE_GATE:
                 b_o *= b_z
         if scratch_ptr is not None:
-            tl.store(scratch_ptr + ((first + t) * HV + i_h) * V + o_c, b_o, mask=m_v)
+            p_o = scratch_ptr + ((first_y + t - accepted) * HV + i_h) * V + o_c
+            tl.store(p_o, b_o, mask=m_v & (t >= accepted))
         else:
             if NORM:
                 b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps)
@@ -398,20 +432,30 @@ def mixer_step_kernel(
                     b_o *= b_w
             if z_ptr is not None and NORM_BEFORE_GATE:
                 b_o *= b_z
-            tl.store(y_ptr + t * row_y + o_c, b_o.to(y_ptr.dtype.element_ty), mask=m_v)
+            p_y = y_ptr + (t - accepted) * row_y + o_c
+            tl.store(p_y, b_o.to(y_ptr.dtype.element_ty), mask=m_v & (t >= accepted))
+    if window_ptr is not None and last >= 0:
+        if not ONE:
+            token = _token(pointers, rows, places, first, last, i_h, K, V, PER_CHANNEL)
+            xs = _windows(
+                token, pointers, rows, window, places, channels, last, accepted, pending, W, ONE
+            )
+        tl.debug_barrier()  # all threads have read
+        is_last = True
+        if SHARED:
+            if not ONE:
+                counted = _count(counter_ptr + i_k, THREADS, "acq_rel")
+            is_last = _is_last(counter_ptr + i_k, counted, HEADS_PER_K * NV, THREADS)
+        _move_on(window, xs, channels, places, is_last, W)
     if scratch_ptr is not None:
-        i_g = i_h * V // GROUP
-        programs: tl.constexpr = GROUP // V * NV
-        counter_ptr += H + i_g
         tl.debug_barrier()  # all threads have written
+        i_g, programs = i_h * V // GROUP, GROUP // V * NV
+        counter_ptr += H + i_g
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") % programs == programs - 1:
             tl.atomic_add(counter_ptr, -programs, sem="relaxed")
-            if norm_weight_ptr is not None and WEIGHT_PER_HEAD:
-                norm_weight_ptr += i_g * GROUP
-            begin = i_g * GROUP - i_h * V  # of the group, from this head's channels
-            for t in range(T):
+            for t in range(T - pending):
                 _norm_of_group(
-                    scratch_ptr + (first + t) * HV * V + i_g * GROUP, pointers[6], norm_weight_ptr,
-                    y_ptr + t * row_y, t * row_z, begin, eps,
+                    scratch_ptr + (first_y + t) * HV * V, z_ptr, norm_weight_ptr,
+                    y_ptr + t * row_y, (first + t + pending) * row_z, i_h, i_g, eps,
                     GROUP, V, WEIGHT_PER_HEAD, NORM_BEFORE_GATE, Z_SILU,
                 )  # fmt: skip
