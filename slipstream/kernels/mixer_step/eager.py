@@ -62,8 +62,8 @@ def _without_rejected(inputs: StepInputs, options: StepOptions, accepted: Tensor
     new = t >= accepted[:, None]  # [B, T]
     rows = torch.where(new, t + pending - accepted[:, None], t).clamp(max=T - 1)
     names = ("q", "k", "v", "g", "beta", "z")
-    given = {name: getattr(inputs, name) for name in names}
-    return inputs._replace(**{n: _taken(x, rows) for n, x in given.items() if x is not None})
+    by_name = {name: getattr(inputs, name) for name in names}
+    return inputs._replace(**{n: _taken(x, rows) for n, x in by_name.items() if x is not None})
 
 
 def _rows(inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
