@@ -191,11 +191,16 @@ def _across_ranks(
         checks.expect_shape("alibi_slopes", whole_slopes, (share.sequences, q.shape[2]))
         mine = [whole_slopes[n] for n in share.pieces]
         options["alibi_slopes"] = torch.stack(mine) if mine else whole_slopes[:0]
-    if not share.crossings.any:  # all sequences are whole
+    if share.segment_tokens is None and not share.crossings.any:  # all sequences are whole
         return attention(
             q, k, v, g=g, causal=causal, window_size=window_size,
             cu_seqlens=context.offsets_on(q.device), **options,
         )  # fmt: skip
+    if share.segment_tokens is not None and not can_exchange_heads(k, share):
+        raise NotImplementedError(
+            f"context: with segment_tokens ranks exchange heads, and {k.shape[2]} of k are not as "
+            f"many for each of {len(share.lengths)}"
+        )
     if can_exchange_heads(k, share):
         options["alibi_slopes"] = whole_slopes
         return _by_heads(q, k, v, g, context, share, causal, window_size, **options)

@@ -7,10 +7,11 @@ exchange does not depend on how many tokens there are (docs/guides/context-paral
 
 import itertools
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ class ContextParallel:
             of ints; None: each row of the batch is a sequence. A tensor on a device is read once,
             here, and the host waits for it.
         lengths: tokens of each rank, which may be 0; None: the same number each.
+        segment_tokens: the deterministic mode: linear operators and attention give equal bits for
+            any number of ranks. Sequences are computed in segments of so many tokens, a multiple
+            of 64, and ranks begin where a segment does. It takes two to three times as long.
 
     Attributes:
         rank, size: in the group.
@@ -60,6 +64,7 @@ class ContextParallel:
         group: Any = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
+        segment_tokens: int | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("group: torch.distributed has no process group yet")
@@ -73,6 +78,11 @@ class ContextParallel:
                 raise ValueError(
                     f"lengths: want {self.size} numbers of tokens, a rank each, got {lengths}"
                 )
+        if segment_tokens is not None:
+            (segment_tokens,) = _integers("segment_tokens", [segment_tokens])
+            if segment_tokens < 1:
+                raise ValueError(f"segment_tokens: want at least 1, got {segment_tokens}")
+        self.segment_tokens = segment_tokens
         self._lengths = lengths
         self._offsets: tuple[int, ...] | None = None
         self._shares: dict[int, Share] = {}
@@ -143,6 +153,8 @@ class ContextParallel:
         """The same where every token is n."""
         found = copy(self)
         found._shares, found._elsewhere, found._whole = {}, {}, {}
+        if self.segment_tokens is not None:
+            found.segment_tokens = n * self.segment_tokens
         found._lengths = None if self._lengths is None else tuple(n * x for x in self._lengths)
         found._offsets = None if self._offsets is None else tuple(n * x for x in self._offsets)
         found.cu_seqlens = None if self.cu_seqlens is None else n * self.cu_seqlens
@@ -181,7 +193,8 @@ class ContextParallel:
                 raise ValueError(
                     f"context: rank {self.rank} has {lengths[self.rank]} tokens, got {tokens}"
                 )
-            self._shares[tokens] = Share(self.rank, lengths, self._offsets, self.group)
+            more = self.group, False, self.segment_tokens
+            self._shares[tokens] = Share(self.rank, lengths, self._offsets, *more)
         return self._shares[tokens]
 
 
@@ -199,7 +212,9 @@ class Share:
         offsets: tuple[int, ...] | None,
         group: Any = None,
         backwards: bool = False,
+        segment_tokens: int | None = None,
     ) -> None:
+        self.segment_tokens = segment_tokens
         self.rank, self.lengths, self.group, self.backwards = rank, lengths, group, backwards
         self.packed = offsets is not None
         # without offsets there is one sequence, of which each row of the batch has its own
@@ -216,7 +231,8 @@ class Share:
         offsets = tuple(total - x for x in reversed(self.offsets)) if self.packed else None
         last = len(self.lengths) - 1
         lengths = self.lengths[::-1]
-        return Share(last - self.rank, lengths, offsets, self.group, not self.backwards)
+        more = not self.backwards, self.segment_tokens
+        return Share(last - self.rank, lengths, offsets, self.group, *more)
 
     def _holds(self, rank: int, n: int) -> bool:
         return self.tokens_of(rank, n) > 0
@@ -226,6 +242,30 @@ class Share:
         """Of the pieces, from 0."""
         after = [min(self.offsets[n + 1], self.end) - self.begin for n in self.pieces]
         return [0, *after]
+
+    @cached_property
+    def segments(self) -> list["SegmentOfRank"]:
+        """Of all ranks in the order of tokens, at most `segment_tokens` each, counted from the
+        beginning of each sequence.
+
+        Raises:
+            ValueError: a rank begins within one.
+        """
+        assert self.segment_tokens is not None
+        found = []
+        for n in range(self.sequences):
+            begin, end = self.offsets[n : n + 2]
+            for number, at in enumerate(range(begin, end, self.segment_tokens)):
+                stop = min(at + self.segment_tokens, end)
+                rank = bisect_right(self.begins, at) - 1
+                low, high = self.begins[rank : rank + 2]
+                if stop > high:
+                    raise ValueError(
+                        f"segment_tokens: rank {rank + 1} begins {high - begin} tokens after a "
+                        f"sequence does, no multiple of {self.segment_tokens}; give lengths"
+                    )
+                found.append(SegmentOfRank(rank, n, number, at - low, stop - low))
+        return found
 
     @cached_property
     def earlier(self) -> list[int]:
@@ -369,6 +409,16 @@ class Share:
             return blank[:0]
         # where no sequence ends backward has a part, too
         return _SumOfRanks.apply(tie(torch.cat(found), after), self)
+
+
+class SegmentOfRank(NamedTuple):
+    """Tokens begin .. end - 1 of a rank: number `number` of a sequence."""
+
+    rank: int
+    sequence: int
+    number: int
+    begin: int
+    end: int
 
 
 class Gathered:

@@ -24,6 +24,7 @@ from tests.support.context_runs import (
     bytes_exchanged,
     compare_all,
     compare_models,
+    deterministic,
     mixed_options,
 )
 
@@ -75,6 +76,10 @@ def test_reversed_time_v_first_states_and_bfloat16(tmp_path: Path) -> None:
 
 def test_attention_lse_and_slopes(tmp_path: Path) -> None:
     assert in_processes(attention_lse, tmp_path) == []
+
+
+def test_deterministic_mode_equals_one_rank(tmp_path: Path) -> None:
+    assert in_processes(deterministic, tmp_path) == []
 
 
 def test_bytes_exchanged_do_not_depend_on_the_tokens(tmp_path: Path) -> None:
@@ -156,6 +161,7 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "group: want a ProcessGroup": lambda: ContextParallel("all"),
         "cu_seqlens: want offsets from 0": lambda: ContextParallel(None, [0, 5, 3]),
         "lengths: want 1 numbers": lambda: ContextParallel(None, None, [3, 3]),
+        "segment_tokens: want at least 1": lambda: ContextParallel(None, None, None, 0),
         "lengths: want 6 tokens in all": lambda: ContextParallel(None, [0, 6], [5]),
         "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(
             q[:, 1:], q[:, 1:], q[:, 1:], normalize=False, context=plan

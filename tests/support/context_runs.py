@@ -97,10 +97,12 @@ def alone(op: Sample, args: dict[str, Any]) -> tuple[list[Tensor], dict[str, Ten
     return [x.detach() for x in outputs], dict(zip(inputs, grads))
 
 
-def across(op: Sample, args: dict[str, Any], cut: Cut) -> tuple[list[Tensor], dict[str, Tensor]]:
+def across(
+    op: Sample, args: dict[str, Any], cut: Cut, segment_tokens: int | None = None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same of this rank's tokens: its part of o, the whole final state, and its gradients."""
     offsets = args.get("cu_seqlens")
-    context = ContextParallel(None, offsets, cut.lengths)
+    context = ContextParallel(None, offsets, cut.lengths, segment_tokens)
     begin = sum(cut.lengths[: context.rank])
     end = begin + cut.lengths[context.rank]
     mine = over_time(op, args, begin, end)
@@ -119,11 +121,11 @@ def across(op: Sample, args: dict[str, Any], cut: Cut) -> tuple[list[Tensor], di
     return [x.detach() for x in outputs], dict(zip(inputs, grads))
 
 
-def compare(op: Sample, cut: Cut, gate: str) -> list[str]:
+def compare(op: Sample, cut: Cut, gate: str, segment_tokens: int | None = None) -> list[str]:
     """What differs, on this rank."""
     args = whole(op, cut, gate)
     (o, *states), grads = alone(op, args)
-    (mine, *my_states), my_grads = across(op, args, cut)
+    (mine, *my_states), my_grads = across(op, args, cut, segment_tokens)
     rank = dist.get_rank()
     begin = sum(cut.lengths[:rank])
     tokens = slice(begin, begin + cut.lengths[rank])
@@ -186,6 +188,24 @@ def mixed_options(rank: int, file: str, found: Any) -> None:
                 found.put(f"{name} bfloat16 rank {rank}: {mine.dtype} {off:.1e}")
         x = by_name["chunk_hgrn"]
         for line in compare(replace(x, options={"reverse": True}), cut, "mixed"):
+            found.put(line)
+    finally:
+        dist.destroy_process_group()
+
+
+def deterministic(rank: int, file: str, found: Any) -> None:
+    """The mode of equal bits, of the public operators (test_context_bits.py has the bits)."""
+    _meet(rank, file)
+    by_name = {x.name: x for x in CALLS}
+    cuts = Cut("rows", (16, 48, 0)), Cut("packed", (27, 32, 31), (11, 48, 0, 31))
+    names = "chunk_kda", "chunk_gla", "chunk_gated_delta_product", "attention-heads", "chunk_gsa"
+    try:
+        for name, cut in itertools.product(names, cuts):
+            for line in compare(by_name[name], cut, "mixed", 16):
+                found.put(line)
+        turned = replace(by_name["chunk_simple_gla"], options={"reverse": True})
+        whole_segments = Cut("packed", (32, 16, 32), (16, 48, 16))
+        for line in compare(turned, whole_segments, "mixed", 16):
             found.put(line)
     finally:
         dist.destroy_process_group()

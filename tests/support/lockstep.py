@@ -20,9 +20,9 @@ class Meeting:
         self.turn, self.barrier = threading.Lock(), threading.Barrier(ranks)
         self.brought: list[Any] = [None] * ranks
 
-    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        """What all have brought. Others may run meanwhile."""
-        self.brought[rank] = x.clone()
+    def exchange(self, rank: int, x: Tensor, sizes: list[int] | None = None) -> list[Any]:
+        """What all have brought, with sizes in parts of these. Others may run meanwhile."""
+        self.brought[rank] = x.clone() if sizes is None else x.clone().split(sizes)
         self.turn.release()
         self.barrier.wait(60)
         found = list(self.brought)
@@ -38,18 +38,27 @@ class LockstepShare(Share):
         found = self.meeting.exchange(self.rank, x)
         return Gathered(torch.stack(found), None, self.backwards)
 
+    def start_exchange(self, found: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Any:
+        parts = self.meeting.exchange(self.rank, x, sent)
+        found.copy_(torch.cat([each[self.rank] for each in parts]))
+        return Gathered(found, None, False)
+
     def add_up(self, x: Tensor) -> Tensor:
         return x.copy_(torch.stack(self.meeting.exchange(self.rank, x)).sum(0))
 
 
 def run_ranks(
-    work: Callable[[Share], Any], lengths: Sequence[int], offsets: Sequence[int] | None
+    work: Callable[[Share], Any],
+    lengths: Sequence[int],
+    offsets: Sequence[int] | None,
+    segment_tokens: int | None = None,
 ) -> list[Any]:
     """What each rank's work returns; the first error of any."""
     meeting, results, errors = Meeting(len(lengths)), {}, []
 
     def run(rank: int) -> None:
-        share = LockstepShare(rank, tuple(lengths), None if offsets is None else tuple(offsets))
+        whole = None if offsets is None else tuple(offsets)
+        share = LockstepShare(rank, tuple(lengths), whole, segment_tokens=segment_tokens)
         share.meeting = meeting
         with meeting.turn:
             try:
@@ -79,6 +88,7 @@ def linear_on_ranks(
     scale: float,
     impl: str,
     chunk: int = 32,
+    segment_tokens: int | None = None,
 ) -> dict[str, Tensor]:
     """o, the final state, and gradients by term, put together from all ranks. Without dfinal no
     final state is asked for."""
@@ -102,13 +112,14 @@ def linear_on_ranks(
         found = {"o": o.detach()}
         if dfinal is not None:
             assert final is not None
-            loss = loss + (final * dfinal).sum() / len(lengths)
+            if share.rank == 0:  # one has all of it: a sum of parts is rounded
+                loss = loss + (final * dfinal).sum()
             found["final"] = final.detach()
         loss.backward()
         grads = {n: x.grad for n, x in given.items()}
         return found | {n: torch.zeros_like(given[n]) if x is None else x for n, x in grads.items()}
 
-    ranks = run_ranks(work, lengths, offsets)
+    ranks = run_ranks(work, lengths, offsets, segment_tokens)
     whole = {"o": torch.cat([x["o"] for x in ranks], 1)}
     if dfinal is not None:
         for x in ranks[1:]:

@@ -138,12 +138,16 @@ class _Group(NamedTuple):
 
 
 def _groups(inputs: AttentionInputs, share: Share) -> list[_Group]:
-    """As few heads as fill a GPU."""
+    """As few heads as fill a GPU; one of keys for equal bits whatever the number of ranks."""
     ranks, HKV = len(share.lengths), inputs.k.shape[2]
     share_of = inputs.q.shape[2] // HKV
     rows, of_rank = inputs.q.shape[0] * sum(share.lengths) * share_of, HKV // ranks
-    each = next(n for n in range(1, of_rank + 1) if of_rank % n == 0 and
-                (n * rows >= MIN_GROUP_ROWS or n == of_rank))  # fmt: skip
+    min_rows = 1 if share.segment_tokens is not None else MIN_GROUP_ROWS
+    each = next(
+        n
+        for n in range(1, of_rank + 1)
+        if of_rank % n == 0 and (n * rows >= min_rows or n == of_rank)
+    )
     groups = []
     for begin in range(0, HKV, each * ranks):
         keys, first = slice(begin, begin + each * ranks), begin + share.rank * each

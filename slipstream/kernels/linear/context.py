@@ -13,14 +13,21 @@ through a whole rank. It is one number, one number a row or column, or a matrix 
 erase. The states exchanged are float32 (float64 for float64).
 """
 
-from collections.abc import Callable
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.context_segments import linear_in_segments
+from slipstream.kernels.linear.context_terms import (
+    Call,
+    states_per_sequence,
+    terms_of,
+    transition_factors,
+    transition_matrix,
+)
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.op import (
     call_forward,
@@ -33,18 +40,6 @@ from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_di
 from slipstream.runtime.context_parallel import Gathered, Share
 
 NUM_TERMS = len(LinearInputs._fields)
-# From the terms of a call to the implementations to try for it.
-Choose = Callable[[LinearInputs], str]
-
-
-class Call(NamedTuple):
-    """How the operator runs on each rank: see op.py."""
-
-    scale: float
-    chunk: int
-    impl: str
-    choose: Choose
-    wants_final: bool
 
 
 def linear_across_ranks(
@@ -58,6 +53,8 @@ def linear_across_ranks(
         initial_state: of all sequences [N, HV, K, V], the same on every rank. Its gradient on a
             rank is that of the sequences that begin there.
     """
+    if share.segment_tokens is not None:
+        return linear_in_segments(terms, initial_state, share, call)
     given = *terms._replace(initial_state=initial_state), share, call
     if needs_autograd(*terms, initial_state):
         o, final = _AcrossRanks.apply(*given)
@@ -88,7 +85,7 @@ class _AcrossRanks(Function):
         terms, rest = LinearInputs(*saved[:NUM_TERMS]), list(saved[NUM_TERMS:])
         transitions, of_forward = rest[: ctx.num_transitions], rest[ctx.num_transitions :]
         share, call = ctx.share, ctx.call
-        width = _rows(terms)
+        width = states_per_sequence(terms)
         local = None
         if call.wants_final:
             dfinal = dfinal.to(terms.dtype).clone(memory_format=torch.contiguous_format)
@@ -121,17 +118,12 @@ class _AcrossRanks(Function):
         return (*(grads.get(name) for name in DIFFERENTIABLE), None, None, None)
 
 
-def _rows(terms: LinearInputs) -> int:
-    """States of one sequence: a row of the batch each, or one where sequences are packed."""
-    return terms.q.shape[0] if terms.cu_seqlens is None else 1
-
-
 def _forward(
     terms: LinearInputs, initial_state: Tensor | None, share: Share, call: Call, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor]]:
     """o; final states of all sequences, or nothing; states before this rank's pieces; M of every
     rank; with save what backward takes of forward."""
-    width = _rows(terms)
+    width = states_per_sequence(terms)
     if initial_state is not None:
         initial_state = initial_state.to(terms.dtype)
     before = None
@@ -158,7 +150,7 @@ class _StateExchange(Exchange):
 
     def __init__(self, terms: LinearInputs, share: Share, call: Call) -> None:
         self.terms, self.share, self.call = terms, share, call
-        self.width, self.matrix = _rows(terms), terms.transition != "none"
+        self.width, self.matrix = states_per_sequence(terms), terms.transition != "none"
         self.sent: Gathered | None = None
 
     def whole_segments(
@@ -200,13 +192,17 @@ class _Forward(_StateExchange):
         share, call, terms = self.share, self.call, self.terms
         E = M = None
         if share.later:
-            tail = _tokens(terms, share.tail_begin, None)
+            tail = terms_of(terms, share.tail_begin, None)
             begins = share.begins_here(len(share.pieces) - 1)
             states = terms.initial_state
             start = states[-self.width :] if begins and states is not None else None
             E = call_forward(*tail._replace(initial_state=start), *call[:3], False)[1]
             if self._sends_transition and share.passes_through:
-                M = _transition_matrix(tail, self.width, call) if self.matrix else _factors(tail)
+                M = (
+                    transition_matrix(tail, self.width, call)
+                    if self.matrix
+                    else transition_factors(tail)
+                )
         self._send(E, M)
 
     def finish(self) -> list[Tensor]:
@@ -295,7 +291,7 @@ class _Backward(_StateExchange):
         share, ds = self.share, None
         if share.earlier:
             assert self.terms.initial_state is not None
-            head = _tokens(self.terms, 0, share.head_end)
+            head = terms_of(self.terms, 0, share.head_end)
             head = head._replace(initial_state=self.terms.initial_state[: self.width])
             end = None
             if self.dfinal is not None and share.ends_here(0):
@@ -317,40 +313,6 @@ class _Backward(_StateExchange):
         back = [M.mT for M in self.transitions] if self.matrix else self.transitions
         found = _combine(self.share.later[::-1], self.sent.wait(), back, self.matrix)
         self.dfinal[-self.width :].copy_(found)
-
-
-def _tokens(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
-    """One piece alone, without its state."""
-    cut = {
-        name: x[:, begin:end]
-        for name, x in terms._asdict().items()
-        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
-    }
-    return terms._replace(**cut, initial_state=None, cu_seqlens=None)
-
-
-def _identity(terms: LinearInputs, width: int) -> Tensor:
-    (HV, K), options = terms.state_shape[1:3], {"dtype": terms.dtype, "device": terms.q.device}
-    return torch.eye(K, **options).expand(width, HV, K, K).contiguous()
-
-
-def _transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
-    """M [width, HV, K, K]: where the identity ends up if nothing is written."""
-    K = tail.q.shape[-1]
-    v = tail.v.new_zeros(*tail.v.shape[:3], K)
-    alone = tail._replace(v=v, initial_state=_identity(tail, width))
-    return call_forward(*alone, call.scale, call.chunk, call.choose(alone), False)[1]
-
-
-def _factors(tail: LinearInputs) -> Tensor:
-    """M as factors of the state's elements, [width, HV, K or 1, V or 1]."""
-    M = tail.v.new_ones(1, 1, 1, 1, dtype=tail.dtype)
-    if tail.g is not None:
-        total = tail.g.to(tail.dtype).sum(1).exp()
-        M = M * (total[..., None, None] if total.dim() == 2 else total[..., None])
-    if tail.gv is not None:
-        M = M * tail.gv.to(tail.dtype).sum(1).exp()[..., None, :]
-    return M
 
 
 def _combine(

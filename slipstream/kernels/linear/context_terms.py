@@ -1,0 +1,62 @@
+"""What context.py and context_segments.py have in common: the call, and the terms of a piece."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.op import call_forward
+
+# From the terms of a call to the implementations to try for it.
+Choose = Callable[[LinearInputs], str]
+
+
+class Call(NamedTuple):
+    """How the operator runs on each rank: see op.py."""
+
+    scale: float
+    chunk: int
+    impl: str
+    choose: Choose
+    wants_final: bool
+
+
+def states_per_sequence(terms: LinearInputs) -> int:
+    """States of one sequence: a row of the batch each, or one where sequences are packed."""
+    return terms.q.shape[0] if terms.cu_seqlens is None else 1
+
+
+def terms_of(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
+    """One piece alone, without its state."""
+    cut = {
+        name: x[:, begin:end]
+        for name, x in terms._asdict().items()
+        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
+    }
+    return terms._replace(**cut, initial_state=None, cu_seqlens=None)
+
+
+def _identity(terms: LinearInputs, width: int) -> Tensor:
+    (HV, K), options = terms.state_shape[1:3], {"dtype": terms.dtype, "device": terms.q.device}
+    return torch.eye(K, **options).expand(width, HV, K, K).contiguous()
+
+
+def transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
+    """M [width, HV, K, K]: where the identity ends up if nothing is written."""
+    K = tail.q.shape[-1]
+    v = tail.v.new_zeros(*tail.v.shape[:3], K)
+    alone = tail._replace(v=v, initial_state=_identity(tail, width))
+    return call_forward(*alone, call.scale, call.chunk, call.choose(alone), False)[1]
+
+
+def transition_factors(tail: LinearInputs) -> Tensor:
+    """M as factors of the state's elements, [width, HV, K or 1, V or 1]."""
+    M = tail.v.new_ones(1, 1, 1, 1, dtype=tail.dtype)
+    if tail.g is not None:
+        total = tail.g.to(tail.dtype).sum(1).exp()
+        M = M * (total[..., None, None] if total.dim() == 2 else total[..., None])
+    if tail.gv is not None:
+        M = M * tail.gv.to(tail.dtype).sum(1).exp()[..., None, :]
+    return M

@@ -1,0 +1,97 @@
+"""The deterministic mode: the same bits on 1, 2 and 4 ranks, forward and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.context import softmax_by_heads
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.runtime.context_parallel import Share
+from tests.support.linear_interpreted import reference
+from tests.support.lockstep import linear_on_ranks, run_ranks
+from tests.support.operators import relative_error
+
+SEGMENT = 32
+# tokens of ranks: cuts are multiples of SEGMENT after a sequence's beginning
+ROWS = {1: (192,), 2: (96, 96), 4: (32, 64, 0, 96)}
+SEQUENCES = (50, 0, 110, 32)
+PACKED = {1: (192,), 2: (82, 110), 4: (32, 50, 32, 78)}
+
+
+def make(kind: str, packed: bool, dtype: torch.dtype) -> LinearInputs:
+    torch.manual_seed(0)
+    B, T, H, HV, K, V = 1 if packed else 2, 192, 1, 2, 16, 24
+    q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
+    k, a = (torch.nn.functional.normalize(x, dim=-1) for x in (k, a))
+    x, more = -0.3 * torch.rand(B, T, HV, K), {}
+    if kind in ("simple_gla", "gated delta"):
+        more["g"] = x[..., 0].contiguous()
+    if kind in ("gla", "rwkv6", "kda", "dplr"):
+        more["g"] = x
+    if kind == "rwkv6":
+        more["u"] = torch.randn(HV, K)
+    if kind in ("gated delta", "kda"):
+        more["beta"] = torch.rand(B, T, HV)
+    if kind == "dplr":
+        more |= {"a": a.to(dtype), "b": (-torch.rand(B, T, H, 1) * a).to(dtype)}
+    cu = torch.tensor([0, *SEQUENCES]).cumsum(0).int() if packed else None
+    N = len(SEQUENCES) if packed else B
+    return LinearInputs(
+        q.to(dtype), k.to(dtype), torch.randn(B, T, HV, V).to(dtype), **more,
+        initial_state=torch.randn(N, HV, K, V), cu_seqlens=cu,
+    )  # fmt: skip
+
+
+KINDS = ("retention", "simple_gla", "gla", "rwkv6", "gated delta", "kda", "dplr")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(which=lambda kind, packed: packed or kind in ("simple_gla", "kda"))
+def test_linear_bits_do_not_depend_on_the_ranks(kind: str, packed: bool) -> None:
+    terms = make(kind, packed, torch.float32)
+    do, dfinal = torch.randn(terms.v.shape), torch.randn(terms.state_shape)
+    cuts, found = PACKED if packed else ROWS, {}
+    for ranks, lengths in cuts.items():
+        found[ranks] = linear_on_ranks(
+            terms, do, dfinal, lengths, scale=0.25, impl="eager", segment_tokens=SEGMENT
+        )
+    for name, x in reference(terms, 0.25, do, dfinal).items():
+        assert relative_error(found[1][name], x) < 1e-5, name
+        for ranks in (2, 4):
+            if name == "u":  # a parameter's gradient is a sum over ranks
+                torch.testing.assert_close(found[ranks][name], found[1][name])
+            else:
+                assert torch.equal(found[ranks][name], found[1][name]), (name, ranks)
+
+
+def test_cut_within_a_segment() -> None:
+    terms = make("retention", True, torch.float32)
+    do = torch.randn(terms.v.shape)
+    with pytest.raises(ValueError, match="segment_tokens: rank 1 begins 10 tokens after"):
+        linear_on_ranks(terms, do, None, (60, 132), scale=1.0, impl="eager", segment_tokens=SEGMENT)
+
+
+@pytest.mark.parametrize("lengths", [(96, 96), (32, 50, 32, 78)], ids=["2", "4"])
+def test_attention_bits_do_not_depend_on_the_ranks(lengths: tuple[int, ...]) -> None:
+    """One head of keys at a time, in calls of the same shapes."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, *SEQUENCES]).cumsum(0).int()
+    tensors = [torch.randn(1, 192, n, 16) for n in (8, 4, 4)]
+    do = torch.randn(tensors[0].shape)
+    options = AttentionOptions(0.25, -1, 0)
+
+    def on(share: Share) -> list[Tensor]:
+        at = slice(share.begin, share.end)
+        mine = [x[:, at].clone().requires_grad_() for x in tensors]
+        inputs = AttentionInputs(*mine, cu_q=cu, cu_k=cu)
+        o, _ = softmax_by_heads(inputs, options, "eager", share, False)
+        return [o.detach(), *torch.autograd.grad(o, mine, do[:, at])]
+
+    def whole(lengths: tuple[int, ...]) -> list[Tensor]:
+        ranks = run_ranks(on, lengths, cu.tolist(), SEGMENT)
+        return [torch.cat(each, 1) for each in zip(*ranks)]
+
+    for x, y in zip(whole(lengths), whole((192,)), strict=True):
+        assert torch.equal(x, y)
