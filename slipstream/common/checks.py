@@ -117,7 +117,9 @@ class _Types:
 
 
 def _word(member: Any) -> str:
-    return str(member) if get_origin(member) else _WORDS.get(member) or member.__name__
+    if get_origin(member) is tuple:
+        return f"a tuple ({', '.join(x.__name__ for x in get_args(member))})"
+    return _WORDS.get(member) or member.__name__
 
 
 def _and_also(member: type) -> tuple[type, ...]:

@@ -220,7 +220,7 @@ def test_gated_delta_product_positional_steps() -> None:
     with pytest.raises(TypeError, match="num_householder"):
         ops.chunk_gated_delta_product(**args)
     for wrong in (0, 1.0, 3.0, [3]):  # 3 itself has passed before
-        with pytest.raises(ValueError, match="num_householder: want an integer of at least 1"):
+        with pytest.raises((ValueError, TypeError), match="num_householder: want an integer"):
             ops.chunk_gated_delta_product(**args, num_householder=wrong)
     with pytest.raises(ValueError, match=r"k: want shape \(2, 74, 2, 5\), got \(2, 111, 2, 5\)"):
         ops.chunk_gated_delta_product(**args, num_householder=2)
