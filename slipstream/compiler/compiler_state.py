@@ -33,7 +33,6 @@ from slipstream.compiler.kernel_key import KernelKey as KernelKey
 from slipstream.compiler.known_bugs import (
     INTERPRETER,
     KnownBug,
-    applying,
     blocking,
     suspected,
     version,
@@ -49,7 +48,6 @@ LOCKED = 10.0
 PRIMITIVES = "primitives"
 # runtime/backends.py's GLUON
 _GLUON = ((3, 6), (3, 8))
-_NARROW = frozenset((torch.float16, torch.bfloat16))
 
 
 class Unusable(RuntimeError):
@@ -226,8 +224,6 @@ class CompilerState:
         self._verdicts: dict[str, dict[str, str]] = {}
         if remembers:
             self._verdicts = self._read().get(self.name, {})
-        bugs = applying(arch, triton, ptxas or None)
-        self.wide = _NARROW if any(x.cured_by_float32 for x in bugs) else frozenset()
         every = {y for x in FEATURE_RULES for y in x.triggers}
         self._blocked = blocking(arch, triton, ptxas or None, every) is not None
         self._settle()

@@ -35,21 +35,18 @@ class FeatureRule(NamedTuple):
 
 _16 = ("float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_TRITON = ("linear.triton", "attention.triton", "attention.decode")
 _MATMUL = ("matmul.triton", "matmul.sm90")
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to
 FEATURE_RULES = (
-    FeatureRule(
-        "linear.triton", (), ("dot", "decayed_dot", "chained_64_dots", "tensor_descriptor")
-    ),
-    FeatureRule("linear.triton", ("float32",), ("fp32_tma_dot",)),
-    FeatureRule("linear.triton", ("none", "channel"), ("disable_licm",)),
+    FeatureRule("linear.triton", (), ("dot", "decayed_dot", "chained_64_dots")),
     FeatureRule("linear.sm90", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.triton", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.decode", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.sm90", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
-    *(FeatureRule(x, (), ("dot", "dependent_launch")) for x in _MATMUL),
-    *(FeatureRule(x, (y,), ("dot16",)) for x in _MATMUL for y in _16),
+    *(FeatureRule(x, (), ("dot",)) for x in _MATMUL),
+    *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_MATMUL) for y in _16),
     *(FeatureRule(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
     FeatureRule("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
 )

@@ -1,12 +1,13 @@
 """Known faults of GPU compilers, as data: where, what triggers them, what happens, the way out.
 
-The plan asks `blocking` before it takes a kernel, with the triggers that compiler/kernel_key.py
-knows of it; the matrix and `slipstream doctor` list what `applying` finds. What is done about a
-fault:
+Of releases before 3.6, the oldest that the package takes, those of one old failure stay
+(tests/test_old_failures.py). The plan asks `blocking` before it takes a kernel, with the triggers
+that compiler/kernel_key.py knows of it; the matrix and `slipstream doctor` list what `applying`
+finds. What is done about a fault:
 
     (nothing said)    the plan refuses kernels with the trigger
     avoided           no kernel here has the pattern (tests/compiler/test_known_bug_patterns.py
-    looks) cured_by_float32  products are of float32 operands; kernels that cannot are refused
+                      looks)
     probed            it cannot be told from sound kernels, so that the first use of each is
                       compared with plain torch, verified by the matrix or not
     effect "slow"     results are right
@@ -15,9 +16,7 @@ fault:
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from slipstream.compiler.arch import ARCHS, like
-
-NEWEST = (999,)
+from slipstream.compiler.arch import like
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class KnownBug:
 
     trigger: the feature of a kernel, as compiler/kernel_key.py names it. effect: "crash", "wrong
     result",
-    "refusal" or "slow". avoided, cured_by_float32, probed: as the module says. sound: (Triton,
+    "refusal" or "slow". avoided, probed: as the module says. sound: (Triton,
     ptxas) with which every operator's GPU tests pass in spite of it.
     """
 
@@ -40,13 +39,11 @@ class KnownBug:
     source: str
     way_out: str
     avoided: bool = False
-    cured_by_float32: bool = False
     probed: bool = False
     sound: tuple[tuple[str, str], ...] = ()
 
 
 _SM90 = ("sm_90",)
-_FROM_SM90 = ("sm_90", "sm_100", "sm_120")
 _BEFORE_AMPERE = ("sm_70", "sm_75")
 # Not an architecture: the kernels under TRITON_INTERPRET=1.
 INTERPRETER = "interpreter"
@@ -121,8 +118,7 @@ KNOWN_BUGS = (
         "a dot of fp16 or bf16 operands",
         "crash",
         "LLVM: Unsupported rounding mode for conversion",
-        "Triton 3.4 or later, or operands in float32",
-        cured_by_float32=True,
+        "Triton 3.4 or later, or float32 inputs",
     ),
     KnownBug(
         "mixed-encodings",
@@ -144,8 +140,7 @@ KNOWN_BUGS = (
         "a dot of bf16 operands",
         "crash",
         "ptxas: bf16 wants sm_80; IndexError map::at",
-        "Triton 3.4 or later, or operands in float32",
-        cured_by_float32=True,
+        "Triton 3.4 or later, or float32 inputs",
     ),
     KnownBug(
         "fma-dots",
@@ -157,39 +152,6 @@ KNOWN_BUGS = (
         "slow",
         "triton-lang/triton, release 3.3",
         "none; results are right",
-    ),
-    KnownBug(
-        "wgmma-fp32-shape",
-        _SM90,
-        ("3.2.0", "3.2.0"),
-        None,
-        "fp32_tma_dot",
-        "an fp32 product through TMA with the right operand [K, N]",
-        "crash",
-        "WGMMA type or shape is not supported",
-        "Triton 3.3 or later, or the operand as [N, K]",
-    ),
-    KnownBug(
-        "blackwell-dot-3.2",
-        ("sm_100", "sm_120"),
-        ("3.2.0", "3.2.0"),
-        None,
-        "dot",
-        "any dot: the compiler aborts",
-        "crash",
-        "getMMAVersionSafe assertion",
-        "Triton 3.4 or later",
-    ),
-    KnownBug(
-        "blackwell-dot-3.3",
-        ("sm_120",),
-        ("3.3.0", "3.3.0"),
-        None,
-        "dot",
-        "any dot",
-        "refusal",
-        "assertion caught as RuntimeError",
-        "Triton 3.3.1 or later",
     ),
     KnownBug(
         "two-axis-sum",
@@ -227,17 +189,6 @@ KNOWN_BUGS = (
         "unset TRITON_PTXAS_PATH: Triton's own ptxas 12 takes sm_70",
     ),
     KnownBug(
-        "no-rocm-linker",
-        ("gfx942",),
-        ("3.2.0", "3.4.0"),
-        None,
-        "any",
-        "any kernel, where ROCm is not installed",
-        "refusal",
-        "ROCm ld.lld not found",
-        "Triton 3.5.1 or later, or an installed ROCm",
-    ),
-    KnownBug(
         "tf32x3-on-hip",
         ("gfx942",),
         None,
@@ -247,39 +198,6 @@ KNOWN_BUGS = (
         "refusal",
         "triton.compiler.errors.CompilationError",
         "input_precision='ieee'",
-    ),
-    KnownBug(
-        "no-dependent-launch",
-        tuple(ARCHS),
-        ("3.2.0", "3.3.1"),
-        None,
-        "dependent_launch",
-        "gdc_launch_dependents, which Triton has from 3.4 on",
-        "refusal",
-        "slipstream matrix: AttributeError",
-        "Triton 3.4 or later",
-    ),
-    KnownBug(
-        "no-host-descriptors",
-        _FROM_SM90,
-        ("3.2.0", "3.3.1"),
-        None,
-        "tensor_descriptor",
-        "triton.tools.tensor_descriptor, which Triton has from 3.4 on",
-        "refusal",
-        "ImportError",
-        "Triton 3.4 or later",
-    ),
-    KnownBug(
-        "no-licm-option",
-        tuple(ARCHS),
-        ("3.2.0", "3.4.0"),
-        None,
-        "disable_licm",
-        "range(disable_licm=True), which Triton has from 3.5 on",
-        "refusal",
-        "slipstream matrix: TypeError",
-        "Triton 3.5.1 or later",
     ),
     KnownBug(
         "interpreter-bf16",

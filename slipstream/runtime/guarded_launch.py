@@ -40,12 +40,6 @@ def known_failure(kind_of: Callable[[], KernelKey], device: torch.device) -> str
     return None if here.quiet else here.unusable(kind_of())
 
 
-def needs_fp32_operands(x: torch.Tensor) -> bool:
-    """Whether products of x's dtype are computed from float32 operands on its device."""
-    here = compiler_state(x.device)
-    return here is not None and x.dtype in here.wide
-
-
 class Guard:
     """Stands around a call of kernels, before the plain torch that takes over where they fail.
 

@@ -241,7 +241,7 @@ def _cell(known: dict, arch: str, release: str, name: str, notes: list[str]) -> 
     """One operator's, with the number of its note."""
     status, reason = known["operators"].get(name, _PLAIN)
     applies = applying(arch, release, known["ptxas"] or None)
-    avoided = [x.name for x in applies if x.avoided or x.cured_by_float32]
+    avoided = [x.name for x in applies if x.avoided]
     if status in ("ok", "slow") and avoided:
         reason += f"{'; ' if reason else ''}with workarounds for {', '.join(avoided)}"
     if not reason:

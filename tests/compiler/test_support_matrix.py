@@ -87,7 +87,7 @@ def test_attempt_names_the_known_fault_behind_a_crash() -> None:
         worker, (replace(JOB, arch="sm_70"), ("chunk_retention",)), 1.0
     )
     assert (row.status, row.ptxas) == ("crash", "12.4.99")
-    assert "rounding-mode: Triton 3.4 or later, or operands in float32" in row.reason
+    assert "rounding-mode: Triton 3.4 or later, or float32 inputs" in row.reason
     table = support_matrix.by_operator([row, replace(row, status="ok", reason="")])
     assert table["chunk_retention"]["sm_70"][0] == "crash"
     compilers = ("sm_70", "3.3.1", "12.4.99")
@@ -176,19 +176,6 @@ def test_support_page_cells() -> None:
     assert "sm_86 3 (flags)" in text
     data["3.6.0"]["sm_86"]["shapes"] = 2
     assert "sm_86 3 (flags, 2 shapes)" in page(data)
-
-
-@pytest.mark.parametrize(
-    ("cell", "words"), [(["ok", ""], ""), (["slow", "no tensor cores"], "no tensor cores; ")]
-)
-def test_support_page_names_workarounds(cell: list[str], words: str) -> None:
-    """Attention in bf16 on sm_70 under Triton 3.3 computes in float32."""
-    from slipstream.tools.support_page import page
-
-    about = {"ptxas": "12.4.127", "variants": "few", "kernels": 3, "operators": {"attention": cell}}
-    text = page({"3.3.1": {"sm_70": about}})
-    assert f"| attention | {cell[0]} [1] |" in text
-    assert f"1. {words}with workarounds for rounding-mode" in text
 
 
 def test_matrix_raises_errors_of_done() -> None:

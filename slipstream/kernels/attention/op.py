@@ -16,7 +16,7 @@ from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs,
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
+from slipstream.runtime.guarded_launch import Guard
 
 _TERMS = ", ".join(
     f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in AttentionInputs._fields
@@ -49,11 +49,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
         return _without_keys(inputs)
     first, _, others = impl.partition("|")
     with _guard(impl, inputs, options) as usable:
-        if usable and not needs_fp32_operands(inputs.q):
-            return _backend_for(first).forward(inputs, options)
         if usable:
-            o, lse = _backend_for(first).forward(_in_float32(inputs), options)
-            return o.to(inputs.q.dtype), lse
+            return _backend_for(first).forward(inputs, options)
     return _forward(*args[:-1], others) if others else eager.forward(inputs, options)
 
 
@@ -76,12 +73,6 @@ def _mismatch(inputs: AttentionInputs, options: AttentionOptions, impl: str) -> 
 def has_gradients(impl: str, inputs: AttentionInputs) -> bool:
     """The kernels for sm_90 have none of heads of q and v of two widths."""
     return impl != "sm90" or inputs.q.shape[-1] == inputs.v.shape[-1]
-
-
-def _in_float32(inputs: AttentionInputs) -> AttentionInputs:
-    """For compilers that can do no other products."""
-    q, k, v = (x.float() for x in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v)
 
 
 def _without_keys(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -117,13 +108,8 @@ def _gradients(
     args = (inputs, options, o, lse, do, dlse)
     first, _, others = impl.partition("|")
     with _guard(impl, inputs, options) as usable:
-        if usable and not needs_fp32_operands(inputs.q):
-            return _backend_for(first).backward(*args)
         if usable:
-            wide_do = None if do is None else do.float()
-            wide = _in_float32(inputs), options, o.float(), lse, wide_do, dlse
-            grads = _backend_for(first).backward(*wide)
-            return {name: x.to(getattr(inputs, name).dtype) for name, x in grads.items()}
+            return _backend_for(first).backward(*args)
     return _gradients(*args, others) if others else eager.backward(*args)
 
 
@@ -231,11 +217,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
         if usable:
             from slipstream.kernels.attention.triton import decode_launch
 
-            if not needs_fp32_operands(call.q):
-                return decode_launch.decode(call, options)
-            q, k, v = (x.float() for x in call[:3])
-            o, lse = decode_launch.decode(call._replace(q=q, k=k, v=v), options)
-            return o.to(call.q.dtype), lse
+            return decode_launch.decode(call, options)
     return eager.forward(cache.gather(call), options, cache.hidden_keys(call))
 
 

@@ -26,7 +26,7 @@ from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import DirectCall, KernelOp
-from slipstream.runtime.guarded_launch import Guard, needs_fp32_operands
+from slipstream.runtime.guarded_launch import Guard
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
@@ -69,10 +69,8 @@ def forward_impl(
     ) as usable:
         if usable:
             backend = _backend_for(first, terms, by_token)
-            can, fp32_operands = backend.CAPABILITIES, needs_fp32_operands(terms.q)
-            given = terms
-            if fp32_operands or (wide and not can.fp32_out):
-                given = _as_fp32(terms)
+            can = backend.CAPABILITIES
+            given = _as_fp32(terms) if wide and not can.fp32_out else terms
             options: dict[str, Any] = {"save": True} if save and can.saves_wy else {}
             states, slices = None, [workspace.WHOLE]
             if exchange is not None:
@@ -95,8 +93,7 @@ def forward_impl(
                 dtype = torch.float32 if wide else None
                 more = dtype, num_slices, out or (None, None)
                 results = workspace.forward(run, given, scale, slices, *more)
-            o = results[0].to(terms.q.dtype) if fp32_operands and not wide else results[0]
-            return o, *results[1 : None if count else 2]
+            return results[: None if count else 2]
     if others:
         args = *terms, scale, chunk, others, wide, *count
         return forward_impl(*args, out=out, save=save, exchange=exchange)
@@ -248,13 +245,9 @@ def backward_impl(
         if usable:
             backend = _backend_for(first, terms)
             can = backend.CAPABILITIES
-            fp32_operands = needs_fp32_operands(terms.q)
-            given, do = (_as_fp32(terms), dout) if fp32_operands else (terms, dout)
-            if fp32_operands and do is not None:
-                do = do.float()
-            unsliced = not can.writes_out or (first == "sm90" and workspace.bwd_unsliced(given))
+            unsliced = not can.writes_out or (first == "sm90" and workspace.bwd_unsliced(terms))
             unsliced = unsliced or exchange is not None
-            slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(given, checkpoints)
+            slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(terms, checkpoints)
             saved = saved if can.saves_wy else ()
             if len(slices) == 1:
                 options: dict[str, Any] = {"out": out} if can.writes_out and out is not None else {}
@@ -264,14 +257,12 @@ def backward_impl(
                     {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
                 )
                 options |= {} if exchange is None else _exchanging(exchange, can)
-                grads = backend.backward(given, do, dfinal, scale, **options)
+                grads = backend.backward(terms, dout, dfinal, scale, **options)
             else:
                 run = workspace.with_active_count(backend.backward, terms, slices, can)
                 grads = workspace.backward(
-                    run, given, do, dfinal, scale, slices, checkpoints, saved
+                    run, terms, dout, dfinal, scale, slices, checkpoints, saved
                 )
-            if fp32_operands:
-                grads = {name: x.to(getattr(terms, name).dtype) for name, x in grads.items()}
             return workspace.copy_into(grads, out)
     if others and not only_by_token(terms):
         given = terms, dout, dfinal, scale, chunk, others, gate_gradient, checkpoints, out, saved
