@@ -36,10 +36,10 @@ def _tested(op: str, variant: str, tensors: str, states: Any = "", **row: Any) -
     return Sample(op, tensors, states, variant=variant, traced=False, **row)
 
 
-def _step(tensors: str, variant: str = "", **options: Any) -> Sample:
-    """A mixer's step, which has no gradients."""
+def _step(tensors: str, variant: str = "", T: str = "1", **options: Any) -> Sample:
+    """A mixer's step of T tokens, which has no gradients."""
     pools = "state=BGKV:state conv_state=BEW conv_weight=EW"
-    tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}"
+    tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}".replace("=B1", f"=B{T}")
     fixed = " ".join(word.partition("=")[0] for word in tensors.split())
     written = {"written": "state conv_state", "fixed": fixed}
     return _traced("mixer_step", tensors, variant=variant, options=options, **written)
@@ -155,6 +155,7 @@ OPERATORS = [
     # tests/kernels/mixer_step hold it against its formula
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", **_UNIT_STEP),
     _step(f"g=B1GK dt_bias=GK {_DELTA_STEP}", "channel", z_activation="sigmoid", **_UNIT_STEP),
+    _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "tokens", T="4", **_UNIT_STEP),
     _step("g=B1G dt_bias=G D=G conv_bias=E norm_weight=GV:one", "mamba2", channel_order="vkq",
           dt_scales_v=True, norm_before_gate=False, norm_eps=1e-5, scale=1.0),
     Sample("selective_scan", _SELECTIVE, "ND4", options={"delta_softplus": True}),
