@@ -1,0 +1,78 @@
+"""mixer_step on a GPU: every kind against the formula, shared windows, and graphs."""
+
+import pytest
+import torch
+
+from slipstream.ops import mixer_step
+from tests.support.mixer_steps import INDICES, KINDS, POOLS, Sizes, check, expected, make
+from tests.support.operators import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU"),
+]
+SIZES = (Sizes(), Sizes(K=128, V=128, H=2, HV=4), Sizes(T=5, K=64, V=64, pending=2))
+# exp and log of a GPU are approximations
+LIMIT = 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES, ids=["odd", "128", "drafts"])
+def test_step_matches_the_formula(kind: str, size: Sizes) -> None:
+    with torch.device("cuda"), torch.no_grad():
+        check(kind, "triton", size, limit=LIMIT)
+        check(kind, "triton", size, v_first=True, limit=LIMIT)
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "mamba2"])
+def test_programs_share_windows_and_norms(kind: str) -> None:
+    """Many sequences and steps: windows are the last inputs, and two runs have the same bits."""
+    n, steps = 96, 40
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with torch.device("cuda"), torch.no_grad():
+            args, options = make(KINDS[kind], Sizes(H=2, HV=8, K=64, V=64))
+            args = {m: x.repeat(n // 3, 1, 1, 1) if m in "qkvz" else x for m, x in args.items()}
+            for name in ("g", "beta"):
+                if name in args:
+                    args[name] = args[name].repeat(n // 3, 1, 1)
+            for name in POOLS:
+                args[name] = args[name][:1].repeat(n, *[1] * (args[name].dim() - 1))
+            at = torch.randperm(n)
+            tokens = torch.randn(steps, *args["q"].shape)
+            ys = [
+                mixer_step(**{**args, "q": q}, **options, state_indices=at, impl="triton")
+                for q in tokens
+            ]
+        runs.append((torch.stack(ys), args["state"], args["conv_state"]))
+    assert all(map(torch.equal, *runs))
+    window = args["conv_state"][at]
+    keys = args["q"][0].numel()
+    window = window[:, -keys:] if kind == "mamba2" else window[:, :keys]
+    assert torch.equal(window, tokens[-4:, :, 0].flatten(2).permute(1, 2, 0))
+
+
+def test_captured_step_takes_other_slots() -> None:
+    with torch.device("cuda"), torch.no_grad():
+        args, options = make(KINDS["gated_deltanet"], Sizes(K=64, V=64))
+        at = torch.tensor(INDICES)
+        other = torch.tensor((5, 6, -1))
+        want = expected(args, options, other)
+        before = {name: args[name].clone() for name in POOLS}
+        options |= {"state_indices": at, "impl": "triton"}
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            mixer_step(**args, **options)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = mixer_step(**args, **options)
+        for name in POOLS:
+            args[name].copy_(before[name])
+        at.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert relative_error(y, want["out"]) <= LIMIT
+    for name in POOLS:
+        assert relative_error(args[name], want[name]) <= LIMIT
