@@ -34,13 +34,17 @@ def locate_segment(
         if SPLIT:
             i_n = 0
             past = N
+            # binary search: segments of sequence n begin at number begin // segment + n, so that
+            # no table of segments is made and nothing waits for the lengths
             while past - i_n > 1:
                 middle = (i_n + past) // 2
                 before = gl.load(cu_ptr + middle).to(gl.int32) // segment + middle <= i_seg
                 i_n = gl.where(before, middle, i_n)
                 past = gl.where(before, past, middle)
+        # wrong offsets are reported by runtime/token_ids.py; here they must not leave memory
         begin = gl.maximum(gl.load(cu_ptr + i_n).to(gl.int32), 0)
         length = gl.maximum(gl.minimum(gl.load(cu_ptr + i_n + 1).to(gl.int32), T) - begin, 0)
+        # an upper bound of the chunks before: each sequence has room for one that is not whole
         first = begin // C + i_n
         if SPLIT:
             i_s = i_seg - (begin // segment + i_n)
@@ -57,6 +61,7 @@ def locate_segment(
         last = exists & ((i_s + 1) * segment >= length)
         begin += i_s * segment
         first += i_s * (segment // C)
+        # a segment number that no sequence has is a segment of no tokens
         length = gl.where(exists, gl.minimum(length - i_s * segment, segment), 0)
     return begin, length, first, i_n, i_s, last
 
@@ -88,6 +93,7 @@ def invalidate_mbarriers(bars):
     """For barriers that no warp_specialize takes, once nobody waits at them: what is in shared
     memory later may come where they were, and be overwritten (compiler/smem_hazards.py)."""
     N: gl.constexpr = bars.shape[0]
+    # all warps are past their last wait
     gl.thread_barrier()
     for i in gl.static_range(N):
         mbarrier.invalidate(bars.index(i))
@@ -102,6 +108,7 @@ def zero_tail_rows(tile, num_rows, C: gl.constexpr, N: gl.constexpr, WARPS: gl.c
     """Zeroes in rows `num_rows` and on of a tile [C, N]: what is there belongs to nobody."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     o_c = gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    # a slice at a time: the whole tile would be in registers at once
     for i in gl.static_range(0, C, STEP):
         rows = tile.slice(i, STEP)
         b = rows.load(layout)
@@ -146,8 +153,10 @@ def store_tile_transposed(desc, p, tile, b, i_t, i_col, stride, num_rows, C: gl.
     """b [64, C] as columns i_col and on of rows i_t and on, of which the first `num_rows`."""
     layout: gl.constexpr = b.type.layout
     if num_rows >= C:
+        # the tile's last copy out still reads it
         store_wait(0)
         tile.permute((1, 0)).store(b.to(tile.dtype))
+        # TMA sees what the warps wrote only after a fence, and one thread issues it for all
         fence_async_shared()
         gl.thread_barrier()
         copy_out(desc, [i_t, i_col], tile)

@@ -22,6 +22,7 @@ BASE = gl.constexpr(16)
 @gluon.jit
 def halves(b):
     """b cut to bf16, and the rest of it, rounded."""
+    # cut, not rounded: the rest is exact then, and one instruction does it
     high = (b.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     return high.to(gl.bfloat16), (b - high).to(gl.bfloat16)
 
@@ -54,11 +55,13 @@ def substitute(b_d, block):
     """Inverses of I + b_d [NB, BASE, BASE], strictly lower triangles; rows lie in a thread."""
     xl: gl.constexpr = gl.BlockedLayout([1, BASE // 2, 1], [1, 2, BASE], [4, 1, 1], [2, 1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    # by rows, so that a step reads one row of each block
     block.store(gl.permute(b_d, (1, 0, 2)))
     gl.thread_barrier()
     rows = block._reinterpret(gl.float32, [BASE, NB, BASE], flat)  # the same, to be indexed
     o_row = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(2, xl)))[None, :, None]
     o_column = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(1, xl)))[None, None, :]
+    # static: a row of the inverse stays in registers, whose index must be known
     b_x = gl.where(o_row == o_column, 1.0, gl.zeros([NB, BASE, BASE], gl.float32, xl))
     for i in gl.static_range(1, BASE):
         b_row = rows.index(i).load(gl.SliceLayout(2, xl))  # [NB, BASE]
@@ -131,6 +134,7 @@ def times(lhs, rhs, at: gl.constexpr, b, COLUMNS: gl.constexpr):
     every = gl.zeros([NB, BASE, BASE], gl.bfloat16, wb)
     _, high = gl.broadcast(every, tile_of(rhs[0], at, COLUMNS).load(wb))
     _, low = gl.broadcast(every, tile_of(rhs[1], at, COLUMNS).load(wb))
+    # the product of both low halves is below 2^-16 and left out
     b = mma_v2(lhs[0], low, b)
     b = mma_v2(lhs[1], high, b)
     return mma_v2(lhs[0], high, b)
@@ -145,6 +149,7 @@ def inverse(b_a):
     wa: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
     block = gl.allocate_shared_memory(gl.float32, [BASE, NB, BASE], plain)
+    # a_n: blocks n to the left; each has as many rows before it as `times` reaches back
     a_1 = tiles(2)
     a_2 = tiles(1)
     a_3 = tiles(0)
@@ -159,7 +164,9 @@ def inverse(b_a):
     put(a_2, gl.where(i_n == 2, b_0, b_1), False)
     put(a_3, b_0, False)
     b_diag = gl.sum(gl.where(o_i == o_j, b_d, 0.0), 2)
+    # strictly below the diagonal: what is above it in b_a is anything
     put(xs, substitute(gl.where(o_i > o_j, b_d, 0.0), block), True)
+    # the only barrier of the products: from here on a warp reads what is there already
     gl.thread_barrier()
     x = (tile_of(xs[0], 0, True).load(wa), tile_of(xs[1], 0, True).load(wa))
 

@@ -20,6 +20,7 @@ def program_coords(
     is among those of all heads; the sequence, the segment's number in it, whether it is the last.
     With BV 1 the first column is the tile's number.
     """
+    # tiles of a head are neighbours: they read the same k, from L2
     pid = gl.program_id(0)
     i_v = (pid % TILES) * BV
     i_h = (pid // TILES) % HV
@@ -28,6 +29,7 @@ def program_coords(
         cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
     )
     n = gl.cdiv(length, C)
+    # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     return i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last
 
@@ -42,6 +44,7 @@ def beta_gate_ptr(beta_gates_ptr, chunk, HV, C: gl.constexpr, HAS_GATE: gl.const
 @gluon.jit
 def state_offset(i_seg, i_h, HV, K: gl.constexpr, V: gl.constexpr):
     """Where a head's state begins, of [segments, HV, K, V]."""
+    # in 64 bits: segments x heads x K V passes 2^31
     return (i_seg * gl.full([], 1, gl.int64) * HV + i_h) * (K * V)
 
 
@@ -64,6 +67,7 @@ def first_checkpoint(
     before = 0  # chunks of the sequence
     if SPLIT:
         before = i_s * (segment // C)
+        # that of the sequence: checkpoints are counted from its first token
         row -= i_s * segment
     number = gl.cdiv(before, every)
     return number * every - before, checkpoint_index(i_n, row, T, every, C, PACKED) + number
@@ -127,10 +131,12 @@ def masked_scores(
             b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(1, ol))
         else:
             b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
+    # the exponentials above need no product: they ran beside it
     b_a = warpgroup_mma_wait(0, deps=(b_a,))
     mbarrier.arrive(q_empty.index(b), count=1)
     mbarrier.arrive(empty.index(s), count=1)
     if HAS_GATE:
+        # masked before exp2: above the diagonal the difference is positive and may overflow
         between = G_i[:, None] - G_j[None, :]
         b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
     b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)

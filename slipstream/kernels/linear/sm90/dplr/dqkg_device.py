@@ -75,6 +75,7 @@ def load_partition(
         n = pid + i_tile * programs
         row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
         i_h = n % HV
+        # phases: of a chunk, of a block of channels, of a stage of two
         was_chunk = (i_tile & 1) ^ 1
         for block in range(BLOCKS):
             unit = i_tile * BLOCKS + block
@@ -84,6 +85,7 @@ def load_partition(
             stage = unit & 1
             was_stage = ((unit >> 1) & 1) ^ 1
             at = stage * (ops.shape[0] // 2)
+            # q, k, a and b have two stages: those of the next block may come early
             mbarrier.wait(empty.index(3 + stage), was_stage)
             mbarrier.expect(full.index(3 + stage), input_bytes)
             copy_in(q_desc, [row, k_col], full.index(3 + stage), ops.index(at))
@@ -91,6 +93,7 @@ def load_partition(
             if not DELTA:
                 copy_in(a_desc, [row, k_col], full.index(3 + stage), ops.index(at + 2))
                 copy_in(b_desc, [row, k_col], full.index(3 + stage), ops.index(at + 3))
+            # one stage each below, in the order in which the products want them
             mbarrier.wait(empty.index(2), was)
             mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
             copy_in(g_desc, [row, i_h * K + i_k], full.index(2), gs)
@@ -98,6 +101,7 @@ def load_partition(
             mbarrier.expect(full.index(0), states_desc.block_type.nbytes)
             copy_in(states_desc, [n * V, i_k], full.index(0), ss.index(0))
             if block == 0:
+                # once a chunk: all blocks of channels read the same do and y
                 mbarrier.wait(empty.index(5), was_chunk)
                 mbarrier.expect(full.index(5), before_bytes)
                 copy_in(do_desc, [row, i_h * V], full.index(5), os.index(0))

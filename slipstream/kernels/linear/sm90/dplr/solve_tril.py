@@ -78,6 +78,7 @@ def solve(
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
     o_v = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
     p_v = v_ptr + o_r * (HV * V) + o_v
+    # early, so that v arrives while the inverse is made
     b_v0 = gl.load(p_v, mask=o_r < num_rows, other=0.0)
     if NV > 1:
         b_v1 = gl.load(p_v + 64, mask=o_r < num_rows, other=0.0)
@@ -87,13 +88,17 @@ def solve(
     if DELTA:
         b_beta = gl.load(beta_ptr + o_j * HV, mask=o_j < num_rows, other=0.0).to(gl.float32)
         b_r = b_r * b_beta[None, :]
+    # R in two parts of 16 bits: else its rounding would be in W and U
     r_high, r_low = split(b_r, act)
+    # from registers as left operands, which takes no shared memory
     lhs_high = gl.convert_layout(r_high, aa)
     lhs_low = gl.convert_layout(r_low, aa)
     for n in gl.static_range(NK):
+        # the small part first, so that it is not lost beside the large one
         b_w = warpgroup_mma(lhs_low, reads.index(none + n), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma(lhs_high, reads.index(none + n), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        # SHIFT kept A's decays within 16 bits (tiles.py)
         b_w = b_w * (-(2.0**-SHIFT) if DELTA else 2.0**-SHIFT)
         put(w_out_ptr + n * 64, b_w.to(act), K, rows, none)
     if not DELTA:
@@ -101,6 +106,7 @@ def solve(
         b_r = warpgroup_mma(lhs_high, aks, b_r, is_async=True)
         b_r = warpgroup_mma_wait(0, deps=(b_r,))
         r_high, r_low = split(b_r, act)
+    # what is allocated here may come where other warps still read
     gl.thread_barrier()
     rs = gl.allocate_shared_memory(act, [2, 64, 64], tile)
     vs = gl.allocate_shared_memory(act, [NV, 64, 64], tile)
@@ -118,4 +124,5 @@ def solve(
         right = rs.index(none).permute((1, 0))
         b_u = warpgroup_mma(b_v, right, b_u, is_async=True)
         b_u = warpgroup_mma_wait(0, deps=(b_u,))
+        # float32: the scan adds W S to it, which may nearly cancel it
         gl.store(p_u + n * (64 * C), b_u)

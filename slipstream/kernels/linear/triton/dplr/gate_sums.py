@@ -35,6 +35,7 @@ BASE = tl.constexpr(4)
 def load_gates_of(p_g, m_g):
     """Gates in base 2."""
     b_g = tl.load(p_g, mask=m_g, other=0.0).to(tl.float32) * LOG2E
+    # -inf would make NaN of a difference of sums
     return tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
 
 
@@ -45,6 +46,7 @@ def product_of_gates(b_seen, b_g, EXACT: tl.constexpr, PRECISION: tl.constexpr):
         b_sum = tl.dot(b_seen.to(tl.float32), b_g, input_precision=PRECISION)
     else:
         b_seen = b_seen.to(tl.bfloat16)
+        # two products of 16 bits are right to 2^-17 and faster than one of float32
         b_high = b_g.to(tl.bfloat16)
         b_sum = tl.dot(b_seen, (b_g - b_high.to(tl.float32)).to(tl.bfloat16))
         b_sum = tl.dot(b_seen, b_high, b_sum)
@@ -75,9 +77,11 @@ def load_channel_gates(
     b_g = load_gates_of(p_g, m_g)
     b_last = tl.sum(b_g, 0)
     strongest = -tl.min(tl.min(b_g, 1), 0)
+    # the largest step whose blocks are safe if every token had the strongest gate
     first = (strongest <= LIMIT).to(tl.int32)
     for s in tl.static_range(1, STEPS):
         first += (strongest * (1 << s) <= LIMIT).to(tl.int32)
+    # or the whole chunk, by its sum, which is less strict
     first = tl.where(-tl.min(b_last, 0) <= LIMIT, STEPS, first)
     return p_g, m_g, ones_ptr, b_last, first
 
@@ -105,6 +109,7 @@ def sums_bwd(b_seen, b_x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     if EXACT:
         b_sum = tl.dot(b_seen.to(tl.float32), b_x, input_precision=PRECISION)
     else:
+        # rounded once: a gradient, unlike a gate, is not exponentiated
         b_sum = tl.dot(b_seen.to(tl.bfloat16), b_x.to(tl.bfloat16))
     return b_sum
 
@@ -141,6 +146,7 @@ def pairs_of_step(i, j, step, first):
 @triton.jit
 def signed(b_e, o_c, step, first, WRITE: tl.constexpr):
     """In the first step the negative, of a write's later half, of a read's earlier one."""
+    # in whole blocks one factor is above 1, its exponent positive
     later = ((2 * o_c) >> step) % 2 == 1
     other = (later == WRITE) & (step == first)
     return tl.where(other[:, None], -b_e, b_e)
@@ -197,7 +203,9 @@ def block_factors(
     b_read = b_write
     if BEFORE:
         b_read = _sums(block & (t < i), gates, EXACT, PRECISION)
+    # by this token's gates alone: later ones must not change its bits
     safe = b_read >= -2 * LIMIT
     first = tl.where(tl.min(tl.min(safe.to(tl.int32), 1), 0) == 1, BASE + 1, 0)
     b_read = tl.where(safe, tl.exp2(b_read + SHIFT), 0.0)
+    # a write that only unsafe reads see would overflow: bounded, and those have a decay of 0
     return b_read, tl.exp2(tl.minimum(-b_write - SHIFT, 2 * LIMIT - SHIFT)), first, safe

@@ -47,12 +47,14 @@ def load_anchored(
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
     later = (o_c >= C // 2)[:, None]
+    # of one sign each, so that neither sum cancels
     b_early = tl.sum(tl.where(later, 0.0, b_g), 0)
     b_late = tl.sum(tl.where(later, b_g, 0.0), 0)
     i = o_c[:, None]
     t = o_c[None, :]
     past = (t >= C // 2) & (t <= i)
     ahead = (t < C // 2) & (t > i)
+    # a product with -1, 0 and 1: a scan along rows would cross warps at each step
     b_e = product_of_gates(past.to(tl.float32) - ahead.to(tl.float32), b_g, EXACT, PRECISION)
     b_before = b_e
     if BEFORE:
@@ -87,6 +89,7 @@ def load_from_start(
     b_late = tl.sum(tl.where(later, b_g, 0.0), 0)
     i = o_c[:, None]
     t = o_c[None, :]
+    # from the chunk's start, which no later token moves
     b_e = product_of_gates((t <= i).to(tl.float32), b_g, EXACT, PRECISION) + SHIFT
     b_before = b_e
     if BEFORE:
@@ -97,6 +100,7 @@ def load_from_start(
 @triton.jit
 def anchored_writes(b_e, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
     """exp(-G - SHIFT) [C, BK], and where no such read has it, something finite."""
+    # such a write is multiplied by a read's decay that is 0, and inf times 0 would be NaN
     return tl.exp2(tl.minimum(-b_e, 2 * LIMIT + ROUNDING - SHIFT))
 
 

@@ -16,14 +16,17 @@ def load_chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
     EXACT sums in float64, so that differences of G are right to float32.
     """
     b_g = tl.load(p + o_c * stride, mask=m_c, other=0.0).to(tl.float32)
+    # -inf would make NaN of G_i - G_j
     b_g = tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
     if EXACT:
+        # 64 gates of -128 sum to 2^13: float32 would leave 2^-10 of a difference of two such
         b_wide = tl.cumsum(b_g.to(tl.float64) * LOG2E, 0)
         b_G = b_wide.to(tl.float32)
         b_low = (b_wide - b_G.to(tl.float64)).to(tl.float32)
     else:
         b_G = tl.cumsum(b_g * LOG2E, 0)
         b_low = tl.zeros_like(b_G)
+    # by a mask: Triton has no index of one element of a tile
     G_C = tl.sum(tl.where(o_c == C - 1, b_G, 0.0), 0)
     low_C = tl.sum(tl.where(o_c == C - 1, b_low, 0.0), 0)
     return b_G, b_low, G_C, low_C
@@ -37,6 +40,7 @@ def decay_between(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
         between += b_low[None, :] - b_low[:, None]
     if REVERSE:
         between = -between
+    # masked before exp2: the other triangle's differences are positive and may overflow
     return tl.exp2(tl.where(seen, between, float("-inf")))
 
 
@@ -87,6 +91,7 @@ def masked_scores(
         seen = o_c[:, None] <= o_c[None, :]
     if HAS_GATE:
         if DIAGONAL_LAST:
+            # added last, by the caller: it does not decay
             diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
             seen = seen & (o_c[:, None] != o_c[None, :])
         b_a *= decay_between(seen, b_G, b_low, REVERSE, EXACT)
