@@ -51,7 +51,7 @@ def test_package_is_typed() -> None:
 def test_package_imports_are_declared() -> None:
     """Every third-party module that slipstream imports is a dependency or in an extra."""
     base = {re.split(r"[^\w-]", x)[0] for x in PROJECT["dependencies"]}
-    declared = base | requirements("lm") | requirements("cuda")
+    declared = base | requirements("lm") | requirements("cuda") | requirements("data")
     undeclared = set()
     for path in (ROOT / "slipstream").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -84,6 +84,7 @@ SECTIONS = {
     "data": "the text",
     "training": "`transformers.TrainingArguments`, by name",
     "muon": "the Muon optimizer for matrices; without it all parameters use training.optim",
+    "init_from": "a saved model or run to begin with, instead of new weights",
     "parallel": "how the processes of torchrun share the work",
 }
 

@@ -1,7 +1,7 @@
 """Names the extra of the package that brings a module which is not installed."""
 
 # module -> extra of pyproject.toml; everything else is in [lm]
-EXTRAS = {"triton": "cuda", "typer": "cli", "rich": "cli", "yaml": "cli"}
+EXTRAS = {"triton": "cuda", "typer": "cli", "rich": "cli", "yaml": "cli", "datasets": "data"}
 
 
 def missing(what: str, error: ModuleNotFoundError, extra: str | None = None) -> ModuleNotFoundError:

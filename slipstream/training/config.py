@@ -1,6 +1,7 @@
 """What a run is: a YAML file of sections, overridden by dotted key=value arguments.
 
 output_dir: runs/name
+init_from: runs/other                            a model to begin with instead of new weights
 model: {mixers: [...], hidden_size: ...}         SlipstreamConfig, by name
 tokenizer: {vocab_size: 4096}                    Tokenizer below
 data: {files: [...], row_tokens: 512}            Data below
@@ -41,11 +42,14 @@ class Tokenizer:
 class Data:
     """files: files, directories and globs, or a single one; {stdlib} stands for Python's library.
 
+    datasets: data sets of Hugging Face's `datasets` beside the files: "name", "name:split" or
+        "name:config:split", or a directory that save_to_disk has written.
     suffixes: which files of a directory are text.
     exclude: globs, matched against the path below its directory, of files to leave out.
     eval_files: the held-out text; if empty, a share `held_out` of the documents of `files`.
     held_out: that share, from 0 to 1.
-    text_field: the field of a line of a .jsonl file that has the text.
+    text_field: the field of a line of a .jsonl file, or the column of a parquet file or data set,
+        that has the text.
     row_tokens: tokens of a row; a batch is training.per_device_train_batch_size rows.
     lanes: how many documents are read side by side, for rows of a batch that are not alike.
     packing: "separator" lets the state run on from a document into the next, with the
@@ -54,7 +58,7 @@ class Data:
     """
 
     files: tuple[str, ...] = ()
-    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py", ".jsonl")
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
     exclude: tuple[str, ...] = ()
     eval_files: tuple[str, ...] = ()
     held_out: float = 0.02
@@ -63,10 +67,13 @@ class Data:
     lanes: int = 16
     packing: str = "separator"
     eval_rows: int = 64
+    datasets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.files:
-            raise ValueError("data.files: want at least one file, directory or glob, got none")
+        if not self.files and not self.datasets:
+            raise ValueError(
+                "data.files: want at least one file, directory or glob, or data.datasets, got none"
+            )
         if self.row_tokens < 2:
             raise ValueError(f"data.row_tokens: want at least 2, got {self.row_tokens}")
         if self.lanes < 1:
@@ -114,7 +121,10 @@ class Parallel:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """muon: None leaves all parameters to training.optim."""
+    """init_from: directory of a saved model or run whose weights, configuration and, unless
+    tokenizer.path names another, tokenizer the run begins with; None begins with new ones.
+    muon: None leaves all parameters to training.optim.
+    """
 
     output_dir: str
     data: Data
@@ -123,6 +133,12 @@ class RunConfig:
     training: dict[str, Any] = field(default_factory=dict)
     muon: Muon | None = None
     parallel: Parallel = field(default_factory=Parallel)
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_from is not None and self.model:
+            key = next(iter(self.model))
+            raise ValueError(f"model.{key}: has no use beside init_from, whose model it is")
 
     def dump(self, path: Path) -> None:
         text = yaml.safe_dump(self.plain(), sort_keys=False, default_flow_style=None)
@@ -163,6 +179,8 @@ def from_dict(raw: Mapping[str, Any]) -> RunConfig:
     sections: dict[str, Any] = {"output_dir": checked("output_dir", raw["output_dir"], str)}
     sections["tokenizer"] = _section("tokenizer", Tokenizer, raw.get("tokenizer") or {})
     sections["data"] = _section("data", Data, raw.get("data") or {})
+    if raw.get("init_from") is not None:
+        sections["init_from"] = checked("init_from", raw["init_from"], str)
     if raw.get("muon") is not None:
         sections["muon"] = _section("muon", Muon, raw["muon"])
     sections["parallel"] = _section("parallel", Parallel, raw.get("parallel") or {})

@@ -61,12 +61,24 @@ class ConsoleProgress(TrainerCallback):
             self.since.clear()
             self.console.print(
                 f"step {state.global_step:>6}  loss {loss:.3f}  {bits:.3f} bits/byte  "
-                f"{logs['tokens_per_second']:>7,.0f} tokens/s  {left} left",
+                f"{logs['tokens_per_second']:>7,.0f} tokens/s  {details(logs)}  {left} left",
                 highlight=False,
             )
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.progress.stop()
+
+
+def details(logs: dict[str, float]) -> str:
+    """Gradient norm, learning rate, peak memory, and the share of the GPU's peak if it is known."""
+    words = []
+    if "grad_norm" in logs:
+        words.append(f"grad {logs['grad_norm']:.2f}")
+    words.append(f"lr {logs['learning_rate']:.1e}")
+    words.append(f"{logs['memory_gib']:.1f} GiB")
+    if "mfu" in logs:
+        words.append(f"mfu {logs['mfu']:.0%}")
+    return "  ".join(words)
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """Text files as documents, read lazily, and their split into training and held-out ones.
 
-A document is a file, or a line of a .jsonl file. Its text comes in pieces of about a megabyte,
-each with the offset of its first byte, so that reading can continue in the middle of a file.
+A document is a file, a line of a .jsonl file or a row of a table (tables.py). Its text comes in
+pieces of about a megabyte, each with the offset of its first byte, so that reading can continue in
+the middle of a file.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.training.config import Data
+from slipstream.training.tables import Table, of_data_sets, of_parquet
 
 PIECE = 1 << 20
 
@@ -38,18 +40,28 @@ class File:
     def has_lines(self) -> bool:
         return self.path.suffix == ".jsonl"
 
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
 
 @dataclass(frozen=True)
 class Corpus:
     """Files and the share of their documents to take: the held-out ones or the others."""
 
-    files: tuple[File, ...]
+    files: tuple[File | Table, ...]
     text_field: str = "text"
     held_out: float = 0.0
     want_held_out: bool = False
 
-    def pieces(self, file: File, offset: int = 0) -> Iterator[Piece]:
-        """Pieces of one file from a byte offset on, which some piece must have begun at."""
+    def pieces(self, file: File | Table, offset: int = 0) -> Iterator[Piece]:
+        """Pieces of one file from a byte offset on, which some piece must have begun at; of a table
+        from a row on."""
+        if isinstance(file, Table):
+            for row in range(max(offset, file.begin), file.end):
+                if self._takes(f"{file.name}#{row}"):
+                    yield Piece(row, file.text(row, self.text_field), ends=True)
+            return
         if file.has_lines:
             yield from self._lines(file, offset)
             return
@@ -95,7 +107,7 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Changes with the names and sizes of the files: then no position in them is valid."""
-        seen = [(f.name, f.path.stat().st_size) for f in self.files]
+        seen = [(f.name, f.size) for f in self.files]
         return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
 
 
@@ -111,7 +123,7 @@ def split(data: Data) -> tuple[Corpus, Corpus]:
     Raises:
         ValueError: no files, or none on one of the sides.
     """
-    files = find(data.files, data)
+    files = [*(find(data.files, data) if data.files else ()), *of_data_sets(data)]
     if data.eval_files:
         held = find(data.eval_files, data)
         paths = {f.path for f in held}
@@ -131,7 +143,7 @@ def split(data: Data) -> tuple[Corpus, Corpus]:
     return sides[0], sides[1]
 
 
-def find(patterns: Sequence[str], data: Data) -> list[File]:
+def find(patterns: Sequence[str], data: Data) -> list[File | Table]:
     """Files of the patterns, in a fixed order, each once."""
     found: dict[Path, File] = {}
     for pattern in patterns:
@@ -147,7 +159,11 @@ def find(patterns: Sequence[str], data: Data) -> list[File]:
                 found.setdefault(path, File(path, name))
     if not found:
         raise ValueError(f"data.files: want text files, found none under {', '.join(patterns)}")
-    return sorted(found.values(), key=lambda f: (f.name, f.path))
+    files: list[File | Table] = []
+    for file in sorted(found.values(), key=lambda f: (f.name, f.path)):
+        parquet = file.path.suffix == ".parquet"
+        files += of_parquet(file.path, file.name, data) if parquet else [file]
+    return files
 
 
 def glob_root(pattern: str) -> str:

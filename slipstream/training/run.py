@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,7 +15,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
-from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    TensorBoardCallback,
+)
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
@@ -23,6 +26,7 @@ from slipstream.runtime.files import write_text
 from slipstream.training import corpus, ranks, tokenizer
 from slipstream.training.checkpoints import STATE, exported, search, step_of
 from slipstream.training.config import Parallel, RunConfig, read_yaml
+from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import (
@@ -32,6 +36,7 @@ from slipstream.training.parallel import (
     make_mesh,
 )
 from slipstream.training.rows import Collator, Cursor, Position, Rows
+from slipstream.training.sample import saved_directory, weights
 from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked
 from slipstream.training.values import checked, expect_keys
 
@@ -50,6 +55,7 @@ DEFAULTS = {
     "save_total_limit": 2,
     "logging_steps": 1,
     "seed": 0,
+    "report_to": "none",
     "dataloader_pin_memory": torch.cuda.is_available(),
 }
 """Over transformers' own. A log line per step: only so are the logs of a resumed run the same."""
@@ -59,7 +65,6 @@ FORCED = {
     "ignore_data_skip": True,
     "disable_tqdm": True,
     "accelerator_config": {"dispatch_batches": False},
-    "report_to": "none",
 }
 """What the machinery here relies on: it finds its own place in the data and has its own output."""
 
@@ -112,6 +117,7 @@ CHANGEABLE = (
     "max_steps",
     "per_device_eval_batch_size",
     "per_device_train_batch_size",
+    "report_to",
     "run_name",
     "save_steps",
     "save_strategy",
@@ -155,7 +161,8 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     transformers.logging.set_verbosity_error()
     args = arguments(config)
     parallel = expect_processes(config.parallel, args.world_size)
-    _expect_model(config.model)
+    if config.init_from is None:
+        _expect_model(config.model)
     directory = Path(config.output_dir)
     checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, console, fresh))
     begun = 0 if checkpoint is None else step_of(checkpoint)
@@ -188,6 +195,7 @@ def arguments(config: RunConfig) -> TrainingArguments:
     expect_keys("training.", config.training, settable)
     given = {k: checked(f"training.{k}", v, hints[k]) for k, v in config.training.items()}
     options: dict[str, Any] = {**DEFAULTS, **given, **FORCED}
+    options["report_to"] = _reporters(options["report_to"])
     options.setdefault("per_device_eval_batch_size", options["per_device_train_batch_size"])
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and not torch.accelerator.is_available():
@@ -209,6 +217,21 @@ def arguments(config: RunConfig) -> TrainingArguments:
             f"torchrun --nproc-per-node {args.n_gpu} -m slipstream train"
         )
     return args
+
+
+def _reporters(wanted: str | list[str] | None) -> list[str]:
+    """The names of report_to but tensorboard, which every run has.
+
+    Raises:
+        ValueError: a name that transformers does not know.
+    """
+    names = [wanted] if isinstance(wanted, str) else list(wanted or ())
+    names = [x for x in names if x not in ("none", "tensorboard")]
+    for name in names:
+        if name not in (*INTEGRATION_TO_CALLBACK, "all"):
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"training.report_to: want some of {known}, got {name!r}")
+    return names
 
 
 def _expect_model(options: Mapping[str, Any]) -> None:
@@ -283,6 +306,11 @@ def _expect_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: P
         ValueError: what a resumed run would not take from its config differs from the run's own.
     """
     usual = {f.name: f.default for f in fields(TrainingArguments)} | DEFAULTS
+    if before.get("init_from") != now["init_from"]:
+        raise ValueError(
+            f"init_from: differs from the run in {directory}, {before.get('init_from')!r}, got "
+            f"{now['init_from']!r}; name another output_dir"
+        )
     for section in ("model", "tokenizer", "data", "muon", "training"):
         ours, theirs = before.get(section) or {}, now[section] or {}
         default = usual if section == "training" else {}
@@ -308,8 +336,13 @@ def _trainer(
     data = config.data
     train_corpus, held_out = corpus.split(data)
     place = directory / "tokenizer"
-    tok = ranks.on_first_rank(lambda: tokenizer.obtain(config.tokenizer, train_corpus, place))
-    model = SlipstreamForCausalLM(_model_config(config, tok))
+    begun = None if config.init_from is None else saved_directory(Path(config.init_from))
+    wanted = _with_tokenizer_of(config.tokenizer, begun)
+    tok = ranks.on_first_rank(lambda: tokenizer.obtain(wanted, train_corpus, place))
+    if begun is None:
+        model = SlipstreamForCausalLM(_model_config(config, tok))
+    else:
+        model = _begun_model(begun, tok)
     rows = Rows(train_corpus, tok, data.row_tokens, lanes=data.lanes, seed=args.seed)
     held_rows = Rows(held_out, tok, data.row_tokens, seed=0, epochs=1, limit=data.eval_rows)
     collator = Collator(data.packing, tokenizer.end_of_text(tok), tokenizer.token_bytes(tok))
@@ -332,6 +365,31 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleProgress(console, trainer.speed, data.eval_rows))
     return trainer
+
+
+def _with_tokenizer_of(config: TokenizerConfig, begun: Path | None) -> TokenizerConfig:
+    """The tokenizer beside the weights that a run begins with, unless the config names another."""
+    if begun is None or config.path is not None:
+        return config
+    if not (begun / "tokenizer_config.json").is_file():
+        raise ValueError(f"tokenizer.path: want a tokenizer, since {begun} has none")
+    return replace(config, path=str(begun))
+
+
+def _begun_model(directory: Path, tok: PreTrainedTokenizerFast) -> SlipstreamForCausalLM:
+    """
+    Raises:
+        ValueError: it is not Slipstream's, or has fewer embeddings than the tokenizer has ids.
+    """
+    model = weights(directory)
+    if not isinstance(model, SlipstreamForCausalLM):
+        kind = type(model).__name__
+        raise ValueError(f"init_from: want a Slipstream model, got {kind}; see slipstream convert")
+    if len(tok) > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer: {len(tok)} ids are more than the {model.config.vocab_size} of init_from"
+        )
+    return model.float()  # mixed precision is training.bf16's
 
 
 def _model_config(config: RunConfig, tok: PreTrainedTokenizerFast) -> SlipstreamConfig:

@@ -20,19 +20,29 @@ def load(directory: Path) -> tuple[Any, Any]:
         FileNotFoundError: there is no model in it.
         ValueError: its weights cannot be read, or are not those of the model in its config.json.
     """
-    if not (directory / "config.json").is_file():
-        found = search(directory).newest
-        if found is None:
-            raise FileNotFoundError(f"checkpoint: want a directory with a model, got {directory}")
-        directory = found
+    directory = saved_directory(directory)
     transformers.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _weights(directory)
+    model = weights(directory)
     model = model.eval().to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return model, AutoTokenizer.from_pretrained(directory)
 
 
-def _weights(directory: Path) -> Any:
+def saved_directory(directory: Path) -> Path:
+    """It, or the newest checkpoint in it.
+
+    Raises:
+        FileNotFoundError: there is no model in it.
+    """
+    if (directory / "config.json").is_file():
+        return directory
+    found = search(directory).newest
+    if found is None:
+        raise FileNotFoundError(f"checkpoint: want a directory with a model, got {directory}")
+    return found
+
+
+def weights(directory: Path) -> Any:
     """The model with exactly the weights of the directory's safetensors files."""
     transformers.logging.set_verbosity_error()  # what it would report is an error below
     try:

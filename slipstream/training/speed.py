@@ -1,12 +1,28 @@
-"""Tokens per second of the training steps, without evaluations and checkpoints."""
+"""Tokens per second of the training steps, without evaluations and checkpoints; memory; MFU."""
 
+import resource
+import sys
 import time
 from collections import deque
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import TrainerCallback
 
 WINDOW = 50
+# name of a GPU -> dense FLOP/s in 16 bits on tensor cores, as its maker says
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+}
 
 
 class Speed(TrainerCallback):
@@ -44,3 +60,38 @@ class Speed(TrainerCallback):
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
         self._mark = time.perf_counter()
+
+
+def peak_flops() -> float | None:
+    """Of one device; None where PEAKS does not have it."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Of a training step: 6 for each weight that a token is multiplied with.
+
+    The embedding's lookup multiplies nothing; of a mixture of experts those chosen count. Left out
+    are recurrences and attention: a few percent, but where rows are much longer than heads times
+    their width.
+    """
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            total += module.weight.numel()
+        elif hasattr(module, "experts") and hasattr(module, "gate"):  # transformers' blocks
+            gate: Any = module.gate
+            used = gate.top_k / gate.num_experts
+            experts: Any = module.experts
+            total += used * sum(p.numel() for p in experts.parameters()) + gate.weight.numel()
+    return 6 * total
+
+
+def peak_memory() -> int:
+    """Bytes: of the GPU's allocator, or of the process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

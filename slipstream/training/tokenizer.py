@@ -85,7 +85,7 @@ def _load(path: str) -> PreTrainedTokenizerFast:
 
 def _sample(corpus: Corpus, limit: int) -> Iterator[str]:
     """Documents evenly spaced over the corpus, up to a number of bytes."""
-    total = sum(file.path.stat().st_size for file in corpus.files)
+    total = sum(file.size for file in corpus.files)
     step = max(1, -(-total // limit))
     for start in range(step):
         for file in corpus.files[start::step]:

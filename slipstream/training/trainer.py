@@ -22,7 +22,7 @@ from slipstream.training.checkpoints import sizes
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.muon import Muon, inner_matrices
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
-from slipstream.training.speed import Speed
+from slipstream.training.speed import Speed, flops_per_token, peak_flops, peak_memory
 
 
 class Place(TrainerCallback, ExportableState):
@@ -81,6 +81,8 @@ class LMTrainer(Trainer):
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size
         self._bytes = self._targets = 0  # since the last log
+        peak = peak_flops()
+        self._seconds_at_peak = None if peak is None else flops_per_token(self.model) / peak
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.muon is None or self.optimizer is not None:
@@ -114,7 +116,10 @@ class LMTrainer(Trainer):
         if "loss" in logs and self._bytes:
             targets, text = ranks.summed([self._targets, self._bytes], self.args.device)
             logs["bits_per_byte"] = logs["loss"] / math.log(2) * targets / text
-            logs["tokens_per_second"] = self.speed.rate()
+            logs["tokens_per_second"] = rate = self.speed.rate()
+            logs["memory_gib"] = peak_memory() / 2**30
+            if self._seconds_at_peak is not None:
+                logs["mfu"] = rate / self.args.world_size * self._seconds_at_peak
             self._bytes = self._targets = 0
         if "train_loss" in logs:
             logs["train_loss"] = _mean_loss(self.state.log_history)

@@ -288,7 +288,7 @@ metric_list: [{{metric: exact_match}}]
 
 
 @pytest.mark.slow
-def test_command_of_lm_eval_on_a_saved_run(tmp_path: Path) -> None:
+def test_lm_eval_on_a_saved_run(tmp_path: Path) -> None:
     """lm_eval loads it by remote code, and scores what the model itself says."""
     pytest.importorskip("lm_eval")
     model = small().eval()

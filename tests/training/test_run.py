@@ -93,7 +93,7 @@ def test_train_stopped_while_preparing(tmp_path) -> None:
     assert not (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", ["nonesuch", "output_dir", "report_to"])
+@pytest.mark.parametrize("name", ["nonesuch", "output_dir", "disable_tqdm"])
 def test_arguments_rejects(tmp_path, name: str) -> None:
     with pytest.raises(ValueError, match=f"training.{name}"):
         arguments(from_dict(raw(tmp_path, **{name: "x"})))
