@@ -2,6 +2,7 @@
 
 import sys
 
+from slipstream import __version__
 from slipstream.common.extras import missing
 
 
@@ -9,6 +10,9 @@ def main() -> None:
     try:
         from slipstream.cli.commands import app
     except ModuleNotFoundError as error:
+        if sys.argv[1:] == ["--version"]:  # which needs no package
+            print(f"slipstream {__version__}")
+            return
         sys.exit(not_installed(error))
     app()
 

@@ -178,4 +178,6 @@ def test_missing_package_is_named_with_its_extra(missing: str, extra: str, tmp_p
         text=True,
     )
     (line,) = done.stderr.strip().splitlines()
+    version = [sys.executable, "-c", code, "--version"]
+    assert subprocess.check_output(version, text=True).startswith("slipstream ")
     assert done.returncode == 1 and missing in line and f"pip install 'slipstream[{extra}]'" in line
