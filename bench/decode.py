@@ -164,7 +164,7 @@ def tiles(report: Report) -> None:
         print(f"step B{B} V first {v_first}, us:", ", ".join(line), flush=True)
 
 
-def language_model(mixers: list[str], sizes: dict[str, Any]) -> Any:
+def language_model(mixers: list[Any], sizes: dict[str, Any]) -> Any:
     from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 
     made: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, num_heads=4, **sizes))

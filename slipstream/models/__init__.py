@@ -19,6 +19,7 @@ from slipstream.models.config import SlipstreamConfig as SlipstreamConfig
 from slipstream.models.graphs import Decoding as Decoding
 from slipstream.models.model import SlipstreamForCausalLM as SlipstreamForCausalLM
 from slipstream.models.model import SlipstreamModel as SlipstreamModel
+from slipstream.models.prefixes import PrefixCache as PrefixCache
 
 # the entry that integrations/auto_models.py made is replaced
 AutoConfig.register(SlipstreamConfig.model_type, SlipstreamConfig, exist_ok=True)

@@ -135,6 +135,41 @@ class LayerState(CacheLayerMixin):
             self._tensors[name][:, :room].copy_(old)
         return True
 
+    def copied(self, row: int) -> "LayerState":
+        """One row alone, with no more room than it uses."""
+        made = LayerState()
+        made.seen, made.token_states = self.seen, self.token_states
+        if self.state is not None:
+            part = {n: x[row : row + 1] for n, x in self.view(0).items()}
+            made._tensors = {n: x.detach().clone() for n, x in part.items()}
+            made.is_initialized = True
+        return made
+
+    def empty_rows(self, rows: int, max_length: int | None) -> "LayerState":
+        """Of so many rows, with tensors like these, all zero."""
+        assert self._tensors is not None
+        made = LayerState(max_length)
+        made.token_states, made.is_initialized, made._tensors = self.token_states, True, {}
+        for name, x in self._tensors.items():
+            sizes = list(x.shape[1:])
+            if name in self.token_states:
+                sizes[0] = max_length or ROOM
+            made._tensors[name] = x.new_zeros(rows, *sizes)
+        return made
+
+    def put(self, row: int, other: "LayerState | None") -> None:
+        """One row as that of a state of one row, or empty."""
+        assert self._tensors is not None
+        source = None if other is None or other.state is None else other.view(0)
+        for name, x in self._tensors.items():
+            if source is None:
+                if name not in self.token_states:
+                    x[row].zero_()
+            elif name in self.token_states:
+                x[row, : source[name].shape[1]].copy_(source[name][0])
+            else:
+                x[row].copy_(source[name][0])
+
     def bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.state or {}).values())
 
@@ -277,6 +312,8 @@ class StateCache(Cache):
         # of decoding steps, by what they were captured for: models/graphs.py
         self.graphs: dict[Any, Any] = {}
         self.made_for: Any = None
+        # of a pool: how many tokens each row has
+        self.lengths: list[int] | None = None
 
     @property
     def rows(self) -> int:
@@ -307,9 +344,56 @@ class StateCache(Cache):
             self.graphs.clear()
 
     def step_on(self, tokens: int) -> None:
-        """Counts T tokens more."""
+        """Counts T tokens more, in every row."""
+        if self.lengths is not None:
+            self.lengths = [n + tokens for n in self.lengths]
+            self._count()
+        else:
+            for layer in self.layers:
+                layer.seen += tokens
+
+    def _count(self) -> None:
+        assert self.lengths is not None
         for layer in self.layers:
-            layer.seen += tokens
+            layer.seen = max(self.lengths)
+
+    def copy(self, row: int = 0) -> "StateCache":
+        """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
+        made = StateCache(0)
+        made.layers = [layer.copied(row) for layer in self.layers]
+        if self.lengths is not None:
+            for layer in made.layers:
+                layer.seen = self.lengths[row]
+                for name in layer.token_states:
+                    assert layer._tensors is not None
+                    layer._tensors[name] = layer._tensors[name][:, : layer.seen].clone()
+        return made
+
+    def pool(self, rows: int, max_length: int | None = None) -> "StateCache":
+        """An empty cache of so many rows, for the model that this one is of and has been used by.
+
+        Its rows are sequences of different lengths: `put` fills one, a call of the model with a
+        token for every row steps all, and `copy` takes one out. What a row holds that nobody needs
+        does not matter, but it counts: `put(row, None)` empties it.
+        """
+        made = StateCache(0, max_length)
+        made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
+        made.lengths = [0] * rows
+        return made
+
+    def put(self, row: int, cache: "StateCache | None") -> None:
+        """Makes a row of a pool what a cache of one row is, or empty. No tensor moves, unless the
+        cache is longer than the pool has room for."""
+        if self.lengths is None:
+            raise ValueError("put: want a cache that StateCache.pool() made")
+        if cache is not None and cache.rows != 1:
+            raise ValueError(f"put: want a cache of one row, got {cache.rows}")
+        self.lengths[row] = 0 if cache is None else cache.get_seq_length()
+        self._count()
+        self.reserve(0)
+        others = [None] * len(self.layers) if cache is None else cache.layers
+        for layer, other in zip(self.layers, others):
+            layer.put(row, other)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.graphs.clear()

@@ -1,0 +1,144 @@
+"""A pool of sequences that come and go: the tokens of each are those of decoding it alone."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.models import PrefixCache, StateCache
+from slipstream.models.cache import CACHE
+from tests.support.language_models import model, tokens
+
+SLOTS, STEPS = 3, 200
+
+
+class Request:
+    """A prompt [1, T], what greedy decoding alone makes of it, and the tokens so far."""
+
+    def __init__(self, m, prompt: Tensor, count: int) -> None:
+        self.prompt, self.made = prompt, []
+        options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        whole = m.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        self.want = whole[0, prompt.shape[1] :].tolist()
+        self.cache: StateCache | None = None
+
+    @property
+    def done(self) -> bool:
+        return len(self.made) >= len(self.want)
+
+    @property
+    def ids(self) -> Tensor:
+        return torch.cat([self.prompt, torch.tensor([self.made], dtype=torch.long)], 1)
+
+
+def likeliest(logits: Tensor) -> int:
+    return int(logits[0, -1].argmax())
+
+
+@pytest.mark.parametrize("name", ["hybrid", "mamba2"])
+@torch.no_grad()
+def test_lifecycle_gives_tokens_of_sequential_decoding(name: str) -> None:
+    m, draw = model(name), random.Random(4)
+    prefixes = PrefixCache(m)
+    shared = tokens(1, 130, seed=7)
+    example = m(shared[:, :2], use_cache=True)[CACHE]
+    pool = example.pool(SLOTS, max_length=256)
+    at = [x.data_ptr() for layer in pool.layers for x in (layer.state or {}).values()]
+    slots: list[Request | None] = [None] * SLOTS
+    waiting: list[Request] = []
+    finished: list[Request] = []
+
+    def start(slot: int) -> None:
+        """A request that was preempted, or a new one: from a prefix, or in chunks of any size."""
+        request = waiting.pop() if waiting else None
+        if request is None:
+            own = tokens(1, draw.randint(1, 30), seed=draw.randrange(1 << 20))
+            kept = draw.choice((0, 64, 100, 130))
+            request = Request(m, torch.cat([shared[:, :kept], own], 1), draw.randint(2, 12))
+        if request.cache is None:
+            ids = request.ids
+            cache = prefixes.prefill(ids) if draw.random() < 0.7 else StateCache(len(pool.layers))
+            while cache.get_seq_length() < ids.shape[1]:
+                begin = cache.get_seq_length()
+                out = m(ids[:, begin : begin + draw.randint(1, 50)], cache=cache, use_cache=True)
+            request.made.append(likeliest(out.logits))
+            request.cache = cache
+        pool.put(slot, request.cache)
+        request.cache, slots[slot] = None, request
+
+    def verify(slot: int, request: Request) -> None:
+        """Some drafts, right ones and a wrong one, of which the wrong are forgotten."""
+        cache = pool.copy(slot)
+        cache.activate_past_recording()
+        done = len(request.made)
+        drafts = [*request.want[done : done + draw.randint(0, 2)], draw.randrange(97)]
+        out = m(torch.tensor([[request.made[-1], *drafts]]), cache=cache, use_cache=True)
+        found = out.logits[0].argmax(-1).tolist()
+        right = next(i for i in range(len(found)) if i == len(drafts) or drafts[i] != found[i])
+        request.made += found[: right + 1]
+        cache.crop(right - len(drafts))
+        pool.put(slot, cache)
+
+    for _ in range(STEPS):
+        slot = draw.randrange(SLOTS)
+        request = slots[slot]
+        what = draw.random()
+        if request is None:
+            start(slot)
+        elif what < 0.1:  # preempted: with its state, or to be run again from its tokens
+            request.cache = pool.copy(slot) if what < 0.05 else None
+            waiting.append(request)
+            slots[slot] = None
+            pool.put(slot, None)
+        elif what < 0.3:
+            verify(slot, request)
+        else:  # all slots step; an empty one is padding
+            last = [0 if r is None else r.made[-1] for r in slots]
+            logits = m(torch.tensor(last)[:, None], cache=pool, use_cache=True).logits
+            for r, row in zip(slots, logits):
+                if r is not None:
+                    r.made.append(likeliest(row[None]))
+        for i, r in enumerate(slots):
+            if r is not None and r.done:
+                finished.append(r)
+                slots[i] = None
+                pool.put(i, None)
+    assert len(finished) > 20
+    assert prefixes.reused > 64
+    for request in finished:
+        assert request.made[: len(request.want)] == request.want
+    assert at == [x.data_ptr() for layer in pool.layers for x in (layer.state or {}).values()]
+
+
+@torch.no_grad()
+def test_prefixes_are_reused_and_forgotten() -> None:
+    m, ids = model("hybrid"), tokens(1, 200)
+    prefixes = PrefixCache(m)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
+    want = m.generate(ids, **options)
+    for reused in (0, 192):
+        cache = prefixes.prefill(ids)
+        assert cache.get_seq_length() == 192
+        assert prefixes.reused == reused
+        assert torch.equal(m.generate(ids, **{CACHE: cache}, **options), want)
+    assert prefixes.prefill(ids[:, :64]).get_seq_length() == 0
+    assert len(prefixes.kept) == 3
+    prefixes.max_bytes = max(x.bytes() for x in prefixes.kept.values())
+    prefixes.prefill(ids)
+    assert len(prefixes.kept) == 1
+    with pytest.raises(ValueError, match="input_ids"):
+        prefixes.prefill(tokens(2, 70))
+    with pytest.raises(ValueError, match="multiple of 64"):
+        PrefixCache(m, every=100)
+
+
+@torch.no_grad()
+def test_pool_refuses_what_is_none() -> None:
+    m, ids = model("gla"), tokens(2, 5)
+    cache = m(ids, use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match="pool"):
+        cache.put(0, None)
+    with pytest.raises(ValueError, match="one row, got 2"):
+        cache.pool(3).put(0, cache)
