@@ -3,6 +3,7 @@
 Each has a constant CAPABILITIES, which op.py and workspace.py read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,11 +43,26 @@ class Exchange(Protocol):
     other ranks' tokens come to into the initial state or, backward, the final state's gradient
     (context.py)."""
 
-    def __call__(self, sums: Tensor, segments: Segments, transition: Tensor | None) -> None:
+    @property
+    def sends(self) -> bool:
+        """Whether other ranks are told of this rank's."""
+        raise NotImplementedError
+
+    @property
+    def receives(self) -> bool:
+        """Whether states here come from other ranks."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        sums: Tensor | None,
+        segments: Segments,
+        transition: Callable[[], Tensor | None],
+    ) -> None:
         """
         Args:
             sums: the states after sequences [N, HV, K, V], backward the gradients of those before
-                them, as far as this rank's tokens say.
+                them, as far as this rank's tokens say; None if it sends nothing.
             transition: M of each segment: [count, HV, K, K], or factors
                 [count, HV, K or 1, V or 1], None for 1.
         """
@@ -59,3 +75,30 @@ class Exchange(Protocol):
 
     def by_calls(self) -> None:
         """The same by one more call of the sequence that goes on."""
+
+
+def pass_states(
+    run: Callable[[Tensor, Tensor | None], None],
+    states: Tensor,
+    s_out: Tensor | None,
+    terms: LinearInputs,
+    segments: Segments,
+    transition: Callable[[], Tensor | None],
+    exchange: Exchange | None,
+) -> None:
+    """run(states, s_out), state passing, before or after the exchange: once on a rank that only
+    sends or only receives, else once for what is sent and once more."""
+    if exchange is None or not exchange.sends:
+        if exchange is not None:
+            exchange(None, segments, transition)
+        run(states, s_out)
+        return
+    if not exchange.receives:
+        sums = states.new_empty(terms.state_shape) if s_out is None else s_out
+        run(states, sums)
+        exchange(sums, segments, transition)
+        return
+    sums = states.new_empty(terms.state_shape)
+    run(states.clone(), sums)
+    exchange(sums, segments, transition)
+    run(states, s_out)

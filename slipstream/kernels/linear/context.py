@@ -13,6 +13,7 @@ through a whole rank. It is one number, one number a row or column, or a matrix 
 erase. The states exchanged are float32 (float64 for float64).
 """
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -178,13 +179,26 @@ class _Forward(_StateExchange):
         share = self.share
         return (share.tail_begin, share.local_offsets[-1]) if share.later else (0, 0)
 
-    def __call__(self, sums: Tensor, segments: Segments, transition: Tensor | None) -> None:
+    @property
+    def sends(self) -> bool:
+        return bool(self.share.later)
+
+    @property
+    def receives(self) -> bool:
+        return bool(self.share.earlier)
+
+    def __call__(
+        self,
+        sums: Tensor | None,
+        segments: Segments,
+        transition: Callable[[], Tensor | None],
+    ) -> None:
         if self.sent is not None:
             return
         M = None
         if self._sends_transition and self.share.passes_through:
-            M = self._of_tail(transition, segments)
-        self._send(sums[-self.width :] if self.share.later else None, M)
+            M = self._of_tail(transition(), segments)
+        self._send(None if sums is None else sums[-self.width :], M)
 
     def by_calls(self) -> None:
         if self.sent is not None:
@@ -208,6 +222,9 @@ class _Forward(_StateExchange):
     def finish(self) -> list[Tensor]:
         """M of every rank, if any sequence goes through a whole one."""
         assert self.sent is not None
+        if not self._sends_transition:
+            self.sent.wait()
+            return []
         return self._parts()[1]
 
     @property
@@ -281,9 +298,22 @@ class _Backward(_StateExchange):
     def piece(self) -> tuple[int, int]:
         return (0, self.share.head_end) if self.share.earlier else (0, 0)
 
-    def __call__(self, sums: Tensor, segments: Segments, transition: Tensor | None) -> None:
+    @property
+    def sends(self) -> bool:
+        return bool(self.share.earlier)
+
+    @property
+    def receives(self) -> bool:
+        return bool(self.share.later)
+
+    def __call__(
+        self,
+        sums: Tensor | None,
+        segments: Segments,
+        transition: Callable[[], Tensor | None],
+    ) -> None:
         if self.sent is None:
-            self._send(sums[: self.width] if self.share.earlier else None)
+            self._send(None if sums is None else sums[: self.width])
 
     def by_calls(self) -> None:
         if self.sent is not None:

@@ -126,7 +126,10 @@ def _run_across_ranks(
     context.expect_no_offsets(terms.cu_seqlens, options.impl)
     initial_state = terms.initial_state
     terms = terms._replace(initial_state=None, cu_seqlens=context.offsets_on(terms.q.device))
-    plan = _checked(terms, names, options, recurrent)
+    key = signature(terms, options.chunk_size, options.impl, recurrent)
+    if key is not None:
+        key = (*key, autocast_dtype(terms.q))
+    plan = _PLANS.get(key, lambda: _checked(terms, names, options, recurrent))
     if terms.max_head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
             f"context: heads of more than {MAX_HEAD_DIM} channels run on one rank, got "

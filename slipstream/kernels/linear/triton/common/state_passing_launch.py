@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.backend import Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.triton.common.state_passing import delta_state_passing_kernel
@@ -28,11 +28,11 @@ def state_passing(
 
     exchange: is told what all of them come to before it is known what s_in has from other ranks.
     """
-    if exchange is not None:
-        sums = states.new_empty(terms.state_shape)
-        _launch(terms, segments, states.clone(), M, s_in, sums, reverse)
-        exchange(sums, segments, M)
-    _launch(terms, segments, states, M, s_in, s_out, reverse)
+
+    def run(states: Tensor, s_out: Tensor | None) -> None:
+        _launch(terms, segments, states, M, s_in, s_out, reverse)
+
+    pass_states(run, states, s_out, terms, segments, lambda: M, exchange)
 
 
 def _launch(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -298,11 +298,14 @@ def _entry_states(
         chunks.r, chunks.w, chunks.x, None, s_out=states, total=total, reverse=chunks.reverse
     )
     TritonScalarDecay.launch_chunks(ends, terms, 1.0, segments)
-    if exchange is not None:
-        sums = torch.empty(terms.state_shape, **wide)
-        _state_passing(chunks._replace(s_out=sums), terms, segments, states.clone(), total)
-        exchange(sums, segments, None if total is None else total.exp2()[..., None, None])
-    _state_passing(chunks, terms, segments, states, total)
+
+    def run(states: Tensor, s_out: Tensor | None) -> None:
+        _state_passing(chunks._replace(s_out=s_out), terms, segments, states, total)
+
+    def transition() -> Tensor | None:
+        return None if total is None else total.exp2()[..., None, None]
+
+    pass_states(run, states, chunks.s_out, terms, segments, transition, exchange)
     return chunks._replace(s_in=states, scale_in=1.0)
 
 

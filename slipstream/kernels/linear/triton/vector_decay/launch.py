@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.backend import Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -129,11 +129,14 @@ def entry_states(
     r, w, x, rest = chunks[:4]
     transition = ChunkLaunch(r, w, x, rest, s_out=states, total=total, reverse=chunks.reverse)
     launch(transition, problem, intra)
-    if exchange is not None:
-        sums = torch.empty(terms.state_shape, **wide)
-        _state_passing(chunks._replace(s_out=sums), problem, states.clone(), total)
-        exchange(sums, segments, total[..., None] if terms.gv is None else total[..., None, :])
-    _state_passing(chunks, problem, states, total)
+
+    def run(states: Tensor, s_out: Tensor | None) -> None:
+        _state_passing(chunks._replace(s_out=s_out), problem, states, total)
+
+    def factors() -> Tensor:
+        return total[..., None] if terms.gv is None else total[..., None, :]
+
+    pass_states(run, states, chunks.s_out, terms, segments, factors, exchange)
     return chunks._replace(s_in=states, scale_in=1.0)
 
 
