@@ -1,5 +1,6 @@
 """flash_attn.ops.layer_norm: the norm alone, and behind dropout and a residual sum."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,10 +42,31 @@ def dropout_add_layer_norm(
 ) -> Any:
     """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm; and, with
     return_dropout_mask, which of x0 were kept."""
+    return dropout_add_norm(
+        layer_norm_fn, x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale,
+        prenorm, residual_in_fp32, return_dropout_mask,
+    )  # fmt: skip
+
+
+def dropout_add_norm(
+    norm: Callable[..., Any],
+    x0: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Tensor | None,
+    layerscale: Tensor | None,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    return_dropout_mask: bool,
+) -> Any:
+    """dropout_add_layer_norm by layer_norm_fn or rms_norm_fn."""
     checks.expect_not_negative("epsilon", epsilon)
     if layerscale is not None:
         checks.expect_shape("layerscale", layerscale, x0.shape[-1:])
-    results = layer_norm_fn(
+    results = norm(
         x0 if layerscale is None else x0 * layerscale,
         weight,
         bias,
@@ -65,6 +87,10 @@ def dropout_add_layer_norm(
 class DropoutAddLayerNorm(nn.Module):
     """dropout_add_layer_norm with a weight and a bias [hidden_size]."""
 
+    bias: nn.Parameter | None
+    _norm = staticmethod(dropout_add_layer_norm)
+    _has_bias = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -79,15 +105,17 @@ class DropoutAddLayerNorm(nn.Module):
         self.prenorm, self.p, self.eps = prenorm, p, eps
         self.residual_in_fp32 = residual_in_fp32
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        bias = torch.empty(hidden_size, device=device, dtype=dtype) if self._has_bias else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
-        return dropout_add_layer_norm(
+        return self._norm(
             x0,
             residual,
             self.weight,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common import checks
+from slipstream.compat.flash_attn.ops.layer_norm import DropoutAddLayerNorm, dropout_add_norm
 from slipstream.compat.flash_attn.ops.triton.layer_norm import rms_norm_fn
 from slipstream.compat.missing import missing_names
 
@@ -41,61 +42,17 @@ def dropout_add_rms_norm(
 ) -> Any:
     """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm; and, with
     return_dropout_mask, which of x0 were kept."""
-    checks.expect_not_negative("epsilon", epsilon)
-    if layerscale is not None:
-        checks.expect_shape("layerscale", layerscale, x0.shape[-1:])
-    results = rms_norm_fn(
-        x0 if layerscale is None else x0 * layerscale,
-        weight,
-        bias,
-        residual,
-        eps=epsilon,
-        dropout_p=dropout_p,
-        rowscale=rowscale,
-        prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32,
-        return_dropout_mask=return_dropout_mask,
-    )
-    if not return_dropout_mask:
-        return results
-    *results, mask, _ = results
-    return (*results, torch.ones_like(x0, dtype=torch.bool) if mask is None else mask)
+    return dropout_add_norm(
+        rms_norm_fn, x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale,
+        prenorm, residual_in_fp32, return_dropout_mask,
+    )  # fmt: skip
 
 
-class DropoutAddRMSNorm(nn.Module):
+class DropoutAddRMSNorm(DropoutAddLayerNorm):
     """dropout_add_rms_norm with a weight [hidden_size]."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        prenorm: bool = False,
-        p: float = 0.0,
-        eps: float = 1e-5,
-        residual_in_fp32: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        self.prenorm, self.p, self.eps = prenorm, p, eps
-        self.residual_in_fp32 = residual_in_fp32
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
-        return dropout_add_rms_norm(
-            x0,
-            residual,
-            self.weight,
-            None,
-            self.p if self.training else 0.0,
-            self.eps,
-            prenorm=self.prenorm,
-            residual_in_fp32=self.residual_in_fp32,
-        )
+    _norm = staticmethod(dropout_add_rms_norm)
+    _has_bias = False
 
 
 class RMSNorm(nn.Module):
