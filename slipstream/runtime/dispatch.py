@@ -34,13 +34,15 @@ _MAX_ENTRIES = 4096
 class Candidate:
     """name: what `impl` calls it. refuses: call -> reason, or None if it takes the call.
 
-    by_name_only: never chosen unless asked for.
+    by_name_only: never chosen unless asked for. elsewhere: of the first, for kernels of CUDA
+    devices, what is chosen on others, without asking: for calls that take some microseconds.
     """
 
     name: str
     why: str
     refuses: Callable[[Any], str | None] = lambda call: None
     by_name_only: bool = False
+    elsewhere: "Selection | None" = None
 
 
 class Selection(NamedTuple):
@@ -58,7 +60,7 @@ class Selection(NamedTuple):
     @property
     def tries(self) -> str:
         """What an operator is told: "triton|eager" is the first of them that works."""
-        return "|".join((self.impl, *self.rest))
+        return "|".join((self.impl, *self.rest)) if self.rest else self.impl
 
 
 class FallbackWarning(RuntimeWarning):
@@ -133,6 +135,9 @@ def choose(
         if reason := named.refuses(call):
             raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
         return Selection(impl, "asked for by name")
+    elsewhere = candidates[0].elsewhere
+    if elsewhere is not None and x is not None and not x.is_cuda:
+        return elsewhere
     first, rejected, rest = None, (), ()
     for candidate in candidates:
         if candidate.by_name_only:
@@ -168,9 +173,11 @@ def triton_or_eager(refuses: Callable[..., str | None]) -> tuple[Candidate, ...]
             return "the tensors are fake"
         return triton_unsupported(x, "the input") or refuses(*call)
 
+    plain = Candidate("eager", "plain torch, on any device")
+    elsewhere = Selection(plain.name, plain.why, (("triton", "it runs on CUDA devices"),))
     return (
-        Candidate("triton", "Triton kernels, on CUDA", unsupported_reason),
-        Candidate("eager", "plain torch, on any device"),
+        Candidate("triton", "Triton kernels, on CUDA", unsupported_reason, elsewhere=elsewhere),
+        plain,
         Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
     )
 
