@@ -26,8 +26,9 @@ from slipstream.ops.simple_gla import chunk_simple_gla
 class Sequences(threading.local):
     """The sequences packed in the rows that a model and one of its layers run on, int [B, T]."""
 
-    of_model: Tensor | None = None
-    of_layer: Tensor | None = None
+    def __init__(self) -> None:  # of every thread; an attribute that torch.compile's guards see set
+        self.of_model: Tensor | None = None
+        self.of_layer: Tensor | None = None
 
 
 running = Sequences()

@@ -132,8 +132,9 @@ def test_packed_sequences_stay_apart(name: str, told: str) -> None:
     assert difference(second, first) == ""
 
 
-@pytest.mark.parametrize("name", every(("BambaForCausalLM", "KimiLinearForCausalLM"), SAMPLE))
+@pytest.mark.parametrize("name", every(("BambaForCausalLM", "KimiLinearForCausalLM")))
 def test_compiled_as_eager(name: str) -> None:
+    torch.compiler.reset()  # or the models of earlier cases count as recompilations
     cls, config, weights, inputs, want = tiny(name)
     patch()
     model = torch.compile(build(cls, config, NAME, weights), backend="aot_eager")
