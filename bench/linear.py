@@ -97,6 +97,7 @@ CASES = [
     Case("chunk_comba", "A", A),
     Case("chunk_kda-narrow", "A", A),
     Case("chunk_gated_delta_product", "P", Shape(B=1, T=4096, H=32)),
+    Case("chunk_gdn2", "A", A),
     Case("chunk_iplr_delta_rule", "A", A),
     Case("chunk_rwkv7-narrow", "A", A),
     Case("chunk_dplr_delta_rule", "A", A),
