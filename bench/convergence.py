@@ -116,8 +116,10 @@ def compare(name: str, steps: int, report: Report) -> None:
     while done < steps and (done == 0 or report.wants(name)):
         for _ in range(every):
             ids = rows(train, ROWS, tokens, done)
-            for run in runs.values():
+            for who, run in runs.items():
                 run.step(ids)
+                if done == 0:  # compiles and tunes kernels, fla's for a minute or more
+                    print(f"{name}: first step of {who}, {run.recent():.4f}", flush=True)
             done += 1
         losses = {who: f"{run.recent():.4f}" for who, run in runs.items()}
         report.row("convergence", {"model": name, "step": done, "part": "train", **losses})
