@@ -40,6 +40,8 @@ class LayerState(CacheLayerMixin):
 
     def __init__(self, max_length: int | None = None) -> None:
         super().__init__()
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length: want 1 or more, or None, got {max_length}")
         self.max_length = max_length
         self.seen = 0  # columns of the batch so far, padding included
         self.token_states: tuple[str, ...] = ()

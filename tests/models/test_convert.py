@@ -215,6 +215,25 @@ def test_other_shapes_leave_nothing_behind(tmp_path: Path) -> None:
     assert sorted(x.name for x in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    saved(tmp_path / "ours", "gla")
+    (tmp_path / "theirs.partial").mkdir()
+    convert(tmp_path / "ours", tmp_path / "theirs", "gla")
+    assert (tmp_path / "theirs.partial").is_dir()
+    weights = tmp_path / "ours" / "model.safetensors"
+    whole = weights.read_bytes()
+    for end in (5, 100, len(whole) - 7):
+        weights.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"model.safetensors: no whole file of safetensors"):
+            convert(tmp_path / "ours", tmp_path / "again", "gla")
+    for file in ("missing.safetensors", "../theirs/model.safetensors"):
+        index = json.dumps({"weight_map": {"lm_head.weight": file}})
+        (tmp_path / "ours" / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match=r"index.json: names .*, which is not beside it"):
+            convert(tmp_path / "ours", tmp_path / "again", "gla")
+    assert not (tmp_path / "again").exists()
+
+
 def test_places_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"want a directory with a config.json"):
         convert(tmp_path / "nothing", tmp_path / "ours")

@@ -355,6 +355,12 @@ def test_chunked_prefill_gives_the_same_tokens(name: str) -> None:
     assert torch.equal(generate(m, ids, attention_mask=mask, prefill_chunk_size=6), want)
 
 
+@pytest.mark.parametrize("length", [0, -1])
+def test_cache_refuses_lengths(length: int) -> None:
+    with pytest.raises(ValueError, match=f"max_length: want 1 or more, or None, got {length}"):
+        StateCache(2, max_length=length)
+
+
 @torch.no_grad()
 def test_step_compiles() -> None:
     torch.compiler.reset()

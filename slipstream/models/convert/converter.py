@@ -1,6 +1,7 @@
 """convert: the checkpoint of one model as that of another."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
@@ -103,8 +104,7 @@ def convert(
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     names = {x for rule in rules for x in (rule.ours if theirs is not None else rule.theirs)}
     _expect_names(weights.names() - tied, names, family.dropped)
-    beside = target.with_name(target.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = target.with_name(f"{target.name}.partial-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
         changed = _changed(rules, weights, shapes, theirs is not None)

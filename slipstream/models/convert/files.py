@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,10 +35,12 @@ class Weights:
         self._files: dict[Path, Any] = {}
         if (directory / INDEX).is_file():
             index = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            for file in sorted(set(index.values())):
+                if Path(file).name != file or not (directory / file).is_file():
+                    raise ValueError(f"{directory / INDEX}: names {file}, which is not beside it")
             self._places = {name: directory / file for name, file in index.items()}
         elif (directory / ONE).is_file():
-            with safe_open(directory / ONE, "pt") as file:
-                self._places = dict.fromkeys(file.keys(), directory / ONE)
+            self._places = dict.fromkeys(self._open(directory / ONE).keys(), directory / ONE)
         else:
             raise FileNotFoundError(
                 f"{directory}: want {ONE} or {INDEX}; other formats of weights are not read"
@@ -57,9 +59,18 @@ class Weights:
     def __getitem__(self, name: str) -> Tensor:
         stored = self._stored[name]
         place = self._places[stored]
+        try:
+            return self._open(place).get_tensor(stored)
+        except SafetensorError as error:
+            raise ValueError(f"{place}: {stored}: {error}") from error
+
+    def _open(self, place: Path) -> Any:
         if place not in self._files:
-            self._files[place] = safe_open(place, "pt").__enter__()
-        return self._files[place].get_tensor(stored)
+            try:
+                self._files[place] = safe_open(place, "pt").__enter__()
+            except SafetensorError as error:
+                raise ValueError(f"{place}: no whole file of safetensors: {error}") from error
+        return self._files[place]
 
 
 def write(directory: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> int:
