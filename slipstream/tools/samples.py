@@ -247,7 +247,9 @@ class Sample:
     def __call__(self, args: Mapping[str, Any], **options: Any) -> Any:
         """What the function returns, its final states too."""
         final = {"output_final_state": True} if self.op in _RETURN_STATES else {}
-        copies = {name: args[name].clone().detach() for name in self.written.split()}
+        copies = {name: args[name].clone() for name in self.written.split()}
+        # to a trace each new tensor is one with gradients
+        copies |= {name: copies[name].detach() for name in self.fixed.split() if name in copies}
         return self.fn(**{**args, **copies}, **{**final, **self.options, **options})
 
     def call(self, args: Mapping[str, Any], impl: str | None = None) -> list[Tensor]:

@@ -6,6 +6,10 @@ from torch import Tensor
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 VOCAB = 211
 MODELS: dict[str, list] = {name: [name, name] for name in MIXERS}
 MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
