@@ -1,6 +1,7 @@
 """Operators under context parallelism, in processes on a CPU, beside the same in one process."""
 
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,6 +155,12 @@ def _meet(rank: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
 
 
+def _leave() -> None:
+    if sys.exc_info()[0] is None:
+        dist.barrier()  # else threads of gloo may free tensors while the interpreter ends: an abort
+    dist.destroy_process_group()
+
+
 def compare_all(rank: int, file: str, cases: list[tuple[str, Cut, str]], found: Any) -> None:
     """What a process does; what differs goes into the queue."""
     _meet(rank, file)
@@ -163,7 +170,7 @@ def compare_all(rank: int, file: str, cases: list[tuple[str, Cut, str]], found: 
             for line in compare(by_name[op], cut, gate):
                 found.put(line)
     finally:
-        dist.destroy_process_group()
+        _leave()
 
 
 def mixed_options(rank: int, file: str, found: Any) -> None:
@@ -190,7 +197,7 @@ def mixed_options(rank: int, file: str, found: Any) -> None:
         for line in compare(replace(x, options={"reverse": True}), cut, "mixed"):
             found.put(line)
     finally:
-        dist.destroy_process_group()
+        _leave()
 
 
 def deterministic(rank: int, file: str, found: Any) -> None:
@@ -208,7 +215,7 @@ def deterministic(rank: int, file: str, found: Any) -> None:
         for line in compare(turned, whole_segments, "mixed", 16):
             found.put(line)
     finally:
-        dist.destroy_process_group()
+        _leave()
 
 
 def attention_lse(rank: int, file: str, found: Any) -> None:
@@ -243,7 +250,7 @@ def attention_lse(rank: int, file: str, found: Any) -> None:
                 if not off < 1e-9:
                     found.put(f"{heads} heads, {cut.name}, rank {rank}: {i} is off by {off:.1e}")
     finally:
-        dist.destroy_process_group()
+        _leave()
 
 
 def cast_down(args: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +292,7 @@ def bytes_exchanged(rank: int, file: str, found: Any) -> None:
                 if rank == 0:
                     found.put((op.name, tuple(totals)))
     finally:
-        dist.destroy_process_group()
+        _leave()
 
 
 def compare_models(rank: int, file: str, mixers: list[Any], found: Any) -> None:
@@ -327,4 +334,4 @@ def compare_models(rank: int, file: str, mixers: list[Any], found: Any) -> None:
             model.gradient_checkpointing_disable()
             model.zero_grad()
     finally:
-        dist.destroy_process_group()
+        _leave()

@@ -21,7 +21,8 @@ def main() -> None:
             if usable and rank == 1 and step == 3:
                 raise guarded_launch.Unusable("planted_kernel: the compiler's process died")
         dist.all_reduce(torch.ones(1))
-    dist.destroy_process_group()  # else gloo's threads may end the process with an abort
+    dist.barrier()  # else threads of gloo may free tensors while the interpreter ends: an abort
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
