@@ -432,12 +432,20 @@ def _chooses_own_classes(model: type[PreTrainedModel], source: str) -> bool:
         if name in seen or name not in nodes or not isinstance(other, type):
             continue
         seen.add(name)
-        if issubclass(other, PreTrainedModel) and other.config_class is not model.config_class:
+        if _has_other_config(other, model):
             continue
         if OWN_CLASSES in ast.unparse(nodes[name]):
             return True
         todo += [x.id for x in ast.walk(nodes[name]) if isinstance(x, ast.Name)]
     return False
+
+
+def _has_other_config(inner: type, model: type[PreTrainedModel]) -> bool:
+    """Whether a class is a model with a configuration of its own, not that of a base of both."""
+    if not issubclass(inner, PreTrainedModel) or inner.config_class is model.config_class:
+        return False
+    bases = (x for x in inner.__mro__ if getattr(x, "config_class", None) is inner.config_class)
+    return not issubclass(model, list(bases)[-1])
 
 
 @cache
