@@ -172,7 +172,7 @@ def language_model(mixers: list[Any], sizes: dict[str, Any]) -> Any:
 
 
 def generates(model: Any, B: int, tokens: int, vocab_size: int) -> Call:
-    """Greedy generation of so many tokens for B prompts of 16."""
+    """Greedy generation of the given number of tokens for B prompts of 16 tokens."""
     ids = torch.randint(1, vocab_size, (B, 16), device=DEVICE)
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     mask = torch.ones_like(ids)

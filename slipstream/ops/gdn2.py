@@ -6,7 +6,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import delta_gate, l2_normalised
+from slipstream.ops._preprocess import channel_gate, l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -77,13 +77,13 @@ def chunk_gdn2(
 
     Cost: for chunks of C, about 2 T HV (4 K V + 2 C (K + V)) flops, and a tensor of the size of g;
     where HV > H also q and k for each value head; state HV K V floats.
-    Source: NVIDIA, "Gated DeltaNet-2", as cuDNN, Transformer Engine and fla have it (2026).
+    Source: the recurrence of fla-core 0.6.0, fla/ops/gdn2.
     """
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError(
             "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
         )
-    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
@@ -119,25 +119,13 @@ def fused_recurrent_gdn2(
 
     Arguments, result and errors as chunk_gdn2. Cost: 8 T HV K V flops, one after the other.
     """
-    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )
-
-
-def _gate(
-    g: Tensor,
-    is_raw: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-) -> Tensor:
-    checks.expect_rank("g", g, 4, "[B, T, HV, K]")
-    checks.expect_lower_bound(lower_bound)
-    return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g
 
 
 def _terms(

@@ -5,7 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import beta_sigmoid, delta_gate, l2_normalised
+from slipstream.ops._preprocess import beta_sigmoid, channel_gate, l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -85,7 +85,7 @@ def chunk_kda(
         )
     if use_qk_l2norm_in_kernel:
         q, k = l2_normalised(q=q, k=k)
-    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
         beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
@@ -127,7 +127,7 @@ def fused_recurrent_kda(
     checks.expect_tensor("beta", beta)
     if use_qk_l2norm_in_kernel:
         q, k = l2_normalised(q=q, k=k)
-    g = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
         beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
@@ -135,15 +135,3 @@ def fused_recurrent_kda(
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )
-
-
-def _gate(
-    g: Tensor,
-    is_raw: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-) -> Tensor:
-    checks.expect_rank("g", g, 4, "[B, T, HV, K]")
-    checks.expect_lower_bound(lower_bound)
-    return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g

@@ -259,7 +259,7 @@ class _Forward(_StateExchange):
         """Both in one message."""
         message = (self._blank() if E is None else E.to(self.terms.dtype)).flatten()
         if self._sends_transition:
-            if M is None:  # nobody combines it with anything
+            if M is None:  # no rank uses it
                 M = message.new_zeros(self._transition_shape)
             M = M.to(message.dtype).expand(self._transition_shape)
             message = torch.cat([message, M.flatten()])

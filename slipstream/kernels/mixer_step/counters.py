@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# so many pools, before those that are gone are forgotten
+# pools to keep counters for, before those of freed pools are dropped
 _MAX_POOLS = 256
 _of_pool: dict[tuple, tuple[StorageWeakRef, Tensor]] = {}
 

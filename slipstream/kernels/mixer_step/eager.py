@@ -56,7 +56,7 @@ def _taken(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _without_rejected(inputs: StepInputs, options: StepOptions, accepted: Tensor) -> StepInputs:
-    """The tokens in order: those accepted, then the new ones; what is behind them means nothing."""
+    """Tokens in order: those accepted, then the new ones; the rest is padding."""
     T, pending = inputs.q.shape[1], options.pending
     t = torch.arange(T, device=accepted.device)
     new = t >= accepted[:, None]  # [B, T]
@@ -95,7 +95,7 @@ def _scatter(
         return
     assert inputs.state_indices is not None
     cache_slots = inputs.state_indices.long().index_select(0, rows).clamp(min=0)
-    # nobody has a slot: slot 0 stays as it is
+    # every index is negative: slot 0 stays as it is
     new = torch.where(live.any(), new.index_select(0, rows).to(pool.dtype), pool[:1])
     pool.index_copy_(0, cache_slots, new)
 

@@ -43,7 +43,7 @@ def choose_segments(terms: LinearInputs) -> Segments | None:
 
 
 def segments_for_programs(terms: LinearInputs, programs: int, C: int) -> Segments | None:
-    """Of kernels of so many programs."""
+    """Segments for kernels that have this number of programs."""
     fits = can_pass_states(terms)
     tokens = delta_tokens(programs, terms.v.shape[1], C) if fits else None
     return split_into_segments(terms, tokens)
