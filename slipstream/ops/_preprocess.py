@@ -51,19 +51,6 @@ def delta_gate(
     return -rate * F.softplus(x)
 
 
-def channel_gate(
-    g: Tensor,
-    is_raw: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-) -> Tensor:
-    """Log decays of every channel, computed by delta_gate if they are raw."""
-    checks.expect_rank("g", g, 4, "[B, T, HV, K]")
-    checks.expect_lower_bound(lower_bound)
-    return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g
-
-
 def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     return v.new_ones(v.shape[:3]) if beta is None else beta

@@ -6,7 +6,8 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import channel_gate, l2_normalised
+from slipstream.ops._preprocess import l2_normalised
+from slipstream.ops.kda import channel_gate
 from slipstream.runtime.context_parallel import ContextParallel
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import beta_sigmoid, channel_gate, l2_normalised
+from slipstream.ops._preprocess import beta_sigmoid, delta_gate, l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -135,3 +135,16 @@ def fused_recurrent_kda(
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )
+
+
+def channel_gate(
+    g: Tensor,
+    is_raw: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Tensor:
+    """Log decays of every channel, computed by delta_gate if they are raw."""
+    checks.expect_rank("g", g, 4, "[B, T, HV, K]")
+    checks.expect_lower_bound(lower_bound)
+    return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g
