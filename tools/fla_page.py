@@ -95,8 +95,9 @@ others from being imported.
 {layers}
 
 Parameters have other names, and projections of one input are one matrix. With fla's weights in
-place the results are the same: of `KimiDeltaAttention` with `gate_bias=True`, of
-`MultiScaleRetention` with `norm_affine=True`. Comba's are not: fla normalises p.
+place the results are the same: of `KimiDeltaAttention` and `GatedDeltaNet2` with
+`gate_bias=True`, of `MultiScaleRetention` with `norm_affine=True`. Comba's are not: fla normalises
+p.
 
 ## What is different
 
@@ -126,6 +127,7 @@ LAYERS = {
     "delta_net": "DeltaNet",
     "gated_deltanet": "GatedDeltaNet",
     "gated_deltaproduct": "GatedDeltaProduct",
+    "gdn2": "GatedDeltaNet2",
     "gla": "GatedLinearAttention",
     "gsa": "GatedSlotAttention",
     "hgrn": "HGRNAttention",

@@ -7,6 +7,7 @@ from slipstream.layers.comba import Comba as Comba
 from slipstream.layers.delta_net import DeltaNet as DeltaNet
 from slipstream.layers.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from slipstream.layers.gated_deltaproduct import GatedDeltaProduct as GatedDeltaProduct
+from slipstream.layers.gdn2 import GatedDeltaNet2 as GatedDeltaNet2
 from slipstream.layers.gla import GatedLinearAttention as GatedLinearAttention
 from slipstream.layers.gsa import GatedSlotAttention as GatedSlotAttention
 from slipstream.layers.hgrn import HGRN as HGRN

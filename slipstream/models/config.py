@@ -20,6 +20,7 @@ MIXERS = {
     "gla": "GatedLinearAttention",
     "gated_deltanet": "GatedDeltaNet",
     "kda": "KimiDeltaAttention",
+    "gdn2": "GatedDeltaNet2",
     "rwkv7": "RWKV7",
     "mamba2": "Mamba2",
     "delta_net": "DeltaNet",

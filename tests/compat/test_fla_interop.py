@@ -402,6 +402,16 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Callable[[Any]
         {"num_heads": 4, "head_dim": 16, "gate_bias": True, "lower_bound": -4.0,
          "allow_neg_eigval": True}, _kda,
     ),
+    "gdn2": (
+        "GatedDeltaNet2",
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "allow_neg_eigval": True},
+        "GatedDeltaNet2",
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "gate_bias": True,
+         "allow_neg_eigval": True},
+        lambda p: {n: x for n, x in _kda(p).items() if n != "b_proj.weight"} | {
+            "bw_proj.weight": torch.cat([p["b_proj_weight"], p["w_proj_weight"]])
+        },
+    ),
     "retention": (
         "MultiScaleRetention", {"num_heads": 4, "expand_k": 1.0, "expand_v": 2.0},
         "MultiScaleRetention", {"num_heads": 4, "norm_affine": True},

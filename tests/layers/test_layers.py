@@ -48,6 +48,8 @@ LAYERS: dict[str, dict[str, Any]] = {
         "allow_neg_eigval": True,
         "lower_bound": -3.0,
     },
+    "GatedDeltaNet2": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5, "gate_bias": True},
+    "GatedDeltaNet2-unconvolved": {"conv_size": None, "allow_neg_eigval": True},
     "RWKV7": {},
     "RWKV7-later": {"layer_idx": 1, "num_layers": 3},
     "Mamba2": {"state_size": 7, "n_groups": 2},

@@ -126,6 +126,27 @@ def test_kimi_delta_attention_with_a_bound() -> None:
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
 
 
+def test_gated_deltanet_2() -> None:
+    HV, K, V = 8, 6, 5
+    options = {"num_v_heads": HV, "conv_bias": True, "gate_bias": True, "allow_neg_eigval": True}
+    layer = randomised(layers.GatedDeltaNet2(D, H, K, V, **options))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
+    q, k, v = grouped(unit(heads(q)), HV), grouped(unit(heads(k)), HV), heads(v, HV)
+    f = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias)
+    alpha = grouped(torch.exp(-layer.A_log.exp()[:, None] * F.softplus(f)), HV)
+    b, w = layer.bw_proj(x).sigmoid().split([24, 40], -1)
+    erase, write = grouped(2 * heads(b), HV), heads(w, HV)
+
+    def step(t: int, S: Tensor) -> Tensor:
+        S = alpha[:, t, ..., None] * S
+        return S + outer(k[:, t], write[:, t] * v[:, t] - read(S, erase[:, t] * k[:, t]))
+
+    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5)
+    o = o * heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
+
+
 @pytest.mark.parametrize("affine", [False, True])
 def test_retention_norm(affine: bool) -> None:
     layer = randomised(layers.MultiScaleRetention(D, H, rotary_base=None, norm_affine=affine))

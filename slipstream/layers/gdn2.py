@@ -1,0 +1,154 @@
+"""Gated DeltaNet-2: the gated delta rule with an erase and a write by channel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    NormalLinear,
+    ShortConvolution,
+    State,
+    convolved,
+    expect_divisor,
+    new_state,
+    past,
+    reset_decay,
+)
+from slipstream.nn import decoding
+from slipstream.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
+from slipstream.ops.norm import rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+class GatedDeltaNet2(Mixer):
+    """The delta rule whose decay, erase and write are gates of channels, behind convolutions.
+
+        q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
+        g = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias)
+        b = sigmoid(x W_b);  w = sigmoid(x W_w)
+        y = (rms_norm_per_head(gdn2(q, k, v, g, b, w)) * sigmoid(x W_g1 W_g2)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H, heads of queries, keys, g and b.
+        head_dim: K; None is D / H.
+        head_v_dim: V; None is K.
+        conv_size: taps of the convolution; None leaves it out, and silu stays.
+        norm_eps: of the norm, whose weight [V] the heads share.
+        num_v_heads: HV, heads of values and w, a multiple of H; None is H.
+        conv_bias: whether the convolution has a bias.
+        gate_bias: whether W_g2 has one, as fla's has.
+        allow_neg_eigval: b in (0, 2).
+        gate_low_rank_dim: rank of g and of the output's gate; None is V.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
+    Source: the layer of flash-linear-attention 0.6.0, fla/layers/gdn2.py.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = 4,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+        *,
+        num_v_heads: int | None = None,
+        conv_bias: bool = False,
+        gate_bias: bool = False,
+        allow_neg_eigval: bool = False,
+        gate_low_rank_dim: int | None = None,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.num_v_heads = num_v_heads or num_heads
+        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
+        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        rank, channels = gate_low_rank_dim or self.head_v_dim, 2 * self.keys + self.values
+        self.qkv_proj = NormalLinear(hidden_size, channels)
+        self.f_down = NormalLinear(hidden_size, rank)
+        self.f_up = NormalLinear(rank, self.keys)
+        self.bw_proj = NormalLinear(hidden_size, self.keys + self.values)
+        self.g_down = NormalLinear(hidden_size, rank)
+        self.g_up = NormalLinear(rank, self.values, bias=gate_bias)
+        self.o_proj = NormalLinear(self.values, hidden_size)
+        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.keys))
+        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.norm_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+        q, k, v = self._heads(qkv)
+        g, b, w = self._gates(x)
+        gdn2 = fused_recurrent_gdn2 if self.recurrent(x, context) else chunk_gdn2
+        o, recurrent = gdn2(
+            q, k, v, self._of_values(g), self._of_values(b), w,
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )  # fmt: skip
+        gate = self.g_up(self.g_down(x)).view_as(o)
+        o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
+        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
+        q, k, v = self._heads(qkv)
+        g, b, w = self._gates(x)
+        q, k = decoding.unit(q), decoding.unit(k)
+        o = decoding.recurrence(
+            q, k, w * v, state["recurrent"],
+            g=self._of_values(g), a=(g.exp() * b * k).to(k.dtype), b=-k,
+        )  # fmt: skip
+        gate = self.g_up(self.g_down(x)).view_as(o)
+        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
+        return self.o_proj(o.flatten(-2))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
+        q, k = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k))
+        return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """g, b [B, T, H, K] and w [B, T, HV, V]"""
+        f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_heads, self.head_dim))
+        b, w = self.bw_proj(x).sigmoid().split([self.keys, self.values], dim=-1)
+        b = b.unflatten(-1, (self.num_heads, self.head_dim))
+        w = w.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        g = decoding.decay_gate(f, self.A_log, self.dt_bias)
+        return g, 2 * b if self.allow_neg_eigval else b, w
+
+    def _of_values(self, x: Tensor) -> Tensor:
+        """x [B, T, H, K] for each head of values."""
+        group = self.num_v_heads // self.num_heads
+        return x if group == 1 else x.repeat_interleave(group, dim=2)
