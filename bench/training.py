@@ -8,8 +8,8 @@
 Four layers, hidden size 2048 (Llama: as that of 8B parameters), bf16 weights, 8192 tokens. ms: of
 the device, providers in turns; host_ms: until the step returns; peak_gib: beyond the weights.
 packed: four sequences in a row, by position ids. checkpointed: 8 sequences of 4096 tokens, hidden
-size 1024, 8 heads, beside the same model that keeps its activations. RetNet: a hidden size of 1024
-as 4 heads, whose values have 512 channels, and as 8.
+size 1024, 8 heads, beside the same model that keeps its activations. RetNet: the same sizes with
+4 heads, whose values have 512 channels, beside 8.
 """
 
 import copy
@@ -63,7 +63,7 @@ def steps(name: str, report: Report) -> dict[str, Call]:
     """By provider."""
     small = report.options.small
     tokens = 64 if small else TOKENS
-    shape = (8, tokens // 2) if name in CHECKPOINTED else (1, tokens)
+    shape = (8, tokens // 2) if name in ("RetNet", *CHECKPOINTED) else (1, tokens)
     ids = torch.randint(1, 64 if small else 32000, shape, device=DEVICE)
     dtype = BF16 if DEVICE.type == "cuda" else torch.float32
     if name in CHECKPOINTED:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.runtime.dispatch import FALLBACK
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +28,12 @@ def generate(m: SlipstreamForCausalLM, ids: Tensor, **options) -> Tensor:
     return m.generate(input_ids=ids, **{**given, "do_sample": False, **options})
 
 
+@pytest.mark.filterwarnings("ignore::slipstream.runtime.dispatch.FallbackWarning")
 @pytest.mark.parametrize("name", MODELS)
-def test_generate_by_graphs_gives_the_same_tokens(name: str) -> None:
+def test_generate_by_graphs_gives_the_same_tokens(name: str, monkeypatch) -> None:
+    if name == "mla":
+        # its keys have more than 128 channels, and float32 tiles of those fit no kernel
+        monkeypatch.setenv(FALLBACK, "warn")
     m, ids = model(name, torch.float32), torch.randint(1, VOCAB, (3, 9), device="cuda")
     mask = torch.ones_like(ids)
     ids[0, :4], mask[0, :4] = 0, 0
