@@ -181,13 +181,21 @@ def _verify(
 
 def run_isolated(run: Callable[[], T], device: torch.device) -> T:
     """run() in a thread of its own, where none of the caller's modes reach: it may be below
-    autograd, in inference mode, under autocast. Random numbers go on as if it had not been."""
+    autograd, in inference mode, under autocast. Random numbers go on as if it had not been.
+
+    The caller may be autograd's one thread of the device, which waits here for what run() computes:
+    gradients are computed in the new thread itself, or nobody would.
+    """
     done: list[Any] = []
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def work() -> None:
         try:
-            with torch.cuda.stream(stream), torch.enable_grad():
+            with (
+                torch.cuda.stream(stream),
+                torch.enable_grad(),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 done.append((run(), None))
         except Exception as error:
             done.append((None, error))

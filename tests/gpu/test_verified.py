@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.runtime.guarded_launch import run_isolated
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 CALLS = """
@@ -58,3 +60,29 @@ def test_only_what_is_unverified_is_watched(verified: bool, words: str, tmp_path
     )
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == words
+
+
+class _WithProbe(torch.autograd.Function):
+    """Whose backward computes gradients as a probe does."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor) -> torch.Tensor:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+
+        def run() -> torch.Tensor:
+            return torch.autograd.grad(x.square(), x, dy)[0]
+
+        return run_isolated(run, dy.device)
+
+
+@pytest.mark.timeout(60)
+def test_gradients_of_a_probe_within_a_backward() -> None:
+    """Autograd has one thread a device, which waits for the probe here."""
+    x = torch.randn(5, device="cuda", requires_grad=True)
+    _WithProbe.apply(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())

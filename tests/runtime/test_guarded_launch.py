@@ -464,3 +464,16 @@ def test_unwritable_cache_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: (_ for _ in ()).throw(OSError()))
     compiler_state.select_cache()  # never raises
+
+
+def test_gradients_of_a_probe_need_no_other_thread() -> None:
+    """Autograd's one thread of a GPU may be the one that waits for the probe."""
+
+    def run() -> tuple[bool, torch.Tensor]:
+        x = torch.ones(3, requires_grad=True)
+        return torch._C._is_multithreading_enabled(), torch.autograd.grad(x.exp().sum(), x)[0]
+
+    within, grad = guarded_launch.run_isolated(run, CPU)
+    assert not within
+    assert torch._C._is_multithreading_enabled()
+    torch.testing.assert_close(grad, torch.ones(3).exp())
