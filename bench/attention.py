@@ -3,6 +3,7 @@
     python bench/attention.py            shapes beside cuDNN and flash, packed lengths, caches
     python bench/attention.py --only ' causal'        of shapes: "4,4096,16,128 causal"
     python bench/attention.py --only packed|cache|latent
+    python bench/attention.py --errors   of outputs and gradients, against float64
     python bench/attention.py --tiles    the sm_90 kernels' tiles that may replace those in use
 
 Shapes are B,T,H,D; TFLOP/s of the products, a causal mask counted as half of them, backward as 2.5
@@ -25,6 +26,7 @@ from harness import (
     copy_bytes_per_ms,
     error,
     first,
+    float64_errors,
     graph_ms,
     in_turns,
     parser,
@@ -91,10 +93,13 @@ def speeds(
     return {way: work[way] * flops[way.split()[0]] / ms / 1e9 for way, ms in times.items()}
 
 
-def shape_row(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> dict[str, object]:
-    row: dict[str, object] = {"shape": f"{B},{T},{H},{D}", "causal": causal}
-    shape = report.shape(Shape(B=B, T=T, H=H, K=D, V=D))
-    args = chosen(["attention"])[0].inputs(shape, DEVICE)
+def name_of(B: int, T: int, H: int, D: int, causal: bool) -> str:
+    return f"{B},{T},{H},{D} {'causal' if causal else 'full'}"
+
+
+def able(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> dict[str, Provider]:
+    """The providers that take a shape."""
+    args = chosen(["attention"])[0].inputs(report.shape(Shape(B=B, T=T, H=H, K=D, V=D)), DEVICE)
     named = {}
     for name, fn in providers(causal).items():
         provider = Provider(fn, args)
@@ -104,6 +109,23 @@ def shape_row(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> d
             print(f"{name}: {str(e)[:150]}")
             continue
         named[name] = provider
+    return named
+
+
+def error_rows(
+    B: int, T: int, H: int, D: int, causal: bool, report: Report
+) -> Iterator[Mapping[str, object]]:
+    """Of the first head of the first sequence."""
+    exact = sdpa(causal, SDPBackend.MATH)
+    for who, provider in able(B, T, H, D, causal, report).items():
+        off = float64_errors(provider, exact, lambda x: x[:1, :, :1])
+        yield {"work": f"attention {name_of(B, T, H, D, causal)}", "who": who, **off}
+
+
+def shape_row(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> dict[str, object]:
+    row: dict[str, object] = {"shape": f"{B},{T},{H},{D}", "causal": causal}
+    shape = report.shape(Shape(B=B, T=T, H=H, K=D, V=D))
+    named = able(B, T, H, D, causal, report)
     flops = 4 * shape.B * shape.H * shape.T**2 * shape.K / (2 if causal else 1)
     found = speeds(named, dict.fromkeys(named, flops), report)
     row |= {name: round(x) for name, x in found.items()}
@@ -211,6 +233,7 @@ def tiles_rows(D: int, report: Report) -> Iterator[Mapping[str, object]]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--tiles", action="store_true", help="other tiles of the sm_90 kernels")
+    options.add_argument("--errors", action="store_true", help="against float64, no times")
     given = options.parse_args(argv)
     report = Report(given)
     if given.tiles:
@@ -220,10 +243,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for row in tiles_rows(D, report):
                     report.row("attention_tiles", row)
         return
+    if given.errors:
+        for size in SHAPES:
+            name = name_of(*size)
+            if report.wants(name):
+                with report.going_on(name):
+                    for row in error_rows(*size, report=report):
+                        report.row("errors", row)
+        report.end()
+        return
     work: list[tuple[str, str, Callable[..., Mapping[str, object]]]] = []
     for size in SHAPES:
-        name = ",".join(map(str, size[:4])) + (" causal" if size[4] else " full")
-        work.append((name, "attention_rows", partial(shape_row, *size)))
+        work.append((name_of(*size), "attention_rows", partial(shape_row, *size)))
     work += [(f"packed {D}", "attention_packed", partial(packed_row, D)) for D in (64, 128)]
     work += [(f"cache {x}", "attention_decode_gpu", partial(cache_row, *x)) for x in CACHES]
     work += [(f"latent {x}", "attention_latent", partial(latent_row, *x)) for x in LATENT]

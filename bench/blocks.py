@@ -3,6 +3,7 @@
     python bench/blocks.py               beside torch, Liger and fla, as far as they are installed
     python bench/blocks.py --compile     under torch.compile: our kernel in the graph, and the code
                                          that Inductor makes of plain torch
+    python bench/blocks.py --errors      against plain torch in float64, where it has the function
     python bench/blocks.py --tiles       other tiles than those of the tables, numbers checked
 
 bf16. fwd_ms, bwd_ms, both_ms: of the device, all providers in turns; TB/s of what must move at
@@ -25,6 +26,7 @@ from harness import (
     Report,
     error,
     first,
+    float64_errors,
     in_turns,
     parser,
     peak_bytes,
@@ -206,7 +208,7 @@ def peers(names: Sequence[str]) -> dict[str, dict[str, Callable]]:
     return found
 
 
-def named(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+def by_name(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     """fn, which takes its arguments by position, called by name."""
     return lambda **args: fn(*(args[n] for n in names))
 
@@ -221,7 +223,7 @@ def providers(work: Work, known: Mapping[str, Mapping[str, Callable]], report: R
     found = {"ours": Provider(partial(work.sample.fn, **work.sample.options), args, fixed)}
     for who, kinds in known.items():
         if work.kind in kinds:
-            found[who] = Provider(named(kinds[work.kind], names), args, fixed)
+            found[who] = Provider(by_name(kinds[work.kind], names), args, fixed)
     return found
 
 
@@ -259,6 +261,25 @@ def beside_peers(
             speed = units * moved / ms / 1e9
             rows[who] |= {f"{way}_ms": f"{ms:.4f}", f"{way}_tbs": f"{speed:.2f}"}
     return list(rows.values())
+
+
+def error_rows(
+    work: Work, known: Mapping[str, Mapping[str, Callable]], report: Report
+) -> Iterator[Mapping[str, object]]:
+    """A row for each who can do the work; none where plain torch cannot."""
+    exact = of_torch().get(work.kind)
+    if exact is None:
+        return
+    for who, provider in providers(work, known, report).items():
+        function = by_name(exact, list(provider.args))
+        try:
+            off = float64_errors(provider, function)
+        except Exception as e:
+            if who == "ours":
+                raise
+            print(f"{work.name} {who}: {type(e).__name__}: {str(e)[:150]}")
+            continue
+        yield {"work": work.name, "who": who, **off}
 
 
 def under_compile(work: Work, report: Report) -> dict[str, object]:
@@ -370,6 +391,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--peers", nargs="*", default=["torch", "liger", "fla"])
     options.add_argument("--compile", action="store_true", help="under torch.compile")
     options.add_argument("--tiles", action="store_true", help="other tiles than the tables'")
+    options.add_argument("--errors", action="store_true", help="against float64, no times")
     given = options.parse_args(argv)
     report = Report(given)
     if given.tiles:
@@ -387,8 +409,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if given.compile:
                     report.row("blocks_compiled", under_compile(work, report))
                     continue
-                for row in beside_peers(work, known, report):
-                    report.row("blocks_gpu", row)
+                rows = error_rows if given.errors else beside_peers
+                for row in rows(work, known, report):
+                    report.row("errors" if given.errors else "blocks_gpu", row)
     report.end()
 
 

@@ -331,12 +331,41 @@ class Provider:
         return forward / copy_bytes_per_ms(), both / copy_bytes_per_ms()
 
 
+def float64_errors(
+    provider: Provider,
+    exact: Callable[..., Any],
+    part: Callable[[Tensor], Tensor] = lambda x: x,
+) -> dict[str, object]:
+    """Errors of the output and the largest of a gradient against `exact`, the same function, in
+    float64 on the same rounded inputs.
+
+    part: what of each tensor is compared, where the rest of the work does not depend on it.
+    """
+    wide = {
+        n: part(x).double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for n, x in provider.args.items()
+    }
+    fixed = " ".join(n for n in wide if n not in provider.live)
+    # some packages overwrite their inputs
+    copies = {n: x.clone() if isinstance(x, Tensor) else x for n, x in provider.args.items()}
+    own = Provider(provider.fn, copies, fixed)
+    got = own.outputs()[0]
+    grads = own.back(got)
+    truth = Provider(exact, wide, fixed)
+    truth.dout = None if own.dout is None else part(own.dout).double()
+    want = truth.outputs()[0]
+    pairs = zip(grads, truth.back(want), strict=True)
+    worst = max(error(part(x), y) for x, y in pairs if x is not None and y is not None)
+    return {"out error": f"{error(part(got), want):.1e}", "grad error": f"{worst:.1e}"}
+
+
 def sdpa(causal: bool, backend: SDPBackend) -> Callable[..., Tensor]:
     """torch's attention of [B, T, H, D] by one of its kernels; on a CPU by plain torch."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(backend if q.is_cuda else SDPBackend.MATH):
+        exact = q.dtype == torch.float64
+        with sdpa_kernel(SDPBackend.MATH if exact or not q.is_cuda else backend):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return o.transpose(1, 2)
 
