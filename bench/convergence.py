@@ -1,40 +1,55 @@
 """Losses of our models beside fla's, from the same initialisation on the same data.
 
-    python bench/convergence.py                        gated_deltanet, then kda
+    python bench/convergence.py                        every model
     python bench/convergence.py --only kda --steps 500
 
-Models of 0.1 B (12 layers, hidden size 768, 6 heads of 128), the bytes of Python's own library, 8
-rows of 512, AdamW on float32 weights under bf16 autocast. fla's model is made by its own class and
-trained by its own kernels; ours begins with its weights, by slipstream.models.convert. A second
-model of fla's begins with another seed. All three take turns step by step, so that they have come
-equally far when the time is over.
+gated_deltanet and kda are models of 0.1 B (12 layers, hidden size 768, 6 heads of 128). fla's model
+is made by its own class and trained by its own kernels; ours begins with its weights, by
+slipstream.models.convert. qwen3_next is transformers' model of that size without experts: "fla" is
+as it is, with fla's kernels, and ours the same one patched (integrations.transformers). A third run
+of each, other_seed, is fla's from another seed.
 
-ours, fla, other_seed: means over the last 50 steps, nats a byte; held-out ones at the end. The gap
-of ours to fla should be no larger than that of the other seed.
+The bytes of Python's own library, 8 rows of 512, AdamW on float32 weights under bf16 autocast. Each
+run is a process, so that compilers and the hosts' parts of the steps go on side by side; of fla's
+tiles one is taken as it is, for trying all of them takes minutes and changes no result but its
+rounding.
+
+loss: of train the mean over the last 50 steps, nats a byte; of held-out over 64 rows. The gap of
+ours to fla should be no larger than that of the other seed, at the last step that all reached.
 """
 
-import os
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import DEVICE, Report, parser
+from processes import Child, side_by_side, take_first_tiles, tell
 from torch import Tensor
 
-from slipstream.models import SlipstreamForCausalLM
-from slipstream.models.convert import convert
-
-MODELS = {"gated_deltanet": "GatedDeltaNet", "kda": "KDA"}
-ROWS, TOKENS, EVERY, HELD_OUT_ROWS = 8, 512, 50, 64
+MODELS = {"gated_deltanet": "GatedDeltaNet", "kda": "KDA", "qwen3_next": "Qwen3Next"}
+RUNS = ("ours", "fla", "other_seed")
+ROWS, TOKENS, EVERY, HELD_OUT_EVERY, HELD_OUT_ROWS = 8, 512, 50, 250, 64
 LEARNING_RATE, WARM_UP = 6e-4, 100
 SIZES: dict[str, Any] = {
-    "hidden_size": 768, "num_hidden_layers": 12, "num_heads": 6, "head_dim": 128, "expand_v": 1,
-    "intermediate_size": 2048, "vocab_size": 256, "tie_word_embeddings": True,
+    "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "vocab_size": 256,
+    "tie_word_embeddings": True,
 }  # fmt: skip
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16}
-SMALL |= {"intermediate_size": 48}
+OF_FLA: dict[str, Any] = {"num_heads": 6, "head_dim": 128, "expand_v": 1}
+QWEN3_NEXT: dict[str, Any] = {
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128,
+    "linear_num_key_heads": 6, "linear_num_value_heads": 6, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "num_experts": 0,
+}  # fmt: skip
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
+SMALL_OF_FLA = {"num_heads": 2, "head_dim": 16}
+SMALL_QWEN3_NEXT = {
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
 
 
 def text(small: bool) -> tuple[Tensor, Tensor]:
@@ -53,12 +68,33 @@ def rows(data: Tensor, count: int, tokens: int, seed: int) -> Tensor:
     return data[begins + torch.arange(tokens)].long().to(DEVICE)
 
 
-def of_fla(name: str, seed: int, small: bool) -> Any:
+def model_of(name: str, run: str, small: bool) -> Any:
+    torch.manual_seed(int(run == "other_seed"))
+    if name == "qwen3_next":
+        if run == "ours":
+            from slipstream.integrations.transformers import patch
+
+            patch()
+        import transformers
+
+        sizes = {**SIZES, **QWEN3_NEXT, **(SMALL | SMALL_QWEN3_NEXT if small else {})}
+        config = transformers.Qwen3NextConfig(**sizes)
+        config._attn_implementation = "slipstream" if run == "ours" else "sdpa"
+        return transformers.Qwen3NextForCausalLM(config)
     import fla.models
 
-    torch.manual_seed(seed)
-    config = getattr(fla.models, f"{MODELS[name]}Config")(**SIZES | (SMALL if small else {}))
-    return getattr(fla.models, f"{MODELS[name]}ForCausalLM")(config)
+    from slipstream.models import SlipstreamForCausalLM
+    from slipstream.models.convert import convert
+
+    sizes = {**SIZES, **OF_FLA, **(SMALL | SMALL_OF_FLA if small else {})}
+    config = getattr(fla.models, f"{MODELS[name]}Config")(**sizes)
+    model = getattr(fla.models, f"{MODELS[name]}ForCausalLM")(config)
+    if run != "ours":
+        return model
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(f"{folder}/fla")
+        convert(f"{folder}/fla", f"{folder}/ours")
+        return SlipstreamForCausalLM.from_pretrained(f"{folder}/ours")
 
 
 class Run:
@@ -100,48 +136,74 @@ class Run:
             return torch.stack([self.loss(x) for x in ids.split(ROWS)]).mean().item()
 
 
-def compare(name: str, steps: int, report: Report) -> None:
+def child(name: str, run: str, steps: int, report: Report) -> None:
     small = report.options.small
-    tokens = 64 if small else TOKENS
+    tokens, every = 64 if small else TOKENS, min(EVERY, steps)
+    if DEVICE.type == "cuda":
+        take_first_tiles()
     train, held = text(small)
-    begun = of_fla(name, 0, small)
-    with tempfile.TemporaryDirectory() as folder:
-        begun.save_pretrained(f"{folder}/fla")
-        convert(f"{folder}/fla", f"{folder}/ours")
-        ours = SlipstreamForCausalLM.from_pretrained(f"{folder}/ours")
-    runs = {"ours": ours, "fla": begun, "other_seed": of_fla(name, 1, small)}
-    runs = {who: Run(model, steps) for who, model in runs.items()}
-    every = min(EVERY, steps)
+    training = Run(model_of(name, run, small), steps)
+    unseen = rows(held, ROWS if small else HELD_OUT_ROWS, tokens, 0)
     done = 0
     while done < steps and (done == 0 or report.wants(name)):
         for _ in range(every):
-            ids = rows(train, ROWS, tokens, done)
-            for who, run in runs.items():
-                run.step(ids)
-                if done == 0:  # compiles and tunes kernels, fla's for a minute or more
-                    print(f"{name}: first step of {who}, {run.recent():.4f}", flush=True)
+            training.step(rows(train, ROWS, tokens, done))
+            if done == 0:  # which compiles
+                tell(model=name, run=run, step=1, part="first", loss=f"{training.recent():.4f}")
             done += 1
-        losses = {who: f"{run.recent():.4f}" for who, run in runs.items()}
-        report.row("convergence", {"model": name, "step": done, "part": "train", **losses})
-    ids = rows(held, ROWS if small else HELD_OUT_ROWS, tokens, 0)
-    losses = {who: run.held_out(ids) for who, run in runs.items()}
-    cells = {who: f"{loss:.4f}" for who, loss in losses.items()}
-    report.row("convergence", {"model": name, "step": done, "part": "held-out", **cells})
-    gap, between = (abs(losses[who] - losses["fla"]) for who in ("ours", "other_seed"))
-    print(f"{name}: {gap:.4f} between ours and fla, {between:.4f} between fla's two seeds")
+        tell(model=name, run=run, step=done, part="train", loss=f"{training.recent():.4f}")
+        if done % HELD_OUT_EVERY == 0 or done == steps:
+            loss = training.held_out(unseen)
+            tell(model=name, run=run, step=done, part="held-out", loss=f"{loss:.4f}")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def gaps(name: str, found: dict[tuple[str, str, int], float]) -> None:
+    """At the last step that all runs reached."""
+    for part in ("train", "held-out"):
+        reached = [{step for run, p, step in found if (run, p) == (who, part)} for who in RUNS]
+        common = set.intersection(*reached)
+        if not common:
+            continue
+        ours, fla, other = (found[who, part, max(common)] for who in RUNS)
+        print(
+            f"{name}, {part} at step {max(common)}: {abs(ours - fla):.4f} between ours and fla, "
+            f"{abs(other - fla):.4f} between fla's two seeds",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=1000)
-    report = Report(options.parse_args(arguments))
-    steps = 4 if report.options.small else report.options.steps
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    limit = report.options.seconds
-    wanted = [name for name in MODELS if report.options.only.search(name)]
-    for i, name in enumerate(wanted):
-        report.options.seconds = limit * (i + 1) / len(wanted)
-        compare(name, steps, report)
+    options.add_argument("--child", nargs=2, help="one run: model, run")
+    given = options.parse_args(arguments)
+    report = Report(given)
+    steps = 4 if given.small else given.steps
+    if given.child:
+        name, run = given.child
+        child(name, run, steps, report)
+        return
+    shared = ["--steps", str(steps), "--seconds", str(given.seconds)]
+    shared += ["--small"] if given.small else []
+    wanted = [(n, run) for n in MODELS for run in RUNS if given.only.search(f"{n} {run}")]
+    children = [Child(__file__, (*x, *shared), i) for i, x in enumerate(wanted)]
+    found: dict[str, dict[tuple[str, str, int], float]] = {name: {} for name in MODELS}
+
+    def each(_: Child, told: dict[str, Any]) -> None:
+        if told["part"] == "first":
+            print(*told.values(), flush=True)
+        else:
+            report.row("convergence", told)
+            found[told["model"]][told["run"], told["part"], told["step"]] = float(told["loss"])
+
+    side_by_side(children, each)
+    for one in children:
+        if failure := one.failure():
+            report.failures.append(f"{one.name}: {failure}")
+        one.end()
+    for name in MODELS:
+        gaps(name, found[name])
+    report.end()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from slipstream.tools.catalog import chosen
 
 BENCH = Path(__file__).parents[1] / "bench"
 README = (BENCH / "README.md").read_text()
-SCRIPTS = [x.stem for x in sorted(BENCH.glob("*.py")) if x.stem not in ("harness", "tune_choice")]
+MODULES = ("harness", "processes", "tune_choice")
+SCRIPTS = [x.stem for x in sorted(BENCH.glob("*.py")) if x.stem not in MODULES]
 
 
 def script(name: str) -> Any:
@@ -68,12 +69,15 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("memory", "", 16),
         ("memory", "--packed --only kda", 1),
         ("training", "--only gated_deltanet|packed", 5),
+        ("transformers_models", "--cpu --only nemotron_h.*(torch|patched)", 2),
+        pytest.param("convergence", "--only qwen3_next.*(ours|fla)", 4, marks=pytest.mark.slow),
     ],
 )
 def test_small_run(
     name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    if name == "training" or "generate" in arguments or "--cpu" in arguments:
+    whole = ("training", "transformers_models", "convergence")
+    if name in whole or "generate" in arguments or "--cpu" in arguments:
         pytest.importorskip("transformers")
     if "--tiles" in arguments and not HAVE_TRITON:
         pytest.skip("tables of tiles are Triton's")

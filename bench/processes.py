@@ -1,0 +1,122 @@
+"""Work of a script in processes of its own, side by side, of which each tells JSON lines.
+
+A function that is looked up when a module is imported (fla's in transformers' models) is another in
+another process, and compilers of several processes use several cores.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from queue import Queue
+from typing import Any
+
+import torch
+
+
+def tell(**cells: Any) -> None:
+    """From a process to who started it."""
+    print(json.dumps(cells), flush=True)
+
+
+class Child:
+    """`python SCRIPT --child ARGUMENTS`, on one of the GPUs; what it tells comes to `told`."""
+
+    def __init__(self, script: str, arguments: Sequence[str], number: int) -> None:
+        self.name = " ".join(arguments)
+        env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+        if torch.cuda.is_available():
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = visible.split(",") if visible else range(torch.cuda.device_count())
+            self.gpu = number % len(gpus)
+            env["CUDA_VISIBLE_DEVICES"] = str(gpus[self.gpu])
+        else:
+            self.gpu = 0
+        run = [sys.executable, script, "--child", *arguments]
+        self.process = subprocess.Popen(
+            run,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.told: Queue[dict[str, Any] | None] = Queue()
+        self.errors: list[str] = []
+        reads = (self._read, self._read_errors)
+        self.threads = [threading.Thread(target=f, daemon=True) for f in reads]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self.told.put(json.loads(line))
+        self.told.put(None)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(self.process.stderr)
+
+    def go(self) -> None:
+        """To a process that waits for a line."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has failed, which failure() says
+
+    def next(self, seconds: float | None = None) -> dict[str, Any] | None:
+        """The next that it tells, or None at its end; queue.Empty after so many seconds."""
+        return self.told.get(timeout=seconds)
+
+    def failure(self) -> str:
+        """The last lines of a process that failed; "" of one that ended well."""
+        code = self.process.wait()
+        return "" if code == 0 else f"rc {code}: {' '.join(''.join(self.errors[-3:]).split())}"
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for thread in self.threads:
+            thread.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def side_by_side(children: Sequence[Child], each: Callable[[Child, dict[str, Any]], None]) -> None:
+    """What they tell goes to `each`, one at a time, until all have ended."""
+    one_at_a_time = threading.Lock()
+
+    def follow(child: Child) -> None:
+        while (told := child.next()) is not None:
+            with one_at_a_time:
+                each(child, told)
+
+    threads = [threading.Thread(target=follow, args=(child,)) for child in children]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def take_first_tiles() -> None:
+    """Triton's autotuners of kernels that are defined later take one of their tiles untried."""
+    from triton.runtime.autotuner import Autotuner
+
+    begin: Any = Autotuner.__init__
+
+    def with_one(
+        self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **options: Any
+    ) -> None:
+        # four warps and few stages run anywhere
+        best = sorted(configs, key=lambda c: (abs(c.num_warps - 4), c.num_stages))[:1]
+        begin(self, fn, arg_names, best, *rest, **options)
+
+    Autotuner.__init__ = with_one

@@ -1,0 +1,252 @@
+"""Models of transformers with linear layers: as they are, with fla, and patched.
+
+    python bench/transformers_models.py                     0.35 B, on a GPU
+    python bench/transformers_models.py --only "kimi.*patched"
+    python bench/transformers_models.py --cpu               the same models on this CPU, shorter
+
+The kinds of Qwen3-Next, Kimi-Linear and Nemotron-H, without experts. torch: plain torch, where
+transformers falls back to it. fla: its kernels, where they are installed. patched:
+slipstream.integrations.transformers.patch() and attn_implementation="slipstream".
+
+train ms: forward, backward and AdamW of one row, bf16 (CPU: float32), the median of some steps.
+tokens/s: generate, eager and greedy, after a prompt of 128, without the time of the prompt.
+Each way is a process, for functions of fla are looked up as a model is imported. All compile at
+once and are then measured one after another, on each GPU. Of fla's tiles one is taken untried, for
+trying them all takes minutes: --tune tries them.
+"""
+
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from queue import Empty
+from typing import Any
+
+import torch
+from harness import BF16, DEVICE, Report, first, parser
+from processes import Child, take_first_tiles, tell
+
+QWEN3_NEXT: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "num_experts": 0,
+}  # fmt: skip
+KIMI_LINEAR: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "linear_num_heads": 8, "linear_head_dim": 128, "mlp_layer_types": ["dense"] * 24,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+}  # fmt: skip
+NEMOTRON_H: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 32, "mamba_head_dim": 64,
+    "ssm_state_size": 128, "n_groups": 8,
+    "layers_block_type": [
+        *["linear_attention", "mlp"] * 4, "full_attention", *["linear_attention", "mlp"] * 5,
+        "full_attention", *["linear_attention", "mlp"] * 5, "full_attention",
+        *["linear_attention", "mlp"] * 4,
+    ],
+}  # fmt: skip
+MODELS = {
+    "qwen3_next": ("Qwen3Next", QWEN3_NEXT),
+    "kimi_linear": ("KimiLinear", KIMI_LINEAR),
+    "nemotron_h": ("NemotronH", NEMOTRON_H),
+}
+COMMON: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": True, "pad_token_id": 0}
+COMMON |= {"bos_token_id": 1, "eos_token_id": 2}
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 4,
+}  # fmt: skip
+SMALL_OWN: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "kimi_linear": {
+        "linear_num_heads": 2, "linear_head_dim": 16, "mlp_layer_types": ["dense"] * 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    },
+}  # fmt: skip
+WAYS = ("torch", "fla", "patched")
+PROMPT, DECODED, ROWS = 128, 24, (1, 16)
+# of the time that is left, how much compilers may take before those that are ready are measured
+COMPILING = 0.5
+ROW = threading.Lock()
+
+
+def prepare(way: str) -> None:
+    """Before transformers' models are imported."""
+    if way != "fla":
+        for package in ("fla", "causal_conv1d", "mamba_ssm"):
+            sys.modules[package] = None  # pyright: ignore[reportArgumentType]
+    if way == "patched":
+        from slipstream.integrations.transformers import patch
+
+        patch()
+
+
+def has_fla(kind: str) -> bool:
+    from importlib.util import find_spec
+
+    return kind != "nemotron_h" and find_spec("fla") is not None and DEVICE.type == "cuda"
+
+
+def model_of(kind: str, way: str, small: bool) -> Any:
+    import transformers
+
+    prefix, sizes = MODELS[kind]
+    sizes = {**sizes, **COMMON, **(SMALL | SMALL_OWN[kind] if small else {})}
+    config = getattr(transformers, f"{prefix}Config")(**sizes)
+    config._attn_implementation = "slipstream" if way == "patched" else "sdpa"
+    torch.manual_seed(0)
+    dtype = BF16 if DEVICE.type == "cuda" else torch.float32
+    return getattr(transformers, f"{prefix}ForCausalLM")(config).to(DEVICE, dtype)
+
+
+class Training:
+    """Steps of one row of tokens."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self.model = model.train()
+        self.ids = torch.randint(3, model.config.vocab_size, (1, tokens), device=DEVICE)
+        self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+    def step(self) -> None:
+        self.model(self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def decode_seconds(model: Any, B: int, tokens: int) -> float:
+    """Of `tokens` steps of generate, those of the prompt and the first apart."""
+    ids = torch.randint(3, model.config.vocab_size, (B, PROMPT), device=DEVICE)
+    options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
+
+    def generate(count: int) -> None:
+        model.generate(ids, min_new_tokens=count, max_new_tokens=count, **options)
+
+    generate(2)
+    return first(partial(generate, tokens + 1)) - first(partial(generate, 1))
+
+
+def child(kind: str, way: str, mode: str, tunes: bool) -> None:
+    """Compiles, waits for a line, measures."""
+    if not tunes and DEVICE.type == "cuda":
+        take_first_tiles()
+    small, cpu = mode == "small", DEVICE.type == "cpu"
+    tokens = 32 if small else 256 if cpu else 2048
+    steps = 1 if small else 3 if cpu else 6
+    decoded = 2 if small else 8 if cpu else DECODED
+    prepare(way)
+    model = model_of(kind, way, small)
+    training = Training(model, tokens)
+    first_s = first(training.step)
+    tell(ready=True)
+    sys.stdin.readline()
+    cells: dict[str, Any] = {"parameters": sum(x.numel() for x in model.parameters())}
+    cells["tokens"] = tokens
+    cells["train ms"] = round(
+        1e3 * statistics.median(first(training.step) for _ in range(steps)), 2
+    )
+    tell(**cells)
+    model.eval()
+    for B in ROWS[:1] if cpu else ROWS:
+        with torch.no_grad():
+            seconds = decode_seconds(model, B, decoded)
+        tell(**{f"B{B} tokens/s": round(B * decoded / max(seconds, 1e-9), 1)})
+    tell(**{"first s": round(first_s, 1)})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--cpu", action="store_true", help="on this CPU")
+    options.add_argument("--tune", action="store_true", help="let fla try its tiles")
+    options.add_argument("--child", nargs=3, help="one process: kind, way, mode")
+    given = options.parse_args(arguments)
+    if given.child:
+        kind, way, mode = given.child
+        child(kind, way, mode, given.tune)
+        return
+    report = Report(given, needs_gpu=not given.cpu)
+    mode = "small" if given.small else "full"
+    tune = ["--tune"] if given.tune else []
+    wanted = [
+        (kind, way)
+        for kind in MODELS
+        for way in WAYS
+        if given.only.search(f"{kind} {way}") and (way != "fla" or has_fla(kind))
+    ]
+    if given.cpu or given.small:  # one after another: they share cores and memory
+        for kind, way in wanted:
+            measure(report, [Child(__file__, (kind, way, mode), 0)])
+    else:
+        measure(report, [Child(__file__, (*x, mode, *tune), i) for i, x in enumerate(wanted)])
+    report.end()
+
+
+def measure(report: Report, children: list[Child]) -> None:
+    """Once all are ready or have had their time, each in turn has its GPU for itself."""
+    limit = report.start + report.options.seconds
+    begun = time.perf_counter()
+    until = begun + COMPILING * (limit - begun)
+    ready = []
+    for one in children:
+        told, late = next_of(one, until)
+        if told is None:
+            report.failures.append(f"{one.name}: {'not ready in time' if late else one.failure()}")
+            print(report.failures[-1][:600], flush=True)
+            one.end()
+        else:
+            ready.append(one)
+
+    def of_gpu(gpu: int) -> None:
+        for one in ready:
+            if one.gpu == gpu:
+                measure_one(report, one, limit)
+
+    threads = [threading.Thread(target=of_gpu, args=(i,)) for i in {x.gpu for x in ready}]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def measure_one(report: Report, one: Child, limit: float) -> None:
+    kind, way = one.name.split()[:2]
+    cells: dict[str, Any] = {"model": kind, "way": way}
+    if not report.options.once:
+        one.go()
+        told, late = next_of(one, limit)
+        while told is not None:
+            cells |= told
+            told, late = next_of(one, limit)
+        if late or "first s" not in cells:
+            last = "out of time" if late else one.failure()
+            report.failures.append(f"{one.name}: {last}")
+    with ROW:
+        report.row("transformers_models", cells)
+    one.end()
+
+
+def next_of(one: Child, until: float) -> tuple[dict[str, Any] | None, bool]:
+    """What it tells next, None if nothing comes; and whether that is for want of time."""
+    if until == float("inf"):
+        return one.next(), False
+    try:
+        return one.next(max(until - time.perf_counter(), 0.01)), False
+    except Empty:
+        return None, True
+
+
+if __name__ == "__main__":
+    main()
