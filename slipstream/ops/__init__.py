@@ -33,6 +33,10 @@ from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gate
 from slipstream.ops.gated_delta_rule import (
     fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule,
 )
+from slipstream.ops.gated_oja_rule import chunk_gated_oja_rule as chunk_gated_oja_rule
+from slipstream.ops.gated_oja_rule import (
+    fused_recurrent_gated_oja_rule as fused_recurrent_gated_oja_rule,
+)
 from slipstream.ops.gdn2 import chunk_gdn2 as chunk_gdn2
 from slipstream.ops.gdn2 import fused_recurrent_gdn2 as fused_recurrent_gdn2
 from slipstream.ops.gla import chunk_gla as chunk_gla
@@ -64,6 +68,14 @@ from slipstream.ops.norm import l2_norm as l2_norm
 from slipstream.ops.norm import layer_norm as layer_norm
 from slipstream.ops.norm import rms_norm as rms_norm
 from slipstream.ops.norm import rms_norm_gated as rms_norm_gated
+from slipstream.ops.precond_gated_delta_rule import (
+    chunk_precond_gated_delta_rule as chunk_precond_gated_delta_rule,
+)
+from slipstream.ops.precond_gated_delta_rule import (
+    fused_recurrent_precond_gated_delta_rule as fused_recurrent_precond_gated_delta_rule,
+)
+from slipstream.ops.precond_kda import chunk_precond_kda as chunk_precond_kda
+from slipstream.ops.precond_kda import fused_recurrent_precond_kda as fused_recurrent_precond_kda
 from slipstream.ops.recurrent_step import recurrent_step as recurrent_step
 from slipstream.ops.retention import chunk_retention as chunk_retention
 from slipstream.ops.retention import fused_recurrent_retention as fused_recurrent_retention

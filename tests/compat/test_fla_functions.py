@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.compat.fla import functions
+from slipstream import ops
+from slipstream.compat.fla import functions, preconditioned
 from slipstream.compat.fla.ops import utils as indices
 
 OFFSETS = torch.tensor([0, 3, 3, 8, 12])
@@ -201,3 +202,34 @@ def test_elementwise_functions_of_rwkv7() -> None:
     y, last = functions.channel_mixing_rwkv7(x, before, each[0], key, value)
     close(y, F.relu((x + (shifted - x) * each[0]) @ key) ** 2 @ value, 1e-4)
     assert torch.equal(last, x[-1])
+
+
+@pytest.mark.parametrize("name", ["precond_gated_delta_rule", "precond_kda"])
+def test_preconditioned_states_apart(name: str) -> None:
+    shape = (1, 12, 2, 8)
+    q, k, v = torch.randn(3, *shape)
+    given = {"q": q, "k": k, "v": v, "beta": torch.rand(shape[:3])}
+    given |= {"g": -torch.rand(shape if name == "precond_kda" else shape[:3])}
+    given |= {"g_atk": -torch.rand(shape[:3]), "beta_atk": torch.rand(shape[:3])}
+    for form in ("chunk", "fused_recurrent"):
+        function = getattr(preconditioned, f"{form}_{name}")
+        o, S, A = function(**given, output_final_state=True)
+        options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+        want, states = getattr(ops, f"{form}_{name}")(**given, **options)
+        torch.testing.assert_close([o, S, A], [want, *states])
+        assert function(**given)[1:] == (None, None)
+        parts = [{n: x[:, a:b] for n, x in given.items()} for a, b in ((0, 5), (5, 12))]
+        _, S, A = function(**parts[0], output_final_state=True)
+        again, _, _ = function(**parts[1], initial_state=S, initial_A_state=A)
+        torch.testing.assert_close(again, o[:, 5:])
+        turned, _, _ = function(
+            **parts[1], initial_state=S.mT, initial_A_state=A, transpose_state_layout=True
+        )
+        torch.testing.assert_close(turned, o[:, 5:])
+        only, _, _ = function(**parts[1], initial_A_state=A)
+        torch.testing.assert_close(
+            only, function(**parts[1], initial_state=0 * S, initial_A_state=A)[0]
+        )
+    refused = {"cp_context": object()}
+    with pytest.raises(NotImplementedError, match="cp_context: Slipstream's chunk_precond"):
+        getattr(preconditioned, f"chunk_{name}")(**given, **refused)

@@ -173,6 +173,18 @@ PAIRS: dict[str, Callable[[Inputs], tuple[Any, Any]]] = {
         reference("ops/rebased/naive").naive_parallel_rebased(*heads_first(x.q, x.k, x.v)),
     ),
     "attnres": _attnres,
+    "precond_gated_delta_rule": lambda x: (
+        ours.chunk_precond_gated_delta_rule(x.q, x.k, x.v, x.g, x.g, x.beta, x.beta),
+        reference("ops/precond_gated_delta_rule/naive").naive_recurrent_precond_gated_delta_rule(
+            x.q, x.k, x.v, x.g, x.g, x.beta, x.beta
+        ),
+    ),
+    "precond_kda": lambda x: (
+        ours.chunk_precond_kda(normalize(x.q, dim=-1), x.unit, x.v, x.gk, x.g, x.beta, x.beta),
+        reference("ops/precond_kda/naive").naive_recurrent_precond_kda(
+            normalize(x.q, dim=-1), x.unit, x.v, x.gk, x.g, x.beta, x.beta
+        ),
+    ),
 }
 
 

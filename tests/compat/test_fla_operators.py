@@ -42,7 +42,7 @@ def _inputs(row: Operator) -> dict[str, Any]:
             made[name] = {"layer_idx": 1, "num_layers": 4, "num_householder": 1}[name]
         elif name == "u":
             made[name] = random(H, K)
-        elif name in ("w", "gk") or (name == "g" and family in ("gdn2", "gla", "kda", "gsa")):
+        elif name in ("w", "gk", "gv") or (name == "g" and family in ("gdn2", "gla", "kda", "gsa")):
             made[name] = -random(B, T, H, K)
         elif name == "g":
             made[name] = -random(B, T, H)

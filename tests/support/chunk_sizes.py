@@ -3,10 +3,13 @@
 from slipstream.tools.catalog import SAMPLES
 
 # Samples of X heads have a fixed number of them; the others take those kernels with many programs.
+# The scan of hgrn and of preconditioners has a kernel for one sequence alone.
 CHUNKED = [
     x
     for x in SAMPLES
-    if x.op.startswith("chunk_") and x.op != "chunk_hgrn" and "BTX" not in x.tensors
+    if x.op.startswith("chunk_")
+    and not x.op.startswith(("chunk_hgrn", "chunk_precond"))
+    and "BTX" not in x.tensors
 ]
 
 

@@ -181,6 +181,15 @@ def gdn2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, S: Te
         yield read(S, q[:, t]), S
 
 
+def gated_oja_rule(q: Tensor, k: Tensor, v: Tensor, gv: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    for t in range(q.shape[1]):
+        S = S @ torch.diag_embed(gv[:, t].exp())
+        new = beta[:, t, :, None] * (k[:, t] - (S @ v[:, t, :, :, None])[..., 0])
+        S = S + outer(new, v[:, t])
+        yield read(S, q[:, t]), S
+
+
 def gated_delta_product(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, S: Tensor
 ) -> Trace:

@@ -106,6 +106,17 @@ OPERATORS = (
         "output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
         "lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs",
     ),
+    Operator(
+        "ops.gated_oja_rule.chunk", "chunk_gated_oja_rule", ops.chunk_gated_oja_rule,
+        f"q, k, v, gv, beta, {STATE}, use_q_l2norm=False, use_k_l2norm=False, cu_seqlens=None, "
+        "cu_seqlens_cpu=None, **kwargs",
+    ),
+    Operator(
+        "ops.gated_oja_rule.fused_recurrent", "fused_recurrent_gated_oja_rule",
+        ops.fused_recurrent_gated_oja_rule,
+        f"q, k, v, gv=None, beta=None, {STATE}, use_q_l2norm=False, use_k_l2norm=False, "
+        "cu_seqlens=None, **kwargs",
+    ),
     Operator("ops.delta_rule.chunk", "chunk_delta_rule", ops.chunk_delta_rule, DELTA),
     Operator(
         "ops.delta_rule.fused_chunk", "fused_chunk_delta_rule", ops.chunk_delta_rule, DELTA,

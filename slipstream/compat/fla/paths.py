@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from slipstream.compat.fla import functions
+from slipstream.compat.fla import functions, preconditioned
 from slipstream.compat.fla.adaptor import adapt
 from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.missing import missing_names
@@ -25,6 +25,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "ops.gsa.gate": (functions.fused_additive_gate,),
     "ops.kda.gate": (functions.fused_kda_gate,),
     "ops.lightnet.chunk": (functions.chunk_lightnet,),
+    "ops.precond_gated_delta_rule.chunk": (preconditioned.chunk_precond_gated_delta_rule,),
+    "ops.precond_gated_delta_rule.fused_recurrent": (
+        preconditioned.fused_recurrent_precond_gated_delta_rule,
+    ),
+    "ops.precond_kda.chunk": (preconditioned.chunk_precond_kda,),
+    "ops.precond_kda.fused_recurrent": (preconditioned.fused_recurrent_precond_kda,),
     "ops.lightnet.fused_recurrent": (functions.fused_recurrent_lightnet,),
     "ops.rebased.parallel": (functions.parallel_rebased,),
     "ops.rwkv7.channel_mixing": (functions.channel_mixing_rwkv7,),
@@ -65,11 +71,10 @@ MISSING: dict[str, tuple[str, ...]] = {
     "modules.mlp": ("SwiGLULinearParallel",),
     "ops": (
         "chunk_cyfa", "chunk_log_linear_attn", "chunk_mesa_net",
-        "chunk_momentum_delta_rule", "chunk_precond_gated_delta_rule", "chunk_precond_kda",
-        "fused_recurrent_cyfa", "fused_recurrent_momentum_delta_rule",
-        "fused_recurrent_precond_gated_delta_rule", "fused_recurrent_precond_kda", "parallel_nsa",
-        "parallel_parallax", "parallel_path_attn", "parallel_stickbreaking_attn",
-        "parallel_wall_attn", "parallel_wall_attn_decode",
+        "chunk_momentum_delta_rule", "fused_recurrent_cyfa",
+        "fused_recurrent_momentum_delta_rule", "parallel_nsa", "parallel_parallax",
+        "parallel_path_attn", "parallel_stickbreaking_attn", "parallel_wall_attn",
+        "parallel_wall_attn_decode",
     ),
     "ops.attn": ("naive_parallel_attn",),
     "ops.attnres": ("naive_attnres",),
@@ -79,6 +84,8 @@ MISSING: dict[str, tuple[str, ...]] = {
     "ops.gated_delta_rule": (
         "naive_chunk_gated_delta_rule", "naive_recurrent_gated_delta_rule",
     ),
+    "ops.precond_gated_delta_rule": ("naive_recurrent_precond_gated_delta_rule",),
+    "ops.precond_kda": ("naive_recurrent_precond_kda",),
     "ops.utils": (
         "addmm", "logsumexp_fwd", "matmul", "prepare_block_csr", "sinkhorn", "softmax_bwd",
         "softmax_fwd", "softplus", "solve_tril",

@@ -1,0 +1,198 @@
+"""The gated Oja rule: the delta rule with the roles of keys and values exchanged."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.ops._preprocess import beta_or_ones, l2_normalised
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+@checks.operator
+def chunk_gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_q_l2norm: bool = False,
+    use_k_l2norm: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
+    chunk_size: int | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated Oja rule, chunkwise: a key is written without what the state has under its value.
+
+        S'_t = S_{t-1} diag(exp(gv_t))
+        S_t = S'_t + beta_t (k_t - S'_t v_t) v_t^T
+        o_t = scale * S_t^T q_t
+
+    The state's transpose goes through the recurrence of KDA, with v for its keys and k for its
+    values; what that writes, beta_t (k_t - S'_t v_t), are the keys of gated linear attention.
+
+    Args:
+        q, k: queries and keys [B, T, H, K].
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H);
+            values of norm 1 keep the recurrence stable.
+        gv: log decay of the state's columns [B, T, HV, V], at most 0, float32.
+        beta: how much of the old key to replace [B, T, HV], in (0, 1), or (0, 2).
+        scale: factor on the output; K^-0.5 if None.
+        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
+        output_final_state: return the state after the last token too.
+        use_q_l2norm, use_k_l2norm: normalise q, k to norm 1 first.
+        state_v_first: states are [N, HV, V, K] instead.
+        reverse: run time backwards; the final state is then that before the first token.
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens. None: one rank has all tokens.
+        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
+            kernels have their own. Chosen if None.
+        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: that of chunk_kda, whose keys have V + 16 channels or fewer, and of chunk_gla; above
+    V = 240 the first runs in plain torch. State HV K V floats.
+    Source: Oja, "A Simplified Neuron Model as a Principal Component Analyzer" (1982), as an update
+    of a state in Irie, Faccio, Schmidhuber, "Neural Differential Equations for Learning to Program
+    Neural Nets Through Continuous Learning Rules" (2022); with a decay in fla-core 0.6.0,
+    fla/ops/gated_oja_rule.
+    """
+    options = LinearOptions(
+        scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
+    )
+    terms = _terms(q, k, v, gv, beta, initial_state, cu_seqlens, use_q_l2norm, use_k_l2norm)
+    return _run(terms, options, recurrent=False)
+
+
+@checks.operator
+def fused_recurrent_gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_q_l2norm: bool = False,
+    use_k_l2norm: bool = False,
+    state_v_first: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated Oja rule, token by token: for decoding and short sequences, with gradients.
+
+    Arguments, result and errors as chunk_gated_oja_rule; without gv nothing decays, and beta None
+    is 1. Cost: 11 T HV K V flops, one after the other.
+    """
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
+    terms = _terms(q, k, v, gv, beta, initial_state, cu_seqlens, use_q_l2norm, use_k_l2norm)
+    return _run(terms, options, recurrent=True)
+
+
+def _terms(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    normalise_q: bool,
+    normalise_k: bool,
+) -> LinearInputs:
+    """As given, with q and k for each value head."""
+    beta = beta_or_ones(beta, v)
+    if gv is None:
+        gv = torch.zeros_like(v, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)
+    checks.expect_layouts(
+        q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
+        gv=(gv, "B T HV V"), beta=(beta, "B T HV"),
+    )  # fmt: skip
+    given = {"q": q, "k": k, "v": v, "gv": gv, "beta": beta, "initial_state": initial_state}
+    checks.expect_floating(given)
+    checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
+    if cu_seqlens is not None:
+        checks.expect_cu_seqlens(cu_seqlens, *q.shape[:2])
+    H, HV = k.shape[2], v.shape[2]
+    checks.expect_multiple("HV", HV, "H", H)
+    if normalise_q:
+        (q,) = l2_normalised(q=q)
+    if normalise_k:
+        (k,) = l2_normalised(k=k)
+    if HV != H:
+        q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
+    return LinearInputs(
+        q, k, v, gv=gv, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+
+
+def _run(
+    terms: LinearInputs, options: LinearOptions, *, recurrent: bool
+) -> tuple[Tensor, Tensor | None]:
+    K, state = terms.q.shape[-1], terms.initial_state
+    if state is not None and options.context is None:
+        N, HV, K, V = terms.state_shape
+        shape = (N, HV, V, K) if options.state_v_first else (N, HV, K, V)
+        checks.expect_shape("initial_state", state, shape)
+    once = options._replace(scale=1.0, output_final_state=False, state_v_first=True)
+    of_keys = None if state is None else _transposed_state(state, options, terms.v.shape[-1])
+    keys, _ = run(_written_keys(terms, of_keys), once, recurrent=recurrent, names=_NAMES)
+    scale = max(K, 1) ** -0.5 if options.scale is None else options.scale
+    return run(
+        terms._replace(k=keys, beta=None), options._replace(scale=scale), recurrent=recurrent
+    )
+
+
+_NAMES = {"k": "v", "v": "k", "g": "gv"}
+
+
+def _written_keys(terms: LinearInputs, state: Tensor | None) -> LinearInputs:
+    """The call of KDA's recurrence that returns beta_t (k_t - S'_t v_t), [B, T, HV, K].
+
+    Its keys have one more channel, always 1, whose row of the state is forgotten at every token:
+    what is read there is what was written there. Further channels of 0 make rows of 16 bits begin
+    where kernels load them at once.
+    """
+    v, more = terms.v, _more_channels(terms.v.shape[-1])
+    assert terms.gv is not None
+    at = torch.zeros(more, dtype=v.dtype, device=v.device)
+    at[0] = 1
+    keys = torch.cat([v, at.expand(*v.shape[:3], more)], dim=-1)
+    gates = torch.zeros(more, dtype=terms.gv.dtype, device=v.device)
+    gates[0] = -torch.inf
+    g = torch.cat([terms.gv, gates.expand(*v.shape[:3], more)], dim=-1)
+    reads = F.pad(at, (v.shape[-1], 0)).expand_as(keys)
+    return LinearInputs(
+        reads, keys, terms.k, g=g, beta=terms.beta,
+        initial_state=state, cu_seqlens=terms.cu_seqlens,
+    )  # fmt: skip
+
+
+def _more_channels(V: int) -> int:
+    """So many that V and they are a multiple of 16."""
+    return 16 - V % 16
+
+
+def _transposed_state(state: Tensor, options: LinearOptions, V: int) -> Tensor:
+    """[N, HV, K, V plus more]: the state that _written_keys starts from, V-first."""
+    state = state.mT if options.state_v_first else state
+    return F.pad(state, (0, _more_channels(V)))
