@@ -7,6 +7,7 @@ from slipstream.layers.comba import Comba as Comba
 from slipstream.layers.delta_net import DeltaNet as DeltaNet
 from slipstream.layers.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from slipstream.layers.gated_deltaproduct import GatedDeltaProduct as GatedDeltaProduct
+from slipstream.layers.gated_oja import GatedOja as GatedOja
 from slipstream.layers.gdn2 import GatedDeltaNet2 as GatedDeltaNet2
 from slipstream.layers.gla import GatedLinearAttention as GatedLinearAttention
 from slipstream.layers.gsa import GatedSlotAttention as GatedSlotAttention
@@ -16,6 +17,8 @@ from slipstream.layers.kda import KimiDeltaAttention as KimiDeltaAttention
 from slipstream.layers.lightning_attn import LightningAttention as LightningAttention
 from slipstream.layers.mamba2 import Mamba2 as Mamba2
 from slipstream.layers.mla import MLA as MLA
+from slipstream.layers.preconditioned import PrecondGatedDeltaNet as PrecondGatedDeltaNet
+from slipstream.layers.preconditioned import PrecondKDA as PrecondKDA
 from slipstream.layers.retention import MultiScaleRetention as MultiScaleRetention
 from slipstream.layers.rwkv6 import RWKV6 as RWKV6
 from slipstream.layers.rwkv7 import RWKV7 as RWKV7

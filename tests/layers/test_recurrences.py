@@ -147,6 +147,65 @@ def test_gated_deltanet_2() -> None:
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
 
 
+def test_gated_oja() -> None:
+    HV, K, V = 8, 6, 5
+    layer = randomised(layers.GatedOja(D, H, K, V, num_v_heads=HV, allow_neg_eigval=True))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
+    q, k, v = grouped(unit(heads(q)), HV), grouped(heads(k), HV), unit(heads(v, HV))
+    f = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias, HV)
+    alpha = torch.exp(-layer.A_log.exp()[:, None] * F.softplus(f))
+    beta = 2 * layer.b_proj(x).sigmoid()
+
+    def step(t: int, S: Tensor) -> Tensor:
+        S = S * alpha[:, t, :, None]
+        return S + outer(beta[:, t, :, None] * (k[:, t] - read(S.mT, v[:, t])), v[:, t])
+
+    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5)
+    o = o * heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
+
+
+def written_keys(layer: nn.Module, x: Tensor, k: Tensor, squash: float, eps: float) -> Tensor:
+    """k by the factors of a preconditioner, all heads alike."""
+    given = layer.preconditioner
+    a, b = given.ab_proj(x).chunk(2, -1)
+    alpha, sums, found = decayed(given, a), torch.zeros_like(k[:, 0]), []
+    for t in range(T):
+        sums = alpha[:, t, :, None] * sums + b[:, t, :, None].sigmoid() * k[:, t].square()
+        r = (sums + eps).log() - given.centre[:, None]
+        found.append(squash ** (-r / (1 + r.abs())) * k[:, t])
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_preconditioned_layers(channels: bool) -> None:
+    HV, K, V = 8, 6, 5
+    options = {"num_v_heads": HV, "head_dim": K, "head_v_dim": V, "squash_x": 1.8}
+    make = layers.PrecondKDA if channels else layers.PrecondGatedDeltaNet
+    layer = randomised(make(D, H, squash_eps=0.01, **options))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
+    q, k, v = unit(heads(q)), unit(heads(k)), heads(v, HV)
+    written = grouped(written_keys(layer, x, k, 1.8, 0.01), HV)
+    q, k = grouped(q, HV), grouped(k, HV)
+    if channels:
+        f = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias, HV)
+        alpha = torch.exp(-layer.A_log.exp()[:, None] * F.softplus(f))
+        beta, gate = layer.b_proj(x).sigmoid(), heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
+    else:
+        a, b = layer.ab_proj(x).chunk(2, -1)
+        alpha, beta = decayed(layer, a)[..., None], b.sigmoid()
+        gate = F.silu(heads(layer.z_proj(x), HV))
+
+    def step(t: int, S: Tensor) -> Tensor:
+        S = alpha[:, t, ..., None] * S
+        return S + outer(written[:, t], beta[:, t, :, None] * (v[:, t] - read(S, k[:, t])))
+
+    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5 if channels else 1e-6) * gate
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
+
+
 @pytest.mark.parametrize("affine", [False, True])
 def test_retention_norm(affine: bool) -> None:
     layer = randomised(layers.MultiScaleRetention(D, H, rotary_base=None, norm_affine=affine))

@@ -1,0 +1,149 @@
+"""A layer of the gated Oja rule."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    NormalLinear,
+    ShortConvolution,
+    State,
+    convolved,
+    expect_divisor,
+    new_state,
+    past,
+    reset_decay,
+)
+from slipstream.nn import decoding
+from slipstream.ops._fp32 import widen
+from slipstream.ops.gated_oja_rule import chunk_gated_oja_rule, fused_recurrent_gated_oja_rule
+from slipstream.ops.norm import l2_norm
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+class GatedOja(Mixer):
+    """Kimi delta attention with the roles of keys and values exchanged, behind convolutions.
+
+        q, k, v = silu(conv(x W_qkv));  q, v = l2_norm(q), l2_norm(v)
+        gv = -exp(A_log) softplus(x W_f1 W_f2 + dt_bias);  beta = sigmoid(x W_b)
+        y = (rms_norm_per_head(gated_oja_rule(q, k, v, gv, beta)) * sigmoid(x W_g1 W_g2)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H, heads of queries and keys.
+        head_dim: K; None is D / H.
+        head_v_dim: V; None is K.
+        conv_size: taps of the convolution; None leaves it out, and silu stays.
+        norm_eps: of the norm, whose weight [V] the heads share.
+        num_v_heads: HV, heads of values and gates, a multiple of H; None is H.
+        conv_bias: whether the convolution has a bias.
+        allow_neg_eigval: beta in (0, 2).
+        gate_low_rank_dim: rank of the two gates; None is V.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
+    Source: the operator of fla-core 0.6.0, which has no layer of it; this is KDA's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = 4,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+        *,
+        num_v_heads: int | None = None,
+        conv_bias: bool = False,
+        allow_neg_eigval: bool = False,
+        gate_low_rank_dim: int | None = None,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.num_v_heads = num_v_heads or num_heads
+        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
+        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        rank, channels = gate_low_rank_dim or self.head_v_dim, 2 * self.keys + self.values
+        self.qkv_proj = NormalLinear(hidden_size, channels)
+        self.f_down = NormalLinear(hidden_size, rank)
+        self.f_up = NormalLinear(rank, self.values)
+        self.b_proj = NormalLinear(hidden_size, self.num_v_heads)
+        self.g_down = NormalLinear(hidden_size, rank)
+        self.g_up = NormalLinear(rank, self.values)
+        self.o_proj = NormalLinear(self.values, hidden_size)
+        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.values))
+        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.norm_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+        q, k, v = self._heads(qkv)
+        gv, beta = self._gates(x)
+        short = self.recurrent(x, context)
+        rule = fused_recurrent_gated_oja_rule if short else chunk_gated_oja_rule
+        o, recurrent = rule(
+            l2_norm(q), k, l2_norm(v), gv, beta,
+            initial_state=past(state, "recurrent"),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )  # fmt: skip
+        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
+        q, k, v = self._heads(qkv)
+        q, v = decoding.unit(q), decoding.unit(v)
+        gv, beta = self._gates(x)
+        S, group = state["recurrent"], self.num_v_heads // self.num_heads
+        q, k = (y[:, 0].repeat_interleave(group, 1).to(S.dtype) for y in (q, k))  # [N, HV, K]
+        values, dtype = v[:, 0, :, None].to(S.dtype), v.dtype  # [N, HV, 1, V]
+        S.mul_(gv[:, 0, :, None].to(S.dtype).exp())
+        erased = (S * values).sum(-1)
+        S.add_((widen(beta)[:, 0, :, None].to(S.dtype) * (k - erased))[..., None] * values)
+        o = (q[..., None] * S).sum(-2) * self.head_dim**-0.5
+        return self._output(o.to(dtype)[:, None], x)
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        gate = self.g_up(self.g_down(x))
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
+        return self.o_proj(o.flatten(-2))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
+        q, k = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k))
+        return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """gv [B, T, HV, V] and beta [B, T, HV]"""
+        f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        beta = self.b_proj(x).sigmoid()
+        gv = decoding.decay_gate(f, self.A_log, self.dt_bias)
+        return gv, 2 * beta if self.allow_neg_eigval else beta

@@ -1,0 +1,227 @@
+"""Gated DeltaNet and Kimi delta attention whose keys are preconditioned before they are written."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    NormalLinear,
+    State,
+    convolved,
+    new_state,
+    reset_decay,
+)
+from slipstream.layers.gated_deltanet import GatedDeltaNet
+from slipstream.layers.kda import KimiDeltaAttention
+from slipstream.nn import decoding
+from slipstream.ops._fp32 import widen
+from slipstream.ops._preconditioner import CENTRE, squashed
+from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.ops.precond_gated_delta_rule import (
+    chunk_precond_gated_delta_rule,
+    fused_recurrent_precond_gated_delta_rule,
+)
+from slipstream.ops.precond_kda import chunk_precond_kda, fused_recurrent_precond_kda
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+class KeyPreconditioner(nn.Module):
+    """What a layer projects for the preconditioner of its keys.
+
+        g_atk = -exp(A_log) softplus(x W_a + dt_bias);  beta_atk = sigmoid(x W_b)
+
+    Args:
+        hidden_size: D. num_heads: H, heads of keys.
+        squash, eps: as `x` and `eps` of ops.chunk_precond_gated_delta_rule.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, squash: float, eps: float) -> None:
+        super().__init__()
+        self.squash, self.eps = squash, eps
+        self.ab_proj = NormalLinear(hidden_size, 2 * num_heads)
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.centre = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.constant_(self.centre, CENTRE)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """x [B, T, D] -> arguments of the preconditioned operators"""
+        a, b = self.ab_proj(x).chunk(2, dim=-1)
+        return {
+            "g_atk": decoding.decay_gate(a, self.A_log, self.dt_bias),
+            "beta_atk": b.sigmoid(),
+            "log_atk_scale": self.centre,
+            "x": self.squash,
+            "eps": self.eps,
+        }
+
+    def step(self, x: Tensor, k: Tensor, state: Tensor) -> Tensor:
+        """k [N, 1, H, K] of the next token by its factors; state [N, H, K] is updated in place."""
+        given, wide = self(x), widen(k)[:, 0]
+        squares = widen(given["beta_atk"])[:, 0, :, None] * wide.square()
+        state.mul_(given["g_atk"][:, 0, :, None].exp()).add_(squares)
+        return (wide * squashed(state, self.centre, self.squash, self.eps)).to(k.dtype)[:, None]
+
+
+def preconditioned_step(
+    q: Tensor, k: Tensor, written: Tensor, v: Tensor, state: Tensor, g: Tensor, beta: Tensor
+) -> Tensor:
+    """As the operators: q, k, written [N, 1, H, K], g [N, 1, HV] or [N, 1, HV, K] -> o."""
+    if v.shape[2] != k.shape[2]:
+        group = v.shape[2] // k.shape[2]
+        q, k, written = (y.repeat_interleave(group, dim=2) for y in (q, k, written))
+    decay = g.exp() if g.dim() == 4 else g.exp()[..., None]
+    beta = beta[..., None]
+    a, b = (decay * k).to(k.dtype), (-beta * written).to(k.dtype)
+    return decoding.recurrence(q, written, (beta * v).to(v.dtype), state, g=g, a=a, b=b)
+
+
+class PrecondGatedDeltaNet(GatedDeltaNet):
+    """GatedDeltaNet by ops.chunk_precond_gated_delta_rule.
+
+    Args:
+        squash_x: the factors of keys are from 1 / squash_x to squash_x.
+        squash_eps: added to the sums of squares.
+        the others: as GatedDeltaNet.
+
+    State: that of GatedDeltaNet and preconditioner [N, H, K].
+    Source: "Preconditioned DeltaNet" (arXiv 2604.21100), as flash-linear-attention 0.6.0 has it.
+    """
+
+    def __init__(
+        self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        size = self.o_proj.out_features
+        self.preconditioner = KeyPreconditioner(size, self.num_heads, squash_x, squash_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        g, beta = self._gates(x)
+        short = self.recurrent(x, context)
+        rule = fused_recurrent_precond_gated_delta_rule if short else chunk_precond_gated_delta_rule
+        o, states = rule(
+            q=q, k=k, v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)), g=g, beta=beta,
+            **self.preconditioner(x),
+            initial_state=_both(state),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )  # fmt: skip
+        z = None if self.z_proj is None else self.z_proj(x)
+        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
+        return self.o_proj(o.flatten(-2)), _new(use_cache, states, conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
+        q, k = qk.chunk(2, dim=2)
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        written = self.preconditioner.step(x, k, state["preconditioner"])
+        o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
+        z = None if self.z_proj is None else self.z_proj(x)
+        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
+        return self.o_proj(o.flatten(-2))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """g and beta [B, T, HV]"""
+        a, b = self.ab_proj(x).chunk(2, dim=-1)
+        beta = 2 * b.sigmoid() if self.allow_neg_eigval else b.sigmoid()
+        return decoding.decay_gate(a, self.A_log, self.dt_bias), beta
+
+
+class PrecondKDA(KimiDeltaAttention):
+    """KimiDeltaAttention by ops.chunk_precond_kda.
+
+    Args:
+        squash_x: the factors of keys are from 1 / squash_x to squash_x.
+        squash_eps: added to the sums of squares.
+        the others: as KimiDeltaAttention.
+
+    State: that of KimiDeltaAttention and preconditioner [N, H, K].
+    Source: "Preconditioned DeltaNet" (arXiv 2604.21100), as flash-linear-attention 0.6.0 has it.
+    """
+
+    def __init__(
+        self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        size = self.o_proj.out_features
+        self.preconditioner = KeyPreconditioner(size, self.num_heads, squash_x, squash_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        g, beta = self._gates(x)
+        rule = fused_recurrent_precond_kda if self.recurrent(x, context) else chunk_precond_kda
+        o, states = rule(
+            q=q, k=k, v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)), g=g, beta=beta,
+            **self.preconditioner(x),
+            initial_state=_both(state),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )  # fmt: skip
+        gate = self.g_up(self.g_down(x)).view_as(o)
+        o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
+        return self.o_proj(o.flatten(-2)), _new(use_cache, states, conv)
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
+        q, k = qk.chunk(2, dim=2)
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        written = self.preconditioner.step(x, k, state["preconditioner"])
+        o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
+        gate = self.g_up(self.g_down(x)).view_as(o)
+        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
+        return self.o_proj(o.flatten(-2))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """g [B, T, HV, K] and beta [B, T, HV]"""
+        f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
+        beta = self.b_proj(x).sigmoid()
+        g = decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound)
+        return g, 2 * beta if self.allow_neg_eigval else beta
+
+
+def _both(state: State | None) -> tuple[Tensor, Tensor] | None:
+    return None if state is None else (state["recurrent"], state["preconditioner"])
+
+
+def _new(use_cache: bool, states: tuple[Tensor, Tensor] | None, conv: Tensor | None) -> Any:
+    recurrent, preconditioner = states or (None, None)
+    return new_state(use_cache, recurrent=recurrent, preconditioner=preconditioner, conv=conv)
