@@ -10,7 +10,9 @@ from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.attention.context import can_exchange_heads, softmax_by_heads
 from slipstream.kernels.attention.dispatch import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.runtime.context_parallel import ContextParallel, Share, copied, tie
+from slipstream.runtime.context_exchange import tie
+from slipstream.runtime.context_parallel import ContextParallel, copied
+from slipstream.runtime.context_share import Share
 from slipstream.runtime.token_ids import expect_offsets
 
 

@@ -10,7 +10,8 @@ from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.runtime.autograd import wants_gradient
-from slipstream.runtime.context_parallel import ContextParallel, states_of_pieces, tie
+from slipstream.runtime.context_exchange import states_of_pieces, tie
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
 from slipstream.runtime.token_ids import expect_below, expect_offsets
 

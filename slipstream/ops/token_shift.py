@@ -5,7 +5,8 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.pointwise.token_shift import previous
-from slipstream.runtime.context_parallel import ContextParallel, states_of_pieces, tie
+from slipstream.runtime.context_exchange import states_of_pieces, tie
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.token_ids import expect_offsets
 
 

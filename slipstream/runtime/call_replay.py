@@ -223,7 +223,9 @@ def _fuse_launches(launches: Sequence[LaunchStep]) -> Run:
     return run
 
 
-def record(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, RecordedCall | None]:
+def record(
+    call: Callable[..., Any], args: Sequence[Any], max_operations: int | None = MAX_OPERATIONS
+) -> tuple[Any, RecordedCall | None]:
     """call(*args), and how to do the same again, if that is possible."""
     # each a tensor of its own, also where one is given twice
     mine = [x.detach() if isinstance(x, Tensor) else x for x in args]
@@ -231,8 +233,9 @@ def record(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Recorded
     taking, seen = CallRecorder(tensors), LaunchCounter()
     with seen, taking, use_recorder(taking):
         result = call(*mine)
-    most = max(MAX_OPERATIONS, taking.launches // 2)
-    if taking.failed or seen.count != taking.launches or taking.operations > most:
+    if taking.failed or seen.count != taking.launches:
+        return result, None
+    if max_operations is not None and taking.operations > max(max_operations, taking.launches // 2):
         return result, None
     try:
         if isinstance(result, Tensor):

@@ -31,6 +31,7 @@ class DirectCall:
             GPU follows from what call_replay.call_key looks at.
         compile_also: given the arguments and the results, calls what such a call is followed by,
             its gradient, so that the kernels of both are compiled at once.
+        max_operations: of torch, in a call that is replayed (call_replay.py); None for any number.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class DirectCall:
         *,
         replay: bool = True,
         compile_also: Callable[[tuple, Any], object] | None = None,
+        max_operations: int | None = call_replay.MAX_OPERATIONS,
     ) -> None:
         self.impl, self._replay, self._compile_also = impl, replay, compile_also
+        self._max_operations = max_operations
         self._overload: Any = None
         # key -> True where the next call is recorded, then the record, or False if there is none
         self._known: dict[tuple | None, Any] = {}
@@ -92,7 +95,7 @@ class DirectCall:
             self._compile_also(args, results)
 
     def _record(self, key: tuple | None, args: tuple) -> Any:
-        result, record = call_replay.record(self._without_autocast, args)
+        result, record = call_replay.record(self._without_autocast, args, self._max_operations)
         self._known[key] = record or False
         return result
 

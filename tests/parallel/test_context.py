@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from slipstream import ops
 from slipstream.models.config import MIXERS
 from slipstream.parallel import ContextParallel, shard, unshard
-from slipstream.runtime.context_parallel import Share
+from slipstream.runtime.context_share import Share
 from tests.support.context_runs import (
     CALLS,
     CUTS,
@@ -26,6 +26,7 @@ from tests.support.context_runs import (
     compare_models,
     deterministic,
     mixed_options,
+    replayed,
 )
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
@@ -72,6 +73,11 @@ def test_every_chunk_operator_takes_a_context() -> None:
 
 def test_reversed_time_v_first_states_and_bfloat16(tmp_path: Path) -> None:
     assert in_processes(mixed_options, tmp_path) == []
+
+
+def test_replayed_calls_exchange_too(tmp_path: Path) -> None:
+    """Also where one rank compiles kernels, which exchanges nothing."""
+    assert in_processes(replayed, tmp_path) == []
 
 
 def test_attention_lse_and_slopes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from slipstream.kernels.attention.context import softmax_by_heads
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.runtime.context_parallel import Share
+from slipstream.runtime.context_share import Share
 from tests.support.linear_interpreted import reference
 from tests.support.lockstep import linear_on_ranks, run_ranks
 from tests.support.operators import relative_error

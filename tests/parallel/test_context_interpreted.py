@@ -82,7 +82,7 @@ def make(kind: str, cut: str) -> tuple:
 
 
 def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
-    from slipstream.kernels.linear.context import _StateExchange
+    from slipstream.kernels.linear.context_states import _StateExchange
     from slipstream.kernels.linear.triton.delta import plan
     from slipstream.kernels.linear.triton.scalar_decay import backend
     from slipstream.kernels.linear.triton.vector_decay import launch

@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from slipstream.ops import attention
 from slipstream.parallel import ContextParallel, shard
-from slipstream.runtime import context_parallel
+from slipstream.runtime import context_exchange, context_share
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from tests.support.operators import Size, has_time, over_time, packed
 
@@ -265,7 +266,7 @@ def cast_down(args: dict[str, Any]) -> dict[str, Any]:
 def bytes_exchanged(rank: int, file: str, found: Any) -> None:
     """(operator, (bytes for few tokens, for three times as many)), forward and backward."""
     _meet(rank, file)
-    counted, gather = [0], context_parallel.all_gather
+    counted, gather = [0], context_exchange.all_gather
 
     def counting(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -277,7 +278,7 @@ def bytes_exchanged(rank: int, file: str, found: Any) -> None:
 
     try:
         with (
-            mock.patch.object(context_parallel, "all_gather", counting(gather)),
+            mock.patch.object(context_share, "all_gather", counting(gather)),
             mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
         ):
             for op in CALLS:
@@ -291,6 +292,50 @@ def bytes_exchanged(rank: int, file: str, found: Any) -> None:
                     totals.append(counted[0])
                 if rank == 0:
                     found.put((op.name, tuple(totals)))
+    finally:
+        _leave()
+
+
+def replayed(rank: int, file: str, found: Any) -> None:
+    """Calls with exchanges inside, recorded and played on a CPU."""
+    from slipstream.kernels.linear import context
+    from slipstream.runtime import call_replay, parallel_compile
+
+    _meet(rank, file)
+    by_name = {x.name: x for x in CALLS}
+    names = "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule"
+    compiled = parallel_compile.compile_kernels
+    played, play = [0], call_replay.RecordedCall.play
+
+    def counting(self: Any, args: Any) -> Any:
+        played[0] += 1
+        return play(self, args)
+
+    def alone_on(x: int, call: Any, args: Any) -> None:
+        """Of one rank: the others are not there."""
+        if rank == x:
+            compiled(call, args)
+
+    try:
+        # in rows: plain torch asks for the offsets of packed ones
+        for name, cut in itertools.product(names, CUTS[:2]):
+            op = by_name[name]
+            for turn in range(4):
+                with (
+                    mock.patch.object(call_replay, "is_enabled", return_value=True),
+                    mock.patch.object(call_replay.RecordedCall, "play", counting),
+                    mock.patch.object(parallel_compile, "compile_kernels", partial(alone_on, 1)),
+                    mock.patch.object(context._call_forward, "_kinds", set()),
+                ):
+                    args = whole(op, replace(cut, name=f"{cut.name}{turn}"), "weak")
+                    mine, my_grads = across(op, args, cut)
+                outs, grads = across(op, args, cut)
+                pairs = zip([*outs, *grads.values()], [*mine, *my_grads.values()], strict=True)
+                if not all(torch.equal(x, y) for x, y in pairs):
+                    found.put(f"{name} {cut.name} rank {rank}: call {turn} differs")
+            if played[0] < 4:
+                found.put(f"{name} {cut.name} rank {rank}: {played[0]} calls played, want 4")
+            played[0] = 0
     finally:
         _leave()
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.runtime.context_parallel import Gathered, Share
+from slipstream.runtime.context_exchange import Gathered
+from slipstream.runtime.context_share import Share
 
 SHARED = ("u", "initial_state", "cu_seqlens")  # by all ranks
 
@@ -36,12 +37,12 @@ class LockstepShare(Share):
 
     def start_gather(self, x: Tensor) -> Gathered:
         found = self.meeting.exchange(self.rank, x)
-        return Gathered(torch.stack(found), None, self.backwards)
+        return Gathered(torch.stack(found), (len(found), *x.shape), self.backwards, False)
 
     def start_exchange(self, found: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Any:
         parts = self.meeting.exchange(self.rank, x, sent)
         found.copy_(torch.cat([each[self.rank] for each in parts]))
-        return Gathered(found, None, False)
+        return Gathered(found[None], (1, *found.shape), False, False)
 
     def add_up(self, x: Tensor) -> Tensor:
         return x.copy_(torch.stack(self.meeting.exchange(self.rank, x)).sum(0))

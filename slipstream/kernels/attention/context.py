@@ -18,7 +18,7 @@ from slipstream.kernels.attention import op
 from slipstream.kernels.attention.dispatch import plan_across_ranks
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.context_parallel import Share
+from slipstream.runtime.context_share import Share
 
 # Rows of q a group has on a rank, at least: programs of 128 rows fill a GPU several times.
 MIN_GROUP_ROWS = 1 << 16

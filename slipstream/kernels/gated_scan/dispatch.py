@@ -8,7 +8,8 @@ from slipstream.kernels.gated_scan.op import kind, scan
 from slipstream.kernels.gated_scan.reference import scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.context_parallel import ContextParallel, gather, tie
+from slipstream.runtime.context_exchange import gather, tie
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 

@@ -23,7 +23,7 @@ from slipstream.kernels.linear.context_terms import (
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.op import call_forward, gradients
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.context_parallel import Share
+from slipstream.runtime.context_share import Share
 
 NUM_TERMS = len(LinearInputs._fields)
 

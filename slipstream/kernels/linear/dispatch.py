@@ -115,6 +115,15 @@ def run(
     return o, state.transpose(-1, -2) if options.state_v_first else state
 
 
+class _Choice(NamedTuple):
+    """What runs other terms than a call's own; equal where `impl` is, for a replay's key."""
+
+    impl: str | None
+
+    def __call__(self, terms: LinearInputs) -> str:
+        return plan_for(terms, self.impl).tries
+
+
 def _run_across_ranks(
     terms: LinearInputs,
     options: LinearOptions,
@@ -154,7 +163,7 @@ def _run_across_ranks(
         _scale(terms, options),
         0 if recurrent else options.chunk_size or DEFAULT_CHUNK,
         plan.tries,
-        lambda given: plan_for(given, options.impl).tries,
+        _Choice(options.impl),
         options.output_final_state,
     )
     o, state = linear_across_ranks(terms, initial_state, share, call)

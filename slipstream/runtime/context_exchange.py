@@ -1,0 +1,135 @@
+"""What ranks send each other for context parallelism, with gradients where they have any."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.runtime.autograd import Function, Saved, once_differentiable
+from slipstream.runtime.launch_cache import of_thread
+
+if TYPE_CHECKING:
+    from slipstream.runtime.context_share import Share
+
+
+def all_to_all(found: Tensor, x: Tensor, received: list[int], sent: list[int], group: Any) -> Any:
+    """Starts it, and returns what to wait for."""
+    return dist.all_to_all_single(found, x, received, sent, group=group, async_op=True)
+
+
+def all_gather(x: Tensor, ranks: int, group: Any) -> Tensor:
+    """Starts it; what comes of it is there after wait_tensor. An operator of tensors alone, so that
+    calls with it inside are replayed (call_replay.py)."""
+    if of_thread.warmup is not None:  # of one rank: the others are not asked
+        return x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    return torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group.group_name)
+
+
+class Gathered:
+    """What every rank has sent, once it is there."""
+
+    def __init__(
+        self, found: Tensor, shape: tuple[int, ...], backwards: bool, under_way: bool = True
+    ) -> None:
+        """found: of shape [ranks, ...] but for how that is viewed."""
+        self._found, self._shape = found, shape
+        self._backwards, self._under_way = backwards, under_way
+
+    def wait(self) -> list[Tensor]:
+        """By rank, in the order of their tokens; on a GPU the stream waits, not the host."""
+        if self._under_way and of_thread.warmup is None:
+            torch.ops._c10d_functional.wait_tensor(self._found)
+        self._under_way = False
+        found = [*self._found.view(self._shape).unbind(0)]
+        return found[::-1] if self._backwards else found
+
+
+class _SumOfRanks(Function):
+    operator = "slipstream::context_sum"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: "Share") -> Tensor:
+        ctx.share = share
+        return share.add_up(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+        return ctx.share.add_up(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Gather(Function):
+    operator = "slipstream::context_gather"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: "Share") -> Tensor:
+        ctx.share = share
+        return torch.stack(share.gather(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return ctx.share.add_up(grad)[ctx.share.rank], None
+
+
+class _Tie(Function):
+    operator = "slipstream::context_tie"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.like = [(y.shape, y.dtype, y.device) for y in others]
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+        return grad, *(torch.zeros(n, dtype=d, device=at) for n, d, at in ctx.like)
+
+
+def sum_of_ranks(x: Tensor, share: "Share") -> Tensor:
+    """The same on every rank; gradients that arrive there are added up."""
+    return _SumOfRanks.apply(x, share)
+
+
+def gather(x: Tensor, share: "Share") -> Tensor:
+    """Of every rank [ranks, ...], with gradients.
+
+    Backward is an exchange too, in which every rank has to take part: x has to be tied to inputs
+    that want gradients, and a result that the rank's loss depends on to what is returned.
+    """
+    return _Gather.apply(x, share)
+
+
+def states_of_pieces(
+    x: Tensor, width: int, states: Tensor | None, share: "Share"
+) -> tuple[Tensor | None, Tensor | None]:
+    """The last `width` inputs before each of this rank's pieces [N, D, width], of x [B, T, D].
+
+    states: those before all sequences; None is zeros. Also what `tie` has to hold, or None.
+    """
+    rows = 1 if share.packed else x.shape[0]
+    if not share.crossings.any:
+        return share.local_states(states, None, rows), None
+    last = x.new_zeros(rows, x.shape[2], width)
+    if share.later:
+        tail = x[:, max(share.tail_begin, x.shape[1] - width) :].mT
+        last = F.pad(tail, (width - tail.shape[2], 0))
+    found = gather(tie(last, x), share)
+    if not share.earlier:
+        return share.local_states(states, None, rows), found
+    n = share.pieces[0]
+    before = x.new_zeros(rows, x.shape[2], width)
+    if states is not None:
+        before = states[n * rows : (n + 1) * rows].to(x.dtype)
+    for rank in share.earlier:
+        count = min(share.tokens_of(rank, n), width)
+        before = torch.cat([before[..., count:], found[rank][..., width - count :]], dim=-1)
+    return share.local_states(states, before, rows), found
+
+
+def tie(x: Tensor, *others: Tensor) -> Tensor:
+    """x; whoever's gradient comes here, the others' backward runs too."""
+    return _Tie.apply(x, *others)

@@ -1,0 +1,261 @@
+"""Which tokens of which sequences a rank has: what a plan says of it (context_parallel.py)."""
+
+import itertools
+from bisect import bisect_right
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.runtime.context_exchange import (
+    Gathered,
+    all_gather,
+    all_to_all,
+    gather,
+    sum_of_ranks,
+    tie,
+)
+
+
+class Share:
+    """One rank's tokens of sequences that go through several ranks.
+
+    A piece is what a rank has of a sequence. Only its first, the head, may continue an earlier
+    rank's, and only its last, the tail, may go on at a later one; they may be the same.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        lengths: tuple[int, ...],
+        offsets: tuple[int, ...] | None,
+        group: Any = None,
+        backwards: bool = False,
+        segment_tokens: int | None = None,
+    ) -> None:
+        self.segment_tokens = segment_tokens
+        self.rank, self.lengths, self.group, self.backwards = rank, lengths, group, backwards
+        self.packed = offsets is not None
+        # without offsets there is one sequence, of which each row of the batch has its own
+        self.offsets = offsets or (0, sum(lengths))
+        self.begins = tuple(itertools.accumulate(lengths, initial=0))
+        self.begin, self.end = self.begins[rank : rank + 2]
+        self.sequences = len(self.offsets) - 1
+        # sequences with tokens here
+        self.pieces = [n for n in range(self.sequences) if self._holds(rank, n)]
+        name = None if group is None else group.group_name
+        self._key = rank, lengths, offsets, name, backwards, segment_tokens
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        """Of the same tokens, among the same ranks: what a replayed call is known by."""
+        return isinstance(other, Share) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def reversed(self) -> "Share":
+        """The same where time runs backwards: the last rank is first, and so the last sequence."""
+        total = self.offsets[-1]
+        offsets = tuple(total - x for x in reversed(self.offsets)) if self.packed else None
+        last = len(self.lengths) - 1
+        lengths = self.lengths[::-1]
+        more = not self.backwards, self.segment_tokens
+        return Share(last - self.rank, lengths, offsets, self.group, *more)
+
+    def _holds(self, rank: int, n: int) -> bool:
+        return self.tokens_of(rank, n) > 0
+
+    @cached_property
+    def local_offsets(self) -> list[int]:
+        """Of the pieces, from 0."""
+        after = [min(self.offsets[n + 1], self.end) - self.begin for n in self.pieces]
+        return [0, *after]
+
+    @cached_property
+    def segments(self) -> list["SegmentOfRank"]:
+        """Of all ranks in the order of tokens, at most `segment_tokens` each, counted from the
+        beginning of each sequence.
+
+        Raises:
+            ValueError: a rank begins within one.
+        """
+        assert self.segment_tokens is not None
+        found = []
+        for n in range(self.sequences):
+            begin, end = self.offsets[n : n + 2]
+            for number, at in enumerate(range(begin, end, self.segment_tokens)):
+                stop = min(at + self.segment_tokens, end)
+                rank = bisect_right(self.begins, at) - 1
+                low, high = self.begins[rank : rank + 2]
+                if stop > high:
+                    raise ValueError(
+                        f"segment_tokens: rank {rank + 1} begins {high - begin} tokens after a "
+                        f"sequence does, no multiple of {self.segment_tokens}; give lengths"
+                    )
+                found.append(SegmentOfRank(rank, n, number, at - low, stop - low))
+        return found
+
+    @cached_property
+    def earlier(self) -> list[int]:
+        """Ranks that have tokens of the head's sequence before these, in order."""
+        if not self.pieces:
+            return []
+        return [r for r in range(self.rank) if self._holds(r, self.pieces[0])]
+
+    @cached_property
+    def later(self) -> list[int]:
+        """Ranks that have tokens of the tail's sequence after these, in order."""
+        if not self.pieces:
+            return []
+        ranks = range(self.rank + 1, len(self.lengths))
+        return [r for r in ranks if self._holds(r, self.pieces[-1])]
+
+    @cached_property
+    def passes_through(self) -> bool:
+        """One sequence is all there is here, and goes on before and after."""
+        return len(self.pieces) == 1 and bool(self.earlier) and bool(self.later)
+
+    @cached_property
+    def crossings(self) -> "Crossings":
+        everyone = [Share(r, self.lengths, self.offsets) for r in range(len(self.lengths))]
+        return Crossings(any(x.earlier for x in everyone), any(x.passes_through for x in everyone))
+
+    @property
+    def tail_begin(self) -> int:
+        """The first local token of the tail."""
+        return self.local_offsets[-2]
+
+    @property
+    def head_end(self) -> int:
+        """The local token after the head."""
+        return self.local_offsets[1]
+
+    def ends_here(self, i: int) -> bool:
+        """Whether the sequence of piece i has its last token here."""
+        return i < len(self.pieces) - 1 or not self.later
+
+    def begins_here(self, i: int) -> bool:
+        return i > 0 or not self.earlier
+
+    def tokens_of(self, rank: int, n: int) -> int:
+        """How many of sequence n a rank has."""
+        begin, end = self.begins[rank : rank + 2]
+        return max(0, min(end, self.offsets[n + 1]) - max(begin, self.offsets[n]))
+
+    @cached_property
+    def without_tokens(self) -> list[int]:
+        """Sequences that no rank has any token of."""
+        return [n for n in range(self.sequences) if self.offsets[n] == self.offsets[n + 1]]
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Of every rank, in the order of its tokens; x has the same shape everywhere."""
+        return self.start_gather(x).wait()
+
+    def start_gather(self, x: Tensor) -> Gathered:
+        """That, for which nothing waits yet."""
+        ranks = len(self.lengths)
+        found = all_gather(x.contiguous().flatten(), ranks, self.group)
+        return Gathered(found, (ranks, *x.shape), self.backwards)
+
+    def start_exchange(self, found: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Any:
+        """Of x so many elements to each rank, into found so many from each; what to wait for."""
+        assert not self.backwards
+        return all_to_all(found, x, received, sent, self.group)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Where each token here stands in its sequence, int64 [1, T]."""
+        found = [
+            torch.arange(n, device=device) + max(self.begin - self.offsets[i], 0)
+            for i, n in ((i, self.tokens_of(self.rank, i)) for i in self.pieces)
+        ]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *found])[None]
+
+    def next_tokens(self, labels: Tensor, ignored: int) -> Tensor:
+        """The label after each token here [B, T], `ignored` after the last of a sequence."""
+        first = labels[:, :1] if labels.shape[1] else labels.new_full((len(labels), 1), ignored)
+        every = self.gather(first)
+        after = every[self.later[0]] if self.later else torch.full_like(first, ignored)
+        target = torch.cat([labels, after], dim=1)[:, 1:]
+        for i, end in enumerate(self.local_offsets[1:]):
+            if self.ends_here(i):
+                target[:, end - 1] = ignored
+        return target
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """All ranks' tokens [B, T, ...], of x [B, tokens here, ...], with gradients."""
+        most = max(self.lengths)
+        padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, most - x.shape[1]))
+        found = gather(padded, self)
+        return torch.cat([part[:, :n] for part, n in zip(found, self.lengths)], dim=1)
+
+    def keys_of_pieces(self, to_the_end: bool) -> tuple[int, int]:
+        """Tokens of the batch from the beginning of the head's sequence to this rank's last, or to
+        the end of the tail's sequence."""
+        if not self.pieces:
+            return 0, 0
+        end = self.offsets[self.pieces[-1] + 1] if to_the_end else self.end
+        return self.offsets[self.pieces[0]], end
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def local_states(
+        self, states: Tensor | None, before: Tensor | None, rows: int
+    ) -> Tensor | None:
+        """What this rank's pieces start from: `states` of all sequences, `rows` each, but for a
+        head that continues an earlier rank's `before`. None is zeros."""
+        if states is None and before is None:
+            return None
+        like = before if before is not None else states
+        assert like is not None
+        blank = like.new_zeros(rows, *like.shape[1:])
+        found = [
+            blank if states is None else states[n * rows : (n + 1) * rows] for n in self.pieces
+        ]
+        if before is not None:
+            found[:1] = [before]
+        if not found:
+            found = [blank[:0] if self.packed else blank]
+        mine = torch.cat(found)
+        # a gradient of `states` also where none of them begins
+        return mine if states is None else tie(mine, states)
+
+    def whole_states(self, after: Tensor, states: Tensor | None, rows: int) -> Tensor:
+        """The states after all sequences, of those after this rank's pieces; `states` are those
+        before all sequences. The same on every rank, and gradients there are added up."""
+        blank = after.new_zeros(rows, *after.shape[1:])
+        found = [blank] * self.sequences
+        for i, n in enumerate(self.pieces):
+            if self.ends_here(i):
+                found[n] = after[i * rows : (i + 1) * rows]
+        if states is not None and self.rank == 0:
+            for n in self.without_tokens:
+                found[n] = states[n * rows : (n + 1) * rows].to(after.dtype)
+        if not found:
+            return blank[:0]
+        # where no sequence ends backward has a part, too
+        return sum_of_ranks(tie(torch.cat(found), after), self)
+
+
+class SegmentOfRank(NamedTuple):
+    """Tokens begin .. end - 1 of a rank: number `number` of a sequence."""
+
+    rank: int
+    sequence: int
+    number: int
+    begin: int
+    end: int
+
+
+class Crossings:
+    """Of all ranks: whether any sequence goes from one to the next, and whether any goes through a
+    whole one. The same everywhere, so that all exchange or none does."""
+
+    def __init__(self, any: bool, through: bool) -> None:
+        self.any, self.through = any, through

@@ -1,0 +1,28 @@
+"""The benchmark's own checks in four and eight processes: uneven shards, and the same bits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_results_and_bits_of_many_ranks(ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    found = subprocess.run(
+        [*command, "--master-port", "0", "bench/context_parallel.py", "--check", "--seeds", "1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count(f"checked on {ranks} ranks") >= 11
