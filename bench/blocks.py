@@ -341,7 +341,7 @@ def _megabytes(kept: Any) -> Iterator[Any]:
     yield from (mib << 20 for mib in (80, 128, 192, 384, 512, 640))
 
 
-_NORM_CACHES = (f"{KERNELS}.norm.triton.launch:_tile", f"{KERNELS}.norm.triton.launch:_FORWARD")
+_NORM_CACHES = (f"{KERNELS}.norm.triton.launch:_tile",)
 _NORMS = f"{KERNELS}.norm.triton.tiles"
 TILES = [
     Tiles("rms_norm 32768x2048", _NORMS, "FORWARD", _norm_rows, _NORM_CACHES),

@@ -56,18 +56,23 @@ def is_enabled(x: Tensor) -> bool:
     return ENABLED and x.is_cuda
 
 
-def call_key(args: Sequence[Any]) -> Key | None:
-    """None for what can't be a key. All tensors are on the first one's device."""
+def call_key(args: Sequence[Any]) -> tuple[Key | None, list[Any], list[int]]:
+    """The key, None for what can't be one, and the tensors and their addresses, for `play`. All
+    tensors are on the first one's device."""
     parts: list[Any] = [args[0].get_device()]
+    values, addresses = [], []
     for x in args:
         kind = type(x)
         if kind in _PLAIN:
-            parts += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
+            address = x.data_ptr()
+            parts += (x.shape, x.stride(), x.dtype, address & 15)
+            values.append(x)
+            addresses.append(address)
         elif kind in _NO_TENSOR or not isinstance(x, Tensor):
             parts.append(x)
         else:
-            return None
-    return tuple(parts)
+            return None, [], []
+    return tuple(parts), values, addresses
 
 
 def compile_class_key(args: Sequence[Any]) -> Key:
@@ -83,9 +88,10 @@ class RecordedCall:
     """What a call does, to be done again."""
 
     def __init__(self, taken: CallRecorder, inputs: int, result: Any) -> None:
-        """result: what it returns, values as places: one, or a tuple or a list."""
+        """result: what it returns, values as places: one, or a tuple or a list of them and None."""
         self.operations = taken.operations
-        returned = {x.number for x in ((result,) if type(result) is ValueRef else result)}
+        results = (result,) if type(result) is ValueRef else result
+        returned = {x.number for x in results if x is not None}
         steps = _drop_dead_views(taken.steps, returned)
         self._room, places = _pack_workspace(steps, returned)
         stays = returned
@@ -101,9 +107,8 @@ class RecordedCall:
         self._at = [0 if x is None else x.data_ptr() for x in self._space]
         self._result = result
 
-    def play(self, args: Sequence[Any]) -> Any:
-        values: list[Any] = [x for x in args if type(x) in _PLAIN]
-        addresses = list(map(Tensor.data_ptr, values))
+    def play(self, values: list[Any], addresses: list[int]) -> Any:
+        """As call_key gives them; the lists are used up."""
         values += self._space
         addresses += self._at
         for run, drops in self._runs:
@@ -113,7 +118,7 @@ class RecordedCall:
         result: Any = self._result
         if type(result) is ValueRef:
             return values[result.number]
-        return type(result)([values[x.number] for x in result])
+        return type(result)([None if x is None else values[x.number] for x in result])
 
 
 def _drop_dead_views(steps: Sequence[RecordedStep], returned: set[int]) -> list[RecordedStep]:
@@ -243,7 +248,8 @@ def record(
         elif result is None:  # it writes into its arguments
             places = ()
         else:
-            places = type(result)([ValueRef(taking.number(x)) for x in result])
+            each = (None if x is None else ValueRef(taking.number(x)) for x in result)
+            places = type(result)(each)
     except Unrecordable:
         return result, None
     return result, RecordedCall(taking, len(tensors), places)

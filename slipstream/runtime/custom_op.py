@@ -15,7 +15,6 @@ import torch
 
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
 from slipstream.runtime.backends import device_of, is_plain_call
-from slipstream.runtime.call_replay import RecordedCall
 from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
@@ -54,30 +53,25 @@ class DirectCall:
         x = args[0]
         if not is_plain_call(x):
             return (self._overload or self._without_autocast)(*args)
-        device = x.device.type
         if self._replay and not backends.TRACING and call_replay.is_enabled(x):
-            key = call_replay.call_key(args)
+            key, values, addresses = call_replay.call_key(args)
             known = self._known.get(key)
             if known is True:
                 return self._record(key, args)
             if known:
                 raise_pending()
-                return self._play(known, args)
+                with device_of(x.device):
+                    if known.operations and torch.is_autocast_enabled(x.device.type):
+                        with torch.autocast(x.device.type, enabled=False):
+                            return known.play(values, addresses)
+                    return known.play(values, addresses)
             if known is None and key is not None:
                 self._expect(key, args)
-        elif self._overload is not None and device not in ("cpu", "cuda"):
+        elif self._overload is not None and x.device.type not in ("cpu", "cuda"):
             return self._overload(*args)  # such as meta, which has no implementation
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(x.device.type):
             return self._without_autocast(*args)
         return self.impl(*args)
-
-    def _play(self, known: RecordedCall, args: tuple) -> Any:
-        device = args[0].device
-        with device_of(device):
-            if known.operations and torch.is_autocast_enabled(device.type):
-                with torch.autocast(device.type, enabled=False):
-                    return known.play(args)
-            return known.play(args)
 
     def _expect(self, key: tuple, args: tuple) -> None:
         """The first call of a key: compiles its kernels side by side, and has the next recorded."""

@@ -129,6 +129,22 @@ def test_nothing_is_returned() -> None:
     assert toy.calls == 2
 
 
+def test_results_may_be_missing_or_the_same() -> None:
+    def body(x: Tensor) -> tuple[Tensor | None, ...]:
+        y = torch.empty_like(x)
+        launch(x, y)
+        return y, None, y
+
+    toy = Toy(body)
+    for _ in range(4):
+        x = torch.randn(3)
+        y, missing, same = toy.run(x)
+        torch.testing.assert_close(y, 2 * x)
+        assert missing is None
+        assert same is y
+    assert toy.calls == 2
+
+
 def test_constants_are_kept() -> None:
     table = torch.arange(4.0)
 

@@ -119,7 +119,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
         Row(lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"), 2),
     ),
     "conv": (conv._call.overload, Row(_conv, 1)),
-    "norm": (norm._forward_op.overload, Row(_norm, 1)),
+    "norm": (norm._forward.overload, Row(_norm, 1)),
     "matmul": (matmul._CALL.overload, Row(_matmul, 1)),
     "glu": (activation.forward.overload, Row(lambda: (rand(3, 4), rand(3, 4), "silu", "eager"), 1)),
     "embedding": (embedding._call.overload, Row(lambda: (IDS, rand(5, 3)), 1)),

@@ -175,7 +175,7 @@ def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
         x, z = torch.zeros(64), None if z is None else torch.zeros(64)
         known = {x.data_ptr(): "x"} | ({} if z is None else {z.data_ptr(): "z"})
         gpu.clear()
-        record.play((x, z, 5))
+        record.play(*call_replay.call_key((x, z, 5))[1:])
         call(x, z, 5)
         played, called = gpu[:2], gpu[2:]
         for a, b in zip(played, called, strict=True):
@@ -200,14 +200,14 @@ def test_launch_batch_is_one_call(gpu: list[tuple]) -> None:
         assert record is not None
         asked.reset_mock()
         gpu.clear()
-        record.play((x,))
+        record.play(*call_replay.call_key((x,))[1:])
         assert asked.call_count == 1 and len(gpu) == 3
     # of scalars that are equal each launch has its own
     assert [type(given[3]) for *_, given in gpu[:3]] == [int, float, int]
     hook = mock.Mock()
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        record.play((x,))
+        record.play(*call_replay.call_key((x,))[1:])
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert hook.call_count == 3 and len(gpu) == 6

@@ -1,7 +1,7 @@
 """The Triton norms as torch.library operators, and their gradient.
 
-Outputs have a fixed number; what is not there is empty. Where nobody is looking the launches are
-called without the operator around them, which would cost as much as the launch.
+slipstream::norm_forward gives y, h and the statistics, of which what is not there is empty;
+slipstream::norm_backward the gradients that there are.
 """
 
 from functools import cache
@@ -22,7 +22,6 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
-from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import Guard
 
@@ -46,24 +45,8 @@ def norm(
     if needs_autograd(x, weight, bias, gate, residual):
         y, h = _Norm.apply(x, weight, bias, gate, residual, n, impl)
     else:
-        y, h, _ = _forward(x, weight, bias, gate, residual, n, False, impl)
-    return y, h if n.keep_h else None
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-    save: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if is_plain_call(x):
-        return _run_forward(x, weight, bias, gate, residual, n, save, impl)
-    y, h, stats = _forward_op(x, weight, bias, gate, residual, *n, save, impl)
-    return y, h if stores_h(x, residual, n, save) else None, stats
+        y, h, _ = _forward(x, weight, bias, gate, residual, *n, False, impl)
+    return y, h if stores_h(x, residual, n, False) else None
 
 
 def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) -> KernelKey:
@@ -72,10 +55,11 @@ def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) 
     return ("norm.triton", x.dtype, x.shape[-1], None if weight is None else weight.dtype, *flags)
 
 
-def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As the launch, which is the same but for the last argument."""
-    *tensors, impl = args
-    x, weight, bias, gate, residual, n, _ = tensors
+def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, save, impl = args
+    (x, weight, bias, gate, residual), n = tensors[:5], NormOptions(*tensors[5:])
+    given = x, weight, bias, gate, residual, n, save
+    results = None
     with Guard(
         impl,
         x.device,
@@ -83,13 +67,17 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         lambda: _mismatch(x, weight, bias, gate, residual, n),
     ) as usable:
         if usable:
-            return _launch().forward(*tensors)
-    return fallback.forward(*tensors)
+            results = _launch().forward(*given)
+    y, h, stats = results or fallback.forward(*given)
+    return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
 
 
-def _run_backward(*args: Any) -> Any:
-    *tensors, impl = args
-    _, _, h, weight, bias, gate, _, _, n, _, _ = tensors
+def _run_backward(*args: Any) -> list[Tensor]:
+    """Those that there are of dx, dresidual (if it is not dx), dweight, dbias, dgate."""
+    *tensors, needs_weight, needs_bias, impl = args
+    (_, _, h, weight, bias, gate, _, _), n = tensors[:8], NormOptions(*tensors[8:])
+    given = *tensors[:8], n, needs_weight, needs_bias
+    results = None
     with Guard(
         impl,
         h.device,
@@ -97,8 +85,9 @@ def _run_backward(*args: Any) -> Any:
         lambda: _mismatch(h, weight, bias, gate, None, n),
     ) as usable:
         if usable:
-            return _launch().backward(*tensors)
-    return fallback.backward(*tensors)
+            results = _launch().backward(*given)
+    dx, dr, *others = results or fallback.backward(*given)
+    return [x for x in (dx, None if dr is dx else dr, *others) if x is not None]
 
 
 def _mismatch(
@@ -149,7 +138,8 @@ class _Norm(Function):
         n: NormOptions,
         impl: str,
     ) -> tuple[Tensor, Tensor | None]:
-        y, h, stats = _forward(x, weight, bias, gate, residual, n, True, impl)
+        y, h, stats = _forward(x, weight, bias, gate, residual, *n, True, impl)
+        h = h if stores_h(x, residual, n, True) else None
         links = [] if h is None or n.keep_h else anchors(x, residual)
         save(ctx, x if h is None else h, weight, bias, gate, stats, *links)
         ctx.norm, ctx.impl, ctx.dtype = n, impl, x.dtype
@@ -169,37 +159,14 @@ class _Norm(Function):
         if dy is None:
             dy = torch.zeros_like(h, dtype=ctx.dtype)
         args = (dy, dh, h, weight, bias, gate, stats, ctx.residual_dtype)
-        if is_plain_call(dy):
-            grads = _run_backward(*args, ctx.norm, needs_weight, needs_bias, ctx.impl)
-        else:
-            grads = _backward_op(*args, *ctx.norm, needs_weight, needs_bias, ctx.impl)
-        dx, dr, dweight, dbias, dgate = grads
-        if ctx.residual_dtype == dx.dtype:
-            dr = dx
-        return (
-            dx,
-            dweight if needs_weight else None,
-            dbias if needs_bias else None,
-            None if gate is None else dgate,
-            None if ctx.residual_dtype is None else dr,
-            None,
-            None,
-        )
-
-
-def _forward_impl(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, save, impl = args
-    tensors, n = tensors[:5], NormOptions(*tensors[5:])
-    y, h, stats = _run_forward(*tensors, n, save, impl)
-    return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
-
-
-def _backward_impl(*args: Any) -> list[Tensor]:
-    tensors, residual_dtype, options = args[:7], args[7], args[8:]
-    n, needs, impl = NormOptions(*options[:-3]), options[-3:-1], options[-1]
-    dx, dr, *others = _run_backward(*tensors, residual_dtype, n, *needs, impl)
-    dr = None if dr is dx else dr  # results of an operator are no aliases
-    return [dx, *(dx.new_empty(0) if x is None else x for x in (dr, *others))]
+        dx, *grads = _backward(*args, *ctx.norm, needs_weight, needs_bias, ctx.impl)
+        left = iter(grads)
+        dr = None if ctx.residual_dtype is None else dx
+        if ctx.residual_dtype not in (None, dx.dtype):
+            dr = next(left)
+        dweight = next(left) if needs_weight else None
+        dbias = next(left) if needs_bias else None
+        return dx, dweight, dbias, None if gate is None else next(left), dr, None, None
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,31 +182,29 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_fake(*args: Any) -> list[Tensor]:
     dy, _, _, weight, bias, gate, _, residual_dtype = args[:8]
     needs_weight, needs_bias = args[-3:-1]
-    none = dy.new_empty(0)
     apart = residual_dtype is not None and residual_dtype != dy.dtype
-    return [
-        dy.new_empty(dy.shape),
-        dy.new_empty(dy.shape, dtype=residual_dtype) if apart else none,
-        weight.new_empty(weight.shape) if needs_weight else none.clone(),
-        bias.new_empty(bias.shape) if needs_bias else none.clone(),
-        none.clone() if gate is None else gate.new_empty(gate.shape),
-    ]
+    grads = [dy.new_empty(dy.shape)]
+    grads += [dy.new_empty(dy.shape, dtype=residual_dtype)] if apart else []
+    there = (weight if needs_weight else None, bias if needs_bias else None, gate)
+    return grads + [x.new_empty(x.shape) for x in there if x is not None]
 
 
-_forward_op = KernelOp(
+_forward = KernelOp(
     "norm_forward",
     f"(Tensor x, {_OPTIONAL_TENSORS}, Tensor? residual, {_NORM}, bool save, str impl) -> "
     "(Tensor, Tensor, Tensor)",
-    _forward_impl,
+    _run_forward,
     _forward_fake,
+    replay=True,
 )
-_backward_op = KernelOp(
+_backward = KernelOp(
     "norm_backward",
     f"(Tensor dy, Tensor? dh, Tensor h, {_OPTIONAL_TENSORS}, Tensor? stats, "
     f"ScalarType? residual_dtype, {_NORM}, bool needs_weight, bool needs_bias, "
     "str impl) -> Tensor[]",
-    _backward_impl,
+    _run_backward,
     _backward_fake,
+    replay=True,
 )
 
 
@@ -250,4 +215,4 @@ def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     return (y,) if h is None else (y, h)
 
 
-_forward_op.set_gradient(_of_operator)
+_forward.set_gradient(_of_operator)

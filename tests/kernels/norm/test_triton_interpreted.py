@@ -72,7 +72,6 @@ def small_tiles(rows: int) -> None:
     tiles.FORWARD = (short, tiles.Row(32, 32 * rows, 4, 0, 1, lean=True))
     tiles.BACKWARD, tiles.LOOPED, tiles.SPLIT = (short,), short, short
     launch._tile.cache_clear()
-    launch._FORWARD.clear()
 
 
 def main() -> None:
@@ -129,11 +128,11 @@ def check_operators() -> None:
 
     x, w = torch.randn(5, 8), torch.randn(8)
     n = NormOptions(1e-5, centre=True, keep_h=True)
-    torch.library.opcheck(op._forward_op.overload, (x, w, None, x, x, *n, True, "triton"))
-    torch.library.opcheck(op._forward_op.overload, (x, None, None, None, None, *n, False, "triton"))
-    y, h, stats = op._forward_op.overload(x, w, w, x, x, *n, True, "triton")
+    torch.library.opcheck(op._forward.overload, (x, w, None, x, x, *n, True, "triton"))
+    torch.library.opcheck(op._forward.overload, (x, None, None, None, None, *n, False, "triton"))
+    y, h, stats = op._forward.overload(x, w, w, x, x, *n, True, "triton")
     args = (y, h, h, w, w, x, stats, torch.float32, *n, True, True, "triton")
-    torch.library.opcheck(op._backward_op.overload, args)
+    torch.library.opcheck(op._backward.overload, args)
     leaves = [torch.randn(5, 8, requires_grad=True) for _ in range(2)]
 
     def call(x: Tensor, residual: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ multiple of the multiprocessors.
 
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,21 +19,11 @@ from slipstream.kernels.norm.triton.norm import (
     norm_sums_kernel,
 )
 from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count
-from slipstream.runtime.launch_cache import CompiledEntry, cached, wrap_compiled
+from slipstream.runtime.launch_cache import cached
 
 # Partial sums that norm_dweight_kernel adds up at once: more than there mostly are, so that it
 # waits for memory but once.
 SUMMED = 512
-
-
-class Grads(NamedTuple):
-    """dx and dresidual are the same tensor if they have the same dtype."""
-
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    gate: Tensor | None
 
 
 @cache
@@ -54,80 +43,6 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
     return max(-(-count // rounds), 1)
 
 
-class _Forward:
-    """A forward launch for inputs of given shapes and dtypes: all of it but the tensors.
-
-    The kernel that Triton found is kept here (runtime/launch_cache.py): it is the same for the same
-    inputs, if all tensors begin at multiples of 16 bytes, which is what it was compiled for.
-    """
-
-    def __init__(self, x: Tensor, residual: Tensor | None, n: NormOptions, save: bool) -> None:
-        groups, width = n.groups or 1, x.shape[-1]
-        D, self.R = width // groups, x.numel() // width
-        sum_dtype = h_dtype(x, residual, n)
-        self.h_dtype = sum_dtype if stores_h(x, residual, n, save) else None
-        self.stats = stats_shape(x, n, save)
-        # what is normalised is x itself, which comes two features to a register
-        lean = residual is None and sum_dtype == x.dtype and not n.centre and not n.gate_first
-        lean = lean and x.element_size() == 2 and D % 8 == 0
-        tile = _tile(x.get_device(), D, x.element_size(), False, lean=lean)
-        self.grid = (-(-self.R // tile.BR) * groups, 1, 1)
-        self.warps = tile.warps
-        self.constants = (
-            self.R,
-            n.eps,
-            groups,
-            D,
-            tile.BR,
-            tile.BD,
-            n.centre,
-            n.l2,
-            n.zero_centered,
-            n.activation == "silu",
-            n.gate_first,
-            sum_dtype == x.dtype,
-            tile.lean,
-        )
-        self.entry: CompiledEntry | None = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        addresses = 0
-        for t in tensors:
-            if t is not None:
-                addresses |= t.data_ptr()
-        if self.entry is not None and addresses % 16 == 0:
-            self.entry.launch(self.grid, (*tensors, *self.constants))
-            return
-        compiled = norm_fwd_kernel[self.grid](*tensors, *self.constants, num_warps=self.warps)
-        if addresses % 16 == 0:
-            self.entry = wrap_compiled(compiled)
-
-
-_FORWARD: dict[tuple, _Forward] = {}
-# Shapes are few, but a server's lengths are not: past this it starts anew.
-_MAX_ENTRIES = 4096
-
-
-def _forward_of(
-    x: Tensor, residual: Tensor | None, n: NormOptions, save: bool, *others: Tensor | None
-) -> _Forward:
-    tensors = (residual, *others)
-    key = (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        n,
-        save,
-        *(t if t is None else t.dtype for t in tensors),
-    )
-    forward = _FORWARD.get(key)
-    if forward is None:
-        if len(_FORWARD) >= _MAX_ENTRIES:
-            _FORWARD.clear()
-        forward = _FORWARD[key] = _Forward(x, residual, n, save)
-    return forward
-
-
 def forward(
     x: Tensor,
     weight: Tensor | None,
@@ -138,17 +53,44 @@ def forward(
     save: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, h where it is neither x nor dropped, and if `save` the statistics for backward."""
-    run = _forward_of(x, residual, n, save, weight, bias, gate)
+    groups, width = n.groups or 1, x.shape[-1]
+    D, R = width // groups, x.numel() // width
+    sum_dtype = h_dtype(x, residual, n)
+    # what is normalised is x itself, which comes two features to a register
+    lean = residual is None and sum_dtype == x.dtype and not n.centre and not n.gate_first
+    lean = lean and x.element_size() == 2 and D % 8 == 0
+    tile = _tile(x.get_device(), D, x.element_size(), False, lean=lean)
     x = x.contiguous()
     y, h, stats = torch.empty_like(x), None, None
-    if run.h_dtype is not None:
-        h = torch.empty_like(x, dtype=run.h_dtype)
-    if run.stats is not None:
-        stats = torch.empty(run.stats, dtype=torch.float32, device=x.device)
-    residual = None if residual is None else residual.contiguous()
-    gate = None if gate is None else gate.contiguous()
+    if stores_h(x, residual, n, save):
+        h = torch.empty_like(x, dtype=sum_dtype)
+    if (shape := stats_shape(x, n, save)) is not None:
+        stats = torch.empty(shape, dtype=torch.float32, device=x.device)
     with device_of(x.device):
-        run(x, residual, weight, bias, gate, y, h, stats)
+        cached(norm_fwd_kernel)[(-(-R // tile.BR) * groups,)](
+            x_ptr=x,
+            r_ptr=None if residual is None else residual.contiguous(),
+            w_ptr=weight,
+            b_ptr=bias,
+            gate_ptr=None if gate is None else gate.contiguous(),
+            y_ptr=y,
+            h_ptr=h,
+            stats_ptr=stats,
+            R=R,
+            eps=n.eps,
+            G=groups,
+            D=D,
+            BR=tile.BR,
+            BD=tile.BD,
+            CENTRE=n.centre,
+            L2=n.l2,
+            ZERO_CENTERED=n.zero_centered,
+            SILU=n.activation == "silu",
+            GATE_FIRST=n.gate_first,
+            ROUND=sum_dtype == x.dtype,
+            LEAN=tile.lean,
+            num_warps=tile.warps,
+        )
     return y, h, stats
 
 
@@ -164,7 +106,9 @@ def backward(
     n: NormOptions,
     needs_weight: bool,
     needs_bias: bool,
-) -> Grads:
+) -> tuple[Tensor | None, ...]:
+    """dx, dresidual, dweight, dbias, dgate; the first two are the same tensor if they have the same
+    dtype."""
     groups = n.groups or 1
     width = h.shape[-1]
     D, R = width // groups, h.numel() // width
@@ -246,4 +190,4 @@ def backward(
                 BD=32,
                 num_warps=16,
             )
-    return Grads(dx, dr, dweight, dbias, dgate)
+    return dx, dr, dweight, dbias, dgate
