@@ -5,6 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.selective_scan.dispatch import run
 from slipstream.kernels.selective_scan.inputs import ScanInputs
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
@@ -22,6 +23,7 @@ def selective_scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Selective state space model: a state of N numbers for every channel.
@@ -43,6 +45,8 @@ def selective_scan(
             number of packed sequences.
         output_final_state: return h after the last token too.
         cu_seqlens: offsets [S+1] of S sequences packed in B == 1, int32 or int64.
+        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
+            sequences and no cu_seqlens.
         impl: "eager", "triton" or "reference" to insist on one; chosen if None.
 
     All are of any floating dtype; they need not be of one.
@@ -61,4 +65,4 @@ def selective_scan(
     """
     B, C = (x[:, :, None] if x.dim() == 3 else x for x in (B, C))
     tensors = ScanInputs(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
-    return run(tensors, delta_softplus, output_final_state, impl)
+    return run(tensors, delta_softplus, output_final_state, impl, context)

@@ -103,6 +103,23 @@ def gather(x: Tensor, share: "Share") -> Tensor:
     return _Gather.apply(x, share)
 
 
+def entry_states(
+    change: Tensor, states: Tensor | None, rows: int, share: "Share"
+) -> tuple[Tensor | None, Tensor]:
+    """The states that this rank's pieces start from, where each element of a state goes its own
+    way: h -> decay * h + added. Also what `tie` has to hold.
+
+    Args:
+        change: added and decay of the tail's tokens [2, rows, ...], tied to inputs.
+        states: those before all sequences, `rows` each; None is zeros.
+    """
+    changes, before = gather(change, share), None
+    for rank in share.earlier:
+        added, decay = changes[rank]
+        before = added if before is None else decay * before + added
+    return share.local_states(states, before, rows), changes
+
+
 def states_of_pieces(
     x: Tensor, width: int, states: Tensor | None, share: "Share"
 ) -> tuple[Tensor | None, Tensor | None]:

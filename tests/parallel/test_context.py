@@ -66,9 +66,8 @@ def test_operators_across_ranks_equal_one_rank(tmp_path: Path) -> None:
 
 def test_every_chunk_operator_takes_a_context() -> None:
     takes = {x.op for x in CALLS}
-    # what is there but for selective_scan, which a context cannot cut yet
     wanted = {n for n in vars(ops) if n.startswith("chunk_")}
-    assert takes >= wanted | {"short_convolution", "token_shift", "attention"}
+    assert takes >= wanted | {"short_convolution", "token_shift", "attention", "selective_scan"}
 
 
 def test_reversed_time_v_first_states_and_bfloat16(tmp_path: Path) -> None:

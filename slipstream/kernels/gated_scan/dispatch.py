@@ -8,7 +8,7 @@ from slipstream.kernels.gated_scan.op import kind, scan
 from slipstream.kernels.gated_scan.reference import scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.context_exchange import gather, tie
+from slipstream.runtime.context_exchange import entry_states, tie
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
@@ -97,12 +97,7 @@ def _run_across_ranks(
             change = torch.stack(
                 [scan(tail, gates, start, None, plan.tries)[1], gates.to(wide).sum(1).exp()]
             )
-        changes = gather(tie(change, x, g), share)
-        if share.earlier:
-            before = changes[share.earlier[0], 0]
-            for rank in share.earlier[1:]:
-                before = changes[rank, 1] * before + changes[rank, 0]
-            states = share.local_states(initial_state, before, rows)
+        states, changes = entry_states(tie(change, x, g), initial_state, rows, share)
     h, after = scan(x, g, states, cu_seqlens, plan.tries)
     if changes is not None:
         h = tie(h, changes)

@@ -1,14 +1,17 @@
 """From an operator's arguments to the selective scan: checks, choice, call."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.selective_scan.inputs import ScanInputs
+from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype
 from slipstream.kernels.selective_scan.op import kind, selective_scan
 from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import DTYPES, triton_unsupported
+from slipstream.runtime.context_exchange import entry_states, tie
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -35,9 +38,16 @@ _PLANS = ValidationCache()
 
 
 def run(
-    inputs: ScanInputs, delta_softplus: bool, output_final_state: bool, impl: str | None
+    inputs: ScanInputs,
+    delta_softplus: bool,
+    output_final_state: bool,
+    impl: str | None,
+    context: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y [B, T, D] in u's dtype, and the final state [S, D, N] if asked for."""
+    if context is not None:
+        args = inputs, delta_softplus, output_final_state, impl, context
+        return context.eagerly(_run_across_ranks, *args)
     plan = _PLANS.get(signature(inputs, impl), lambda: _checked(inputs, impl))
     cu_seqlens = inputs.cu_seqlens
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
@@ -47,6 +57,57 @@ def run(
     else:
         y, final = selective_scan(inputs, delta_softplus, plan.tries)
     return y, final if output_final_state else None
+
+
+def _run_across_ranks(
+    inputs: ScanInputs,
+    delta_softplus: bool,
+    output_final_state: bool,
+    impl: str | None,
+    context: ContextParallel,
+) -> tuple[Tensor, Tensor | None]:
+    """As run, of this rank's tokens: its head starts from what the ranks before it come to."""
+    context.expect_no_offsets(inputs.cu_seqlens, impl)
+    u, A, initial_state = inputs.u, inputs.A, inputs.initial_state
+    inputs = inputs._replace(initial_state=None, cu_seqlens=context.offsets_on(u.device))
+    plan = _PLANS.get(signature(inputs, impl), lambda: _checked(inputs, impl))
+    share, rows = context.share(u.shape[1]), 1 if inputs.cu_seqlens is not None else u.shape[0]
+    if initial_state is not None:
+        checks.expect_shape("initial_state", initial_state, (share.sequences * rows, *A.shape))
+        checks.expect_floating({"initial_state": initial_state})
+        checks.expect_one_device({"u": u, "initial_state": initial_state})
+    states, changes = share.local_states(initial_state, None, rows), None
+    given = [x for x in inputs[:8] if x is not None]
+    if share.crossings.any:
+        change = u.new_zeros(2, rows, *A.shape, dtype=compute_dtype(u))
+        if share.later:
+            begins = share.begins_here(len(share.pieces) - 1)
+            start = states[-rows:] if begins and states is not None else None
+            change = _change_of_tail(inputs, share.tail_begin, start, delta_softplus, plan.tries)
+        states, changes = entry_states(tie(change, *given), initial_state, rows, share)
+    y, after = selective_scan(inputs._replace(initial_state=states), delta_softplus, plan.tries)
+    if changes is not None:
+        y = tie(y, changes)
+    if not output_final_state:
+        return y, None
+    return y, share.whole_states(tie(after, *given), initial_state, rows)
+
+
+def _change_of_tail(
+    inputs: ScanInputs, begin: int, start: Tensor | None, delta_softplus: bool, tries: str
+) -> Tensor:
+    """What the tokens from `begin` on make of a state: the one they come to from `start`, and the
+    product of their decays [2, rows, D, N]."""
+    u, delta, A, B, C = (x[:, begin:] if i != 2 else x for i, x in enumerate(inputs[:5]))
+    tail = inputs._replace(u=u, delta=delta, B=B, C=C, D=None, z=None, cu_seqlens=None)
+    _, added = selective_scan(tail._replace(initial_state=start), delta_softplus, tries)
+    steps = delta.to(added.dtype)
+    if inputs.delta_bias is not None:
+        steps = steps + inputs.delta_bias.to(added.dtype)
+    if delta_softplus:
+        steps = F.softplus(steps)
+    decay = (steps.sum(1)[..., None] * A.to(added.dtype)).exp()
+    return torch.stack([added, decay])
 
 
 def _checked(inputs: ScanInputs, impl: str | None) -> Selection:
