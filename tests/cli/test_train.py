@@ -61,13 +61,19 @@ def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> s
     return text
 
 
-TIMES = ("tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+MEASURED = (
+    "memory_gib",
+    "tokens_per_second",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+)
 
 
 def loss_log(run: Path) -> list[dict]:
-    """All that is logged, but for times."""
+    """All that is logged, but for times and memory."""
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in log]
+    return [{k: v for k, v in entry.items() if k not in MEASURED} for entry in log]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,8 @@ def test_train_interrupted_and_resumed_equals_uninterrupted(config, trained, tmp
     assert "stopped after step" in text
     assert not (out / "model.safetensors").exists()
     assert "continuing at" in interrupted(config, out, signal.SIGTERM, 6)
-    finish("train", config, f"output_dir={out}")
+    status, text = invoked("train", config, f"output_dir={out}")
+    assert status == 0, text
     whole, parts = load_file(trained / "model.safetensors"), load_file(out / "model.safetensors")
     assert whole.keys() == parts.keys()
     for name in whole:
@@ -133,7 +140,8 @@ def test_train_refuses_to_mix_runs(config, trained) -> None:
 
 
 def test_generate_prints_text(trained) -> None:
-    out = finish("generate", trained, "def main(", "--tokens", 12)
+    status, out = invoked("generate", trained, "def main(", "--tokens", 12)
+    assert status == 0, out
     assert out.startswith("def main(")
     assert len(out) > len("def main(\n")
 

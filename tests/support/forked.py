@@ -72,9 +72,32 @@ def _in_child(script: str, arguments: list[str], output: int) -> None:
         os._exit(status)
 
 
+def _patch_language_once() -> None:
+    """Triton's interpreter replaces the functions of triton.language for every call of a device
+    function, a third of the time of most scripts: here once a module in each launch, which restores
+    them at its end."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_once(fn: Any) -> Any:
+        if id(fn.__globals__) in patched:
+            return None
+        patched.add(id(fn.__globals__))
+        return patch(fn)
+
+    def launch_patched(self: Any, *args: Any, **options: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **options)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_patched
+
+
 def main() -> None:
-    for name in ("pytest", "tests.support.operators", "triton.runtime.interpreter"):
+    for name in ("pytest", "tests.support.operators"):
         importlib.import_module(name)
+    _patch_language_once()
     replies = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         script, *arguments = json.loads(line)
