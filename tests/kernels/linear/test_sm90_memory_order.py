@@ -55,31 +55,31 @@ def whole(run: Run, name: str) -> None:
 WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str, int]]] = {
     "walk": (
         "chunk_fwd", ("chunk_fwd",), walks, {
-            "chunk_fwd: mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)": 1,
-            "chunk_fwd: mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)": 1,
-            "chunk_fwd: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
+            "chunk_fwd: mbarrier.wait(queries.empty.index(t), ((i // 2) & 1) ^ 1)": 1,
+            "chunk_fwd: mbarrier.wait(barriers.x_full.index(w), ((i // 2) & 1) ^ 1)": 1,
+            "chunk_fwd: mbarrier.wait(barriers.full.index(s), (i // ST) & 1)": 1,
         },
     ),
     "wide": (
         "chunk_fwd_2tile", ("chunk_fwd_2tile",), walks, {
-            "chunk_fwd_2tile: mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)": 1,
+            "chunk_fwd_2tile: mbarrier.wait(queries.empty.index(b), ((i // 2) & 1) ^ 1)": 1,
         },
     ),
     "back": (
         "chunk_dstate", ("chunk_dstate",), back, {
-            "chunk_dstate: mbarrier.wait(p_empty.index(w), ((i // 2) & 1) ^ 1)": 1,
-            "chunk_dstate: mbarrier.wait(full.index(s), (i // ST) & 1)": 1,
+            "chunk_dstate: mbarrier.wait(barriers.wz_empty.index(w), ((i // 2) & 1) ^ 1)": 1,
+            "chunk_dstate: mbarrier.wait(barriers.full.index(s), (i // ST) & 1)": 1,
         },
     ),
     "fused": (
         "bwd_fused", ("bwd_fused_recompute", "bwd_fused_dqk", "bwd_fused"), whole, {
-            "bwd_fused_recompute: mbarrier.wait(early.index(0), (gone & 1) ^ 1)": 1,
-            "bwd_fused_recompute: mbarrier.wait(late.index(0), (gone & 1) ^ 1)": 1,
+            "bwd_fused_recompute: mbarrier.wait(barriers.w_empty.index(0), (gone & 1) ^ 1)": 1,
+            "bwd_fused_recompute: mbarrier.wait(barriers.state_empty.index(0), (gone & 1) ^ 1)": 1,
             "bwd_fused_recompute: fence_async_shared()": 2,
-            "bwd_fused_dqk: mbarrier.wait(full.index(s), (j // ST) & 1)": 1,
-            "bwd_fused_dqk: mbarrier.wait(w_full.index(0), i & 1)": 1,
+            "bwd_fused_dqk: mbarrier.wait(barriers.full.index(s), (j // ST) & 1)": 1,
+            "bwd_fused_dqk: mbarrier.wait(barriers.w_full.index(0), i & 1)": 1,
             "bwd_fused_dqk: store_wait(0)": 2,
-            "bwd_fused: mbarrier.wait(walked.index(0), part & 1)": 1,
+            "bwd_fused: mbarrier.wait(barriers.recomputed.index(0), block & 1)": 1,
         },
     ),
 }  # fmt: skip

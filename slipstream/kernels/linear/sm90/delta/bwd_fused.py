@@ -9,27 +9,44 @@ chunk, in no other memory than a program's own. From S before each chunk and w, 
 and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its gradients, by the
 formulas of triton/delta/dqkg.py.
 
-S and w are made once more, `every` chunks at a time: forward leaves S before each such part, in 16
-bits as it is in all products, and from there a program scans to the part's end before it goes back
-(bwd_fused_recompute.py). What it meets on its way is in memory of that program alone, a state a
-chunk between the first, which forward left, and the last, which is in shared memory; dS' is in
-memory too while S takes its registers.
+S and w are made once more, a block of `every` chunks at a time: forward leaves S before each block,
+in 16 bits as it is in all products, and from there a program scans to the block's end before it
+goes back (bwd_fused_recompute.py). Recomputed states go to memory of that program alone, but for
+the first, which forward left, and the last, which is in shared memory; dS' is in memory too while S
+takes its registers.
 
-Four parts of a program, which has all columns of V:
+Four partitions of a program, which has all columns of V:
 
-    scan     S and w; dS and dv, V as the rows; B and M; clears a short chunk's rest
-    grads    dq and dk, through the buffers of q and k; dbeta, dg; writes dv (bwd_fused_dqk.py)
-    load     q, k, do or v, R, w and S by TMA, beta and G
-    write    dq and dk of whole chunks, added to those of other heads, and passes the turn on
+    load_partition, 1 warp            state_partition, V / 16 warps        dqk_partition, 4
+      to a block's end, every chunk:
+      k, v, R, beta, G -- full ---->    S, w; <-- empty (2 arrivals)
+      S before it -- entry_full --->    S and w of all but the last chunk to memory -- recomputed
+                                        those of the last -- state_full, w_full
+      back:
+      q, k, do, beta, G -- full --->    A, dS, dv, B, M -- pairs_full ----->  dq, dk, dbeta, dg
+      R -- r_full ----------------->    reads R; <-- r_empty
+      w -- w_full ----------------->    reads w -------------------------->   reads w, dS'
+                                        waits for w_empty before dS'          <-- w_empty
+      S -- state_full ---------------------------------------------------->   reads S, dv, B, M
+                                        waits for state_empty before dv       <-- state_empty
+                                                                              dq, dk -- grads_full
+      <-- empty (2 arrivals): dqk_partition, and store_partition, 1 warp, which adds dq and dk of
+          whole chunks, in the buffers of q and k, to those of other heads and passes the turn on
 
-What a program is, and how far its scan is, they read where they want it
-(kernels/primitives/smem_scalars.py).
+    buffers                       stages  arrivals a phase: full / empty
+    q, k, do or v, beta, G        ST      2 (TMA, and the warp that stores beta and G) / 2
+    R [C, C]                      1       1 (TMA) / 1
+    w [C, V]                      1       1 (TMA, or the way to a block's end) / 1, with dS'
+    S [V, K]                      1       1 (TMA, or the same) / 1, with dv, B, M and the diagonal
+    dS', dv, B, M, the diagonal   1       1 for all / as w and as S have it
+    dq, dk                        ST      1 / as q and k have it
 
-Two stages of q, k, do (or v), beta and G, one of all else. Of each chunk `grads` says when dS' and
-w are free, and when the rest is; a stage is free once `write` and `grads` are done with it, or on
-the way to a part's end `scan`. Step j of a program is the i-th back, where it has gone forward
-through j - i chunks.
+What a program is, and how far its scan is, all read where they want it
+(kernels/primitives/smem_scalars.py): registers are what there is least. Step j of a program is the
+i-th back, where it has gone forward through j - i chunks.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
@@ -58,6 +75,7 @@ from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
 )
 from slipstream.kernels.linear.sm90.delta.bwd_fused_recompute import recompute_states, square
 from slipstream.kernels.linear.sm90.delta.device import (
+    StateRefs,
     beta_gate_ptr,
     checkpoint_index,
     load_state,
@@ -81,6 +99,48 @@ from slipstream.kernels.primitives.semaphore import (
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars, load_scalar, store_scalars
 
 
+class Tiles(NamedTuple):
+    """Buffers of what load_partition reads: ST stages of the first four, one of the others."""
+
+    q: Any  # then dq; on the way to a block's end R
+    k: Any  # then dk
+    do: Any  # on the way to a block's end v
+    beta_gate: Any
+    r: Any
+    w: Any
+    state: Any
+    a: Any  # scale tril(q k^T decay), of state_partition alone
+
+
+class Buffers(NamedTuple):
+    """What state_partition hands to dqk_partition, and that one's own sums."""
+
+    dstate: Any
+    dv: Any
+    b: Any
+    m: Any
+    diagonal: Any
+    token_sums: Any
+    state_products: Any
+
+
+class Barriers(NamedTuple):
+    """Of the tiles, and of what state_partition hands on."""
+
+    full: Any  # q, k, do and beta_gate
+    empty: Any
+    r_full: Any
+    r_empty: Any
+    w_full: Any
+    state_full: Any
+    pairs_full: Any  # dstate, dv, b, m and diagonal of a chunk
+    w_empty: Any  # of w and dstate
+    state_empty: Any  # of state, dv, b, m and diagonal
+    grads_full: Any  # dq and dk
+    entry_full: Any  # S before a block
+    recomputed: Any  # S and w of a block's chunks, in global memory
+
+
 @gluon.jit
 def locate_checkpoint_block(i, n, every):
     """Of n chunks, i of which it has gone back through: the first chunk of the part that is next,
@@ -91,12 +151,10 @@ def locate_checkpoint_block(i, n, every):
 
 @gluon.jit
 def load_partition(
-    descs, beta_gates_ptr, tiles, rings, pad, HV, every,
+    descs, beta_gates_ptr, tiles, barriers, pad, HV, every,
     V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, checkpoints_desc = descs
-    qs, ks, os, gs, rs, ws, ss, _ = tiles
-    full, empty, r_full, r_empty, w_full, s_full, _, early, late, _, entry_full, recomputed = rings
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
     row = load_scalar(pad, ROW, 1)
     n = load_scalar(pad, CHUNKS, 1)
@@ -122,43 +180,55 @@ def load_partition(
             c = gl.where(back, first + 2 * count - 1 - at, first + at)
             t = row + c * C
             b_beta_gate = load_beta_gate(p_beta_gate + c * stride, C, HAS_GATE)
-            mbarrier.wait(empty.index(s), ((j // ST) & 1) ^ 1)
+            mbarrier.wait(barriers.empty.index(s), ((j // ST) & 1) ^ 1)
             if back:
-                mbarrier.expect(full.index(s), nbytes + q_desc.block_type.nbytes)
-                copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
-                copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
-                copy_in(do_desc, [t, v_col], full.index(s), os.index(s))
+                mbarrier.expect(barriers.full.index(s), nbytes + q_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+                copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
+                copy_in(do_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
             else:
-                b_r = square(qs.index(s), rs.index(0), C)
-                mbarrier.expect(full.index(s), nbytes + r_desc.block_type.nbytes)
-                copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
-                copy_in(v_desc, [t, v_col], full.index(s), os.index(s))
-                copy_in(r_desc, [t, r_col], full.index(s), b_r)
-            gs.index(s).store(b_beta_gate)
-            mbarrier.arrive(full.index(s), count=1)
+                b_r = square(tiles.q.index(s), tiles.r.index(0), C)
+                mbarrier.expect(barriers.full.index(s), nbytes + r_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+                copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
+                copy_in(r_desc, [t, r_col], barriers.full.index(s), b_r)
+            tiles.beta_gate.index(s).store(b_beta_gate)
+            mbarrier.arrive(barriers.full.index(s), count=1)
             if at == 0:
-                mbarrier.wait(late.index(0), (i & 1) ^ 1)
-                mbarrier.expect(entry_full.index(0), checkpoints_desc.block_type.nbytes)
-                copy_in(checkpoints_desc, [checkpoint, 0], entry_full.index(0), ss.index(0))
+                mbarrier.wait(barriers.state_empty.index(0), (i & 1) ^ 1)
+                mbarrier.expect(barriers.entry_full.index(0), checkpoints_desc.block_type.nbytes)
+                copy_in(
+                    checkpoints_desc,
+                    [checkpoint, 0],
+                    barriers.entry_full.index(0),
+                    tiles.state.index(0),
+                )
             before = ((i + at - count) & 1) ^ 1
             if back:
-                mbarrier.wait(r_empty.index(0), before)
-                mbarrier.expect(r_full.index(0), r_desc.block_type.nbytes)
-                copy_in(r_desc, [t, r_col], r_full.index(0), rs.index(0))
+                mbarrier.wait(barriers.r_empty.index(0), before)
+                mbarrier.expect(barriers.r_full.index(0), r_desc.block_type.nbytes)
+                copy_in(r_desc, [t, r_col], barriers.r_full.index(0), tiles.r.index(0))
             if at > count:  # those of the last chunk are there
                 if at == count + 1:
-                    mbarrier.wait(recomputed.index(0), block & 1)
+                    mbarrier.wait(barriers.recomputed.index(0), block & 1)
                     proxy_fence()
-                mbarrier.wait(early.index(0), before)
-                mbarrier.expect(w_full.index(0), w_desc.block_type.nbytes)
-                copy_in(w_desc, [t, v_col], w_full.index(0), ws.index(0))
-                mbarrier.wait(late.index(0), before)
-                mbarrier.expect(s_full.index(0), states_desc.block_type.nbytes)
+                mbarrier.wait(barriers.w_empty.index(0), before)
+                mbarrier.expect(barriers.w_full.index(0), w_desc.block_type.nbytes)
+                copy_in(w_desc, [t, v_col], barriers.w_full.index(0), tiles.w.index(0))
+                mbarrier.wait(barriers.state_empty.index(0), before)
+                mbarrier.expect(barriers.state_full.index(0), states_desc.block_type.nbytes)
                 if c == first:
-                    copy_in(checkpoints_desc, [checkpoint, 0], s_full.index(0), ss.index(0))
+                    copy_in(
+                        checkpoints_desc,
+                        [checkpoint, 0],
+                        barriers.state_full.index(0),
+                        tiles.state.index(0),
+                    )
                 else:
                     s_row = scratch + (c - first - 1) * V
-                    copy_in(states_desc, [s_row, 0], s_full.index(0), ss.index(0))
+                    copy_in(
+                        states_desc, [s_row, 0], barriers.state_full.index(0), tiles.state.index(0)
+                    )
         i += count
         checkpoint -= m_step
 
@@ -219,14 +289,11 @@ def score_partition(
 
 @gluon.jit
 def dstate_partition(
-    tiles, buffers, rings, b_s, gone, count, length, n, scale,
+    tiles, buffers, barriers, b_s, gone, count, length, n, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """Through a part from b_s, dS after it; dS before it."""
-    qs, ks, os, gs, rs, ws, _, a_s = tiles
-    ds, ys, bs, ms, diags, _, _ = buffers
-    full, _, r_full, r_empty, w_full, _, done, early, late, _, _, _ = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -240,81 +307,86 @@ def dstate_partition(
         j = 2 * gone + count + at
         s = j % ST
         num_rows = length - (n - 1 - i) * C
-        rows = gs.index(s)
+        rows = tiles.beta_gate.index(s)
         # 0, which no compiler knows: it would keep all addresses that two products have in common
         o = i >> 30
         o_x = i >> 29
         o_s = i >> 28
         o_y = i >> 27
-        mbarrier.wait(full.index(s), (j // ST) & 1)
-        mbarrier.wait(r_full.index(0), i & 1)
+        mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
+        mbarrier.wait(barriers.r_full.index(0), i & 1)
         if num_rows < C:
-            zero_tail_rows(qs.index(s), num_rows, C, K, WARPS)
-            zero_tail_rows(ks.index(s), num_rows, C, K, WARPS)
-            zero_tail_rows(os.index(s), num_rows, C, V, WARPS)
-            zero_tail_rows(rs.index(o), num_rows, C, C, WARPS)
+            zero_tail_rows(tiles.q.index(s), num_rows, C, K, WARPS)
+            zero_tail_rows(tiles.k.index(s), num_rows, C, K, WARPS)
+            zero_tail_rows(tiles.do.index(s), num_rows, C, V, WARPS)
+            zero_tail_rows(tiles.r.index(o), num_rows, C, C, WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
-            qs.index(s), ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
+            tiles.q.index(s), tiles.k.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
         b_decay = decay_of(rows, o_i + o, o_j, al, C, HAS_GATE, True) * scale
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
-        a_s.index(o).store((b_a * b_decay).to(ks.dtype))
-        mbarrier.wait(early.index(0), (i & 1) ^ 1)
-        ds.index(o_x).store(b_s.to(ks.dtype))
+        tiles.a.index(o).store((b_a * b_decay).to(tiles.k.dtype))
+        mbarrier.wait(barriers.w_empty.index(0), (i & 1) ^ 1)
+        buffers.dstate.index(o_x).store(b_s.to(tiles.k.dtype))
         fence_async_shared()
         gl.thread_barrier()
         # from shared memory, for all registers are taken
         b_x = warpgroup_mma(
-            ds.index(o_x), ks.index(s + o_x).permute((1, 0)), zero, use_acc=False, is_async=True
+            buffers.dstate.index(o_x),
+            tiles.k.index(s + o_x).permute((1, 0)),
+            zero,
+            use_acc=False,
+            is_async=True,
         )
         b_x = warpgroup_mma_wait(0, deps=(b_x,))
         if HAS_GATE:
             last = rows.slice(2 * C - 1, 1)
             G_j = rows.slice(C, C).load(gl.SliceLayout(0, xl))
             b_x *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - G_j)[None, :]
-        b_x = warpgroup_mma(os.index(s + o_s).permute((1, 0)), a_s.index(o_s), b_x, is_async=True)
-        b_d = os.index(s + o_s).permute((1, 0)).load(xa).to(gl.float32) * scale
+        b_x = warpgroup_mma(
+            tiles.do.index(s + o_s).permute((1, 0)), tiles.a.index(o_s), b_x, is_async=True
+        )
+        b_d = tiles.do.index(s + o_s).permute((1, 0)).load(xa).to(gl.float32) * scale
         if HAS_GATE:
             b_d *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xa)))[None, :]
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
-        b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s + o_s), b_s, is_async=True)
+        b_s = warpgroup_mma(b_d.to(tiles.k.dtype), tiles.q.index(s + o_s), b_s, is_async=True)
         b_x, b_s = warpgroup_mma_wait(0, deps=(b_x, b_s))
         b_x *= rows.slice(0, C).load(gl.SliceLayout(0, xl))[None, :]
-        b_x = gl.convert_layout(b_x.to(ks.dtype), xa)
-        b_y = warpgroup_mma(b_x, rs.index(o_s), zero, use_acc=False, is_async=True)
+        b_x = gl.convert_layout(b_x.to(tiles.k.dtype), xa)
+        b_y = warpgroup_mma(b_x, tiles.r.index(o_s), zero, use_acc=False, is_async=True)
         b_y = warpgroup_mma_wait(0, deps=(b_y,))
-        mbarrier.arrive(r_empty.index(0), count=1)
+        mbarrier.arrive(barriers.r_empty.index(0), count=1)
         b_lhs = -b_y
         if HAS_GATE:
             b_lhs *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
-        b_lhs = gl.convert_layout(b_lhs.to(ks.dtype), xa)
-        b_s = warpgroup_mma(b_lhs, ks.index(s + o_s), b_s, is_async=True)
-        mbarrier.wait(late.index(0), ((i + o_y) & 1) ^ 1)
-        ys.index(o_y).permute((1, 0)).store(b_y.to(ks.dtype))
+        b_lhs = gl.convert_layout(b_lhs.to(tiles.k.dtype), xa)
+        b_s = warpgroup_mma(b_lhs, tiles.k.index(s + o_s), b_s, is_async=True)
+        mbarrier.wait(barriers.state_empty.index(0), ((i + o_y) & 1) ^ 1)
+        buffers.dv.index(o_y).permute((1, 0)).store(b_y.to(tiles.k.dtype))
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.wait(w_full.index(0), (i + o_y) & 1)
+        mbarrier.wait(barriers.w_full.index(0), (i + o_y) & 1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        pair_buffers = (bs.index(o_y), ms.index(o_y), diags)
+        pair_buffers = (buffers.b.index(o_y), buffers.m.index(o_y), buffers.diagonal)
         score_partition(
-            os.index(s), ws.index(o_y), ys.index(o_y), rows, pair_buffers, o_y, scale,
-            C, WARPS, HAS_GATE,
+            tiles.do.index(s), tiles.w.index(o_y), buffers.dv.index(o_y), rows, pair_buffers, o_y,
+            scale, C, WARPS, HAS_GATE,
         )  # fmt: skip
         fence_async_shared()
-        mbarrier.arrive(done.index(0), count=1)
+        mbarrier.arrive(barriers.pairs_full.index(0), count=1)
     return b_s
 
 
 @gluon.jit
 def state_partition(
-    descs, states, tiles, buffers, rings, pad, every, scale,
+    descs, states, tiles, buffers, barriers, pad, every, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """states: where dS comes from, goes to, and is while S is there."""
-    _, _, _, _, _, _, _, _, _, _, entry_full, recomputed = rings
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
@@ -327,9 +399,9 @@ def state_partition(
         first, count = locate_checkpoint_block(gone, n, every)
         store_scalars(pad, (count,), COUNT, WARPS)
         if count > 0:
-            mbarrier.wait(entry_full.index(0), block & 1)
+            mbarrier.wait(barriers.entry_full.index(0), block & 1)
         recompute_states(
-            descs, tiles, buffers, rings, load_scalar(pad, ROW, WARPS),
+            descs, tiles, buffers, barriers, load_scalar(pad, ROW, WARPS),
             load_scalar(pad, HEAD, WARPS) * V,
             load_scalar(pad, WORKSPACE, WARPS) * ((every - 2) * V), gone, first, count,
             load_scalar(pad, LENGTH, WARPS),
@@ -339,7 +411,8 @@ def state_partition(
         # 0, which no compiler knows: it would keep addresses
         none = (gone >> 30).to(gl.int64)
         if block == 0:
-            at_in = (s_in_ptr, None, (none + load_scalar(pad, STATE_IN, WARPS)) * (K * V), None)
+            i_entry = none + load_scalar(pad, STATE_IN, WARPS)
+            at_in = StateRefs(s_in_ptr, None, i_entry * (K * V), None)
             b_d = load_state(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
         else:
             i_state = load_scalar(pad, STATE_IN if SPLIT else WORKSPACE, WARPS)
@@ -347,9 +420,9 @@ def state_partition(
             b_d = gl.load(p_park + o_d)
         wait_bulk_stores()
         gl.thread_barrier()
-        mbarrier.arrive(recomputed.index(0), count=1)
+        mbarrier.arrive(barriers.recomputed.index(0), count=1)
         b_d = dstate_partition(
-            tiles, buffers, rings, b_d, gone, load_scalar(pad, COUNT, WARPS),
+            tiles, buffers, barriers, b_d, gone, load_scalar(pad, COUNT, WARPS),
             load_scalar(pad, LENGTH, WARPS), load_scalar(pad, CHUNKS, WARPS), scale,
             K, V, C, ST, WARPS, HAS_GATE,
         )  # fmt: skip
@@ -363,7 +436,7 @@ def state_partition(
         else:
             to = load_scalar(pad, STATE_OUT, WARPS)
             if to >= 0:
-                at_out = (None, s_out_ptr, None, (none + to) * (K * V))
+                at_out = StateRefs(None, s_out_ptr, None, (none + to) * (K * V))
                 store_state(at_out, b_d, 0, o_k + none, o_v + none, V, HAS_S_OUT)
         gl.thread_barrier()  # all have read what it was
         store_scalars(pad, (gone,), GONE, WARPS)
@@ -481,9 +554,9 @@ def delta_chunk_bwd_sm90_kernel(
         WARPS,
     )
     store_scalars(pad, (i_h // G * K, HV // G, i_h % G, semaphore, pid, to, 0), D_COL, WARPS)
-    tiles = (qs, ks, os, gs, rs, ws, ss, a_s)
-    buffers = (ds, ys, bs, ms, diags, sum_buffers, zs)
-    rings = (
+    tiles = Tiles(qs, ks, os, gs, rs, ws, ss, a_s)
+    buffers = Buffers(ds, ys, bs, ms, diags, sum_buffers, zs)
+    barriers = Barriers(
         full, empty, r_full, r_empty, w_full, s_full, done, early, late, written, entry_full,
         recomputed,
     )  # fmt: skip
@@ -493,18 +566,18 @@ def delta_chunk_bwd_sm90_kernel(
     gl.warp_specialize(
         [
             (state_partition, (
-                (dv_desc, states_desc), states, tiles, buffers, rings, pad, every, scale,
+                (dv_desc, states_desc), states, tiles, buffers, barriers, pad, every, scale,
                 K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT)),
             (dqk_partition, (
-                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, buffers, rings,
-                pad, HV, G, every, scale,
+                descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, buffers,
+                barriers, pad, HV, G, every, scale,
                 K, V, BK, C, ST, HAS_GATE, SHARED)),
             (load_partition, (
                 (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, checkpoints_desc),
-                beta_gates_ptr, tiles, rings, pad, HV, every,
+                beta_gates_ptr, tiles, barriers, pad, HV, every,
                 V, C, ST, HAS_GATE)),
             (store_partition, (
-                descs, counts_ptr, tiles, rings, pad, HV, G, every,
+                descs, counts_ptr, tiles, barriers, pad, HV, G, every,
                 K, C, ST, SHARED)),
         ],
         [4, 1, 1],

@@ -141,15 +141,12 @@ def store_tail(
 
 @gluon.jit
 def dqk_partition(
-    descs, pointers, counts_ptr, tiles, buffers, rings, pad, HV, G, every, scale,
+    descs, pointers, counts_ptr, tiles, buffers, barriers, pad, HV, G, every, scale,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     dq_desc, dk_desc, dv_desc = descs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
-    qs, ks, os, gs, _, ws, ss, _ = tiles
-    ds, ys, bs, ms, diags, sum_buffers, zs = buffers
-    full, empty, _, _, w_full, s_full, done, early, late, written, _, _ = rings
     NK: gl.constexpr = K // BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     zero = gl.zeros([C, BK], gl.float32, al)
@@ -159,45 +156,50 @@ def dqk_partition(
         j = step_of(i, c, n, every)
         s = j % ST
         num_rows = load_scalar(pad, LENGTH, 4) - c * C
-        rows = gs.index(s)
-        mbarrier.wait(done.index(0), i & 1)
-        mbarrier.wait(full.index(s), (j // ST) & 1)
-        mbarrier.wait(w_full.index(0), i & 1)
+        rows = tiles.beta_gate.index(s)
+        mbarrier.wait(barriers.pairs_full.index(0), i & 1)
+        mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
+        mbarrier.wait(barriers.w_full.index(0), i & 1)
         e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
         gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
         sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
         row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * V
-        store_tile(dv_desc, dv_ptr, ys.index(i >> 24), row + c * C, v_col, HV * V, num_rows, C, V)
-        b_diag = diagonal_of(diags, al, C)
+        dv = buffers.dv.index(i >> 24)
+        store_tile(dv_desc, dv_ptr, dv, row + c * C, v_col, HV * V, num_rows, C, V)
+        b_diag = diagonal_of(buffers.diagonal, al, C)
         b_beta = beta_of(rows, al, C)
         dks = ()
         for h in gl.static_range(NK):
-            o = i >> (27 + h)  # 0, another for each so that no address is kept, as in walk_part
-            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
-            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
-            b_ds = ds.index(o).slice(h * BK, BK, 1)
-            b_dk = warpgroup_mma(ws.index(o), b_ds, zero, use_acc=False, is_async=True)
+            o = i >> (
+                27 + h
+            )  # 0, another for each so that no address is kept, as in dstate_partition
+            b_qs = tiles.q.index(s + o).slice(h * BK, BK, 1)
+            b_ks = tiles.k.index(s + o).slice(h * BK, BK, 1)
+            b_ds = buffers.dstate.index(o).slice(h * BK, BK, 1)
+            b_dk = warpgroup_mma(tiles.w.index(o), b_ds, zero, use_acc=False, is_async=True)
             if h == 0:
-                mbarrier.wait(s_full.index(0), i & 1)
+                mbarrier.wait(barriers.state_full.index(0), i & 1)
                 if HAS_GATE:
-                    zs.store(row_products(ss.index(o), ds.index(o), V, K))
+                    buffers.state_products.store(
+                        row_products(tiles.state.index(o), buffers.dstate.index(o), V, K)
+                    )
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if h == NK - 1:
-                mbarrier.arrive(early.index(0), count=1)
+                mbarrier.arrive(barriers.w_empty.index(0), count=1)
             if HAS_GATE:
                 b_dk *= end_of(rows, al, C)[:, None]
                 e += row_dot(b_dk, b_ks, al)
-            b_dk = warpgroup_mma(bs.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
-            b_dk = warpgroup_mma(ms.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
+            b_dk = warpgroup_mma(buffers.b.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
+            b_dk = warpgroup_mma(buffers.m.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if HAS_GATE:
                 gates -= row_dot(b_dk, b_ks, al) * b_beta
             b_dk += b_diag[:, None] * b_qs.load(al)
             sums += row_dot(b_dk, b_ks, al)
             b_dk *= b_beta[:, None]
-            b_ss = ss.index(o).slice(h * BK, BK, 1)
-            b_dp = warpgroup_mma(ys.index(o), b_ss, zero, use_acc=False, is_async=True)
-            b_m = scaled(ms.index(o), rows, al, C)
+            b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
+            b_dp = warpgroup_mma(buffers.dv.index(o), b_ss, zero, use_acc=False, is_async=True)
+            b_m = scaled(buffers.m.index(o), rows, al, C)
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
             if HAS_GATE:
                 b_dp *= -start_of(rows, al, C)[:, None]
@@ -207,17 +209,17 @@ def dqk_partition(
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
             if HAS_GATE:
                 gates += row_dot(b_dp, b_ks, al)
-            dks += ((b_dk + b_dp).to(qs.dtype),)
-        sum_buffers.index(0).store(sums)
+            dks += ((b_dk + b_dp).to(tiles.q.dtype),)
+        buffers.token_sums.index(0).store(sums)
         if HAS_GATE:
-            sum_buffers.index(1).store(e * b_beta)
+            buffers.token_sums.index(1).store(e * b_beta)
         for h in gl.static_range(NK):
             o = i >> (29 + h)
-            b_qs = qs.index(s + o).slice(h * BK, BK, 1)
-            b_ks = ks.index(s + o).slice(h * BK, BK, 1)
-            b_ss = ss.index(o).slice(h * BK, BK, 1)
-            b_dq = warpgroup_mma(os.index(s + o), b_ss, zero, use_acc=False, is_async=True)
-            b_b = scaled(bs.index(o), rows, al, C)
+            b_qs = tiles.q.index(s + o).slice(h * BK, BK, 1)
+            b_ks = tiles.k.index(s + o).slice(h * BK, BK, 1)
+            b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
+            b_dq = warpgroup_mma(tiles.do.index(s + o), b_ss, zero, use_acc=False, is_async=True)
+            b_b = scaled(buffers.b.index(o), rows, al, C)
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
             b_dq *= scale
             if HAS_GATE:
@@ -230,40 +232,39 @@ def dqk_partition(
             b_dq += diag[:, None] * b_ks.load(al)
             if h == NK - 1:
                 store_wait(0)
-                mbarrier.arrive(late.index(0), count=1)
+                mbarrier.arrive(barriers.state_empty.index(0), count=1)
             gl.thread_barrier()
-            b_qs.store(b_dq.to(qs.dtype))
+            b_qs.store(b_dq.to(tiles.q.dtype))
             b_ks.store(dks[h])
         fence_async_shared()
         num_rows = load_scalar(pad, LENGTH, 4) - c * C
-        if num_rows < C:  # write_part takes whole chunks
+        if num_rows < C:  # store_partition takes whole chunks
             gl.thread_barrier()
             store_tail(
-                (dq_desc, dq_ptr, qs.index(s)), (dk_desc, dk_ptr, ks.index(s)),
+                (dq_desc, dq_ptr, tiles.q.index(s)), (dk_desc, dk_ptr, tiles.k.index(s)),
                 counts_ptr, pad, c, num_rows, K, C, SHARED,
             )  # fmt: skip
-        mbarrier.arrive(written.index(i % ST), count=1)
+        mbarrier.arrive(barriers.grads_full.index(i % ST), count=1)
         o_t = (load_scalar(pad, ROW, 4) + c * C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
         if HAS_GATE:
             rows.slice(0, C).store(gates)  # nobody reads beta any more
         gl.thread_barrier()
         write_sums(
-            dg_ptr, dbeta_ptr, rows, sum_buffers, zs, i >> 23, o_t, num_rows, HV, C, HAS_GATE
-        )
-        mbarrier.arrive(empty.index(s), count=1)
+            dg_ptr, dbeta_ptr, rows, buffers.token_sums, buffers.state_products, i >> 23, o_t,
+            num_rows, HV, C, HAS_GATE,
+        )  # fmt: skip
+        mbarrier.arrive(barriers.empty.index(s), count=1)
     store_wait(0)
 
 
 @gluon.jit
 def store_partition(
-    descs, counts_ptr, tiles, rings, pad, HV, G, every,
+    descs, counts_ptr, tiles, barriers, pad, HV, G, every,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
     added is there, while the other parts go on."""
     dq_desc, dk_desc, _ = descs
-    qs, ks, _, _, _, _, _, _ = tiles
-    _, empty, _, _, _, _, _, _, _, written, _, _ = rings
     heads = load_scalar(pad, HEADS, 1)
     rank = load_scalar(pad, RANK, 1)
     col = load_scalar(pad, D_COL, 1)
@@ -276,22 +277,22 @@ def store_partition(
         s = step_of(i, c, n, every) % ST
         t = row + c * C
         p_semaphore = p_semaphores + c * heads
-        mbarrier.wait(written.index(i % ST), (i // ST) & 1)
+        mbarrier.wait(barriers.grads_full.index(i % ST), (i // ST) & 1)
         if (c + 1) * C <= length:
             if SHARED:
                 while semaphore_acquire(p_semaphore) < rank:
                     pass
                 if rank > 0:
-                    tma_reduce_add(dq_desc, [t, col], qs.index(s))
-                    tma_reduce_add(dk_desc, [t, col], ks.index(s))
+                    tma_reduce_add(dq_desc, [t, col], tiles.q.index(s))
+                    tma_reduce_add(dk_desc, [t, col], tiles.k.index(s))
                 else:
-                    copy_out(dq_desc, [t, col], qs.index(s))
-                    copy_out(dk_desc, [t, col], ks.index(s))
+                    copy_out(dq_desc, [t, col], tiles.q.index(s))
+                    copy_out(dk_desc, [t, col], tiles.k.index(s))
             else:
-                copy_out(dq_desc, [t, col], qs.index(s))
-                copy_out(dk_desc, [t, col], ks.index(s))
+                copy_out(dq_desc, [t, col], tiles.q.index(s))
+                copy_out(dk_desc, [t, col], tiles.k.index(s))
         store_wait(0)
-        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(barriers.empty.index(s), count=1)
         if SHARED:
             release_next(p_semaphore, rank, G)
     store_wait(0)

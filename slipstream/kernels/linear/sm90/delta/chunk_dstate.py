@@ -7,11 +7,24 @@ on the chain from chunk to chunk, since Z and W do not depend on dS':
     Z = A beta R          W = R^T diag(beta exp(G_C - G)) k          dv = Z^T do + W dS'
     dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
-V as the rows, as in chunk_fwd.py; so are the parts of a program:
+V as the rows, as in chunk_fwd.py. Four partitions of a program:
 
-    scan     dS and dv: the chain            prepare  Z and W, a chunk ahead; clears a chunk's rest
-    keep     writes dS' and dv               load     k, q, do and R by TMA, beta and G
+    load_partition, 1 warp       wy_partition, 4         state_partition, 4     save_partition, 4
+      q, k, do, R, beta, G
+                    -- full -->    Z, W -- wz_full -->     Z^T do + W dS'
+                                   <-- wz_empty            dS' -- dstate_full -->  to memory
+                                                           dv -- dv_full ------->  to memory
+      <-- empty                                            <-- dstate_empty, dv_empty
+
+    buffers                  stages  arrivals a phase: full / empty
+    q, k, do, R, beta, G     ST      2 (TMA, and the warp that stores beta and G) / 1
+    W [C, K], Z [C, C]       2       1 / 1, for both
+    dS' [BV, K], dv [C, BV]  1       1 / 1 each, as soon as TMA has read it
+
+wy_partition is a chunk ahead of the chain, and zeroes what is past the end of a short chunk.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
@@ -20,6 +33,7 @@ from slipstream.kernels.linear.sm90.common.device import (
     zero_tail_rows,
 )
 from slipstream.kernels.linear.sm90.delta.device import (
+    StateRefs,
     alloc_stages,
     beta_gate_ptr,
     program_coords,
@@ -38,13 +52,43 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 
+class Tiles(NamedTuple):
+    """Buffers of chunks: ST stages of what load_partition reads, two of W and Z."""
+
+    q: Any
+    k: Any
+    do: Any
+    r: Any
+    beta_gate: Any
+    w: Any
+    z: Any
+
+
+class Copies(NamedTuple):
+    """dS' and dv for save_partition, a stage each, and their barriers."""
+
+    dstate: Any
+    dv: Any
+    dstate_full: Any
+    dstate_empty: Any
+    dv_full: Any
+    dv_empty: Any
+
+
+class Barriers(NamedTuple):
+    """full, empty: of q, k, do, r and beta_gate. wz: of W and Z."""
+
+    full: Any
+    empty: Any
+    wz_full: Any
+    wz_empty: Any
+
+
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, d_desc, r_desc, tiles, rings, p_beta_gate, stride, row, n, k_col, v_col, r_col,
-    C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    q_desc, k_desc, d_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n, k_col, v_col,
+    r_col, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    qs, ks, ds, rs, gs, _, _ = tiles
-    full, empty, _, _ = rings
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
         + k_desc.block_type.nbytes
@@ -55,25 +99,23 @@ def load_partition(
     for i in range(n):
         s = i % ST
         t = row + (n - 1 - i) * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
-        mbarrier.expect(full.index(s), nbytes)
-        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
-        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
-        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
-        copy_in(d_desc, [t, v_col], full.index(s), ds.index(s))
-        gs.index(s).store(b_beta_gate)
-        mbarrier.arrive(full.index(s), count=1)
+        mbarrier.wait(barriers.empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(barriers.full.index(s), nbytes)
+        copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
+        copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+        copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
+        copy_in(d_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
+        tiles.beta_gate.index(s).store(b_beta_gate)
+        mbarrier.arrive(barriers.full.index(s), count=1)
         b_beta_gate = load_beta_gate(p_beta_gate + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
 
 
 @gluon.jit
 def wy_partition(
-    tiles, rings, length, n, scale,
+    tiles, barriers, length, n, scale,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """Z and W into shared memory."""
-    qs, ks, ds, rs, gs, ws, zs = tiles
-    full, _, p_full, p_empty = rings
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -87,48 +129,48 @@ def wy_partition(
         s = i % ST
         w = i % 2
         num_rows = length - (n - 1 - i) * C
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         if num_rows < C:
-            zero_tail_rows(qs.index(s), num_rows, C, K)
-            zero_tail_rows(ks.index(s), num_rows, C, K)
-            zero_tail_rows(ds.index(s), num_rows, C, BV)
-            zero_tail_rows(rs.index(s), num_rows, C, C)
+            zero_tail_rows(tiles.q.index(s), num_rows, C, K)
+            zero_tail_rows(tiles.k.index(s), num_rows, C, K)
+            zero_tail_rows(tiles.do.index(s), num_rows, C, BV)
+            zero_tail_rows(tiles.r.index(s), num_rows, C, C)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
-            qs.index(s), ks.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
+            tiles.q.index(s), tiles.k.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
-        b_share = gs.index(s).slice(0, C).load(gl.SliceLayout(0, ra))
-        b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
+        b_share = tiles.beta_gate.index(s).slice(0, C).load(gl.SliceLayout(0, ra))
+        b_beta = tiles.beta_gate.index(s).slice(0, C).load(gl.SliceLayout(0, al))
         if HAS_GATE:
-            sums = gs.index(s).slice(C, C)
-            G_C = gs.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, ra))
+            sums = tiles.beta_gate.index(s).slice(C, C)
+            G_C = tiles.beta_gate.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, ra))
             b_share *= gl.exp2(G_C - sums.load(gl.SliceLayout(0, ra)))
             G_i = sums.load(gl.SliceLayout(1, al))
             G_j = sums.load(gl.SliceLayout(0, al))
-        b_r = rs.index(s).permute((1, 0)).load(ra)
-        b_r = (b_r.to(gl.float32) * b_share[None, :]).to(ks.dtype)
+        b_r = tiles.r.index(s).permute((1, 0)).load(ra)
+        b_r = (b_r.to(gl.float32) * b_share[None, :]).to(tiles.k.dtype)
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
-        b_w = warpgroup_mma(b_r, ks.index(s), zero_w, use_acc=False, is_async=True)
+        b_w = warpgroup_mma(b_r, tiles.k.index(s), zero_w, use_acc=False, is_async=True)
         if HAS_GATE:
             between = G_i[:, None] - G_j[None, :]
             b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
-        b_a = gl.where(seen, b_a * (scale * b_beta)[None, :], 0.0).to(ks.dtype)
+        b_a = gl.where(seen, b_a * (scale * b_beta)[None, :], 0.0).to(tiles.k.dtype)
         b_z = warpgroup_mma(
-            gl.convert_layout(b_a, aa), rs.index(s), zero_a, use_acc=False, is_async=True
+            gl.convert_layout(b_a, aa), tiles.r.index(s), zero_a, use_acc=False, is_async=True
         )
-        mbarrier.wait(p_empty.index(w), ((i // 2) & 1) ^ 1)
+        mbarrier.wait(barriers.wz_empty.index(w), ((i // 2) & 1) ^ 1)
         b_w = warpgroup_mma_wait(1, deps=(b_w,))
-        ws.index(w).store(b_w.to(ks.dtype))
+        tiles.w.index(w).store(b_w.to(tiles.k.dtype))
         b_z = warpgroup_mma_wait(0, deps=(b_z,))
-        zs.index(w).store(b_z.to(ks.dtype))
+        tiles.z.index(w).store(b_z.to(tiles.k.dtype))
         fence_async_shared()
-        mbarrier.arrive(p_full.index(w), count=1)
+        mbarrier.arrive(barriers.wz_full.index(w), count=1)
 
 
 @gluon.jit
 def state_partition(
-    tiles, copies, rings, state_refs, reads, writes, n, scale,
+    tiles, copies, barriers, state_refs, reads, writes, n, scale,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     TRANSITION_ONLY: gl.constexpr,
@@ -137,10 +179,6 @@ def state_partition(
 
     TRANSITION_ONLY: that before the segment alone.
     """
-    qs, ks, ds, _, gs, ws, zs = tiles
-    ss, ys, s_full, s_empty, y_full, y_empty = copies
-    full, empty, p_full, p_empty = rings
-    s_in_ptr, s_out_ptr, o_in, o_out = state_refs
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
@@ -150,55 +188,57 @@ def state_partition(
     o_s = o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
         m_in = (o_k >= 0)[None, :] & reads
-        b_s = gl.load(s_in_ptr + (o_in + o_s), mask=m_in, other=0.0).to(gl.float32)
+        b_s = gl.load(state_refs.in_ptr + (state_refs.in_offset + o_s), mask=m_in, other=0.0).to(
+            gl.float32
+        )
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
     zero = gl.zeros([BV, C], gl.float32, yl)
     for i in range(n):
         s = i % ST
         w = i % 2
-        # prepare has seen the stage full, and may have cleared its tail
-        mbarrier.wait(p_full.index(w), (i // 2) & 1)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        # wy_partition has seen the stage full, and may have cleared its tail
+        mbarrier.wait(barriers.wz_full.index(w), (i // 2) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         b_y = warpgroup_mma(
-            ds.index(s).permute((1, 0)), zs.index(w), zero, use_acc=False, is_async=True
+            tiles.do.index(s).permute((1, 0)), tiles.z.index(w), zero, use_acc=False, is_async=True
         )
-        b_sb = b_s.to(ks.dtype)
+        b_sb = b_s.to(tiles.k.dtype)
         b_y = warpgroup_mma(
-            gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_y, is_async=True
+            gl.convert_layout(b_sb, sa), tiles.w.index(w).permute((1, 0)), b_y, is_async=True
         )
         if not TRANSITION_ONLY:
-            mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
-            ss.index(0).store(b_sb)
+            mbarrier.wait(copies.dstate_empty.index(0), (i & 1) ^ 1)
+            copies.dstate.index(0).store(b_sb)
             fence_async_shared()
-            mbarrier.arrive(s_full.index(0), count=1)
-        b_d = ds.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
+            mbarrier.arrive(copies.dstate_full.index(0), count=1)
+        b_d = tiles.do.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
         if HAS_GATE:
-            sums = gs.index(s).slice(C, C)
+            sums = tiles.beta_gate.index(s).slice(C, C)
             b_start = gl.exp2(sums.load(gl.SliceLayout(0, yl)))
             b_d *= gl.exp2(sums.load(gl.SliceLayout(0, ya)))[None, :]
-            G_C = gs.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, sl))
+            G_C = tiles.beta_gate.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, sl))
             b_s *= gl.exp2(G_C)[None, :]
-        b_s = warpgroup_mma(b_d.to(ks.dtype), qs.index(s), b_s, is_async=True)
+        b_s = warpgroup_mma(b_d.to(tiles.k.dtype), tiles.q.index(s), b_s, is_async=True)
         b_y = warpgroup_mma_wait(1, deps=(b_y,))
         b_lhs = -b_y
         if HAS_GATE:
             b_lhs *= b_start[None, :]
-        b_lhs = gl.convert_layout(b_lhs.to(ks.dtype), ya)
-        b_s = warpgroup_mma(b_lhs, ks.index(s), b_s, is_async=True)
+        b_lhs = gl.convert_layout(b_lhs.to(tiles.k.dtype), ya)
+        b_s = warpgroup_mma(b_lhs, tiles.k.index(s), b_s, is_async=True)
         if not TRANSITION_ONLY:
-            mbarrier.wait(y_empty.index(0), (i & 1) ^ 1)
-            ys.index(0).permute((1, 0)).store(b_y.to(ks.dtype))
+            mbarrier.wait(copies.dv_empty.index(0), (i & 1) ^ 1)
+            copies.dv.index(0).permute((1, 0)).store(b_y.to(tiles.k.dtype))
             fence_async_shared()
-            mbarrier.arrive(y_full.index(0), count=1)
-        mbarrier.arrive(p_empty.index(w), count=1)
+            mbarrier.arrive(copies.dv_full.index(0), count=1)
+        mbarrier.arrive(barriers.wz_empty.index(w), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(barriers.empty.index(s), count=1)
     if HAS_S_OUT:
         # 0, but no compiler knows: the loop would keep what the addresses have in common
-        o_out = o_out + (n >> 31) + o_k[None, :] * V + o_v[:, None]
-        b_s = b_s.to(s_out_ptr.dtype.element_ty)
-        gl.store(s_out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
+        o_out = state_refs.out_offset + (n >> 31) + o_k[None, :] * V + o_v[:, None]
+        b_s = b_s.to(state_refs.out_ptr.dtype.element_ty)
+        gl.store(state_refs.out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
 
 
 @gluon.jit
@@ -207,23 +247,22 @@ def save_partition(
     V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """dS' after each chunk, and dv: each is waited for once the next one is on its way."""
-    ss, ys, s_full, s_empty, y_full, y_empty = copies
     for i in range(n):
         c = n - 1 - i
         t = c * C
-        mbarrier.wait(s_full.index(0), i & 1)
-        copy_out(states_desc, [(chunk + c * HV) * V + i_v, 0], ss.index(0))
+        mbarrier.wait(copies.dstate_full.index(0), i & 1)
+        copy_out(states_desc, [(chunk + c * HV) * V + i_v, 0], copies.dstate.index(0))
         if i > 0:
             store_wait(1)
-            mbarrier.arrive(y_empty.index(0), count=1)
-        mbarrier.wait(y_full.index(0), i & 1)
+            mbarrier.arrive(copies.dv_empty.index(0), count=1)
+        mbarrier.wait(copies.dv_full.index(0), i & 1)
         if t + C <= length:
-            copy_out(y_desc, [row + t, v_col], ys.index(0))
+            copy_out(y_desc, [row + t, v_col], copies.dv.index(0))
             store_wait(1)
         else:
-            store_rows_masked(y_ptr, ys.index(0), row + t, v_col, y_row, length - t, C, BV)
+            store_rows_masked(y_ptr, copies.dv.index(0), row + t, v_col, y_row, length - t, C, BV)
             store_wait(0)
-        mbarrier.arrive(s_empty.index(0), count=1)
+        mbarrier.arrive(copies.dstate_empty.index(0), count=1)
     store_wait(0)
 
 
@@ -268,8 +307,8 @@ def delta_chunk_dstate_sm90_kernel(
     ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
     full = alloc_mbarriers(2, ST)
     empty = alloc_mbarriers(1, ST)
-    p_full = alloc_mbarriers(1, 2)
-    p_empty = alloc_mbarriers(1, 2)
+    wz_full = alloc_mbarriers(1, 2)
+    wz_empty = alloc_mbarriers(1, 2)
     s_full = alloc_mbarriers(1, 1)
     s_empty = alloc_mbarriers(1, 1)
     y_full = alloc_mbarriers(1, 1)
@@ -285,22 +324,22 @@ def delta_chunk_dstate_sm90_kernel(
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_seg, i_h, HV, K, V) + i_v
     o_out = state_offset(i_n, i_h, HV, K, V) + i_v
-    tiles = (qs, ks, ds, rs, gs, ws, zs)
-    copies = (ss, ys, s_full, s_empty, y_full, y_empty)
-    rings = (full, empty, p_full, p_empty)
-    state_refs = (s_in_ptr, s_out_ptr, o_in, o_out)
+    tiles = Tiles(qs, ks, ds, rs, gs, ws, zs)
+    copies = Copies(ss, ys, s_full, s_empty, y_full, y_empty)
+    barriers = Barriers(full, empty, wz_full, wz_empty)
+    state_refs = StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (state_partition, (
-                tiles, copies, rings, state_refs, True, i_s == 0, n, scale,
+                tiles, copies, barriers, state_refs, True, i_s == 0, n, scale,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
             (save_partition, (
                 states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v, length,
                 n, V, BV, C)),
-            (wy_partition, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
+            (wy_partition, (tiles, barriers, length, n, scale, K, BV, C, ST, HAS_GATE)),
             (load_partition, (
-                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_beta_gate, stride, row, n, k_col,
-                v_col, r_col, C, ST, HAS_GATE)),
+                q_desc, k_desc, do_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n,
+                k_col, v_col, r_col, C, ST, HAS_GATE)),
         ],
         [4, 4, 1],
         [64, 200, 24],

@@ -8,15 +8,30 @@ chain from chunk to chunk, since W does not depend on S:
     o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
 
 V as the rows: a program carries S^T [BV, K] of one value head in registers; S^T and w^T go from
-product to product as left operands. Four parts of a program, joined by barriers in shared memory:
+product to product as left operands. Four partitions of a program:
 
-    scan     S and w: the chain              prepare  -W, a chunk ahead; clears a short chunk's rest
-    read     o, from copies of S and w       load     k, v, R and q by TMA, beta and G
+    load_partition, 1 warp       wy_partition, 4         state_partition, 4    output_partition, 4
+      k, v, R, beta, G -- full -->  R diag(exp(G)) k       R v - W S             q k^T
+                                    -W -- w_full ----->    S, w -- x_full --->   o
+                                    <-- x_full             <-- x_empty
+      <-- empty                                            arrives at empty      arrives at empty
+      q ---------------------------------------- q_full ---------------------->  reads q
+      <-- q_empty
 
-or, instead of `read`, `keep`, which writes S and w for backward. `read` can leave S before every so
-many chunks, from where backward scans once more (bwd_fused.py). Rings: ST stages of k, v, R,
-beta and G; two of q, W, and of S and w. Shared memory moves 232 KB a chunk.
+    buffers               stages  arrivals a phase: full / empty
+    k, v, R, beta, G      ST      2 (TMA, and the warp that stores beta and G) / 2, or 1 without o
+    W [C, K]              2       1 / x_full: W has been read once w is there
+    S [BV, K], w          2       1 / 1
+    q [C, K]              2       1 (TMA) / 1
+
+wy_partition is a chunk ahead of the chain, and zeroes what is past the end of a short chunk:
+output_partition waits for its W there. With SAVE_STATES save_partition, which writes S and w for
+backward, is in the place of output_partition, and there is no q. output_partition can leave S
+before every so many chunks, from where backward scans once more (bwd_fused.py). Shared memory moves
+232 KB a chunk.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
@@ -24,6 +39,9 @@ from slipstream.kernels.linear.sm90.common.device import (
     zero_tail_rows,
 )
 from slipstream.kernels.linear.sm90.delta.device import (
+    Checkpoints,
+    Queries,
+    StateRefs,
     alloc_stages,
     beta_gate_ptr,
     first_checkpoint,
@@ -44,75 +62,96 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 
+class Tiles(NamedTuple):
+    """Buffers of chunks: ST stages of what load_partition reads, two of W."""
+
+    k: Any
+    v: Any
+    r: Any
+    beta_gate: Any
+    w: Any
+
+
+class Copies(NamedTuple):
+    """S before a chunk and w, two stages, for the partition that writes."""
+
+    state: Any
+    w: Any
+
+
+class Barriers(NamedTuple):
+    """full, empty: of k, v, r and beta_gate. x: of the copies."""
+
+    full: Any
+    empty: Any
+    w_full: Any
+    x_full: Any  # w_empty too: state_partition has read W then
+    x_empty: Any
+
+
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_beta_gate, stride, row, v_row, n,
-    k_col,
-    v_col, r_col,
+    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride, row, v_row, n,
+    k_col, v_col, r_col,
     C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr, HAS_Q: gl.constexpr,
 ):  # fmt: skip
     """v_row: row, or one past all of v's where v is to be zero. queries: of HAS_Q alone."""
-    ks, vs, rs, gs, _ = tiles
-    full, empty, _, _, _ = rings
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
     b_beta_gate = load_beta_gate(p_beta_gate, C, HAS_GATE)
     for i in range(n):
         s = i % ST
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
-        mbarrier.expect(full.index(s), nbytes)
-        copy_in(k_desc, [row + i * C, k_col], full.index(s), ks.index(s))
-        copy_in(r_desc, [row + i * C, r_col], full.index(s), rs.index(s))
-        copy_in(v_desc, [v_row + i * C, v_col], full.index(s), vs.index(s))
-        gs.index(s).store(b_beta_gate)
-        mbarrier.arrive(full.index(s), count=1)
+        mbarrier.wait(barriers.empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(barriers.full.index(s), nbytes)
+        copy_in(k_desc, [row + i * C, k_col], barriers.full.index(s), tiles.k.index(s))
+        copy_in(r_desc, [row + i * C, r_col], barriers.full.index(s), tiles.r.index(s))
+        copy_in(v_desc, [v_row + i * C, v_col], barriers.full.index(s), tiles.v.index(s))
+        tiles.beta_gate.index(s).store(b_beta_gate)
+        mbarrier.arrive(barriers.full.index(s), count=1)
         b_beta_gate = load_beta_gate(p_beta_gate + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
         if HAS_Q:
-            qs, q_full, q_empty = queries
             t = i % 2
-            mbarrier.wait(q_empty.index(t), ((i // 2) & 1) ^ 1)
-            mbarrier.expect(q_full.index(t), q_desc.block_type.nbytes)
-            copy_in(q_desc, [row + i * C, k_col], q_full.index(t), qs.index(t))
+            mbarrier.wait(queries.empty.index(t), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(queries.full.index(t), q_desc.block_type.nbytes)
+            copy_in(q_desc, [row + i * C, k_col], queries.full.index(t), queries.q.index(t))
 
 
 @gluon.jit
 def wy_partition(
-    tiles, rings, length, n,
+    tiles, barriers, length, n,
     K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
     """-W = -(R diag(exp(G))) k into shared memory."""
-    ks, vs, rs, gs, ws = tiles
-    full, _, w_full, x_full, _ = rings
     wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
     zero = gl.zeros([C, K], gl.float32, wl)
     for i in range(n):
         s = i % ST
         w = i % 2
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         if length - i * C < C:
-            zero_tail_rows(ks.index(s), length - i * C, C, K)
-            zero_tail_rows(vs.index(s), length - i * C, C, BV)
-            zero_tail_rows(rs.index(s), length - i * C, C, C)
+            zero_tail_rows(tiles.k.index(s), length - i * C, C, K)
+            zero_tail_rows(tiles.v.index(s), length - i * C, C, BV)
+            zero_tail_rows(tiles.r.index(s), length - i * C, C, C)
             fence_async_shared()
             gl.thread_barrier()
-        b_r = rs.index(s).load(ra)
+        b_r = tiles.r.index(s).load(ra)
         if HAS_GATE:
-            b_G = gs.index(s).slice(C, C).load(gl.SliceLayout(0, ra))
-            b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(ks.dtype)
-        b_w = warpgroup_mma(b_r, ks.index(s), zero, use_acc=False, is_async=True)
+            b_G = tiles.beta_gate.index(s).slice(C, C).load(gl.SliceLayout(0, ra))
+            b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(tiles.k.dtype)
+        b_w = warpgroup_mma(b_r, tiles.k.index(s), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         # the scan has left what it makes of the W that was there
-        mbarrier.wait(x_full.index(w), ((i // 2) & 1) ^ 1)
-        ws.index(w).store((-b_w).to(ks.dtype))
+        mbarrier.wait(barriers.x_full.index(w), ((i // 2) & 1) ^ 1)
+        tiles.w.index(w).store((-b_w).to(tiles.k.dtype))
         fence_async_shared()
-        mbarrier.arrive(w_full.index(w), count=1)
+        mbarrier.arrive(barriers.w_full.index(w), count=1)
 
 
 @gluon.jit
 def state_partition(
-    tiles, copies, rings, state_refs, width, reads, writes, unit, n,
+    tiles, copies, barriers, state_refs, width, reads, writes, unit, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     SAVE_STATES: gl.constexpr,
@@ -124,19 +163,17 @@ def state_partition(
     matrix from
     column `unit` on where v is zero, and unit is below K.
     """
-    ks, vs, rs, gs, ws = tiles
-    ss, xs = copies
-    full, empty, w_full, x_full, x_empty = rings
-    s_in_ptr, s_out_ptr, o_in, o_out = state_refs
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_in = o_in + o_k[None, :] * V + o_v[:, None]
+    o_in = state_refs.in_offset + o_k[None, :] * V + o_v[:, None]
     if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + o_in, mask=(o_k >= 0)[None, :] & reads, other=0.0).to(gl.float32)
+        b_s = gl.load(state_refs.in_ptr + o_in, mask=(o_k >= 0)[None, :] & reads, other=0.0).to(
+            gl.float32
+        )
     else:
         b_s = gl.zeros([BV, K], gl.float32, sl)
     if TRANSITION_ONLY:
@@ -145,57 +182,53 @@ def state_partition(
     for i in range(n):
         s = i % ST
         w = i % 2
-        # prepare has seen the stage full, and may have cleared its tail
-        mbarrier.wait(w_full.index(w), (i // 2) & 1)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        # wy_partition has seen the stage full, and may have cleared its tail
+        mbarrier.wait(barriers.w_full.index(w), (i // 2) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         b_w = warpgroup_mma(
-            vs.index(s).permute((1, 0)), rs.index(s).permute((1, 0)), zero,
+            tiles.v.index(s).permute((1, 0)), tiles.r.index(s).permute((1, 0)), zero,
             use_acc=False, is_async=True,
         )  # fmt: skip
-        b_sb = b_s.to(ks.dtype)
+        b_sb = b_s.to(tiles.k.dtype)
         b_w = warpgroup_mma(
-            gl.convert_layout(b_sb, sa), ws.index(w).permute((1, 0)), b_w, is_async=True
+            gl.convert_layout(b_sb, sa), tiles.w.index(w).permute((1, 0)), b_w, is_async=True
         )
-        b_share = gs.index(s).slice(0, C).load(gl.SliceLayout(0, xl))
+        b_share = tiles.beta_gate.index(s).slice(0, C).load(gl.SliceLayout(0, xl))
         if HAS_GATE:
-            last = gs.index(s).slice(2 * C - 1, 1)
+            last = tiles.beta_gate.index(s).slice(2 * C - 1, 1)
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
-            b_G = gs.index(s).slice(C, C).load(gl.SliceLayout(0, xl))
+            b_G = tiles.beta_gate.index(s).slice(C, C).load(gl.SliceLayout(0, xl))
             b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
         if not TRANSITION_ONLY:
-            mbarrier.wait(x_empty.index(w), ((i // 2) & 1) ^ 1)
-            ss.index(w).store(b_sb)
+            mbarrier.wait(barriers.x_empty.index(w), ((i // 2) & 1) ^ 1)
+            copies.state.index(w).store(b_sb)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        b_lhs = (b_w * b_share[None, :]).to(ks.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), ks.index(s), b_s, is_async=True)
+        b_lhs = (b_w * b_share[None, :]).to(tiles.k.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.k.index(s), b_s, is_async=True)
         if not TRANSITION_ONLY:
             if SAVE_STATES:
-                xs.index(w).permute((1, 0)).store(b_w.to(ks.dtype))
+                copies.w.index(w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
             else:
-                xs.index(w).store(b_w.to(ks.dtype))
+                copies.w.index(w).store(b_w.to(tiles.k.dtype))
             fence_async_shared()
-        mbarrier.arrive(x_full.index(w), count=1)
+        mbarrier.arrive(barriers.x_full.index(w), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(barriers.empty.index(s), count=1)
     if HAS_S_OUT:
-        o_out = o_out + o_k[None, :] * width + o_v[:, None]
-        gl.store(s_out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
+        o_out = state_refs.out_offset + o_k[None, :] * width + o_v[:, None]
+        gl.store(state_refs.out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
 
 
 @gluon.jit
 def output_partition(
-    o_desc, o_ptr, tiles, copies, rings, queries, os, checkpoints, row, o_row, v_col, length, n,
+    o_desc, o_ptr, tiles, copies, barriers, queries, os, checkpoints, row, o_row, v_col, length, n,
     scale,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
     SAVE_CHECKPOINTS: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
     if SAVE_CHECKPOINTS:
-        checkpoints_desc, marked, every, m_row, m_step = checkpoints
-    ks, _, _, gs, _ = tiles
-    ss, xs = copies
-    full, empty, w_full, x_full, x_empty = rings
-    qs, q_full, q_empty = queries
+        next_chunk, next_row = checkpoints.chunk, checkpoints.row
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
@@ -211,31 +244,45 @@ def output_partition(
         # without SAVE_CHECKPOINTS there are registers for what it is made of, but not for that and
         # itself
         seen = (o_i + (0 if SAVE_CHECKPOINTS else i >> 30))[:, None] >= o_j[None, :]
-        mbarrier.wait(full.index(s), (i // ST) & 1)
-        if i == whole:  # a short one, whose rest prepare clears
-            mbarrier.wait(w_full.index(b), (i // 2) & 1)
-        mbarrier.wait(q_full.index(b), (i // 2) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
+        if i == whole:  # a short one, whose rest wy_partition zeroes
+            mbarrier.wait(barriers.w_full.index(b), (i // 2) & 1)
+        mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
         b_a, b_q, b_start = masked_scores(
-            qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, False
+            queries.q,
+            tiles.k,
+            tiles.beta_gate,
+            queries.empty,
+            barriers.empty,
+            b,
+            s,
+            seen,
+            al,
+            ol,
+            C,
+            HAS_GATE,
+            False,
         )
-        mbarrier.wait(x_full.index(b), (i // 2) & 1)
+        mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
         if SAVE_CHECKPOINTS:  # noqa: SIM102
-            if i == marked:
-                copy_out(checkpoints_desc, [m_row, 0], ss.index(b))
-                marked += every
-                m_row += m_step
+            if i == next_chunk:
+                copy_out(checkpoints.desc, [next_row, 0], copies.state.index(b))
+                next_chunk += checkpoints.interval
+                next_row += checkpoints.row_step
         b_q = gl.convert_layout(b_q, aa)
-        b_o = warpgroup_mma(b_q, ss.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+        b_o = warpgroup_mma(
+            b_q, copies.state.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True
+        )
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         if HAS_GATE:
             b_o = b_o * b_start[:, None]
-        b_o = warpgroup_mma(b_a, xs.index(b).permute((1, 0)), b_o, is_async=True)
+        b_o = warpgroup_mma(b_a, copies.w.index(b).permute((1, 0)), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         if SAVE_CHECKPOINTS:
             store_wait(0)
-        mbarrier.arrive(x_empty.index(b), count=1)
-        b_o = (b_o * scale).to(ks.dtype)
+        mbarrier.arrive(barriers.x_empty.index(b), count=1)
+        b_o = (b_o * scale).to(tiles.k.dtype)
         t = i * C
         if t + C <= length:
             store_wait(0)
@@ -251,27 +298,25 @@ def output_partition(
 
 @gluon.jit
 def save_partition(
-    states_desc, w_desc, w_ptr, copies, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
+    states_desc, w_desc, w_ptr, copies, barriers, row, chunk, HV, o_row, v_col, i_v, length, n,
     V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """S before each chunk, and w."""
-    ss, xs = copies
-    _, _, _, x_full, x_empty = rings
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
     o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
     for i in range(n):
         b = i % 2
         t = i * C
-        mbarrier.wait(x_full.index(b), (i // 2) & 1)
-        copy_out(states_desc, [(chunk + i * HV) * V + i_v, 0], ss.index(b))
+        mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
+        copy_out(states_desc, [(chunk + i * HV) * V + i_v, 0], copies.state.index(b))
         if t + C <= length:
-            copy_out(w_desc, [row + t, v_col], xs.index(b))
+            copy_out(w_desc, [row + t, v_col], copies.w.index(b))
         else:
             p_w = w_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
-            gl.store(p_w, xs.index(b).load(layout), mask=(o_t < length - t)[:, None])
+            gl.store(p_w, copies.w.index(b).load(layout), mask=(o_t < length - t)[:, None])
         store_wait(0)
-        mbarrier.arrive(x_empty.index(b), count=1)
+        mbarrier.arrive(barriers.x_empty.index(b), count=1)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment", "every"])
@@ -336,26 +381,25 @@ def delta_chunk_fwd_sm90_kernel(
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_seg, i_h, HV, K, V) + i_v
     o_out = state_offset(i_n, i_h, HV, K, V) + i_v
-    tiles = (ks, vs, rs, gs, ws)
-    state_refs = (s_in_ptr, s_out_ptr, o_in, o_out)
+    tiles = Tiles(ks, vs, rs, gs, ws)
+    state_refs = StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
     if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         empty = alloc_mbarriers(1, ST)
-        copies = (ss, xs)
-        rings = (full, empty, w_full, x_full, x_empty)
+        copies = Copies(ss, xs)
+        barriers = Barriers(full, empty, w_full, x_full, x_empty)
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, rings, state_refs, V, True, last, K, n,
+                    tiles, copies, barriers, state_refs, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (save_partition, (
-                    states_desc, o_desc, o_ptr, copies, rings, row, chunk, HV, HV * V, v_col, i_v,
-                    length, n, V, BV, C)),
-                (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+                    states_desc, o_desc, o_ptr, copies, barriers, row, chunk, HV, HV * V, v_col,
+                    i_v, length, n, V, BV, C)),
+                (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
                 (load_partition, (
-                    k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_beta_gate, stride, row,
-                    row,
-                    n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
+                    k_desc, k_desc, v_desc, r_desc, tiles, barriers, barriers, p_beta_gate, stride,
+                    row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
             ],
             [4, 4, 1],
             [80, 152, 24],
@@ -367,26 +411,28 @@ def delta_chunk_fwd_sm90_kernel(
         empty = alloc_mbarriers(2, ST)
         q_full = alloc_mbarriers(1, 2)
         q_empty = alloc_mbarriers(1, 2)
-        copies = (ss, xs)
-        rings = (full, empty, w_full, x_full, x_empty)
-        queries = (qs, q_full, q_empty)
+        copies = Copies(ss, xs)
+        barriers = Barriers(full, empty, w_full, x_full, x_empty)
+        queries = Queries(qs, q_full, q_empty)
         checkpoints = queries
         if SAVE_CHECKPOINTS:
             marked, number = first_checkpoint(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
-            checkpoints = (checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
+            checkpoints = Checkpoints(
+                checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V
+            )
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, rings, state_refs, V, True, last, K, n,
+                    tiles, copies, barriers, state_refs, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (output_partition, (
-                    o_desc, o_ptr, tiles, copies, rings, queries, os, checkpoints, row, HV * V,
+                    o_desc, o_ptr, tiles, copies, barriers, queries, os, checkpoints, row, HV * V,
                     v_col,
                     length, n, scale, BV, C, ST, HAS_GATE, SAVE_CHECKPOINTS)),
-                (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+                (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
                 (load_partition, (
-                    q_desc, k_desc, v_desc, r_desc, tiles, rings, queries, p_beta_gate, stride, row,
-                    row, n, k_col, v_col, r_col, C, ST, HAS_GATE, True)),
+                    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride,
+                    row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE, True)),
             ],
             [4, 4, 1],
             [160, 120, 24],

@@ -7,13 +7,34 @@ make W, the chain has the product with k instead:
     w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
     o = scale (diag(exp(G)) q S + tril(q k^T decay) beta w)
 
-Four partitions: two state ones, a tile of V each; read, which makes o of both, or keep, which
-writes S and w for backward; load, which makes of G what they multiply by. Rings: ST stages of k, v,
-R, beta and G; two of q; one of S and of w.
+Four partitions of a program:
+
+    load_partition, 1 warp         state_partition, 4 warps a tile of V        output_partition, 4
+      k, v, R, beta, G -- full -->   S -- state_full ------------------------>   q k^T, q S
+                                     w -- w_full ---------------------------->   o of both tiles
+                                     <-- state_empty, w_empty
+      <-- empty                      arrive at empty                             arrives at empty
+      q ------------------------- q_full ------------------------------------>   reads q
+      <-- q_empty
+
+    buffers               stages  arrivals a phase: full / empty
+    k, v, R, beta, G      ST      2 (TMA, and the warp that stores what comes of beta and G) / 3
+    S [2, BV, K], w       1       2, one a tile / 1 for both
+    q [C, K]              2       1 (TMA) / 1
+    a short chunk         1       cleared: 2, one a tile, which zeroes half of what is past its end
+
+With SAVE_STATES save_partition, which writes S and w for backward, is in the place of
+output_partition: each tile has barriers of its own, with one arrival, empty has 2, and there is no
+q.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, store_tile, zero_tail_rows
 from slipstream.kernels.linear.sm90.delta.device import (
+    Checkpoints,
+    Queries,
+    StateRefs,
     alloc_stages,
     beta_gate_ptr,
     first_checkpoint,
@@ -36,13 +57,37 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 
+class Tiles(NamedTuple):
+    """Buffers of chunks: ST stages of what load_partition reads, one of S and w of both tiles."""
+
+    k: Any
+    v: Any
+    r: Any
+    beta_gate: Any
+    state: Any
+    w: Any
+
+
+class Barriers(NamedTuple):
+    """full, empty: of k, v, r and beta_gate."""
+
+    full: Any
+    empty: Any
+    state_full: Any
+    state_empty: Any
+    w_full: Any
+    w_empty: Any
+    cleared: Any  # both state partitions have zeroed their part of a short chunk
+
+
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full, q_empty, p_beta_gate,
-    stride, row, n, k_col, v_col, r_col,
+    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride, row, n, k_col,
+    v_col, r_col,
     BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
     HAS_Q: gl.constexpr,
 ):  # fmt: skip
+    """queries: of HAS_Q alone."""
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
@@ -55,19 +100,19 @@ def load_partition(
     for i in range(n):
         s = i % ST
         t = row + i * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
-        mbarrier.expect(full.index(s), nbytes)
-        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
-        copy_in(v_desc, [t, v_col], full.index(s), vs.index(2 * s))
-        copy_in(v_desc, [t, v_col + BV], full.index(s), vs.index(2 * s + 1))
-        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
-        rows = gs.index(s)
+        mbarrier.wait(barriers.empty.index(s), ((i // ST) & 1) ^ 1)
+        mbarrier.expect(barriers.full.index(s), nbytes)
+        copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+        copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.v.index(2 * s))
+        copy_in(v_desc, [t, v_col + BV], barriers.full.index(s), tiles.v.index(2 * s + 1))
+        copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
+        rows = tiles.beta_gate.index(s)
         rows.slice(0, C).store(b_beta)
         if HAS_GATE:
             rows.slice(C, C).store(b_G)
             rows.slice(2 * C, C).store(-gl.exp2(b_G))
             rows.slice(3 * C, C).store(b_beta * gl.exp2(b_end - b_G))
-        mbarrier.arrive(full.index(s), count=1)
+        mbarrier.arrive(barriers.full.index(s), count=1)
         p_next = p_beta_gate + gl.minimum(i + 1, n - 1) * stride
         b_beta = gl.load(p_next + o_c)
         if HAS_GATE:
@@ -75,21 +120,21 @@ def load_partition(
             b_end = gl.load(p_next + (2 * C - 1))
         if HAS_Q:
             b = i % 2
-            mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)
-            mbarrier.expect(q_full.index(b), q_desc.block_type.nbytes)
-            copy_in(q_desc, [t, k_col], q_full.index(b), qs.index(b))
+            mbarrier.wait(queries.empty.index(b), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(queries.full.index(b), q_desc.block_type.nbytes)
+            copy_in(q_desc, [t, k_col], queries.full.index(b), queries.q.index(b))
 
 
 @gluon.jit
 def state_partition(
-    tiles, rings, state_refs, length, n, tile: gl.constexpr,
+    tiles, barriers, state_refs, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     SAVE_STATES: gl.constexpr,
 ):  # fmt: skip
-    ks, vs, rs, gs, ss, xs = tiles
-    full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
-    i_bar: gl.constexpr = tile if SAVE_STATES else 0  # its barriers: read takes both tiles at once
+    i_bar: gl.constexpr = (
+        tile if SAVE_STATES else 0
+    )  # its barriers: output_partition takes both tiles at once
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -101,54 +146,58 @@ def state_partition(
     zero = gl.zeros([BV, C], gl.float32, xl)
     for i in range(n):
         s = i % ST
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         if length - i * C < C:
             # the other state partition the rest
             if tile == 0:
-                zero_tail_rows(ks.index(s), length - i * C, C, K)
+                zero_tail_rows(tiles.k.index(s), length - i * C, C, K)
             else:
-                zero_tail_rows(rs.index(s), length - i * C, C, C)
-            zero_tail_rows(vs.index(2 * s + tile), length - i * C, C, BV)
+                zero_tail_rows(tiles.r.index(s), length - i * C, C, C)
+            zero_tail_rows(tiles.v.index(2 * s + tile), length - i * C, C, BV)
             fence_async_shared()
-            mbarrier.arrive(cleared.index(0), count=1)
-            mbarrier.wait(cleared.index(0), 0)
-        b_sb = b_s.to(ks.dtype)
+            mbarrier.arrive(barriers.cleared.index(0), count=1)
+            mbarrier.wait(barriers.cleared.index(0), 0)
+        b_sb = b_s.to(tiles.k.dtype)
         b_u = warpgroup_mma(
-            gl.convert_layout(b_sb, sa), ks.index(s).permute((1, 0)), zero,
+            gl.convert_layout(b_sb, sa), tiles.k.index(s).permute((1, 0)), zero,
             use_acc=False, is_async=True,
         )  # fmt: skip
         if HAS_GATE:
-            b_s *= -gs.index(s).slice(3 * C - 1, 1).load(gl.SliceLayout(0, sl))[None, :]
-            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(0, xl))
-        mbarrier.wait(s_empty.index(i_bar), (i & 1) ^ 1)
-        ss.index(tile).store(b_sb)
+            b_s *= (
+                -tiles.beta_gate.index(s).slice(3 * C - 1, 1).load(gl.SliceLayout(0, sl))[None, :]
+            )
+            b_start = tiles.beta_gate.index(s).slice(2 * C, C).load(gl.SliceLayout(0, xl))
+        mbarrier.wait(barriers.state_empty.index(i_bar), (i & 1) ^ 1)
+        tiles.state.index(tile).store(b_sb)
         fence_async_shared()
-        mbarrier.arrive(s_full.index(i_bar), count=1)
+        mbarrier.arrive(barriers.state_full.index(i_bar), count=1)
         b_u = warpgroup_mma_wait(0, deps=(b_u,))
         if HAS_GATE:
             b_u = b_u * b_start[None, :]
         else:
             b_u = -b_u
-        b_u = gl.convert_layout(b_u.to(ks.dtype), sa)
+        b_u = gl.convert_layout(b_u.to(tiles.k.dtype), sa)
         b_w = warpgroup_mma(
-            vs.index(2 * s + tile).permute((1, 0)), rs.index(s).permute((1, 0)), zero,
+            tiles.v.index(2 * s + tile).permute((1, 0)), tiles.r.index(s).permute((1, 0)), zero,
             use_acc=False, is_async=True,
         )  # fmt: skip
-        b_w = warpgroup_mma(b_u, rs.index(s).permute((1, 0)), b_w, is_async=True)
-        b_share = gs.index(s).slice(3 * C if HAS_GATE else 0, C).load(gl.SliceLayout(0, xl))
+        b_w = warpgroup_mma(b_u, tiles.r.index(s).permute((1, 0)), b_w, is_async=True)
+        b_share = (
+            tiles.beta_gate.index(s).slice(3 * C if HAS_GATE else 0, C).load(gl.SliceLayout(0, xl))
+        )
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        b_lhs = (b_w * b_share[None, :]).to(ks.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), ks.index(s), b_s, is_async=True)
-        mbarrier.wait(x_empty.index(i_bar), (i & 1) ^ 1)
+        b_lhs = (b_w * b_share[None, :]).to(tiles.k.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.k.index(s), b_s, is_async=True)
+        mbarrier.wait(barriers.w_empty.index(i_bar), (i & 1) ^ 1)
         place = tile + (i >> 30)
         if SAVE_STATES:
-            xs.index(place).permute((1, 0)).store(b_w.to(ks.dtype))
+            tiles.w.index(place).permute((1, 0)).store(b_w.to(tiles.k.dtype))
         else:
-            xs.index(place).store(b_w.to(ks.dtype))
+            tiles.w.index(place).store(b_w.to(tiles.k.dtype))
         fence_async_shared()
-        mbarrier.arrive(x_full.index(i_bar), count=1)
+        mbarrier.arrive(barriers.w_full.index(i_bar), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(barriers.empty.index(s), count=1)
     if not SAVE_STATES:
         if tile == 0:
             # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
@@ -156,21 +205,19 @@ def state_partition(
             TILES: gl.constexpr = V // (2 * BV)
             pid = gl.program_id(0) + (length >> 31)
             o_state = pid // TILES * gl.full([], K * V, gl.int64) + pid % TILES * (2 * BV)
-            state_refs = (state_refs[0], state_refs[1], state_refs[2], o_state)
+            state_refs = StateRefs(None, state_refs.out_ptr, None, o_state)
         store_state(state_refs, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
 
 
 @gluon.jit
 def output_partition(
-    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, checkpoints, row, o_row, v_col, length, n,
+    o_desc, o_ptr, tiles, barriers, queries, os, checkpoints, row, o_row, v_col, length, n,
     scale, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
     SAVE_CHECKPOINTS: gl.constexpr,
 ):  # fmt: skip
     """o [C, BV] of each chunk and tile, off the chain. o_row: elements of o from token to token."""
     if SAVE_CHECKPOINTS:
-        checkpoints_desc, marked, every, m_row, m_step = checkpoints
-    ks, _, _, gs, ss, xs = tiles
-    full, empty, s_full, s_empty, x_full, x_empty, cleared = rings
+        next_chunk, next_row = checkpoints.chunk, checkpoints.row
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
@@ -184,42 +231,54 @@ def output_partition(
         # 0, but no compiler knows: mask and addresses would take registers all the time
         none = length + i >> 31 << 10
         seen = (o_i + none)[:, None] >= o_j[None, :]
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         if i == whole:  # a short one
-            mbarrier.wait(cleared.index(0), 0)
-        mbarrier.wait(q_full.index(b), (i // 2) & 1)
+            mbarrier.wait(barriers.cleared.index(0), 0)
+        mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         b_a, b_q, b_start = masked_scores(
-            qs, ks, gs, q_empty, empty, b, s, seen, al, ol, C, HAS_GATE, True
+            queries.q,
+            tiles.k,
+            tiles.beta_gate,
+            queries.empty,
+            barriers.empty,
+            b,
+            s,
+            seen,
+            al,
+            ol,
+            C,
+            HAS_GATE,
+            True,
         )
         b_q = gl.convert_layout(b_q, aa)
-        mbarrier.wait(s_full.index(0), i & 1)
+        mbarrier.wait(barriers.state_full.index(0), i & 1)
         b_o = warpgroup_mma(
-            b_q, ss.index(none).permute((1, 0)), zero_o, use_acc=False, is_async=True
+            b_q, tiles.state.index(none).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
         b_p = warpgroup_mma(
-            b_q, ss.index(none + 1).permute((1, 0)), zero_o, use_acc=False, is_async=True
+            b_q, tiles.state.index(none + 1).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
         if SAVE_CHECKPOINTS:  # noqa: SIM102
-            if i == marked:
-                copy_out(checkpoints_desc, [m_row, 0], ss.index(none))
-                copy_out(checkpoints_desc, [m_row + BV, 0], ss.index(none + 1))
-                marked += every
-                m_row += m_step
+            if i == next_chunk:
+                copy_out(checkpoints.desc, [next_row, 0], tiles.state.index(none))
+                copy_out(checkpoints.desc, [next_row + BV, 0], tiles.state.index(none + 1))
+                next_chunk += checkpoints.interval
+                next_row += checkpoints.row_step
         b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
         if SAVE_CHECKPOINTS:
             store_wait(0)
-        mbarrier.arrive(s_empty.index(0), count=1)
+        mbarrier.arrive(barriers.state_empty.index(0), count=1)
         if HAS_GATE:
             b_o = -b_o * b_start[:, None]
             b_p = -b_p * b_start[:, None]
-        mbarrier.wait(x_full.index(0), i & 1)
-        b_o = warpgroup_mma(b_a, xs.index(none).permute((1, 0)), b_o, is_async=True)
-        b_p = warpgroup_mma(b_a, xs.index(none + 1).permute((1, 0)), b_p, is_async=True)
+        mbarrier.wait(barriers.w_full.index(0), i & 1)
+        b_o = warpgroup_mma(b_a, tiles.w.index(none).permute((1, 0)), b_o, is_async=True)
+        b_p = warpgroup_mma(b_a, tiles.w.index(none + 1).permute((1, 0)), b_p, is_async=True)
         b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
         store_wait(0)
-        mbarrier.arrive(x_empty.index(0), count=1)
-        b_o = (b_o * scale).to(ks.dtype)
-        b_p = (b_p * scale).to(ks.dtype)
+        mbarrier.arrive(barriers.w_empty.index(0), count=1)
+        b_o = (b_o * scale).to(tiles.k.dtype)
+        b_p = (b_p * scale).to(tiles.k.dtype)
         os.index(none).store(b_o)
         os.index(none + 1).store(b_p)
         fence_async_shared()
@@ -233,27 +292,27 @@ def output_partition(
 
 @gluon.jit
 def save_partition(
-    states_desc, w_desc, w_ptr, tiles, rings, row, chunk, HV, o_row, v_col, i_v, length, n,
+    states_desc, w_desc, w_ptr, tiles, barriers, row, chunk, HV, o_row, v_col, i_v, length, n,
     V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """S before each chunk, and w, which is waited for once the next S is on its way."""
-    _, _, _, _, ss, xs = tiles
-    _, _, s_full, s_empty, x_full, x_empty, _ = rings
     for i in range(n):
         for tile in gl.static_range(2):
-            mbarrier.wait(s_full.index(tile), i & 1)
-            copy_out(states_desc, [(chunk + i * HV) * V + i_v + tile * BV, 0], ss.index(tile))
+            mbarrier.wait(barriers.state_full.index(tile), i & 1)
+            copy_out(
+                states_desc, [(chunk + i * HV) * V + i_v + tile * BV, 0], tiles.state.index(tile)
+            )
             if tile == 0 and i > 0:
                 store_wait(1)
-                mbarrier.arrive(x_empty.index(0), count=1)
-                mbarrier.arrive(x_empty.index(1), count=1)
+                mbarrier.arrive(barriers.w_empty.index(0), count=1)
+                mbarrier.arrive(barriers.w_empty.index(1), count=1)
             store_wait(0)
-            mbarrier.arrive(s_empty.index(tile), count=1)
+            mbarrier.arrive(barriers.state_empty.index(tile), count=1)
         for tile in gl.static_range(2):
-            mbarrier.wait(x_full.index(tile), i & 1)
+            mbarrier.wait(barriers.w_full.index(tile), i & 1)
             t = row + i * C
             at = v_col + tile * BV
-            store_tile(w_desc, w_ptr, xs.index(tile), t, at, o_row, length - i * C, C, BV)
+            store_tile(w_desc, w_ptr, tiles.w.index(tile), t, at, o_row, length - i * C, C, BV)
     store_wait(0)
 
 
@@ -309,30 +368,30 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
     o_state = state_offset(i_seg, i_h, HV, K, V) + i_v
-    state_refs = (s_in_ptr, s_out_ptr, o_state, o_state)
+    state_refs = StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
     if SKIP and n == 0:
         return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
-    rings = (full, empty, s_full, s_empty, x_full, x_empty, cleared)
+    barriers = Barriers(full, empty, s_full, s_empty, x_full, x_empty, cleared)
     if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
-        tiles = (ks, vs, rs, gs, ss, xs)
+        tiles = Tiles(ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, rings, state_refs, length, n, 0,
+                    tiles, barriers, state_refs, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
-                    tiles, rings, state_refs, length, n, 1,
+                    tiles, barriers, state_refs, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (save_partition, (
-                    states_desc, o_desc, o_ptr, tiles, rings, row, chunk, HV, HV * V, v_col, i_v,
+                    states_desc, o_desc, o_ptr, tiles, barriers, row, chunk, HV, HV * V, v_col, i_v,
                     length, n, V, BV, C)),
                 (load_partition, (
-                    k_desc, k_desc, v_desc, r_desc, ks, ks, vs, rs, gs, full, empty, full, empty,
-                    p_beta_gate, stride, row, n, k_col, v_col, i_h * C,
+                    k_desc, k_desc, v_desc, r_desc, tiles, barriers, barriers, p_beta_gate, stride,
+                    row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, False)),
             ],
             [4, 4, 1],
@@ -344,25 +403,28 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         os = gl.allocate_shared_memory(dtype, [2, C, BV], o_desc.layout)
         q_full = alloc_mbarriers(1, 2)
         q_empty = alloc_mbarriers(1, 2)
-        tiles = (ks, vs, rs, gs, ss, xs)
+        queries = Queries(qs, q_full, q_empty)
+        tiles = Tiles(ks, vs, rs, gs, ss, xs)
         checkpoints = state_refs
         if SAVE_CHECKPOINTS:
             marked, number = first_checkpoint(i_seg, 0, row, T, T, every, C, PACKED, False)
-            checkpoints = (checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
+            checkpoints = Checkpoints(
+                checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V
+            )
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, rings, state_refs, length, n, 0,
+                    tiles, barriers, state_refs, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
-                    tiles, rings, state_refs, length, n, 1,
+                    tiles, barriers, state_refs, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (output_partition, (
-                    o_desc, o_ptr, tiles, rings, qs, q_full, q_empty, os, checkpoints, row, HV * V,
-                    v_col, length, n, scale, BV, C, ST, HAS_GATE, SAVE_CHECKPOINTS)),
+                    o_desc, o_ptr, tiles, barriers, queries, os, checkpoints, row, HV * V, v_col,
+                    length, n, scale, BV, C, ST, HAS_GATE, SAVE_CHECKPOINTS)),
                 (load_partition, (
-                    q_desc, k_desc, v_desc, r_desc, qs, ks, vs, rs, gs, full, empty, q_full,
-                    q_empty, p_beta_gate, stride, row, n, k_col, v_col, i_h * C,
+                    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride,
+                    row, n, k_col, v_col, i_h * C,
                     BV, C, ST, HAS_GATE, True)),
             ],
             [4, 4, 1],

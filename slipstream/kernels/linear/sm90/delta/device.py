@@ -1,5 +1,7 @@
 """What the scans of the delta rule on sm_90 share: where a program is and what it finds there."""
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.linear.sm90.common.device import locate_segment
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
@@ -8,6 +10,33 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+
+class StateRefs(NamedTuple):
+    """The states at a program's ends, in global memory; None where there is none."""
+
+    in_ptr: Any
+    out_ptr: Any
+    in_offset: Any
+    out_offset: Any
+
+
+class Queries(NamedTuple):
+    """q [2, C, K], and the barriers of its two stages."""
+
+    q: Any
+    full: Any
+    empty: Any
+
+
+class Checkpoints(NamedTuple):
+    """Where output_partition leaves S for backward."""
+
+    desc: Any
+    chunk: Any  # the first before which S is left
+    interval: Any  # chunks
+    row: Any  # of the first, in desc
+    row_step: Any
 
 
 @gluon.jit
@@ -77,9 +106,8 @@ def first_checkpoint(
 def load_state(state_refs, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
     """The state that a scan begins with, as rows o_v and columns o_k; b_s where there is none."""
     if HAS_S_IN:
-        s_in_ptr, _, o_state, _ = state_refs
-        o_in = o_state + o_k[None, :] * V + o_v[:, None]
-        b_s = gl.load(s_in_ptr + o_in).to(gl.float32)
+        o_in = state_refs.in_offset + o_k[None, :] * V + o_v[:, None]
+        b_s = gl.load(state_refs.in_ptr + o_in).to(gl.float32)
     return b_s
 
 
@@ -90,9 +118,8 @@ def store_state(state_refs, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.
     none: 0, which no compiler knows: the loop would keep what it has in common with o_in.
     """
     if HAS_S_OUT:
-        _, s_out_ptr, _, o_state = state_refs
-        o_out = o_state + none + o_k[None, :] * V + o_v[:, None]
-        gl.store(s_out_ptr + o_out, b_s.to(s_out_ptr.dtype.element_ty))
+        o_out = state_refs.out_offset + none + o_k[None, :] * V + o_v[:, None]
+        gl.store(state_refs.out_ptr + o_out, b_s.to(state_refs.out_ptr.dtype.element_ty))
 
 
 @gluon.jit

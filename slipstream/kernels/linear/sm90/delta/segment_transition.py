@@ -17,6 +17,7 @@ joins them. Where a sequence goes on at other ranks (context.py) EVERY segment's
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers
 from slipstream.kernels.linear.sm90.delta import chunk_dstate, chunk_fwd
 from slipstream.kernels.linear.sm90.delta.device import (
+    StateRefs,
     alloc_stages,
     beta_gate_ptr,
     program_coords,
@@ -129,17 +130,17 @@ def delta_segment_transition_sm90_kernel(
     unit = gl.where(of_m, (tile - NV) * BV, K)
     v_row = gl.where(of_m, OOB_ROW, row)
     reads = begins & (skip == 0) & (tile < NV)
-    tiles = (ks, vs, rs, gs, ws)
-    rings = (full, empty, w_full, w_empty, w_empty)
-    state_refs = (s_in_ptr, transition_ptr, o_in, o_out)
+    tiles = chunk_fwd.Tiles(ks, vs, rs, gs, ws)
+    barriers = chunk_fwd.Barriers(full, empty, w_full, w_empty, w_empty)
+    state_refs = StateRefs(s_in_ptr, transition_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (state_partition, (
-                tiles, (ws, ws), rings, state_refs, V + K, reads, True, unit, n,
+                tiles, chunk_fwd.Copies(ws, ws), barriers, state_refs, V + K, reads, True, unit, n,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
-            (wy_partition, (tiles, rings, length, n, K, BV, C, ST, HAS_GATE)),
+            (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
             (load_partition, (
-                k_desc, k_desc, v_desc, r_desc, tiles, rings, rings, p_beta_gate, stride, row,
+                k_desc, k_desc, v_desc, r_desc, tiles, barriers, barriers, p_beta_gate, stride, row,
                 v_row, n,
                 k_col, v_col, i_h * C, C, ST, HAS_GATE, False)),
         ],
@@ -203,19 +204,19 @@ def delta_segment_transition_bwd_sm90_kernel(
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     o_in = state_offset(i_n, i_h, HV, K, V) + i_v
     o_out = state_offset(i_seg, i_h, HV, K, V) + i_v
-    tiles = (qs, ks, ds, rs, gs, ws, zs)
-    copies = (ws, ws, p_full, p_full, p_full, p_full)  # not there
-    rings = (full, empty, p_full, p_empty)
-    state_refs = (s_in_ptr, transition_ptr, o_in, o_out)
+    tiles = chunk_dstate.Tiles(qs, ks, ds, rs, gs, ws, zs)
+    copies = chunk_dstate.Copies(ws, ws, p_full, p_full, p_full, p_full)  # not there
+    barriers = chunk_dstate.Barriers(full, empty, p_full, p_empty)
+    state_refs = StateRefs(s_in_ptr, transition_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (bwd_state_partition, (
-                tiles, copies, rings, state_refs, reads, True, n, scale,
+                tiles, copies, barriers, state_refs, reads, True, n, scale,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, True)),
-            (bwd_wy_partition, (tiles, rings, length, n, scale, K, BV, C, ST, HAS_GATE)),
+            (bwd_wy_partition, (tiles, barriers, length, n, scale, K, BV, C, ST, HAS_GATE)),
             (bwd_load_partition, (
-                q_desc, k_desc, do_desc, r_desc, tiles, rings, p_beta_gate, stride, row, n, k_col,
-                i_h * V + i_v, i_h * C, C, ST, HAS_GATE)),
+                q_desc, k_desc, do_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n,
+                k_col, i_h * V + i_v, i_h * C, C, ST, HAS_GATE)),
         ],
         [4, 1],
         [200, 24],
