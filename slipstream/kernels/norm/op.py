@@ -58,7 +58,7 @@ def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) 
 def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, save, impl = args
     (x, weight, bias, gate, residual), n = tensors[:5], NormOptions(*tensors[5:])
-    given = x, weight, bias, gate, residual, n, save
+    arguments = x, weight, bias, gate, residual, n, save
     results = None
     with Guard(
         impl,
@@ -67,8 +67,8 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         lambda: _mismatch(x, weight, bias, gate, residual, n),
     ) as usable:
         if usable:
-            results = _launch().forward(*given)
-    y, h, stats = results or fallback.forward(*given)
+            results = _launch().forward(*arguments)
+    y, h, stats = results or fallback.forward(*arguments)
     return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
 
 
@@ -76,7 +76,7 @@ def _run_backward(*args: Any) -> list[Tensor]:
     """Those that there are of dx, dresidual (if it is not dx), dweight, dbias, dgate."""
     *tensors, needs_weight, needs_bias, impl = args
     (_, _, h, weight, bias, gate, _, _), n = tensors[:8], NormOptions(*tensors[8:])
-    given = *tensors[:8], n, needs_weight, needs_bias
+    arguments = *tensors[:8], n, needs_weight, needs_bias
     results = None
     with Guard(
         impl,
@@ -85,8 +85,8 @@ def _run_backward(*args: Any) -> list[Tensor]:
         lambda: _mismatch(h, weight, bias, gate, None, n),
     ) as usable:
         if usable:
-            results = _launch().backward(*given)
-    dx, dr, *others = results or fallback.backward(*given)
+            results = _launch().backward(*arguments)
+    dx, dr, *others = results or fallback.backward(*arguments)
     return [x for x in (dx, None if dr is dx else dr, *others) if x is not None]
 
 
@@ -185,8 +185,8 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     apart = residual_dtype is not None and residual_dtype != dy.dtype
     grads = [dy.new_empty(dy.shape)]
     grads += [dy.new_empty(dy.shape, dtype=residual_dtype)] if apart else []
-    there = (weight if needs_weight else None, bias if needs_bias else None, gate)
-    return grads + [x.new_empty(x.shape) for x in there if x is not None]
+    parameters = (weight if needs_weight else None, bias if needs_bias else None, gate)
+    return grads + [x.new_empty(x.shape) for x in parameters if x is not None]
 
 
 _forward = KernelOp(
