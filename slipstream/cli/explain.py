@@ -19,6 +19,9 @@ def explain(
     ] = False,
     state: Annotated[bool, typer.Option(help="with an initial state")] = False,
     grouped: Annotated[bool, typer.Option(help="twice as many heads of v as of q")] = False,
+    flags: Annotated[
+        bool, typer.Option(help="name the compile-time options of each kernel too")
+    ] = False,
 ) -> None:
     """Print which back end a call takes and why, its kernels, and what was rejected and why."""
     from slipstream.cli.errors import reported
@@ -27,6 +30,6 @@ def explain(
         from slipstream.tools.catalog import chosen
         from slipstream.tools.explain_text import lines, parse_shape
 
-        flags = {"packed": packed, "state": state, "grouped": grouped}
-        for line in lines(chosen([operator]), parse_shape(shape, dtype, flags), arch):
+        how = {"packed": packed, "state": state, "grouped": grouped}
+        for line in lines(chosen([operator]), parse_shape(shape, dtype, how), arch, flags):
             typer.echo(line)

@@ -241,10 +241,11 @@ class CompilerState:
     def trust(self) -> str:
         """In words."""
         if not self.unverified:
-            return "verified by the matrix"
+            return "verified by the support matrix"
         if not self.verified:
-            return "not verified by the matrix"
-        return f"verified by the matrix but for {', '.join(sorted(self.unverified))}"
+            return "not verified by the support matrix"
+        families = ", ".join(sorted(self.unverified))
+        return f"verified by the support matrix, except for the kernels of {families}"
 
     @property
     def name(self) -> str:

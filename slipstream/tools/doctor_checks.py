@@ -39,7 +39,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @dataclass(frozen=True)
 class Check:
-    """output, gradient: relative errors; worst: the tensor with the largest against its bar."""
+    """output, gradient: the largest relative errors; gradients: how many were compared; worst: the
+    tensor with the largest error against its bar."""
 
     operator: str
     impl: str
@@ -47,6 +48,7 @@ class Check:
     ok: bool
     output: float = 0.0
     gradient: float = 0.0
+    gradients: int = 0
     bars: tuple[float, float] = (0.0, 0.0)
     worst: str = ""
     error: str = ""
@@ -303,6 +305,7 @@ def _judged(check: Check, got: _Result, want: _Result) -> Check:
         ok=shares[worst] <= 1 and not missing,
         output=max(outputs.values(), default=0.0),
         gradient=max(grads.values(), default=0.0),
+        gradients=len(grads),
         worst=worst,
         error=f"no gradient of {', '.join(sorted(missing))}" if missing else "",
     )
@@ -403,6 +406,8 @@ def show_check(check: Check) -> None:
     verdict = "ok  " if check.ok else "FAIL"
     pairs = zip((check.output, check.gradient), check.bars)
     errors = [f"{error:.1e} of {bar:.0e}" for error, bar in pairs]
+    if not check.gradients:
+        errors[1] = "none"
     what = check.error or f"{errors[0]:16} {errors[1]}"
     what += "" if check.ok or check.error else f", worst: {check.worst}"
     print(f"{verdict} {check.operator:35} {check.impl:11} {what}", flush=True)

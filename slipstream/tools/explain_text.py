@@ -16,13 +16,13 @@ from slipstream.tools.terminal import columns
 
 # Compile-time arguments that make a tile; the rest are flags.
 _TILE = ("C", "BT", "BC", "BX", "BD", "BK", "BV", "BM", "BN", "BLOCK")
-_HEADINGS = ("kernel", "launches", "tile", "warps", "stages", "flags")
+_HEADINGS = ("kernel", "launches", "tile", "warps", "stages")
 _LEGEND = (
     "tile: what one program of a kernel works on at a time; C, BT: tokens of a chunk, B and other",
     "letters: rows or columns of that dimension. warps: of 32 threads each (64 on AMD). stages:",
-    "loads in flight ahead of their use. flags: compile-time options that are on. In the order of",
-    "their first launch, forward and backward.",
+    "loads in flight ahead of their use. In the order of their first launch, forward and backward.",
 )
+_FLAGS = ("flags: options compiled into the kernel that are on; its source says what each does.",)
 
 
 def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
@@ -40,8 +40,12 @@ def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
     return Shape(dtype=DTYPES[dtype], **sizes)
 
 
-def lines(samples: Sequence[Sample], shape: Shape, arch: str) -> Iterator[str]:
-    """What is the same for ways to call an operator is said of the first of them."""
+def lines(samples: Sequence[Sample], shape: Shape, arch: str, flags: bool = False) -> Iterator[str]:
+    """What is the same for ways to call an operator is said of the first of them.
+
+    Args:
+        flags: name the compile-time options of each kernel too.
+    """
     yield f"{', '.join(dict.fromkeys(x.op for x in samples))}  {shape}  {arch}"
     if arch == "cpu":
         yield "  chosen: eager, plain torch; kernels run on GPUs"
@@ -52,7 +56,7 @@ def lines(samples: Sequence[Sample], shape: Shape, arch: str) -> Iterator[str]:
     yield from _compilers(arch)
     said: dict[tuple[str, ...], str] = {}
     for sample in samples:
-        way = tuple(_way(trace_operator(sample, shape, arch, remembers=True)))
+        way = tuple(_way(trace_operator(sample, shape, arch, remembers=True), flags))
         yield ""
         if way in said:
             yield f"{_called(sample)}: as {said[way]}"
@@ -63,6 +67,7 @@ def lines(samples: Sequence[Sample], shape: Shape, arch: str) -> Iterator[str]:
     if any("_kernel " in line for way in said for line in way):
         yield ""
         yield from _LEGEND
+        yield from _FLAGS if flags else ()
 
 
 def _called(sample: Sample) -> str:
@@ -70,7 +75,7 @@ def _called(sample: Sample) -> str:
     return f"{sample.op} ({sample.variant})" if sample.variant else sample.op
 
 
-def _way(got: TracedKernels) -> Iterator[str]:
+def _way(got: TracedKernels, flags: bool) -> Iterator[str]:
     default = got.jobs.get(None)
     if None in got.refused:
         yield f"  refused: {got.refused[None]}"
@@ -83,12 +88,12 @@ def _way(got: TracedKernels) -> Iterator[str]:
     for plan in got.besides:
         yield f"  besides: {plan.impl}, {plan.why}"
         yield from _rejected(plan, "    ")
-    yield from _kernels(default or ())
+    yield from _kernels(default or (), flags)
     for impl in IMPLS:
         reason = got.refused.get(impl, "impl: want").removeprefix(f"impl={impl!r}: ")
         if impl in got.jobs and got.jobs[impl] != default:
             yield f"  with impl={impl!r} instead:"
-            yield from _kernels(got.jobs[impl])
+            yield from _kernels(got.jobs[impl], flags)
         elif not reason.startswith("impl: want") and impl not in rejected:
             yield f"  with impl={impl!r}: not possible, {reason}"
 
@@ -98,16 +103,18 @@ def _rejected(plan: Selection | None, indent: str) -> Iterator[str]:
         yield f"{indent}rejected: {name}, {reason}"
 
 
-def _kernels(jobs: Sequence[Job]) -> Iterator[str]:
+def _kernels(jobs: Sequence[Job], flags: bool) -> Iterator[str]:
     """A table with a line for each; those that differ in nothing that is shown are counted."""
     found: dict[tuple[str, ...], int] = {}
     for job in jobs:
         tile = " ".join(f"{x}={job.constants[x]}" for x in _TILE if x in job.constants)
-        flags = " ".join(k for k, v in job.constants.items() if v is True)
-        row = (job.name, tile, str(job.warps), str(job.stages), flags)
+        row = (job.name, tile, str(job.warps), str(job.stages))
+        if flags:
+            row += (" ".join(k for k, v in job.constants.items() if v is True),)
         found[row] = found.get(row, 0) + 1
     rows = [(name, str(count), *rest) for (name, *rest), count in found.items()]
-    yield from columns([_HEADINGS, *rows], "    ") if rows else ()
+    headings = (*_HEADINGS, "flags") if flags else _HEADINGS
+    yield from columns([headings, *rows], "    ") if rows else ()
 
 
 def _compilers(arch: str) -> Iterator[str]:

@@ -308,7 +308,9 @@ def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path:
     trusted = compiler_state.CompilerState(*here, remembers=False)
     assert trusted.guards and not trusted.quiet
     assert not trusted.wants_probe(("norm.triton",)) and trusted.wants_probe(("linear.step",))
-    assert trusted.trust.startswith("verified by the matrix but for attention")
+    assert trusted.trust.startswith(
+        "verified by the support matrix, except for the kernels of attention"
+    )
     trusted.compiles("slipstream.kernels.norm.triton.norm", "a", {})  # looks at nothing
     with pytest.raises(KeyError):
         trusted.compiles("slipstream.kernels.linear.triton.scalar_decay.chunk", "b", {})
