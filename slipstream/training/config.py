@@ -159,6 +159,8 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConf
         ValueError: YAML that cannot be read, a key that does not exist or a value that cannot be.
         TypeError: a value of another type.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: want a file with a training config, such as configs/hybrid.yaml")
     raw = read_yaml(Path(path).read_text(encoding="utf-8"), str(path))
     if raw is None:
         raw = {}

@@ -10,6 +10,17 @@ from slipstream.training.speed import Speed
 
 LINES = 40
 """Lines a whole run prints, about."""
+WIDTHS = {
+    "step": 7,
+    "loss": 6,
+    "bits/byte": 9,
+    "tokens/s": 9,
+    "gradient": 8,
+    "rate": 7,
+    "GiB": 5,
+    "mfu": 4,
+}
+"""Of the columns of a line; of others 8. A line has at most 80 characters."""
 
 
 class ConsoleProgress(TrainerCallback):
@@ -27,6 +38,7 @@ class ConsoleProgress(TrainerCallback):
             disable=not console.is_terminal,
         )
         self.task = self.progress.add_task("training", total=None, left="?")
+        self.headings = ""  # printed before the first line
         self.since: list[tuple[float, float]] = []  # loss and bits per byte since the last line
 
     def on_train_begin(
@@ -59,26 +71,32 @@ class ConsoleProgress(TrainerCallback):
         if state.global_step % every == 0 or state.global_step in (1, state.max_steps):
             loss, bits = (sum(x) / len(self.since) for x in zip(*self.since, strict=True))
             self.since.clear()
-            self.console.print(
-                f"step {state.global_step:>6}  loss {loss:.3f}  {bits:.3f} bits/byte  "
-                f"{logs['tokens_per_second']:>7,.0f} tokens/s  {details(logs)}  {left} left",
-                highlight=False,
-            )
+            cells = {
+                "step": str(state.global_step),
+                "loss": f"{loss:.3f}",
+                "bits/byte": f"{bits:.3f}",
+            }
+            cells |= {**columns(logs), "left": left}
+            if not self.headings:
+                self.headings = "  ".join(f"{x:>{WIDTHS.get(x, 8)}}" for x in cells)
+                self.console.print(self.headings, highlight=False)
+            line = "  ".join(f"{text:>{WIDTHS.get(x, 8)}}" for x, text in cells.items())
+            self.console.print(line, highlight=False)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.progress.stop()
 
 
-def details(logs: dict[str, float]) -> str:
-    """Gradient norm, learning rate, peak memory, and the share of the GPU's peak if it is known."""
-    words = []
+def columns(logs: dict[str, float]) -> dict[str, str]:
+    """Heading and text: tokens a second, norm of the gradient, learning rate, peak memory, and the
+    share of the GPU's peak if it is known."""
+    found = {"tokens/s": f"{logs['tokens_per_second']:,.0f}"}
     if "grad_norm" in logs:
-        words.append(f"grad {logs['grad_norm']:.2f}")
-    words.append(f"lr {logs['learning_rate']:.1e}")
-    words.append(f"{logs['memory_gib']:.1f} GiB")
+        found["gradient"] = f"{logs['grad_norm']:.2f}"
+    found |= {"rate": f"{logs['learning_rate']:.1e}", "GiB": f"{logs['memory_gib']:.1f}"}
     if "mfu" in logs:
-        words.append(f"mfu {logs['mfu']:.0%}")
-    return "  ".join(words)
+        found["mfu"] = f"{logs['mfu']:.0%}"
+    return found
 
 
 def duration(seconds: float) -> str:

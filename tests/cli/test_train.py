@@ -53,7 +53,7 @@ def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> s
         assert process.stdout is not None
         for line in process.stdout:
             text += line
-            if not sent and f"step {step:>6} " in line:
+            if not sent and line.split()[:1] == [str(step)]:
                 process.send_signal(number)
                 sent = True
     assert process.returncode == 0, text

@@ -14,7 +14,7 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.training import run as run_module
 from slipstream.training import trainer as trainer_module
 from slipstream.training.config import from_dict
-from slipstream.training.console import details
+from slipstream.training.console import columns
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.run import arguments, train
 from slipstream.training.speed import flops_per_token, peak_memory
@@ -99,16 +99,19 @@ def test_reporters_that_are_not_known_or_not_there(tmp_path: Path) -> None:
     assert arguments(from_dict(raw(tmp_path))).report_to == []
 
 
-def test_line_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_lines_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "peak_flops", lambda: 1e9)
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=80)
     go(raw(tmp_path / "out"), console)
-    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    line = next(x for x in text.splitlines() if x.startswith("step      2"))
-    for word in ("loss", "bits/byte", "tokens/s", "grad ", "lr ", "GiB", "mfu ", "left"):
-        assert word in line, line
-    logs = {"grad_norm": 1.234, "learning_rate": 3e-4, "memory_gib": 2.5}
-    assert details(logs) == "grad 1.23  lr 3.0e-04  2.5 GiB"
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    at = next(i for i, x in enumerate(lines) if x.split()[:1] == ["step"])
+    headings = "step loss bits/byte tokens/s gradient rate GiB mfu left"
+    assert lines[at].split() == headings.split()
+    assert lines[at + 1].split()[0] == "1" and len(lines[at + 1].split()) == 9
+    assert sum(x.split()[:2] == ["step", "loss"] for x in lines) == 1
+    logs = {"tokens_per_second": 5e3, "grad_norm": 1.234, "learning_rate": 3e-4, "memory_gib": 2.5}
+    found = {"tokens/s": "5,000", "gradient": "1.23", "rate": "3.0e-04", "GiB": "2.5"}
+    assert columns(logs) == found
 
 
 def test_flops_count_what_tokens_are_multiplied_with() -> None:

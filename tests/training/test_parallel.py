@@ -153,7 +153,7 @@ def signalled(config: dict[str, Any], folder: Path, number: signal.Signals) -> t
         assert process.stdout is not None
         for line in process.stdout:
             text += line
-            if not sent and re.match(r"step +1 ", line):
+            if not sent and re.match(r" +1 ", line):
                 os.kill(pid_of_rank(text, process, 1), number)
                 sent = time.monotonic()
     assert sent and time.monotonic() - sent < 60, text
