@@ -1,10 +1,14 @@
 """The package as pip sees it: version, metadata, extras, and what is said where one is missing."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+
+import pytest
 
 import slipstream
 
@@ -42,6 +46,24 @@ def test_package_version_is_that_of_pyproject() -> None:
     assert slipstream.__version__ == PROJECT["version"]
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"\n## {PROJECT['version']}" in changelog
+
+
+def test_package_urls_are_those_of_the_host_that_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = types.SimpleNamespace(MetadataHookInterface=object)  # of hatchling, which builds
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, name, plugin)
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", plugin)
+    monkeypatch.syspath_prepend(str(ROOT))
+    urls = importlib.import_module("hatch_build").urls
+    home = "https://host.test/owner/name"
+    for environment in (
+        {"SLIPSTREAM_REPOSITORY": home},
+        {"GITHUB_SERVER_URL": "https://host.test", "GITHUB_REPOSITORY": "owner/name"},
+    ):
+        found = urls(environment)
+        assert set(found) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+        assert all(x.startswith(home) for x in found.values())
+    assert urls({}) == {} and urls({"GITHUB_SERVER_URL": "https://host.test"}) == {}
 
 
 def test_package_is_typed() -> None:
