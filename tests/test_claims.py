@@ -35,6 +35,8 @@ def test_every_table_is_on_a_page() -> None:
         "kda needs 25% more memory.",
         "It reaches 657 TFLOP/s.",
         "Compilation takes 40 seconds.",
+        "It takes half of the time.",
+        "It takes two to three\ntimes as long.",
     ],
 )
 def test_number_without_row_fails(sentence: str) -> None:

@@ -5,8 +5,9 @@
     python tools/claims.py --check    fails if a table is not up to date or a number has no row
 
 A page has a table between the lines "<!-- table NAME -->" and "<!-- end of table -->". Outside of
-them a page must not state a measurement: a number with a unit of time, speed or memory, and on the
-performance page and README any number with decimals. ALLOWED lists what else is meant.
+them a page must not state a measurement: a number with a unit of time, speed or memory, a
+comparison such as "half of the time", and on the performance page and README any number with
+decimals. ALLOWED lists what else is meant.
 """
 
 import re
@@ -20,6 +21,11 @@ BLOCK = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end of table -->)", re.D
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 UNIT = r"(?:[num]?s|seconds?|minutes?|hours?|TFLOP/s|[TGM]B/s|[KMG]i?B|tokens/s|%|percent|times|x)"
 MEASURED = re.compile(rf"(?<![\w.^])\d+(?:[.,]\d+)*(?:e-?\d+)? ?{UNIT}(?![\w/])")
+COMPARED = re.compile(
+    r"\b(?:twice|half|thirds?|quarter|double|(?:two|three|four|five|six|ten|several)\s+times)\b"
+    r"[^.]{0,40}?\b(?:as\s+(?:long|fast|much|large)|faster|slower|longer|time|memory|speed)\b",
+    re.IGNORECASE,
+)
 VERSION = re.compile(
     r"\b(?:Python|torch|Triton|transformers|ptxas|CUDA|Slipstream|fla-core|FlashQLA|TRL|numpy|and|to|or)"
     r" \(?\d+(?:\.\d+)+"
@@ -31,11 +37,13 @@ STRICT = ("README.md", "docs/performance.md", "docs/index.md")
 # (page, text): what is no measurement
 ALLOWED = {
     ("docs/tools/matrix.md", "180 s"): "a default of the command",
+    ("CHANGELOG.md", "512 MiB"): "a bound that the code sets",
 }
 
 
 def pages() -> list[Path]:
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    top = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "bench/README.md")
+    found = [*(ROOT / x for x in top), *sorted((ROOT / "docs").rglob("*.md"))]
     return [x for x in found if not name_of(x).startswith(RECORDS)]
 
 
@@ -58,6 +66,7 @@ def unsupported(page: str, text: str) -> list[str]:
     """Numbers outside of generated tables and of code that state a measurement."""
     prose = VERSION.sub("", CODE.sub("", BLOCK.sub("", text)))
     found = [x[0] for x in MEASURED.finditer(prose)]
+    found += [" ".join(x[0].split()) for x in COMPARED.finditer(prose)]
     if page in STRICT:
         found += [x[0] for x in DECIMAL.finditer(prose)]
     return [x for x in dict.fromkeys(found) if (page, x) not in ALLOWED]

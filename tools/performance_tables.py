@@ -451,6 +451,33 @@ def first_calls() -> Table:
     return Table("first_calls", script, headings, tuple(rows), tuple(used.values()))
 
 
+def training() -> Table:
+    """Of each model the newest row with all activations kept and with checkpoints."""
+    used = {(x.get("model"), x.get("who")): x for x in read("training")}
+    models = dict.fromkeys(x.removesuffix(" checkpointed") for x, who in used if who == "kept")
+    rows = []
+    for model in models:
+        kept, less = (used[f"{model} checkpointed", x] for x in ("kept", "checkpointed"))
+        rows.append(
+            (
+                label(model),
+                *(number(kept, x) for x in ("ms", "peak_gib")),
+                *(number(less, x) for x in ("ms", "peak_gib")),
+                ratio(number(less, "ms"), number(kept, "ms")),
+            )
+        )
+    headings = (
+        "mixer",
+        "ms",
+        "GiB",
+        "checkpointed, ms",
+        "checkpointed, GiB",
+        "checkpointed / kept",
+    )
+    shown = tuple(x for (model, _), x in used.items() if model.endswith(" checkpointed"))
+    return Table("training", "bench/training.py --only checkpointed", headings, tuple(rows), shown)
+
+
 def memory() -> Table:
     used = {x.get("operator"): x for x in read("memory_gpu") if not x.get("shape")}
     rows = [
@@ -547,7 +574,7 @@ def summary() -> Table:
 
 TABLES: Sequence[Callable[[], Table]] = (
     summary, linear, linear_errors, flash_qla, attention, packed_attention, cache_attention, blocks,
-    matmul, steps, host, first_calls, memory, cpu,
+    matmul, steps, host, first_calls, memory, training, cpu,
 )  # fmt: skip
 
 
