@@ -27,6 +27,38 @@ def test_snippets_run(page: str) -> None:
         exec(compile(snippet, f"{page}, snippet {i + 1}", "exec"), names)
 
 
+CODE_COLUMNS = 88  # of the site at desktop width
+
+
+def test_code_fits_the_page() -> None:
+    pages = [DOCS.parent / "README.md", *(x for x in DOCS.rglob("*.md") if "_build" not in x.parts)]
+    blocks = re.compile(r"^```(?:python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    wide = {
+        f"{page.name}: {line}"
+        for page in pages
+        if "dev" not in page.relative_to(DOCS.parent).parts
+        for block in blocks.findall(page.read_text(encoding="utf-8"))
+        for line in block.splitlines()
+        if len(line) > CODE_COLUMNS
+    }
+    assert not wide
+
+
+def test_quickstart_names_every_mixer() -> None:
+    pytest.importorskip("transformers")
+    mixers = importlib.import_module("slipstream.models.config").MIXERS
+    text = (DOCS / "quickstart.md").read_text()
+    assert [x for x in mixers if f"`{x}`" not in text] == []
+
+
+def test_concepts_name_every_recurrence() -> None:
+    from slipstream import ops
+
+    text = (DOCS / "concepts.md").read_text()
+    names = [x.removeprefix("chunk_") for x in dir(ops) if x.startswith("chunk_")]
+    assert [x for x in names if not re.search(rf"\b{x}\b", text)] == []
+
+
 def test_reference_has_every_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `make docs`, which takes minutes, what a new operator breaks."""
     pytest.importorskip("transformers")
