@@ -3,10 +3,10 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.decay_gate.op import decay_gate
 from slipstream.ops.norm import l2_norm
 
 
@@ -35,20 +35,13 @@ def delta_gate(
     given = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
     checks.expect_floating(given)
     checks.expect_one_device(given)
-    heads = g.shape[2]
-    x = g if g.dtype == torch.float64 else g.float()
     if dt_bias is not None:
-        checks.expect_shape("dt_bias", dt_bias.flatten(), (math.prod(x.shape[2:]),))
-        x = x + dt_bias.to(x.dtype).view(x.shape[2:])
-    if A_log is None:
-        if lower_bound is None:
-            raise ValueError("A_log: want a tensor [HV] with use_gate_in_kernel, got None")
-        return lower_bound * torch.sigmoid(x)
-    checks.expect_shape("A_log", A_log.flatten(), (heads,))
-    rate = A_log.to(x.dtype).exp().view(heads, *([1] * (x.dim() - 3)))
-    if lower_bound is not None:
-        return lower_bound * torch.sigmoid(rate * x)
-    return -rate * F.softplus(x)
+        checks.expect_shape("dt_bias", dt_bias.flatten(), (math.prod(g.shape[2:]),))
+    if A_log is not None:
+        checks.expect_shape("A_log", A_log.flatten(), (g.shape[2],))
+    elif lower_bound is None:
+        raise ValueError("A_log: want a tensor [HV] with use_gate_in_kernel, got None")
+    return decay_gate(g, A_log, dt_bias, lower_bound)
 
 
 def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:

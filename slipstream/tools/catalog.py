@@ -61,6 +61,11 @@ _LINEAR = [
     *_both("delta_rule", f"{_UNIT} beta=BTG:beta"),
     *_both("gated_delta_rule", f"{_UNIT} g=BTG:gate beta=BTG:beta"),
     *_both("kda", f"{_UNIT} g=BTGK:gate beta=BTG:beta"),
+    # the kernels of the gate
+    _traced("chunk_gated_delta_rule", f"{_UNIT} g=BTG beta=BTG:beta A_log=G dt_bias=G", _S,
+            "gate", options={"use_gate_in_kernel": True}),
+    _traced("chunk_kda", f"{_UNIT} g=BTGK beta=BTG:beta A_log=G dt_bias=GK", _S,
+            "gate", options={"use_gate_in_kernel": True}),
     *_both("comba", f"{_UNIT} p=BTHK:unit g=BTG:gate beta=BTG:beta"),
     *_both("iplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase"),
     *_both("dplr_delta_rule", f"{_UNIT} a=BTHK:unit b=BTHK:erase gk=BTGK:gate"),

@@ -13,6 +13,7 @@ from slipstream import ops
 from slipstream.kernels.attention import cache, eager, latent
 from slipstream.kernels.attention import op as attention_op
 from slipstream.kernels.conv import fallback as conv_plain
+from slipstream.kernels.decay_gate import op as decay_gate
 from slipstream.kernels.gated_scan import eager as scan_eager
 from slipstream.kernels.linear import gsa, householder
 from slipstream.kernels.linear.eager.chunk import chunk_forward
@@ -99,6 +100,15 @@ def mixer_steps() -> list[Tensor]:
     q, k, v, z = (torch.randn(2, 1, 2, 8) for _ in range(4))
     state, g = torch.randn(2, 2, 8, 8), -torch.rand(2, 1, 2)
     return [ops.mixer_step(q, k, v, state=state, g=g, z=z, norm_eps=1e-5), state]
+
+
+def decay_gates() -> list[Tensor]:
+    x, A_log, dt_bias = leaf(1, 20, 2, 8), leaf(2), leaf(16)
+    return gradients(decay_gate.decay_gate(x, A_log, dt_bias, None), x, A_log, dt_bias)
+
+
+def _decay_gate_backward(dg: Tensor, *inputs: Any) -> list[Tensor]:
+    return decay_gate._run_backward(dg, *inputs, "eager")
 
 
 def conv_update() -> list[Tensor]:
@@ -272,6 +282,15 @@ FAMILIES = [
             "linear.triton.decode_launch:update": _update,
             "linear.triton.decode_launch:forward": recurrent_forward,
         },
+    ),
+    Family(
+        "decay_gate.triton",
+        decay_gates,
+        {
+            "decay_gate.triton.launch:forward": decay_gate.plain,
+            "decay_gate.triton.launch:backward": _decay_gate_backward,
+        },
+        ("slipstream.kernels.decay_gate.op",),
     ),
     Family("mixer_step.triton", mixer_steps, {"mixer_step.triton.launch:step": _mixer_step}),
     Family(

@@ -76,7 +76,7 @@ def _run_backward(*args: Any) -> list[Tensor]:
     """Those that there are of dx, dresidual (if it is not dx), dweight, dbias, dgate."""
     *tensors, needs_weight, needs_bias, impl = args
     (_, _, h, weight, bias, gate, _, _), n = tensors[:8], NormOptions(*tensors[8:])
-    arguments = *tensors[:8], n, needs_weight, needs_bias
+    arguments: Any = *tensors[:8], n, needs_weight, needs_bias
     results = None
     with Guard(
         impl,

@@ -1,0 +1,1 @@
+"""Log decays out of what a layer projects: the gate of Mamba-2, Gated DeltaNet and KDA."""

@@ -1,0 +1,112 @@
+"""The decay gate, forward and backward; op.py has the formula.
+
+    dz = -dg r sigmoid(z)                             bounded: dz = dg lower_bound s (1 - s) r
+    dA_log = sum dg g                                 bounded: sum dz z, with s = sigmoid(r z)
+    dx = dz        ddt_bias = sum dz
+
+R tokens of C channels, K of each of the HV heads. A program has a tile of BR tokens and BC
+channels, backward every P-th one of its channels; their sums are added up by another kernel, in an
+order that does not depend on the GPU.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), as exact for small results as for large ones."""
+    e = tl.exp(-tl.abs(x))
+    # log of 1 + e, rounded to u, is wrong by as much as u - 1 is of e
+    u = 1.0 + e
+    d = u - 1.0
+    log = tl.where(d == 0.0, e, tl.log(u) * (e / tl.where(d == 0.0, 1.0, d)))
+    return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
+def _parameters(a_ptr, bias_ptr, o_c, m_c, K: tl.constexpr, BC: tl.constexpr):
+    """r and dt_bias of channels."""
+    b_r, b_bias = tl.full([BC], 1.0, tl.float32), tl.zeros([BC], tl.float32)
+    if a_ptr is not None:
+        b_r = tl.exp(tl.load(a_ptr + o_c // K, mask=m_c, other=0.0).to(tl.float32))
+    if bias_ptr is not None:
+        b_bias += tl.load(bias_ptr + o_c, mask=m_c, other=0.0).to(tl.float32)
+    return b_r[None, :], b_bias[None, :]
+
+
+@triton.jit
+def _rows(x_ptr, o_r, stride_b, stride_t, T):
+    """Where the rows of x begin."""
+    return x_ptr + (o_r // T).to(tl.int64) * stride_b + (o_r % T).to(tl.int64) * stride_t
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def decay_gate_fwd_kernel(
+    x_ptr, a_ptr, bias_ptr, g_ptr, stride_b, stride_t, T, R, lower_bound,
+    C: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Grid (R / BR, C / BC). x [B, T, C], g [R, C], a [HV], bias [C]"""
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    m = (o_r < R)[:, None] & (o_c < C)[None, :]
+    b_r, b_bias = _parameters(a_ptr, bias_ptr, o_c, o_c < C, K, BC)
+    p_x = _rows(x_ptr, o_r, stride_b, stride_t, T)[:, None] + o_c[None, :]
+    b_z = tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias
+    if BOUNDED:
+        b_g = lower_bound * tl.sigmoid(b_r * b_z)
+    else:
+        b_g = -b_r * _softplus(b_z)
+    tl.store(g_ptr + o_r[:, None].to(tl.int64) * C + o_c[None, :], b_g, mask=m)
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def decay_gate_bwd_kernel(
+    dg_ptr, x_ptr, a_ptr, bias_ptr, dx_ptr, partial_ptr, stride_b, stride_t, T, R, lower_bound,
+    C: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Grid (P, C / BC). dg, dx [R, C]; partial [P, 2, C]: of ddt_bias and dA_log by channel."""
+    i_p, P = tl.program_id(0), tl.num_programs(0)
+    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b_r, b_bias = _parameters(a_ptr, bias_ptr, o_c, o_c < C, K, BC)
+    b_dbias, b_da = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
+    for i in range(i_p, tl.cdiv(R, BR), P):
+        o_r = i * BR + tl.arange(0, BR)
+        m = (o_r < R)[:, None] & (o_c < C)[None, :]
+        o = o_r[:, None].to(tl.int64) * C + o_c[None, :]
+        b_dg = tl.load(dg_ptr + o, mask=m, other=0.0).to(tl.float32)
+        p_x = _rows(x_ptr, o_r, stride_b, stride_t, T)[:, None] + o_c[None, :]
+        b_z = tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias
+        if BOUNDED:
+            b_s = tl.sigmoid(b_r * b_z)
+            b_dz = b_dg * lower_bound * b_s * (1 - b_s) * b_r
+            b_da += tl.sum(b_dz * b_z, 0)
+        else:
+            b_dz = -b_dg * b_r * tl.sigmoid(b_z)
+            b_da -= tl.sum(b_dg * b_r * _softplus(b_z), 0)
+        b_dbias += tl.sum(b_dz, 0)
+        tl.store(dx_ptr + o, b_dz.to(dx_ptr.dtype.element_ty), mask=m)
+    p_partial = partial_ptr + i_p * 2 * C + o_c
+    tl.store(p_partial, b_dbias, mask=o_c < C)
+    tl.store(p_partial + C, b_da, mask=o_c < C)
+
+
+@triton.jit(do_not_specialize=["P"])
+def decay_gate_sums_kernel(
+    partial_ptr, da_ptr, dbias_ptr, P,
+    C: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (HV). partial [P, 2, C], da [HV], dbias [C]"""
+    o_k = tl.arange(0, BK)
+    o_c = tl.program_id(0) * K + o_k
+    b_dbias, b_da = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
+    for p in range(0, P, BP):
+        o_p = p + tl.arange(0, BP)
+        m = (o_p < P)[:, None] & (o_k < K)[None, :]
+        p_partial = partial_ptr + o_p[:, None] * 2 * C + o_c[None, :]
+        b_dbias += tl.sum(tl.load(p_partial, mask=m, other=0.0), 0)
+        b_da += tl.sum(tl.load(p_partial + C, mask=m, other=0.0), 0)
+    if da_ptr is not None:
+        tl.store(da_ptr + tl.program_id(0), tl.sum(b_da, 0).to(da_ptr.dtype.element_ty))
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + o_c, b_dbias.to(dbias_ptr.dtype.element_ty), mask=o_k < K)
