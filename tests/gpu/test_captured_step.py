@@ -1,4 +1,6 @@
-"""A training step by torch.cuda.make_graphed_callables: the loss and gradients of a step without."""
+"""A training step by torch.cuda.make_graphed_callables: loss and gradients of a step without."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def test_captured_step_is_the_step(name: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(FALLBACK, "warn")  # its keys are wider than kernels take
     plain, captured = (Loss(name).to("cuda", torch.bfloat16).train() for _ in range(2))
     batches = torch.randint(1, VOCAB, (3, 2, 130), device="cuda")
-    graphed = torch.cuda.make_graphed_callables(captured, (batches[0],))
+    graphed: Any = torch.cuda.make_graphed_callables(captured, (batches[0],))
     for ids in batches[1:]:  # the second adds to the gradients of the first
         want, got = plain(ids), graphed(ids)
         want.backward()
