@@ -103,6 +103,17 @@ def test_missing_extra_is_named() -> None:
         assert module in line and line.endswith(f"pip install 'slipstream[{extra}]'")
 
 
+@pytest.mark.parametrize("command", ["explain kda", "matrix kda", "precompile kda --arch sm_90"])
+def test_commands_about_kernels_name_the_extra_of_triton(command: str) -> None:
+    code = f"import sys; sys.argv[1:] = {command.split()!r}; import slipstream.cli as c; c.main()"
+    done = run_without(("triton",), code)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.endswith(
+        "needs triton, which is not installed: pip install 'slipstream[cuda]'\n"
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_operators_need_torch_alone() -> None:
     """import, one operator and its gradient without any extra, and without numpy."""
     extras = requirements("lm") | requirements("cuda") | {"yaml"}

@@ -1,5 +1,6 @@
 """How a command says that its input was wrong: one line, without a traceback."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,3 +19,9 @@ def reported() -> Iterator[None]:
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
         raise typer.Exit(2) from error
+
+
+def need_triton() -> None:
+    """Raises ModuleNotFoundError where there is no Triton, which makes and compiles the kernels."""
+    if importlib.util.find_spec("triton") is None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")

@@ -24,9 +24,11 @@ def explain(
     ] = False,
 ) -> None:
     """Print which back end a call takes and why, its kernels, and what was rejected and why."""
-    from slipstream.cli.errors import reported
+    from slipstream.cli.errors import need_triton, reported
 
     with reported():
+        if arch != "cpu":
+            need_triton()
         from slipstream.tools.catalog import chosen
         from slipstream.tools.explain_text import lines, parse_shape
 

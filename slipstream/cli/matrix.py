@@ -43,9 +43,11 @@ def matrix(
     ] = False,
 ) -> None:
     """Compile every kernel ahead of time and check shared memory, spills and tensor cores."""
-    from slipstream.cli.errors import reported
+    from slipstream.cli.errors import need_triton, reported
 
     with reported():
+        if not triton:  # a release that is named is installed first
+            need_triton()
         from slipstream.compiler.arch import ARCHS, named
         from slipstream.compiler.support_matrix import as_json
         from slipstream.runtime.files import write_text

@@ -33,9 +33,10 @@ def precompile(
     jobs: Annotated[int, typer.Option(help="how many compilers run at once")] = 2,
 ) -> None:
     """Compile kernels ahead of time, so that first calls compile nothing."""
-    from slipstream.cli.errors import reported
+    from slipstream.cli.errors import need_triton, reported
 
     with reported():
+        need_triton()
         from slipstream.compiler.arch import named
         from slipstream.tools import precompile_cache
         from slipstream.tools.catalog import chosen
