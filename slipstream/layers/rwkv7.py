@@ -1,7 +1,7 @@
 """Time mixing of RWKV-7 (Goose)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
 from slipstream.nn import decoding
+from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.ops.norm import group_norm
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
@@ -136,7 +138,7 @@ class RWKV7(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        terms, gate, value = self._terms(x, before - x, first_value)
+        terms, gate, value = self._terms(x, before, first_value)
         rwkv7 = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
         o, recurrent = rwkv7(
             **terms,
@@ -158,9 +160,8 @@ class RWKV7(Mixer):
         first_value: Tensor | None = None,
         output_value: bool = False,
     ) -> Any:
-        delta = state["shift"][:, None] - x
+        terms, gate, value = self._terms(x, state["shift"][:, None], first_value)
         state["shift"].copy_(x[:, 0])
-        terms, gate, value = self._terms(x, delta, first_value)
         q, g, more = terms["r"], terms["w"], {name: terms[name] for name in "kvab"}
         o = decoding.recurrence(q=q, g=g, **more, state=state["recurrent"], scale=1.0)
         eps = self.head_dim * self.norm_eps
@@ -169,21 +170,30 @@ class RWKV7(Mixer):
         return (y, value) if output_value else y
 
     def _terms(
-        self, x: Tensor, delta: Tensor, first_value: Tensor | None
+        self, x: Tensor, before: Tensor, first_value: Tensor | None
     ) -> tuple[dict[str, Any], Tensor, Tensor]:
         """The recurrence's r, w, k, v, a, b [B, T, H, K], the gate and v [B, T, D]."""
-        xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mu) for mu in self.mix)
-        r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
+        values: list[Lora | nn.Linear] = [self.v_proj]
         if first_value is not None:
-            v = self._mix_first_value(v, xv, first_value)
+            if self.v_lora is None:
+                raise ValueError(
+                    f"first_value: want None for layer_idx {self.layer_idx}, which has no v_lora; "
+                    "only the first RWKV7 layer of a model can be layer 0"
+                )
+            values.append(self.v_lora)
+        # of each mix what it goes through, in the order of MIX_POWERS
+        layers = [self.r_proj], [self.w_lora], [self.k_proj], values, [self.a_lora], [self.g_lora]
+        r, w, k, v, *v_gate, a, gate = project_mixes(x, before, self.mix, layers)
+        if first_value is not None:
+            v = torch.lerp(v, first_value.to(v.dtype), torch.sigmoid(v_gate[0]).to(v.dtype))
         value = v
-        w = SLOWEST_LOG_DECAY * torch.sigmoid(_wide(self.w_lora(xw)))
-        a = torch.sigmoid(self.a_lora(xa))
+        w = SLOWEST_LOG_DECAY * torch.sigmoid(_wide(w))
+        a = torch.sigmoid(a)
         heads = (self.num_heads, self.head_dim)
         kk = decoding.unit((k * self.k_k).unflatten(-1, heads), eps=1e-12)
         k = k * torch.addcmul(1 - self.k_a, a, self.k_a)
         r, k, v, w, a = (y.unflatten(-1, heads) for y in (r, k, v, w, a))
-        return {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * a}, self.g_lora(xg), value
+        return {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * a}, gate, value
 
     def _output(self, o: Tensor, gate: Tensor, terms: dict[str, Tensor]) -> Tensor:
         r, k, v = (terms[name] for name in "rkv")
@@ -193,14 +203,6 @@ class RWKV7(Mixer):
     def _norm(self, o: Tensor) -> Tensor:
         eps = self.head_dim * self.norm_eps
         return group_norm(o, self.num_heads, self.norm_weight, self.norm_bias, eps=eps)
-
-    def _mix_first_value(self, v: Tensor, xv: Tensor, first_value: Tensor) -> Tensor:
-        if self.v_lora is None:
-            raise ValueError(
-                f"first_value: want None for layer_idx {self.layer_idx}, which has no v_lora; "
-                "only the first RWKV7 layer of a model can be layer 0"
-            )
-        return torch.lerp(v, first_value.to(v.dtype), torch.sigmoid(self.v_lora(xv)).to(v.dtype))
 
 
 class RWKV7ChannelMix(nn.Module):
@@ -254,8 +256,8 @@ class RWKV7ChannelMix(nn.Module):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        x = torch.addcmul(x, before - x, self.mix)
-        return self.value(F.relu(self.key(x)).square()), after
+        (key,) = project_mixes(x, before, self.mix[None], [[self.key]])
+        return self.value(F.relu(key).square()), after
 
 
 class Lora(nn.Module):
@@ -290,9 +292,30 @@ class Lora(nn.Module):
             assign(self.bias, self.initial_bias(channel / max(size - 1, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = x @ self.down
+        return self.from_inner(x @ self.down)
+
+    def from_inner(self, inner: Tensor) -> Tensor:
+        """Of x W_down."""
         inner = inner if self.f is None else self.f(inner)
         return inner @ self.up if self.bias is None else F.linear(inner, self.up.t(), self.bias)
+
+
+def project_mixes(
+    x: Tensor, before: Tensor, mu: Tensor, layers: Sequence[Sequence[Lora | nn.Linear]]
+) -> list[Tensor]:
+    """layer(x + (before - x) mu_m) of the layers of each mix m: x, before [B, T, D], mu [M, D]"""
+    flat = [layer for row in layers for layer in row]
+    if all(plain_module(x) if isinstance(x, Lora) else plain_linear(x) for x in flat):
+        weights = [[x.down.t() if isinstance(x, Lora) else x.weight for x in row] for row in layers]
+        found = mixed_projections(x, before, mu, weights)
+        if found is not None:
+            return [
+                layer.from_inner(y) if isinstance(layer, Lora) else y
+                for layer, y in zip(flat, found)
+            ]
+    delta = before - x
+    mixes = (torch.addcmul(x, delta, row) for row in mu)
+    return [layer(mix) for mix, row in zip(mixes, layers) for layer in row]
 
 
 class UniformLinear(nn.Linear):

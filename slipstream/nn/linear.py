@@ -127,10 +127,16 @@ def plain_linear(layer: nn.Module) -> bool:
     """
     own = type(layer).forward
     return (
-        (own is nn.Linear.forward or (own is Linear.forward and layer.activation is None))
-        and "parametrizations" not in layer._modules
-        and not is_hooked(layer)
-        and all(_plain_tensor(p) for p in layer._parameters.values())
+        own is nn.Linear.forward or (own is Linear.forward and layer.activation is None)
+    ) and plain_module(layer)
+
+
+def plain_module(module: nn.Module) -> bool:
+    """Whether a call of `module` is its class's forward, of parameters that kernels can read."""
+    return (
+        "parametrizations" not in module._modules
+        and not is_hooked(module)
+        and all(_plain_tensor(p) for p in module._parameters.values())
     )
 
 

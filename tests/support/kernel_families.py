@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
@@ -27,6 +28,7 @@ from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.selective_scan import eager as selective_eager
+from slipstream.kernels.time_mix import token_mix
 from slipstream.runtime import dispatch
 from slipstream.tools.catalog import OPERATORS, Shape
 
@@ -109,6 +111,13 @@ def decay_gates() -> list[Tensor]:
 
 def _decay_gate_backward(dg: Tensor, *inputs: Any) -> list[Tensor]:
     return decay_gate._run_backward(dg, *inputs, "eager")
+
+
+def token_mixes() -> list[Tensor]:
+    x, before, mu, weight = leaf(1, 20, 8), leaf(1, 20, 8), leaf(2, 8), leaf(5, 8)
+    found = token_mix.mixed_projections(x, before, mu, [[], [weight]])
+    y = F.linear(token_mix.plain(x, before, mu)[1], weight) if found is None else found[0]
+    return gradients(y, x, before, mu, weight)
 
 
 def conv_update() -> list[Tensor]:
@@ -291,6 +300,15 @@ FAMILIES = [
             "decay_gate.triton.launch:backward": _decay_gate_backward,
         },
         ("slipstream.kernels.decay_gate.op",),
+    ),
+    Family(
+        "token_mix.triton",
+        token_mixes,
+        {
+            "time_mix.triton.token_mix:forward": token_mix.plain,
+            "time_mix.triton.token_mix:backward": token_mix._plain_backward,
+        },
+        ("slipstream.kernels.time_mix.token_mix",),
     ),
     Family("mixer_step.triton", mixer_steps, {"mixer_step.triton.launch:step": _mixer_step}),
     Family(

@@ -1,0 +1,1 @@
+"""What RWKV's time mixing does to tokens besides its recurrence."""

@@ -1,0 +1,194 @@
+"""Projections of mixes of each token with the one before, which keep no mix for the backward.
+
+    x_m = x + (before - x) mu_m          m = 0 .. M-1
+    y = x_m W^T                          of each mix one or more
+
+M mixes are M times the memory of x, which a chain of operators keeps for the gradients of the
+weights; here backward makes them again, in one pass over x and before. slipstream::token_mix gives
+all mixes at once, slipstream::token_mix_backward the gradients of x, before and mu.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.common.checks import autocast_dtype
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+    save,
+)
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+
+Weights = Sequence[Sequence[Tensor]]
+
+
+def mixed_projections(
+    x: Tensor, before: Tensor, mu: Tensor, weights: Weights, impl: str | None = None
+) -> list[Tensor] | None:
+    """y of each weight in turn, or None where kernels do not take the call.
+
+    Args:
+        x, before: [B, T, D] of one dtype. mu: [M, D].
+        weights: of each mix, matrices [F, D] of x's dtype. impl: as runtime.dispatch.choose.
+    """
+    matrices = [w for row in weights for w in row]
+    if by_operation() or autocast_dtype(x) is not None or any(w.dtype != x.dtype for w in matrices):
+        return None
+    impl = choose(_CANDIDATES, (x, before, mu), impl, "token_mix", x).tries
+    if not is_triton(impl):
+        return None
+    counts = tuple(map(len, weights))
+    if needs_autograd(x, before, mu, *matrices):
+        return [*_MixedProjections.apply(x, before, mu, counts, impl, *matrices)]
+    return _project(_forward(x, before, mu, impl), counts, matrices)
+
+
+def _project(mixes: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
+    return [F.linear(mixes[m], w) for m, w in zip(_mix_of(counts), matrices)]
+
+
+def _mix_of(counts: Sequence[int]) -> list[int]:
+    """Of each matrix the number of its mix."""
+    return [m for m, count in enumerate(counts) for _ in range(count)]
+
+
+def plain(x: Tensor, before: Tensor, mu: Tensor) -> Tensor:
+    """[M, B, T, D]"""
+    delta = before - x
+    return torch.stack([torch.addcmul(x, delta, row) for row in mu])
+
+
+class _MixedProjections(Function):
+    operator = "slipstream::token_mix"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        before: Tensor,
+        mu: Tensor,
+        counts: tuple[int, ...],
+        impl: str,
+        *matrices: Tensor,
+    ) -> tuple[Tensor, ...]:
+        save(ctx, x, before, mu, *matrices)
+        ctx.counts, ctx.impl = counts, impl
+        return tuple(_project(_forward(x, before, mu, impl), counts, matrices))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, before, mu, *matrices = saved
+        mixes = _forward(x, before, mu, ctx.impl)
+        dmixes, dmatrices, begun = torch.empty_like(mixes), [], set()
+        for m, w, dy, needed in zip(
+            _mix_of(ctx.counts), matrices, dys, ctx.needs_input_grad[5:], strict=True
+        ):
+            rows, dmix = dy.reshape(-1, w.shape[0]), dmixes[m].view(-1, w.shape[1])
+            if m in begun:
+                dmix.addmm_(rows, w)
+            else:
+                torch.mm(rows, w, out=dmix)
+            begun.add(m)
+            dw = rows.t() @ mixes[m].view(-1, w.shape[1]) if needed else None
+            dmatrices.append(dw)
+        for m in set(range(len(mixes))) - begun:
+            dmixes[m].zero_()
+        dx, dbefore, dmu = _backward(dmixes, x, before, mu, ctx.impl)
+        return dx, dbefore, dmu, None, None, *dmatrices
+
+
+def _unsupported_reason(x: Tensor, before: Tensor, mu: Tensor) -> str | None:
+    if x.numel() == 0:
+        return "there are no tokens"
+    if before.dtype != x.dtype or mu.dtype == torch.float64:
+        return "it takes tokens of one dtype, and computes in float32"
+    return known_failure(lambda: _kind(x, mu), x.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
+
+
+def _kind(x: Tensor, mu: Tensor) -> KernelKey:
+    return ("token_mix.triton", x.dtype, mu.dtype, mu.shape[0])
+
+
+def _mismatch(x: Tensor, mu: Tensor) -> str | None:
+    """The probe: a few rows of the same width."""
+    width = x.shape[-1]
+    probe_inputs = {
+        "x": numeric_probe.random_like(x, 1, 37, width),
+        "before": numeric_probe.random_like(x, 1, 37, width),
+        "mu": numeric_probe.random_like(mu, *mu.shape),
+    }
+
+    def kernels(t: numeric_probe.Given) -> tuple[Tensor, ...]:
+        mixes = _forward(*t.values(), TRITON_OR_EAGER)
+        return mixes, *_backward(mixes, *t.values(), TRITON_OR_EAGER)
+
+    def in_torch(t: numeric_probe.Given) -> tuple[Tensor, ...]:
+        mixes = plain(*cast(Any, t.values()))
+        return mixes, *_plain_backward(mixes, *cast(Any, t.values()))
+
+    return numeric_probe.mismatch(kernels, in_torch, probe_inputs, gradients=False)
+
+
+def _run_forward(x: Tensor, before: Tensor, mu: Tensor, impl: str) -> Tensor:
+    with Guard(impl, x.device, lambda: _kind(x, mu), lambda: _mismatch(x, mu)) as usable:
+        if usable:
+            from slipstream.kernels.time_mix.triton import token_mix
+
+            return token_mix.forward(x, before, mu)
+    return plain(x, before, mu)
+
+
+def _run_backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor, impl: str) -> list[Tensor]:
+    with Guard(impl, x.device, lambda: _kind(x, mu), lambda: _mismatch(x, mu)) as usable:
+        if usable:
+            from slipstream.kernels.time_mix.triton import token_mix
+
+            return token_mix.backward(dy, x, before, mu)
+    return _plain_backward(dy, x, before, mu)
+
+
+def _plain_backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor) -> list[Tensor]:
+    def run() -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, before, mu)]
+        return [*torch.autograd.grad(plain(*leaves), leaves, dy)]
+
+    return run_isolated(run, x.device)
+
+
+def _forward_fake(x: Tensor, before: Tensor, mu: Tensor, impl: str) -> Tensor:
+    return x.new_empty(mu.shape[0], *x.shape)
+
+
+def _backward_fake(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor, impl: str) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (x, before, mu)]
+
+
+_forward = KernelOp(
+    "token_mix",
+    "(Tensor x, Tensor before, Tensor mu, str impl) -> Tensor",
+    _run_forward,
+    _forward_fake,
+    replay=True,
+)
+_backward = KernelOp(
+    "token_mix_backward",
+    "(Tensor dy, Tensor x, Tensor before, Tensor mu, str impl) -> Tensor[]",
+    _run_backward,
+    _backward_fake,
+    replay=True,
+)

@@ -1,0 +1,1 @@
+"""Time mixing in Triton."""

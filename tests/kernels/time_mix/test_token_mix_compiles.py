@@ -1,0 +1,24 @@
+"""The kernels of the mixes compiled for GPUs that need not be there: spills."""
+
+import pytest
+
+from slipstream.compiler.aot import compile_kernel
+from slipstream.runtime.backends import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+MODULE = "slipstream.kernels.time_mix.triton.token_mix"
+
+
+@pytest.mark.parametrize("M", [1, 6])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_token_mix_compiles(arch: str, M: int) -> None:
+    flags = {"D": 1024, "M": M, "BD": 1024}
+    tensors = dict.fromkeys(("x_ptr", "before_ptr", "mu_ptr"), "*bf16")
+    for kernel, names in (("fwd", ("y_ptr",)), ("bwd", ("dy_ptr", "dx_ptr", "dbefore_ptr"))):
+        given = {**tensors, **dict.fromkeys(names, "*bf16"), "R": "i32"}
+        given |= {"partial_ptr": "*fp32"} if kernel == "bwd" else {}
+        name = f"{MODULE}:token_mix_{kernel}_kernel"
+        assert compile_kernel(name, given, flags, target=arch, warps=4).stack == 0
+    sums = {"partial_ptr": "*fp32", "dmu_ptr": "*bf16", "P": "i32"}
+    name, flags = f"{MODULE}:token_mix_sums_kernel", {"C": 1024 * M, "BP": 128}
+    assert compile_kernel(name, sums, flags, target=arch, warps=4).stack == 0

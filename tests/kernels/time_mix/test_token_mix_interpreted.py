@@ -1,0 +1,65 @@
+"""Projections of mixes under Triton's interpreter, against the operations one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.time_mix import token_mix
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_token_mix_matches_operations() -> None:
+    run(script="tests.kernels.time_mix.test_token_mix_interpreted")
+
+
+def one_by_one(x: Tensor, before: Tensor, mu: Tensor, weights: token_mix.Weights) -> list[Tensor]:
+    mixes = token_mix.plain(x, before, mu)
+    return [F.linear(mix, w) for mix, row in zip(mixes, weights) for w in row]
+
+
+def by_kernels(*args: Any) -> list[Tensor] | None:
+    return token_mix.mixed_projections(*args, impl="triton")
+
+
+def check(B: int, T: int, D: int, outputs: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    """outputs: of each mix the rows of its weights."""
+    given = [torch.randn(B, T, D), torch.randn(B, T, D), torch.rand(len(outputs), D)]
+    given += [torch.randn(n, D) / D**0.5 for row in outputs for n in row]
+    dys = [torch.randn(B, T, n) for row in outputs for n in row]
+    found = []
+    for call, as_dtype in ((by_kernels, dtype), (one_by_one, torch.float64)):
+        x, before, mu, *matrices = (t.to(dtype).to(as_dtype).requires_grad_() for t in given)
+        left = iter(matrices)
+        weights = [[next(left) for _ in row] for row in outputs]
+        ys = call(x, before, mu, weights)
+        assert ys is not None
+        grads = torch.autograd.grad(ys, [x, before, mu, *matrices], [t.to(as_dtype) for t in dys])
+        with torch.no_grad():
+            again = call(x, before, mu, weights)
+        assert again is not None
+        found.append([*ys, *again, *grads])
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    for i, (got, want) in enumerate(zip(*found, strict=True)):
+        assert error(got, want) < limit, (B, T, D, outputs, dtype, i)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    check(2, 7, 20, ((12,), (3,), (12,), (12, 5), (3,), (4,)), torch.float32)
+    check(1, 300, 6, ((4,),), torch.float32)
+    check(1, 3, 1030, ((4,), (2, 3)), torch.float32)
+    check(2, 5, 8, ((), (4,)), torch.float32)
+    check(2, 9, 33, ((4,), (2, 3)), torch.float16)
+    x, mu = torch.randn(2, 3, 8), torch.rand(3, 8)
+    mixes = torch.randn(3, 2, 3, 8)
+    torch.library.opcheck(token_mix._forward.overload, (x, x.clone(), mu, "triton"))
+    torch.library.opcheck(token_mix._backward.overload, (mixes, x, x.clone(), mu, "triton"))
+
+
+if __name__ == "__main__":
+    main()
