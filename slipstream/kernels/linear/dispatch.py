@@ -197,7 +197,11 @@ def plan_for(terms: LinearInputs, impl: str | None) -> Selection:
 def check(
     terms: LinearInputs, names: Mapping[str, str], options: LinearOptions, recurrent: bool
 ) -> None:
-    """ValueError or TypeError, under the user's names, for anything that does not fit."""
+    """ValueError or TypeError, under the user's names, for anything that does not fit.
+
+    Once for each signature (run's key): a check of what that lacks, such as scale, would be skipped
+    in later calls. It goes in front of it.
+    """
     named = {name: names.get(name, name) for name in LinearInputs._fields}
     checks.expect_rank(named["q"], terms.q, 4, "[B, T, H, K]")
     checks.expect_rank(named["v"], terms.v, 4, "[B, T, HV, V]")

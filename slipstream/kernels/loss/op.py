@@ -1,5 +1,5 @@
 """The losses behind autograd; linear_cross_entropy is one opaque operator, so that a compiled
-graph holds neither the logits nor the loop over chunks. Of logits that are there: kernels.py."""
+graph holds neither the logits nor the loop over chunks. Of logits that are there: launch.py."""
 
 from typing import Any
 

@@ -199,9 +199,6 @@ def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides
           ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """The producer warp: k and v of a unit, then q and do tile by tile, head by head."""
     desc_q, desc_k, desc_v, desc_do = descs
-    bufs_k, bufs_q, bufs_do = buffers
-    full_k, full_q, full_do = full
-    empty_k, empty_q, empty_do = empty
     strides_q, strides_k, strides_v, strides_do = strides
     group, units = sizes.group, sizes.units
     i_step = units * 0
@@ -211,20 +208,22 @@ def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides
         visible = visible_query_tiles(loc.row, loc.queries, loc.keys, window, BM, 64, FLAGS)
         row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
         row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
-        mbarrier.wait(empty_k.index(0), (units_done & 1) ^ 1)
-        fetch(desc_k, row_k, col_k, full_k.index(0), bufs_k.index(0))
-        mbarrier.wait(empty_k.index(1), (units_done & 1) ^ 1)
-        fetch(desc_v, row_v, col_v, full_k.index(1), bufs_k.index(1))
+        mbarrier.wait(empty.kv.index(0), (units_done & 1) ^ 1)
+        fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.kv.index(0))
+        mbarrier.wait(empty.kv.index(1), (units_done & 1) ^ 1)
+        fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.kv.index(1))
         for i_g in range(group):
             i_h = loc.i_h * group + i_g
             row_q, col_q = tile_coords(strides_q, loc.i_b, i_h, loc.begin + visible.first)
             row_do, col_do = tile_coords(strides_do, loc.i_b, i_h, loc.begin + visible.first)
             for i in range(visible.num_tiles):
                 stage = i_step % ST
-                wait_empty(empty_q, i_step, ST)
-                fetch(desc_q, row_q + i * BM, col_q, full_q.index(stage), bufs_q.index(stage))
-                wait_empty(empty_do, i_step, ST)
-                fetch(desc_do, row_do + i * BM, col_do, full_do.index(stage), bufs_do.index(stage))
+                wait_empty(empty.q, i_step, ST)
+                fetch(desc_q, row_q + i * BM, col_q, full.q.index(stage), buffers.q.index(stage))
+                wait_empty(empty.do, i_step, ST)
+                fetch(
+                    desc_do, row_do + i * BM, col_do, full.do.index(stage), buffers.do.index(stage)
+                )
                 i_step += 1
         units_done += 1
 
@@ -234,16 +233,15 @@ def _dv_step(zero, dv, buffers, full, empty, base_ptr, delta_ptr, i_step, mask_a
             factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dv += p^T do of one tile of queries."""
-    bufs_k, bufs_q, bufs_do = buffers
     layout: gl.constexpr = zero.type.layout
     num_valid = queries - query
     base = row_values(base_ptr + query, num_valid, i_step, float("inf"), BM, layout, MASKED)
     stage = i_step % ST
-    q, do = bufs_q.index(stage), bufs_do.index(stage)
+    q, do = buffers.q.index(stage), buffers.do.index(stage)
     wait_full(full.q, i_step, ST)
     if MASKED:
         zero_tail_rows((q,), num_valid, i_step, BM, D)
-    k = bufs_k.index(i_step >> 30)
+    k = buffers.kv.index(i_step >> 30)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     # q was read by the product alone: it can be refilled
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -270,12 +268,11 @@ def _dk_step(zero, dk, buffers, full, empty, base_ptr, delta_ptr, i_step, mask_a
           factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dk += dx^T q of one tile of queries."""
-    bufs_k, bufs_q, bufs_do = buffers
     layout: gl.constexpr = zero.type.layout
     num_valid = queries - query
     base = row_values(base_ptr + query, num_valid, i_step, float("inf"), BM, layout, MASKED)
     stage = i_step % ST
-    q, do = bufs_q.index(stage), bufs_do.index(stage)
+    q, do = buffers.q.index(stage), buffers.do.index(stage)
     wait_full(full.q, i_step, ST)
     # masked tiles wait for both at once, to zero the rows after the last query
     if MASKED:
@@ -283,7 +280,7 @@ def _dk_step(zero, dk, buffers, full, empty, base_ptr, delta_ptr, i_step, mask_a
         zero_tail_rows((q,), num_valid, i_step, BM, D)
         zero_tail_rows((do,), num_valid, i_step, BM, D)
     # opaque zeros: with constant indices the addresses of k and v are kept in registers
-    k, v = bufs_k.index(i_step >> 30), bufs_k.index(1 + (i_step >> 30))
+    k, v = buffers.kv.index(i_step >> 30), buffers.kv.index(1 + (i_step >> 30))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not MASKED:
         wait_full(full.do, i_step, ST)
@@ -313,7 +310,6 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
                 BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
                 FLAGS: gl.constexpr):  # fmt: skip
     """A consumer's loop over units: step is _dv_step or, with KEYS, _dk_step."""
-    bufs_k = buffers.kv
     group, units = sizes.group, sizes.units
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -362,7 +358,7 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
             used = row + gl.arange(0, 64, gl.SliceLayout(1, k_layout)) < keys
             acc = gl.where(used[:, None], acc, 0.0)
         out = stage_through_smem(
-            out_buffers.index(KEYS + (i_step >> 30)), (acc * scale).to(bufs_k.dtype), D
+            out_buffers.index(KEYS + (i_step >> 30)), (acc * scale).to(buffers.kv.dtype), D
         )
         if KEYS:
             mbarrier.arrive(empty.kv.index(1))

@@ -61,6 +61,22 @@ from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 NUM_SCALARS = gl.constexpr(5)
 
 
+class Buffers(NamedTuple):
+    """Tiles in shared memory; of q and do one a warpgroup."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+
+
+class KeyBuffers(NamedTuple):
+    """Those of them that change from step to step."""
+
+    k: Any
+    v: Any
+
+
 class Barriers(NamedTuple):
     """Of each buffer: that it is filled, or that it may be filled again."""
 
@@ -74,9 +90,6 @@ def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides
           KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """The producer warp: q and do of both warpgroups, then k and v tile by tile."""
     desc_q, desc_k, desc_v, desc_do = descs
-    bufs_q, bufs_do, bufs_k, bufs_v = buffers
-    full_q, full_k, full_v = full
-    empty_q, empty_k, empty_v = empty
     strides_q, strides_k, strides_v, strides_do = strides
     group, units = sizes.group, sizes.units
     i_step = units * 0
@@ -93,17 +106,25 @@ def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides
             strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
         for c in gl.static_range(2):
-            mbarrier.wait(empty_q.index(c), (units_done & 1) ^ 1)
-            fetch(desc_q, row_q + c * 64, col_q, full_q.index(2 * c), bufs_q.index(c))
-            fetch(desc_do, row_do + c * 64, col_do, full_q.index(2 * c + 1), bufs_do.index(c))
+            mbarrier.wait(empty.q.index(c), (units_done & 1) ^ 1)
+            fetch(desc_q, row_q + c * 64, col_q, full.q.index(2 * c), buffers.q.index(c))
+            fetch(desc_do, row_do + c * 64, col_do, full.q.index(2 * c + 1), buffers.do.index(c))
         for i in range(visible.num_tiles):
-            wait_empty(empty_k, i_step, KS)
+            wait_empty(empty.k, i_step, KS)
             fetch(
-                desc_k, row_k + i * BN, col_k, full_k.index(i_step % KS), bufs_k.index(i_step % KS)
+                desc_k,
+                row_k + i * BN,
+                col_k,
+                full.k.index(i_step % KS),
+                buffers.k.index(i_step % KS),
             )
-            wait_empty(empty_v, i_step, VS)
+            wait_empty(empty.v, i_step, VS)
             fetch(
-                desc_v, row_v + i * BN, col_v, full_v.index(i_step % VS), bufs_v.index(i_step % VS)
+                desc_v,
+                row_v + i * BN,
+                col_v,
+                full.v.index(i_step % VS),
+                buffers.v.index(i_step % VS),
             )
             i_step += 1
         units_done += 1
@@ -144,14 +165,13 @@ def _step(q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step, low, h
           FLAGS: gl.constexpr):  # fmt: skip
     """q k^T and do v^T of this step beside the product with k of the step before."""
     prev = i_step - 1
-    bufs_k, bufs_v = buffers
     wait_full(full.k, i_step, KS)
-    k = bufs_k.index(i_step % KS).permute((1, 0))
+    k = buffers.k.index(i_step % KS).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     wait_full(full.v, i_step, VS)
-    v = bufs_v.index(i_step % VS).permute((1, 0))
+    v = buffers.v.index(i_step % VS).permute((1, 0))
     dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
-    dq = warpgroup_mma(dx, bufs_k.index(prev % KS), dq, is_async=True)
+    dq = warpgroup_mma(dx, buffers.k.index(prev % KS), dq, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s,))
     s, t = _scores(s, low, high, key, factor, cap, MASKED, FLAGS)
     p = gl.exp2(s - base[:, None])
@@ -168,10 +188,9 @@ def _serial_step(c, zero, dq, buffers, full, empty, base, delta, i_step, low, hi
                  factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
                  MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dq += dx k of one tile, with nothing left to the next step: fewer registers."""
-    bufs_q, bufs_do, bufs_k, bufs_v = buffers
     # opaque zeros: with constant indices the addresses are kept in registers, v's single stage too
-    q, do = bufs_q.index(c + (i_step >> 30)), bufs_do.index(c + (i_step >> 30))
-    k, v = bufs_k.index(i_step % KS), bufs_v.index(i_step % VS + (i_step >> 30))
+    q, do = buffers.q.index(c + (i_step >> 30)), buffers.do.index(c + (i_step >> 30))
+    k, v = buffers.k.index(i_step % KS), buffers.v.index(i_step % VS + (i_step >> 30))
     wait_full(full.k, i_step, KS)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait_full(full.v, i_step, VS)
@@ -222,13 +241,12 @@ def _overlapped_loop(q, do, zero, buffers, full, empty, base, delta, i_step, low
                      count, inner, outer, factor, cap, BN: gl.constexpr, D: gl.constexpr,
                      KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dq of a unit, each tile's last product beside the next tile's first two."""
-    bufs_k, bufs_v = buffers
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     wait_full(full.k, i_step, KS)
-    k = bufs_k.index(i_step % KS).permute((1, 0))
+    k = buffers.k.index(i_step % KS).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     wait_full(full.v, i_step, VS)
-    v = bufs_v.index(i_step % VS).permute((1, 0))
+    v = buffers.v.index(i_step % VS).permute((1, 0))
     dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     mbarrier.arrive(empty.v.index(i_step % VS))
@@ -255,7 +273,7 @@ def _overlapped_loop(q, do, zero, buffers, full, empty, base, delta, i_step, low
             low, high, key + i * BN, factor, cap, KS, VS, True, FLAGS,
         )  # fmt: skip
     i_step += count - 1
-    last = bufs_k.index(i_step % KS)
+    last = buffers.k.index(i_step % KS)
     zero_tail_rows((last,), keys - key - (count - 1) * BN, i_step, BN, D)
     dq = warpgroup_mma(dx, last, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -268,9 +286,8 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
               empty, offsets, sizes, window, pad, BN: gl.constexpr, D: gl.constexpr,
               KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """A consumer's loop over units; c: which 64 queries it has."""
-    bufs_q, bufs_do, bufs_k, bufs_v = buffers
     units = sizes.units
-    q, do = bufs_q.index(c), bufs_do.index(c)
+    q, do = buffers.q.index(c), buffers.do.index(c)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     i_step = units * 0
@@ -302,8 +319,8 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
         mbarrier.wait(full.q.index(2 * c + 1), units_done & 1)
         if D < 256:
             dq = _overlapped_loop(
-                q, do, zero, (bufs_k, bufs_v), full, empty, base, delta, i_step, low, high, key,
-                keys, count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
+                q, do, zero, KeyBuffers(buffers.k, buffers.v), full, empty, base, delta, i_step,
+                low, high, key, keys, count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
             )  # fmt: skip
         else:
             dq = _serial_loop(
@@ -315,7 +332,7 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
         i_h, i_b, begin, queries, row = load_scalar(pad, coords, c * NUM_SCALARS, D)
         T, H = opaque((sizes.T, sizes.H), i_step)
         # q has been read: dq leaves through its buffer
-        out = stage_through_smem(bufs_q.index(c + (i_step >> 30)), (dq * scale).to(q.dtype), D)
+        out = stage_through_smem(buffers.q.index(c + (i_step >> 30)), (dq * scale).to(q.dtype), D)
         mbarrier.arrive(empty.q.index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
         store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, i_step, D)
@@ -396,7 +413,7 @@ def softmax_dq_sm90_kernel(
     full_v = barriers(VS, 1)
     empty_v = barriers(VS, 2)
     pad = alloc_scalars(2 * NUM_SCALARS)
-    buffers = (bufs_q, bufs_do, bufs_k, bufs_v)
+    buffers = Buffers(bufs_q, bufs_do, bufs_k, bufs_v)
     full, empty = Barriers(full_q, full_k, full_v), Barriers(empty_q, empty_k, empty_v)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
     sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)

@@ -88,6 +88,25 @@ class Buffers(NamedTuple):
     delta: Any
 
 
+class LoadBuffers(NamedTuple):
+    """Those of them that the producer warp fills."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    base: Any
+    delta: Any
+
+
+class LoadFull(NamedTuple):
+    """Their barriers: base comes with q, delta with do."""
+
+    kv: Any
+    q: Any
+    do: Any
+
+
 class Full(NamedTuple):
     """Barriers that tell that a buffer is filled."""
 
@@ -120,8 +139,6 @@ def _load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strid
                     BM: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """The producer warp: k and v, then q with base and do with delta, the last queries first."""
     desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
-    buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta = buffers
-    full_k, full_q, full_do = full
     strides_q, strides_k, strides_v, strides_do = strides
     units = sizes.units
     unit = program_id_volatile(units)
@@ -132,8 +149,8 @@ def _load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strid
     visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
     row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
     row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
-    fetch(desc_k, row_k, col_k, full_k.index(0), buf_k.index(0))
-    fetch(desc_v, row_v, col_v, full_k.index(1), buf_v.index(0))
+    fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.k.index(0))
+    fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.v.index(0))
     for i_g in range(group):
         i_h = loc.i_h * group + i_g
         row_q, col_q = tile_coords(
@@ -153,10 +170,10 @@ def _load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strid
             stage = i_step % ST
             on = (visible.num_tiles - 1 - i) * BM
             wait_empty(empty_x, i_step, ST)
-            _fetch_both(desc_q, row_q + on, col_q, bufs_q.index(stage), desc_base, i_r + on,
-                        bufs_base.index(stage), full_q.index(stage))  # fmt: skip
-            _fetch_both(desc_do, row_do + on, col_do, bufs_do.index(stage), desc_delta, i_r + on,
-                        bufs_delta.index(stage), full_do.index(stage))  # fmt: skip
+            _fetch_both(desc_q, row_q + on, col_q, buffers.q.index(stage), desc_base, i_r + on,
+                        buffers.base.index(stage), full.q.index(stage))  # fmt: skip
+            _fetch_both(desc_do, row_do + on, col_do, buffers.do.index(stage), desc_delta, i_r + on,
+                        buffers.delta.index(stage), full.do.index(stage))  # fmt: skip
             i_step += 1
 
 
@@ -219,18 +236,17 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
     """
     layout: gl.constexpr = zero.type.layout
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta = buffers
     num_valid = queries - query
     stage = i_step % ST
-    q, do = bufs_q.index(stage), bufs_do.index(stage)
+    q, do = buffers.q.index(stage), buffers.do.index(stage)
     if D == 64:
         k, v = kv_regs
     else:
         # at constant indices the addresses of k and v are kept in registers
         opaque_zero = i_step >> 30
         k, v = (
-            buf_k.index(opaque_zero).slice(c * 64, 64),
-            buf_v.index(opaque_zero).slice(c * 64, 64),
+            buffers.k.index(opaque_zero).slice(c * 64, 64),
+            buffers.v.index(opaque_zero).slice(c * 64, 64),
         )
     wait_full(full.q, i_step, ST)
     if MASKED:
@@ -241,18 +257,18 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
         prev = i_step - 1
         if prev >= 0:
             wait_full(full.dx, prev, 2)
-        dq = _dq_half(c, buf_k, bufs_dx.index((i_step + 1) % 2), zero_q, i_step)
+        dq = _dq_half(c, buffers.k, buffers.dx.index((i_step + 1) % 2), zero_q, i_step)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if D != 64:
         dq = warpgroup_mma_wait(1, deps=(dq,))
         if prev >= 0:
-            _publish_half(c, dq, bufs_dq, full, empty, prev)
+            _publish_half(c, dq, buffers.dq, full, empty, prev)
     if not MASKED:
         wait_full(full.do, i_step, ST)
-    delta = bufs_delta.index(stage).load(gl.SliceLayout(0, layout))
+    delta = buffers.delta.index(stage).load(gl.SliceLayout(0, layout))
     dp = gl.expand_dims(0.0 - delta, 0) + zero
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-    base = bufs_base.index(stage).load(gl.SliceLayout(0, layout))
+    base = buffers.base.index(stage).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1, deps=(s,))
     o_m = query + gl.arange(0, BM, gl.SliceLayout(0, layout))
     p, w = weights(s, base, mask_args, o_m, factor, cap, MASKED, FLAGS)
@@ -262,12 +278,12 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
     dk = warpgroup_mma(gl.convert_layout(dx, a_layout), q, dk, is_async=True)
     if D == 64:
         wait_empty(empty.dx, i_step, 2)
-    bufs_dx.index(i_step % 2).slice(c * 64, 64).store(dx)
+    buffers.dx.index(i_step % 2).slice(c * 64, 64).store(dx)
     # wgmma of the other warpgroup reads it through the async proxy
     fence_async_shared()
     mbarrier.arrive(full.dx.index(i_step % 2))
     if D == 64:
-        _whole(c, buf_k, bufs_dx, bufs_dq, full, empty, zero_q, i_step - 1)
+        _whole(c, buffers.k, buffers.dx, buffers.dq, full, empty, zero_q, i_step - 1)
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
     mbarrier.arrive(empty.q.index(stage))
     return dk, dv
@@ -480,8 +496,8 @@ def softmax_bwd_sm90_kernel(
                    sizes, (left, right),
                    pad, BM, D, ST, FLAGS)),
         (_load_partition, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
-                 (buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
-                 (full_k, full_q, full_do), empty_x,
+                 LoadBuffers(buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
+                 LoadFull(full_k, full_q, full_do), empty_x,
                  offsets,
                  sizes, (left, right),
                  ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch),

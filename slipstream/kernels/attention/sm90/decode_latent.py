@@ -8,9 +8,9 @@ splits.
     _scores_partition (4 warps, default)     _warpgroup_0, _warpgroup_1 (4 warps, half of o each)
       loads q, then tiles of c and r by TMA
       s = q [c, r]^T
-      p and the factor of acc -- full_p -->    acc = factor acc + p c[:, half]
-      <-- empty_p, empty_k                     p is read; the tile of c is read
-      1 / l -- full_p -->                      o = acc / l
+      p and the factor of acc -- full.p -->    acc = factor acc + p c[:, half]
+      <-- empty.p, empty.k                     p is read; the tile of c is read
+      1 / l -- full.p -->                      o = acc / l
 
     buffers              stages   arrivals a phase: full / empty
     q [64, 576]          1        1 (TMA) / never refilled
@@ -20,6 +20,8 @@ splits.
 The scores of a tile run beside the other warpgroups' product with the tile before; once that is
 done, the next tile but one is loaded.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.common import barriers, wait_empty, wait_full, zero_tail_rows
 from slipstream.kernels.primitives.gluon_compat import (
@@ -38,22 +40,59 @@ BN = gl.constexpr(64)
 HALF_LATENT = gl.constexpr(256)
 ROPE_DIM = gl.constexpr(64)
 ST = gl.constexpr(2)
-_SIZES = ["T", "H", "B", "tiles", "splits", "capacity", "stride_table", "rows_b"]
+
+
+class Sizes(NamedTuple):
+    """Numbers of a launch, in the order of the kernel's arguments."""
+
+    T: Any
+    H: Any
+    B: Any
+    tiles: Any
+    splits: Any
+    capacity: Any
+    stride_table: Any
+    rows_b: Any
+
+
+class Buffers(NamedTuple):
+    """In shared memory: halves of a latent, their rotary part, p and a number a row."""
+
+    q: Any
+    qr: Any
+    k: Any
+    kr: Any
+    p: Any
+    row: Any
+
+
+class Full(NamedTuple):
+    """Barriers that tell that a buffer is filled."""
+
+    q: Any
+    k: Any
+    p: Any
+
+
+class Empty(NamedTuple):
+    """Barriers that tell that a buffer may be filled again."""
+
+    k: Any
+    p: Any
 
 
 @gluon.jit
 def _locate_tile(lengths_ptr, sizes, HAS_LENGTHS: gl.constexpr):
-    """Split, sequence, first row, keys in use, first key of the split and how many tiles."""
-    T, H, _, tiles, splits, capacity, _, _ = sizes
+    """Split, sequence, first row, keys in use, first key of the split and how many sizes.tiles."""
     pid = gl.program_id(0)
-    tile = pid % tiles
-    i_s = pid // tiles % splits
-    i_b = pid // tiles // splits
-    keys = capacity
+    tile = pid % sizes.tiles
+    i_s = pid // sizes.tiles % sizes.splits
+    i_b = pid // sizes.tiles // sizes.splits
+    keys = sizes.capacity
     if HAS_LENGTHS:
-        keys = gl.maximum(gl.minimum(gl.load(lengths_ptr + i_b).to(gl.int32), capacity), 0)
-    end = gl.minimum(keys - T + 1 + (tile * BM + BM - 1) // H, keys)
-    split_keys = gl.cdiv(gl.cdiv(gl.maximum(end, 0), BN), splits) * BN
+        keys = gl.maximum(gl.minimum(gl.load(lengths_ptr + i_b).to(gl.int32), sizes.capacity), 0)
+    end = gl.minimum(keys - sizes.T + 1 + (tile * BM + BM - 1) // sizes.H, keys)
+    split_keys = gl.cdiv(gl.cdiv(gl.maximum(end, 0), BN), sizes.splits) * BN
     low = i_s * split_keys
     count = gl.cdiv(gl.maximum(gl.minimum(low + split_keys, end) - low, 0), BN)
     return i_s, i_b, tile * BM, keys, low, count
@@ -63,11 +102,10 @@ def _locate_tile(lengths_ptr, sizes, HAS_LENGTHS: gl.constexpr):
 def _row_of(table_ptr, i_b, key, sizes, PAGE: gl.constexpr):
     """Row of the cache that holds a key, the first of a tile. A page outside of the cache gives a
     row outside of it, where TMA reads zeros."""
-    capacity, stride_table, rows_b = sizes[5], sizes[6], sizes[7]
-    row = i_b * rows_b + key
+    row = i_b * sizes.rows_b + key
     if PAGE:
-        key = gl.minimum(key, capacity - 1)
-        page = gl.load(table_ptr + i_b.to(gl.int64) * stride_table + key // PAGE)
+        key = gl.minimum(key, sizes.capacity - 1)
+        page = gl.load(table_ptr + i_b.to(gl.int64) * sizes.stride_table + key // PAGE)
         row = page.to(gl.int32) * PAGE + key % PAGE
     return row
 
@@ -132,9 +170,7 @@ def _scores_partition(descs, lse_ptr, lengths_ptr, table_ptr, factor, buffers, f
              PAGE: gl.constexpr, HAS_LENGTHS: gl.constexpr):  # fmt: skip
     """Loads, scores and the online softmax; writes lse."""
     desc_q, desc_qr, desc_k, desc_kr = descs
-    bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row = buffers
-    full_q, full_k, full_p = full
-    T, H, B = sizes[0], sizes[1], sizes[2]
+    T, H, B = sizes.T, sizes.H, sizes.B
     i_s, i_b, row, keys, low, count = _locate_tile(lengths_ptr, sizes, HAS_LENGTHS)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([BM, BN], gl.float32, layout)
@@ -143,20 +179,20 @@ def _scores_partition(descs, lse_ptr, lengths_ptr, table_ptr, factor, buffers, f
     high = gl.minimum(keys - T + 1 + o_m // H, keys)
     m = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     l = gl.zeros([BM], gl.float32, gl.SliceLayout(1, layout))
-    _load_queries(desc_q, desc_qr, bufs_q, buf_qr, i_b * T * H + row, full_q)
+    _load_queries(desc_q, desc_qr, buffers.q, buffers.qr, i_b * T * H + row, full.q)
     row_k = _row_of(table_ptr, i_b, low, sizes, PAGE)
     if count > 0:
-        _load_latents(desc_k, desc_kr, bufs_k, bufs_kr, row_k, full_k, empty[0], 0)
+        _load_latents(desc_k, desc_kr, buffers.k, buffers.kr, row_k, full.k, empty.k, 0)
     row_k = _row_of(table_ptr, i_b, low + BN, sizes, PAGE)
-    mbarrier.wait(full_q.index(0), 0)
+    mbarrier.wait(full.q.index(0), 0)
     for i in range(count):
-        wait_full(full_k, i, ST)
-        s = _scores(bufs_q, buf_qr, bufs_k, bufs_kr, i, zero)
+        wait_full(full.k, i, ST)
+        s = _scores(buffers.q, buffers.qr, buffers.k, buffers.kr, i, zero)
         # the page is looked up a tile ahead, so that no load stands between a free buffer and its
         # filling
         after = _row_of(table_ptr, i_b, low + (i + 2) * BN, sizes, PAGE)
         if i + 1 < count:
-            _load_latents(desc_k, desc_kr, bufs_k, bufs_kr, row_k, full_k, empty[0], i + 1)
+            _load_latents(desc_k, desc_kr, buffers.k, buffers.kr, row_k, full.k, empty.k, i + 1)
         row_k = after
         s = warpgroup_mma_wait(0, deps=(s,))
         seen = (low + i * BN + o_n)[None, :] < high[:, None]
@@ -167,10 +203,10 @@ def _scores_partition(descs, lse_ptr, lengths_ptr, table_ptr, factor, buffers, f
         shrink = gl.exp2(m - base)
         m = top
         l = l * shrink + gl.sum(e, 1)
-        _publish(buf_p, buf_row, e.to(bufs_q.dtype), shrink, full_p, empty[1], i)
+        _publish(buffers.p, buffers.row, e.to(buffers.q.dtype), shrink, full.p, empty.p, i)
     has_no_key = l == 0.0
     l = gl.where(has_no_key, 1.0, l)
-    _publish(buf_p, buf_row, zero.to(bufs_q.dtype), 1.0 / l, full_p, empty[1], count)
+    _publish(buffers.p, buffers.row, zero.to(buffers.q.dtype), 1.0 / l, full.p, empty.p, count)
     lse = gl.where(has_no_key, float("-inf"), m + gl.log2(l))
     at = (i_s * B + i_b).to(gl.int64) * H
     gl.store(lse_ptr + (at + o_m % H) * T + o_m // H, lse, mask=o_m < T * H)
@@ -180,24 +216,22 @@ def _scores_partition(descs, lse_ptr, lengths_ptr, table_ptr, factor, buffers, f
 def _output_partition(c: gl.constexpr, o_ptr, lengths_ptr, buffers, full, empty, sizes,
             HAS_LENGTHS: gl.constexpr):  # fmt: skip
     """Half c of o's columns."""
-    bufs_k, buf_p, buf_row = buffers[2], buffers[4], buffers[5]
-    full_p, empty_p = full[2], empty[1]
-    T, H, B = sizes[0], sizes[1], sizes[2]
+    T, H, B = sizes.T, sizes.H, sizes.B
     i_s, i_b, row, keys, low, count = _locate_tile(lengths_ptr, sizes, HAS_LENGTHS)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_LATENT, 16])
     acc = gl.zeros([BM, HALF_LATENT], gl.float32, layout)
     for i in range(count):
         stage = i % ST
-        wait_full(full_p, i, 1)
-        v = bufs_k.index(stage * 2 + c)
+        wait_full(full.p, i, 1)
+        v = buffers.k.index(stage * 2 + c)
         zero_tail_rows((v,), keys - low - i * BN, i, BN, HALF_LATENT)
-        acc = acc * buf_row.index(0).load(gl.SliceLayout(1, layout))[:, None]
-        acc = warpgroup_mma(buf_p.index(0), v, acc, is_async=True)
+        acc = acc * buffers.row.index(0).load(gl.SliceLayout(1, layout))[:, None]
+        acc = warpgroup_mma(buffers.p.index(0), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty_p.index(0))
-        mbarrier.arrive(empty[0].index(stage))
-    wait_full(full_p, count, 1)
-    acc = acc * buf_row.index(0).load(gl.SliceLayout(1, layout))[:, None]
+        mbarrier.arrive(empty.p.index(0))
+        mbarrier.arrive(empty.k.index(stage))
+    wait_full(full.p, count, 1)
+    acc = acc * buffers.row.index(0).load(gl.SliceLayout(1, layout))[:, None]
     o_r = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
     o_c = c * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, layout))
     at = (i_s * B + i_b).to(gl.int64) * T * H + o_r
@@ -215,7 +249,7 @@ def _warpgroup_1(o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS: g
     _output_partition(1, o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)
 
 
-@gluon.jit(do_not_specialize=["factor", *_SIZES])
+@gluon.jit(do_not_specialize=["factor", *Sizes._fields])
 def softmax_latent_decode_sm90_kernel(
     desc_q,  # [B * T * H, 576] in tiles [64, 256], and [64, 64] for what follows a latent
     desc_qr,
@@ -254,18 +288,14 @@ def softmax_latent_decode_sm90_kernel(
     empty_k = barriers(ST, 2)
     full_p = barriers(1, 1)
     empty_p = barriers(1, 2)
+    buffers = Buffers(bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row)
+    full, empty = Full(full_q, full_k, full_p), Empty(empty_k, empty_p)
+    sizes = Sizes(T, H, B, tiles, splits, capacity, stride_table, rows_b)
     gl.warp_specialize([
-        (_scores_partition, ((desc_q, desc_qr, desc_k, desc_kr),
-                    lse_ptr, lengths_ptr, table_ptr, factor,
-                    (bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row),
-                    (full_q, full_k, full_p), (empty_k, empty_p),
-                    (T, H, B, tiles, splits, capacity, stride_table, rows_b), PAGE, HAS_LENGTHS)),
-        (_warpgroup_0, (o_ptr, lengths_ptr, (bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row),
-                  (full_q, full_k, full_p), (empty_k, empty_p),
-                  (T, H, B, tiles, splits, capacity, stride_table, rows_b), HAS_LENGTHS)),
-        (_warpgroup_1, (o_ptr, lengths_ptr, (bufs_q, buf_qr, bufs_k, bufs_kr, buf_p, buf_row),
-                   (full_q, full_k, full_p), (empty_k, empty_p),
-                   (T, H, B, tiles, splits, capacity, stride_table, rows_b), HAS_LENGTHS)),
+        (_scores_partition, ((desc_q, desc_qr, desc_k, desc_kr), lse_ptr, lengths_ptr, table_ptr,
+                             factor, buffers, full, empty, sizes, PAGE, HAS_LENGTHS)),
+        (_warpgroup_0, (o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)),
+        (_warpgroup_1, (o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)),
     ], [4, 4], [168, 168])  # fmt: skip
     # barriers that only the default partition uses are to be invalidated: compiler/smem_hazards.py
     mbarrier.invalidate(full_q.index(0))

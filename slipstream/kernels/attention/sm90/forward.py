@@ -6,13 +6,13 @@ A program takes units, tiles of 128 queries of a head, one after another. Its pa
 passes between them:
 
     load_partition, 1 warp                 _warpgroup_0, _warpgroup_1: 4 warps and 64 queries each
-      k[0]             -- full_k -->         s = q k[0]^T, the first weights p
-      q of each c      -- full_q -->         (warpgroup c waits for its own stage of q)
-      k[i], v[i - 1]   -- full_k, full_v --> _step i: s = q k[i]^T beside acc += p v[i - 1], and
+      k[0]             -- full.k -->         s = q k[0]^T, the first weights p
+      q of each c      -- full.q -->         (warpgroup c waits for its own stage of q)
+      k[i], v[i - 1]   -- full.k, full.v --> _step i: s = q k[i]^T beside acc += p v[i - 1], and
                                              that beside the exponentials of s
-      v[last]          -- full_v -->         acc += p v[last]; o through q's buffer to memory
+      v[last]          -- full.v -->         acc += p v[last]; o through q's buffer to memory
       next unit        -- scheduler.full --> receive_next_tile
-    waits for empty_q, empty_k, empty_v and scheduler.empty, by which the warpgroups return buffers
+    waits for empty.q, empty.k, empty.v and scheduler.empty, by which the warpgroups return buffers
 
     buffers          stages                arrivals a phase: full / empty
     q  [64, D]       NC * Q_STAGES         1 (TMA) / 1, the warpgroup that owns the stage
@@ -24,6 +24,8 @@ p goes from the accumulator's registers into the next product, without shared me
 the edges of what is seen are masked. K of 192 columns is loaded in PANELS of 64: TMA boxes are to
 be powers of two wide.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
@@ -44,7 +46,7 @@ from slipstream.kernels.attention.sm90.common import (
     wait_full,
     zero_tail_rows,
 )
-from slipstream.kernels.attention.sm90.forward_load import load_partition, panels
+from slipstream.kernels.attention.sm90.forward_load import Barriers, Buffers, load_partition, panels
 from slipstream.kernels.attention.sm90.online_softmax import operand, scaled, weights, with_sink
 from slipstream.kernels.attention.sm90.tile_scheduler import (
     Scheduler,
@@ -71,6 +73,14 @@ SINKS = gl.constexpr(64)
 NUM_SCALARS = gl.constexpr(8)
 
 
+class Ring(NamedTuple):
+    """Stages of k or v, and their barriers."""
+
+    buffers: Any
+    full: Any
+    empty: Any
+
+
 @gluon.jit
 def _product(bufs_q, stage_q, bufs_k, i_step, zero, ST: gl.constexpr, PANELS: gl.constexpr):
     """Starts q k^T of this step, panel by panel of the width."""
@@ -92,27 +102,25 @@ def _product(bufs_q, stage_q, bufs_k, i_step, zero, ST: gl.constexpr, PANELS: gl
 def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, ST: gl.constexpr,
           PANELS: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """q k^T of this step beside p v of the one before, and that beside the exponentials."""
-    bufs_k, full_k, empty_k = ring_k
-    bufs_v, full_v, empty_v = ring_v
     e, m, l, acc, shrink = state
     prev = i_step - 1
-    wait_full(full_k, i_step, ST)
-    s = _product(bufs_q, stage_q, bufs_k, i_step, zero, ST, PANELS)
+    wait_full(ring_k.full, i_step, ST)
+    s = _product(bufs_q, stage_q, ring_k.buffers, i_step, zero, ST, PANELS)
     # while q k^T runs: p of the tile before as an operand, and acc at the new maximum
     p = operand(e, acc, bufs_q.dtype)
     acc = scaled(acc, shrink)
-    wait_full(full_v, prev, ST)
-    acc = warpgroup_mma(p, bufs_v.index(prev % ST), acc, is_async=True)
+    wait_full(ring_v.full, prev, ST)
+    acc = warpgroup_mma(p, ring_v.buffers.index(prev % ST), acc, is_async=True)
     # q k^T is done, p v may still run: k can be overwritten
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(empty_k.index(i_step % ST))
-    e, m, shrink = weights(s, m, mask_args, i_step, key, bufs_v.shape[2], MASKED, FLAGS)
+    mbarrier.arrive(ring_k.empty.index(i_step % ST))
+    e, m, shrink = weights(s, m, mask_args, i_step, key, ring_v.buffers.shape[2], MASKED, FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # a second wait for a barrier that has long passed: ptxas would otherwise move the wait for p v
     # above the exponentials, which are to run beside it
-    wait_full(full_v, prev, ST)
+    wait_full(ring_v.full, prev, ST)
     acc, e = warpgroup_mma_wait(0, deps=(acc, e))
-    mbarrier.arrive(empty_v.index(prev % ST))
+    mbarrier.arrive(ring_v.empty.index(prev % ST))
     return e, m, l, acc, shrink
 
 
@@ -125,13 +133,12 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     Returns p of the last tile as an operand, m, l and acc. key_range: first key, number of tiles,
     and those between which no mask is needed.
     """
-    bufs_k, full_k, empty_k = ring_k
     key, count, inner, outer = key_range
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    wait_full(full_k, i_step, ST)
-    s = _product(bufs_q, stage_q, bufs_k, i_step, zero, ST, PANELS)
+    wait_full(ring_k.full, i_step, ST)
+    s = _product(bufs_q, stage_q, ring_k.buffers, i_step, zero, ST, PANELS)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(empty_k.index(i_step % ST))
+    mbarrier.arrive(ring_k.empty.index(i_step % ST))
     # the first tile has no p v beside it
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     if (inner == 0) & (outer > 0):
@@ -199,10 +206,7 @@ def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.c
 def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, sizes,
             window_arg, scheduler, pad, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
             DV: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    bufs_q, bufs_k, bufs_v = buffers
-    full_q, full_k, full_v = full
-    empty_q, empty_k, empty_v = empty
-    Q_STAGES: gl.constexpr = bufs_q.shape[0] // (NC * panels(D))
+    Q_STAGES: gl.constexpr = buffers.q.shape[0] // (NC * panels(D))
     units = sizes.units
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
@@ -230,9 +234,10 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         if FLAGS & LEFT:
             store_scalars(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
         stage_q = units_done % Q_STAGES * NC + c
-        mbarrier.wait(full_q.index(stage_q), (units_done // Q_STAGES) & 1)
+        mbarrier.wait(full.q.index(stage_q), (units_done // Q_STAGES) & 1)
         p, m, l, acc = _key_loop(
-            stage_q, bufs_q, zero, (bufs_k, full_k, empty_k), (bufs_v, full_v, empty_v), i_step,
+            stage_q, buffers.q, zero, Ring(buffers.k, full.k, empty.k),
+            Ring(buffers.v, full.v, empty.v), i_step,
             (key, count, inner, outer), (row + keys - queries, keys, window, factor, opaque_cap),
             BN, DV, ST, panels(D), FLAGS,
         )  # fmt: skip
@@ -241,12 +246,12 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         else:
             i_step += count
             num_valid = keys - key - (count - 1) * BN
-        last = bufs_v.index((i_step - 1) % ST)
-        wait_full(full_v, i_step - 1, ST)
+        last = buffers.v.index((i_step - 1) % ST)
+        wait_full(full.v, i_step - 1, ST)
         zero_tail_rows((last,), num_valid, i_step, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty_v.index((i_step - 1) % ST))
+        mbarrier.arrive(empty.v.index((i_step - 1) % ST))
         coords = load_scalar(pad, coords, c * NUM_SCALARS, DV)
         opaque_step = opaque_if_wide(i_step, DV)
         shape = opaque((sizes.T, sizes.H), opaque_step)
@@ -254,8 +259,8 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             stage_q + (opaque_step >> 30),
             opaque_step,
             out,
-            bufs_q,
-            empty_q,
+            buffers.q,
+            empty.q,
             coords,
             (m, l, acc),
             shape,
@@ -326,7 +331,7 @@ def softmax_fwd_sm90_kernel(
     CONSUMER: gl.constexpr,
     PRODUCER: gl.constexpr,
 ):
-    """grid (programs,). NC: 2 warpgroups. ROOM: buffers of queries for each.
+    """grid (programs,). NC: 2 warpgroups. Q_STAGES: buffers of queries for each.
     CONSUMER, PRODUCER: registers of a thread."""
     dtype: gl.constexpr = desc_q.dtype
     PANELS: gl.constexpr = panels(D)
@@ -343,8 +348,8 @@ def softmax_fwd_sm90_kernel(
     scheduler = Scheduler(counter_ptr, *alloc_scheduler(NC, FLAGS))
     pad = alloc_scalars(NC * NUM_SCALARS)
     out = (o_ptr, lse_ptr, sinks_ptr)
-    buffers = (bufs_q, bufs_k, bufs_v)
-    full, empty = (full_q, full_k, full_v), (empty_q, empty_k, empty_v)
+    buffers = Buffers(bufs_q, bufs_k, bufs_v)
+    full, empty = Barriers(full_q, full_k, full_v), Barriers(empty_q, empty_k, empty_v)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
     sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([

@@ -4,6 +4,8 @@ Order of a unit's loads: k[0], q of each warpgroup, then k[i] and v[i - 1] alter
 That is the order in which the warpgroups wait for them: no load delays one needed earlier.
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.attention.sm90.common import (
     fetch,
     locate_tile,
@@ -13,6 +15,22 @@ from slipstream.kernels.attention.sm90.common import (
 )
 from slipstream.kernels.attention.sm90.tile_scheduler import fetch_next_tile, program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory."""
+
+    q: Any  # one or two stages a warpgroup
+    k: Any
+    v: Any
+
+
+class Barriers(NamedTuple):
+    """Of each buffer: that it is filled, or that it may be filled again."""
+
+    q: Any
+    k: Any
+    v: Any
 
 
 @gluon.constexpr_function
@@ -35,12 +53,9 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
                    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
                    FLAGS: gl.constexpr):  # fmt: skip
     desc_q, desc_k, desc_v = descs
-    bufs_q, bufs_k, bufs_v = buffers
-    full_q, full_k, full_v = full
-    empty_q, empty_k, empty_v = empty
     strides_q, strides_k, strides_v = strides
     PANELS: gl.constexpr = panels(D)
-    Q_STAGES: gl.constexpr = bufs_q.shape[0] // (NC * PANELS)
+    Q_STAGES: gl.constexpr = buffers.q.shape[0] // (NC * PANELS)
     group, units = sizes.group, sizes.units
     i_step = units * 0
     units_done = units * 0
@@ -56,30 +71,34 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
             strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
         # the first tile of keys before q, whose buffer the last unit's o may still leave
-        wait_empty(empty_k, i_step, ST)
-        _fetch_panels(desc_k, row_k, col_k, full_k.index(i_step % ST), bufs_k, i_step % ST, PANELS)
+        wait_empty(empty.k, i_step, ST)
+        _fetch_panels(
+            desc_k, row_k, col_k, full.k.index(i_step % ST), buffers.k, i_step % ST, PANELS
+        )
         for c in gl.static_range(NC):
             stage_q = units_done % Q_STAGES * NC + c
-            mbarrier.wait(empty_q.index(stage_q), ((units_done // Q_STAGES) & 1) ^ 1)
+            mbarrier.wait(empty.q.index(stage_q), ((units_done // Q_STAGES) & 1) ^ 1)
             _fetch_panels(
-                desc_q, row_q + c * 64, col_q, full_q.index(stage_q), bufs_q, stage_q, PANELS
+                desc_q, row_q + c * 64, col_q, full.q.index(stage_q), buffers.q, stage_q, PANELS
             )
         for i in range(1, visible.num_tiles):
             stage = (i_step + i) % ST
-            wait_empty(empty_k, i_step + i, ST)
-            _fetch_panels(desc_k, row_k + i * BN, col_k, full_k.index(stage), bufs_k, stage, PANELS)
+            wait_empty(empty.k, i_step + i, ST)
+            _fetch_panels(
+                desc_k, row_k + i * BN, col_k, full.k.index(stage), buffers.k, stage, PANELS
+            )
             stage = (i_step + i - 1) % ST
-            wait_empty(empty_v, i_step + i - 1, ST)
-            fetch(desc_v, row_v + (i - 1) * BN, col_v, full_v.index(stage), bufs_v.index(stage))
+            wait_empty(empty.v, i_step + i - 1, ST)
+            fetch(desc_v, row_v + (i - 1) * BN, col_v, full.v.index(stage), buffers.v.index(stage))
         i_step += visible.num_tiles
         stage = (i_step - 1) % ST
-        wait_empty(empty_v, i_step - 1, ST)
+        wait_empty(empty.v, i_step - 1, ST)
         fetch(
             desc_v,
             row_v + (visible.num_tiles - 1) * BN,
             col_v,
-            full_v.index(stage),
-            bufs_v.index(stage),
+            full.v.index(stage),
+            buffers.v.index(stage),
         )
         # after all loads of this unit are on their way: the counter's latency is hidden
         unit = fetch_next_tile(unit, scheduler, units_done, FLAGS)

@@ -84,7 +84,7 @@ def backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    assert inputs.q.shape[-1] == inputs.v.shape[-1]  # call.py's OF_GRADIENTS
+    assert inputs.q.shape[-1] == inputs.v.shape[-1]  # dispatch.py's OF_GRADIENTS
     inputs, options, _ = triton_launch.to_kernel_layout(inputs, options)
     q, k, v = inputs[:3]
     do = torch.zeros_like(o) if do is None else do.contiguous()

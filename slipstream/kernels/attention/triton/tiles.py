@@ -1,6 +1,6 @@
 """Tiles of the kernels by architecture, widths and dtype: a table, and what a device can hold.
 
-BM queries and BN keys a tile. tests/kernels/attention/test_triton_scalar_decay_compiles.py holds
+BM queries and BN keys a tile. tests/kernels/attention/test_triton_compiles.py holds
 each row against compiler/arch.py and the spills it may have.
 """
 

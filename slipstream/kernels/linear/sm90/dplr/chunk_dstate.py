@@ -6,6 +6,14 @@ By the names of chunk_fwd.py, with dS' the gradient of the state after a chunk,
 
 V as the rows, a part of 4 warps for 64 columns of V, as in chunk_fwd.py. dS' and y are written, or,
 of sequences in segments (SPLIT), first where the scan of each ends, alone.
+
+    load_partition, 1 warp                     state_partition, 4 warps for each 64 columns of V
+      do, q~, W, b^, qb, R, total                dx, y and dS; y and dS' go to memory by TMA from
+                            -- full -->          buffers of this partition alone
+      <-- empty
+
+    buffers                            stages  arrivals a phase: full / empty
+    tiles [C, K] and [C, C], total     ST      1 (TMA), 2 with gates: the warp stores total / V / 64
 """
 
 from slipstream.kernels.linear.sm90.common.device import (

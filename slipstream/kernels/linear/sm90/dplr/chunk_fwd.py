@@ -7,8 +7,16 @@ before a chunk,
 
 (delta has no qk v and no k^T v). V as the rows: a part of 4 warps carries S^T [64, K] of 64 columns
 of V in registers, and S^T and x^T go from product to product as left operands. A program has all V
-of a head: its parts read the same tiles, which one warp loads by TMA, ST chunks ahead. U comes
-straight into the registers that x is summed in, a chunk ahead too. What limits the pace is memory.
+of a head: its parts read the same tiles. U comes straight into the registers that x is summed in, a
+chunk ahead. What limits the pace is memory.
+
+    load_partition, 1 warp                     state_partition, 4 warps for each 64 columns of V
+      W, b^, q~, k^, qb, qk, v, total            x, o and S; o, x and S go to memory by TMA from
+                            -- full -->          buffers of this partition alone
+      <-- empty
+
+    buffers                            stages  arrivals a phase: full / empty
+    tiles [C, K] and [C, C], total     ST      1 (TMA), 2 with gates: the warp stores total / V / 64
 
 For backward x and S are written instead of o. Of sequences in segments (SPLIT) E and M are wanted
 first, as in triton/dplr/chunk.py: nothing else is written then, and a program has as many

@@ -15,8 +15,21 @@ where own and own' are the gradients of the scores of pairs (i, i), whose P N is
 
 The differences are of the same rounded factors, so that what cancels does so to the last bits.
 Channels come in blocks of BK, one after the other: a thread holds half of what all of K's 128 would
-take, and does without the stack. Every operand comes by TMA into a buffer of its own, q, k, a and b
-into one of two; one warp loads those of the next block as soon as the others have done with them.
+take, and does without the stack. Every operand comes by TMA into a buffer of its own:
+
+    load_partition, 1 warp                              dqkg_partition, 4 warps a 64 rows of a block
+      of a block of channels, in the order of need:
+      q, k, a, b   -- full[OPERANDS], 2 stages -->        decays, decay_operands
+      gates        -- full[GATES] ---------------->       decays; <-- empty[GATES]
+      S, dS'       -- full[STATE], full[DSTATE] -->       gradients_of_reads, gradients_of_writes
+      of a chunk, once:
+      do, y        -- full[READS] ---------------->       gradients_of_reads
+      x, v         -- full[WRITES] --------------->       gradients_of_writes
+      scores       -- full[SCORES] --------------->       both
+
+    Each has one arrival a phase, full by TMA, empty by dqkg_partition after its last product with
+    it: with the last block of the chunk for what a chunk has once, at the block's end for OPERANDS.
+
 What goes to global memory is stored after a fence rather than before, which would wait for it.
 Strong chunks are computed, too: intra_safe_bwd.py, which comes later, writes over them.
 """
@@ -24,7 +37,14 @@ Strong chunks are computed, too: intra_safe_bwd.py, which comes later, writes ov
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
+    DSTATE,
+    GATES,
     LOG2E,
+    OPERANDS,
+    READS,
+    SCORES,
+    STATE,
+    WRITES,
     chunk_tiles,
     clear,
     fast_exp2,
@@ -56,7 +76,7 @@ def decays(
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
     o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
-    mbarrier.wait(full.index(2), now)
+    mbarrier.wait(full.index(GATES), now)
     if num_rows < C:
         clear(gs, num_rows, C, BK, wide)
     b_g = gs.load(cl).to(gl.float32) * LOG2E
@@ -72,7 +92,7 @@ def decays(
     b_e = warpgroup_mma(from_middle, gate_terms.index(0), b_e, is_async=True)
     b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
-    mbarrier.arrive(empty.index(2), count=1)
+    mbarrier.arrive(empty.index(GATES), count=1)
     return b_g, b_e, b_early, b_late
 
 
@@ -117,13 +137,13 @@ def gradients_of_reads(
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
     b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-    mbarrier.arrive(empty.index(0), count=1)
+    mbarrier.arrive(empty.index(STATE), count=1)
     if last:
-        mbarrier.arrive(empty.index(5), count=1)
+        mbarrier.arrive(empty.index(READS), count=1)
     b_early = gl.exp2(b_early)[None, :]
     b_dr *= b_early * scale
     b_ds *= b_early
-    mbarrier.wait(full.index(7), i_tile & 1)
+    mbarrier.wait(full.index(SCORES), i_tile & 1)
     b_dr = warpgroup_mma(scores.index(none), ops.index(at + W), b_dr, is_async=True)
     b_ds = warpgroup_mma(scores.index(none + 1), ops.index(at + W), b_ds, is_async=True)
     if not DELTA:
@@ -150,9 +170,9 @@ def gradients_of_writes(
         b_du = warpgroup_mma_wait(0, deps=(b_du,))
         b_du *= b_late
         b_sum += ops.index(at + 1).load(cl).to(gl.float32) * b_du
-    mbarrier.arrive(empty.index(1), count=1)
+    mbarrier.arrive(empty.index(DSTATE), count=1)
     if last:
-        mbarrier.arrive(empty.index(6), count=1)
+        mbarrier.arrive(empty.index(WRITES), count=1)
     b_dw = warpgroup_mma(scores.index(none).permute((1, 0)), ops.index(at), b_dw, is_async=True)
     b_dw = warpgroup_mma(
         scores.index(none + 1).permute((1, 0)), ops.index(at + 2), b_dw, is_async=True
@@ -171,7 +191,7 @@ def gradients_of_writes(
     else:
         b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
     if last:
-        mbarrier.arrive(empty.index(7), count=1)
+        mbarrier.arrive(empty.index(SCORES), count=1)
     return b_dw, b_du, b_z
 
 
@@ -249,16 +269,16 @@ def dqkg_partition(
             )  # fmt: skip
             b_p = fast_exp2(b_e)
             b_n = fast_exp2(-b_e)
-            mbarrier.wait(full.index(3 + now), (unit >> 1) & 1)
+            mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
             b_k, b_f = decay_operands(
                 ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act, C, BK, wide, DELTA
             )  # fmt: skip
 
             # by way of the state before the chunk, and what was written
-            mbarrier.wait(full.index(0), now)
-            mbarrier.wait(full.index(1), now)
-            mbarrier.wait(full.index(5), i_tile & 1)
-            mbarrier.wait(full.index(6), i_tile & 1)
+            mbarrier.wait(full.index(STATE), now)
+            mbarrier.wait(full.index(DSTATE), now)
+            mbarrier.wait(full.index(READS), i_tile & 1)
+            mbarrier.wait(full.index(WRITES), i_tile & 1)
             if (num_rows < C) & (block == 0):
                 clear(os.index(none), num_rows, C, V, wide)
                 if not DELTA:
@@ -309,7 +329,7 @@ def dqkg_partition(
                 gl.store(db_ptr + first_k + o_o, b_dw.to(act), mask=m)
                 gl.store(dk_ptr + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
             b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
-            mbarrier.arrive(empty.index(3 + now), count=1)
+            mbarrier.arrive(empty.index(OPERANDS + now), count=1)
             was_first = first_k
             was_num_rows = num_rows
     store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c, o_k, HV * K)

@@ -6,6 +6,16 @@ from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarr
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
+# barriers of dplr_dqkg_sm90_kernel, full and empty: what a buffer holds
+STATE = gl.constexpr(0)  # S before the chunk
+DSTATE = gl.constexpr(1)  # dS' after it
+GATES = gl.constexpr(2)
+OPERANDS = gl.constexpr(3)  # q, k, a and b, two stages
+READS = gl.constexpr(5)  # do and y
+WRITES = gl.constexpr(6)  # x and v
+SCORES = gl.constexpr(7)  # gradients of the scores
+
+
 @gluon.jit
 def fast_exp2(b):
     """0 where that is not a normal number: fewer instructions."""
@@ -86,43 +96,43 @@ def load_partition(
             was_stage = ((unit >> 1) & 1) ^ 1
             at = stage * (ops.shape[0] // 2)
             # q, k, a and b have two stages: those of the next block may come early
-            mbarrier.wait(empty.index(3 + stage), was_stage)
-            mbarrier.expect(full.index(3 + stage), input_bytes)
-            copy_in(q_desc, [row, k_col], full.index(3 + stage), ops.index(at))
-            copy_in(k_desc, [row, k_col], full.index(3 + stage), ops.index(at + 1))
+            mbarrier.wait(empty.index(OPERANDS + stage), was_stage)
+            mbarrier.expect(full.index(OPERANDS + stage), input_bytes)
+            copy_in(q_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
+            copy_in(k_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
             if not DELTA:
-                copy_in(a_desc, [row, k_col], full.index(3 + stage), ops.index(at + 2))
-                copy_in(b_desc, [row, k_col], full.index(3 + stage), ops.index(at + 3))
+                copy_in(a_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
+                copy_in(b_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
             # one stage each below, in the order in which the products want them
-            mbarrier.wait(empty.index(2), was)
-            mbarrier.expect(full.index(2), g_desc.block_type.nbytes)
-            copy_in(g_desc, [row, i_h * K + i_k], full.index(2), gs)
-            mbarrier.wait(empty.index(0), was)
-            mbarrier.expect(full.index(0), states_desc.block_type.nbytes)
-            copy_in(states_desc, [n * V, i_k], full.index(0), ss.index(0))
+            mbarrier.wait(empty.index(GATES), was)
+            mbarrier.expect(full.index(GATES), g_desc.block_type.nbytes)
+            copy_in(g_desc, [row, i_h * K + i_k], full.index(GATES), gs)
+            mbarrier.wait(empty.index(STATE), was)
+            mbarrier.expect(full.index(STATE), states_desc.block_type.nbytes)
+            copy_in(states_desc, [n * V, i_k], full.index(STATE), ss.index(0))
             if block == 0:
                 # once a chunk: all blocks of channels read the same do and y
-                mbarrier.wait(empty.index(5), was_chunk)
-                mbarrier.expect(full.index(5), before_bytes)
-                copy_in(do_desc, [row, i_h * V], full.index(5), os.index(0))
-                copy_in(y_desc, [n * V, 0], full.index(5), ys.index(0))
-            mbarrier.wait(empty.index(1), was)
-            mbarrier.expect(full.index(1), dstates_desc.block_type.nbytes)
-            copy_in(dstates_desc, [n * V, i_k], full.index(1), ds.index(0))
+                mbarrier.wait(empty.index(READS), was_chunk)
+                mbarrier.expect(full.index(READS), before_bytes)
+                copy_in(do_desc, [row, i_h * V], full.index(READS), os.index(0))
+                copy_in(y_desc, [n * V, 0], full.index(READS), ys.index(0))
+            mbarrier.wait(empty.index(DSTATE), was)
+            mbarrier.expect(full.index(DSTATE), dstates_desc.block_type.nbytes)
+            copy_in(dstates_desc, [n * V, i_k], full.index(DSTATE), ds.index(0))
             if block == 0:
-                mbarrier.wait(empty.index(6), was_chunk)
-                mbarrier.expect(full.index(6), after_bytes)
-                copy_in(x_desc, [n * V, 0], full.index(6), xs.index(0))
+                mbarrier.wait(empty.index(WRITES), was_chunk)
+                mbarrier.expect(full.index(WRITES), after_bytes)
+                copy_in(x_desc, [n * V, 0], full.index(WRITES), xs.index(0))
                 if not DELTA:
-                    copy_in(v_desc, [row, i_h * V], full.index(6), vs.index(0))
+                    copy_in(v_desc, [row, i_h * V], full.index(WRITES), vs.index(0))
             if block == 0:
-                mbarrier.wait(empty.index(7), was_chunk)
-                mbarrier.expect(full.index(7), score_bytes)
-                copy_in(dqb_desc, [n * C, 0], full.index(7), scores.index(0))
-                copy_in(dab_desc, [n * C, 0], full.index(7), scores.index(1))
+                mbarrier.wait(empty.index(SCORES), was_chunk)
+                mbarrier.expect(full.index(SCORES), score_bytes)
+                copy_in(dqb_desc, [n * C, 0], full.index(SCORES), scores.index(0))
+                copy_in(dab_desc, [n * C, 0], full.index(SCORES), scores.index(1))
                 if not DELTA:
-                    copy_in(dqk_desc, [n * C, 0], full.index(7), scores.index(2))
-                    copy_in(dak_desc, [n * C, 0], full.index(7), scores.index(3))
+                    copy_in(dqk_desc, [n * C, 0], full.index(SCORES), scores.index(2))
+                    copy_in(dak_desc, [n * C, 0], full.index(SCORES), scores.index(3))
 
 
 @gluon.jit

@@ -6,11 +6,22 @@ With dS [K, V] the gradient of the state after a chunk, G and E as in chunk_fwd.
     dk = scale * (exp(G_C - G) v dS^T + B q)               B = (v do^T) E [j, i]
     dS <- exp(G_C) dS + (q exp(G))^T do
 
-so that q, k, v and do are read once for both. Parts of a program:
+so that q, k, v and do are read once for both.
 
-    scan, twice   dS^T and dv: the scan of chunk_fwd.py, which leaves dS^T for dk
-    grads         A and the gates' factors, dk; clears a short chunk's rest
-    load          q, k, v, do by TMA
+    load_partition, 1 warp       dqkv_partition, 4 warps        state_partition, twice: 64 rows
+      q, k, v, do -- full -->      A, B                           dS^T and dv (chunk_fwd.py's)
+                                   A, factors -- a_full --->      dv^T = dS^T k^T + do^T A^T
+                                   <-- a_empty
+                                   v dS^T <-- s_full              dS^T, for dk
+                                   s_empty -->                    before the next dS^T
+      <-- empty                    dk; arrives at empty           arrive at empty
+
+    buffers                       stages  arrivals a phase: full / empty
+    q, k [C, K], v, do [C, V]     ST      1 (TMA) / 3, the three partitions
+    A [C, C], the factors         2       1 / 2, the two state_partitions
+    dS^T [V, K]                   1       2, one a half / 1
+
+dqkv_partition zeroes what is past the end of a short chunk, which the others see by a_full.
 """
 
 from slipstream.kernels.linear.sm90.common.device import (

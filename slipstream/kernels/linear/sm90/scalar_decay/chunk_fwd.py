@@ -8,11 +8,23 @@ the sum of the chunk's gates, which decay by E[j, i] = exp(G_i - G_j) between to
     S <- exp(G_C) S + (x exp(G_C - G))^T w
 
 The columns of x are rows here: two warpgroups carry 64 rows of S each in registers, from where S
-and x^T go into the products as left operands. Parts of a program, joined by barriers in shared
-memory:
+and x^T go into the products as left operands.
 
-    scan, twice   S and y               scores   A and the gates' factors, as soon as r and w are
-    load          r, w, x by TMA                 there; clears a short chunk's rest
+    load_partition, 1 warp     score_partition, 4 warps       state_partition, twice: 64 rows of S
+      r, w, x -- full ---->      A                              S and y
+                                 A, factors -- a_full --->      y^T = S r^T + x^T A
+                                 <-- a_empty
+      <-- empty                  arrives at empty               arrive at empty
+      q -------------------------- q_full ------------->        q . y, if HAS_DG
+      <-- q_empty
+
+    buffers                   stages  arrivals a phase: full / empty
+    r, w [C, D], x [C, X]     ST      1 (TMA) / 3, the three partitions
+    A [C, C], the factors     2       1 / 2, the two state_partitions
+    q [C, X]                  2       1 (TMA) / 2
+
+score_partition is ahead of the chain: it zeroes what is past the end of a short chunk, which the
+others see by a_full, and computes what the gates decay by.
 """
 
 from slipstream.kernels.linear.sm90.common.device import (

@@ -7,10 +7,22 @@ With qs, ke and D as in triton/vector_decay/chunk.py, whose scans for dqs and dk
 
 and the sums over a chunk of qs * dqs, the anchors and z that its docstring has for the gradient of
 the gate. q, k, v, do and the gates are read: qs and ke are made within a chunk. Two warpgroups
-carry 64 rows of the state each. Parts of a program:
+carry 64 rows of the state each.
 
-    scan, twice   the state and y                sums     D of a chunk, by one warp
-    edges         qs and ke in place             load     q, k, v, do, gates by TMA
+    load_partition, 1 warp      gate_sum_partition, 1     boundary_partition, 4    state_partition,
+                                                                                   twice: 64 rows
+      q, k, v, do, gates
+                  -- full -->     D, and whether the
+                                  chunk is strong
+                                  -- flags_ready --->       waits for full too
+                                                            qs, ke in place
+                                                            -- ready -------->       S and y
+      <-- empty                                                                      arrive at empty
+
+    buffers                               stages  arrivals a phase
+    q, k, gates [C, K], v, do [C, V]      ST      full 1 (TMA), flags_ready 1, ready 1, empty 2
+
+boundary_partition zeroes what is past the end of a short chunk.
 """
 
 from slipstream.kernels.linear.sm90.common.device import (

@@ -13,10 +13,21 @@ and in strong ones, whose w has D already,
 
 q, k, v and the gates are read, y is written, and nothing is prepared in memory. As in
 scalar_decay/chunk_fwd.py the columns of x (v or do) are rows: two warpgroups carry 64 of them each.
-Parts of a program:
 
-    walk, twice   the state and y                sums     D of a chunk, by one warp
-    scores        r, w and A in place            load     q, k, v, gates by TMA
+    load_partition, 1 warp        gate_sum_partition, 1     score_partition, 4     state_partition,
+                                                                                   twice: 64 rows
+      q, k, x, gates -- full -->    D, and whether the
+                                    chunk is strong
+                                    -- summed ---------->     waits for full too
+                                                              r, w, A in place
+                                                              -- ready --------->    S and y
+      <-- empty                                                                      arrive at empty
+
+    buffers                          stages  arrivals a phase
+    q, k, gates [C, K], x [C, X]     ST      full 1 (TMA), summed 1, ready 1, empty 2
+
+r, w and A take the places of q, k and the gates. score_partition zeroes what is past the end of a
+short chunk.
 """
 
 from slipstream.kernels.linear.sm90.common.device import (
