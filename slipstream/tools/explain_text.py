@@ -16,11 +16,12 @@ from slipstream.tools.terminal import columns
 
 # Compile-time arguments that make a tile; the rest are flags.
 _TILE = ("C", "BT", "BC", "BX", "BD", "BK", "BV", "BM", "BN", "BLOCK")
-_HEADINGS = ("kernel", "launches", "tile", "warps", "stages")
+_HEADINGS = ("kernel", "launches", "tile", "warps", "stages", "file")
 _LEGEND = (
     "tile: what one program of a kernel works on at a time; C, BT: tokens of a chunk, B and other",
     "letters: rows or columns of that dimension. warps: of 32 threads each (64 on AMD). stages:",
-    "loads in flight ahead of their use. In the order of their first launch, forward and backward.",
+    "loads in flight ahead of their use. file: in slipstream/kernels. In the order of their first",
+    "launch, forward and backward.",
 )
 _FLAGS = ("flags: options compiled into the kernel that are on; its source says what each does.",)
 
@@ -108,13 +109,19 @@ def _kernels(jobs: Sequence[Job], flags: bool) -> Iterator[str]:
     found: dict[tuple[str, ...], int] = {}
     for job in jobs:
         tile = " ".join(f"{x}={job.constants[x]}" for x in _TILE if x in job.constants)
-        row = (job.name, tile, str(job.warps), str(job.stages))
+        row = (job.name, tile, str(job.warps), str(job.stages), _file(job))
         if flags:
             row += (" ".join(k for k, v in job.constants.items() if v is True),)
         found[row] = found.get(row, 0) + 1
     rows = [(name, str(count), *rest) for (name, *rest), count in found.items()]
     headings = (*_HEADINGS, "flags") if flags else _HEADINGS
     yield from columns([headings, *rows], "    ") if rows else ()
+
+
+def _file(job: Job) -> str:
+    """Where a kernel is, below slipstream/kernels, or below slipstream for those of runtime."""
+    module = job.kernel.partition(":")[0].removeprefix("slipstream.").removeprefix("kernels.")
+    return f"{module.replace('.', '/')}.py"
 
 
 def _compilers(arch: str) -> Iterator[str]:
