@@ -249,7 +249,8 @@ def test_explain_names_kernels_tiles_and_reasons() -> None:
     assert status == 0
     assert "  scalar_decay_chunk_kernel " in text and text.count("166912 bytes") == 1
     headings = next(x.split() for x in text.splitlines() if "kernel  " in x)
-    assert headings == ["kernel", "launches", "tile", "warps", "stages"]
+    assert headings == ["kernel", "launches", "tile", "warps", "stages", "file"]
+    assert " linear/triton/scalar_decay/chunk.py" in text
     assert text.count("tile: what one program") == 1 and "HAS_" not in text
     status, text = invoke("explain", "chunk_simple_gla", "--shape", "K=64,V=64", "--flags")
     assert status == 0 and text.count("flags: options compiled into") == 1 and "HAS_" in text

@@ -3,8 +3,8 @@
 from slipstream.compiler.aot import Job
 from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, Shape, chosen
 
-# mma.sync of a warp in tril_inverse.py: nine products of blocks, each 8 columns at a time, and three
-# times for the halves of its operands.
+# mma.sync of a warp in tril_inverse.py: nine products of blocks, each 8 columns at a time, and
+# three times for the halves of its operands.
 INVERSE = 9 * 2 * 3
 
 

@@ -77,20 +77,20 @@ def _run_across_ranks(
         checks.expect_floating({"initial_state": initial_state})
         checks.expect_one_device({"u": u, "initial_state": initial_state})
     states, changes = share.local_states(initial_state, None, rows), None
-    given = [x for x in inputs[:8] if x is not None]
+    tensors = [x for x in inputs[:8] if x is not None]
     if share.crossings.any:
         change = u.new_zeros(2, rows, *A.shape, dtype=compute_dtype(u))
         if share.later:
             begins = share.begins_here(len(share.pieces) - 1)
             start = states[-rows:] if begins and states is not None else None
             change = _change_of_tail(inputs, share.tail_begin, start, delta_softplus, plan.tries)
-        states, changes = entry_states(tie(change, *given), initial_state, rows, share)
+        states, changes = entry_states(tie(change, *tensors), initial_state, rows, share)
     y, after = selective_scan(inputs._replace(initial_state=states), delta_softplus, plan.tries)
     if changes is not None:
         y = tie(y, changes)
     if not output_final_state:
         return y, None
-    return y, share.whole_states(tie(after, *given), initial_state, rows)
+    return y, share.whole_states(tie(after, *tensors), initial_state, rows)
 
 
 def _change_of_tail(
