@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-NAMED = re.compile(r"(?<![\w/.<*{])((?:[\w-]+/)*[\w-]+\.(?:py|md))\b")
+NAMED = re.compile(r"(?<![\w/.<*{-])((?:[\w-]+/)*[\w-]+\.(?:py|md))\b")
 # files that are written, or other packages'
 ELSEWHERE = {"modeling_slipstream.py", "fla/layers/gdn2.py"}
 
