@@ -1,6 +1,8 @@
 """How a command says that its input was wrong: one line, without a traceback."""
 
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +17,9 @@ def reported() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         typer.secho(not_installed(error), fg="red", err=True)
+        raise typer.Exit(1) from error
+    except BrokenPipeError as error:  # such as by `| head`: nothing reads on, nothing is wrong
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  flushed as the interpreter ends
         raise typer.Exit(1) from error
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         typer.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)

@@ -167,7 +167,9 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, console, fresh))
     begun = 0 if checkpoint is None else step_of(checkpoint)
     if begun >= args.max_steps and (result := _read_result(directory)) is not None:
-        console.print(f"{directory} is finished; delete it to train anew", highlight=False)
+        console.print(
+            f"{directory} is finished; delete the directory to train again", highlight=False
+        )
         return result
     set_seed(args.seed)
     with console.status("reading the text and obtaining the tokenizer"):

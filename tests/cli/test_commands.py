@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import slipstream
 from slipstream.cli.commands import app
+from slipstream.cli.errors import reported
 from slipstream.compiler.support_matrix import Row
 from slipstream.tools import support_data, support_page
 from slipstream.tools import terminal as terminal_tools
@@ -181,3 +182,13 @@ def test_missing_package_is_named_with_its_extra(missing: str, extra: str, tmp_p
     version = [sys.executable, "-c", code, "--version"]
     assert subprocess.check_output(version, text=True).startswith("slipstream ")
     assert done.returncode == 1 and missing in line and f"pip install 'slipstream[{extra}]'" in line
+
+
+def test_command_whose_output_is_not_read_ends_without_a_word(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
+    with pytest.raises(typer.Exit) as ended, reported():
+        raise BrokenPipeError
+    sys.stdout.close()
+    assert ended.value.exit_code == 1 and capsys.readouterr().err == ""
