@@ -133,6 +133,7 @@ LAYERS = {
     "hgrn": "HGRNAttention",
     "hgrn2": "HGRN2Attention",
     "kda": "KimiDeltaAttention",
+    "lightnet": "LightNetAttention",
     "mamba2": "Mamba2",
     "retention": "MultiScaleRetention",
     "rwkv6": "RWKV6Attention",

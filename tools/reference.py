@@ -16,9 +16,9 @@ import api_snapshot
 # group of slipstream.ops -> its modules; a public function of another module fails the build
 GROUPS = {
     "Linear attention, chunk and recurrent form": (
-        "linear_attn retention lightning_attn simple_gla gla rwkv6 gsa hgrn delta_rule "
-        "gated_delta_rule gated_delta_product kda gdn2 comba gated_oja_rule "
-        "precond_gated_delta_rule precond_kda iplr_delta_rule dplr_delta_rule rwkv7"
+        "linear_attn retention lightning_attn simple_gla gla lightnet rwkv4 rwkv6 gsa hgrn "
+        "delta_rule gated_delta_rule gated_delta_product kda gdn2 comba "
+        "gated_oja_rule precond_gated_delta_rule precond_kda iplr_delta_rule dplr_delta_rule rwkv7"
     ),
     "Decoding with a pool of states": "recurrent_step mixer_step",
     "State-space models": "selective_scan",

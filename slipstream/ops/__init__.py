@@ -52,6 +52,8 @@ from slipstream.ops.iplr_delta_rule import (
 from slipstream.ops.kda import chunk_kda as chunk_kda
 from slipstream.ops.kda import fused_recurrent_kda as fused_recurrent_kda
 from slipstream.ops.latent_attention import latent_attention as latent_attention
+from slipstream.ops.lightnet import chunk_lightnet as chunk_lightnet
+from slipstream.ops.lightnet import fused_recurrent_lightnet as fused_recurrent_lightnet
 from slipstream.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
 from slipstream.ops.lightning_attn import (
     fused_recurrent_lightning_attn as fused_recurrent_lightning_attn,
@@ -82,6 +84,8 @@ from slipstream.ops.retention import fused_recurrent_retention as fused_recurren
 from slipstream.ops.rotary import packed_positions as packed_positions
 from slipstream.ops.rotary import rotary_embedding as rotary_embedding
 from slipstream.ops.rotary import rotary_tables as rotary_tables
+from slipstream.ops.rwkv4 import chunk_rwkv4 as chunk_rwkv4
+from slipstream.ops.rwkv4 import fused_recurrent_rwkv4 as fused_recurrent_rwkv4
 from slipstream.ops.rwkv6 import chunk_rwkv6 as chunk_rwkv6
 from slipstream.ops.rwkv6 import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
 from slipstream.ops.rwkv7 import chunk_rwkv7 as chunk_rwkv7

@@ -57,6 +57,8 @@ _LINEAR = [
     _traced("chunk_gla", f"{_QKV} g=BTGK:narrow", _S, "narrow"),
     _traced("chunk_rwkv6", "r=BTHK w=BTGK:narrow k=BTHK v=BTGV u=GK", _S, "narrow"),
     *_both("gsa", "q=BTHK k=BTHK v=BTHV s=BTHM g=BTHM:gate", ("NHKM", "NHMV"), grouped=False),
+    *_both("lightnet", _QKV, (_S, "NHK")),
+    *_both("rwkv4", "w=D:rate u=D k=BTD v=BTD", ("ND", "ND")),
     *_both("hgrn", "x=BTD g=BTD:gate", "ND"),
     *_both("delta_rule", f"{_UNIT} beta=BTG:beta"),
     *_both("gated_delta_rule", f"{_UNIT} g=BTG:gate beta=BTG:beta"),

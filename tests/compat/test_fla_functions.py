@@ -174,6 +174,26 @@ def test_lightnet_keeps_a_mean(recurrent: bool) -> None:
     close(second[1], (state, z))
 
 
+def test_rwkv4_in_two_calls_by_its_own_recurrence() -> None:
+    B, T, D = 2, 9, 4
+    w, u = torch.randn(2, D)
+    k, v = 3 * torch.randn(2, B, T, D)
+    a, b, e = torch.zeros(B, D), torch.zeros(B, D), torch.full((B, D), -1e38)
+    state, want = torch.stack([a, b, e], 1)[:, :, None], []
+    for t in range(T):
+        top = torch.maximum(u + k[:, t], e)
+        old, new = (e - top).exp(), (u + k[:, t] - top).exp()
+        want.append((old * a + new * v[:, t]) / (old * b + new))
+        top = torch.maximum(e - w.exp(), k[:, t])
+        old, new = (e - w.exp() - top).exp(), (k[:, t] - top).exp()
+        a, b, e = old * a + new * v[:, t], old * b + new, top
+    first, state = functions.fused_recurrent_rwkv4(w, u, k[:, :4], v[:, :4], state)
+    second, state = functions.fused_recurrent_rwkv4(w, u, k[:, 4:], v[:, 4:], state)
+    close(torch.cat([first, second], 1), torch.stack(want, 1))
+    close(state[:, 0, 0] / state[:, 1, 0], a / b)
+    close(state[:, 2, 0] + state[:, 1, 0].log(), e + b.log())
+
+
 def test_attnres_weights() -> None:
     query, weight = torch.randn(6), torch.rand(6)
     streams = [torch.randn(2, 3, 6) for _ in range(4)]

@@ -438,6 +438,14 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Callable[[Any]
             "gk_up.bias": p["gk_proj_1_bias"], "norm_weight": p["g_norm_swish_gate_weight"],
         },
     ),
+    "lightnet": (
+        "LightNetAttention", {"num_heads": 4, "expand_ratio": 12, "gate_low_rank_dim": 8},
+        "LightNetAttention", {"num_heads": 4, "head_dim": 12, "gate_low_rank_dim": 8},
+        lambda p: _same(p, "q", "k", "v", "o") | {
+            "g_down.weight": p["g_proj_0_weight"], "g_up.weight": p["g_proj_1_weight"],
+            "norm_weight": p["g_norm_weight"],
+        },
+    ),
     "hgrn": (
         "HGRNAttention", {}, "HGRN", {},
         lambda p: _same(p, "i", "f", "g", "o") | {"norm_weight": p["g_norm_weight"]},

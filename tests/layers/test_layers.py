@@ -73,6 +73,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "HGRN2": {"head_dim": 7},
     "GatedSlotAttention": {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5},
     "RWKV6": {"mix_low_rank_dim": 3, "decay_low_rank_dim": 5},
+    "RWKV4": {"layer_idx": 1, "num_layers": 3},
+    "LightNetAttention": {"head_dim": 7, "gate_low_rank_dim": 5},
+    "LightNetAttention-convolved": {"conv_size": 3, "conv_bias": True},
     "LightningAttention": {"layer_idx": 1, "num_layers": 3, "head_dim": 7},
     "Attention": {},
     "Attention-grouped": {
@@ -308,6 +311,12 @@ def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
             y, _ = compiled(x, **options)
         y.sum().backward()
         torch.testing.assert_close(y, layer(x, **options)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_rwkv4_starts_finite_in_any_layer() -> None:
+    for layer_idx, num_layers in ((0, 1), (3, 12), (20, 12)):
+        layer = layers.RWKV4(D, layer_idx=layer_idx, num_layers=num_layers)
+        assert all(x.isfinite().all() for x in layer.parameters())
 
 
 def test_rwkv7_first_value() -> None:

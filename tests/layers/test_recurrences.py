@@ -268,6 +268,37 @@ def test_comba() -> None:
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
 
 
+def test_rwkv4() -> None:
+    layer = randomised(layers.RWKV4(D))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    xk, xv, xr = (m * x + (1 - m) * before for m in (layer.mix_k, layer.mix_v, layer.mix_r))
+    k, v = layer.k_proj(xk), layer.v_proj(xv)
+    w, found = -layer.decay.exp(), []
+    for t in range(T):
+        past = torch.arange(t - 1, -1, -1, dtype=x.dtype)[:, None] * w
+        weights = torch.cat([past + k[:, :t], (layer.bonus + k[:, t])[:, None]], 1).softmax(1)
+        found.append((weights * v[:, : t + 1]).sum(1))
+    want = layer.o_proj(layer.r_proj(xr).sigmoid() * torch.stack(found, 1))
+    torch.testing.assert_close(layer(x)[0], want)
+
+
+def test_lightnet() -> None:
+    layer = randomised(layers.LightNetAttention(D, H, 6, conv_size=3, conv_bias=True))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    qkv = torch.cat([f(x) for f in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
+    padded = F.pad(qkv.mT, (2, 0))
+    qkv = F.conv1d(padded, layer.conv.weight[:, None], layer.conv.bias, groups=72).mT
+    q, k, v = (heads(y) for y in qkv.split([24, 24, 24], -1))
+    found = []
+    for t in range(T):
+        S = torch.einsum("bthk,bthv->bhkv", k[:, : t + 1].softmax(1), v[:, : t + 1])
+        found.append(6**-0.5 * read(S, F.silu(q[:, t])))
+    o = torch.stack(found, 1).flatten(2)
+    o = normed(o, layer.norm_weight, 1e-5) * F.silu(layer.g_up(layer.g_down(x)))
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o))
+
+
 @pytest.mark.parametrize("bound", [0.0, 0.4])
 def test_hgrn(bound: float) -> None:
     layer = randomised(layers.HGRN(D, expand=1.5, lower_bound=bound))

@@ -3,13 +3,12 @@
 from slipstream.tools.catalog import SAMPLES
 
 # Samples of X heads have a fixed number of them; the others take those kernels with many programs.
-# The scan of hgrn and of preconditioners has a kernel for one sequence alone.
+# The scan of hgrn has a kernel for one sequence alone, which others take too.
+SCANNING = ("chunk_hgrn", "chunk_precond", "chunk_lightnet", "chunk_rwkv4")
 CHUNKED = [
     x
     for x in SAMPLES
-    if x.op.startswith("chunk_")
-    and not x.op.startswith(("chunk_hgrn", "chunk_precond"))
-    and "BTX" not in x.tensors
+    if x.op.startswith("chunk_") and not x.op.startswith(SCANNING) and "BTX" not in x.tensors
 ]
 
 

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.ops import gdn2, kda
+from slipstream.ops import gdn2, kda, lightnet, rwkv4
 from slipstream.ops.activation import squared_relu
 from slipstream.ops.attention import attention
-from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.linear_attn import chunk_linear_attn
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rwkv7 import fused_recurrent_rwkv7
@@ -299,10 +298,19 @@ def fused_additive_gate(
 
 
 def _lightnet(operator: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Any:
-    state, z = given.pop("initial_state") or (None, None)
-    k, g, z = fused_additive_gate(k, z, given["cu_seqlens"])
-    o, state = operator(q, k, v, g, initial_state=state, **given)
-    return o, (state, z)
+    S, z = given.pop("initial_state") or (None, None)
+    wanted, offsets = given.pop("output_final_state"), given["cu_seqlens"]
+    N = k.shape[0] if offsets is None else len(offsets) - 1
+    if S is not None or z is not None:
+        size = (
+            v.shape[-1:] + k.shape[-1:] if given["state_v_first"] else k.shape[-1:] + v.shape[-1:]
+        )
+        if S is None:
+            S = v.new_zeros(N, v.shape[2], *size, dtype=torch.float32)
+        z = k.new_full((N, *k.shape[2:]), -torch.inf) if z is None else z[:, 0]
+        given["initial_state"] = (S, z)
+    o, (S, z) = operator(q, k, v, output_final_state=True, **given)
+    return o, (S if wanted else None, z[:, None])
 
 
 def chunk_lightnet(
@@ -315,7 +323,7 @@ def chunk_lightnet(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Any:
-    """GLA whose keys and gates are fused_additive_gate(k); states are (S, z)."""
+    """slipstream.ops.chunk_lightnet; states are (S, z [N, 1, H, K]); z is always returned."""
     given = {
         "scale": scale,
         "initial_state": initial_state,
@@ -323,7 +331,7 @@ def chunk_lightnet(
         "state_v_first": state_v_first,
         "cu_seqlens": cu_seqlens,
     }
-    return _lightnet(chunk_gla, q, k, v, given)
+    return _lightnet(lightnet.chunk_lightnet, q, k, v, given)
 
 
 def fused_recurrent_lightnet(
@@ -344,10 +352,30 @@ def fused_recurrent_lightnet(
         "state_v_first": state_v_first,
         "cu_seqlens": cu_seqlens,
     }
-    return _lightnet(fused_recurrent_gla, q, k, v, given)
+    return _lightnet(lightnet.fused_recurrent_lightnet, q, k, v, given)
 
 
-# RWKV-7
+# RWKV-4 and RWKV-7
+
+
+def fused_recurrent_rwkv4(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """slipstream.ops.fused_recurrent_rwkv4 with a decay of -exp(w) and a state [B, 3, 1, D].
+
+    The state's rows are numerator and denominator, both by exp(-row 2); what is returned has the
+    denominator 1.
+    """
+    numerator, denominator, exponent = state.float().squeeze(2).unbind(1)
+    some = denominator > 0
+    mean = torch.where(some, numerator / torch.where(some, denominator, 1), 0)
+    z = torch.where(some, exponent + torch.where(some, denominator, 1).log(), -torch.inf)
+    o, last = rwkv4.fused_recurrent_rwkv4(
+        -w.float().exp(), u, k, v, initial_state=(mean, z), output_final_state=True
+    )
+    assert last is not None
+    after = torch.stack([last[0], torch.ones_like(last[0]), last[1]], 1)
+    return o, after[:, :, None].to(k.dtype)
 
 
 def mul_recurrent_rwkv7(

@@ -33,6 +33,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "ops.precond_kda.fused_recurrent": (preconditioned.fused_recurrent_precond_kda,),
     "ops.lightnet.fused_recurrent": (functions.fused_recurrent_lightnet,),
     "ops.rebased.parallel": (functions.parallel_rebased,),
+    "ops.rwkv4.fused_recurrent": (functions.fused_recurrent_rwkv4,),
     "ops.rwkv7.channel_mixing": (functions.channel_mixing_rwkv7,),
     "ops.rwkv7.fused_addcmul": (functions.fused_addcmul_rwkv7,),
     "ops.rwkv7.fused_k_update": (functions.fused_k_rwkv7,),

@@ -1,0 +1,117 @@
+"""The attention of LightNet."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.layers.base import (
+    Mixed,
+    Mixer,
+    ShortConvolution,
+    State,
+    XavierLinear,
+    convolved,
+    expect_divisor,
+    new_state,
+    past,
+)
+from slipstream.layers.rwkv4 import some_or_none
+from slipstream.ops.lightnet import chunk_lightnet, fused_recurrent_lightnet
+from slipstream.ops.norm import rms_norm_gated
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+class LightNetAttention(Mixer):
+    """Linear attention whose state is a mean, weighted by the exponentials of the keys.
+
+        y = (rms_norm(lightnet(silu(x W_q), x W_k, x W_v)) * silu(x W_g1 W_g2)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        head_dim: K, of queries and keys; None is D / H. Values have D / H.
+        gate_low_rank_dim: rank of the gate.
+        norm_eps: of the norm, whose weight is [D].
+        conv_size: taps of a convolution of q, k and v before the rest; None leaves it out.
+        conv_bias: whether it has a bias.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, H, K, D / H], weight [N, 2, H, K], 1 (0 where there is none) and the
+    logarithm of the sum of the weights so far; and with a convolution conv [N, 2 H K + D, W].
+    Source: Qin et al., You Only Scan Once, 2024, as fla has it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        gate_low_rank_dim: int = 128,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+        *,
+        conv_size: int | None = None,
+        conv_bias: bool = False,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+        head_dim = head_dim or hidden_size // num_heads
+        self.num_heads, self.norm_eps = num_heads, norm_eps
+        keys = num_heads * head_dim
+        self.channels = [keys, keys, hidden_size]
+        self.q_proj = XavierLinear(hidden_size, keys)
+        self.k_proj = XavierLinear(hidden_size, keys)
+        self.v_proj = XavierLinear(hidden_size, hidden_size)
+        self.g_down = XavierLinear(hidden_size, gate_low_rank_dim)
+        self.g_up = XavierLinear(gate_low_rank_dim, hidden_size)
+        self.o_proj = XavierLinear(hidden_size, hidden_size)
+        self.conv = None
+        if conv_size:
+            self.conv = ShortConvolution(sum(self.channels), conv_size, conv_bias, activation=None)
+        self.norm_weight = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.norm_weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv = None
+        if self.conv is not None:
+            qkv = torch.cat([q, k, v], dim=-1)
+            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+            q, k, v = qkv.split(self.channels, dim=-1)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (F.silu(q), k, v))
+        short = self.recurrent(x, context)
+        o, last = (fused_recurrent_lightnet if short else chunk_lightnet)(
+            q, k, v,
+            initial_state=_before(state),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )  # fmt: skip
+        gate = self.g_up(self.g_down(x))
+        o = rms_norm_gated(o.flatten(-2), gate, self.norm_weight, eps=self.norm_eps)
+        recurrent, weight = (None, None) if last is None else last
+        if weight is not None:
+            weight = torch.stack(some_or_none(weight), 1)
+        return self.o_proj(o), new_state(use_cache, recurrent=recurrent, weight=weight, conv=conv)
+
+
+def _before(state: State | None) -> tuple[Tensor, Tensor] | None:
+    """A state of zeros is that of no token."""
+    recurrent, weight = past(state, "recurrent"), past(state, "weight")
+    if recurrent is None or weight is None:
+        return None
+    some, z = weight.unbind(1)
+    return recurrent, torch.where(some == 0, -torch.inf, z)

@@ -1,0 +1,105 @@
+"""rwkv4 and lightnet against sums over all earlier tokens, and where exponents are extreme."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import ops
+from tests.support.mappings import both, same
+from tests.support.recurrences import HV, B, H, K, T, V, outer, randn, read
+
+D = 5
+
+
+def rwkv4_in_full(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, mean: Tensor, z: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The state before the first token is one more token, of weight exp(z) and value mean."""
+    k, v = torch.cat([z[:, None], k], 1), torch.cat([mean[:, None], v], 1)
+    outputs, n = [], k.shape[1]
+    for t in range(1, n):
+        past = k[:, :t] + torch.arange(t - 1, -1, -1, dtype=k.dtype)[:, None] * w
+        weights = torch.cat([past, (u + k[:, t])[:, None]], 1).softmax(1)
+        outputs.append((weights * v[:, : t + 1]).sum(1))
+    weights = k + torch.arange(n - 1, -1, -1, dtype=k.dtype)[:, None] * w
+    return torch.stack(outputs, 1), ((weights.softmax(1) * v).sum(1), weights.logsumexp(1))
+
+
+def rwkv4_arguments() -> dict[str, Tensor]:
+    return {"w": -randn(D).exp(), "u": randn(D), "k": randn(B, T, D), "v": randn(B, T, D)}
+
+
+@pytest.mark.parametrize("fn", both("rwkv4"))
+@pytest.mark.parametrize("impl", [None, "reference"])
+def test_rwkv4_is_its_weighted_mean(fn: Any, impl: str | None) -> None:
+    given, state = rwkv4_arguments(), (randn(B, D), randn(B, D))
+    want = rwkv4_in_full(**given, mean=state[0], z=state[1])
+    same(fn(**given, initial_state=state, output_final_state=True, impl=impl), want, 1e-10)
+    nothing = (randn(B, D), torch.full((B, D), -torch.inf).double())
+    o, _ = fn(**given, initial_state=nothing)
+    torch.testing.assert_close(o, fn(**given)[0], rtol=0, atol=0)
+    torch.testing.assert_close(o[:, 0], given["v"][:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rwkv4_of_weights_that_would_overflow(dtype: torch.dtype) -> None:
+    given = rwkv4_arguments()
+    given["k"] = 300 * given["k"]
+    w = given["w"] = -torch.tensor([0.0, 1e-3, 1.0, 40.0, 1000.0]).double()
+    given = {n: x.to(dtype) for n, x in given.items()}
+    want, _ = rwkv4_in_full(
+        **{n: x.double() for n, x in given.items()},
+        mean=torch.zeros(B, D).double(),
+        z=torch.full((B, D), -1e30).double(),
+    )
+    assert (w == given["w"].double()).sum() >= 3
+    leaves = {n: x.requires_grad_() for n, x in given.items()}
+    o, state = ops.chunk_rwkv4(**leaves, output_final_state=True)
+    torch.testing.assert_close(o.double(), want, rtol=2e-2, atol=2e-3)
+    grads = torch.autograd.grad(o.float().sum() + sum(x.sum() for x in state), [*leaves.values()])
+    assert all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("fn", both("lightnet"))
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_lightnet_is_its_weighted_mean(fn: Any, scale: float | None) -> None:
+    q, k, v = randn(B, T, H, K), 3 * randn(B, T, H, K), randn(B, T, HV, V)
+    S, z = randn(B, HV, K, V), randn(B, H, K)
+    heads = [x.repeat_interleave(HV // H, 2) for x in (q, k, z[:, None])]
+    for impl in (None, "reference"):
+        state, outputs = S, []
+        for t in range(T):
+            logs = torch.cat([heads[2], heads[1][:, : t + 1]], 1)
+            weights = logs.softmax(1)
+            state = weights[:, 0, :, :, None] * S
+            for j in range(t + 1):
+                state = state + outer(weights[:, j + 1], v[:, j])
+            outputs.append((scale or K**-0.5) * read(state, heads[0][:, t]))
+        want_z = torch.cat([z[:, None], k], 1).logsumexp(1)
+        options = {"scale": scale, "impl": impl, "output_final_state": True}
+        got = fn(q, k, v, initial_state=(S, z), **options)
+        same(got, (torch.stack(outputs, 1), (state, want_z)), 1e-10)
+        turned = fn(q, k, v, initial_state=(S.mT, z), state_v_first=True, **options)
+        same((turned[0], (turned[1][0].mT, turned[1][1])), got, 1e-12)
+
+
+def test_lightnet_starts_from_nothing() -> None:
+    q, k, v = randn(B, T, H, K), 500 * randn(B, T, H, K), randn(B, T, H, V)
+    nothing = torch.zeros(B, H, K, V).double(), torch.full((B, H, K), -torch.inf).double()
+    o, (S, z) = ops.chunk_lightnet(q, k, v, output_final_state=True)
+    same(ops.chunk_lightnet(q, k, v, initial_state=nothing, output_final_state=True), (o, (S, z)))
+    torch.testing.assert_close(S, torch.einsum("bthk,bthv->bhkv", k.softmax(1), v))
+    torch.testing.assert_close(z, k.logsumexp(1))
+
+
+@pytest.mark.parametrize("name", ["rwkv4", "lightnet"])
+def test_running_sums_reject_what_does_not_fit(name: str) -> None:
+    fn = getattr(ops, f"chunk_{name}")
+    given = rwkv4_arguments() if name == "rwkv4" else {x: randn(B, T, H, K) for x in "qkv"}
+    with pytest.raises(TypeError, match="initial_state: want a tuple"):
+        fn(**given, initial_state=randn(B, D))
+    first = randn(B, D) if name == "rwkv4" else randn(B, H, K, K)
+    with pytest.raises(ValueError, match=r"initial_state\[1\]: want shape"):
+        fn(**given, initial_state=(first, randn(1)))
