@@ -23,7 +23,7 @@ GROUPS = {
     "Decoding with a pool of states": "recurrent_step mixer_step",
     "State-space models": "selective_scan",
     "Softmax attention": "attention latent_attention flash_attn",
-    "Normalisation": "norm",
+    "Normalisation": "norm attnres",
     "Convolution and token shift": "conv causal_conv1d token_shift",
     "Positions and embedding": "rotary embedding",
     "Activations": "activation",

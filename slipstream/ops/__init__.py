@@ -6,6 +6,7 @@ from slipstream.ops.activation import sigmoid_glu as sigmoid_glu
 from slipstream.ops.activation import squared_relu as squared_relu
 from slipstream.ops.activation import swiglu as swiglu
 from slipstream.ops.attention import attention as attention
+from slipstream.ops.attnres import attnres as attnres
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as causal_conv1d_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from slipstream.ops.comba import chunk_comba as chunk_comba

@@ -264,6 +264,7 @@ GUARDED = {
     "selective_scan/op.py": ("selective_scan.triton",),
     "mixer_step/op.py": ("mixer_step.triton",),
     "norm/op.py": ("norm.triton",),
+    "attnres/op.py": ("attnres.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),
     "matmul/op.py": ("matmul.triton",),
     "loss/launch.py": ("cross_entropy.triton",),

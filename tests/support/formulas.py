@@ -47,6 +47,19 @@ def rms_norm(
     return (y, h) if prenorm else y
 
 
+def attnres(
+    query: Tensor,
+    residuals: Tensor,
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    keys = rms_reference(residuals, rms_weight, 1e-6)
+    p = (scale * (keys * query).sum(-1)).softmax(0)
+    o = (p[..., None] * residuals).sum(0)
+    return o if output_rms_weight is None else rms_reference(o, output_rms_weight, 1e-6)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return layer_reference(x, weight, bias, EPS)
 

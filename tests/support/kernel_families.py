@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.attention import cache, eager, latent
 from slipstream.kernels.attention import op as attention_op
+from slipstream.kernels.attnres import op as attnres_op
 from slipstream.kernels.conv import fallback as conv_plain
 from slipstream.kernels.decay_gate import op as decay_gate
 from slipstream.kernels.gated_scan import eager as scan_eager
@@ -232,7 +233,27 @@ def _kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
     return distill.kl_rows(student, teacher, *rest)
 
 
+def _attnres(q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, eps: float, scale: float) -> tuple:
+    y, s = attnres_op.eager(q, rows, w, wo, eps, scale)
+    return y, s, torch.stack([(x.square().mean(-1) + eps).rsqrt() for x in rows]), s.logsumexp(0)
+
+
+def _attnres_back(
+    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, dy: Tensor, s: Tensor, *rest: Any
+) -> tuple:
+    return attnres_op._eager_backward(q, rows, w, wo, dy, *rest[-2:])
+
+
 FAMILIES = [
+    Family(
+        "attnres.triton",
+        sampled("attnres-normed"),
+        {
+            "attnres.triton.attnres:forward": _attnres,
+            "attnres.triton.attnres:backward": _attnres_back,
+        },
+        ("slipstream.kernels.attnres.op",),
+    ),
     Family(
         "attention.latent",
         latents,

@@ -15,8 +15,8 @@ from torch import Tensor
 from slipstream.ops import gdn2, kda, lightnet, rwkv4
 from slipstream.ops.activation import squared_relu
 from slipstream.ops.attention import attention
+from slipstream.ops.attnres import attnres
 from slipstream.ops.linear_attn import chunk_linear_attn
-from slipstream.ops.norm import rms_norm
 from slipstream.ops.rwkv7 import fused_recurrent_rwkv7
 
 # kda, gdn2
@@ -152,16 +152,10 @@ def fused_attnres(
 
     Source: Attention Residuals (2026), arXiv 2603.15031.
     """
-    if not residuals:
-        raise ValueError("residuals: want at least one tensor, got none")
-    streams = torch.stack([x.float() for x in residuals])
-    keys = rms_norm(streams, rms_weight.flatten(), eps=rms_eps)
-    p = (keys @ (query.flatten().float() * scale)).softmax(0)
-    o = (p[..., None] * streams).sum(0)
-    if output_rms_weight is not None:
-        o = rms_norm(o, output_rms_weight, eps=rms_eps)
-    o = o.to(residuals[0].dtype)
-    return (o, p) if return_weights else o
+    return attnres(
+        query.flatten(), list(residuals), rms_weight.flatten(), output_rms_weight, rms_eps=rms_eps,
+        scale=scale, return_weights=return_weights,
+    )  # fmt: skip
 
 
 # feature maps of the second order, as linear attention

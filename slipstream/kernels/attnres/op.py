@@ -1,0 +1,244 @@
+"""Attention over the depth: which implementation takes a call, its gradient, and plain torch.
+
+slipstream::attnres and slipstream::attnres_backward are the operators of the Triton kernels.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+
+# Those that the kernels take, and the most features of one.
+STREAMS, WIDEST = 16, 8192
+
+
+def attnres(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    eps: float,
+    scale: float,
+    impl: str | None,
+) -> tuple[Tensor, Tensor]:
+    """y [..., D] and p [L, ...], of which y has gradients."""
+    tries = choose(_CANDIDATES, tuple(residuals), impl, "attnres", residuals[0]).tries
+    if not is_triton(tries):
+        y, s = eager(query, residuals, weight, output_weight, eps, scale)
+        return y, s.detach().softmax(0)
+    shape = residuals[0].shape
+    rows = [x.reshape(-1, shape[-1]).contiguous() for x in residuals]
+    given = query.contiguous(), weight.contiguous(), output_weight
+    if needs_autograd(*given, *rows):
+        y, s, lse = _Attnres.apply(*given, eps, scale, tries, *rows)
+    else:
+        y, s, _, lse = forward(given[0], rows, *given[1:], eps, scale, tries)
+    return y.view(shape), (s - lse).exp().view(len(rows), *shape[:-1])
+
+
+class _Attnres(Function):
+    operator = "slipstream::attnres"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        weight: Tensor,
+        output_weight: Tensor | None,
+        eps: float,
+        scale: float,
+        impl: str,
+        *rows: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, s, rstd, lse = forward(query, list(rows), weight, output_weight, eps, scale, impl)
+        save(ctx, query, weight, output_weight, s, rstd, lse, *rows)
+        ctx.options = eps, scale, impl
+        ctx.mark_non_differentiable(s, lse)
+        return y, s, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        query, weight, output_weight, s, rstd, lse, *rows = saved
+        eps, scale, impl = ctx.options
+        da, dwo, *grads = backward(
+            query, rows, weight, output_weight, dy, s, rstd, lse, eps, scale, impl
+        )
+        dq, dw = da * weight * scale, da * query * scale
+        dwo = None if output_weight is None else dwo.to(output_weight.dtype)
+        return dq.to(query.dtype), dw.to(weight.dtype), dwo, None, None, None, *grads
+
+
+def eager(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """y [..., D] in the residuals' dtype and s [L, ...]."""
+    dtype = residuals[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    v = torch.stack([x.to(wide) for x in residuals])
+    rstd = (v.square().mean(-1) + eps).rsqrt()
+    s = (v @ (query.to(wide) * weight.to(wide) * scale)) * rstd
+    o = (s.softmax(0)[..., None] * v).sum(0)
+    if output_weight is not None:
+        o = o * (o.square().mean(-1, keepdim=True) + eps).rsqrt() * output_weight.to(wide)
+    return o.to(dtype), s
+
+
+def _eager_backward(
+    query: Tensor,
+    residuals: list[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    dy: Tensor,
+    eps: float,
+    scale: float,
+) -> list[Tensor]:
+    """As the kernels' backward."""
+
+    def grads() -> list[Tensor]:
+        a = query.float() * weight.float() * scale
+        given = [a, *([] if output_weight is None else [output_weight.float()]), *residuals]
+        leaves = [x.detach().clone().requires_grad_() for x in given]
+        last = None if output_weight is None else leaves[1]
+        rows = leaves[1:] if last is None else leaves[2:]
+        y, _ = eager(leaves[0], rows, torch.ones_like(leaves[0]), last, eps, 1.0)
+        return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
+
+    found = run_isolated(grads, dy.device)
+    return found if output_weight is not None else [found[0], found[0].new_empty(0), *found[1:]]
+
+
+def _unsupported_reason(*residuals: Tensor) -> str | None:
+    """Why the Triton kernels can't take a call, or None if they can."""
+    first = residuals[0]
+    if len(residuals) > STREAMS:
+        return f"there are more than {STREAMS} residuals"
+    if first.shape[-1] == 0:
+        return "there are no features"
+    if first.shape[-1] > WIDEST:
+        return f"there are more than {WIDEST} features"
+    return known_failure(lambda: _kind(residuals), first.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
+
+
+def _kind(residuals: Sequence[Tensor]) -> KernelKey:
+    return ("attnres.triton", residuals[0].dtype, residuals[0].shape[-1], len(residuals))
+
+
+def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str | None:
+    """The probe: rows of the same width."""
+    first, width = residuals[0], residuals[0].shape[-1]
+    made = {f"r{i}": numeric_probe.random_like(first, 37, width) for i in range(len(residuals))}
+    made |= {x: numeric_probe.random_like(first, width) for x in ("query", "weight")}
+    if output_weight is not None:
+        made["last"] = numeric_probe.random_like(first, width)
+
+    def of(run: Any, given: Any, *impl: str) -> Tensor:
+        rows = [given[f"r{i}"] for i in range(len(residuals))]
+        last, options = given.get("last"), (1e-6, width**-0.5, *impl)
+        return run(given["query"], rows, given["weight"], last, *options)[0]
+
+    return numeric_probe.mismatch(
+        lambda given: of(attnres, given, TRITON_OR_EAGER), lambda given: of(eager, given), made
+    )
+
+
+def _forward(
+    query: Tensor,
+    residuals: list[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    eps: float,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with _guard(impl, residuals, output_weight) as usable:
+        if usable:
+            from slipstream.kernels.attnres.triton import attnres as kernels
+
+            return kernels.forward(query, residuals, weight, output_weight, eps, scale)
+    y, s = eager(query, residuals, weight, output_weight, eps, scale)
+    rstd = torch.stack([(x.float().square().mean(-1) + eps).rsqrt() for x in residuals])
+    return y.contiguous(), s.float(), rstd, s.float().logsumexp(0)
+
+
+def _backward(
+    query: Tensor,
+    residuals: list[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    dy: Tensor,
+    s: Tensor,
+    rstd: Tensor,
+    lse: Tensor,
+    eps: float,
+    scale: float,
+    impl: str,
+) -> list[Tensor]:
+    """da, dwo (of no elements where there is no weight) and the gradients of the residuals."""
+    dy = dy.contiguous()
+    with _guard(impl, residuals, output_weight) as usable:
+        if usable:
+            from slipstream.kernels.attnres.triton import attnres as kernels
+
+            return kernels.backward(
+                query, residuals, weight, output_weight, dy, s, rstd, lse, eps, scale
+            )
+    return _eager_backward(query, residuals, weight, output_weight, dy, eps, scale)
+
+
+def _guard(impl: str, residuals: list[Tensor], output_weight: Tensor | None) -> Guard:
+    return Guard(
+        impl,
+        residuals[0].device,
+        lambda: _kind(residuals),
+        lambda: _mismatch(residuals, output_weight),
+    )
+
+
+def _forward_fake(
+    query: Tensor, residuals: list[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    first = residuals[0]
+    sizes = (len(residuals), first.shape[0])
+    s, rstd = (first.new_empty(sizes, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(first), s, rstd, first.new_empty(sizes[1], dtype=torch.float32)
+
+
+def _backward_fake(
+    query: Tensor, residuals: list[Tensor], weight: Tensor, output_weight: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    da = query.new_empty(query.shape[0], dtype=torch.float32)
+    dwo = da.new_empty(0) if output_weight is None else torch.empty_like(da)
+    return [da, dwo, *(torch.empty_like(x) for x in residuals)]
+
+
+_TENSORS = "Tensor query, Tensor[] residuals, Tensor weight, Tensor? output_weight"
+forward = KernelOp(
+    "attnres",
+    f"({_TENSORS}, float eps, float scale, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+backward = KernelOp(
+    "attnres_backward",
+    f"({_TENSORS}, Tensor dy, Tensor s, Tensor rstd, Tensor lse, float eps, float scale, "
+    "str impl) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)

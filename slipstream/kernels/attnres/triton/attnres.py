@@ -1,0 +1,241 @@
+"""Attention over the depth: each residual is read once forward, and once from memory backward.
+
+    s_l = scale (q w) . v_l rstd_l        rstd_l = 1 / sqrt(mean(v_l^2) + eps)
+    p = softmax(s)        o = sum_l p_l v_l        y = o, or o rstd_o w_o
+
+over L residuals of R rows of D features; L is at most STREAMS, an argument of the kernel each.
+Backward, with do the gradient of o, after that of its norm, and a = scale q w,
+
+    ds_l = p_l (do . v_l - do . o)
+    dv_l = p_l do + ds_l rstd_l (a - s_l rstd_l / D v_l)
+    da = sum over rows and l of ds_l rstd_l v_l        dw_o = sum over rows of dy o rstd_o
+
+A program takes a tile of rows; backward it reads the residuals twice, for o and for dv, of which
+the second time finds them in a cache. Backward programs go on to other rows and keep da and dw_o,
+each over a fixed share of them: the same inputs, the same bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.runtime.backends import device_of, sm_count
+from slipstream.runtime.launch_cache import cached
+
+STREAMS, ELEMENTS = 16, 2048
+# Elements of a row that a thread has, where the warps are no more than these: backward's of a row
+# of 8192 would spill registers with 16. Programs of backward a multiprocessor.
+A_THREAD, FORWARD_WARPS, BACKWARD_WARPS = 16, 16, 8
+PROGRAMS = 2
+
+
+@triton.jit
+def _stream(
+    p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, n, L: tl.constexpr
+):  # fmt: skip
+    """Pointer n of L: a number of the loop, as unrolled loads would all be kept."""
+    p = p0
+    if L > 1:
+        p = tl.where(n == 1, p1, p)
+    if L > 2:
+        p = tl.where(n == 2, p2, p)
+    if L > 3:
+        p = tl.where(n == 3, p3, p)
+    if L > 4:
+        p = tl.where(n == 4, p4, p)
+    if L > 5:
+        p = tl.where(n == 5, p5, p)
+    if L > 6:
+        p = tl.where(n == 6, p6, p)
+    if L > 7:
+        p = tl.where(n == 7, p7, p)
+    if L > 8:
+        p = tl.where(n == 8, p8, p)
+    if L > 9:
+        p = tl.where(n == 9, p9, p)
+    if L > 10:
+        p = tl.where(n == 10, p10, p)
+    if L > 11:
+        p = tl.where(n == 11, p11, p)
+    if L > 12:
+        p = tl.where(n == 12, p12, p)
+    if L > 13:
+        p = tl.where(n == 13, p13, p)
+    if L > 14:
+        p = tl.where(n == 14, p14, p)
+    if L > 15:
+        p = tl.where(n == 15, p15, p)
+    return p
+
+
+@triton.jit
+def _row(ptr, o_d, m_d):
+    return tl.load(ptr + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["R"])
+def attnres_fwd_kernel(
+    v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
+    v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr,
+    q_ptr, w_ptr, wo_ptr, y_ptr, s_ptr, rstd_ptr, lse_ptr, R, eps, scale,
+    L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Grid (R / BR). v, y [R, D]; s, rstd [L, R]; lse [R]."""
+    o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    m_r, m_d = o_r < R, o_d < D
+    o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
+    b_a = _row(q_ptr, o_d, m_d) * _row(w_ptr, o_d, m_d) * scale
+    b_max = tl.full([BR], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BR], tl.float32)
+    b_o = tl.zeros([BR, BD], tl.float32)
+    for n in range(L):
+        v_ptr = _stream(
+            v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
+        )  # fmt: skip
+        b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
+        b_rstd = tl.rsqrt(tl.sum(b_v * b_v, 1) / D + eps)
+        b_s = tl.sum(b_v * b_a, 1) * b_rstd
+        tl.store(s_ptr + o_r + n * R, b_s, mask=m_r)
+        tl.store(rstd_ptr + o_r + n * R, b_rstd, mask=m_r)
+        b_new = tl.maximum(b_max, b_s)
+        b_keep, b_p = tl.exp(b_max - b_new), tl.exp(b_s - b_new)
+        b_sum = b_sum * b_keep + b_p
+        b_o = b_o * b_keep[:, None] + b_p[:, None] * b_v
+        b_max = b_new
+    b_o = b_o / b_sum[:, None]
+    tl.store(lse_ptr + o_r, b_max + tl.log(b_sum), mask=m_r)
+    if wo_ptr is not None:
+        b_last = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)
+        b_o = b_o * b_last[:, None] * _row(wo_ptr, o_d, m_d)
+    tl.store(y_ptr + o, b_o.to(y_ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["R"])
+def attnres_bwd_kernel(
+    v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
+    v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr,
+    d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
+    d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr,
+    q_ptr, w_ptr, wo_ptr, dy_ptr, s_ptr, rstd_ptr, lse_ptr, da_ptr, dwo_ptr, R, eps, scale,
+    L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Grid (P). d [R, D] are the gradients of v; da, dwo [P, D] sums over a program's rows."""
+    pid, o_d = tl.program_id(0), tl.arange(0, BD)
+    m_d = o_d < D
+    b_a = _row(q_ptr, o_d, m_d) * _row(w_ptr, o_d, m_d) * scale
+    b_da, b_dwo = tl.zeros([1, BD], tl.float32), tl.zeros([1, BD], tl.float32)
+    for i in range(pid, tl.cdiv(R, BR), tl.num_programs(0)):
+        o_r = i * BR + tl.arange(0, BR).to(tl.int64)
+        m_r = o_r < R
+        o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
+        b_lse = tl.load(lse_ptr + o_r, mask=m_r, other=0.0)
+        b_o = tl.zeros([BR, BD], tl.float32)
+        for n in range(L):
+            v_ptr = _stream(
+                v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
+            )  # fmt: skip
+            b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
+            b_p = tl.exp(tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0) - b_lse)
+            b_o += b_p[:, None] * b_v
+        b_do = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
+        if wo_ptr is not None:
+            b_last = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)
+            b_u = b_o * b_last[:, None]
+            b_dwo += tl.sum(b_do * b_u, 0)[None, :]
+            b_do = b_do * _row(wo_ptr, o_d, m_d)
+            b_do = b_last[:, None] * (b_do - b_u * (tl.sum(b_do * b_u, 1) / D)[:, None])
+        b_delta = tl.sum(b_do * b_o, 1)
+        for n in range(L):
+            v_ptr = _stream(
+                v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
+            )  # fmt: skip
+            d_ptr = _stream(
+                d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
+            d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr, n, L,
+            )  # fmt: skip
+            b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
+            b_s = tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0)
+            b_rstd = tl.load(rstd_ptr + o_r + n * R, mask=m_r, other=0.0)
+            b_p = tl.exp(b_s - b_lse)
+            b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * b_rstd
+            b_dv = b_ds[:, None] * (b_a - (b_s * b_rstd / D)[:, None] * b_v)
+            b_dv += b_p[:, None] * b_do
+            tl.store(d_ptr + o, b_dv.to(d_ptr.dtype.element_ty), mask=m)
+            b_da += tl.sum(b_ds[:, None] * b_v, 0)[None, :]
+    at = pid.to(tl.int64) * D + o_d[None, :]
+    tl.store(da_ptr + at, b_da, mask=m_d[None, :])
+    if wo_ptr is not None:
+        tl.store(dwo_ptr + at, b_dwo, mask=m_d[None, :])
+
+
+def _tile(D: int, most: int) -> tuple[int, int, int]:
+    """BR, BD and warps."""
+    BD = triton.next_power_of_2(D)
+    return max(ELEMENTS // BD, 1), BD, min(max(BD // (32 * A_THREAD), 4), most)
+
+
+def _named(letter: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    given = [*tensors, *[None] * (STREAMS - len(tensors))]
+    return {f"{letter}{i}_ptr": x for i, x in enumerate(given)}
+
+
+def forward(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y [R, D], s and rstd [L, R], lse [R]; residuals [R, D], contiguous."""
+    first, L = residuals[0], len(residuals)
+    R, D = first.shape
+    y = torch.empty_like(first)
+    s, rstd = (first.new_empty(L, R, dtype=torch.float32) for _ in range(2))
+    lse = first.new_empty(R, dtype=torch.float32)
+    BR, BD, warps = _tile(D, FORWARD_WARPS)
+    if R > 0:
+        with device_of(first.device):
+            cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
+                **_named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
+                y_ptr=y, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse, R=R, eps=eps, scale=scale,
+                L=L, D=D, BR=BR, BD=BD, num_warps=warps,
+            )  # fmt: skip
+    return y, s, rstd, lse
+
+
+def backward(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    dy: Tensor,
+    s: Tensor,
+    rstd: Tensor,
+    lse: Tensor,
+    eps: float,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of scale q w [D] and of the output's weight [D] (of no elements where there is
+    none), float32, and of the residuals."""
+    first, L = residuals[0], len(residuals)
+    R, D = first.shape
+    grads = [torch.empty_like(x) for x in residuals]
+    BR, BD, warps = _tile(D, BACKWARD_WARPS)
+    programs = max(min(triton.cdiv(R, BR), PROGRAMS * sm_count(first.get_device())), 1)
+    da = first.new_zeros(programs, D, dtype=torch.float32)
+    dwo = None if output_weight is None else torch.zeros_like(da)
+    if R > 0:
+        with device_of(first.device):
+            cached(attnres_bwd_kernel)[(programs,)](
+                **_named("v", residuals), **_named("d", grads), q_ptr=query, w_ptr=weight,
+                wo_ptr=output_weight, dy_ptr=dy, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse, da_ptr=da,
+                dwo_ptr=dwo, R=R, eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD, num_warps=warps,
+            )  # fmt: skip
+    return [da.sum(0), da.new_empty(0) if dwo is None else dwo.sum(0), *grads]

@@ -1,0 +1,110 @@
+"""Attention residuals: a layer's input is a softmax over what the layers before it left."""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.kernels.attnres import op
+
+
+@overload
+def attnres(
+    query: Tensor,
+    residuals: list | tuple | Tensor,
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    *,
+    rms_eps: float = 1e-6,
+    scale: float = 1.0,
+    return_weights: Literal[False] = False,
+    impl: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attnres(
+    query: Tensor,
+    residuals: list | tuple | Tensor,
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    *,
+    rms_eps: float = 1e-6,
+    scale: float = 1.0,
+    return_weights: Literal[True],
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@checks.operator
+def attnres(
+    query: Tensor,
+    residuals: list | tuple | Tensor,
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    *,
+    rms_eps: float = 1e-6,
+    scale: float = 1.0,
+    return_weights: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the depth: a weighted sum of the L residuals of each token.
+
+        p = softmax over l of scale * query . rms_norm(r_l) * rms_weight
+        o = sum_l p_l r_l, or rms_norm(o) * output_rms_weight
+
+    Args:
+        query: [D], a layer's own, any floating dtype.
+        residuals: a list or tuple of L tensors [..., D] of one shape and dtype, or one tensor
+            [L, ..., D].
+        rms_weight: [D], of the norm of the residuals that scores see.
+        output_rms_weight: [D], of a norm of the sum, which the layer would begin with; None is
+            no norm.
+        rms_eps: of both norms.
+        scale: factor on the scores.
+        return_weights: return p too.
+        impl: None chooses; "triton" or "eager" is used or refused.
+
+    Returns:
+        o [..., D] in the residuals' dtype; with return_weights also p [L, ...], float32, without
+        gradients.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+
+    Cost: up to 16 residuals of 8192 features are read once and o is written; backward they are
+    read and their gradients written, and what is read again comes from a cache. Beyond that plain
+    torch, in float32. 5 L D flops a token.
+    Source: Kimi Team, "Attention Residuals" (arXiv 2603.15031).
+    """
+    if isinstance(residuals, Tensor):
+        if residuals.dim() < 2:
+            raise ValueError(f"residuals: want [L, ..., D], got shape {tuple(residuals.shape)}")
+        parts = list(residuals.unbind(0))
+    else:
+        parts = list(residuals)
+    if not parts:
+        raise ValueError("residuals: want at least one tensor, got none")
+    if not all(isinstance(x, Tensor) for x in parts):
+        raise TypeError(
+            f"residuals: want a torch.Tensor or a list of them, got {type(residuals).__name__}"
+        )
+    shape = parts[0].shape
+    if len(shape) == 0:
+        raise ValueError("residuals: want tensors [..., D], got one without dimensions")
+    for i, x in enumerate(parts):
+        checks.expect_shape(f"residuals[{i}]", x, tuple(shape))
+    D = shape[-1]
+    checks.expect_shape("query", query, (D,))
+    checks.expect_shape("rms_weight", rms_weight, (D,))
+    if output_rms_weight is not None:
+        checks.expect_shape("output_rms_weight", output_rms_weight, (D,))
+    given = {f"residuals[{i}]": x for i, x in enumerate(parts)}
+    checks.expect_floating(given)
+    checks.expect_one_dtype(given)
+    given |= {"query": query, "rms_weight": rms_weight, "output_rms_weight": output_rms_weight}
+    checks.expect_floating(given)
+    checks.expect_one_device(given)
+    weights = rms_weight, output_rms_weight
+    y, p = op.attnres(query, parts, *weights, float(rms_eps), float(scale), impl)
+    return (y, p) if return_weights else y

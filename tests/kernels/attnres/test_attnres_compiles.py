@@ -1,0 +1,34 @@
+"""The kernels of attention over the depth compiled for GPUs that need not be there: spills."""
+
+import pytest
+
+from slipstream.compiler.aot import compile_kernel
+from slipstream.runtime.backends import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+MODULE = "slipstream.kernels.attnres.triton.attnres"
+SUMS = {f"{name}_ptr": "*fp32" for name in ("s", "rstd", "lse")}
+
+
+@pytest.mark.parametrize(("L", "D", "warps"), [(9, 4096, 8), (16, 7168, 16), (3, 1024, 4)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_attnres_compiles(L: int, D: int, warps: int, backward: bool) -> None:
+    tensors = {f"v{i}_ptr": "*bf16" for i in range(L)} | SUMS
+    tensors |= {f"{name}_ptr": "*bf16" for name in ("q", "w", "wo")}
+    if backward:
+        tensors |= {f"d{i}_ptr": "*bf16" for i in range(L)} | {"dy_ptr": "*bf16"}
+        tensors |= {"da_ptr": "*fp32", "dwo_ptr": "*fp32"}
+    else:
+        tensors["y_ptr"] = "*bf16"
+    if backward:
+        warps = min(warps, 8)
+    BD = 1 << (D - 1).bit_length()
+    got = compile_kernel(
+        f"{MODULE}:attnres_{'bwd' if backward else 'fwd'}_kernel",
+        tensors,
+        {"L": L, "D": D, "BR": max(2048 // BD, 1), "BD": BD},
+        scalars={"R": "i32", "eps": "fp32", "scale": "fp32"},
+        warps=warps,
+        target="sm_90",
+    )
+    assert got.stack == 0
