@@ -2,7 +2,7 @@
 
     python bench/transformers_models.py                     0.35 B, on a GPU
     python bench/transformers_models.py --only "kimi.*patched"
-    python bench/transformers_models.py --cpu               the same models on this CPU, shorter
+    python bench/transformers_models.py --cpu               four layers of each on this CPU
 
 The kinds of Qwen3-Next, Kimi-Linear and Nemotron-H, without experts. torch: plain torch, where
 transformers falls back to it. fla: its kernels, where they are installed. patched:
@@ -77,6 +77,14 @@ SMALL_OWN: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
     },
 }  # fmt: skip
+FOUR_LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"num_hidden_layers": 4},
+    "kimi_linear": {
+        "num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+}  # fmt: skip
 WAYS = ("torch", "fla", "patched")
 PROMPT, DECODED, ROWS = 128, 24, (1, 16)
 # of the time that is left, how much compilers may take before those that are ready are measured
@@ -105,7 +113,8 @@ def model_of(kind: str, way: str, small: bool) -> Any:
     import transformers
 
     prefix, sizes = MODELS[kind]
-    sizes = {**sizes, **COMMON, **(SMALL | SMALL_OWN[kind] if small else {})}
+    fewer = FOUR_LAYERS[kind] if DEVICE.type == "cpu" else {}
+    sizes = {**sizes, **COMMON, **fewer, **(SMALL | SMALL_OWN[kind] if small else {})}
     config = getattr(transformers, f"{prefix}Config")(**sizes)
     config._attn_implementation = "slipstream" if way == "patched" else "sdpa"
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from slipstream.common import checks
 from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype
 from slipstream.kernels.selective_scan.op import kind, selective_scan
 from slipstream.kernels.selective_scan.reference import selective_scan_reference
+from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import DTYPES, triton_unsupported
 from slipstream.runtime.context_exchange import entry_states, tie
@@ -29,7 +30,14 @@ def unsupported_reason(inputs: ScanInputs) -> str | None:
     )
 
 
+def _sm90_unsupported(inputs: ScanInputs) -> str | None:
+    return sm90.unsupported_reason(inputs) or guarded_launch.known_failure(
+        lambda: kind(inputs, "sm90"), inputs.u.device
+    )
+
+
 CANDIDATES = (
+    Candidate("sm90", "kernels for sm_90", _sm90_unsupported),
     Candidate("triton", "portable Triton kernels, on CUDA", unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),

@@ -6,7 +6,7 @@ implementation, or several to try in order.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from slipstream.kernels.selective_scan.eager import (
     selective_scan_forward,
 )
 from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, empty_states
+from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
@@ -25,23 +26,44 @@ from slipstream.runtime.guarded_launch import Guard
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, (delta_softplus, impl) = ScanInputs(*args[:10]), args[10:]
+    inputs, (delta_softplus, for_backward, impl) = ScanInputs(*args[:10]), args[10:]
     if _has_no_states(inputs):
-        return _without_states(inputs, delta_softplus)
+        return _without_states(inputs, delta_softplus, *args[11:])
+    first = impl.partition("|")[0]
     with _guard(impl, inputs) as usable:
+        if usable and first == "sm90":
+            return _sm90().forward(inputs, delta_softplus, for_backward)
         if usable:
-            return _triton().forward(inputs, delta_softplus)
-    return selective_scan_forward(inputs, delta_softplus)
+            y, final, states = _triton().forward(inputs, delta_softplus)
+            return y, final, states if for_backward else _no_states(states)
+    y, final, states = selective_scan_forward(inputs, delta_softplus)
+    if first == "sm90" or not for_backward:  # whose backward makes them again
+        states = _states_of(impl, inputs, for_backward)
+    return y, final, states
+
+
+def _no_states(states: Tensor) -> Tensor:
+    return states.new_empty(0, *states.shape[1:])
+
+
+def _states_of(impl: str, inputs: ScanInputs, for_backward: bool) -> Tensor:
+    """Room for the states that backward reads, as implementations leave them."""
+    if impl.startswith("sm90"):
+        return sm90.empty_states(inputs, for_backward)
+    states = empty_states(inputs)
+    return states if for_backward else _no_states(states)
 
 
 def _has_no_states(inputs: ScanInputs) -> bool:
     return inputs.u.numel() == 0 or inputs.A.numel() == 0
 
 
-def _without_states(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _without_states(
+    inputs: ScanInputs, delta_softplus: bool, for_backward: bool, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, final, states = _fake_forward(*inputs, delta_softplus, for_backward, impl)
     if inputs.u.numel():  # N is 0: y = D u silu(z)
-        return selective_scan_forward(inputs, delta_softplus)
-    y, final, states = _fake_forward(*inputs)
+        return (*selective_scan_forward(inputs, delta_softplus)[:2], states)
     state = inputs.initial_state
     return y, final.zero_() if state is None else final.copy_(state), states
 
@@ -54,17 +76,26 @@ def _triton() -> Any:
     return launch
 
 
-def kind(inputs: ScanInputs) -> KernelKey:
+@cache
+def _sm90() -> Any:
+    from slipstream.kernels.selective_scan.sm90 import launch
+
+    return launch
+
+
+def kind(inputs: ScanInputs, name: str = "triton") -> KernelKey:
     """What a verdict on the kernels holds for."""
     dtypes = (None if x is None else x.dtype for x in inputs[:9])
-    return ("selective_scan.triton", inputs.A.shape[1], *dtypes)
+    return (f"selective_scan.{name}", inputs.A.shape[1], *dtypes)
 
 
 def _guard(impl: str, inputs: ScanInputs) -> Guard:
-    return Guard(impl, inputs.u.device, lambda: kind(inputs), lambda: _mismatch(inputs))
+    name = impl.partition("|")[0]
+    kind_of = partial(kind, inputs, name)
+    return Guard(impl, inputs.u.device, kind_of, lambda: _mismatch(inputs, name))
 
 
-def _mismatch(like: ScanInputs) -> str | None:
+def _mismatch(like: ScanInputs, kernels: str) -> str | None:
     """The probe: two packed sequences in two groups of channels, with what the call has."""
     device, N = like.u.device, like.A.shape[1]
     T, D, G, cuts = 150, 40, 2, [0, 50, 150]
@@ -94,24 +125,28 @@ def _mismatch(like: ScanInputs) -> str | None:
 
         return call
 
-    return numeric_probe.mismatch(run("triton|eager"), run("eager"), probe_inputs)
+    return numeric_probe.mismatch(run(f"{kernels}|eager"), run("eager"), probe_inputs)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = ScanInputs(*args[:10])
     u = inputs.u
     final = u.new_empty(inputs.sequences, *inputs.A.shape, dtype=compute_dtype(u))
-    return u.new_empty(u.shape), final, empty_states(inputs)
+    return u.new_empty(u.shape), final, _states_of(args[12], inputs, args[11])
 
 
 def _backward(*args: Any) -> list[Tensor]:
     inputs, (states, dy, dfinal, delta_softplus, impl) = ScanInputs(*args[:10]), args[10:]
-    args = (inputs, states, dy, dfinal, delta_softplus)
+    others = dy, dfinal, delta_softplus
+    is_sm90 = impl.startswith("sm90")
     if not _has_no_states(inputs):
         with _guard(impl, inputs) as usable:
             if usable:
-                return [x for x in _triton().backward(*args) if x is not None]
-    return [x for x in selective_scan_backward(*args) if x is not None]
+                launch = _sm90() if is_sm90 else _triton()
+                return [x for x in launch.backward(inputs, states, *others) if x is not None]
+        if is_sm90:
+            states = selective_scan_forward(inputs, delta_softplus)[2]
+    return [x for x in selective_scan_backward(inputs, states, *others) if x is not None]
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
@@ -124,7 +159,7 @@ _TENSORS = (
 )
 _call_forward = KernelOp(
     "selective_scan_forward",
-    f"({_TENSORS}, bool delta_softplus, str impl) -> (Tensor, Tensor, Tensor)",
+    f"({_TENSORS}, bool delta_softplus, bool for_backward, str impl) -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
     replay=True,
@@ -144,9 +179,9 @@ class _SelectiveScan(Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        y, final, states = _call_forward(*args)
+        y, final, states = _call_forward(*args[:11], True, args[12])
         save(ctx, *args[:10], states)
-        ctx.options = args[10:]
+        ctx.options = args[10], args[12]
         ctx.set_materialize_grads(False)
         return y, final
 
@@ -154,9 +189,9 @@ class _SelectiveScan(Function):
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None) -> Any:
         if dy is None and dfinal is None:
-            return (None,) * 12
+            return (None,) * 13
         grads = iter(_call_backward(*saved, dy, dfinal, *ctx.options))
-        return (*(None if x is None else next(grads) for x in saved[:9]), None, None, None)
+        return (*(None if x is None else next(grads) for x in saved[:9]), *(None,) * 4)
 
 
 _call_forward.set_gradient(_SelectiveScan.apply)
@@ -165,6 +200,6 @@ _call_forward.set_gradient(_SelectiveScan.apply)
 def selective_scan(inputs: ScanInputs, delta_softplus: bool, impl: str) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in u's dtype and the final state [S, D, N], with gradients."""
     if needs_autograd(*inputs[:9]):
-        return _SelectiveScan.apply(*inputs, delta_softplus, impl)
-    y, final, _ = _call_forward(*inputs, delta_softplus, impl)
+        return _SelectiveScan.apply(*inputs, delta_softplus, True, impl)
+    y, final, _ = _call_forward(*inputs, delta_softplus, False, impl)
     return y, final

@@ -217,8 +217,8 @@ def test_selective_scan_ops_pass_opcheck(is_packed: bool) -> None:
     args = inputs(B=1 if is_packed else 2, T=70, S=3 if is_packed else None, dtype=torch.float32)
     for given in (args, {**args, **dict.fromkeys(OPTIONAL)}):
         tensors = (*given.values(), cu_seqlens)
-        torch.library.opcheck(scan_op._call_forward.overload, (*tensors, True, "eager"))
-        y, final, states = scan_op._call_forward(*tensors, True, "eager")
+        torch.library.opcheck(scan_op._call_forward.overload, (*tensors, True, True, "eager"))
+        y, final, states = scan_op._call_forward(*tensors, True, True, "eager")
         for dy, dfinal in [(torch.randn_like(y), None), (None, torch.randn_like(final))]:
             torch.library.opcheck(
                 scan_op._call_backward.overload, (*tensors, states, dy, dfinal, True, "eager")

@@ -1,0 +1,219 @@
+"""The backward kernel: a program goes through sequences from the end, T tokens at a time.
+
+From the state that forward left before a tile it makes those within SUB tokens again, which wait in
+shared memory, and goes back over these; then over the SUB tokens before. What sums over channels,
+dB and dC, it leaves for each block of channels; what sums over tokens, dA, dD and the bias's, for
+each of the programs that share the sequences. Who launches it sums both in order: the same inputs,
+the same bits.
+"""
+
+from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.selective_scan.sm90.tiles import (
+    LN2,
+    LOG2E,
+    alloc_rows,
+    as_tile,
+    load_tokens,
+    load_vector,
+    sequence,
+    sigmoid,
+    state_layout,
+    step_size,
+    tile_layout,
+)
+
+
+@gluon.jit
+def _advance(h, A, dt_s, du_s, B_s, t, C_ROW: gl.constexpr, N_ROW: gl.constexpr):
+    """The state after token t."""
+    s_dt, s_du = dt_s.index(t).load(C_ROW), du_s.index(t).load(C_ROW)
+    s_B = B_s.index(t).load(N_ROW)
+    return gl.exp2(s_dt[:, None] * A) * h + s_du[:, None] * s_B[None, :]
+
+
+@gluon.jit
+def _load_wide(ptr, row, o_t, tokens, o_d, m_d):
+    return load_tokens(ptr, row, o_t, tokens, o_d, m_d).to(gl.float32)
+
+
+@gluon.jit
+def _store(ptr, o, x, m):
+    gl.store(ptr + o, x.to(ptr.dtype.element_ty), mask=m)
+
+
+@gluon.jit(do_not_specialize=["total", "blocks", "sequences", "programs", "rows"])
+def selective_scan_backward_sm90_kernel(
+    u_ptr,  # [tokens, D], a row each u_row
+    delta_ptr,
+    A_ptr,  # [N, D], float32
+    B_ptr,  # [tokens, G, N], a row each B_row
+    C_ptr,
+    D_ptr,  # [D]
+    z_ptr,
+    bias_ptr,  # [D]
+    s_in_ptr,  # [S, D, N]
+    states_ptr,  # [tokens // T, N, D], float32
+    dy_ptr,  # [tokens, D], a row each dy_row
+    dfinal_ptr,  # [S, D, N]
+    du_ptr,  # [tokens, D]
+    ddelta_ptr,
+    dz_ptr,
+    dA_ptr,  # [programs, N, D], float32
+    dB_ptr,  # [blocks, tokens, N], float32
+    dC_ptr,
+    dD_ptr,  # [programs, D], float32
+    dbias_ptr,
+    ds_in_ptr,  # [S, D, N]
+    cu_ptr,
+    total,  # tokens of a row of the batch
+    rows,  # tokens of all sequences
+    blocks,
+    sequences,
+    programs,
+    u_row,
+    delta_row,
+    z_row,
+    B_row,
+    C_row,
+    dy_row,
+    D: gl.constexpr,
+    N: gl.constexpr,
+    G: gl.constexpr,
+    SOFTPLUS: gl.constexpr,
+    T: gl.constexpr,
+    SUB: gl.constexpr,
+    NP: gl.constexpr,
+    CHANNELS: gl.constexpr,
+    LANES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """grid (blocks programs), blocks = G ceil(D / G / BD)"""
+    BD: gl.constexpr = CHANNELS * 32 // LANES * WARPS
+    NB: gl.constexpr = (D // G + BD - 1) // BD
+    S: gl.constexpr = state_layout(NP, CHANNELS, LANES, WARPS)
+    C_ROW: gl.constexpr = gl.SliceLayout(1, S)
+    N_ROW: gl.constexpr = gl.SliceLayout(0, S)
+    TILE: gl.constexpr = tile_layout(BD, WARPS)
+    OF_N: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    by_channels: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    i_b, i_p = gl.program_id(0) % blocks, gl.program_id(0) // blocks
+    i_g, first_d = i_b // NB, (i_b % NB) * BD
+    # channels as the states have them, and as the tiles
+    s_c, o_c = (
+        first_d + gl.arange(0, BD, C_ROW),
+        first_d + gl.arange(0, BD, gl.SliceLayout(0, TILE)),
+    )
+    s_d, o_d = i_g * (D // G) + s_c, i_g * (D // G) + o_c
+    m_d = o_c < D // G
+    s_n = gl.arange(0, NP, N_ROW)
+    o_n, o_bt = gl.arange(0, NP, gl.SliceLayout(0, OF_N)), gl.arange(0, T, gl.SliceLayout(1, OF_N))
+    o_t = gl.arange(0, SUB, gl.SliceLayout(1, TILE))
+    m_n = o_n < N
+    m_s = (s_c < D // G)[:, None] & (s_n < N)[None, :]
+    o_h = s_n[None, :] * D + s_d[:, None]
+    A = gl.load(A_ptr + o_h, mask=m_s, other=0.0) * LOG2E
+    b_bias = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
+    b_D = b_bias
+    if bias_ptr is not None:
+        b_bias += load_vector(bias_ptr, o_d, m_d)
+    if D_ptr is not None:
+        b_D += load_vector(D_ptr, o_d, m_d)
+    # dt, and in its place sum_n A w; dt u, and sum_n dh B; dy, and sum_n C h
+    dt_s, du_s, dy_s = alloc_rows(T, BD), alloc_rows(T, BD), alloc_rows(T, BD)
+    B_s, C_s = alloc_rows(T, NP), alloc_rows(T, NP)
+    h_s = gl.allocate_shared_memory(gl.float32, [SUB, BD, NP], by_channels)
+    dA = gl.zeros([BD, NP], gl.float32, S)
+    dD, dbias = gl.zeros([SUB, BD], gl.float32, TILE), gl.zeros([SUB, BD], gl.float32, TILE)
+    for i_n in range(i_p, sequences, programs):
+        begin, tokens = sequence(cu_ptr, i_n, total)
+        o_s = (s_d.to(gl.int64) + i_n * D)[:, None] * N + s_n[None, :]
+        # a_{t+1} dh_{t+1}
+        dh_after = gl.zeros([BD, NP], gl.float32, S)
+        if dfinal_ptr is not None:
+            dh_after += gl.load(dfinal_ptr + o_s, mask=m_s, other=0.0).to(gl.float32)
+        chunks = gl.cdiv(tokens, T)
+        for i in range(chunks):
+            i_c = chunks - 1 - i
+            first, left = begin + i_c * T, tokens - i_c * T
+            gl.thread_barrier()
+            for j in gl.static_range(T // SUB):
+                at, tail = first + j * SUB, left - j * SUB
+                m = (o_t < tail)[:, None] & m_d[None, :]
+                u = _load_wide(u_ptr + at * u_row, u_row, o_t, tail, o_d, m_d)
+                delta = _load_wide(delta_ptr + at * delta_row, delta_row, o_t, tail, o_d, m_d)
+                dy = _load_wide(dy_ptr + at * dy_row, dy_row, o_t, tail, o_d, m_d)
+                if z_ptr is not None:
+                    z = _load_wide(z_ptr + at * z_row, z_row, o_t, tail, o_d, m_d)
+                    dy = dy * z * sigmoid(z)
+                dt = step_size(delta + b_bias[None, :], m, SOFTPLUS)
+                as_tile(dt_s, T, BD).slice(j * SUB, SUB).store(dt)
+                as_tile(du_s, T, BD).slice(j * SUB, SUB).store(dt * u)
+                as_tile(dy_s, T, BD).slice(j * SUB, SUB).store(dy)
+            p_B, p_C = B_ptr + first * B_row + i_g * N, C_ptr + first * C_row + i_g * N
+            as_tile(B_s, T, NP).store(_load_wide(p_B, B_row, o_bt, left, o_n, m_n))
+            as_tile(C_s, T, NP).store(_load_wide(p_C, C_row, o_bt, left, o_n, m_n))
+            gl.thread_barrier()
+            p_h = states_ptr + (begin // T + i_c - 1) * (N * D) + o_h
+            o_bc = ((i_b % NB + i_g * NB).to(gl.int64) * rows + first) * N + s_n
+            for k in range(T // SUB):
+                j_first = T - SUB - k * SUB
+                h = gl.load(p_h, mask=m_s & (i_c > 0), other=0.0)
+                if s_in_ptr is not None:
+                    h += gl.load(s_in_ptr + o_s, mask=m_s & (i_c == 0), other=0.0).to(gl.float32)
+                for t in range(0, j_first, 4):
+                    for j in gl.static_range(4):
+                        h = _advance(h, A, dt_s, du_s, B_s, t + j, C_ROW, N_ROW)
+                gl.thread_barrier()
+                for j in gl.static_range(SUB):
+                    h_s.index(j).store(h)
+                    h = _advance(h, A, dt_s, du_s, B_s, j_first + j, C_ROW, N_ROW)
+                for j in gl.static_range(SUB):
+                    t_back = j_first + SUB - 1 - j
+                    s_dt, s_du = dt_s.index(t_back).load(C_ROW), du_s.index(t_back).load(C_ROW)
+                    s_dy = dy_s.index(t_back).load(C_ROW)
+                    s_B, s_C = B_s.index(t_back).load(N_ROW), C_s.index(t_back).load(N_ROW)
+                    before = h_s.index(SUB - 1 - j).load(S)
+                    dh = dh_after + s_dy[:, None] * s_C[None, :]
+                    dh_after = dh * gl.exp2(s_dt[:, None] * A)
+                    w = dh_after * before
+                    dA += w * s_dt[:, None]
+                    m_bc = (s_n < N) & (t_back < left)
+                    gl.store(dC_ptr + o_bc + t_back * N, gl.sum(h * s_dy[:, None], 0), mask=m_bc)
+                    gl.store(dB_ptr + o_bc + t_back * N, gl.sum(dh * s_du[:, None], 0), mask=m_bc)
+                    dt_s.index(t_back).store(gl.sum(w * A, 1))
+                    du_s.index(t_back).store(gl.sum(dh * s_B[None, :], 1))
+                    if dz_ptr is not None:
+                        dy_s.index(t_back).store(gl.sum(h * s_C[None, :], 1))
+                    h = before
+            gl.thread_barrier()
+            for j in gl.static_range(T // SUB):
+                at, tail = first + j * SUB, left - j * SUB
+                m = (o_t < tail)[:, None] & m_d[None, :]
+                u = _load_wide(u_ptr + at * u_row, u_row, o_t, tail, o_d, m_d)
+                x = _load_wide(delta_ptr + at * delta_row, delta_row, o_t, tail, o_d, m_d)
+                x += b_bias[None, :]
+                dout = _load_wide(dy_ptr + at * dy_row, dy_row, o_t, tail, o_d, m_d)
+                dy = dout
+                o = (at + o_t[:, None]) * D + o_d[None, :]
+                if z_ptr is not None:
+                    z = _load_wide(z_ptr + at * z_row, z_row, o_t, tail, o_d, m_d)
+                    gate = sigmoid(z)
+                    dy = dout * z * gate
+                    y = as_tile(dy_s, T, BD).slice(j * SUB, SUB).load(TILE) + b_D[None, :] * u
+                    _store(dz_ptr, o, dout * y * gate * (1.0 + z * (1.0 - gate)), m)
+                dx = as_tile(du_s, T, BD).slice(j * SUB, SUB).load(TILE)
+                ddelta = u * dx + as_tile(dt_s, T, BD).slice(j * SUB, SUB).load(TILE) * LN2
+                if SOFTPLUS:
+                    ddelta = ddelta * sigmoid(x)
+                ddelta = gl.where(m, ddelta, 0.0)
+                _store(du_ptr, o, step_size(x, m, SOFTPLUS) * dx + b_D[None, :] * dy, m)
+                _store(ddelta_ptr, o, ddelta, m)
+                dD += dy * u
+                dbias += ddelta
+        if ds_in_ptr is not None:
+            _store(ds_in_ptr, o_s, dh_after, m_s)
+    gl.store(dA_ptr + i_p.to(gl.int64) * (N * D) + o_h, dA, mask=m_s)
+    if dD_ptr is not None:
+        gl.store(dD_ptr + i_p * D + o_d, gl.sum(dD, 0), mask=m_d)
+    if dbias_ptr is not None:
+        gl.store(dbias_ptr + i_p * D + o_d, gl.sum(dbias, 0), mask=m_d)
