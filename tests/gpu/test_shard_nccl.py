@@ -46,7 +46,8 @@ def _large(rank: int) -> None:
     torch.cuda.set_sync_debug_mode("error")
     got = found(given, target, group=dist.group.WORLD)
     torch.cuda.set_sync_debug_mode("default")
-    want = found([x.double() for x in (hidden, weight, bias)], target)
+    # no kernel computes in float64
+    want = found([x.double() for x in (hidden, weight, bias)], target, impl="eager")
     wanted = [want[0], want[1], want[2][mine], want[3][mine]]
     for x, y, most in zip(got, wanted, (1e-4, 8e-3, 8e-3, 8e-3)):
         assert (x.double() - y).norm() < most * y.norm()

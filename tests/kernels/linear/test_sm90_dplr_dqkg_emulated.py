@@ -194,7 +194,11 @@ def pointers(*given: Tensor | None) -> list[Any]:
     return [None if x is None else emulator.Pointer(x) for x in given]
 
 
-def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
+# of the kernel of strong chunks: 16 tokens decay by less than 2^-160 here, and by more than 2^-2
+LIMITS = {"levels": 1.0, "blocks": 80.0}
+
+
+def gradients(walked: Walked, kernel: str) -> dict[str, Tensor]:
     """By a kernel: of q, k, a, b and g for each value head, and of beta what it knows of it."""
     terms, do = walked.terms, walked.do
     B, T, HV, V = terms.v.shape
@@ -218,7 +222,8 @@ def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
     )  # fmt: skip
     flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
     sizes = (T, terms.sequences, HV, H, B * T)
-    if levels:
+    if kernel in LIMITS:
+        flags |= {"LIMIT": LIMITS[kernel], "SHIFT": 80.0}
         strong = torch.ones(chunks, HV, dtype=torch.int32)
         args = (*pointers(*given, terms.g), *read, *pointers(strong), *rest, SCALE, *sizes)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
@@ -230,15 +235,15 @@ def gradients(walked: Walked, levels: bool) -> dict[str, Tensor]:
     return made
 
 
-@pytest.mark.parametrize("levels", [False, True], ids=["whole", "levels"])
+@pytest.mark.parametrize("kernel", ["whole", *LIMITS])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_match_reference(case: tuple, levels: bool) -> None:
+def test_gradients_match_reference(case: tuple, kernel: str) -> None:
     terms = inputs(case)
     _, T, H, HV, K, *_ = case
     B = terms.q.shape[0]
     end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
     do = torch.randn_like(terms.v)
-    got = gradients(Walked(terms, do), levels)
+    got = gradients(Walked(terms, do), kernel)
     names = [n for n in ("q", "k", "a", "b", "g", "beta") if getattr(terms, n) is not None]
     live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
     for n in (*names, "v"):

@@ -230,7 +230,14 @@ class Sm90Dplr(TritonDplr):
             maxnreg=168,  # of 12 warps: what all partitions share
         )
         launch = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * chunks * HV,)]
-        launch(**pointers(terms, "qkabg"), strong_ptr=strong, **common, num_warps=8)
+        launch(
+            **pointers(terms, "qkabg"),
+            strong_ptr=strong,
+            LIMIT=ANCHORED_TILES[terms.v.dtype],
+            SHIFT=SHIFT[terms.v.dtype],
+            **common,
+            num_warps=8,
+        )
 
 
 def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:

@@ -18,6 +18,7 @@ from slipstream.kernels.linear.sm90.common.device import locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
 from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
+    BLOCK,
     END,
     LEVELS,
     LOWEST,
@@ -28,7 +29,6 @@ from slipstream.kernels.linear.sm90.dplr.wy import LOG2E, ROUNDING, add, decay_o
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 FLAGS_PER_LOAD = gl.constexpr(16)  # marks that are looked at together
-BLOCK = gl.constexpr(4)  # levels within 16 tokens
 
 
 @gluon.jit

@@ -8,6 +8,15 @@ siblings, times
 
 is what comes to q and s there and to w and u here. dg is what each exponent gives to its gates:
 at a level x dx, at the edges of the chunk that of the states. No sum is a difference of larger.
+
+Where no 16 tokens decay by more than 2^-2 LIMIT, pairs within them come at once, in place of four
+levels: with G the sum of gates from the first of them on,
+
+    r_t = q_t exp(G_t) or s_t exp(G_t)    dr = D n      n_t = w_t exp(-G_t) or u_t exp(-G_t)
+                                          dn = D^T r    dg_t = sum over i >= t of (r dr - n dn)_i
+
+whose differences are of the same products, as in dqkg.py. G is shifted by log2: half of what bf16
+can hold is above 1.
 """
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -23,10 +32,12 @@ from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     products_of_states,
 )
 from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
+    BLOCK,
     END,
     LEVELS,
     LOWEST,
     START,
+    WITHIN,
     gates_seen,
     sum_gates,
 )
@@ -156,10 +167,118 @@ def through_states(
 
 
 @gluon.jit
+def triangle(score, none, layout: gl.constexpr, LATER: gl.constexpr, C: gl.constexpr):
+    """A score's gradient, of pairs within 16 tokens: rows are LATER than columns, or earlier."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :] + none
+    b = score.load(layout)
+    ordered = i > j if LATER else i < j
+    return gl.where(ordered & (i >> BLOCK == j >> BLOCK), b, gl.zeros_like(b))
+
+
+@gluon.jit
+def two_triangles(scores, ops, i, j, LATER: gl.constexpr, none, zero):
+    """Of scores i and j, times the two tiles of ops."""
+    ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
+    C: gl.constexpr = ops.shape[1]
+    b_d = triangle(scores.index(i), none, ca, LATER, C)
+    b = warpgroup_mma(b_d, ops.index(none), zero, use_acc=False, is_async=True)
+    b = warpgroup_mma_wait(0, deps=(b,))  # or both left operands would take registers
+    b_d = triangle(scores.index(j), none, ca, LATER, C)
+    b = warpgroup_mma(b_d, ops.index(none + 1), b, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b,))
+
+
+@gluon.jit
+def one_triangle(scores, ops, i, LATER: gl.constexpr, none, zero):
+    ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
+    b_d = triangle(scores.index(i), none, ca, LATER, ops.shape[1])
+    b = warpgroup_mma(b_d, ops.index(none), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(b,))
+
+
+@gluon.jit
+def decayed(ins, j, b_w, act: gl.constexpr):
+    """An operand of products, rounded as it is there: what cancels in sums does to the last bit."""
+    layout: gl.constexpr = b_w.type.layout
+    return (rows_of(ins, j, layout) * b_w).to(act).to(gl.float32)
+
+
+@gluon.jit
+def within_blocks(
+    scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T,
+    SHIFT: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """By way of pairs within 16 tokens."""
+    C: gl.constexpr = ops.shape[1]
+    act: gl.constexpr = ops.dtype
+    cl: gl.constexpr = b_dg.type.layout
+    ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
+    zero = gl.zeros_like(b_dg)
+    # 0, another one each time, as dqkg_device.seen has it
+    none = T + LEVELS >> 31 << 10
+    b_e = sum_gates(
+        gates_seen(C, ca, WITHIN, none, False, True), gates.index(none), gates.index(none + 1), zero
+    )
+    b_n = gl.exp2(-b_e - SHIFT)
+    ops.index(none).store((rows_of(ins, none + 2, cl) * b_n).to(act))
+    if not DELTA:
+        ops.index(none + 1).store((rows_of(ins, none + 3, cl) * b_n).to(act))
+    fence_async_shared()
+    gl.thread_barrier()
+    b_r = gl.exp2(b_e + SHIFT)
+    if DELTA:
+        b_p = one_triangle(scores, ops, none, True, none, zero)
+    else:
+        b_p = two_triangles(scores, ops, none, none + 2, True, none, zero)
+    b_dq += b_p * b_r
+    b_x = decayed(ins, none, b_r, act) * b_p
+    if DELTA:
+        b_p = one_triangle(scores, ops, none + 1, True, none, zero)
+        b_x += decayed(ins, none + 1, b_r, act) * b_p
+    else:
+        b_r *= gl.exp2(-sum_of_halves(gates, none, cl))
+        b_p = two_triangles(scores, ops, none + 1, none + 3, True, none, zero)
+        seen = gates_seen(C, ca, WITHIN, none, True, False)
+        b_y = decayed(ins, none + 1, b_r, act) * b_p
+        b_dg = in_halves_to_gates(seen, b_y, sums.index(none), b_dg)
+    b_da += b_p * b_r
+    gl.thread_barrier()
+    none = T + LEVELS + 2 >> 31 << 10
+    ops.index(none + 1).store((rows_of(ins, none + 1, cl) * b_r).to(act))
+    b_r = gl.exp2(b_e + SHIFT)
+    ops.index(none).store((rows_of(ins, none, cl) * b_r).to(act))
+    fence_async_shared()
+    gl.thread_barrier()
+    b_n = gl.exp2(-b_e - SHIFT)
+    b_p = two_triangles(scores, ops, none, none + 1, False, none, zero)
+    b_dw += b_p * b_n
+    b_x -= decayed(ins, none + 2, b_n, act) * b_p
+    if not DELTA:
+        b_p = two_triangles(scores, ops, none + 2, none + 3, False, none, zero)
+        b_du += b_p * b_n
+        b_x -= decayed(ins, none + 3, b_n, act) * b_p
+    seen = gates_seen(C, ca, WITHIN, none, True, True)
+    b_dg = in_halves_to_gates(seen, b_x, sums.index(none), b_dg)
+    return b_dq, b_da, b_dw, b_du, b_dg
+
+
+@gluon.jit
+def in_halves_to_gates(seen, b_x, buffer, b_dg):
+    """As to_gates, b_x as a bf16 number and what that leaves: what cancels is larger than sums."""
+    b_dg = to_gates(seen, b_x, buffer, b_dg)
+    return to_gates(seen, b_x - b_x.to(gl.bfloat16).to(gl.float32), buffer, b_dg)
+
+
+@gluon.jit
 def through_scores(
-    scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T, DELTA: gl.constexpr
-):
-    """And by way of the scores, level by level."""
+    scores, ops, ins, sums, gates, lowest, b_dq, b_da, b_dw, b_du, b_dg, T,
+    LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """And by way of the scores: of 16 tokens at once if their gates allow, and level by level.
+
+    lowest: the least sum of gates of 16 tokens.
+    """
     C: gl.constexpr = ops.shape[1]
     BK: gl.constexpr = ops.shape[2]
     act: gl.constexpr = ops.dtype
@@ -167,7 +286,13 @@ def through_scores(
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
     zero = gl.zeros([C, BK], gl.float32, cl)
-    for level in range(LEVELS):
+    first = 0
+    if lowest >= -2 * LIMIT:
+        b_dq, b_da, b_dw, b_du, b_dg = within_blocks(
+            scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T, SHIFT, DELTA
+        )
+        first = BLOCK
+    for level in range(first, LEVELS):
         # 0, another one each turn, as dplr_grads_parts.seen has it
         now = T + level >> 31 << 10
         later = (((o_c + now >> level) & 1) == 1)[:, None]
@@ -262,7 +387,7 @@ def one_chunk(
     dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr,
     dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     """BK channels of one chunk and value head."""
     NK: gl.constexpr = K // BK
@@ -320,6 +445,8 @@ def one_chunk(
     fence_async_shared()
     gl.thread_barrier()
     b_total = gl.exp2(gl.sum(b_g, 0))
+    b_lowest = gl.sum(gl.reshape(b_g, [C >> BLOCK, 1 << BLOCK, BK]), 1)
+    lowest = gl.min(gl.min(b_lowest, 1), 0)
     b_dq, b_da, b_dw, b_du, b_dg = through_states(
         ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
         vs.index(none), ins, sums, gates, full, b_total, m, T, none, scale, V, DELTA,
@@ -327,7 +454,7 @@ def one_chunk(
     for s in gl.static_range(NS):
         make_symmetric(scores.index(s), num_rows, none, C)
     b_dq, b_da, b_dw, b_du, b_dg = through_scores(
-        scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T, DELTA
+        scores, ops, ins, sums, gates, lowest, b_dq, b_da, b_dw, b_du, b_dg, T, LIMIT, SHIFT, DELTA
     )
 
     # made anew: the ones above would take registers all the while
@@ -391,6 +518,8 @@ def dplr_intra_safe_bwd_sm90_kernel(
     C: gl.constexpr,
     DELTA: gl.constexpr,
     PACKED: gl.constexpr,
+    LIMIT: gl.constexpr,
+    SHIFT: gl.constexpr,
 ):
     """grid (K / BK * chunks * HV,), 8 warps: BK channels of one chunk and value head a program."""
     unit = gl.program_id(0)
@@ -400,5 +529,5 @@ def dplr_intra_safe_bwd_sm90_kernel(
         q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
         dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr, dk_ptr,
         da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
-        K, V, BK, C, DELTA, PACKED,
+        K, V, BK, C, DELTA, PACKED, LIMIT, SHIFT,
     )  # fmt: skip

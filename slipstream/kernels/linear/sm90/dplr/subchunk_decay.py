@@ -7,15 +7,17 @@ later half sees what the earlier half beside it wrote. With the seam of two halv
           sum of g from t + 1 to the seam   in an earlier one
 
 the decay of such a pair is exp(e_i + e_j), both at most 1. Levels 0 to 5 have every pair of a chunk
-once. No sum is a difference of larger ones.
+once. No sum is a difference of larger ones. Levels 0 to BLOCK - 1 are the pairs within 16 tokens.
 """
 
 from slipstream.kernels.primitives.gluon_compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 
 LEVELS = gl.constexpr(6)
 LOWEST = gl.constexpr(-256.0)  # of gates, as Triton's kernels take them
+BLOCK = gl.constexpr(4)  # levels within 16 tokens
 START = gl.constexpr(-1)
 END = gl.constexpr(-2)
+WITHIN = gl.constexpr(-3)
 
 
 @gluon.jit
@@ -24,8 +26,8 @@ def gates_seen(
 ):
     """[C, C]: whether row i's exponent has gate t in it; BACK: row t, whether it is in i's.
 
-    level: or START, from the chunk's first gate on, or END, up to its last. INCLUSIVE: a read
-    has its.
+    level: or START, from the chunk's first gate on, or END, up to its last, or WITHIN, from the
+    first of its 16 tokens on. INCLUSIVE: a read has its.
     none: 0, and no compiler knows it (dplr_grads_parts.seen).
     """
     i = gl.arange(0, C, gl.SliceLayout(0 if BACK else 1, layout)) + none
@@ -39,6 +41,8 @@ def gates_seen(
         seen = past
     elif level is END:
         seen = t > i
+    elif level is WITHIN:
+        seen = past & (i >> BLOCK == t >> BLOCK)
     else:
         later = ((i >> level) & 1) == 1
         seen = ((i >> level) == (t >> level)) & gl.where(later, past, t > i)
