@@ -184,7 +184,7 @@ def test_missing_package_is_named_with_its_extra(missing: str, extra: str, tmp_p
     assert done.returncode == 1 and missing in line and f"pip install 'slipstream[{extra}]'" in line
 
 
-def test_command_whose_output_is_not_read_ends_without_a_word(
+def test_command_ends_quietly_where_nothing_reads_its_output(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
