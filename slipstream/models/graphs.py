@@ -63,14 +63,14 @@ class Step:
 
 @dataclass
 class Decoding:
-    """How a model's generate has run its decoding steps, as `model.decoding`.
+    """Counts how a model's generate ran its decoding steps, and turns graphs off: `model.decoding`.
 
     Attributes:
         captures: graphs that were made: CUDA graphs or, on a CPU, lists of kernels.
         replays: steps that were a replay, the one at a capture included.
         eager: steps that ran without a graph: the first of each graph, and all where there is none.
-        reason: why the last generate could use no graph, or None.
-        enabled: set it to False to run all steps without.
+        reason: why the last generate used no graph, or None.
+        enabled: set it to False to run all steps without a graph.
 
     The caches of up to 4 batch sizes, with their graphs, are kept for the next generate; free()
     gives their memory back. A cache that generate returns, or got, is the caller's.
@@ -98,7 +98,7 @@ class Decoding:
         self.kept.clear()
 
     def begin(self, model: nn.Module) -> None:
-        """Before a generate."""
+        """Called by generate before its first step."""
         self.reason = self._failure or why_not(model)
         self.active = self.enabled and self.reason is None
 

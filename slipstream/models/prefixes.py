@@ -10,15 +10,15 @@ from slipstream.models.cache import StateCache
 
 
 class PrefixCache:
-    """Keeps the states of a model after every so many tokens of the prompts that it has seen.
+    """Stores a model's states at regular distances in prompts, for prompts that begin the same way.
 
         cache = prefixes.prefill(input_ids)
         text = model.generate(input_ids, cache=cache)  # past_key_values= before transformers 5.24
 
     Args:
         model: a SlipstreamForCausalLM, whose weights stay as they are.
-        every: tokens from one kept state to the next, a multiple of 64.
-        max_bytes: of all that is kept; what was not used for longest goes first.
+        every: tokens from one stored state to the next, a multiple of 64.
+        max_bytes: of all stored states; the least recently used go first.
 
     Cost: a copy of the states every so many tokens; a softmax layer's grows with the prefix.
     """

@@ -86,11 +86,11 @@ def mixer_step(
         state_indices: the slot of each sequence [B] in both pools, int32 or int64, no slot twice;
             where it is negative nothing is read or written and y is 0. Sequence n has slot n if
             None, and the pools then have B slots. May change between replays of a CUDA graph.
-        num_pending: of the T tokens, how many are once more those of the last call, drafts then,
-            which come first; num_accepted says how many of them count.
-        num_accepted: [B], int32 or int64: the states and windows that are left are those after so
-            many of the pending tokens, and the new tokens, which follow on these, leave no trace:
-            they are pending in the next call. So drafts are verified, and rejected without a copy.
+        num_pending: how many of the T tokens, the first ones, are the drafts of the last call,
+            given once more.
+        num_accepted: [B], int32 or int64: how many of the pending tokens were right. These move
+            the states and windows on; the new tokens are computed after them and do not, since
+            they are pending in the next call. So a wrong draft costs no copy of a state.
         conv_state: the windows [slots, C, W], as short_convolution returns them, or [slots, C,
             W - 1]; any floating dtype and strides. C = 2 H K + HV V.
         conv_weight, conv_bias: [C, W] and [C].
@@ -125,8 +125,8 @@ def mixer_step(
         ValueError, TypeError: an argument does not fit the others; the message names it.
         NotImplementedError: a gradient is wanted.
 
-    Cost: 8 T HV K V flops; HV K V numbers of state read and written for each sequence, which is all
-    the time there is from a few sequences on.
+    Cost: 8 T HV K V flops; HV K V numbers of state read and written for each sequence. From a few
+    sequences on, this traffic takes all of the time.
     """
     checks.expect_rank("q", q, 4, "[B, T, H, K]")
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
