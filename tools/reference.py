@@ -27,7 +27,7 @@ GROUPS = {
     "Convolution and token shift": "conv causal_conv1d token_shift",
     "Positions and embedding": "rotary embedding",
     "Activations": "activation",
-    "Losses": "loss distill",
+    "Losses": "loss distill log_probs",
     "Matrix product": "matmul config",
 }
 MODULES = {

@@ -61,6 +61,7 @@ from slipstream.ops.lightning_attn import (
 )
 from slipstream.ops.linear_attn import chunk_linear_attn as chunk_linear_attn
 from slipstream.ops.linear_attn import fused_recurrent_linear_attn as fused_recurrent_linear_attn
+from slipstream.ops.log_probs import linear_log_probs as linear_log_probs
 from slipstream.ops.loss import cross_entropy as cross_entropy
 from slipstream.ops.loss import linear_cross_entropy as linear_cross_entropy
 from slipstream.ops.matmul import MatmulConfig as MatmulConfig

@@ -47,6 +47,23 @@ def rms_norm(
     return (y, h) if prenorm else y
 
 
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
+    log_p = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+    live = target != -100
+    chosen = log_p.gather(-1, torch.where(live, target, 0)[..., None])[..., 0]
+    chosen = torch.where(live, chosen, 0)
+    if not return_entropy:
+        return chosen
+    return chosen, torch.where(live, -(log_p.exp() * log_p).sum(-1), 0)
+
+
 def attnres(
     query: Tensor,
     residuals: Tensor,
