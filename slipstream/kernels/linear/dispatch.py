@@ -15,9 +15,11 @@ from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 from slipstream.kernels.linear.op import Linear, call_forward
 from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTH, is_vector_decay
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
 from slipstream.kernels.linear.wide_heads import (
+    HeadGroups,
     groups_of,
     join_heads,
     shapes_of_split,
@@ -97,10 +99,8 @@ def run(
         o, state = linear_reference(terms, scale)
     else:
         chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-        groups, given = None, terms
-        if plan.impl not in PLAIN and terms.max_head_dim > MAX_HEAD_DIM:
-            groups = groups_of(terms)
-            given = split_heads(terms, groups)
+        groups = None if plan.impl in PLAIN else plan.groups
+        given = terms if groups is None else split_heads(terms, groups)
         arguments = scale, chunk, plan.tries, groups is not None and groups.rows > 1
         if needs_autograd(*given):
             o, state = Linear.apply(*arguments, *given)
@@ -135,7 +135,7 @@ def _run_across_ranks(
     context.expect_no_offsets(terms.cu_seqlens, options.impl)
     initial_state = terms.initial_state
     terms = terms._replace(initial_state=None, cu_seqlens=context.offsets_on(terms.q.device))
-    key = signature(terms, options.chunk_size, options.impl, recurrent)
+    key = signature(terms, options.chunk_size, options.impl, recurrent, "context")
     if key is not None:
         key = (*key, autocast_dtype(terms.q))
     plan = _PLANS.get(key, lambda: _checked(terms, names, options, recurrent))
@@ -180,17 +180,47 @@ def _scale(terms: LinearInputs, options: LinearOptions) -> float:
     return max(terms.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
 
 
+class _Plan(NamedTuple):
+    """What runs a call, and how its heads are split for that, if they are."""
+
+    impl: str
+    tries: str
+    groups: HeadGroups | None
+
+
 def _checked(
     terms: LinearInputs, names: Mapping[str, str], options: LinearOptions, recurrent: bool
-) -> Selection:
+) -> _Plan:
     """Looks at nothing but shapes, dtypes and devices."""
     check(terms, names, options, recurrent)
-    return plan_for(as_autocast(terms), options.impl)
+    terms = as_autocast(terms)
+    groups = groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
+    if not recurrent and options.context is None:
+        groups = _groups_for_sm90(terms, options.impl) or groups
+    chosen = plan_for(terms, options.impl, groups)
+    return _Plan(chosen.impl, chosen.tries, groups)
 
 
-def plan_for(terms: LinearInputs, impl: str | None) -> Selection:
+def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None:
+    """Columns of V by which the kernels for sm_90 take heads that they do not take as they are.
+
+    Rows are not split for that: adding up their outputs costs what the kernels gain.
+    """
+    if impl not in (None, "sm90") or terms.transition != "none" or is_vector_decay(terms):
+        return None
+    if sm90_unsupported(terms) is None:
+        return None
+    groups = groups_of(terms, SCALAR_DECAY_WIDTH)
+    if groups.rows > 1 or groups.columns * groups.V != terms.v.shape[-1]:
+        return None
+    return None if sm90_unsupported(shapes_of_split(terms, groups)) else groups
+
+
+def plan_for(terms: LinearInputs, impl: str | None, groups: HeadGroups | None = None) -> Selection:
     """Of heads as wide as they are; kernels are asked about what wide_heads.py makes of them."""
-    given = shapes_of_split(terms) if terms.max_head_dim > MAX_HEAD_DIM else terms
+    if groups is None and terms.max_head_dim > MAX_HEAD_DIM:
+        groups = groups_of(terms)
+    given = terms if groups is None else shapes_of_split(terms, groups)
     return choose(CANDIDATES, given, impl, "linear attention", terms.q)
 
 

@@ -12,6 +12,9 @@ plain torch there (triton/plan.py), which is said once.
 
 Cost: a copy of each gate and state for every further group; scores of a chunk once a group; for
 rows also v, and o in float32.
+
+Columns are split besides where the kernels for sm_90 then take a call that they would not: heads of
+128 channels of K and a multiple of 128 of V (dispatch.py).
 """
 
 from typing import NamedTuple
@@ -38,19 +41,20 @@ class HeadGroups(NamedTuple):
         return self.rows > 1 or self.columns > 1
 
 
-def groups_of(terms: LinearInputs) -> HeadGroups:
+def groups_of(terms: LinearInputs, widest: int = MAX_HEAD_DIM) -> HeadGroups:
     """By shapes alone."""
-    rows = (1, terms.q.shape[-1]) if terms.transition != "none" else _groups(terms.q.shape[-1])
-    return HeadGroups(*rows, *_groups(terms.v.shape[-1]))
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    rows = (1, K) if terms.transition != "none" else _groups(K, widest)
+    return HeadGroups(*rows, *_groups(V, widest))
 
 
-def _groups(channels: int) -> tuple[int, int]:
+def _groups(channels: int, widest: int) -> tuple[int, int]:
     """As few as there can be, or up to twice as many if they are then powers of two."""
-    if channels <= MAX_HEAD_DIM:
+    if channels <= widest:
         return 1, channels
-    least = -(-channels // MAX_HEAD_DIM)
+    least = -(-channels // widest)
     for n in range(least, 2 * least + 1):
-        if channels % n == 0 and channels // n in (MAX_HEAD_DIM // 2, MAX_HEAD_DIM):
+        if channels % n == 0 and channels // n in (widest // 2, widest):
             return n, channels // n
     return least, -(-channels // (least * _ALIGNED)) * _ALIGNED
 
@@ -82,9 +86,8 @@ def join_heads(
     return o.to(terms.q.dtype).contiguous(), state.contiguous()
 
 
-def shapes_of_split(terms: LinearInputs) -> LinearInputs:
+def shapes_of_split(terms: LinearInputs, groups: HeadGroups) -> LinearInputs:
     """What split_heads makes, for those who look at shapes, dtypes and devices only."""
-    groups = groups_of(terms)
     if not groups.is_split:
         return terms
     meta = LinearInputs(

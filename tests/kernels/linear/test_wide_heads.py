@@ -14,6 +14,7 @@ from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.kernels.linear.wide_heads import (
+    HeadGroups,
     groups_of,
     join_heads,
     shapes_of_split,
@@ -85,11 +86,20 @@ def test_wide_heads_are_cut(width: int) -> None:
 @pytest.mark.parametrize(("K", "V"), [(8, 300), (8, 512), (300, 520)], ids=str)
 def test_split_heads_give_the_same_numbers_and_gradients(kind: str, K: int, V: int) -> None:
     terms = make(kind, K, V)
-    groups = groups_of(terms)
-    assert groups.columns == (3 if V == 520 else 2)
+    check_split(terms, groups_of(terms), 3 if V == 520 else 2)
+
+
+@pytest.mark.parametrize("kind", ["none", "scalar"])
+def test_heads_split_by_another_width_give_the_same_numbers(kind: str) -> None:
+    terms = make(kind, 8, 24)
+    check_split(terms, groups_of(terms, 8), 3)
+
+
+def check_split(terms: LinearInputs, groups: HeadGroups, columns: int) -> None:
+    assert groups.columns == columns
     whole, parts = differentiable(terms), differentiable(terms)
     split = split_heads(parts, groups)
-    for x, y in zip(split, shapes_of_split(terms), strict=True):
+    for x, y in zip(split, shapes_of_split(terms, groups), strict=True):
         assert (x is None) == (y is None)
         assert x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype)
     want = linear_reference(whole, 0.3)
@@ -121,7 +131,21 @@ def compiled(name: str, K: int, V: int, arch: str, impl: str | None = None) -> s
 def test_kernels_take_values_of_512_channels(name: str, arch: str) -> None:
     found = compiled(f"chunk_{name}", 128, 512, arch)
     assert found
-    assert any("sm90" in x for x in found) == (arch == "sm_90" and "gated" in name)
+    takes = "gated" in name or name == "retention"
+    assert any("sm90" in x for x in found) == (arch == "sm_90" and takes)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("K", "V", "takes"), [(128, 256, True), (128, 384, True), (128, 192, False), (256, 256, False)]
+)
+@pytest.mark.parametrize("name", ["retention", "simple_gla"])
+def test_columns_are_split_where_sm90_then_takes_them(
+    name: str, K: int, V: int, takes: bool
+) -> None:
+    found = compiled(f"chunk_{name}", K, V, "sm_90")
+    assert ("scalar_decay_chunk_fwd_sm90_kernel" in found) == takes
+    assert ("scalar_decay_chunk_bwd_sm90_kernel" in found) == takes
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -11,7 +11,7 @@ from slipstream.runtime.guarded_launch import known_failure
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
 # Of K and of V without a transition: two warpgroups with half of the state each.
-_WIDTH = 128
+SCALAR_DECAY_WIDTH = 128
 
 
 def per_channel(terms: LinearInputs) -> bool:
@@ -84,6 +84,6 @@ def _vector_decay_reason(terms: LinearInputs) -> str | None:
 
 
 def _width_reason(terms: LinearInputs) -> str | None:
-    if terms.q.shape[-1] != _WIDTH or terms.v.shape[-1] != _WIDTH:
-        return f"K and V have to be {_WIDTH}"
+    if terms.q.shape[-1] != SCALAR_DECAY_WIDTH or terms.v.shape[-1] != SCALAR_DECAY_WIDTH:
+        return f"K and V have to be {SCALAR_DECAY_WIDTH}"
     return None
