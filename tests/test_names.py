@@ -34,6 +34,7 @@ FOLDERS = (
     "kernels/norm",
     "kernels/pointwise",
     "kernels/primitives",
+    "kernels/projection_step",
     "kernels/selective_scan",
 )
 ROOT = Path(slipstream.__file__).parent

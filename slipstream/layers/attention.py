@@ -15,7 +15,7 @@ from slipstream.layers.base import (
     next_lengths,
     token_positions,
 )
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.attention import attention
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
@@ -104,7 +104,7 @@ class Attention(Mixer):
         use_cache: bool = False,
     ) -> Mixed:
         at = token_positions(x, cu_seqlens, positions, state, context)
-        q, k, v = self._project(x, at)
+        q, k, v = self._heads(self.qkv_proj(x), at)
         cache = lengths = None
         if state is not None or use_cache:
             if context is not None:
@@ -121,14 +121,25 @@ class Attention(Mixer):
             context=context,
             key_lengths=lengths,
         )
-        return self._output(x, o), cache if use_cache else None
+        gate = None if self.g_proj is None else self.g_proj(x)
+        return self.o_proj(self._gated(o, gate)), cache if use_cache else None
+
+    def has_fused_step(self) -> bool:
+        return True
 
     def _advance(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+        self,
+        x: Tensor,
+        state: State,
+        positions: Tensor | None = None,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         lengths = state["length"]
         at = token_positions(x, None, positions, state)
-        q, k, v = self._project(x, at)
+        qkv, gate = projections.linears(x, (self.qkv_proj, self.g_proj), norm)
+        q, k, v = self._heads(qkv, at)
         append({"k": k, "v": v}, state)
         keys, values = state["k"], state["v"]
         o = None
@@ -136,15 +147,17 @@ class Attention(Mixer):
             o = decoding.softmax_attention(q, keys, values, lengths, self.window_size)
         if o is None:
             o = attention(q, keys, values, window_size=self.window_size, key_lengths=lengths)
-        return self._output(x, o)
+        return projections.projected(self._gated(o, gate), self.o_proj, residual)
 
-    def _output(self, x: Tensor, o: Tensor) -> Tensor:
+    def _gated(self, o: Tensor, gate: Tensor | None) -> Tensor:
         o = o.flatten(-2)
-        return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
+        return o if gate is None else o * gate.sigmoid()
 
-    def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of what qkv_proj returns, normalised and rotated."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        x = qkv
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is None:
             qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         else:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.nn import projections
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.nn.linear import is_hooked
 from slipstream.ops.rotary import packed_positions
@@ -143,6 +144,21 @@ class Mixer(nn.Module):
     ) -> Any:
         """`step` of one token, T = 1."""
         return self._call_in_place(x, state, positions, **options)
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether `step` of x [N, 1, D] takes `norm` and `residual` too, and returns
+        residual + the step of norm(x): parts of its linear layers' launches."""
+        return (
+            self.mode != "chunk"
+            and projections.fuses(x)
+            and not is_hooked(self)
+            and not is_hooked(getattr(self, "conv", None))
+            and self.has_fused_step()
+        )
+
+    def has_fused_step(self) -> bool:
+        """Whether `decode` takes `norm` and `residual` where that is not on_host."""
+        return False
 
     def _call_in_place(
         self, x: Tensor, state: State, positions: Tensor | None, **options: Any

@@ -18,7 +18,7 @@ from slipstream.layers.base import (
     new_state,
     past,
 )
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.runtime.context_parallel import ContextParallel
@@ -130,9 +130,8 @@ class DeltaNet(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        usual = self.qk_activation == "silu" and self.qk_norm == "l2"
-        if self.conv is not None and usual and not on_host(x):
-            return self.o_proj(self._fused_step(x, state, self.conv))
+        if self.conv is not None and self.has_fused_step() and not on_host(x):
+            return self._fused_step(x, state, self.conv, **options)
         qkv = self.qkv_proj(x)
         if self.conv is not None or self.qk_activation == "silu":
             qkv = decoding.convolution(self.conv, qkv, state.get("conv"))
@@ -160,19 +159,34 @@ class DeltaNet(Mixer):
             beta = self.b_proj(x).sigmoid()
         return 2 * beta if self.allow_neg_eigval else beta
 
-    def _fused_step(self, x: Tensor, state: State, conv: ShortConvolution) -> Tensor:
+    def has_fused_step(self) -> bool:
+        usual = self.qk_activation == "silu" and self.qk_norm == "l2"
+        return self.conv is not None and usual
+
+    def _fused_step(
+        self,
+        x: Tensor,
+        state: State,
+        conv: ShortConvolution,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         keys = self.num_heads * self.head_dim
-        q, k, v = self.qkv_proj(x).split([keys, keys, self.num_heads * self.head_v_dim], dim=-1)
+        qkv, beta, z = projections.linears(x, (self.qkv_proj, self.b_proj, self.g_proj), norm)
+        q, k, v = qkv.split([keys, keys, self.num_heads * self.head_v_dim], dim=-1)
         v = v.unflatten(-1, (self.num_heads, self.head_v_dim))
-        return decoding.mixer(
+        y = decoding.mixer(
             q.unflatten(-1, (self.num_heads, self.head_dim)),
             k.unflatten(-1, (self.num_heads, self.head_dim)),
             v,
             state,
             conv,
-            beta=self._beta(x),
+            beta=x.new_ones(*x.shape[:2], self.num_heads) if beta is None else beta,
+            use_beta_sigmoid_in_kernel=beta is not None,
+            allow_neg_eigval=self.allow_neg_eigval and beta is not None,
             use_qk_l2norm_in_kernel=True,
-            z=None if self.g_proj is None else self.g_proj(x).view_as(v),
+            z=None if z is None else z.view_as(v),
             norm_weight=self.norm_weight,
             norm_eps=self.norm_eps,
         )
+        return projections.projected(y, self.o_proj, residual)

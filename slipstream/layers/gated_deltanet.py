@@ -18,7 +18,7 @@ from slipstream.layers.base import (
     past,
     reset_decay,
 )
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.norm import l2_norm
@@ -137,7 +137,7 @@ class GatedDeltaNet(Mixer):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         if self.conv is not None and not on_host(x):
-            return self.o_proj(self._fused_step(x, state, self.conv))
+            return self._fused_step(x, state, self.conv, **options)
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
@@ -156,11 +156,22 @@ class GatedDeltaNet(Mixer):
         o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 
-    def _fused_step(self, x: Tensor, state: State, conv: ShortConvolution) -> Tensor:
-        q, k, v = self.qkv_proj(x).split([self.keys, self.keys, self.values], dim=-1)
-        a, b = self.ab_proj(x).chunk(2, dim=-1)
+    def has_fused_step(self) -> bool:
+        return self.conv is not None
+
+    def _fused_step(
+        self,
+        x: Tensor,
+        state: State,
+        conv: ShortConvolution,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        qkv, z, ab = projections.linears(x, (self.qkv_proj, self.z_proj, self.ab_proj), norm)
+        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
+        a, b = ab.chunk(2, dim=-1)
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        return decoding.mixer(
+        y = decoding.mixer(
             q.unflatten(-1, (self.num_heads, self.head_dim)),
             k.unflatten(-1, (self.num_heads, self.head_dim)),
             v,
@@ -173,8 +184,9 @@ class GatedDeltaNet(Mixer):
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval,
             use_qk_l2norm_in_kernel=True,
-            z=None if self.z_proj is None else self.z_proj(x).view_as(v),
+            z=None if z is None else z.view_as(v),
             z_activation=self.gate_activation,
             norm_weight=self.norm_weight,
             norm_eps=self.norm_eps,
         )
+        return projections.projected(y, self.o_proj, residual)

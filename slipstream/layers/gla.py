@@ -20,7 +20,7 @@ from slipstream.layers.base import (
     new_state,
     past,
 )
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.runtime.context_parallel import ContextParallel
@@ -144,10 +144,9 @@ class GatedLinearAttention(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
+        if self.has_fused_step() and not on_host(x):
+            return self._fused_step(x, state, **options)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        usual = self.feature_map is None and self.clamp_min is None
-        if usual and self.num_kv_heads == self.num_heads and not on_host(x):
-            return self.o_proj(self._fused_step(x, q, k, v, state))
         if self.conv is not None:
             qkv = decoding.convolution(self.conv, torch.cat([q, k, v], dim=-1), state["conv"])
             q, k, v = qkv.split(self.channels, dim=-1)
@@ -157,10 +156,22 @@ class GatedLinearAttention(Mixer):
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 
-    def _fused_step(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
-        raw = self.gk_up(self.gk_down(x))
+    def has_fused_step(self) -> bool:
+        usual = self.feature_map is None and self.clamp_min is None
+        return usual and self.num_kv_heads == self.num_heads
+
+    def _fused_step(
+        self,
+        x: Tensor,
+        state: State,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        layers = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_down
+        q, k, v, z, raw = projections.linears(x, layers, norm)
+        raw = self.gk_up(raw)
         q, k, v, raw = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, raw))
-        return decoding.mixer(
+        y = decoding.mixer(
             q,
             k,
             v,
@@ -168,11 +179,12 @@ class GatedLinearAttention(Mixer):
             self.conv,
             g=raw,
             gate_logit_normalizer=self.gate_logit_normalizer,
-            z=None if self.g_proj is None else self.g_proj(x).view_as(v),
+            z=None if z is None else z.view_as(v),
             z_activation=self.gate_activation,
             norm_weight=self.norm_weight,
             norm_eps=self.norm_eps,
         )
+        return projections.projected(y, self.o_proj, residual)
 
     def _heads(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor

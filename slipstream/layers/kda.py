@@ -17,7 +17,7 @@ from slipstream.layers.base import (
     past,
     reset_decay,
 )
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.norm import l2_norm, rms_norm_gated
@@ -140,7 +140,7 @@ class KimiDeltaAttention(Mixer):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         if self.conv is not None and not on_host(x):
-            return self.o_proj(self._fused_step(x, state, self.conv))
+            return self._fused_step(x, state, self.conv, **options)
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
         qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
@@ -159,25 +159,38 @@ class KimiDeltaAttention(Mixer):
         o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
         return self.o_proj(o.flatten(-2))
 
-    def _fused_step(self, x: Tensor, state: State, conv: ShortConvolution) -> Tensor:
-        q, k, v = self.qkv_proj(x).split([self.keys, self.keys, self.values], dim=-1)
+    def has_fused_step(self) -> bool:
+        return self.conv is not None
+
+    def _fused_step(
+        self,
+        x: Tensor,
+        state: State,
+        conv: ShortConvolution,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        layers = self.qkv_proj, self.b_proj, self.f_down, self.g_down
+        qkv, beta, f, z = projections.linears(x, layers, norm)
+        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        return decoding.mixer(
+        y = decoding.mixer(
             q.unflatten(-1, (self.num_heads, self.head_dim)),
             k.unflatten(-1, (self.num_heads, self.head_dim)),
             v,
             state,
             conv,
-            g=self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim)),
+            g=self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim)),
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             lower_bound=self.lower_bound,
-            beta=self.b_proj(x),
+            beta=beta,
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval,
             use_qk_l2norm_in_kernel=True,
-            z=self.g_up(self.g_down(x)).view_as(v),
+            z=self.g_up(z).view_as(v),
             z_activation="sigmoid",
             norm_weight=self.norm_weight,
             norm_eps=self.norm_eps,
         )
+        return projections.projected(y, self.o_proj, residual)

@@ -16,7 +16,7 @@ from slipstream.layers.base import (
     past,
     reset_decay,
 )
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
@@ -149,7 +149,7 @@ class Mamba2(Mixer):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         if self.D.numel() == self.num_heads and not on_host(x):
-            return self.out_proj(self._fused_step(x, state))
+            return self._fused_step(x, state, **options)
         groups = self.n_groups * self.state_size
         z, xbc, dt = self.in_proj(x).split(
             [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
@@ -167,15 +167,25 @@ class Mamba2(Mixer):
         size = self.inner // self.n_groups
         return self.out_proj(decoding.norm_of_gated(o, z, self.norm_weight, self.norm_eps, size))
 
-    def _fused_step(self, x: Tensor, state: State) -> Tensor:
+    def has_fused_step(self) -> bool:
+        return self.D.numel() == self.num_heads
+
+    def _fused_step(
+        self,
+        x: Tensor,
+        state: State,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         groups = self.n_groups * self.state_size
-        z, u, b, c, dt = self.in_proj(x).split(
+        (zxbcdt,) = projections.linears(x, (self.in_proj,), norm)
+        z, u, b, c, dt = zxbcdt.split(
             [self.inner, self.inner, groups, groups, self.num_heads], dim=-1
         )
         b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
         z, u = (y.unflatten(-1, (self.num_heads, -1)) for y in (z, u))
         weight = self.norm_weight
-        return decoding.mixer(
+        y = decoding.mixer(
             c,
             b,
             u,
@@ -195,6 +205,7 @@ class Mamba2(Mixer):
             norm_group_size=self.inner // self.n_groups,
             norm_before_gate=self.norm_before_gate,
         )
+        return projections.projected(y, self.out_proj, residual)
 
     def _gated(self, o: Tensor, z: Tensor) -> Tensor:
         if self.norm_weight is None:

@@ -15,7 +15,7 @@ from slipstream.models.cache import LayerState
 from slipstream.models.config import MIXERS, SlipstreamConfig
 from slipstream.models.mlps import make_mlp
 from slipstream.models.rollback import MLP_SHIFT, Record
-from slipstream.nn import LayerNorm
+from slipstream.nn import LayerNorm, SwiGLU, projections
 from slipstream.nn import RMSNorm as RMSNorm
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -118,6 +118,8 @@ class Block(GradientCheckpointingLayer):
         positions: Tensor | None,
         room: int | None,
     ) -> tuple[Tensor, None, Tensor | None]:
+        if self._fuses(h, layer):
+            return self._fused(h, layer, positions, room), None, None
         x = h
         if self.residual_in_fp32:
             x, h = h.to(self.mixer_norm.weight.dtype), h.float()
@@ -136,3 +138,22 @@ class Block(GradientCheckpointingLayer):
         if shift is not None:
             state[MLP_SHIFT].copy_(shift)
         return h, None, value
+
+    def _fuses(self, h: Tensor, layer: LayerState) -> bool:
+        """Whether a step's norms and residual connections can be parts of other launches."""
+        return (
+            layer.rollback is None
+            and not self.mixer.takes_first_value
+            and (self.mlp is None or type(self.mlp) is SwiGLU)
+            and self.mixer.fuses(h)
+        )
+
+    def _fused(
+        self, h: Tensor, layer: LayerState, positions: Tensor | None, room: int | None
+    ) -> Tensor:
+        h = h.float() if self.residual_in_fp32 else h
+        around = {"norm": self.mixer_norm, "residual": h}
+        h = self.mixer.step(h, layer.view(1, room), positions=positions, **around)
+        if self.mlp_norm is None or not isinstance(self.mlp, SwiGLU):
+            return h
+        return projections.gated_mlp(self.mlp, h, self.mlp_norm, h)

@@ -314,6 +314,8 @@ class StateCache(Cache):
         # of decoding steps, by what they were captured for: models/graphs.py
         self.graphs: dict[Any, Any] = {}
         self.made_for: Any = None
+        # what greedy steps read and write: models/greedy.py
+        self.greedy: Any = None
         # of a pool: how many tokens each row has
         self.lengths: list[int] | None = None
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+from slipstream.models import greedy
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
 
@@ -94,6 +95,15 @@ class Generation(_Base):
         position_ids = model_kwargs.get("position_ids")
         positions = None if position_ids is None else position_ids[..., -1:]
         pad = generation_config._pad_token_tensor
+        wanted = greedy.criteria(stopping_criteria)
+        chooses = generation_config.do_sample or len(logits_processor) or streamer is not None
+        plain = positions is None or positions.dim() == 2
+        if wanted is not None and not chooses and plain and self.decoding.lends(cache):
+            last, eos = wanted
+            count = max(last - input_ids.shape[1], 1)
+            logits = out.logits[:, -1].to(input_ids.device)
+            tokens = greedy.decode(self, cache, logits, positions, count, eos, pad)
+            return torch.cat([input_ids, tokens], dim=-1)
         ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         by_length = all(type(criterion) is MaxLengthCriteria for criterion in stopping_criteria)
         last = stopping_criteria.max_length

@@ -126,8 +126,17 @@ class Decoding:
         self._lent = rows, cache
         return cache
 
+    def lends(self, cache: StateCache) -> bool:
+        """Whether a cache is the one of the generate that runs, and graphs are used."""
+        return self.active and self._lent is not None and self._lent[1] is cache
+
     def run(
-        self, step: Callable[..., Tensor], cache: StateCache, inputs: tuple[Tensor, ...], room: int
+        self,
+        step: Callable[..., Tensor],
+        cache: StateCache,
+        inputs: tuple[Tensor, ...],
+        room: int,
+        device: torch.device,
     ) -> Tensor:
         """step(*inputs), by the cache's graph for inputs like these and that room."""
         key = (room, *((x.shape, x.dtype) for x in inputs))
@@ -139,7 +148,7 @@ class Decoding:
         made = cache.graphs[key]
         if made is None:
             try:
-                made = cache.graphs[key] = self._captured(step, inputs)
+                made = cache.graphs[key] = self._captured(step, inputs, device)
             except CannotRepeat as e:
                 self._give_up(e)
                 self.eager += 1
@@ -155,9 +164,11 @@ class Decoding:
         return made.run(inputs)
 
     @staticmethod
-    def _captured(step: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Step:
+    def _captured(
+        step: Callable[..., Tensor], inputs: tuple[Tensor, ...], device: torch.device
+    ) -> Step:
         own = tuple(x.clone() for x in inputs)
-        graph = graph_on(own[0].device)
+        graph = graph_on(device)
         assert graph is not None
         return Step(graph, own, graph.capture(lambda: step(*own)))
 

@@ -413,7 +413,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         def step(ids: Tensor, positions: Tensor | None = None) -> Tensor:
             return self.lm_head(self.model.step(ids, cache, positions, room))
 
-        logits = self.decoding.run(step, cache, given, room)
+        logits = self.decoding.run(step, cache, given, room, input_ids.device)
         cache.step_on(1)
         return CausalLMOutputWithPast(logits=logits, **named(cache))  # pyright: ignore[reportArgumentType]
 

@@ -15,7 +15,9 @@ from slipstream.layers import (
     Mamba2,
     MultiScaleRetention,
 )
-from slipstream.nn import decoding
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache
+from slipstream.nn import decoding, projections
+from slipstream.ops import projection_step
 
 D = 32
 LAYERS: dict[str, Any] = {
@@ -72,3 +74,51 @@ def test_step_is_one_operator(name: str, off_host: list[str]) -> None:
     torch.testing.assert_close(torch.cat(y, 1), want[:, 9:], rtol=1e-4, atol=1e-4)
     for key, value in end.items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        *((name, {}) for name in ("gated_deltanet", "kda", "gla", "mamba2", "delta_net")),
+        ("attention", {"qk_norm": True, "output_gate": True}),
+        ("retention", {}),  # whose block is not fused
+    ],
+)
+@torch.no_grad()
+def test_steps_of_models_fuse_norms_and_residuals(
+    mixer: str, options: dict[str, Any], rows: int, off_host: list[str], monkeypatch: Any
+) -> None:
+    """Same logits, by four launches of linear layers a block; a hooked one is called."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_heads": 2, "norm": "zero_centered_rms"}
+    mixers: list[Any] = [{"type": mixer, **options}] * 2
+    config = SlipstreamConfig(mixers=mixers, initializer_range=0.3, **sizes)
+    model = SlipstreamForCausalLM(config).double().eval()
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    ids, calls, logits = torch.randint(97, (rows, 7)), [], []
+
+    def counted(*args: Any, **given: Any) -> Any:
+        calls.append(given)
+        return projection_step(*args, **given)
+
+    monkeypatch.setattr(projections, "projection_step", counted)
+    for on_device, hooked in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
+        layer = model.get_submodule("model.layers.0.mlp.down_proj")
+        hook = layer.register_forward_hook(lambda *args: None) if hooked else None
+        cache = StateCache(2)
+        steps = [model(input_ids=ids[:, :5], cache=cache).logits[:, -1:]]
+        calls.clear()
+        steps += [model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in (5, 6)]
+        fused = on_device and mixer != "retention"
+        residuals = 8 - 2 * hooked if rows == 1 else 4  # down_proj's sums are long
+        assert len(calls) == (8 + residuals) * fused
+        assert sum("residual" in call for call in calls) == residuals * fused
+        assert sum("norm_eps" in call for call in calls) == 8 * fused * (rows == 1)
+        logits.append(torch.cat(steps, 1))
+        if hook is not None:
+            hook.remove()
+    torch.testing.assert_close(logits[1], logits[0])
+    torch.testing.assert_close(logits[2], logits[0])

@@ -1,6 +1,7 @@
 """Decoding: a cache with fixed addresses, steps as graphs, rollback, chunked prefill."""
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -188,15 +189,36 @@ def test_generate_by_graphs_with_padding_and_eos() -> None:
         torch.manual_seed(2)
         return [generate(m, ids, **options), generate(m, ids, **sampled)]
 
+    before = m.decoding.captures  # of greedy steps, which choose their tokens themselves
     m.decoding.enabled = False
     want = outputs()
     m.decoding.enabled = True
     for got, expected in zip(outputs(), want):
         assert torch.equal(got, expected)
-    assert m.decoding.captures == 1
+    assert m.decoding.captures == before + 1
     beams = {"attention_mask": mask, "num_beams": 2, "max_new_tokens": 6}
     assert torch.equal(generate(m, ids, **beams), without_graphs(m, ids, **beams))
-    assert m.decoding.captures == 2
+    assert m.decoding.captures == before + 2
+
+
+@pytest.mark.parametrize("name", ["hybrid", "rwkv7"])
+def test_greedy_steps_end_where_generate_does(name: str) -> None:
+    """Whatever ends the sequences, at whatever step; with more tokens than the last time, too."""
+    m, ids = model(name), tokens(3, 7)
+    mask = torch.ones_like(ids)
+    ids[0, :3], mask[0, :3] = 0, 0
+    options: dict[str, Any] = {"attention_mask": mask, "eos_token_id": None}
+    whole = generate(m, ids, max_new_tokens=40, **options)
+    assert whole.shape[1] == 47
+    ends = [None, [int(whole[0, 7]), 5], [int(x) for x in whole[:, 12]], int(whole[2, 20]), 98]
+    for eos, count in itertools.product(ends, (1, 2, 40)):
+        options |= {"eos_token_id": eos, "max_new_tokens": count}
+        got, want = generate(m, ids, **options), without_graphs(m, ids, **options)
+        assert torch.equal(got, want), (eos, count)
+    length = m.decoding.kept[3].max_length or 0
+    generate(m, ids, max_new_tokens=300, attention_mask=mask)
+    assert (m.decoding.kept[3].max_length or 0) > length and m.decoding.reason is None
+    assert torch.equal(generate(m, ids, max_new_tokens=40, attention_mask=mask), whole)
 
 
 def test_generate_captures_anew_where_weights_moved() -> None:

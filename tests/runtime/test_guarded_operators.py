@@ -263,6 +263,7 @@ GUARDED = {
     "gated_scan/op.py": ("gated_scan.triton",),
     "selective_scan/op.py": ("selective_scan.triton",),
     "mixer_step/op.py": ("mixer_step.triton",),
+    "projection_step/op.py": ("projection_step.triton",),
     "norm/op.py": ("norm.triton",),
     "attnres/op.py": ("attnres.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),

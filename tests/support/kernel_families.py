@@ -28,6 +28,7 @@ from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
+from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import token_mix
 from slipstream.runtime import dispatch
@@ -119,6 +120,11 @@ def token_mixes() -> list[Tensor]:
     found = token_mix.mixed_projections(x, before, mu, [[], [weight]])
     y = F.linear(token_mix.plain(x, before, mu)[1], weight) if found is None else found[0]
     return gradients(y, x, before, mu, weight)
+
+
+def projections() -> list[Tensor]:
+    x, weights = torch.randn(1, 16), [torch.randn(8, 16), torch.randn(5, 16)]
+    return [ops.projection_step(x, weights, norm_eps=1e-5)]
 
 
 def conv_update() -> list[Tensor]:
@@ -330,6 +336,11 @@ FAMILIES = [
             "time_mix.triton.token_mix:backward": token_mix._plain_backward,
         },
         ("slipstream.kernels.time_mix.token_mix",),
+    ),
+    Family(
+        "projection_step.triton",
+        projections,
+        {"projection_step.triton.launch:projection_step": projection_eager.projection_step},
     ),
     Family("mixer_step.triton", mixer_steps, {"mixer_step.triton.launch:step": _mixer_step}),
     Family(

@@ -1,0 +1,32 @@
+"""What the linear layers of a step compute from."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_WEIGHTS = 5
+
+
+class ProjectionInputs(NamedTuple):
+    """x: [M, K]. weights: each [N_i, K]; biases: each [N_i] or None. norm_weight: [K].
+    residual: [M, N]. norm_eps: None is no norm. glu: silu(y_0) y_1 of two weights."""
+
+    x: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    norm_weight: Tensor | None
+    residual: Tensor | None
+    norm_eps: float | None
+    zero_centered: bool
+    glu: bool
+
+    @property
+    def size(self) -> int:
+        """N: columns of the result."""
+        sizes = [w.shape[0] for w in self.weights]
+        return sizes[0] if self.glu else sum(sizes)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.weights[0].dtype if self.residual is None else self.residual.dtype

@@ -1,0 +1,170 @@
+"""slipstream::projection_step: checks, choice, call. It has no gradient."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.projection_step import eager
+from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, ProjectionInputs
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.backends import triton_unsupported
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import PLAIN, Candidate, choose
+from slipstream.runtime.guarded_launch import Guard, known_failure
+
+# a row more, and each weight would be read twice
+MAX_ROWS = 64
+
+
+def unsupported_reason(t: ProjectionInputs) -> str | None:
+    """Why the Triton kernel can't take this call, or None if it can."""
+    for name, x in (("x", t.x), ("weights", t.weights[0])):
+        if reason := triton_unsupported(x, name):
+            return reason
+    rows = t.x.shape[0]
+    if rows > MAX_ROWS:
+        return f"it takes at most {MAX_ROWS} rows"
+    if rows > 1 and t.norm_eps is not None:
+        return "it takes a norm of one row alone"
+    operands = [t.norm_weight, *t.weights, *t.biases]
+    if not all(x is None or x.is_contiguous() for x in operands):
+        return "a weight or bias is not contiguous"
+    if any(x is not None and x.stride(1) != 1 for x in (t.x, t.residual)):
+        return "rows of x or residual are not contiguous"
+    if any(b is not None and b.dtype != t.weights[0].dtype for b in t.biases):
+        return "a bias has another dtype than its weight"
+    return known_failure(lambda: _kind(t), t.x.device)
+
+
+CANDIDATES = (
+    Candidate("triton", "one Triton kernel for few rows, on CUDA", unsupported_reason),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "the formula in float64, the oracle of the tests", by_name_only=True),
+)
+
+
+def run(t: ProjectionInputs, impl: str | None) -> Tensor:
+    """y [M, N]."""
+    _check(t)
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad
+        for x in (t.x, *t.weights, *t.biases, t.norm_weight, t.residual)
+    ):
+        raise NotImplementedError(
+            "projection_step: it has no gradients; call it under torch.no_grad()"
+        )
+    tries = choose(CANDIDATES, t, impl, "projection_step", t.x).tries
+    return _call(*_flat(t), tries)
+
+
+def _flat(t: ProjectionInputs) -> tuple[Any, ...]:
+    """Without lists, so that calls can be replayed (runtime/call_replay.py)."""
+    missing = [None] * (MAX_WEIGHTS - len(t.weights))
+    return (t.x, *t.weights, *missing, *t.biases, *missing, *t[3:])
+
+
+def _nested(args: tuple[Any, ...]) -> ProjectionInputs:
+    weights = [w for w in args[1 : 1 + MAX_WEIGHTS] if w is not None]
+    rest = args[1 + MAX_WEIGHTS :]
+    return ProjectionInputs(args[0], weights, list(rest[: len(weights)]), *rest[MAX_WEIGHTS:])
+
+
+def _check(t: ProjectionInputs) -> None:
+    checks.expect_rank("x", t.x, 2, "[M, K]")
+    M, K = t.x.shape
+    if not 1 <= len(t.weights) <= MAX_WEIGHTS:
+        raise ValueError(f"weights: want 1 to {MAX_WEIGHTS}, got {len(t.weights)}")
+    if len(t.biases) != len(t.weights):
+        raise ValueError(f"biases: want {len(t.weights)}, one a weight, got {len(t.biases)}")
+    named: dict[str, Tensor | None] = {"x": t.x}
+    for i, (w, b) in enumerate(zip(t.weights, t.biases)):
+        checks.expect_rank(f"weights[{i}]", w, 2, "[N, K]")
+        checks.expect_shape(f"weights[{i}]", w, (w.shape[0], K))
+        named |= {f"weights[{i}]": w, f"biases[{i}]": b}
+        if b is not None:
+            checks.expect_shape(f"biases[{i}]", b, w.shape[:1])
+    if t.glu and (len(t.weights) != 2 or t.weights[0].shape != t.weights[1].shape):
+        raise ValueError("activation: swiglu wants two weights of one shape")
+    if t.norm_weight is not None:
+        checks.expect_shape("norm_weight", t.norm_weight, (K,))
+        if t.norm_eps is None:
+            raise ValueError("norm_weight: wants norm_eps too")
+    if t.residual is not None:
+        checks.expect_shape("residual", t.residual, (M, t.size))
+    named |= {"norm_weight": t.norm_weight, "residual": t.residual}
+    checks.expect_floating(named)
+    checks.expect_one_device(named)
+    checks.expect_one_dtype({n: x for n, x in named.items() if n.startswith("weights")})
+
+
+def _kind(t: ProjectionInputs) -> KernelKey:
+    """What a verdict on the kernel holds for."""
+    terms = (t.glu, t.norm_eps is not None, t.residual is not None, t.x.shape[0] > 1)
+    return ("projection_step.triton", t.x.dtype, t.weights[0].dtype, t.x.shape[1], *terms)
+
+
+def _impl(*args: Any) -> Tensor:
+    t, impl = _nested(args[:-1]), args[-1]
+    if t.x.numel() == 0 or t.size == 0:
+        return eager.projection_step(t)
+    if impl == "reference":
+        return eager.reference(t)
+    with Guard(impl, t.x.device, lambda: _kind(t), lambda: _mismatch(t)) as usable:
+        if usable:
+            return _launch().projection_step(t)
+    return eager.projection_step(t)
+
+
+@cache
+def _launch() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.projection_step.triton import launch
+
+    return launch
+
+
+def _mismatch(like: ProjectionInputs) -> str | None:
+    """The probe: one row or three, two weights where there may be several."""
+    rows, K = min(like.x.shape[0], 3), like.x.shape[1]
+    sizes = (40, 40) if like.glu else (40, 24) if like.residual is None else (40,)
+    x = like.x
+    tensors = {
+        f"w{i}": numeric_probe.random_like(like.weights[0], n, K) for i, n in enumerate(sizes)
+    }
+    tensors = {name: w * K**-0.5 for name, w in tensors.items()}
+    tensors["x"] = torch.randn(rows, K, device=x.device).to(x.dtype)
+    if like.norm_weight is not None:
+        tensors["norm_weight"] = numeric_probe.random_like(like.norm_weight, K)
+    if like.residual is not None:
+        tensors["residual"] = numeric_probe.random_like(like.residual, rows, 40)
+
+    def call(impl: str, t: numeric_probe.Given) -> Tensor:
+        weights = [t[f"w{i}"] for i in range(len(sizes))]
+        terms = t.get("norm_weight"), t.get("residual")
+        inputs = ProjectionInputs(t["x"], weights, [None] * len(sizes), *terms, *like[5:])
+        return _call(*_flat(inputs), impl)
+
+    return numeric_probe.mismatch(
+        lambda t: call("triton|eager", t), lambda t: call(PLAIN[0], t), tensors, gradients=False
+    )
+
+
+def _fake(*args: Any) -> Tensor:
+    t = _nested(args[:-1])
+    return t.x.new_empty(t.x.shape[0], t.size, dtype=t.out_dtype)
+
+
+_call = KernelOp(
+    "projection_step",
+    "(Tensor x, Tensor weight, Tensor? weight1, Tensor? weight2, Tensor? weight3, "
+    "Tensor? weight4, Tensor? bias, Tensor? bias1, Tensor? bias2, Tensor? bias3, Tensor? bias4, "
+    "Tensor? norm_weight, Tensor? residual, float? norm_eps, bool zero_centered, bool glu, "
+    "str impl) -> Tensor",
+    _impl,
+    _fake,
+    replay=True,
+)

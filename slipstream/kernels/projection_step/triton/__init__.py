@@ -1,0 +1,1 @@
+"""Portable Triton kernel of linear layers of a few rows."""

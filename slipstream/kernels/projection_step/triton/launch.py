@@ -1,0 +1,73 @@
+"""Launches of the linear layers of a step; memory beyond the result: none."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, ProjectionInputs
+from slipstream.kernels.projection_step.triton.step import projection_step_kernel
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
+
+
+@dataclass(frozen=True)
+class ProjectionTile:
+    """BN rows of a weight a program, BK of their columns at a time, of BM rows of x."""
+
+    BM: int
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+def tile_of(M: int, N: int, K: int) -> ProjectionTile:
+    """N: rows of all weights, or of one of two that gate each other."""
+    if M == 1:
+        return ProjectionTile(1, 8, min(1024, _power(K)), 8, 3)
+    BN = 32 if N >= 2048 else 16
+    BK = 128 if BN == 32 else 256
+    return ProjectionTile(max(16, min(64, _power(M))), BN, max(16, min(BK, _power(K))), 4, 4)
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def projection_step(t: ProjectionInputs) -> Tensor:
+    M, K = t.x.shape
+    y = torch.empty(M, t.size, dtype=t.out_dtype, device=t.x.device)
+    tile = tile_of(M, t.size, K)
+    missing = MAX_WEIGHTS - len(t.weights)
+    weights = [*t.weights, *[None] * missing]
+    biases = [*t.biases, *[None] * missing]
+    sizes = [0 if w is None else w.shape[0] for w in weights]
+    blocks = sum(-(-n // tile.BN) for n in (sizes[:1] if t.glu else sizes))
+    tensors = {f"w{i}_ptr": w for i, w in enumerate(weights)}
+    tensors |= {f"b{i}_ptr": b for i, b in enumerate(biases)}
+    with device_of(t.x.device):
+        cached(projection_step_kernel)[blocks, -(-M // tile.BM)](
+            x_ptr=t.x,
+            **tensors,
+            norm_weight_ptr=t.norm_weight,
+            residual_ptr=t.residual,
+            y_ptr=y,
+            eps=0.0 if t.norm_eps is None else t.norm_eps,
+            M=M,
+            **{f"N{i}": n for i, n in enumerate(sizes)},
+            row_x=t.x.stride(0),
+            row_y=y.stride(0),
+            row_residual=0 if t.residual is None else t.residual.stride(0),
+            K=K,
+            ONE=M == 1,
+            BM=tile.BM,
+            BN=tile.BN,
+            BK=tile.BK,
+            NORM=t.norm_eps is not None,
+            ZERO_CENTERED=t.zero_centered,
+            GLU=t.glu,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return y

@@ -1,0 +1,97 @@
+"""A decoding step's linear layers, with the norm before them and what follows, in one launch each.
+
+Where a layer is no plain linear layer (nn/linear.py: plain_linear), and everywhere but on CUDA
+without gradients, autocast or a tracer, the modules are called as they are.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear
+from slipstream.nn.norm import RMSNorm
+from slipstream.ops.projection_step import projection_step
+
+# of all sequences: with more, matrix products are as fast
+MAX_ROWS = 64
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether x [N, 1, D] is such a step's."""
+    return (
+        x.dim() == 3
+        and x.shape[1] == 1
+        and 0 < x.shape[0] <= MAX_ROWS
+        and _on_device(x)
+        and type(x) is Tensor
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def linears(
+    x: Tensor, layers: Sequence[nn.Linear | None], norm: nn.Module | None = None
+) -> list[Any]:
+    """layer(norm(x)) of each, None for those that are None."""
+    given = [layer for layer in layers if layer is not None]
+    if not _plain(x, given):
+        x = _normed(x, norm)
+        return [None if layer is None else layer(x) for layer in layers]
+    y = _call(x, given, norm)
+    parts = iter(y.split([layer.weight.shape[0] for layer in given], dim=-1))
+    return [None if layer is None else next(parts) for layer in layers]
+
+
+def projected(x: Tensor, layer: nn.Linear, residual: Tensor | None) -> Tensor:
+    """layer(x) + residual, which may be None."""
+    if residual is None:
+        return layer(x)
+    # a long sum of several rows is one that torch's products share among programs
+    is_long = x.shape[0] > 1 and x.shape[-1] > 2 * residual.shape[-1]
+    if is_long or not _plain(x, [layer]):
+        return residual + layer(x)
+    return _call(x, [layer], None, residual=residual.flatten(0, 1))
+
+
+def gated_mlp(mlp: GatedMLP, x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
+    """mlp(norm(x)) + residual"""
+    layers = [mlp.gate_proj, mlp.up_proj]
+    if mlp.activation != "swiglu" or is_hooked(mlp) or not _plain(x, layers):
+        return residual + mlp(_normed(x, norm))
+    return projected(_call(x, layers, norm, activation="swiglu"), mlp.down_proj, residual)
+
+
+def _on_device(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _plain(x: Tensor, layers: Sequence[nn.Linear]) -> bool:
+    return fuses(x) and all(
+        plain_linear(layer) and layer.weight.dtype == layers[0].weight.dtype for layer in layers
+    )
+
+
+def _call(x: Tensor, layers: Sequence[nn.Linear], norm: nn.Module | None, **more: Any) -> Tensor:
+    """[N, 1, D] -> [N, 1, ...]"""
+    if x.shape[0] == 1 and type(norm) is RMSNorm and norm.eps is not None and not is_hooked(norm):
+        more |= {"norm_weight": norm.weight, "norm_eps": norm.eps}
+        more["zero_centered"] = norm.zero_centered
+    else:
+        x = _normed(x, norm)
+    y = projection_step(
+        x.flatten(0, 1),
+        [layer.weight for layer in layers],
+        [layer.bias for layer in layers],
+        **more,
+    )
+    return y[:, None]
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    if norm is None:
+        return x
+    weight = getattr(norm, "weight", None)
+    return norm(x if weight is None else x.to(weight.dtype))

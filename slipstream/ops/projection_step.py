@@ -1,0 +1,67 @@
+"""Decoding: the linear layers around a mixer, each of whose weights is read once."""
+
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.kernels.projection_step.inputs import ProjectionInputs
+from slipstream.kernels.projection_step.op import run
+
+
+@checks.operator
+def projection_step(
+    x: Tensor,
+    weights: Tensor | list | tuple,
+    biases: list | tuple | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float | None = None,
+    zero_centered: bool = False,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Linear layers with one input of few rows, as a decoding step has them, in one launch.
+
+        x' = x / sqrt(mean(x^2) + norm_eps) norm_weight, or x
+        y_i = x' weight_i^T + bias_i
+        y = y_0, y_1, ... side by side, or silu(y_0) y_1
+        out = y + residual
+
+    Args:
+        x: [M, K], any floating dtype.
+        weights: [N_i, K], one or up to five, of one dtype.
+        biases: [N_i], each a tensor or None; None is none at all.
+        norm_weight: [K]; None is 1. norm_eps: of the RMS norm, 0 or more; None is no norm.
+        zero_centered: the norm's factor is 1 + norm_weight.
+        activation: "swiglu": two weights of one shape, the gate's first; None is none.
+        residual: [M, N], any floating dtype.
+        impl: None chooses; "triton", "eager" or "reference" is used or refused.
+
+    Returns:
+        [M, N] in residual's dtype, or the weights': N the sum of all N_i, or N_0 for "swiglu".
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+        NotImplementedError: a gradient is wanted; impl can't take the call.
+
+    Cost: 2 M N K flops; every weight is read once, which is all the time there is. The kernel takes
+        up to 64 rows, and a norm of one row: matrix products are as fast for more.
+    """
+    checks.expect_tensor("x", x)
+    if activation not in (None, "swiglu"):
+        raise ValueError(f"activation: want 'swiglu' or None, got {activation!r}")
+    if norm_eps is not None:
+        checks.expect_not_negative("norm_eps", norm_eps)
+    layers: list[Any] = [weights] if isinstance(weights, Tensor) else list(weights)
+    bias: list[Any] = [None] * len(layers) if biases is None else list(biases)
+    if not all(isinstance(w, Tensor) for w in layers):
+        raise TypeError(
+            f"weights: want a tensor or several, got {type(weights).__name__} of others"
+        )
+    if not all(b is None or isinstance(b, Tensor) for b in bias):
+        raise TypeError(f"biases: want tensors or None, got {type(biases).__name__} of others")
+    glu = activation == "swiglu"
+    t = ProjectionInputs(x, layers, bias, norm_weight, residual, norm_eps, zero_centered, glu)
+    return run(t, impl)

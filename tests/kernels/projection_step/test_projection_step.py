@@ -1,0 +1,130 @@
+"""projection_step: each implementation, Triton's by its interpreter, against the formula."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.compiler.aot import compile_kernel
+from slipstream.ops import projection_step
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import parts, run
+from tests.support.operators import relative_error
+
+# rows of x, their width, rows of the weights
+SIZES = [(1, 40, (24,)), (1, 33, (20, 7, 70)), (1, 5000, (6, 3)), (3, 40, (24, 16, 5, 1, 64))]
+SIZES += [(20, 136, (40,))]
+LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+def inputs(M: int, K: int, N: tuple[int, ...], dtype: torch.dtype, **on: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    args: dict[str, Any] = {
+        "x": torch.randn(M, K).to(dtype),
+        "weights": [(torch.randn(n, K) / K**0.5).to(dtype) for n in N],
+    }
+    if on.get("biases"):
+        args["biases"] = [torch.randn(n).to(dtype) if i % 2 == 0 else None for i, n in enumerate(N)]
+    if on.get("norm"):
+        args |= {"norm_weight": torch.randn(K).to(dtype), "norm_eps": 1e-5}
+    if on.get("residual"):
+        args["residual"] = torch.randn(M, sum(N))
+    return args
+
+
+def formula(x: Tensor, weights: list[Tensor], biases: Any = None, **options: Any) -> Tensor:
+    x = x.double()
+    if options.get("norm_eps") is not None:
+        weight = options["norm_weight"].double()
+        x = torch.rms_norm(x, x.shape[-1:], weight, options["norm_eps"])
+    ys = [x @ w.double().t() for w in weights]
+    if biases is not None:
+        ys = [y if b is None else y + b.double() for y, b in zip(ys, biases)]
+    if options.get("activation"):
+        y = torch.nn.functional.silu(ys[0]) * ys[1]
+    else:
+        y = torch.cat(ys, 1)
+    return y if options.get("residual") is None else y + options["residual"].double()
+
+
+def check(impl: str, dtype: torch.dtype, size: tuple, **on: bool) -> None:
+    M, K, N = size
+    args = inputs(M, K, N, dtype, **on)
+    y = projection_step(**args, impl=impl)
+    assert y.dtype == (torch.float32 if on.get("residual") else dtype)
+    error = relative_error(y, formula(**args))
+    assert error <= LIMIT[dtype], (impl, dtype, size, on, error)
+
+
+def check_gated(impl: str, M: int, dtype: torch.dtype) -> None:
+    args = inputs(M, 48, (20, 20), dtype, biases=True, norm=M == 1)
+    args |= {"activation": "swiglu", "residual": torch.randn(M, 20)}
+    error = relative_error(projection_step(**args, impl=impl), formula(**args))
+    assert error <= LIMIT[dtype], (impl, M, dtype, error)
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("size", SIZES)
+def test_matches_the_formula(impl: str, size: tuple) -> None:
+    for norm, biases, residual in itertools.product((False, True), repeat=3):
+        check(impl, torch.float32, size, norm=norm, biases=biases, residual=residual)
+    check_gated(impl, size[0], torch.float32)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_matches_the_formula() -> None:
+    run("all", script="tests.kernels.projection_step.test_projection_step")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("rows", [1, 64])
+def test_weights_are_read_in_wide_words(rows: int) -> None:
+    """16 bytes a load of every weight, whichever of them a program takes, and no spills."""
+    from slipstream.kernels.projection_step.triton import launch
+
+    tile = launch.tile_of(rows, 4112, 1024)
+    tensors = {f"{name}_ptr": "*bf16" for name in ("x", "y", "w0", "w1", "w2")}
+    constants = {"K": 1024, "ONE": rows == 1, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
+    constants |= {"NORM": False, "ZERO_CENTERED": False, "GLU": False}
+    scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
+    kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
+    got = compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
+    assert got.stack == 0
+    wide = "ld.global.v4" if rows == 1 else "cp.async.cg.shared.global"
+    assert got.ptx.count(wide) >= 4
+    assert got.ptx.count("ld.global.b16") <= 4
+
+
+def test_refuses() -> None:
+    args = inputs(2, 8, (4, 4), torch.float32)
+    x, weights = args["x"], args["weights"]
+    with pytest.raises(ValueError, match="weights: want 1 to 5, got 6"):
+        projection_step(x, weights * 3)
+    with pytest.raises(ValueError, match=r"weights\[1\]"):
+        projection_step(x, [weights[0], torch.randn(4, 9)])
+    with pytest.raises(ValueError, match="biases: want 2"):
+        projection_step(x, weights, [None])
+    with pytest.raises(ValueError, match="swiglu wants two weights of one shape"):
+        projection_step(x, weights[:1], activation="swiglu")
+    with pytest.raises(ValueError, match="norm_weight: wants norm_eps"):
+        projection_step(x, weights, norm_weight=torch.ones(8))
+    with pytest.raises(ValueError, match="activation: want 'swiglu' or None"):
+        projection_step(x, weights, activation="geglu")
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        projection_step(x.requires_grad_(), weights)
+
+
+def main() -> None:
+    assert parts()
+    for size, dtype in itertools.product(SIZES, LIMIT):
+        norm = size[0] == 1
+        check("triton", dtype, size)
+        check("triton", dtype, size, norm=norm, biases=True, residual=True)
+    for M, dtype in itertools.product((1, 5), LIMIT):
+        check_gated("triton", M, dtype)
+
+
+if __name__ == "__main__":
+    main()
