@@ -104,7 +104,7 @@ def forward_impl(
     if num_slices <= 1 and out is None:
         return *forward(terms, scale), *_with_states(terms, None, [], count)
     slices = workspace.fwd_slices(terms, num_slices) if num_slices > 1 else [workspace.WHOLE]
-    more = torch.float32 if wide else None, num_slices, out or (None, None), True
+    more = torch.float32 if wide else None, num_slices, out or (None, None)
     return workspace.forward(partial(_into_out, forward), terms, scale, slices, *more)
 
 

@@ -5,7 +5,7 @@ if that is more. What would take more is cut into slices: a few rows of the batc
 of a single row. The state goes on from slice to slice; backward, its gradient does, and starts from
 the states at the borders, the checkpoints that forward left.
 
-A time slice of packed sequences is a packed call itself (triton/varlen_slices.py), in which most of
+A time slice of packed sequences is a packed call itself (varlen_slices.py), in which most of
 the N have no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the
 slices that have tokens of theirs; one sequence crosses a border, and a checkpoint is its state
 alone. Chunks begin where a slice does, so that results are rounded otherwise than those of the
@@ -40,6 +40,7 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
+from slipstream.kernels.linear.varlen_slices import VarlenSlices, make_varlen_slices
 
 NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})  # no memory is given for results
 # What kernels may leave for each other: so many bytes, or so many percent of arguments, results
@@ -113,7 +114,6 @@ def forward(
     dtype: torch.dtype | None = None,
     count: int = 0,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
-    plain: bool = False,
 ) -> tuple[Tensor, ...]:
     """o, the final state, and the states between `count` slices, of checkpoints_shape; then what
     run leaves for backward, slice after slice.
@@ -124,13 +124,12 @@ def forward(
         dtype: of o; q's if None.
         count: 0 or 1 where nobody wants the states.
         out: memory for o and the final state.
-        plain: run is in plain torch, and so is all else.
     """
     o = reuse_or_empty(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
     final = reuse_or_empty(out[1], terms.state_shape, torch.float32, terms.v.device)
     checkpoints = final.new_empty(checkpoints_shape(terms, count))
     state, saved = terms.initial_state, []
-    goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
+    goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices)
     if borders is not None and state is not None:
         state = final.copy_(state)
     elif goes_on and state is None:
@@ -160,7 +159,6 @@ def backward(
     slices: Sequence[BatchTimeSlice],
     checkpoints: Tensor | None,
     saved: Sequence[Tensor] = (),
-    plain: bool = False,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term.
 
@@ -170,7 +168,6 @@ def backward(
         checkpoints: of forward, where the slices are of tokens.
         saved: what forward left, which run takes of each slice: of tokens, then of chunks; packed
             sequences slice after slice.
-        plain: of forward.
     """
     named = [(name, getattr(terms, name)) for name in DIFFERENTIABLE]
     given = {name: x for name, x in named if x is not None}
@@ -180,7 +177,7 @@ def backward(
         name: x.new_empty(x.shape, dtype=torch.float32 if name in small else None)
         for name, x in given.items()
     }
-    in_time, borders = slices[0].tokens.stop is not None, _borders(terms, slices, plain)
+    in_time, borders = slices[0].tokens.stop is not None, _borders(terms, slices)
     state, dstate, begins = terms.initial_state, grads.get("initial_state"), None
     if in_time:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
@@ -301,14 +298,10 @@ def with_active_count(
     return partial(run, active=max(1, terms.sequences // len(slices)))
 
 
-def _borders(terms: LinearInputs, slices: Sequence[BatchTimeSlice], plain: bool) -> Any:
+def _borders(terms: LinearInputs, slices: Sequence[BatchTimeSlice]) -> VarlenSlices | None:
     """Where packed sequences are cut into slices."""
     if terms.cu_seqlens is None or slices[0].tokens.stop is None:
         return None
-    if plain:
-        from slipstream.kernels.linear.varlen_slices import make_varlen_slices
-    else:
-        from slipstream.kernels.linear.triton.varlen_slices import make_varlen_slices
     return make_varlen_slices(terms.cu_seqlens, [x.tokens for x in slices])
 
 

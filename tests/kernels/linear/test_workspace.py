@@ -75,7 +75,7 @@ def test_packed_spans_are_near_whole(kind: str, lengths: tuple[int, ...], with_s
     for dfinal in (None, torch.randn_like(final)):
         want = chunk_backward(terms, do, dfinal, SCALE, CHUNK)
         parts = workspace.bwd_slices(terms, marks)
-        got = workspace.backward(run, terms, do, dfinal, SCALE, parts, marks, plain=True)
+        got = workspace.backward(run, terms, do, dfinal, SCALE, parts, marks)
         assert set(want) == set(got)
         for name, x in want.items():
             torch.testing.assert_close(got[name], x, atol=2e-5, rtol=2e-5)
@@ -201,7 +201,7 @@ def test_state_gradients_are_rounded_once() -> None:
 
     dfinal, marks = torch.ones(1, 1, 8, 8), torch.zeros(3, 1, 1, 8, 8)
     parts = [workspace.BatchTimeSlice(slice(None), slice(t, t + 64)) for t in range(0, 256, 64)]
-    grads = workspace.backward(run, terms, x, dfinal, 1.0, parts, marks, plain=True)
+    grads = workspace.backward(run, terms, x, dfinal, 1.0, parts, marks)
     assert seen == [torch.float32] * 4
     want = (dfinal * (1 + 2**-12) ** 4).bfloat16()
     assert grads["initial_state"].dtype == torch.bfloat16
