@@ -229,6 +229,21 @@ def convolved(
     return conv(x, past(state, "conv"), use_cache, cu_seqlens, context)
 
 
+def convolved_parts(
+    conv: ShortConvolution | None,
+    x: Tensor,
+    sizes: tuple[int, int, int],
+    state: State | None,
+    use_cache: bool,
+    cu_seqlens: Tensor | None,
+    context: ContextParallel | None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """As convolved, y in three tensors of so many channels."""
+    if conv is None:
+        return [*F.silu(x).split(sizes, -1)], None
+    return conv.split(x, sizes, past(state, "conv"), use_cache, cu_seqlens, context)
+
+
 def expect_gate_activation(activation: str) -> None:
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"gate_activation: want 'silu' or 'sigmoid', got {activation!r}")

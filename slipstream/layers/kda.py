@@ -11,7 +11,7 @@ from slipstream.layers.base import (
     NormalLinear,
     ShortConvolution,
     State,
-    convolved,
+    convolved_parts,
     expect_divisor,
     new_state,
     past,
@@ -111,9 +111,16 @@ class KimiDeltaAttention(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        (q, k, v), conv = convolved_parts(
+            self.conv,
+            self.qkv_proj(x),
+            (self.keys, self.keys, self.values),
+            state,
+            use_cache,
+            cu_seqlens,
+            context,
+        )
+        q, k = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
         o, recurrent = kda(
             q,

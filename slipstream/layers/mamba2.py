@@ -11,6 +11,7 @@ from slipstream.layers.base import (
     Mixer,
     ShortConvolution,
     State,
+    convolved_parts,
     expect_divisor,
     new_state,
     past,
@@ -122,8 +123,10 @@ class Mamba2(Mixer):
         z, xbc, dt = self.in_proj(x).split(
             [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
         )
-        xbc, conv = self.conv(xbc, past(state, "conv"), use_cache, cu_seqlens, context)
-        u, b, c = xbc.split([self.inner, groups, groups], dim=-1)
+        sizes = (self.inner, groups, groups)
+        (u, b, c), conv = convolved_parts(
+            self.conv, xbc, sizes, state, use_cache, cu_seqlens, context
+        )
         u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
         b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
         step, g = self._step(dt)

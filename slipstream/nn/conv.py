@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.ops.conv import short_convolution, short_convolution_update
+from slipstream.nn.linear import is_hooked
+from slipstream.ops.conv import short_convolution, short_convolution_update, split_convolution
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -59,6 +60,32 @@ class ShortConvolution(nn.Module):
             x,
             self.weight,
             self.bias,
+            activation=self.activation,
+            initial_state=state,
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )
+
+    def split(
+        self,
+        x: Tensor,
+        sizes: tuple[int, int, int],
+        state: Tensor | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """As a call, with y in three tensors [B, T, n], n of sizes."""
+        one = x.shape[1] == 1 and not torch.is_grad_enabled()
+        if is_hooked(self) or one or torch.compiler.is_compiling():
+            y, after = self(x, state, use_cache, cu_seqlens, context)
+            return [*y.split(sizes, -1)], after
+        return split_convolution(
+            x,
+            self.weight,
+            self.bias,
+            sizes,
             activation=self.activation,
             initial_state=state,
             output_final_state=use_cache,

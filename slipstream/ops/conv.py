@@ -68,6 +68,44 @@ def short_convolution(
             initial_state=initial_state, output_final_state=output_final_state,
             cu_seqlens=cu_seqlens, context=context, impl=impl,
         )  # fmt: skip
+    given = (x, weight, bias, activation, residual, initial_state, output_final_state)
+    (y,), final = _convolve(*given, cu_seqlens, context, impl, None)
+    return y, final
+
+
+@checks.operator
+def split_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[int, int, int],
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    context: ContextParallel | None = None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """short_convolution whose channels come as three tensors [B, T, n], n of sizes, not as views of
+    one: so what follows reads each in one piece, as kernels want it, without a copy."""
+    given = (x, weight, bias, activation, None, initial_state, output_final_state)
+    return _convolve(*given, cu_seqlens, context, None, sizes)
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    context: ContextParallel | None,
+    impl: str | None,
+    sizes: tuple[int, ...] | None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """y, or its channels in tensors of so many, and the final state."""
     checks.expect_rank("x", x, 3, "[B, T, D]")
     _check(x, weight, bias, activation)
     share = past = None
@@ -94,18 +132,22 @@ def short_convolution(
     impl = choose(_CANDIDATES, call, impl, "short_convolution", x).tries
     given = (x, weight, bias, residual, initial_state, cu_seqlens, activation is not None)
     if is_triton(impl):
-        y = op.convolution(*given, impl)
+        # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
+        apart = sizes is not None and past is None and not any(n % 8 for n in sizes)
+        ys = op.convolution(*given, impl, sizes if apart else None)
     else:
-        y = fallback.convolution(*given, *([_by_definition] if impl == "reference" else []))
+        ys = [fallback.convolution(*given, *([_by_definition] if impl == "reference" else []))]
     if past is not None:
-        y = tie(y, past)
+        ys = [tie(ys[0], past)]
+    if sizes is not None and len(ys) == 1:
+        ys = [*ys[0].split(sizes, -1)]
     if not output_final_state:
-        return y, None
+        return ys, None
     state = None if initial_state is None else initial_state.to(x.dtype)
     final = last_inputs(x, weight.shape[1], state, cu_seqlens)
     if share is not None:
         final = share.whole_states(tie(final, x), whole, 1 if share.packed else x.shape[0])
-    return y, final
+    return ys, final
 
 
 @checks.operator

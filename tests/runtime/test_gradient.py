@@ -63,7 +63,8 @@ def _softmax() -> tuple:
 
 
 def _conv() -> tuple:
-    return (rand(1, 5, 3), rand(3, 2), rand(3), rand(1, 5, 3), rand(1, 3, 2), None, True, "eager")
+    tensors = rand(1, 5, 3), rand(3, 2), rand(3), rand(1, 5, 3), rand(1, 3, 2)
+    return (*tensors, None, None, True, "eager")
 
 
 def _norm() -> tuple:

@@ -65,7 +65,7 @@ def _of_row(row: Sample) -> Case:
 def _convolved(args: Args) -> list[Tensor]:
     """The operator of the Triton kernel, by plain torch; nothing is contiguous."""
     x, weight = args["x"].mT, args["weight"].mT
-    return [conv_op.convolution(x, weight, args["bias"], None, args["state"], None, True, "eager")]
+    return conv_op.convolution(x, weight, args["bias"], None, args["state"], None, True, "eager")
 
 
 def _convolution() -> Args:

@@ -1,6 +1,6 @@
 """The short convolution in plain torch, as the kernels are called."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +38,18 @@ def forward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     silu: bool,
+    sizes: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """As the launch; `backward` does not look at where a token stands."""
-    y = convolution(x, weight, bias, residual, state, cu_seqlens, silu).contiguous()
+    y = convolution(x, weight, bias, residual, state, cu_seqlens, silu)
+    ys = [part.contiguous() for part in y.split(list(sizes or y.shape[-1:]), -1)]
     if cu_seqlens is None:
-        return [y]
-    return [y, torch.zeros(2, x.shape[1], dtype=torch.int32, device=x.device)]
+        return ys
+    return [*ys, torch.zeros(2, x.shape[1], dtype=torch.int32, device=x.device)]
 
 
 def backward(
-    dy: Tensor,
+    dys: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -63,10 +65,10 @@ def backward(
         leaves = [None if t is None else t.clone().requires_grad_() for t in detached]
         y = convolution(*leaves[:3], None, leaves[3], cu_seqlens, silu)  # type: ignore[arg-type]
         requested = [t for t in leaves if t is not None]
-        grads = torch.autograd.grad(y, requested, dy)
+        grads = torch.autograd.grad(y, requested, torch.cat([*dys], -1))
         return [torch.empty_like(t).copy_(g) for t, g in zip(requested, grads)]
 
-    return run_isolated(run, dy.device)
+    return run_isolated(run, x.device)
 
 
 def update(

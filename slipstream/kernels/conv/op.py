@@ -1,11 +1,12 @@
 """The Triton short convolution as torch.library operators, and its gradient.
 
-slipstream::short_convolution gives y and, of packed sequences, where each token stands in its own;
-slipstream::short_convolution_backward the gradients of x, weight and of bias and state, if they are
-there; slipstream::short_convolution_update y, and moves the state on in place.
+slipstream::short_convolution gives y, or its channels in up to three tensors, and, of packed
+sequences, where each token stands in its own; slipstream::short_convolution_backward, given the
+gradients of these, those of x, weight and of bias and state, if they are there;
+slipstream::short_convolution_update y, and moves the state on in place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -64,14 +65,16 @@ def convolution(
     cu_seqlens: Tensor | None,
     silu: bool,
     impl: str,
-) -> Tensor:
-    """impl: triton, or triton|eager."""
+    sizes: tuple[int, ...] | None = None,
+) -> list[Tensor]:
+    """y, or one of each of up to three sizes channels. impl: triton, or triton|eager."""
     tensors = (x, weight, bias, residual, state)
     if needs_autograd(*tensors):
         # here, so that what the Function saves are its inputs
         x, weight, bias, state = _contiguous(x, weight, bias, state)
-        return _Convolution.apply(x, weight, bias, residual, state, cu_seqlens, silu, impl)
-    return _call(*tensors, cu_seqlens, silu, impl)[0]
+        options = cu_seqlens, sizes, silu, impl
+        return [*_Convolution.apply(x, weight, bias, residual, state, *options)]
+    return _call(*tensors, cu_seqlens, sizes, silu, impl)[: len(sizes or (1,))]
 
 
 def update(
@@ -89,8 +92,8 @@ def update(
 
 
 def _forward(*args: Any) -> list[Tensor]:
-    *tensors, silu, impl = args
-    kernel_args: Any = (*_contiguous(*tensors), silu)
+    *tensors, sizes, silu, impl = args
+    kernel_args: Any = (*_contiguous(*tensors), silu, sizes)
     with _guard(impl, kernel_args[0], kernel_args[1]) as usable:
         if usable:
             return _launch().forward(*kernel_args)
@@ -99,11 +102,12 @@ def _forward(*args: Any) -> list[Tensor]:
 
 def _backward(*args: Any) -> list[Tensor]:
     *tensors, silu, impl = args
-    kernel_args: Any = (*_contiguous(*tensors), silu)
-    with _guard(impl, kernel_args[1], kernel_args[2]) as usable:
+    dys = [t.contiguous() for t in tensors[:3] if t is not None]
+    kernel_args: Any = (*_contiguous(*tensors[3:]), silu)
+    with _guard(impl, kernel_args[0], kernel_args[1]) as usable:
         if usable:
-            return _launch().backward(*kernel_args)
-    return fallback.backward(*kernel_args)
+            return _launch().backward(dys, *kernel_args)
+    return fallback.backward(dys, *kernel_args)
 
 
 def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
@@ -139,7 +143,7 @@ def _mismatch(x: Tensor, weight: Tensor) -> str | None:
     probe_inputs |= {"state": numeric_probe.random_like(x, 2, D, W)}
     probe_inputs["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
     return numeric_probe.mismatch(
-        lambda t: convolution(**t, silu=True, impl="triton|eager"),
+        lambda t: convolution(**t, silu=True, impl="triton|eager")[0],
         lambda t: fallback.convolution(**t, silu=True),
         probe_inputs,
     )
@@ -179,24 +183,28 @@ class _Convolution(Function):
         residual: Tensor | None,
         state: Tensor | None,
         cu_seqlens: Tensor | None,
+        sizes: Sequence[int] | None,
         silu: bool,
         impl: str,
-    ) -> Tensor:
-        y, *positions = _call(x, weight, bias, residual, state, cu_seqlens, silu, impl)
-        save(ctx, x, weight, bias, state, cu_seqlens, positions[0] if positions else None)
+    ) -> tuple[Tensor, ...]:
+        sizes = None if sizes is None else tuple(sizes)
+        found = _call(x, weight, bias, residual, state, cu_seqlens, sizes, silu, impl)
+        parts = len(sizes or (1,))
+        save(ctx, x, weight, bias, state, cu_seqlens, *(found[parts:] or (None,)))
         ctx.options = silu, impl
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return y
+        return tuple(found[:parts])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, *options = _call_backward(dy, *saved, *ctx.options)
+    def backward(ctx: Any, saved: Saved, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        dys = (dy, *others, None, None)[:3]
+        dx, dweight, *options = _call_backward(*dys, *saved, *ctx.options)
         _, _, bias, state, *_ = saved
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         dbias = None if bias is None else options[0]
         dstate = None if state is None else options[-1]
-        return dx, dweight, dbias, dresidual, dstate, None, None, None
+        return dx, dweight, dbias, dresidual, dstate, None, None, None, None
 
 
 def _contiguous(*tensors: Any) -> Any:
@@ -212,14 +220,14 @@ def _launch() -> Any:
 
 
 def _fake(x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
-    cu_seqlens = args[3]
-    y = x.new_empty(x.shape)
+    cu_seqlens, sizes = args[3:5]
+    ys = [x.new_empty(*x.shape[:2], n) for n in sizes or x.shape[2:]]
     if cu_seqlens is None:
-        return [y]
-    return [y, x.new_empty(2, x.shape[1], dtype=torch.int32)]
+        return ys
+    return [*ys, x.new_empty(2, x.shape[1], dtype=torch.int32)]
 
 
-def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
+def _fake_backward(dy: Tensor, dy1: Tensor | None, dy2: Tensor | None, *args: Any) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in args[:4] if t is not None]
 
 
@@ -230,15 +238,15 @@ def _fake_update(x: Tensor, *_: Any) -> Tensor:
 _call = KernelOp(
     "short_convolution",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? cu_seqlens, "
-    "bool silu, str impl) -> Tensor[]",
+    "int[]? sizes, bool silu, str impl) -> Tensor[]",
     _forward,
     _fake,
     replay=True,
 )
 _call_backward = KernelOp(
     "short_convolution_backward",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? cu_seqlens, "
-    "Tensor? where, bool silu, str impl) -> Tensor[]",
+    "(Tensor dy, Tensor? dy1, Tensor? dy2, Tensor x, Tensor weight, Tensor? bias, Tensor? state, "
+    "Tensor? cu_seqlens, Tensor? where, bool silu, str impl) -> Tensor[]",
     _backward,
     _fake_backward,
     replay=True,

@@ -10,8 +10,10 @@ MODULE = "slipstream.kernels.conv.triton.conv"
 WALK = "slipstream.kernels.conv.triton.bwd_rolling"
 
 
-def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> Compiled:
-    """Full is with everything, and backward of packed sequences."""
+def compile_conv(
+    arch: str, W: int, backward: bool, full: bool, dtype: str, D: int = 4096
+) -> Compiled:
+    """Full is with everything, and backward of packed sequences. D: channels of 4096."""
     from slipstream.kernels.conv.triton import launch
 
     tile, kernel = launch.FORWARD, f"{MODULE}:conv_fwd_kernel"
@@ -27,7 +29,7 @@ def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> C
     return compile_kernel(
         kernel,
         tensors,
-        {"D": 4096, "W": W, "BT": BT, "BD": tile.BD, "SILU": True},
+        {"D": D, "SX": 4096, "W": W, "BT": BT, "BD": tile.BD, "SILU": True},
         target=arch,
         warps=tile.warps,
     )
@@ -37,6 +39,7 @@ def compile_conv(arch: str, W: int, backward: bool, full: bool, dtype: str) -> C
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_convolution_compiles(arch: str, backward: bool) -> None:
     assert compile_conv(arch, 4, backward, False, "*bf16").stack == 0
+    assert compile_conv(arch, 4, backward, False, "*bf16", D=1024).stack == 0
 
 
 @pytest.mark.slow
@@ -61,6 +64,6 @@ def test_small_convolution_kernels_compile(arch: str) -> None:
     assert stack("conv_positions_kernel", tensors, {"B": 1024}, 4) == 0
     tensors = {f"{x}_ptr": "*bf16" for x in ("dy", "x", "w", "b", "s", "ds")} | {"cu_ptr": "*i64"}
     flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}
-    assert stack("conv_state_bwd_kernel", tensors, flags, 2) == 0
+    assert stack("conv_state_bwd_kernel", tensors, {**flags, "SX": 4096}, 2) == 0
     tensors = {f"{x}_ptr": "*bf16" for x in ("x", "s", "w", "b", "r", "y")} | {"index_ptr": "*i32"}
     assert stack("conv_update_kernel", tensors, {**flags, "BW": 4}, 2) == 0

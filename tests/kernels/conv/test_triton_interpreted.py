@@ -74,10 +74,33 @@ def check_offsets_past_the_end() -> None:
     dy[T:] = x[T:] = torch.nan
     for end in (T, T + 5):
         ds, cu = torch.empty(2, D, W), torch.tensor([0, T - 1, end])
-        launch[(1, 2)](dy, x, weight, None, state, cu, ds, T, D, W, 128, True)
+        launch[(1, 2)](dy, x, weight, None, state, cu, ds, T, D, D, W, 128, True)
         found.append(ds)
     assert found[0].isfinite().all()
     assert torch.equal(*found)
+
+
+def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Channels in tensors of their own: the bits of those in one."""
+    from slipstream.kernels.conv import op
+
+    B, T, sizes = (1, sum(lengths), (24, 8, 16)) if lengths else (2, 21, (8, 40))
+    D, N = sum(sizes), len(lengths) or B
+    cu = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
+    x, dy = torch.randn(B, T, D).to(dtype), torch.randn(B, T, D).to(dtype)
+    inputs = [x, torch.randn(D, W), torch.randn(D), torch.randn(N, D, W).to(dtype)]
+    found: list[list[Tensor]] = []
+    for apart in (None, sizes):
+        x, weight, bias, state = (t.clone().requires_grad_() for t in inputs)
+        ys = op.convolution(x, weight, bias, None, state, cu, True, "triton", apart)
+        assert all(y.is_contiguous() for y in ys)
+        with torch.no_grad():
+            again = op.convolution(x, weight, bias, None, state, cu, True, "triton", apart)
+        dys = dy.split([y.shape[-1] for y in ys], -1)
+        grads = torch.autograd.grad(ys, [x, weight, bias, state], dys)
+        found.append([torch.cat(ys, -1), torch.cat(again, -1), *grads])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
 
 
 def check_update(W: int, dtype: torch.dtype) -> None:
@@ -114,6 +137,8 @@ def main() -> None:
         check(2, 17, 40, W, (), False)
         check(3, 31, 20, W, (), True)
         check(1, sum(lengths), 20, W, lengths, True)
+    check_apart(4, (), torch.float32)
+    check_apart(3, lengths, torch.float16)
     check_neighbours()
     check_offsets_past_the_end()
     for W in (1, 2, 3, 4):

@@ -41,15 +41,16 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
         yield f"token_shift {back}", token_shift._call.overload, (x, state[:1], None, back)
         yield f"token_shift packed {back}", token_shift._call.overload, (x, state, CU, back)
     weight, bias, past = torch.randn(6, 4), torch.randn(6), torch.randn(3, 6, 4)
-    yield "conv", conv._call.overload, (x, weight, None, None, None, None, True)
-    yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, True)
+    yield "conv", conv._call.overload, (x, weight, None, None, None, None, None, True)
+    yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, None, True)
+    yield "conv apart", conv._call.overload, (x, weight, bias, None, past, CU, (3, 2, 1), True)
     where = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 2, 2, 2, 2, 2]]).int()
     yield (
         "conv backward",
         conv._call_backward.overload,
-        (other, x, weight, None, None, None, None, False),
+        (other, None, None, x, weight, None, None, None, None, False),
     )
-    packed = (other, x, weight, bias, past, CU, where, True)
+    packed = (*other.split(2, -1), x, weight, bias, past, CU, where, True)
     yield "conv packed backward", conv._call_backward.overload, packed
     slots = torch.tensor([2, -1, 0])
     yield (

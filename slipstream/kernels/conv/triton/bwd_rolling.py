@@ -15,11 +15,11 @@ from slipstream.kernels.conv.triton.conv import _add, _before, _bias, _dot, _dz,
 
 
 @triton.jit
-def _store_dx(dx_ptr, ws, dzs, row, m, o_d, FIRST: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+def _store_dx(dx_ptr, ws, dzs, row, m, o_d, FIRST: tl.constexpr, SX: tl.constexpr, W: tl.constexpr):
     b_dx = ws[W - 1] * dzs[FIRST]
     for k in tl.static_range(1, W):
         b_dx += ws[W - 1 - k] * dzs[FIRST + k]
-    tl.store(dx_ptr + row * D + o_d, b_dx.to(dx_ptr.dtype.element_ty), mask=m)
+    tl.store(dx_ptr + row * SX + o_d, b_dx.to(dx_ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -33,7 +33,8 @@ def _last(xs, FIRST: tl.constexpr, N: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "tiles", "tiles_each"])
 def conv_bwd_rolling_kernel(
     dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, dx_ptr, partial_ptr, T, tiles, tiles_each,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    D: tl.constexpr, SX: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid (P D / BD), each with so many of the tiles. part [P, W + 1, D]: sums for dw, by column
     of weight, and for dbias."""
@@ -51,17 +52,17 @@ def conv_bwd_rolling_kernel(
     first = i_p * tiles_each
     tiles = tl.minimum(tiles, first + tiles_each)
     i_b, t = (first // NT).to(tl.int64), first % NT * BT
-    older = _before(x_ptr, s_ptr, i_b * T + t, t, i_b, o_d, m_d, D, W)
-    xs = _tile(x_ptr, first, tiles, T, o_d, m_d, D, BT)
+    older = _before(x_ptr, s_ptr, i_b * T + t, t, i_b, o_d, m_d, SX, W)
+    xs = _tile(x_ptr, first, tiles, T, o_d, m_d, SX, BT)
     dys = _tile(dy_ptr, first, tiles, T, o_d, m_d, D, BT)
     for i in range(first, tiles):
         i_b, t = (i // NT).to(tl.int64), i % NT * BT
         row = i_b * T + t
         # both are on their way while this tile is at work
-        next_xs = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
+        next_xs = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, SX, BT)
         next_dys = _tile(dy_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
         if t == 0:
-            older = _before(x_ptr, s_ptr, row, t, i_b, o_d, m_d, D, W)
+            older = _before(x_ptr, s_ptr, row, t, i_b, o_d, m_d, SX, W)
         m_older = m_d & (t > 0) & (i > first)  # else another program's, or none
         rows, dzs = older + xs, older_dz
         for r in tl.static_range(BT):
@@ -76,24 +77,27 @@ def conv_bwd_rolling_kernel(
             m = m_d & (t + r - W + 1 < T)
             if r < W - 1:
                 m = m_older
-            _store_dx(dx_ptr, ws, dzs, row + r - W + 1, m, o_d, r, D, W)
+            _store_dx(dx_ptr, ws, dzs, row + r - W + 1, m, o_d, r, SX, W)
         older, older_dz = _last(rows, BT, W - 1), _last(dzs, BT, W - 1)
         # the last W - 1 tokens of a row or a program: their dz are read ahead, as another program's
         if (t + BT >= T) | (i + 1 == tiles):
             after, after_dz = older, older_dz
             for r in tl.static_range(W - 1):
                 m = m_d & (t + BT + r < T)
-                o = (row + BT + r) * D + o_d
+                o = (row + BT + r) * SX + o_d
+                o_dy = o
+                if D != SX:
+                    o_dy = (row + BT + r) * D + o_d
                 after = after + (tl.load(x_ptr + o, mask=m, other=0.0).to(tl.float32),)
                 b_z = b_b
                 if SILU:
                     b_z = _dot(ws, after, b_b, r, W)
-                b_dy = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
+                b_dy = tl.load(dy_ptr + o_dy, mask=m, other=0.0).to(tl.float32)
                 after_dz = after_dz + (_dz(b_dy, b_z, SILU),)
                 m = m_d & (t + BT + r - W + 1 < T)
-                _store_dx(dx_ptr, ws, after_dz, row + BT + r - W + 1, m, o_d, r, D, W)
+                _store_dx(dx_ptr, ws, after_dz, row + BT + r - W + 1, m, o_d, r, SX, W)
         xs, dys = next_xs, next_dys
-    p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * D + o_d
+    p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * SX + o_d
     for j in tl.static_range(W):
-        tl.store(p_partial + j * D, sums[j], mask=m_d)
-    tl.store(p_partial + W * D, b_db, mask=m_d)
+        tl.store(p_partial + j * SX, sums[j], mask=m_d)
+    tl.store(p_partial + W * SX, b_db, mask=m_d)

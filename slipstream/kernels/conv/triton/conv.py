@@ -11,6 +11,8 @@ are all loaded before the first store, so a row is read about once and nothing m
 threads. Backward, and in packed sequences, that is for tiles inside of a sequence; at its ends
 tokens go one by one.
 
+The D channels may be part of SX in x, dx, the states and the sums of backward; y and dy have D.
+
 Packed, `where` [2, T] has each token's age, its distance from the start of its sequence, and the
 sequence.
 """
@@ -109,11 +111,12 @@ def _tile(x_ptr, i, tiles, T, o_d, m_d, D: tl.constexpr, BT: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "tiles", "tiles_each"])
 def conv_fwd_kernel(
     x_ptr, w_ptr, b_ptr, r_ptr, s_ptr, positions_ptr, y_ptr, T, tiles, tiles_each,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    D: tl.constexpr, SX: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid (P D / BD), each with so many of the tiles, one after the other, the next of which is on
     its way while one is at work. tiles: of all rows of the batch, the last of a row may be short.
-    x, r, y [B, T, D], w [D, W], s [N, D, W]"""
+    x [B, T, SX], r, y [B, T, D], w [D, W], s [N, SX, W]"""
     ND: tl.constexpr = (D + BD - 1) // BD
     o_d = tl.program_id(0) % ND * BD + tl.arange(0, BD)
     m_d = o_d < D
@@ -124,13 +127,13 @@ def conv_fwd_kernel(
     tiles = tl.minimum(tiles, first + tiles_each)
     n_first, t_first = (first // NT).to(tl.int64), first % NT * BT
     # the first tile, and the W - 1 rows before it
-    xs = _tile(x_ptr, first, tiles, T, o_d, m_d, D, BT)
-    older = _before(x_ptr, s_ptr, n_first * T + t_first, t_first, n_first, o_d, m_d, D, W)
+    xs = _tile(x_ptr, first, tiles, T, o_d, m_d, SX, BT)
+    older = _before(x_ptr, s_ptr, n_first * T + t_first, t_first, n_first, o_d, m_d, SX, W)
     for i in range(first, tiles):
         i_b, t = i // NT, i % NT * BT
         row = i_b.to(tl.int64) * T + t
         # asked for before anything of this tile is stored
-        following = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
+        following = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, SX, BT)
         rs = ()
         for r in tl.static_range(BT):
             b_r = 0.0
@@ -145,7 +148,7 @@ def conv_fwd_kernel(
             inside = (t + BT <= T) & (age >= BT + W - 2)
         elif t == 0:
             # another row of the batch: what came before is its state
-            older = _before(x_ptr, s_ptr, row, t, i_b.to(tl.int64), o_d, m_d, D, W)
+            older = _before(x_ptr, s_ptr, row, t, i_b.to(tl.int64), o_d, m_d, SX, W)
         rows = older + xs
         if inside:
             for r in tl.static_range(BT):
@@ -155,7 +158,7 @@ def conv_fwd_kernel(
             # a sequence begins in this tile: each token looks for its own window
             for one in range(tl.minimum(T - t, BT)):
                 age, n = _age_and_sequence(positions_ptr, t + one, i_b, T)
-                window = _window(x_ptr, s_ptr, row + one, age, n, o_d, m_d, D, W)
+                window = _window(x_ptr, s_ptr, row + one, age, n, o_d, m_d, SX, W)
                 b_r = 0.0
                 if r_ptr is not None:
                     b_r = tl.load(r_ptr + (row + one) * D + o_d, mask=m_d, other=0.0)
@@ -187,7 +190,8 @@ def _add(sums, b_dz, xs, FIRST: tl.constexpr, W: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "tiles"])
 def conv_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, positions_ptr, dx_ptr, partial_ptr, T, tiles,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    D: tl.constexpr, SX: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid as forward. part [P, W + 1, D]: sums for dw, by column of weight, and for dbias."""
     ND: tl.constexpr = (D + BD - 1) // BD
@@ -210,7 +214,7 @@ def conv_bwd_kernel(
             xs, dys, dzs = (), (), ()
             # dx of BT tokens wants dz of W - 1 more, which with SILU want x of as many again
             for r in tl.static_range(BT + (2 * W - 2 if SILU else W - 1)):
-                p_x = x_ptr + (row + r - W + 1) * D + o_d
+                p_x = x_ptr + (row + r - W + 1) * SX + o_d
                 xs = xs + (tl.load(p_x, mask=m_d, other=0.0),)
             for r in tl.static_range(BT + W - 1):
                 dys = dys + (tl.load(dy_ptr + (row + r) * D + o_d, mask=m_d, other=0.0),)
@@ -228,7 +232,7 @@ def conv_bwd_kernel(
                     b_dx = tl.zeros([BD], tl.float32)
                     for k in tl.static_range(W):
                         b_dx += ws[W - 1 - k] * dzs[r - W + 1 + k]
-                    p_dx = dx_ptr + (row + r - W + 1) * D + o_d
+                    p_dx = dx_ptr + (row + r - W + 1) * SX + o_d
                     tl.store(p_dx, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
         else:
             for r in range(tl.minimum(T - t, BT)):
@@ -237,25 +241,25 @@ def conv_bwd_kernel(
                     age, n = _age_and_sequence(positions_ptr, tl.minimum(t + r + k, T - 1), i_b, T)
                     m = m_d & (t + r + k < T) & (age >= k)
                     # past the end of its sequence the window is not read either
-                    xs = _window(x_ptr, s_ptr, row + r + k, age, n, o_d, m, D, W)
+                    xs = _window(x_ptr, s_ptr, row + r + k, age, n, o_d, m, SX, W)
                     b_dy = tl.load(dy_ptr + (row + r + k) * D + o_d, mask=m, other=0.0)
                     b_dz = _dz(b_dy.to(tl.float32), _dot(ws, xs, b_b, 0, W), SILU)
                     b_dx += ws[W - 1 - k] * b_dz
                     if k == 0:
                         sums = _add(sums, b_dz, xs, 0, W)
                         b_db += b_dz
-                p_dx = dx_ptr + (row + r) * D + o_d
+                p_dx = dx_ptr + (row + r) * SX + o_d
                 tl.store(p_dx, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
-    p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * D + o_d
+    p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * SX + o_d
     for j in tl.static_range(W):
-        tl.store(p_partial + j * D, sums[j], mask=m_d)
-    tl.store(p_partial + W * D, b_db, mask=m_d)
+        tl.store(p_partial + j * SX, sums[j], mask=m_d)
+    tl.store(p_partial + W * SX, b_db, mask=m_d)
 
 
 @triton.jit(do_not_specialize=["T"])
 def conv_state_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, cu_ptr, ds_ptr, T,
-    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
+    D: tl.constexpr, SX: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """ds [N, D, W], column W - m: sum over k >= m of w_k dz of token k - m; grid (D / BD, N)."""
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -271,10 +275,10 @@ def conv_state_bwd_kernel(
     dzs = ()
     for age in tl.static_range(W - 1):
         m = m_d & (begin + age < end)
-        xs = _window(x_ptr, s_ptr, begin + age, age, n, o_d, m, D, W)
+        xs = _window(x_ptr, s_ptr, begin + age, age, n, o_d, m, SX, W)
         b_dy = tl.load(dy_ptr + (begin + age) * D + o_d, mask=m, other=0.0).to(tl.float32)
         dzs = dzs + (_dz(b_dy, _dot(ws, xs, b_b, 0, W), SILU),)
-    p_ds = ds_ptr + (n * D + o_d) * W
+    p_ds = ds_ptr + (n * SX + o_d) * W
     for m in tl.static_range(1, W + 1):
         b_ds = tl.zeros([BD], tl.float32)
         for k in tl.static_range(m, W):

@@ -4,6 +4,7 @@ Memory beyond results: packed, two numbers a token; backward, W + 1 numbers a ch
 programs.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,38 +46,45 @@ def forward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     silu: bool,
+    sizes: Sequence[int] | None,
 ) -> list[Tensor]:
-    """y [B, T, D], and `where` of packed sequences for backward. All contiguous."""
+    """y [B, T, D], or one of each of sizes channels, and `where` of packed sequences for backward.
+    All contiguous."""
     T, D = x.shape[1:]
     W = weight.shape[1]
-    y = torch.empty_like(x)
+    ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes or (D,)]
     with device_of(x.device):
         positions = None if cu_seqlens is None else _positions(cu_seqlens, T)
         tile, P, tiles = _programs(FORWARD, x, W)
         tiles_each = max(-(-tiles // P), 1)
-        cached(conv_fwd_kernel)[(-(-tiles // tiles_each) * -(-D // tile.BD),)](
-            x_ptr=x,
-            w_ptr=weight,
-            b_ptr=bias,
-            r_ptr=residual,
-            s_ptr=state,
-            positions_ptr=positions,
-            y_ptr=y,
-            T=T,
-            tiles=tiles,
-            tiles_each=tiles_each,
-            D=D,
-            W=W,
-            BT=tile.BT,
-            BD=tile.BD,
-            SILU=silu,
-            num_warps=tile.warps,
-        )
-    return [y] if positions is None else [y, positions]
+        begin = 0
+        for y in ys:
+            n = y.shape[-1]
+            cached(conv_fwd_kernel)[(-(-tiles // tiles_each) * -(-n // tile.BD),)](
+                x_ptr=x.narrow(2, begin, n),
+                w_ptr=weight.narrow(0, begin, n),
+                b_ptr=None if bias is None else bias.narrow(0, begin, n),
+                r_ptr=residual,
+                s_ptr=None if state is None else state.narrow(1, begin, n),
+                positions_ptr=positions,
+                y_ptr=y,
+                T=T,
+                tiles=tiles,
+                tiles_each=tiles_each,
+                D=n,
+                SX=D,
+                W=W,
+                BT=tile.BT,
+                BD=tile.BD,
+                SILU=silu,
+                num_warps=tile.warps,
+            )
+            begin += n
+    return ys if positions is None else [*ys, positions]
 
 
 def backward(
-    dy: Tensor,
+    dys: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -88,7 +96,7 @@ def backward(
     """dx, dweight and, where they are there, dbias and dstate."""
     T, D = x.shape[1:]
     W = weight.shape[1]
-    dx, dstate = torch.empty_like(x), None
+    dx, dstate = torch.empty_like(x), None if state is None else torch.empty_like(state)
     with device_of(x.device):
         tile, P, tiles = _programs(BACKWARD if positions is not None else BACKWARD_ROLLING, x, W)
         tiles_each = max(-(-tiles // P), 1)
@@ -97,41 +105,45 @@ def backward(
         partial = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
         kernel: Any = conv_bwd_kernel if positions is not None else conv_bwd_rolling_kernel
         where = {"tiles_each": tiles_each} if positions is None else {"positions_ptr": positions}
-        cached(kernel)[(P * -(-D // tile.BD),)](
-            dy_ptr=dy,
-            x_ptr=x,
-            w_ptr=weight,
-            b_ptr=bias,
-            s_ptr=state,
-            dx_ptr=dx,
-            partial_ptr=partial,
-            T=T,
-            tiles=tiles,
-            **where,
-            D=D,
-            W=W,
-            BT=tile.BT,
-            BD=tile.BD,
-            SILU=silu,
-            num_warps=tile.warps,
-        )
-        if state is not None:
-            dstate = torch.empty_like(state)
-            cached(conv_state_bwd_kernel)[(-(-D // 128), state.shape[0])](
-                dy_ptr=dy,
-                x_ptr=x,
-                w_ptr=weight,
-                b_ptr=bias,
-                s_ptr=state,
-                cu_ptr=cu_seqlens,
-                ds_ptr=dstate,
+        begin = 0
+        for dy in dys:
+            n = dy.shape[-1]
+            inputs = {
+                "dy_ptr": dy,
+                "x_ptr": x.narrow(2, begin, n),
+                "w_ptr": weight.narrow(0, begin, n),
+                "b_ptr": None if bias is None else bias.narrow(0, begin, n),
+                "s_ptr": None if state is None else state.narrow(1, begin, n),
+            }
+            cached(kernel)[(P * -(-n // tile.BD),)](
+                **inputs,
+                dx_ptr=dx.narrow(2, begin, n),
+                partial_ptr=partial.narrow(2, begin, n),
                 T=T,
-                D=D,
+                tiles=tiles,
+                **where,
+                D=n,
+                SX=D,
                 W=W,
-                BD=128,
+                BT=tile.BT,
+                BD=tile.BD,
                 SILU=silu,
-                num_warps=2,
+                num_warps=tile.warps,
             )
+            if dstate is not None:
+                cached(conv_state_bwd_kernel)[(-(-n // 128), dstate.shape[0])](
+                    **inputs,
+                    cu_ptr=cu_seqlens,
+                    ds_ptr=dstate.narrow(1, begin, n),
+                    T=T,
+                    D=n,
+                    SX=D,
+                    W=W,
+                    BD=128,
+                    SILU=silu,
+                    num_warps=2,
+                )
+            begin += n
         sums = partial.sum(0)
     # copies: of float32 they would be views of both
     copy_options = {"copy": True, "memory_format": torch.contiguous_format}
