@@ -42,7 +42,7 @@ def forward(
 ) -> list[Tensor]:
     """As the launch; `backward` does not look at where a token stands."""
     y = convolution(x, weight, bias, residual, state, cu_seqlens, silu)
-    ys = [part.contiguous() for part in y.split(list(sizes or y.shape[-1:]), -1)]
+    ys = [channels.contiguous() for channels in y.split(list(sizes or y.shape[-1:]), -1)]
     if cu_seqlens is None:
         return ys
     return [*ys, torch.zeros(2, x.shape[1], dtype=torch.int32, device=x.device)]

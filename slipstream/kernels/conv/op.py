@@ -188,12 +188,12 @@ class _Convolution(Function):
         impl: str,
     ) -> tuple[Tensor, ...]:
         sizes = None if sizes is None else tuple(sizes)
-        found = _call(x, weight, bias, residual, state, cu_seqlens, sizes, silu, impl)
-        parts = len(sizes or (1,))
-        save(ctx, x, weight, bias, state, cu_seqlens, *(found[parts:] or (None,)))
+        results = _call(x, weight, bias, residual, state, cu_seqlens, sizes, silu, impl)
+        count = len(sizes or (1,))
+        save(ctx, x, weight, bias, state, cu_seqlens, *(results[count:] or (None,)))
         ctx.options = silu, impl
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return tuple(found[:parts])
+        return tuple(results[:count])
 
     @staticmethod
     @once_differentiable
