@@ -12,19 +12,22 @@ of each, other_seed, is fla's from another seed.
 The bytes of Python's own library, 8 rows of 512, AdamW on float32 weights under bf16 autocast. Each
 run is a process, so that compilers and the hosts' parts of the steps go on side by side; of fla's
 tiles one is taken as it is, for trying all of them takes minutes and changes no result but its
-rounding.
+rounding. Where fla refuses the gated delta rule's gradient (Hopper, Triton 3.4 to 3.7.0), its model
+runs its definition of the rule in plain torch, and qwen3_next is transformers' in plain torch.
 
 loss: of train the mean over the last 50 steps, nats a byte; of held-out over 64 rows. The gap of
 ours to fla should be no larger than that of the other seed, at the last step that all reached.
 """
 
+import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from harness import DEVICE, Report, parser
 from processes import Child, side_by_side, take_first_tiles, tell
 from torch import Tensor
@@ -68,19 +71,67 @@ def rows(data: Tensor, count: int, tokens: int, seed: int) -> Tensor:
     return data[begins + torch.arange(tokens)].long().to(DEVICE)
 
 
+def fla_refuses() -> bool:
+    """fla raises in the gradient of the gated delta rule here."""
+    if DEVICE.type == "cpu":
+        return True
+    from fla.ops.common import chunk_o
+
+    fine = chunk_o.TRITON_ABOVE_3_7_1 or not chunk_o.TRITON_ABOVE_3_4_0
+    return chunk_o.IS_NVIDIA_HOPPER and not fine
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without autocast, which would round its products to bf16."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        with torch.autocast(DEVICE.type, enabled=False):
+            return function(*args, **options)
+
+    return call
+
+
+def recurrence_of_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """fla's definition of the gated delta rule in plain torch, as its layer calls the kernel."""
+    from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
+
+    q, k = (x.float() * (x.float().square().sum(-1, True) + 1e-6).rsqrt() for x in (q, k))
+    g = -A_log.float().exp() * F.softplus(g.float() + dt_bias)
+    o, _ = naive_chunk_gated_delta_rule(q, k, v.float(), g, beta.float().sigmoid())
+    return o.to(v.dtype), None
+
+
 def model_of(name: str, run: str, small: bool) -> Any:
     torch.manual_seed(int(run == "other_seed"))
     if name == "qwen3_next":
+        if fla_refuses():
+            for package in ("fla", "causal_conv1d"):
+                sys.modules[package] = None  # pyright: ignore[reportArgumentType]
         if run == "ours":
             from slipstream.integrations.transformers import patch
 
             patch()
         import transformers
+        from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
+        if run != "ours" and sys.modules.get("fla", "") is None:
+            modeling.torch_chunk_gated_delta_rule = in_float32(
+                modeling.torch_chunk_gated_delta_rule
+            )
         sizes = {**SIZES, **QWEN3_NEXT, **(SMALL | SMALL_QWEN3_NEXT if small else {})}
         config = transformers.Qwen3NextConfig(**sizes)
         config._attn_implementation = "slipstream" if run == "ours" else "sdpa"
         return transformers.Qwen3NextForCausalLM(config)
+    import fla.layers.gated_deltanet
     import fla.models
 
     from slipstream.models import SlipstreamForCausalLM
@@ -90,6 +141,8 @@ def model_of(name: str, run: str, small: bool) -> Any:
     config = getattr(fla.models, f"{MODELS[name]}Config")(**sizes)
     model = getattr(fla.models, f"{MODELS[name]}ForCausalLM")(config)
     if run != "ours":
+        if name == "gated_deltanet" and fla_refuses():
+            fla.layers.gated_deltanet.chunk_gated_delta_rule = in_float32(recurrence_of_fla)
         return model
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(f"{folder}/fla")

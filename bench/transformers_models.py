@@ -8,7 +8,8 @@ The kinds of Qwen3-Next, Kimi-Linear and Nemotron-H, without experts. torch: pla
 transformers falls back to it. fla: its kernels, where they are installed. patched:
 slipstream.integrations.transformers.patch() and attn_implementation="slipstream".
 
-train ms: forward, backward and AdamW of one row, bf16 (CPU: float32), the median of some steps.
+train ms: forward, backward and AdamW of one row, bf16, the median of some steps (CPU: float32, and
+time of the processor, with one thread).
 tokens/s: generate, eager and greedy, after a prompt of 128, without the time of the prompt.
 Each way is a process, for functions of fla are looked up as a model is imported. All compile at
 once and are then measured one after another, on each GPU. Of fla's tiles one is taken untried, for
@@ -25,7 +26,7 @@ from queue import Empty
 from typing import Any
 
 import torch
-from harness import BF16, DEVICE, Report, first, parser
+from harness import BF16, DEVICE, Call, Report, first, parser
 from processes import Child, take_first_tiles, tell
 
 QWEN3_NEXT: dict[str, Any] = {
@@ -122,6 +123,15 @@ def model_of(kind: str, way: str, small: bool) -> Any:
     return getattr(transformers, f"{prefix}ForCausalLM")(config).to(DEVICE, dtype)
 
 
+def spent(call: Call) -> float:
+    """Seconds of a call; on a CPU those of its cores, which others may share."""
+    if DEVICE.type == "cuda":
+        return first(call)
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
 class Training:
     """Steps of one row of tokens."""
 
@@ -145,7 +155,7 @@ def decode_seconds(model: Any, B: int, tokens: int) -> float:
         model.generate(ids, min_new_tokens=count, max_new_tokens=count, **options)
 
     generate(2)
-    return first(partial(generate, tokens + 1)) - first(partial(generate, 1))
+    return spent(partial(generate, tokens + 1)) - spent(partial(generate, 1))
 
 
 def child(kind: str, way: str, mode: str, tunes: bool) -> None:
@@ -158,14 +168,17 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     decoded = 2 if small else 8 if cpu else DECODED
     prepare(way)
     model = model_of(kind, way, small)
-    training = Training(model, tokens)
-    first_s = first(training.step)
+    training, first_s, note = Training(model, tokens), 0.0, ""
+    try:
+        first_s = spent(training.step)
+    except RuntimeError as error:  # fla refuses some gradients on Hopper
+        note, steps = " ".join(str(error).split())[:150], 0
     tell(ready=True)
     sys.stdin.readline()
     cells: dict[str, Any] = {"parameters": sum(x.numel() for x in model.parameters())}
-    cells["tokens"] = tokens
+    cells |= {"tokens": tokens, "note": note}
     cells["train ms"] = round(
-        1e3 * statistics.median(first(training.step) for _ in range(steps)), 2
+        1e3 * statistics.median(spent(training.step) for _ in range(steps)), 2
     )
     tell(**cells)
     model.eval()
