@@ -1,0 +1,89 @@
+"""examples/torchtitan: torchtitan's own trainer, on a CPU, FSDP2 x context parallelism."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORDS = 200
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> list[str]:
+    """Options that name a tokenizer and a text of its words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["[UNK]", "<s>", "</s>", *(f"w{i}" for i in range(WORDS))]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(ends))
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [" ".join(f"w{(7 * i + j * j) % WORDS}" for j in range(50)) for i in range(60)]
+    lines = [json.dumps({"text": x}) for x in rows]
+    (data / "data.jsonl").write_text("\n".join(lines))
+    given = {
+        "--model.hf_assets_path": tmp_path,
+        "--training.dataset": "c4_test",
+        "--training.dataset_path": data,
+    }
+    return [str(x) for pair in given.items() for x in pair]
+
+
+def run(folder: Path, ranks: int, context: int, *options: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["-m", "tests.support.torchtitan_on_a_cpu"]
+    config = {
+        "job.config_file": "examples/torchtitan/hybrid.toml",
+        "job.dump_folder": str(folder),
+        "model.flavor": "debug",
+        "training.seq_len": "64",
+        "training.steps": "3",
+        "training.mixed_precision_param": "float32",
+        "parallelism.context_parallel_degree": str(context),
+        "metrics.log_freq": "1",
+        "lr_scheduler.warmup_steps": "1",
+        "checkpoint.interval": "1000",
+    }
+    command += [x for name, value in config.items() for x in (f"--{name}", value)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples/torchtitan"), *sys.path])
+    here = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        [*command, "--checkpoint.enable", *options],
+        cwd=ROOT,
+        env={**os.environ, **here, "HF_DATASETS_CACHE": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    steps = re.findall(r"^step \d+ loss (\S+) norm (\S+)$", found.stdout, re.M)
+    return [(float(loss), float(norm)) for loss, norm in steps]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(tmp_path: Path, assets: list[str]) -> None:
+    """Each row cut in two and the weights in shards, from the same first weights."""
+    pytest.importorskip("torchtitan.protocols.train_spec", reason="torchtitan 0.2.2 is not here")
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        if not found:
+            assert run(folder, 1, 1, *assets, "--checkpoint.create_seed_checkpoint") == []
+        else:
+            first = tmp_path / "1/checkpoint/step-0"
+            (folder / "checkpoint").mkdir(parents=True)
+            first.rename(folder / "checkpoint/step-0")
+        found.append(run(folder, ranks, ranks, *assets))
+    assert len(found[0]) == 3
+    for one, two in zip(*found, strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
