@@ -142,7 +142,7 @@ def counted_messages() -> Iterator[list[int]]:
 
     with (
         mock.patch.object(context_share, "all_gather", counting(context_share.all_gather, 0)),
-        mock.patch.object(context_share, "all_to_all", counting(context_share.all_to_all, 1)),
+        mock.patch.object(context_share, "all_to_all", counting(context_share.all_to_all, 0)),
         mock.patch.object(dist, "all_reduce", counting(dist.all_reduce, 0)),
         mock.patch.object(call_replay, "ENABLED", False),
     ):

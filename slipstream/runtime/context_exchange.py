@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,36 +13,28 @@ if TYPE_CHECKING:
     from slipstream.runtime.context_share import Share
 
 
-def all_to_all(found: Tensor, x: Tensor, received: list[int], sent: list[int], group: Any) -> Any:
-    """Starts it, and returns what to wait for."""
-    return dist.all_to_all_single(found, x, received, sent, group=group, async_op=True)
+def all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    """Starts it: of x so many elements to each rank, and so many from each, which are there after
+    `wait`. Who only sends waits for nobody."""
+    if of_thread.warmup is not None:  # of one rank: the others are not asked
+        return x.new_empty(sum(received))
+    run = torch.ops._c10d_functional.all_to_all_single
+    return run(x, received, sent, group.group_name)
 
 
 def all_gather(x: Tensor, ranks: int, group: Any) -> Tensor:
-    """Starts it; what comes of it is there after wait_tensor. An operator of tensors alone, so that
-    calls with it inside are replayed (call_replay.py)."""
-    if of_thread.warmup is not None:  # of one rank: the others are not asked
+    """Starts it, as all_to_all."""
+    if of_thread.warmup is not None:
         return x.new_empty(ranks * x.shape[0], *x.shape[1:])
     return torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group.group_name)
 
 
-class Gathered:
-    """What every rank has sent, once it is there."""
-
-    def __init__(
-        self, found: Tensor, shape: tuple[int, ...], backwards: bool, under_way: bool = True
-    ) -> None:
-        """found: of shape [ranks, ...] but for how that is viewed."""
-        self._found, self._shape = found, shape
-        self._backwards, self._under_way = backwards, under_way
-
-    def wait(self) -> list[Tensor]:
-        """By rank, in the order of their tokens; on a GPU the stream waits, not the host."""
-        if self._under_way and of_thread.warmup is None:
-            torch.ops._c10d_functional.wait_tensor(self._found)
-        self._under_way = False
-        found = [*self._found.view(self._shape).unbind(0)]
-        return found[::-1] if self._backwards else found
+def wait(x: Tensor) -> Tensor:
+    """x, once it is there; on a GPU the stream waits, not the host. These three are operators of
+    tensors alone, so that calls with them inside are replayed (call_replay.py)."""
+    if of_thread.warmup is None:
+        torch.ops._c10d_functional.wait_tensor(x)
+    return x
 
 
 class _SumOfRanks(Function):

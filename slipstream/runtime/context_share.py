@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.runtime.context_exchange import (
-    Gathered,
     all_gather,
     all_to_all,
     gather,
     sum_of_ranks,
     tie,
+    wait,
 )
 
 
@@ -153,18 +153,26 @@ class Share:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Of every rank, in the order of its tokens; x has the same shape everywhere."""
-        return self.start_gather(x).wait()
-
-    def start_gather(self, x: Tensor) -> Gathered:
-        """That, for which nothing waits yet."""
         ranks = len(self.lengths)
-        found = all_gather(x.contiguous().flatten(), ranks, self.group)
-        return Gathered(found, (ranks, *x.shape), self.backwards)
+        found = wait(all_gather(x.contiguous().flatten(), ranks, self.group))
+        every = [*found.view(ranks, *x.shape).unbind(0)]
+        return every[::-1] if self.backwards else every
 
-    def start_exchange(self, found: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Any:
-        """Of x so many elements to each rank, into found so many from each; what to wait for."""
+    def start_exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Of x so many elements to each rank; what comes from each of them, for `wait`."""
         assert not self.backwards
-        return all_to_all(found, x, received, sent, self.group)
+        return all_to_all(x, received, sent, self.group)
+
+    def start_messages(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> "Messages":
+        """All of x to some ranks, and from others as many elements as `sizes` says."""
+        ranks = range(len(self.lengths))
+        sent = [x.numel() if r in to else 0 for r in ranks]
+        received = [sizes.get(r, 0) for r in ranks]
+        order = -1 if self.backwards else 1
+        x = x.flatten()
+        x = x.repeat(len(to)) if len(to) > 1 else x
+        found = all_to_all(x, received[::order], sent[::order], self.group)
+        return Messages(found, {r: n for r, n in enumerate(received) if n}, order)
 
     def positions(self, device: torch.device) -> Tensor:
         """Where each token here stands in its sequence, int64 [1, T]."""
@@ -210,8 +218,8 @@ class Share:
     ) -> Tensor | None:
         """What this rank's pieces start from: `states` of all sequences, `rows` each, but for a
         head that continues an earlier rank's `before`. None is zeros."""
-        if states is None and before is None:
-            return None
+        if states is None and (before is None or len(self.pieces) == 1):
+            return before
         like = before if before is not None else states
         assert like is not None
         blank = like.new_zeros(rows, *like.shape[1:])
@@ -241,6 +249,20 @@ class Share:
             return blank[:0]
         # where no sequence ends backward has a part, too
         return sum_of_ranks(tie(torch.cat(found), after), self)
+
+
+class Messages:
+    """From several ranks, each of some elements."""
+
+    def __init__(self, found: Tensor, sizes: dict[int, int], order: int = 1) -> None:
+        """order: -1 where the last rank's comes first."""
+        self._found, self._sizes, self._order = found, sizes, order
+
+    def wait(self) -> dict[int, Tensor]:
+        """By rank."""
+        wait(self._found)
+        ranks = list(self._sizes)[:: self._order]
+        return dict(zip(ranks, self._found.split([self._sizes[r] for r in ranks])))
 
 
 class SegmentOfRank(NamedTuple):

@@ -267,6 +267,7 @@ def bytes_exchanged(rank: int, file: str, found: Any) -> None:
     """(operator, (bytes for few tokens, for three times as many)), forward and backward."""
     _meet(rank, file)
     counted, gather = [0], context_exchange.all_gather
+    to_others = context_exchange.all_to_all
 
     def counting(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -279,6 +280,7 @@ def bytes_exchanged(rank: int, file: str, found: Any) -> None:
     try:
         with (
             mock.patch.object(context_share, "all_gather", counting(gather)),
+            mock.patch.object(context_share, "all_to_all", counting(to_others)),
             mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
         ):
             for op in CALLS:
@@ -307,9 +309,9 @@ def replayed(rank: int, file: str, found: Any) -> None:
     compiled = parallel_compile.compile_kernels
     played, play = [0], call_replay.RecordedCall.play
 
-    def counting(self: Any, args: Any) -> Any:
+    def counting(self: Any, *args: Any) -> Any:
         played[0] += 1
-        return play(self, args)
+        return play(self, *args)
 
     def alone_on(x: int, call: Any, args: Any) -> None:
         """Of one rank: the others are not there."""

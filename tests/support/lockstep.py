@@ -10,8 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.runtime.context_exchange import Gathered
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_share import Messages, Share
 
 SHARED = ("u", "initial_state", "cu_seqlens")  # by all ranks
 
@@ -35,14 +34,17 @@ class Meeting:
 class LockstepShare(Share):
     meeting: Meeting
 
-    def start_gather(self, x: Tensor) -> Gathered:
-        found = self.meeting.exchange(self.rank, x)
-        return Gathered(torch.stack(found), (len(found), *x.shape), self.backwards, False)
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return self.meeting.exchange(self.rank, x)
 
-    def start_exchange(self, found: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Any:
+    def start_exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
         parts = self.meeting.exchange(self.rank, x, sent)
-        found.copy_(torch.cat([each[self.rank] for each in parts]))
-        return Gathered(found[None], (1, *found.shape), False, False)
+        return torch.cat([each[self.rank] for each in parts])
+
+    def start_messages(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> Messages:
+        every = self.meeting.exchange(self.rank, x.flatten())
+        assert all(every[r].numel() == n for r, n in sizes.items())
+        return Messages(torch.cat([x[:0].flatten(), *(every[r] for r in sizes)]), sizes)
 
     def add_up(self, x: Tensor) -> Tensor:
         return x.copy_(torch.stack(self.meeting.exchange(self.rank, x)).sum(0))

@@ -18,6 +18,7 @@ from slipstream.kernels.attention import op
 from slipstream.kernels.attention.dispatch import plan_across_ranks
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
+from slipstream.runtime.context_exchange import wait
 from slipstream.runtime.context_share import Share
 
 # Rows of q a group has on a rank, at least: programs of 128 rows fill a GPU several times.
@@ -95,18 +96,17 @@ class _Heads:
         return [None if x is None else _finish_to_heads(*x, self._share) for x in self._received]
 
 
-def _start_to_heads(x: Tensor, share: Share) -> tuple[Tensor, Any, tuple[int, ...]]:
+def _start_to_heads(x: Tensor, share: Share) -> tuple[Tensor, tuple[int, ...]]:
     (B, T, H, D), ranks = x.shape, len(share.lengths)
     sent = x.reshape(B, T, ranks, H // ranks, D).permute(2, 0, 1, 3, 4).contiguous()
     each = B * (H // ranks) * D
-    received = x.new_empty(sum(share.lengths) * each)
     sizes = [n * each for n in share.lengths]
-    work = share.start_exchange(received, sent.flatten(), sizes, [T * each] * ranks)
-    return received, work, (B, H // ranks, D)
+    received = share.start_exchange(sent.flatten(), sizes, [T * each] * ranks)
+    return received, (B, H // ranks, D)
 
 
-def _finish_to_heads(received: Tensor, work: Any, size: tuple[int, ...], share: Share) -> Tensor:
-    work.wait()
+def _finish_to_heads(received: Tensor, size: tuple[int, ...], share: Share) -> Tensor:
+    wait(received)
     B, H, D = size
     if B == 1:
         return received.view(1, -1, H, D)
@@ -121,11 +121,9 @@ def _to_tokens(x: Tensor, share: Share) -> Tensor:
     if B > 1:
         sent = torch.cat([y.flatten() for y in x.split(share.lengths, dim=1)])
     T = share.lengths[share.rank]
-    received = x.new_empty(ranks, B, T, H, D)
     sizes = [n * B * H * D for n in share.lengths]
-    work = share.start_exchange(received.flatten(), sent.flatten(), [B * T * H * D] * ranks, sizes)
-    work.wait()
-    return received.permute(1, 2, 0, 3, 4).reshape(B, T, ranks * H, D)
+    received = wait(share.start_exchange(sent.flatten(), [B * T * H * D] * ranks, sizes))
+    return received.view(ranks, B, T, H, D).permute(1, 2, 0, 3, 4).reshape(B, T, ranks * H, D)
 
 
 class _Group(NamedTuple):

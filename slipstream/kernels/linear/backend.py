@@ -85,9 +85,11 @@ def pass_states(
     segments: Segments,
     transition: Callable[[], Tensor | None],
     exchange: Exchange | None,
+    reads_others: bool = False,
 ) -> None:
     """run(states, s_out), state passing, before or after the exchange: once on a rank that only
-    sends or only receives, else once for what is sent and once more."""
+    sends or only receives, else once for what is sent and once more. It reads what segments add
+    in `states`, where it writes, or reads_others."""
     if exchange is None or not exchange.sends:
         if exchange is not None:
             exchange(None, segments, transition)
@@ -99,6 +101,6 @@ def pass_states(
         exchange(sums, segments, transition)
         return
     sums = states.new_empty(terms.state_shape)
-    run(states.clone(), sums)
+    run(states if reads_others else states.clone(), sums)
     exchange(sums, segments, transition)
     run(states, s_out)

@@ -18,7 +18,7 @@ from slipstream.kernels.linear.context_segments import linear_in_segments
 from slipstream.kernels.linear.context_states import (
     BackwardStates,
     ForwardStates,
-    saves_transitions,
+    decays,
 )
 from slipstream.kernels.linear.context_terms import Call, states_per_sequence
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
@@ -92,7 +92,7 @@ class _AcrossRanks(Function):
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     """o; the states after this rank's pieces; those before them, if any are given or come from
-    other ranks; and with `save` what _backward takes: M of later ranks (ForwardStates.finish), and
+    other ranks; and with `save` what _backward takes: M, if a sequence goes through this rank, and
     what the back end leaves for its own."""
     terms, (share, call, save) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
     width, initial_state, before = states_per_sequence(terms), terms.initial_state, None
@@ -108,8 +108,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         return *call_forward(*terms, *options, False), *begins
     exchange = ForwardStates(terms, share, call)
     o, after, saved = forward_across_ranks(terms, *options, save, exchange)
-    transitions = exchange.finish(save)
-    return o, after, *begins, *transitions, *saved
+    transition = exchange.finish(save)
+    return o, after, *begins, *transition, *saved
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
@@ -129,8 +129,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     if not share.crossings.any:
         grads = gradients(terms, dout, end, *options)
     else:
-        transitions = saved.pop(0) if saves_transitions(terms, share) else None
-        exchange = BackwardStates(terms, share, call, end, transitions, dout)
+        transition = saved.pop(0) if share.passes_through and decays(terms) else None
+        exchange = BackwardStates(terms, share, call, end, transition, dout)
         grads = gradients_across_ranks(terms, dout, end, *options, saved, exchange)
         exchange.finish()
     return tuple(grads[name] for name in _with_gradients(terms, gate_gradient))

@@ -3,13 +3,15 @@
 Back ends that cut sequences into segments (segments.py) have M and E of these anyway, and exchange
 between these and the state passing, so that a call takes about as long as one of the same tokens
 alone. Where sequences are not cut, and in plain torch, E comes from one more call over the tail's
-tokens, and so does M where it is a matrix, from the identity. M is sent only if a sequence goes
-through a whole rank. It is one number, one number a row or column, or a matrix [K, K] where tokens
-erase. The states exchanged are float32 (float64 for float64).
+tokens, and so does M where it is a matrix, from the identity. E goes to all ranks after this one
+(back, before it) that have tokens of the sequence, and from those that it goes through M, too: one
+number, one number a row or column, or a matrix [K, K] where tokens erase. The states exchanged are
+float32 (float64 for float64).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,18 +27,12 @@ from slipstream.kernels.linear.context_terms import (
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import call_forward, gradients
 from slipstream.kernels.linear.segments import Segments, split_into_segments
-from slipstream.runtime.context_exchange import Gathered
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_share import Messages, Share
 
 
-def sends_transition(terms: LinearInputs, share: Share) -> bool:
-    changes = terms.transition != "none" or terms.decay != "none" or terms.gv is not None
-    return share.crossings.through and changes
-
-
-def saves_transitions(terms: LinearInputs, share: Share) -> bool:
-    """Whether backward wants M of later ranks."""
-    return sends_transition(terms, share) and len(share.later) > 1
+def decays(terms: LinearInputs) -> bool:
+    """Whether M is not 1."""
+    return terms.transition != "none" or terms.decay != "none" or terms.gv is not None
 
 
 class _StateExchange(Exchange):
@@ -46,7 +42,7 @@ class _StateExchange(Exchange):
     def __init__(self, terms: LinearInputs, share: Share, call: Call) -> None:
         self.terms, self.share, self.call = terms, share, call
         self.width, self.matrix = states_per_sequence(terms), terms.transition != "none"
-        self.sent: Gathered | None = None
+        self.sent: Messages | None = None
 
     def whole_segments(
         self, terms: LinearInputs, unit: int, can_pass: bool = True
@@ -61,13 +57,60 @@ class _StateExchange(Exchange):
         """The tokens of the sequence that others are told of."""
         raise NotImplementedError
 
-    def _blank(self) -> Tensor:
-        like = self.terms
-        return like.v.new_zeros(self.width, *like.state_shape[1:], dtype=like.dtype)
+    @property
+    def passes(self) -> bool:
+        """Whether others are told of M: those that are first and last do without theirs."""
+        return self.share.passes_through and decays(self.terms)
+
+    def _shapes(self, with_transition: bool) -> list[tuple[int, ...]]:
+        """Of a message's tensors."""
+        (HV, K, V), terms = self.terms.state_shape[1:], self.terms
+        state, changed = (self.width, HV, K, V), (self.width, HV, K, K)
+        if not self.matrix:
+            rows, columns = K if terms.decay == "channel" else 1, 1 if terms.gv is None else V
+            changed = self.width, HV, rows, columns
+        return [state, changed] if with_transition else [state]
+
+    def _start(self, E: Tensor | None, M: Tensor | None, to: list[int], ranks: list[int]) -> None:
+        """E, and M if there is one, to some ranks, and those of others, the first of which is the
+        one that the sequence begins with."""
+        tensors, dtype = [], self.terms.dtype
+        for x, shape in zip((E, M), self._shapes(True)):
+            if x is not None:
+                tensors.append(x.to(dtype).expand(shape).flatten())
+        message = torch.cat(tensors) if len(tensors) > 1 else tensors[0] if tensors else None
+        if message is None:
+            message = self.terms.v.new_empty(0, dtype=dtype)
+        sizes = {
+            r: sum(map(prod, self._shapes(decays(self.terms) and r != ranks[0]))) for r in ranks
+        }
+        self.sent = self.share.start_messages(message, to if tensors else [], sizes)
+
+    def _received(self, ranks: list[int], transpose: bool) -> Tensor:
+        """What the tokens of these ranks make of a state, one after the other."""
+        assert self.sent is not None
+        found, total = self.sent.wait(), None
+        for r in ranks:
+            shapes = self._shapes(decays(self.terms) and r != ranks[0])
+            added, *M = (
+                x.view(shape) for x, shape in zip(found[r].split([*map(prod, shapes)]), shapes)
+            )
+            if total is None:
+                total = added
+            elif not M:
+                total = total + added
+            elif self.matrix:
+                total = (M[0].mT if transpose else M[0]) @ total + added
+            else:
+                total = M[0] * total + added
+        assert total is not None
+        return total
 
 
 class ForwardStates(_StateExchange):
     """Writes what the ranks before come to into the first rows of the initial states."""
+
+    transition: Tensor | None = None
 
     def piece(self) -> tuple[int, int]:
         share = self.share
@@ -89,9 +132,7 @@ class ForwardStates(_StateExchange):
     ) -> None:
         if self.sent is not None:
             return
-        M = None
-        if self._sends_transition and self.share.passes_through:
-            M = self._of_tail(transition(), segments)
+        M = self._of_tail(transition(), segments) if self.passes else None
         self._send(None if sums is None else sums[-self.width :], M)
 
     def by_calls(self) -> None:
@@ -105,7 +146,7 @@ class ForwardStates(_StateExchange):
             states = terms.initial_state
             start = states[-self.width :] if begins and states is not None else None
             E = call_forward(*tail._replace(initial_state=start), *call[:3], False)[1]
-            if self._sends_transition and share.passes_through:
+            if self.passes:
                 M = (
                     transition_matrix(tail, self.width, call)
                     if self.matrix
@@ -114,25 +155,10 @@ class ForwardStates(_StateExchange):
         self._send(E, M)
 
     def finish(self, save: bool) -> list[Tensor]:
-        """With save M of later ranks, but for the last, [ranks, width, ...] in one tensor, if
-        backward wants it."""
+        """With save M of this rank's tokens, if backward tells others of it."""
         assert self.sent is not None
         self.sent.wait()
-        if not save or not saves_transitions(self.terms, self.share):
-            return []
-        transitions = self._parts()[1]
-        return [torch.stack([transitions[r] for r in self.share.later[:-1]])]
-
-    @property
-    def _sends_transition(self) -> bool:
-        return sends_transition(self.terms, self.share)
-
-    @property
-    def _transition_shape(self) -> tuple[int, ...]:
-        (HV, K, V), terms = self.terms.state_shape[1:], self.terms
-        if self.matrix:
-            return self.width, HV, K, K
-        return self.width, HV, K if terms.decay == "channel" else 1, 1 if terms.gv is None else V
+        return [self.transition] if save and self.transition is not None else []
 
     def _of_tail(self, transition: Tensor | None, segments: Segments) -> Tensor | None:
         """The product of M of the tail's segments."""
@@ -151,29 +177,12 @@ class ForwardStates(_StateExchange):
 
     def _send(self, E: Tensor | None, M: Tensor | None) -> None:
         """Both in one message."""
-        message = (self._blank() if E is None else E.to(self.terms.dtype)).flatten()
-        if self._sends_transition:
-            if M is None:  # no rank uses it
-                M = message.new_zeros(self._transition_shape)
-            M = M.to(message.dtype).expand(self._transition_shape)
-            message = torch.cat([message, M.flatten()])
-        self.sent = self.share.start_gather(message)
-        if not self.share.earlier:
-            return
-        assert self.terms.initial_state is not None
-        added, transitions = self._parts()
-        each = dict(enumerate(transitions))
-        before = _combine(self.share.earlier, added, each, self.matrix)
-        self.terms.initial_state[: self.width].copy_(before)
-
-    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        assert self.sent is not None
-        found, shape = self.sent.wait(), (self.width, *self.terms.state_shape[1:])
-        n = self._blank().numel()
-        added = [x[:n].view(shape) for x in found]
-        if not self._sends_transition:
-            return added, []
-        return added, [x[n:].view(self._transition_shape) for x in found]
+        share = self.share
+        self.transition = M
+        self._start(E, M, share.later, share.earlier)
+        if share.earlier:
+            assert self.terms.initial_state is not None
+            self.terms.initial_state[: self.width].copy_(self._received(share.earlier, False))
 
 
 class BackwardStates(_StateExchange):
@@ -185,12 +194,12 @@ class BackwardStates(_StateExchange):
         share: Share,
         call: Call,
         dfinal: Tensor | None,
-        transitions: Tensor | None,
+        transition: Tensor | None,
         dout: Tensor,
     ) -> None:
-        """transitions: of ForwardStates.finish."""
+        """transition: of ForwardStates.finish."""
         super().__init__(terms, share, call)
-        self.dfinal, self.transitions, self.dout = dfinal, transitions, dout
+        self.dfinal, self.transition, self.dout = dfinal, transition, dout
 
     def piece(self) -> tuple[int, int]:
         return (0, self.share.head_end) if self.share.earlier else (0, 0)
@@ -232,32 +241,9 @@ class BackwardStates(_StateExchange):
         self.sent.wait()
 
     def _send(self, ds: Tensor | None) -> None:
-        message = self._blank() if ds is None else ds.to(self.terms.dtype)
-        self.sent = self.share.start_gather(message)
-        if not self.share.later:
-            return
-        assert self.dfinal is not None
-        back = {}
-        if self.transitions is not None:
-            each = self.transitions.mT if self.matrix else self.transitions
-            back = dict(zip(self.share.later, each.unbind(0)))
-        found = _combine(self.share.later[::-1], self.sent.wait(), back, self.matrix)
-        self.dfinal[-self.width :].copy_(found)
-
-
-def _combine(
-    ranks: list[int],
-    added: list[Tensor],
-    transitions: Mapping[int, Tensor],
-    matrix: bool,
-) -> Tensor:
-    """The last rank's `added` plus its transition of what the ranks before it come to.
-
-    transitions: by rank; none where nothing decays.
-    """
-    total = added[ranks[0]]
-    for r in ranks[1:]:
-        if transitions:
-            total = transitions[r] @ total if matrix else transitions[r] * total
-        total = total + added[r]
-    return total
+        share = self.share
+        M = None if ds is None else self.transition
+        self._start(ds, M, share.earlier, share.later[::-1])
+        if share.later:
+            assert self.dfinal is not None
+            self.dfinal[-self.width :].copy_(self._received(share.later[::-1], True))

@@ -196,6 +196,27 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
         assert text.count("WARPGROUP.ARRIVE") < text.count("HGMMA") // 3
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "back"])
+def test_state_passing_across_ranks_compiles(reverse: bool) -> None:
+    """With M beside E, and of some segments not written."""
+    from slipstream.compiler.trace import trace
+    from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
+
+    def call(device: torch.device) -> None:
+        given = terms(SPLIT, device)
+        HV, (K, V) = given.v.shape[2], SPLIT[1:3]
+        made = torch.ones(8, HV, K, V + K, device=device)
+        far = torch.ones(8, HV, dtype=torch.int32, device=device)
+        states, state = made.new_empty(8, HV, K, V), given.initial_state
+        E, M = made.split([V, K], -1)
+        ends: dict[str, Any] = {"reverse": reverse, "E": E, "m_is_zero": far}
+        state_passing(given, Segments(64, 8), states, M, state, state, **ends)
+
+    (job,) = trace(call, "sm_90", backward=False)
+    got = job.compile()
+    assert got.stack == 0 and got.shared <= ARCHS["sm_90"].shared
+
+
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     given = terms(CASES["gated"], "cpu")
     assert "sm_90" in str(plan.unsupported_reason(given))

@@ -242,15 +242,20 @@ def passing_launch(
     s_in: Tensor | None,
     s_out: Tensor | None,
     reverse: bool,
+    E: Tensor | None,
+    m_is_zero: Tensor | None,
 ) -> None:
     """As state_passing_launch.py has it of Triton."""
+    E = states if E is None else E
+    if m_is_zero is not None:
+        M = M.masked_fill((m_is_zero != 0)[..., None, None], 0.0)
     for n, (begin, length) in enumerate(sequences(terms)):
         count = -(-length // segments.tokens)
         first = n * count if terms.cu_seqlens is None else begin // segments.tokens + n
         order = list(range(first, first + count))
         S = torch.zeros_like(states[0]) if s_in is None else s_in[n]
         for i in order[::-1] if reverse else order:
-            added, states[i] = states[i].clone(), S
+            added, states[i] = E[i].clone(), S
             S = (M[i].mT if reverse else M[i]) @ S + added
         if s_out is not None:
             s_out[n] = S

@@ -80,6 +80,31 @@ def check(case: tuple, back: bool, decays: bool) -> None:
     assert not met[: sequences(case)[0][0]].isnan().any()  # nobody's, before the first sequence
 
 
+def check_across_ranks(case: tuple, back: bool) -> None:
+    """The kernel of triton/common, where no segment counts as first or last."""
+    from slipstream.kernels.linear.triton.common import state_passing
+
+    launch: Any = state_passing.delta_state_passing_kernel
+    packed, N, T = case[0] != "batch", len(sequences(case)), case[-1]
+    slots = T // SEGMENT + N if packed else N * -(-T // SEGMENT)
+    made = torch.randn(slots, HV, K, V + K) / 4
+    far = (torch.rand(slots, HV) < 0.3).int()
+    s_in, s_out = torch.randn(N, HV, K, V), torch.zeros(N, HV, K, V)
+    met, cu = torch.zeros(slots, HV, K, V), None
+    if packed:
+        cu = torch.tensor(case, dtype=torch.int32)
+    unwritten = made.clone()
+    unwritten[..., V:][far.bool()] = torch.nan
+    launch[(V // 16 * HV * N,)](
+        met, unwritten, unwritten[..., V:], far, s_in, s_out, cu, T, HV, SEGMENT,
+        K=K, V=V, BK=16, BV=16, E_WIDTH=V + K, M_WIDTH=V + K, MASKED=True, REVERSE=back,
+        HAS_S_IN=True, HAS_S_OUT=True, PACKED=packed, INNER="ieee",
+    )  # fmt: skip
+    for slot, state in wanted(case, made, made, far, s_in, back).items():
+        torch.testing.assert_close(met[slot], state, rtol=1e-4, atol=1e-4)
+    assert s_out.isfinite().all()
+
+
 if __name__ == "__main__":
     from slipstream.kernels.linear.sm90.delta import state_passing
 
@@ -89,5 +114,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     for case in CASES:
         for back in (False, True):
+            check_across_ranks(case, back)
             for decays in (False, True):
                 check(case, back, decays)

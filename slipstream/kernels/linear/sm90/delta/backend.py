@@ -275,10 +275,14 @@ class Sm90Delta(DeltaBackend):
     ) -> EntryStates:
         state = terms.initial_state
         if exchange is not None:
-            M, m_is_zero = segment_launch.segment_transition(terms, wy, None, segments, every=True)
-            E, M = M.split([terms.v.shape[-1], terms.q.shape[-1]], -1)
-            states, M = E.contiguous(), segment_launch.masked(M, m_is_zero)
-            state_passing(terms, segments, states, M, state, None, exchange=exchange)
+            made, m_is_zero = segment_launch.segment_transition(
+                terms, wy, None, segments, every=True
+            )
+            K, V = terms.q.shape[-1], terms.v.shape[-1]
+            E, M = made.split([V, K], -1)
+            states = made.new_empty(segments.count, terms.v.shape[2], K, V)
+            ends: dict[str, Any] = {"exchange": exchange, "E": E, "m_is_zero": m_is_zero}
+            state_passing(terms, segments, states, M, state, None, **ends)
             return EntryStates(states, None, final)
         M, m_is_zero = segment_launch.segment_transition(terms, wy, state, segments)
         # E is beside M

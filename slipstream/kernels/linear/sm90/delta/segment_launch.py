@@ -100,16 +100,11 @@ def entry_dstates(
 ) -> Tensor:
     """The gradient of the state after each segment [count, HV, K, V], once the exchange has said
     what dfinal has from other ranks."""
-    M = masked(*segment_transition(terms, wy, None, segments, alone=True, every=True))
+    M, m_is_zero = segment_transition(terms, wy, None, segments, alone=True, every=True)
     dE = segment_transition_bwd(terms, do, wy, scale, None, segments, every=True)
-    ends = dE, M, dfinal, None
-    state_passing_launch.state_passing(terms, segments, *ends, reverse=True, exchange=exchange)
+    ends: dict[str, Any] = {"reverse": True, "exchange": exchange, "m_is_zero": m_is_zero}
+    state_passing_launch.state_passing(terms, segments, dE, M, dfinal, None, **ends)
     return dE
-
-
-def masked(M: Tensor, m_is_zero: Tensor) -> Tensor:
-    """M with the zeros that are not written [count, HV, K, K]."""
-    return M.masked_fill((m_is_zero != 0)[..., None, None], 0.0)
 
 
 def state_passing(
