@@ -467,15 +467,23 @@ def training() -> Table:
             )
         )
     headings = (
-        "mixer",
-        "ms",
-        "GiB",
-        "checkpointed, ms",
-        "checkpointed, GiB",
-        "checkpointed / kept",
-    )
+        "mixer", "ms", "GiB", "checkpointed, ms", "checkpointed, GiB", "checkpointed / kept",
+    )  # fmt: skip
     shown = tuple(x for (model, _), x in used.items() if model.endswith(" checkpointed"))
     return Table("training", "bench/training.py --only checkpointed", headings, tuple(rows), shown)
+
+
+def convergence() -> Table:
+    """The last losses of models of which all three runs are there."""
+    runs = ("ours", "fla", "other_seed")
+    used = {(x.get("model"), x.get("part"), x.get("run")): x for x in read("convergence")}
+    of = {x[:2]: [used.get((*x[:2], run)) for run in runs] for x in used}
+    full = {name: rows for name, rows in of.items() if None not in rows}
+    rows = []
+    for name, three in full.items():
+        rows.append((label(" ".join(name)), *(number(x, "loss", digits=5) for x in three)))
+    shown = tuple(x for three in full.values() for x in three if x)
+    return Table("convergence", "bench/convergence.py", ("model", *runs), tuple(rows), shown)
 
 
 def memory() -> Table:
@@ -574,7 +582,7 @@ def summary() -> Table:
 
 TABLES: Sequence[Callable[[], Table]] = (
     summary, linear, linear_errors, flash_qla, attention, packed_attention, cache_attention, blocks,
-    matmul, steps, host, first_calls, memory, training, cpu,
+    matmul, steps, host, first_calls, memory, training, convergence, cpu,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ docs/plots/flash_qla.svg, fla.svg: the rows of the tables, as shares of the peer
 docs/plots/time.svg, memory.svg: against the length, of lengths.csv; the newest row of each
 operator, provider and length counts.
 docs/plots/first_calls.svg: the rows of its table.
+docs/plots/convergence.svg: the losses of convergence.csv.
 """
 
 from collections import defaultdict
@@ -151,6 +152,32 @@ def plot_first_calls() -> Path:
     return save(figure, "first_calls")
 
 
+def plot_convergence() -> Path:
+    """Training losses, and below by how much each run is above fla's."""
+    losses: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for x in read("convergence"):
+        if x.get("part") == "train":
+            losses[x.get("model")][x.get("run")][int(x.get("step"))] = value(x, "loss")
+    losses = {model: runs for model, runs in losses.items() if len(runs) == 3}
+    figure, grid = plt.subplots(
+        2, len(losses), figsize=(WIDTH_INCHES, 5.5), squeeze=False, sharex=True
+    )
+    for (model, runs), (above, below) in zip(losses.items(), grid.T):
+        for run in ("fla", "other_seed", "ours"):
+            steps = [x for x in runs[run] if x in runs["fla"]]
+            name = {"ours": "slipstream", "other_seed": "fla, another seed"}.get(run, run)
+            above.plot(steps, [runs[run][x] for x in steps], label=name)
+            below.plot(steps, [runs[run][x] - runs["fla"][x] for x in steps])
+        above.set_title(model)
+        below.set_xlabel("step")
+        for axes, text in ((above, "loss, nats a byte"), (below, "above fla's")):
+            axes.set_ylabel(text if axes in grid[:, 0] else "")
+            axes.grid(alpha=0.3)
+        below.set_ylim(-0.04, 0.04)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="upper center", ncols=3)
+    return save(figure, "convergence", top=0.93)
+
+
 def main() -> None:
     found = curves()
     print(against_length(found, "time", "ms", time))
@@ -158,6 +185,7 @@ def main() -> None:
     print(beside_flash_qla())
     print(beside_fla())
     print(plot_first_calls())
+    print(plot_convergence())
 
 
 if __name__ == "__main__":
