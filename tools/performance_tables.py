@@ -478,8 +478,7 @@ def convergence() -> Table:
     runs = ("ours", "fla", "other_seed")
     used = {(x.get("model"), x.get("part"), x.get("run")): x for x in read("convergence")}
     of = {x[:2]: [used.get((*x[:2], run)) for run in runs] for x in used}
-    full = {name: rows for name, rows in of.items() if None not in rows}
-    rows = []
+    full, rows = {name: three for name, three in of.items() if None not in three}, []
     for name, three in full.items():
         rows.append((label(" ".join(name)), *(number(x, "loss", digits=5) for x in three)))
     shown = tuple(x for three in full.values() for x in three if x)
