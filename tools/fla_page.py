@@ -125,6 +125,7 @@ p.
 LAYERS = {
     "comba": "Comba",
     "delta_net": "DeltaNet",
+    "forgetting_attn": "ForgettingAttention",
     "gated_deltanet": "GatedDeltaNet",
     "gated_deltaproduct": "GatedDeltaProduct",
     "gdn2": "GatedDeltaNet2",

@@ -5,6 +5,7 @@ from slipstream.layers.base import Mixer as Mixer
 from slipstream.layers.base import ShortConvolution as ShortConvolution
 from slipstream.layers.comba import Comba as Comba
 from slipstream.layers.delta_net import DeltaNet as DeltaNet
+from slipstream.layers.forgetting_attn import ForgettingAttention as ForgettingAttention
 from slipstream.layers.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from slipstream.layers.gated_deltaproduct import GatedDeltaProduct as GatedDeltaProduct
 from slipstream.layers.gated_oja import GatedOja as GatedOja

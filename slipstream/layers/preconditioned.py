@@ -129,6 +129,9 @@ class PrecondGatedDeltaNet(GatedDeltaNet):
         o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2)), _new(use_cache, states, conv)
 
+    def has_fused_step(self) -> bool:
+        return False
+
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
@@ -195,6 +198,9 @@ class PrecondKDA(KimiDeltaAttention):
         gate = self.g_up(self.g_down(x)).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
         return self.o_proj(o.flatten(-2)), _new(use_cache, states, conv)
+
+    def has_fused_step(self) -> bool:
+        return False
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

@@ -37,6 +37,7 @@ MIXERS = {
     "lightnet": "LightNetAttention",
     "lightning_attn": "LightningAttention",
     "attention": "Attention",
+    "forgetting_attn": "ForgettingAttention",
     "mla": "MLA",
 }
 """Name in a config -> class in slipstream.layers."""

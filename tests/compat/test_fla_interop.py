@@ -438,6 +438,14 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Callable[[Any]
             "gk_up.bias": p["gk_proj_1_bias"], "norm_weight": p["g_norm_swish_gate_weight"],
         },
     ),
+    "forgetting_attn": (
+        "ForgettingAttention", {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": True},
+        "ForgettingAttention", {"num_heads": 4, "num_kv_heads": 2, "output_gate": True},
+        lambda p: _same(p, "f", "g", "o") | {
+            "qkv_proj.weight": torch.cat([p[f"{n}_proj_weight"] for n in "qkv"]),
+            "f_proj.bias": p["f_proj_bias"],
+        },
+    ),
     "lightnet": (
         "LightNetAttention", {"num_heads": 4, "expand_ratio": 12, "gate_low_rank_dim": 8},
         "LightNetAttention", {"num_heads": 4, "head_dim": 12, "gate_low_rank_dim": 8},

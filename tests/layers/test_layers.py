@@ -1,5 +1,6 @@
 """What holds for every layer."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -87,6 +88,15 @@ LAYERS: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
     },
     "Attention-gated": {"qk_norm": True, "zero_centered_norm": True, "output_gate": True},
+    "ForgettingAttention": {},
+    "ForgettingAttention-grouped": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "window_size": 5,
+        "qkv_bias": True,
+        "qk_norm": True,
+        "output_gate": True,
+    },
     "MLA-unturned": {
         "kv_lora_rank": 10,
         "nope_head_dim": 6,
@@ -135,7 +145,7 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
 def assert_state_near(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, x in want.items():
-        if name in ("k", "v", "latent"):  # what lies behind a sequence's end is nobody's
+        if name in ("k", "v", "f", "latent"):  # what lies behind a sequence's end is nobody's
             for n, length in enumerate(want["length"].tolist()):
                 torch.testing.assert_close(got[name][n, :length], x[n, :length])
         else:
@@ -311,6 +321,15 @@ def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
             y, _ = compiled(x, **options)
         y.sum().backward()
         torch.testing.assert_close(y, layer(x, **options)[0], rtol=1e-4, atol=1e-4)
+
+
+@every_layer
+def test_layer_with_a_fused_step_takes_its_norm(name: str) -> None:
+    """A class that has one from its base has to take what a block then leaves to it."""
+    layer = make(name)
+    if layer.has_fused_step():
+        taken = [inspect.signature(f).parameters for f in (layer.decode, layer._advance)]
+        assert any({"norm", "residual"} <= {*x} for x in taken)
 
 
 def test_rwkv4_starts_finite_in_any_layer() -> None:

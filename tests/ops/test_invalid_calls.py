@@ -122,8 +122,8 @@ CASES = [Case(x) for x in SAMPLES if not any(word in x.tensors for word in _NOT_
 CASES = list({case.name: case for case in CASES}.values())
 # arguments of which several ranks, or any number of rows, are right
 ANY_RANK = {
-    "attnres": "residuals", "embedding": "input_ids weight", "glu_linear": "weight",
-    "l2_norm": "x",
+    "attnres": "residuals", "linear_log_probs": "weight", "embedding": "input_ids weight",
+    "glu_linear": "weight", "l2_norm": "x",
     "matmul": "a b scale_a scale_b",
     "rotary_tables": "positions", "squared_relu": "x", "rms_norm": "x", "layer_norm": "x",
     "group_norm": "x", "cross_entropy": "", "linear_cross_entropy": "weight",
