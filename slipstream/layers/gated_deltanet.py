@@ -20,6 +20,7 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
+from slipstream.nn.recompute import Recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
@@ -103,39 +104,41 @@ class GatedDeltaNet(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        (q, k, v), conv = convolved_parts(
-            self.conv,
-            self.qkv_proj(x),
-            (self.keys, self.keys, self.values),
-            state,
-            use_cache,
-            cu_seqlens,
-            context,
-        )
-        q, k = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        qkv, conv = self.qkv_proj(x), None
+        sizes = (self.keys, self.keys, self.values)
+
+        def prepare() -> list[Tensor]:
+            nonlocal conv
+            (q, k, v), conv = convolved_parts(
+                self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
+            )
+            units = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
+            return [q, k, *units, v]
+
         a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
         rule = (
             fused_recurrent_gated_delta_rule
             if self.recurrent(x, context)
             else chunk_gated_delta_rule
         )
-        o, recurrent = rule(
-            q,
-            k,
-            v,
-            g=a,
-            beta=b,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            use_gate_in_kernel=True,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        elements = qkv.numel() if context is None and not use_cache else 0
+        with Recompute(prepare, elements) as (*_, q, k, v):
+            o, recurrent = rule(
+                q,
+                k,
+                v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+                g=a,
+                beta=b,
+                initial_state=past(state, "recurrent"),
+                output_final_state=use_cache,
+                use_gate_in_kernel=True,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                use_beta_sigmoid_in_kernel=True,
+                allow_neg_eigval=self.allow_neg_eigval,
+                cu_seqlens=cu_seqlens,
+                context=context,
+            )
         z = None if self.z_proj is None else self.z_proj(x)
         o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)

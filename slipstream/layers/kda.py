@@ -19,6 +19,8 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
+from slipstream.nn.recompute import Recompute
+from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.norm import l2_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
@@ -111,34 +113,35 @@ class KimiDeltaAttention(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        (q, k, v), conv = convolved_parts(
-            self.conv,
-            self.qkv_proj(x),
-            (self.keys, self.keys, self.values),
-            state,
-            use_cache,
-            cu_seqlens,
-            context,
-        )
-        q, k = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
+        qkv, f, conv = self.qkv_proj(x), self.f_up(self.f_down(x)), None
+        sizes = (self.keys, self.keys, self.values)
+
+        def prepare() -> list[Tensor]:
+            nonlocal conv
+            (q, k, v), conv = convolved_parts(
+                self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
+            )
+            units = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
+            raw = f.unflatten(-1, (self.num_v_heads, self.head_dim))
+            g = delta_gate(raw, self.A_log, self.dt_bias, self.lower_bound)
+            return [q, k, *units, v, g]
+
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
-        o, recurrent = kda(
-            q,
-            k,
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim)),
-            self.b_proj(x),
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            use_gate_in_kernel=True,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            lower_bound=self.lower_bound,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        elements = qkv.numel() if context is None and not use_cache else 0
+        with Recompute(prepare, elements) as (*_, q, k, v, g):
+            o, recurrent = kda(
+                q,
+                k,
+                v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+                g,
+                self.b_proj(x),
+                initial_state=past(state, "recurrent"),
+                output_final_state=use_cache,
+                use_beta_sigmoid_in_kernel=True,
+                allow_neg_eigval=self.allow_neg_eigval,
+                cu_seqlens=cu_seqlens,
+                context=context,
+            )
         gate = self.g_up(self.g_down(x)).view_as(o)
         o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)

@@ -1,0 +1,111 @@
+"""Tensors that the backward makes again instead of keeping them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.autograd import by_operation
+
+# Elements of the widest tensor from which on it is done: below, a step is bound by the host.
+MIN_ELEMENTS = 1 << 23
+
+
+class _Saved:
+    """What autograd has in the place of a tensor: the tensor, or where it is among those made."""
+
+    __slots__ = ("place", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.place: tuple[int, Any, Any, Any] | None = None
+
+
+class Recompute:
+    """Has the backward call `make` again, without gradients, for what it returned and what is
+    saved of that.
+
+        with Recompute(make, numel) as made:
+            y = operator(*made[-3:])
+
+    Args:
+        make: cheap and without side effects; returns all tensors that shall not be kept, those in
+            between too. What it reads is kept.
+        elements: of the widest tensor; few are kept as ever.
+
+    Nothing is done differently under torch.compile, torch.func and autocast, without gradients, and
+    where somebody else, such as activation checkpointing, decides what is kept.
+
+    Raises:
+        NotImplementedError: in a backward with create_graph=True.
+    """
+
+    def __init__(self, make: Callable[[], list[Tensor]], elements: int) -> None:
+        self._make = make
+        self._hooks: Any = None
+        self._packed: list[_Saved] | None = []
+        self._storages: dict[int, int] = {}
+        self._made: list[Tensor] | None = None
+        self._left = self._count = 0
+        if elements >= MIN_ELEMENTS and not by_operation() and _may_save():
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> list[Tensor]:
+        if self._hooks is None:
+            return self._make()
+        self._hooks.__enter__()
+        try:
+            made = self._make()
+        except BaseException:
+            self._hooks.__exit__()
+            raise
+        self._storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(made)}
+        packed, self._packed = self._packed or [], None
+        for saved in packed:
+            self._place(saved)
+        return made
+
+    def __exit__(self, *error: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*error)
+            self._storages.clear()  # memory of others later
+
+    def _pack(self, x: Tensor) -> _Saved:
+        saved = _Saved(x)
+        if self._packed is None:
+            self._place(saved)
+        else:
+            self._packed.append(saved)  # perhaps one of those that are being made
+        return saved
+
+    def _place(self, saved: _Saved) -> None:
+        x = saved.tensor
+        assert x is not None
+        i = self._storages.get(x.untyped_storage().data_ptr())
+        if i is not None:
+            saved.place = i, x.shape, x.stride(), x.storage_offset()
+            saved.tensor = None
+            self._count += 1
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.place is None:
+            assert saved.tensor is not None
+            return saved.tensor
+        if torch.is_grad_enabled():
+            raise NotImplementedError("a second derivative is not implemented")
+        if self._made is None:
+            self._made, self._left = self._make(), self._count
+        i, size, stride, offset = saved.place
+        x = self._made[i].as_strided(size, stride, offset)
+        self._left -= 1
+        if self._left == 0:
+            self._made = None
+        return x
+
+
+def _may_save() -> bool:
+    if not torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return False
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return autograd._top_saved_tensors_default_hooks(True) is None

@@ -1,0 +1,105 @@
+"""Tensors that the backward makes again: the same gradients, and nothing of them kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.layers import GatedDeltaNet, KimiDeltaAttention
+from slipstream.nn import recompute
+from slipstream.nn.recompute import Recompute
+
+LAYERS = [
+    (GatedDeltaNet, {"num_v_heads": 4}),
+    (GatedDeltaNet, {"conv_size": None}),
+    (KimiDeltaAttention, {}),
+    (KimiDeltaAttention, {"lower_bound": -4.0}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "MIN_ELEMENTS", 1)
+
+
+def gradients(layer: Any, x: Tensor, **options: Any) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    leaves = [x, *layer.parameters()]
+    y = layer(x, **options)[0]
+    return [y, *torch.autograd.grad(y.sin().sum(), leaves)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("layer", "options"), LAYERS)
+def test_recomputed_layers_have_the_same_gradients(
+    layer: Any, options: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    m = layer(hidden_size=32, num_heads=2, **options)
+    x = torch.randn(1, 40, 32)
+    given = {"cu_seqlens": torch.tensor([0, 7, 40])} if packed else {}
+    got = gradients(m, x, **given)
+    monkeypatch.setattr(recompute, "MIN_ELEMENTS", 1 << 40)
+    for a, b in zip(got, gradients(m, x, **given), strict=True):
+        assert torch.equal(a, b)
+
+
+class Chain:
+    """y = sin(cos(exp(x)))), whose exp and cos are made again."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        def make() -> list[Tensor]:
+            self.calls += 1
+            e = x.exp()
+            return [e, e.cos()]
+
+        with Recompute(make, x.numel()) as (_, c):
+            return c[1:].sin() + x[1:]
+
+
+def test_backward_makes_it_once_each_time() -> None:
+    chain, x = Chain(), torch.randn(9, requires_grad=True)
+    y = chain(x)
+    assert chain.calls == 1
+    (want,) = torch.autograd.grad(x.exp().cos()[1:].sin().sum() + x[1:].sum(), x)
+    for calls in (2, 3):
+        (got,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        torch.testing.assert_close(got, want)
+        assert chain.calls == calls
+
+
+def test_nothing_of_it_is_kept() -> None:
+    alive = []
+    for elements in (1, 0):
+        x = torch.randn(1 << 16, requires_grad=True)
+        chain = [lambda x=x: [e := x.exp(), e.cos()]]
+        with Recompute(chain[0], elements) as made:
+            y = made[1].sin()
+        storages = [t.untyped_storage()._weak_ref() for t in made]
+        made.clear()
+        alive.append([torch.UntypedStorage._expired(ref) for ref in storages])
+        y.sum().backward()
+    assert alive == [[True, True], [False, False]]
+
+
+def test_checkpointing_and_no_gradients_leave_it_alone() -> None:
+    chain, x = Chain(), torch.randn(9, requires_grad=True)
+    checkpoint(chain, x, use_reentrant=False).sum().backward()
+    assert chain.calls == 2  # as checkpoint makes everything again
+    with torch.no_grad():
+        chain(x)
+    assert chain.calls == 3
+    with torch.autocast("cpu"):
+        chain(x).sum().backward()
+    assert chain.calls == 4
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.randn(9, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(Chain()(x).sum(), x, create_graph=True)
