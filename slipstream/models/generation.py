@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from slipstream.models import greedy
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
 
+DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
 # GenerationMixin comes after it: transformers looks for it among the bases of the model's class
 _Base: Any = object
 
@@ -51,6 +53,8 @@ class Generation(_Base):
         )
         if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
             return made
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
         if whose or not self.decoding.active:

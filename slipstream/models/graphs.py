@@ -126,6 +126,13 @@ class Decoding:
         self._lent = rows, cache
         return cache
 
+    def refuse(self, why: str, device: torch.device) -> None:
+        """The generate that runs shall use no graphs; says so once where that costs most."""
+        if self.active:
+            self.active, self.reason = False, why
+            if device.type == "cuda":
+                self._warn()
+
     def lends(self, cache: StateCache) -> bool:
         """Whether a cache is the one of the generate that runs, and graphs are used."""
         return self.active and self._lent is not None and self._lent[1] is cache
@@ -175,6 +182,9 @@ class Decoding:
     def _give_up(self, error: Exception) -> None:
         self.active = False
         self.reason = self._failure = f"a step could not be captured: {error}"
+        self._warn()
+
+    def _warn(self) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -363,6 +363,11 @@ def test_assisted_generation_gives_greedy_tokens(name: str) -> None:
             p.add_(torch.randn_like(p), alpha=2e-3)
     for draft in (near, far):
         assert torch.equal(generate(m, ids, assistant_model=draft, **options), want)
+    assert "drafts" in (m.decoding.reason or "")
+    replays = m.decoding.replays
+    assert torch.equal(generate(m, ids, **options), want)
+    assert m.decoding.replays == replays + 23
+    assert m.decoding.reason is None
 
 
 @every_kind
