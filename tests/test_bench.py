@@ -154,9 +154,10 @@ def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     """Rows as the scripts write them today, behind those that are there."""
     monkeypatch.syspath_prepend(str(BENCH.parent / "tools"))
     tables: Any = importlib.import_module("performance_tables")
+    cells: Any = importlib.import_module("table_cells")
     for path in (BENCH / "results").glob("*.csv"):
         shutil.copy(path, tmp_path)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
     # small runs record too
     monkeypatch.setattr(harness.Report, "keeps", property(lambda x: True, lambda x, y: None), False)
     for name, arguments in {

@@ -11,7 +11,8 @@ sys.path.append(str(ROOT / "tools"))
 
 import claims  # noqa: E402
 import performance_tables  # noqa: E402
-from performance_tables import Row, number, tables  # noqa: E402
+from performance_tables import tables  # noqa: E402
+from table_cells import Row, is_number, number, read  # noqa: E402
 
 PAGES = [claims.name_of(x) for x in claims.pages()]
 STATED = "docs/performance.md"
@@ -56,10 +57,10 @@ def test_numbers_name_a_row_that_has_them() -> None:
     for _, _, cell in performance_tables.claims(tables().values()):
         for source in cell.sources:
             file, line, column = re.fullmatch(r"(\S+\.csv):(\d+) (.+)", source).groups()  # type: ignore[union-attr]
-            row = performance_tables.read(Path(file).stem)[int(line) - 2]
+            row = read(Path(file).stem)[int(line) - 2]
             assert row.line == int(line) and row.get(column)
             checked += 1
-        if len(cell.sources) == 1 and performance_tables.is_number(cell.text):
+        if len(cell.sources) == 1 and is_number(cell.text):
             values = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", row.get(column))
             half = 0.501 * 10.0 ** -len(cell.text.partition(".")[2])
             # steps are stated in microseconds

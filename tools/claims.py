@@ -14,7 +14,8 @@ import re
 import sys
 from pathlib import Path
 
-from performance_tables import Table, claims, tables
+from performance_tables import claims, tables
+from table_cells import Table
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)

@@ -18,7 +18,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from performance_tables import LINEAR, Row, first_calls, flash_qla_rows, is_number, linear_row, read
+from performance_tables import LINEAR, first_calls, flash_qla_rows, linear_row
+from table_cells import Row, is_number, read
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
 COLUMNS = 3
