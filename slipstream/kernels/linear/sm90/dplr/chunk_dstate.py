@@ -16,6 +16,8 @@ of sequences in segments (SPLIT), first where the scan of each ends, alone.
     tiles [C, K] and [C, C], total     ST      1 (TMA), 2 with gates: the warp stores total / V / 64
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,
@@ -34,9 +36,28 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 
+class Tiles(NamedTuple):
+    """Buffers of chunks, ST stages, by the names of wy.py; another's where a call has no such."""
+
+    do: Any  # NV a stage
+    q: Any
+    w: Any
+    b: Any
+    qb: Any
+    r: Any
+    total: Any
+
+
+class Copies(NamedTuple):
+    """What leaves by TMA, one for each 64 columns of V."""
+
+    dstate: Any
+    y: Any
+
+
 @gluon.jit
 def load_partition(
-    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs, qbs, rs, totals,
+    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, tiles,
     full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr,
     TRANSITION_ONLY: gl.constexpr,
@@ -59,16 +80,16 @@ def load_partition(
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         for p in gl.static_range(NV):
-            do = dos.index(s * NV + p)
+            do = tiles.do.index(s * NV + p)
             copy_in(do_desc, [row + i_c * C, v_col + p * 64], full.index(s), do)
-        copy_in(qb_desc, [at, 0], full.index(s), qbs.index(s))
-        copy_in(b_desc, [at, 0], full.index(s), bs.index(s))
-        copy_in(q_desc, [at, 0], full.index(s), qs.index(s))
-        copy_in(w_desc, [at, 0], full.index(s), ws.index(s))
+        copy_in(qb_desc, [at, 0], full.index(s), tiles.qb.index(s))
+        copy_in(b_desc, [at, 0], full.index(s), tiles.b.index(s))
+        copy_in(q_desc, [at, 0], full.index(s), tiles.q.index(s))
+        copy_in(w_desc, [at, 0], full.index(s), tiles.w.index(s))
         if not TRANSITION_ONLY:
-            copy_in(r_desc, [at, 0], full.index(s), rs.index(s))
+            copy_in(r_desc, [at, 0], full.index(s), tiles.r.index(s))
         if HAS_GATE:
-            totals.index(s).store(b_total)
+            tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
             before = gl.cast(chunk + gl.maximum(i_c - 1, 0) * HV, gl.int64)
             b_total = gl.load(total_ptr + before * K + o_k)
@@ -76,7 +97,7 @@ def load_partition(
 
 @gluon.jit
 def state_partition(
-    states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
+    states_desc, y_desc, tiles, copies, full, empty,
     s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
     PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr,
@@ -100,33 +121,33 @@ def state_partition(
         i_c = n - 1 - i
         at = (chunk + i_c * HV) * V + PARTITION * 64
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        do = dos.index(s * NV + PARTITION)
+        do = tiles.do.index(s * NV + PARTITION)
         if length - i_c * C < C:
             zero_tail_rows(do, length - i_c * C, C, 64)
             fence_async_shared()
             gl.thread_barrier()
         b_do = do.permute((1, 0))
-        b_lhs = b_s.to(qs.dtype)
-        b_x = warpgroup_mma(b_do, qbs.index(s), zero, use_acc=False, is_async=True)
+        b_lhs = b_s.to(tiles.q.dtype)
+        b_x = warpgroup_mma(b_do, tiles.qb.index(s), zero, use_acc=False, is_async=True)
         lhs = gl.convert_layout(b_lhs, sa)
-        b_x = warpgroup_mma(lhs, bs.index(s).permute((1, 0)), b_x, is_async=True)
+        b_x = warpgroup_mma(lhs, tiles.b.index(s).permute((1, 0)), b_x, is_async=True)
         if HAS_GATE:
-            b_s = b_s * totals.index(s).load(gl.SliceLayout(0, sl))[None, :]
-        b_s = warpgroup_mma(b_do, qs.index(s), b_s, is_async=True)
+            b_s = b_s * tiles.total.index(s).load(gl.SliceLayout(0, sl))[None, :]
+        b_s = warpgroup_mma(b_do, tiles.q.index(s), b_s, is_async=True)
         if not TRANSITION_ONLY:
-            store_output(states_desc, at, 0, ss.index(PARTITION), b_lhs)
+            store_output(states_desc, at, 0, copies.dstate.index(PARTITION), b_lhs)
         b_x = warpgroup_mma_wait(1, deps=(b_x,))
-        b_lhs = b_x.to(qs.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), ws.index(s), b_s, is_async=True)
+        b_lhs = b_x.to(tiles.q.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.w.index(s), b_s, is_async=True)
         if TRANSITION_ONLY:
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
             lhs = gl.convert_layout(b_lhs, sa)
-            b_y = warpgroup_mma(lhs, rs.index(s), zero, use_acc=False, is_async=True)
+            b_y = warpgroup_mma(lhs, tiles.r.index(s), zero, use_acc=False, is_async=True)
             b_s, b_y = warpgroup_mma_wait(0, deps=(b_s, b_y))
             mbarrier.arrive(empty.index(s), count=1)
-            store_output(y_desc, at, 0, ys.index(PARTITION), b_y.to(qs.dtype))
+            store_output(y_desc, at, 0, copies.y.index(PARTITION), b_y.to(tiles.q.dtype))
     store_wait(0)
     if HAS_S_OUT:
         b_s = b_s.to(s_out_ptr.dtype.element_ty)
@@ -182,6 +203,7 @@ def dplr_chunk_dstate_sm90_kernel(
         ys = gl.allocate_shared_memory(dtype, [NV, 64, C], y_desc.layout)
         ss = gl.allocate_shared_memory(dtype, [NV, 64, K], states_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
+    tiles, copies = Tiles(dos, qs, ws, bs, qbs, rs, totals), Copies(ss, ys)
     full = alloc_mbarriers(1 + HAS_GATE, ST)
     empty = alloc_mbarriers(NV, ST)
     i_h, i_seg, row, length, first, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
@@ -192,13 +214,12 @@ def dplr_chunk_dstate_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
-                    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)),
+                    states_desc, y_desc, tiles, copies, full, empty, s_in_ptr, s_out_ptr, chunk,
+                    HV, i_s, length, n, 0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT,
+                    TRANSITION_ONLY)),
                 (load_partition, (
-                    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
-                    qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
+                    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, tiles, full,
+                    empty, chunk, HV, row, v_col, n, K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
             ],
             [1],
             [24],
@@ -207,17 +228,16 @@ def dplr_chunk_dstate_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
-                    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-                    0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)),
+                    states_desc, y_desc, tiles, copies, full, empty, s_in_ptr, s_out_ptr, chunk,
+                    HV, i_s, length, n, 0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT,
+                    TRANSITION_ONLY)),
                 (state_partition, (
-                    states_desc, y_desc, dos, qs, ws, bs, qbs, rs, totals, ss, ys, full, empty,
-                    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-                    1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)),
+                    states_desc, y_desc, tiles, copies, full, empty, s_in_ptr, s_out_ptr, chunk,
+                    HV, i_s, length, n, 1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT,
+                    TRANSITION_ONLY)),
                 (load_partition, (
-                    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, dos, qs, ws, bs,
-                    qbs, rs, totals, full, empty, chunk, HV, row, v_col, n,
-                    K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
+                    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, tiles, full,
+                    empty, chunk, HV, row, v_col, n, K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
             ],
             [4, 1],
             [240, 24],

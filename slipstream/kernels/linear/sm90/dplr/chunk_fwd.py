@@ -23,6 +23,8 @@ first, as in triton/dplr/chunk.py: nothing else is written then, and a program h
 columns of M as another has of V, for which U and v are zeros.
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     locate_sequence,
@@ -43,10 +45,30 @@ from slipstream.kernels.primitives.gluon_compat import (
 OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
+class Tiles(NamedTuple):
+    """Buffers of chunks, ST stages, by the names of wy.py; another's where a call has no such."""
+
+    q: Any
+    w: Any
+    b: Any
+    k: Any
+    qb: Any
+    qk: Any
+    v: Any  # NV a stage
+    total: Any
+
+
+class Copies(NamedTuple):
+    """What leaves by TMA, one for each 64 columns of V."""
+
+    x: Any  # or o
+    state: Any
+
+
 @gluon.jit
 def load_partition(
     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
-    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, row, v_col, n,
+    tiles, full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr,
     DELTA: gl.constexpr, HAS_GATE: gl.constexpr, MAKE: gl.constexpr,
 ):  # fmt: skip
@@ -65,20 +87,20 @@ def load_partition(
         at = (chunk + i * HV) * C
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(w_desc, [at, 0], full.index(s), ws.index(s))
-        copy_in(b_desc, [at, 0], full.index(s), bs.index(s))
+        copy_in(w_desc, [at, 0], full.index(s), tiles.w.index(s))
+        copy_in(b_desc, [at, 0], full.index(s), tiles.b.index(s))
         if OUT:
-            copy_in(q_desc, [at, 0], full.index(s), qs.index(s))
-            copy_in(qb_desc, [at, 0], full.index(s), qbs.index(s))
+            copy_in(q_desc, [at, 0], full.index(s), tiles.q.index(s))
+            copy_in(qb_desc, [at, 0], full.index(s), tiles.qb.index(s))
         if not DELTA:
-            copy_in(k_desc, [at, 0], full.index(s), ks.index(s))
+            copy_in(k_desc, [at, 0], full.index(s), tiles.k.index(s))
             for p in gl.static_range(NV):
-                v = vs.index(s * NV + p)
+                v = tiles.v.index(s * NV + p)
                 copy_in(v_desc, [row + i * C, v_col + p * 64], full.index(s), v)
             if OUT:
-                copy_in(qk_desc, [at, 0], full.index(s), qks.index(s))
+                copy_in(qk_desc, [at, 0], full.index(s), tiles.qk.index(s))
         if HAS_GATE:
-            totals.index(s).store(b_total)
+            tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
             after = chunk + gl.minimum(i + 1, n - 1) * HV
             b_total = gl.load(total_ptr + gl.cast(after, gl.int64) * K + o_k)
@@ -97,7 +119,7 @@ def store_output(desc, at, column, tile, b):
 
 @gluon.jit
 def state_partition(
-    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs, totals, os, ss,
+    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies,
     full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n,
     PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
@@ -137,42 +159,42 @@ def state_partition(
         p_u += gl.where(i + 1 < n, HV, 0) * (V * C)
         b_next = load_u(p_u + o_x, m_u, TRANSITION)
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        b_lhs = b_s.to(ws.dtype)
+        b_lhs = b_s.to(tiles.w.dtype)
         lhs = gl.convert_layout(b_lhs, sa)
-        b_x = warpgroup_mma(lhs, ws.index(s).permute((1, 0)), b_u, is_async=True)
+        b_x = warpgroup_mma(lhs, tiles.w.index(s).permute((1, 0)), b_u, is_async=True)
         if KEEP:
-            store_output(states_desc, at, 0, ss.index(PARTITION), b_lhs)
+            store_output(states_desc, at, 0, copies.state.index(PARTITION), b_lhs)
         if OUT:
-            q = qs.index(s).permute((1, 0))
+            q = tiles.q.index(s).permute((1, 0))
             b_o = warpgroup_mma(lhs, q, zero, use_acc=False, is_async=True)
         if HAS_GATE:
-            b_s = b_s * totals.index(s).load(gl.SliceLayout(0, sl))[None, :]
+            b_s = b_s * tiles.total.index(s).load(gl.SliceLayout(0, sl))[None, :]
         if not DELTA:
-            v = vs.index(s * NV + PARTITION)
+            v = tiles.v.index(s * NV + PARTITION)
             if length - i * C < C:
                 zero_tail_rows(v, length - i * C, C, 64)
                 fence_async_shared()
                 gl.thread_barrier()
             b_v = v.permute((1, 0))
-            b_s = warpgroup_mma(b_v, ks.index(s), b_s, is_async=True)
+            b_s = warpgroup_mma(b_v, tiles.k.index(s), b_s, is_async=True)
             if OUT:
-                right = qks.index(s).permute((1, 0))
+                right = tiles.qk.index(s).permute((1, 0))
                 b_o = warpgroup_mma(b_v, right, b_o, is_async=True)
         b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - DELTA), deps=(b_x,))
-        b_lhs = b_x.to(ws.dtype)
-        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), bs.index(s), b_s, is_async=True)
+        b_lhs = b_x.to(tiles.w.dtype)
+        b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.b.index(s), b_s, is_async=True)
         if not OUT:
             if KEEP:
-                store_output(x_desc, at, 0, os.index(PARTITION), b_lhs)
+                store_output(x_desc, at, 0, copies.x.index(PARTITION), b_lhs)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
-            right = qbs.index(s).permute((1, 0))
+            right = tiles.qb.index(s).permute((1, 0))
             b_o = warpgroup_mma(gl.convert_layout(b_lhs, sa), right, b_o, is_async=True)
             b_s, b_o = warpgroup_mma_wait(0, deps=(b_s, b_o))
             mbarrier.arrive(empty.index(s), count=1)
             write_o(
-                o_desc, o_ptr, os.index(PARTITION), b_o.to(ws.dtype), row + i * C,
+                o_desc, o_ptr, copies.x.index(PARTITION), b_o.to(tiles.w.dtype), row + i * C,
                 v_col + PARTITION * 64,
                 length - i * C, HV * V, C, rows,
             )  # fmt: skip
@@ -282,6 +304,7 @@ def dplr_chunk_fwd_sm90_kernel(
         vs = gl.allocate_shared_memory(dtype, [ST * NV, C, 64], v_desc.layout)
         if OUT:
             qks = gl.allocate_shared_memory(dtype, [ST, C, C], square)
+    tiles, copies = Tiles(qs, ws, bs, ks, qbs, qks, vs, totals), Copies(os, ss)
     full = alloc_mbarriers(1 + HAS_GATE, ST)
     empty = alloc_mbarriers(NV, ST)
     pid = gl.program_id(0)
@@ -298,14 +321,12 @@ def dplr_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
-                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
-                    v_col, i_s, m_col, length, n,
-                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
+                    s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 0,
+                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
                 (load_partition, (
-                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
-                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
-                    K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
+                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
+                    full, empty, chunk, HV, v_row, v_col, n, K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
             ],
             [1],
             [24],
@@ -314,19 +335,16 @@ def dplr_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
-                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
-                    v_col, i_s, m_col, length, n,
-                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
+                    s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 0,
+                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
                 (state_partition, (
-                    o_desc, x_desc, states_desc, o_ptr, u_ptr, qs, ws, bs, ks, qbs, qks, vs,
-                    totals, os, ss, full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row,
-                    v_col, i_s, m_col, length, n,
-                    1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
+                    s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 1,
+                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
                 (load_partition, (
-                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
-                    qs, ws, bs, ks, qbs, qks, vs, totals, full, empty, chunk, HV, v_row, v_col, n,
-                    K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
+                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
+                    full, empty, chunk, HV, v_row, v_col, n, K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
             ],
             [4, 1],
             [240, 24],

@@ -31,6 +31,8 @@ from slipstream.kernels.linear.sm90.common.device import (
 )
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import (
     HALF,
+    StateBarriers,
+    StateTiles,
     first_anchor,
     gates_of,
     load_gates,
@@ -255,25 +257,23 @@ def scalar_decay_chunk_bwd_sm90_kernel(
         p_z += anchor
         p_anchor += anchor * (K * V)
     to_half = HV.to(gl.int64) * num_anchors
+    tiles = StateTiles(ks, qs, ds, ds, ss, scores, factors, dvs)
+    barriers = StateBarriers(full, empty, full, empty, a_full, a_empty, s_full, s_empty)
     gl.warp_specialize(
         [
             (state_partition, (
-                dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
-                empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows, p_z, p_anchor, o_s,
-                row, HV, i_h * V, length, n, scale, scale_in, scale_out,
-                0, K, V, C, ST, ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
-                True)),
+                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, p_rows, p_z, p_anchor, o_s, row,
+                HV, i_h * V, length, n, scale, scale_in, scale_out, 0, K, V, C, ST,
+                ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
             (state_partition, (
-                dv_desc, dv_ptr, ks, qs, ds, ds, ss, scores, factors, dvs, full, empty, full,
-                empty, a_full, a_empty, s_full, s_empty, p_in, p_out, p_rows,
-                p_z + to_half if HAS_DG else p_z, p_anchor, o_s,
-                row, HV, i_h * V, length, n, scale, scale_in, scale_out,
-                1, K, V, C, ST, ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
-                True)),
+                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, p_rows,
+                p_z + to_half if HAS_DG else p_z, p_anchor, o_s, row, HV, i_h * V, length, n,
+                scale, scale_in, scale_out, 1, K, V, C, ST, ANCHOR_INTERVAL, True, False,
+                HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
             (dqkv_partition, (
                 dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty,
-                a_full, a_empty, s_full, s_empty, p_g, stride_gt, p_rows, row, HV, i_h * K, length,
-                n, scale, K, C, ST, HAS_GATE, HAS_DG)),
+                a_full, a_empty, s_full, s_empty, p_g, stride_gt, p_rows, row, HV, i_h * K,
+                length, n, scale, K, C, ST, HAS_GATE, HAS_DG)),
             (load_partition, (
                 q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col,
                 i_h * V, C, ST)),

@@ -27,6 +27,8 @@ score_partition is ahead of the chain: it zeroes what is past the end of a short
 others see by a_full, and computes what the gates decay by.
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,
@@ -47,6 +49,32 @@ from slipstream.kernels.primitives.gluon_compat import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-128.0)
 HALF = gl.constexpr(64)  # rows of S in a warpgroup
+
+
+class StateTiles(NamedTuple):
+    """Buffers that state_partition reads and writes, there and in chunk_bwd.py."""
+
+    r: Any
+    w: Any
+    x: Any  # two halves a stage
+    q: Any  # of HAS_DG
+    state: Any  # of SHARED
+    scores: Any  # A
+    factors: Any  # exp(G) and exp(G_C - G)
+    y: Any
+
+
+class StateBarriers(NamedTuple):
+    """Their barriers."""
+
+    full: Any  # r, w and x
+    empty: Any
+    q_full: Any
+    q_empty: Any
+    a_full: Any  # scores and factors
+    a_empty: Any
+    s_full: Any  # state
+    s_empty: Any
 
 
 @gluon.jit
@@ -170,15 +198,14 @@ def score_partition(
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, rs, ws, xs, qs, ss, scores, factors, ys, full, empty, q_full, q_empty, a_full,
-    a_empty, s_full, s_empty, s_in_ptr, s_out_ptr, p_rows, p_z, p_anchor, o_s, row, HV, y_col,
+    y_desc, y_ptr, tiles, barriers, s_in_ptr, s_out_ptr, p_rows, p_z, p_anchor, o_s, row, HV, y_col,
     length, n, scale, scale_in, scale_out,
     I: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     ANCHOR_INTERVAL: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_DG: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Rows HALF * I and on of S, and of y^T. SHARED: S goes to ss as well, but q . y does not."""
+    """Rows HALF * I and on of S, and of y^T. SHARED: S is copied for dk, but q . y is not made."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
@@ -202,49 +229,51 @@ def state_partition(
             anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
             b_z = gl.sum(b_s * gl.load(p_anchor + anchor * (D * X) + o_a), 1)
             gl.store(p_z + anchor, gl.sum(b_z, 0) * scale_out)
-        # scores has seen the stage full, and may have cleared its tail
-        mbarrier.wait(a_full.index(a), (i // 2) & 1)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        # score_partition has seen the stage full, and may have cleared its tail
+        mbarrier.wait(barriers.a_full.index(a), (i // 2) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         if SHARED:
-            mbarrier.wait(s_empty.index(0), (i & 1) ^ 1)
-            ss.index(I).store(b_s.to(rs.dtype))
+            mbarrier.wait(barriers.s_empty.index(0), (i & 1) ^ 1)
+            tiles.state.index(I).store(b_s.to(tiles.r.dtype))
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(s_full.index(0), count=1)
-            lhs = ss.index(I)
+            mbarrier.arrive(barriers.s_full.index(0), count=1)
+            lhs = tiles.state.index(I)
         else:
-            lhs = gl.convert_layout(b_s.to(rs.dtype), sa)
+            lhs = gl.convert_layout(b_s.to(tiles.r.dtype), sa)
         if HAS_GATE:
-            last = factors.index(2 * a + REVERSE).slice(C - 1, 1)  # exp(G_C)
+            last = tiles.factors.index(2 * a + REVERSE).slice(C - 1, 1)  # exp(G_C)
             b_s *= last.load(gl.SliceLayout(1, sl))[:, None]
-        b_y = warpgroup_mma(lhs, rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        x_t = xs.index(2 * s + I).permute((1, 0))
+        b_y = warpgroup_mma(
+            lhs, tiles.r.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        x_t = tiles.x.index(2 * s + I).permute((1, 0))
         b_x = x_t.load(xa)
         if HAS_GATE:
-            b_end = factors.index(2 * a + 1).load(gl.SliceLayout(0, xa))
-            b_x = (b_x.to(gl.float32) * b_end[None, :]).to(rs.dtype)
+            b_end = tiles.factors.index(2 * a + 1).load(gl.SliceLayout(0, xa))
+            b_x = (b_x.to(gl.float32) * b_end[None, :]).to(tiles.r.dtype)
         else:
-            b_y = warpgroup_mma(x_t, scores.index(a), b_y, is_async=True)
-        b_s = warpgroup_mma(b_x, ws.index(s), b_s, is_async=True)
+            b_y = warpgroup_mma(x_t, tiles.scores.index(a), b_y, is_async=True)
+        b_s = warpgroup_mma(b_x, tiles.w.index(s), b_s, is_async=True)
         if HAS_GATE:
             b_y = warpgroup_mma_wait(1, deps=(b_y,))
-            b_y *= factors.index(2 * a).load(gl.SliceLayout(0, yl))[None, :]
-            b_y = warpgroup_mma(x_t, scores.index(a), b_y, is_async=True)
+            b_y *= tiles.factors.index(2 * a).load(gl.SliceLayout(0, yl))[None, :]
+            b_y = warpgroup_mma(x_t, tiles.scores.index(a), b_y, is_async=True)
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
-        mbarrier.arrive(empty.index(s), count=1)
-        mbarrier.arrive(a_empty.index(a), count=1)
+        mbarrier.arrive(barriers.empty.index(s), count=1)
+        mbarrier.arrive(barriers.a_empty.index(a), count=1)
         b_y *= scale
         t = c * C
         store_tile_transposed(
-            y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C
+            y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * X, length - t, C
         )
         if HAS_DG and not SHARED:
             b = i % 2
-            mbarrier.wait(q_full.index(b), (i // 2) & 1)
-            b_q = gl.convert_layout(qs.index(2 * b + I).permute((1, 0)).load(sa), yl)
+            mbarrier.wait(barriers.q_full.index(b), (i // 2) & 1)
+            b_q = gl.convert_layout(tiles.q.index(2 * b + I).permute((1, 0)).load(sa), yl)
             b_row = gl.sum(b_q.to(gl.float32) * b_y, 0)
             gl.store(p_rows + t + o_c, b_row, mask=o_c < length - t)
-            mbarrier.arrive(q_empty.index(b), count=1)
+            mbarrier.arrive(barriers.q_empty.index(b), count=1)
         if HAS_DG and not REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (c == n - 1):
             anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
             gl.store(p_anchor + anchor * (D * X) + o_a, b_s)
@@ -347,23 +376,20 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         )
         p_rows += i_h.to(gl.int64) * tokens + row
         p_anchor += anchor * (D * X)
+    tiles = StateTiles(rs, ws, xs, qs, qs, scores, factors, ys)
+    # there is no copy of S: its barriers are never waited for
+    barriers = StateBarriers(full, empty, q_full, q_empty, a_full, a_empty, full, empty)
     gl.warp_specialize(
         [
             (state_partition, (
-                y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
-                q_empty, a_full, a_empty, full, empty, p_in, p_out, p_rows, y_ptr, p_anchor,
-                o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
-                0, D, X, C, ST, ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN,
-                HAS_S_OUT,
-                False)),
+                y_desc, y_ptr, tiles, barriers, p_in, p_out, p_rows, y_ptr, p_anchor, o_s, row,
+                HV, i_h * X, length, n, scale, scale_in, scale_out, 0, D, X, C, ST,
+                ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, False)),
             (state_partition, (
-                y_desc, y_ptr, rs, ws, xs, qs, qs, scores, factors, ys, full, empty, q_full,
-                q_empty, a_full, a_empty, full, empty, p_in, p_out,
-                p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows, y_ptr, p_anchor, o_s, row,
-                HV, i_h * X, length, n, scale, scale_in, scale_out,
-                1, D, X, C, ST, ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN,
-                HAS_S_OUT,
-                False)),
+                y_desc, y_ptr, tiles, barriers, p_in, p_out,
+                p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows, y_ptr, p_anchor, o_s,
+                row, HV, i_h * X, length, n, scale, scale_in, scale_out, 1, D, X, C, ST,
+                ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, False)),
             (score_partition, (
                 rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
                 length, n, D, C, ST, HAS_GATE)),
