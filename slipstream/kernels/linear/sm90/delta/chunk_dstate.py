@@ -148,17 +148,20 @@ def wy_partition(
             b_share *= gl.exp2(G_C - sums.load(gl.SliceLayout(0, ra)))
             G_i = sums.load(gl.SliceLayout(1, al))
             G_j = sums.load(gl.SliceLayout(0, al))
+        # R^T from registers as a left operand: it is scaled on the way
         b_r = tiles.r.index(s).permute((1, 0)).load(ra)
         b_r = (b_r.to(gl.float32) * b_share[None, :]).to(tiles.k.dtype)
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         b_w = warpgroup_mma(b_r, tiles.k.index(s), zero_w, use_acc=False, is_async=True)
         if HAS_GATE:
+            # the exponentials run beside the product for W
             between = G_i[:, None] - G_j[None, :]
             b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = gl.where(seen, b_a * (scale * b_beta)[None, :], 0.0).to(tiles.k.dtype)
         b_z = warpgroup_mma(
             gl.convert_layout(b_a, aa), tiles.r.index(s), zero_a, use_acc=False, is_async=True
         )
+        # state_partition is done with the W and Z of two chunks ago
         mbarrier.wait(barriers.wz_empty.index(w), ((i // 2) & 1) ^ 1)
         b_w = warpgroup_mma_wait(1, deps=(b_w,))
         tiles.w.index(w).store(b_w.to(tiles.k.dtype))

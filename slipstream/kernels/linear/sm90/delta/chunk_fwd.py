@@ -189,6 +189,7 @@ def state_partition(
             tiles.v.index(s).permute((1, 0)), tiles.r.index(s).permute((1, 0)), zero,
             use_acc=False, is_async=True,
         )  # fmt: skip
+        # rounded for the products and the copy alone: the state goes on in float32
         b_sb = b_s.to(tiles.k.dtype)
         b_w = warpgroup_mma(
             gl.convert_layout(b_sb, sa), tiles.w.index(w).permute((1, 0)), b_w, is_async=True
@@ -199,6 +200,7 @@ def state_partition(
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
             b_G = tiles.beta_gate.index(s).slice(C, C).load(gl.SliceLayout(0, xl))
             b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
+        # output_partition has read the copies of two chunks ago
         if not TRANSITION_ONLY:
             mbarrier.wait(barriers.x_empty.index(w), ((i // 2) & 1) ^ 1)
             copies.state.index(w).store(b_sb)

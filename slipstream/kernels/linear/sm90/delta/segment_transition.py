@@ -117,7 +117,9 @@ def delta_segment_transition_sm90_kernel(
         )
         m_is_zero = m_is_zero | decayed
     gl.store(m_is_zero_ptr + (i_seg * HV + i_h), m_is_zero.to(gl.int32), mask=tile == 0)
+    # chunks before these change the end by less than float32 rounds
     skip = n - need
+    # what no segment asks for is not scanned: the last one's E, and an M that counts as zero
     n = uniform(gl.where(last | (of_m & m_is_zero), 0, need))
     chunk += skip * HV
     row += skip * C

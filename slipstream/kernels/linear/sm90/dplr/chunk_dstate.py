@@ -91,6 +91,7 @@ def load_partition(
         if HAS_GATE:
             tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
+            # the next chunk's, which come from global memory while this warp waits for a stage
             before = gl.cast(chunk + gl.maximum(i_c - 1, 0) * HV, gl.int64)
             b_total = gl.load(total_ptr + before * K + o_k)
 
@@ -123,10 +124,12 @@ def state_partition(
         mbarrier.wait(full.index(s), (i // ST) & 1)
         do = tiles.do.index(s * NV + PARTITION)
         if length - i_c * C < C:
+            # these rows are the next sequence's
             zero_tail_rows(do, length - i_c * C, C, 64)
             fence_async_shared()
             gl.thread_barrier()
         b_do = do.permute((1, 0))
+        # rounded for the products alone: the gradient goes on in float32
         b_lhs = b_s.to(tiles.q.dtype)
         b_x = warpgroup_mma(b_do, tiles.qb.index(s), zero, use_acc=False, is_async=True)
         lhs = gl.convert_layout(b_lhs, sa)
@@ -136,6 +139,7 @@ def state_partition(
         b_s = warpgroup_mma(b_do, tiles.q.index(s), b_s, is_async=True)
         if not TRANSITION_ONLY:
             store_output(states_desc, at, 0, copies.dstate.index(PARTITION), b_lhs)
+        # dx alone is waited for: the product with q, started after it, goes on
         b_x = warpgroup_mma_wait(1, deps=(b_x,))
         b_lhs = b_x.to(tiles.q.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.w.index(s), b_s, is_async=True)
@@ -195,6 +199,7 @@ def dplr_chunk_dstate_sm90_kernel(
     ws = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     bs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     qbs = gl.allocate_shared_memory(dtype, [ST, C, C], qb_desc.layout)
+    # what a call does not use has another's name: it is not read, and takes no memory
     rs = qbs
     ys = qbs
     ss = qs
@@ -207,6 +212,7 @@ def dplr_chunk_dstate_sm90_kernel(
     full = alloc_mbarriers(1 + HAS_GATE, ST)
     empty = alloc_mbarriers(NV, ST)
     i_h, i_seg, row, length, first, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
     i_s = i_seg.to(gl.int64) * HV + i_h

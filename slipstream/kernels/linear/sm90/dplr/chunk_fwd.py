@@ -78,6 +78,7 @@ def load_partition(
     wide: gl.constexpr = w_desc.block_type.nbytes
     square: gl.constexpr = qb_desc.block_type.nbytes if OUT else 0
     columns: gl.constexpr = 0 if DELTA else NV * v_desc.block_type.nbytes
+    # one barrier counts all tiles of a stage: the partitions wait once a chunk
     nbytes: gl.constexpr = (3 - DELTA + OUT) * wide + (2 - DELTA) * square + columns
     o_k = gl.arange(0, K, layout)
     if HAS_GATE:
@@ -102,6 +103,7 @@ def load_partition(
         if HAS_GATE:
             tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
+            # the next chunk's, which come from global memory while this warp waits for a stage
             after = chunk + gl.minimum(i + 1, n - 1) * HV
             b_total = gl.load(total_ptr + gl.cast(after, gl.int64) * K + o_k)
 
@@ -141,6 +143,7 @@ def state_partition(
     o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
     o_u = PARTITION * 64 + gl.arange(0, 64, gl.SliceLayout(1, xl))
     o_x = o_u[:, None] * C + gl.arange(0, C, gl.SliceLayout(0, xl))[None, :]
+    # columns of M have no U: they are the part that is linear in the state
     m_u = (m_col + o_u < 0)[:, None]
     o_v += PARTITION * 64
     o_s = i_s * (K * V) + o_k[None, :] * V + o_v[:, None]
@@ -149,6 +152,7 @@ def state_partition(
     else:
         b_s = gl.zeros([64, K], gl.float32, sl)
     if TRANSITION:
+        # M is what becomes of a unit matrix
         b_s = gl.where((m_col + o_v)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([64, C], gl.float32, xl)
     p_u = u_ptr + gl.cast(chunk, gl.int64) * (V * C)
@@ -157,8 +161,10 @@ def state_partition(
         s = i % ST
         at = (chunk + i * HV) * V + PARTITION * 64
         p_u += gl.where(i + 1 < n, HV, 0) * (V * C)
+        # a chunk ahead, so that no product waits for global memory
         b_next = load_u(p_u + o_x, m_u, TRANSITION)
         mbarrier.wait(full.index(s), (i // ST) & 1)
+        # rounded for the products alone: the state goes on in float32
         b_lhs = b_s.to(tiles.w.dtype)
         lhs = gl.convert_layout(b_lhs, sa)
         b_x = warpgroup_mma(lhs, tiles.w.index(s).permute((1, 0)), b_u, is_async=True)
@@ -180,6 +186,7 @@ def state_partition(
             if OUT:
                 right = tiles.qk.index(s).permute((1, 0))
                 b_o = warpgroup_mma(b_v, right, b_o, is_async=True)
+        # x alone is waited for: o and the share of v in S, which were started after it, go on
         b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - DELTA), deps=(b_x,))
         b_lhs = b_x.to(tiles.w.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.b.index(s), b_s, is_async=True)
@@ -288,6 +295,7 @@ def dplr_chunk_fwd_sm90_kernel(
     bs = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
     os = gl.allocate_shared_memory(dtype, [NV, C, 64], square)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
+    # what a call does not use has another's name: it is not read, and takes no memory
     qs = ws
     qbs = os
     ss = ws
@@ -313,8 +321,10 @@ def dplr_chunk_fwd_sm90_kernel(
     i_seg = pid // TILES // HV
     row, length, first = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
+    # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
+    # past all rows TMA gives zeros: M has no v
     v_row = gl.where(m_col < 0, row, OOB_ROW)
     i_s = i_seg.to(gl.int64) * HV + i_h
     if NV == 1:

@@ -102,6 +102,7 @@ def dqkv_partition(
         t = (n - 1 - i) * C
         if HAS_GATE:
             b_start, b_end = gates_of(b_g, sums, C)
+            # the next chunk's: their latency is behind this one's products
             b_g = load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * C, length, C)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if length - t < C:
@@ -118,6 +119,7 @@ def dqkv_partition(
         if HAS_GATE:
             between = sums.load(gl.SliceLayout(0, al))[None, :]
             between = between - sums.load(gl.SliceLayout(1, al))[:, None]
+            # masked before exp2, which would overflow where i < j
             b_decay = gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         b_b = warpgroup_mma(
@@ -128,6 +130,7 @@ def dqkv_partition(
         )
         b_a *= b_decay
         mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)
+        # A is published before B is waited for: the chain needs it first
         scores.index(a).permute((1, 0)).store(b_a.to(qs.dtype))
         if HAS_GATE:
             factors.index(2 * a).store(b_end)
@@ -141,6 +144,7 @@ def dqkv_partition(
         b_k = warpgroup_mma(vs.index(2 * s), ss.index(0), zero_k, use_acc=False, is_async=True)
         b_k = warpgroup_mma(vs.index(2 * s + 1), ss.index(1), b_k, is_async=True)
         b_k = warpgroup_mma_wait(0, deps=(b_k,))
+        # dS has been read: the state partitions may store the next one
         mbarrier.arrive(s_empty.index(0), count=1)
         if HAS_GATE:
             b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
@@ -148,10 +152,12 @@ def dqkv_partition(
         b_k = warpgroup_mma_wait(0, deps=(b_k,))
         b_k *= scale
         if HAS_DG:
+            # before the stage is given back: k is read here for the last time
             b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1)
             gl.store(p_rows + t + o_t, b_row, mask=o_t < length - t)
         mbarrier.arrive(empty.index(s), count=1)
         if t + C <= length:
+            # the tile before has left its buffer
             store_wait(0)
             dks.store(b_k.to(qs.dtype))
             fence_async_shared()

@@ -146,8 +146,11 @@ def state_partition(
         at = HV.to(gl.int64) * c * K
         if REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (i == 0):
             p = p_anchor + HV.to(gl.int64) * (c // ANCHOR_INTERVAL) * (K * V)
+            # z afresh from the state at an anchor: as a running sum it would collect every chunk's
+            # rounding
             b_z = gl.convert_layout(gl.sum(b_s * gl.load(p + o_a), 1), gl.SliceLayout(1, yl))
         mbarrier.wait(ready.index(s), (i // ST) & 1)
+        # S before the decay is the operand; it decays in place while the product runs
         lhs = gl.convert_layout(b_s.to(xs.dtype), sa)
         b_s *= totals.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, sl))[:, None]
         right = rs.index(s).permute((1, 0))
@@ -156,9 +159,11 @@ def state_partition(
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
         b_other = half(others.index(s), I).permute((1, 0)).load(sa)
         b_sum = gl.sum(gl.convert_layout(b_other, yl).to(gl.float32) * b_y, 1)
+        # read again in y's layout, before the stage is given back
         b_d = totals.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, yl))
         mbarrier.arrive(empty.index(s), count=1)
         if REVERSE:
+            # where a channel has decayed to nothing the difference would be rounding alone
             b_z = gl.where(b_d < LOST, 0.0, b_z - b_sum)
             gl.store(p_z + at + o_r, b_z)
             b_z += gl.load(p_sums + at + o_r)

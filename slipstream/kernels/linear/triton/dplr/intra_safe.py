@@ -135,6 +135,7 @@ def dplr_intra_safe_kernel(
     KM: tl.constexpr = K != WIDE
     pid = tl.program_id(0)
     i_chunk_head = pid.to(tl.int64)
+    # most programs end here: wy.py has made all that a weak chunk needs
     if tl.load(strong_ptr + i_chunk_head) == 0:
         return
     i_h = pid % HV
@@ -164,6 +165,8 @@ def dplr_intra_safe_kernel(
         b_e, b_before, _, _ = load_from_start(
             g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, not DELTA, SHIFT, EXACT, PRECISION
         )
+        # of each token over all channels: rows that stay within range keep wy.py's product, bit for
+        # bit
         b_lowest = tl.minimum(b_lowest, tl.min(b_e, 1))
         b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
         b_wide = b_a * tl.exp2(b_before)
@@ -177,6 +180,7 @@ def dplr_intra_safe_kernel(
             b_k = tl.load(k_ptr + i_k + o_q, mask=m_k, other=0.0)
             b_k = (b_k * b_write).to(act)
             b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+    # rows whose decay from the chunk's start is in range; the others are added by sub-chunks
     anchored = is_read_anchored(b_lowest - SHIFT, LIMIT)[:, None]
     other = anchored == 0
     b_ab = tl.where(anchored & (i > j), b_ab, 0.0)
@@ -188,6 +192,7 @@ def dplr_intra_safe_kernel(
         m_k = m_c[:, None]
         if KM:
             m_k = m_k & (o_k < K)[None, :]
+        # gates are read again by each step: registers do not hold them beside two squares
         gates = (p_g + o_k[None, :] * CHANNEL, m_k, ones_ptr)
         b_ab, b_ak = _add_decayed(
             b_ab, b_ak, read_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, other, gates, o_c,

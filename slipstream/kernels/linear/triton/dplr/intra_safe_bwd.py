@@ -193,6 +193,7 @@ def dplr_intra_safe_bwd_kernel(
     act = q_ptr.dtype.element_ty
     pid = tl.program_id(0)
     i_chunk_head = (pid // NK).to(tl.int64)
+    # most programs end here: dqkg.py's gradients of a weak chunk stand
     if tl.load(strong_ptr + i_chunk_head) == 0:
         return
     i_k = pid % NK
@@ -234,6 +235,7 @@ def dplr_intra_safe_bwd_kernel(
         o_s = i_s + o_v[:, None] * WIDE + o_k[None, :]
         m_s = (o_v < V)[:, None]
         b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
+        # all gates of the chunk decay what passes through it
         b_z += tl.sum(b_s * tl.load(dstates_ptr + o_s, mask=m_s, other=0.0), 0)
     b_dg += (b_z * tl.exp2(gates[3]))[None, :]
     i_o = (row * HV + i_h) * K
@@ -253,6 +255,7 @@ def dplr_intra_safe_bwd_kernel(
         b_d, b_dg, 1.0, p_q, p_b, p_qb, p_k, p_qk, m_k, gates, o_c,
         False, False, False, not DELTA, STEPS, C, EXACT, PRECISION,
     )  # fmt: skip
+    # pairs (i, i) decay by nothing, and are in no level
     b_d += b_qb * tl.load(p_b, mask=m_k, other=0.0)
     if not DELTA:
         b_d += b_qk * tl.load(p_k, mask=m_k, other=0.0)
@@ -282,6 +285,7 @@ def dplr_intra_safe_bwd_kernel(
     )  # fmt: skip
     b_d += b_qb * tl.load(p_q, mask=m_k, other=0.0)
     if DELTA:
+        # k both erases and writes: the sum of both gradients is rounded once
         tl.store(dk_ptr + i_o + o_o, (b_d + b_da).to(act), mask=m_k)
     else:
         tl.store(db_ptr + i_o + o_o, b_d.to(act), mask=m_k)

@@ -165,6 +165,7 @@ def dplr_wy_kernel(
     b_qk = tl.zeros((C, C), tl.float32)
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
+    # the largest decay of any channel: whether the chunk is left to intra_safe.py
     b_strongest = tl.zeros((BK,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
@@ -179,11 +180,13 @@ def dplr_wy_kernel(
             b_e, _, b_early, b_late = load_from_start(
                 g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, SHIFT, EXACT, PRECISION
             )
+            # of the two halves of the chunk that which decays more
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
             tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
             b_read = tl.exp2(b_e)
             b_write = anchored_writes(b_e, LIMIT, SHIFT)
             b_end = tl.exp2(b_early + b_late + SHIFT)[None, :]
+            # float32 until it is stored, so that q~ and the operand are rounded once each
             b_wide = b_q * b_read
             b_q = b_wide.to(act)
             tl.store(q_out_ptr + o_w, (b_wide * (START * scale)).to(act))
