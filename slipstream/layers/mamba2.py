@@ -19,6 +19,7 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
+from slipstream.nn.recompute import Recompute
 from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
@@ -123,27 +124,36 @@ class Mamba2(Mixer):
         z, xbc, dt = self.in_proj(x).split(
             [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
         )
-        sizes = (self.inner, groups, groups)
-        (u, b, c), conv = convolved_parts(
-            self.conv, xbc, sizes, state, use_cache, cu_seqlens, context
-        )
-        u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
-        b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
+        sizes, conv = (self.inner, groups, groups), None
         step, g = self._step(dt)
+
+        def prepare() -> list[Tensor]:
+            nonlocal conv
+            # as the kernels want it, here, so that the copy is not kept
+            inner = xbc.contiguous() if xbc.is_cuda else xbc
+            (u, b, c), conv = convolved_parts(
+                self.conv, inner, sizes, state, use_cache, cu_seqlens, context
+            )
+            u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
+            return [inner, u, b, c, u * step.to(u.dtype)[..., None]]
+
         ssd = fused_recurrent_simple_gla if self.recurrent(x, context) else chunk_simple_gla
-        o, recurrent = ssd(
-            c,
-            b,
-            u * step.to(u.dtype)[..., None],
-            g,
-            scale=1.0,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
-        D = self.D.to(u.dtype).view(self.num_heads, -1)  # [H, 1] or [H, P]
-        o = torch.addcmul(o, u, D).flatten(-2)
+        elements = xbc.numel() if context is None and not use_cache else 0
+        with Recompute(prepare, elements) as (_, u, b, c, v):
+            b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
+            o, recurrent = ssd(
+                c,
+                b,
+                v,
+                g,
+                scale=1.0,
+                initial_state=past(state, "recurrent"),
+                output_final_state=use_cache,
+                cu_seqlens=cu_seqlens,
+                context=context,
+            )
+            D = self.D.to(u.dtype).view(self.num_heads, -1)  # [H, 1] or [H, P]
+            o = torch.addcmul(o, u, D).flatten(-2)
         return self.out_proj(self._gated(o, z)), new_state(
             use_cache, recurrent=recurrent, conv=conv
         )

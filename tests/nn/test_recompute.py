@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.layers import GatedDeltaNet, KimiDeltaAttention
+from slipstream.layers import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from slipstream.nn import recompute
 from slipstream.nn.recompute import Recompute
 
 LAYERS = [
     (GatedDeltaNet, {"num_v_heads": 4}),
     (GatedDeltaNet, {"conv_size": None}),
+    (Mamba2, {}),
     (KimiDeltaAttention, {}),
     (KimiDeltaAttention, {"lower_bound": -4.0}),
 ]
