@@ -10,8 +10,9 @@
 
 A program has BV columns of the state of one head and sequence in registers, from its one read to
 its one write; both of its sums over rows are of the state as it was read, so that none waits for
-the other. The state's loads are issued first, and the convolution is done while they are on their
-way. A term that is not given is None, and its lines are not compiled.
+the other. A state V-first is a block [BV, K / WIDTH, WIDTH], WIDTH numbers a line of memory, so
+that few lanes share a sum over rows. A term that is not given is None, and its lines are not
+compiled.
 
 What programs share, and why nobody reads what another has written:
 
@@ -74,11 +75,9 @@ def _row_of(t, accepted, pending):
 
 @triton.jit
 def _inputs(
-    x, x_ptr, row_x, window, t, accepted, pending, o, m, channel,
-    W: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """x_{t-W+1} .. x_t, of which the last is given: those before the call's first token are in
-    the window."""
+    x_ptr, row_x, window, t, accepted, pending, o, m, channel, W: tl.constexpr, ONE: tl.constexpr
+):
+    """x_{t-W+1} .. x_{t-1}: those before the call's first token are in the window."""
     window_ptr, stride_c, stride_l, length = window
     xs = ()
     for j in tl.static_range(W - 1):
@@ -90,7 +89,7 @@ def _inputs(
             row = _row_of(t - back, accepted, pending)
             b_x += _load(x_ptr + row * row_x + o, m & (t >= back))
         xs = xs + (b_x,)
-    return xs + (x,)
+    return xs
 
 
 @triton.jit
@@ -119,8 +118,8 @@ def _taps(weight_ptr, bias_ptr, channel, m, W: tl.constexpr):
 
 @triton.jit
 def _convolution(xs, ws, W: tl.constexpr, SILU: tl.constexpr):
-    b_z = ws[W]
-    for j in tl.static_range(W):
+    b_z = xs[W - 1] * ws[W - 1] + ws[W]
+    for j in tl.static_range(W - 1):
         b_z += xs[j] * ws[j]
     return _activation(b_z, True) if SILU else b_z
 
@@ -130,14 +129,14 @@ def _token(
     pointers, rows, places, first, t, i_h, K: tl.constexpr, V: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads of token t: q, k, v, the gate with its bias, beta, z."""
-    q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr = pointers
-    row_q, row_k, row_v, row_g, row_beta, row_z = rows
+    """What a program reads of token t: q, k, v, the gate with its bias, beta."""
+    q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr = pointers
+    row_q, row_k, row_v, row_g, row_beta = rows
     o_k, o_c, m_k, m_v = places
     b_q = _load(q_ptr + t * row_q + o_k, m_k)
     b_k = _load(k_ptr + t * row_k + o_k, m_k)
     b_v = _load(v_ptr + t * row_v + o_c, m_v)
-    gate, beta, b_z = 0.0, 1.0, 1.0
+    gate, beta = 0.0, 1.0
     row = first + t
     if g_ptr is not None:
         if PER_CHANNEL:
@@ -150,32 +149,30 @@ def _token(
                 gate += tl.load(dt_bias_ptr + i_h).to(tl.float32)
     if beta_ptr is not None:
         beta = tl.load(beta_ptr + row * row_beta + i_h).to(tl.float32)
-    if z_ptr is not None:
-        b_z = _load(z_ptr + row * row_z + i_h * V + o_c, m_v)
-    return b_q, b_k, b_v, gate, beta, b_z
+    return b_q, b_k, b_v, gate, beta
 
 
 @triton.jit
 def _windows(
-    token, pointers, rows, window, places, channels, t, accepted, pending,
+    pointers, rows, window, places, channels, t, accepted, pending,
     W: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """_inputs of q, k and v."""
     o_k, o_c, m_k, m_v = places
     xs_q = _inputs(
-        token[0], pointers[0], rows[0], window, t, accepted, pending, o_k, m_k, channels[0], W, ONE
+        pointers[0], rows[0], window, t, accepted, pending, o_k, m_k, channels[0], W, ONE
     )
     xs_k = _inputs(
-        token[1], pointers[1], rows[1], window, t, accepted, pending, o_k, m_k, channels[1], W, ONE
+        pointers[1], rows[1], window, t, accepted, pending, o_k, m_k, channels[1], W, ONE
     )
     xs_v = _inputs(
-        token[2], pointers[2], rows[2], window, t, accepted, pending, o_c, m_v, channels[2], W, ONE
+        pointers[2], rows[2], window, t, accepted, pending, o_c, m_v, channels[2], W, ONE
     )
     return xs_q, xs_k, xs_v
 
 
 @triton.jit
-def _move_on(window, xs, channels, places, is_last, W: tl.constexpr):
+def _move_on(window, token, xs, channels, places, is_last, W: tl.constexpr):
     """The window becomes the last inputs: of q and k if this program is the last to read it."""
     window_ptr, stride_c, stride_l, length = window
     _, _, m_k, m_v = places
@@ -184,7 +181,8 @@ def _move_on(window, xs, channels, places, is_last, W: tl.constexpr):
         for i in tl.static_range(3):
             p_w = window_ptr + channels[i].to(tl.int64) * stride_c + column * stride_l
             m = (m_v if i == 2 else m_k & is_last) & (column >= 0)
-            tl.store(p_w, xs[i][j].to(window_ptr.dtype.element_ty), mask=m)
+            x = token[i] if j == W - 1 else xs[i][j]
+            tl.store(p_w, x.to(window_ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -203,6 +201,28 @@ def _is_last(counter_ptr, counted, programs, THREADS: tl.constexpr):
     if is_last:
         tl.atomic_add(counter_ptr, -programs, sem="relaxed")
     return is_last
+
+
+@triton.jit
+def _row_numbers(BK: tl.constexpr, WIDTH: tl.constexpr, V_FIRST: tl.constexpr):
+    """Rows of a state, in its block's shape."""
+    if V_FIRST:
+        o = tl.arange(0, BK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        return o[None, :, :]
+    return tl.arange(0, BK)[:, None]
+
+
+@triton.jit
+def _rows_of(x, WIDTH: tl.constexpr, V_FIRST: tl.constexpr):
+    """A vector of rows, to be combined with a state."""
+    if V_FIRST:
+        return tl.reshape(x, (x.shape[0] // WIDTH, WIDTH))[None, :, :]
+    return x[:, None]
+
+
+@triton.jit
+def _columns_of(x, V_FIRST: tl.constexpr):
+    return x[:, None, None] if V_FIRST else x[None, :]
 
 
 @triton.jit
@@ -331,6 +351,8 @@ def mixer_step_kernel(
 ):
     """grid (ceil(V / BV) * HV * B,): one program takes BV columns of one head and sequence."""
     NV: tl.constexpr = (V + BV - 1) // BV
+    LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
+    WIDTH: tl.constexpr = LINE if BK > LINE else BK
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_k = i_h // HEADS_PER_K
@@ -352,10 +374,10 @@ def mixer_step_kernel(
     q_ptr += first * row_q + i_k * K
     k_ptr += first * row_k + i_k * K
     v_ptr += first * row_v + i_h * V
-    pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, z_ptr
-    rows = row_q, row_k, row_v, row_g, row_beta, row_z
+    pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr
+    rows = row_q, row_k, row_v, row_g, row_beta
     places = o_k, o_c, m_k, m_v
-    if ONE:
+    if ONE and not V_FIRST:
         token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
     channels = _channels(o_k, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     ws_q, ws_k, ws_v = (), (), ()
@@ -363,7 +385,9 @@ def mixer_step_kernel(
         ws_q = _taps(conv_weight_ptr, conv_bias_ptr, channels[0], m_k, W)
         ws_k = _taps(conv_weight_ptr, conv_bias_ptr, channels[1], m_k, W)
         ws_v = _taps(conv_weight_ptr, conv_bias_ptr, channels[2], m_v, W)
-    rate, skip, b_w = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0
+    rate, skip, b_w, b_z = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0, 1.0
+    if z_ptr is not None and ONE:
+        b_z = _load(z_ptr + first * row_z + i_h * V + o_c, m_v)
     if norm_weight_ptr is not None and scratch_ptr is None:
         b_w = _load(norm_weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0) + o_c, m_v)
     if (cache_slot < 0) | (cache_slot >= cache_slots):
@@ -376,27 +400,36 @@ def mixer_step_kernel(
         window_ptr += cache_slot * stride_window
     window = window_ptr, stride_c, stride_l, length
     if ONE and window_ptr is not None:
-        xs = _windows(token, pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
-    o_s = o_c[None, :] * K + o_k[:, None] if V_FIRST else o_k[:, None] * V + o_c[None, :]
-    p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head + o_s
-    m_s = m_k[:, None] & m_v[None, :]
-    b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+        xs = _windows(pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
+    p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head
+    o_r, o_n = _row_numbers(BK, WIDTH, V_FIRST), _columns_of(o_c, V_FIRST)
+    p_s += o_n * K + o_r if V_FIRST else o_r * V + o_n
+    m_s = (o_r < K) & (o_n < V)
+    b_s = tl.load(p_s, mask=m_s, other=0.0, eviction_policy="evict_first" if V_FIRST else "")
+    if ONE and V_FIRST:
+        # no load passes a barrier, and the convolution begins with the token: so the compiler
+        # cannot do it, awaiting the window, before the state's loads are issued
+        tl.debug_barrier()
+        token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
+    b_s = b_s.to(tl.float32)
     rate, counted = tl.exp(rate), tl.zeros([THREADS], tl.int32)
     SHARED: tl.constexpr = window_ptr is not None and HEADS_PER_K * NV > 1
     last = T - 1 if accepted_ptr is None else accepted - 1
     for t in range(steps):
         if not ONE:
             row = _row_of(t, accepted, pending)
+            if z_ptr is not None:
+                b_z = _load(z_ptr + (first + row) * row_z + i_h * V + o_c, m_v)
             token = _token(pointers, rows, places, first, row, i_h, K, V, PER_CHANNEL)
-        b_q, b_k, b_v, gate, beta, b_z = token
+        b_q, b_k, b_v, gate, beta = token
         if window_ptr is not None:
             if not ONE:
                 xs = _windows(
-                    token, pointers, rows, window, places, channels, t, accepted, pending, W, ONE
+                    pointers, rows, window, places, channels, t, accepted, pending, W, ONE
                 )
-            b_q = _convolution(xs[0], ws_q, W, CONV_SILU)
-            b_k = _convolution(xs[1], ws_k, W, CONV_SILU)
-            b_v = _convolution(xs[2], ws_v, W, CONV_SILU)
+            b_q = _convolution(xs[0] + (b_q,), ws_q, W, CONV_SILU)
+            b_k = _convolution(xs[1] + (b_k,), ws_k, W, CONV_SILU)
+            b_v = _convolution(xs[2] + (b_v,), ws_v, W, CONV_SILU)
         qq, kk, dot = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add3)
         if SHARED and ONE:
             counted = _count(counter_ptr + i_k, THREADS, "relaxed")
@@ -406,18 +439,25 @@ def mixer_step_kernel(
         b_x = b_v
         if g_ptr is not None:
             e, dt = _decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
-            b_s *= e[:, None] if PER_CHANNEL else e
+            b_s *= _rows_of(e, WIDTH, V_FIRST) if PER_CHANNEL else e
             if DT_SCALES_V:
                 b_x *= dt
         if beta_ptr is not None:
-            b_o, b_r = tl.reduce((b_q[:, None] * b_s, b_k[:, None] * b_s), 0, _add2)
+            b_o = _rows_of(b_q, WIDTH, V_FIRST) * b_s
+            b_r = _rows_of(b_k, WIDTH, V_FIRST) * b_s
+            b_o, b_r = tl.reduce((b_o, b_r), 1 if V_FIRST else 0, _add2)
+            if V_FIRST:
+                b_o, b_r = tl.reduce((b_o, b_r), 1, _add2)
             b_x = (b_x - b_r) * (tl.sigmoid(beta) * BETA_FACTOR if BETA_SIGMOID else beta)
         else:
-            b_o = tl.sum(b_q[:, None] * b_s, 0)
+            b_o = tl.sum(_rows_of(b_q, WIDTH, V_FIRST) * b_s, 1 if V_FIRST else 0)
+            if V_FIRST:
+                b_o = tl.sum(b_o, 1)
         b_o = (b_o + dot * b_x) * scale + skip * b_v
-        b_s += b_k[:, None] * b_x[None, :]
+        b_s += _rows_of(b_k, WIDTH, V_FIRST) * _columns_of(b_x, V_FIRST)
         if t == last:
-            tl.store(p_s, b_s.to(state_ptr.dtype.element_ty), mask=m_s)
+            b_new = b_s.to(state_ptr.dtype.element_ty)
+            tl.store(p_s, b_new, mask=m_s, eviction_policy="evict_first" if V_FIRST else "")
         if z_ptr is not None:
             b_z = _activation(b_z, Z_SILU)
             if not NORM_BEFORE_GATE:
@@ -437,16 +477,14 @@ def mixer_step_kernel(
     if window_ptr is not None and last >= 0:
         if not ONE:
             token = _token(pointers, rows, places, first, last, i_h, K, V, PER_CHANNEL)
-            xs = _windows(
-                token, pointers, rows, window, places, channels, last, accepted, pending, W, ONE
-            )
+            xs = _windows(pointers, rows, window, places, channels, last, accepted, pending, W, ONE)
         tl.debug_barrier()  # all threads have read
         is_last = True
         if SHARED:
             if not ONE:
                 counted = _count(counter_ptr + i_k, THREADS, "acq_rel")
             is_last = _is_last(counter_ptr + i_k, counted, HEADS_PER_K * NV, THREADS)
-        _move_on(window, xs, channels, places, is_last, W)
+        _move_on(window, token, xs, channels, places, is_last, W)
     if scratch_ptr is not None:
         tl.debug_barrier()  # all threads have written
         i_g, programs = i_h * V // GROUP, GROUP // V * NV
