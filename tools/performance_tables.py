@@ -204,7 +204,52 @@ def cache_attention() -> Table:
     return Table("cache_attention", script, headings, tuple(rows), tuple(used.values()))
 
 
+def error_rows(begin: str) -> dict[str, dict[str, Row]]:
+    """work, without `begin` -> who -> the newest row of errors."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in read("errors"):
+        if row.get("work").startswith(begin):
+            found.setdefault(row.get("work").removeprefix(begin), {})[row.get("who")] = row
+    return found
+
+
+def errors_of(row: Row | None) -> Cell:
+    """Of the output and of the gradients."""
+    return Cell("") if row is None else pair(error(row, "out error"), error(row, "grad error"))
+
+
+def attention_errors() -> Table:
+    found = error_rows("attention ")
+    rows = [
+        (
+            label(work.split()[0].replace(",", " x ")),
+            label("yes" if work.endswith("causal") else "no"),
+            *(errors_of(who.get(x)) for x in ("sm90", "cudnn", "portable", "flash")),
+        )
+        for work, who in found.items()
+    ]
+    headings = (
+        "B x T x H x D", "causal", "sm_90 kernels", "cuDNN", "Triton kernels", "torch's flash",
+    )  # fmt: skip
+    used = tuple(row for who in found.values() for row in who.values())
+    script = "bench/attention.py --errors"
+    return Table("attention_errors", script, headings, tuple(rows), used)
+
+
 PROVIDERS = ("ours", "torch", "fla", "liger")
+
+
+def block_errors() -> Table:
+    """Of works that a peer did too."""
+    works = {x.get("work") for x in read("blocks_gpu")}
+    found = {k: x for k, x in error_rows("").items() if k in works and len(x) > 1}
+    rows = [
+        (label(work), *(errors_of(who.get(x)) for x in PROVIDERS[:3]))
+        for work, who in found.items()
+    ]
+    used = tuple(row for who in found.values() for row in who.values())
+    headings = ("work", "ours", "torch", "fla")
+    return Table("block_errors", "bench/blocks.py --errors", headings, tuple(rows), used)
 
 
 def runs_of(name: str, column: str) -> list[list[Row]]:
@@ -429,6 +474,7 @@ def summary() -> Table:
             error(row, "fla error"),
         )
     row = attention_row("4,4096,16,128", "True")
+    off = error_rows("attention ")["4,4096,16,128 causal"]
     line(
         "causal attention, 4 x 4096 tokens, 16 heads",
         row,
@@ -436,9 +482,10 @@ def summary() -> Table:
         pair(number(row, "sm90 fwd"), number(row, "sm90 bwd")),
         "cuDNN",
         pair(number(row, "cudnn fwd"), number(row, "cudnn bwd")),
-        Cell(""),
-        Cell(""),
+        largest_error(off["sm90"]),
+        largest_error(off["cudnn"]),
     )
+    used += off["sm90"], off["cudnn"]
     found = block_rows("cross_entropy 16384x32000")
     line(
         "cross entropy, 16384 x 32000, with backward",
@@ -458,8 +505,9 @@ def summary() -> Table:
 
 
 TABLES: Sequence[Callable[[], Table]] = (
-    summary, linear, linear_errors, flash_qla, attention, packed_attention, cache_attention, blocks,
-    matmul, steps, host, first_calls, memory, training, convergence, cpu,
+    summary, linear, linear_errors, flash_qla, attention, attention_errors, packed_attention,
+    cache_attention, blocks, block_errors, matmul, steps, host, first_calls, memory, training,
+    convergence, cpu,
 )  # fmt: skip
 
 
