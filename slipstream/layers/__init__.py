@@ -18,6 +18,7 @@ from slipstream.layers.kda import KimiDeltaAttention as KimiDeltaAttention
 from slipstream.layers.lightnet import LightNetAttention as LightNetAttention
 from slipstream.layers.lightning_attn import LightningAttention as LightningAttention
 from slipstream.layers.mamba2 import Mamba2 as Mamba2
+from slipstream.layers.mamba3 import Mamba3 as Mamba3
 from slipstream.layers.mla import MLA as MLA
 from slipstream.layers.preconditioned import PrecondGatedDeltaNet as PrecondGatedDeltaNet
 from slipstream.layers.preconditioned import PrecondKDA as PrecondKDA

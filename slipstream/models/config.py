@@ -26,6 +26,7 @@ MIXERS = {
     "precond_kda": "PrecondKDA",
     "rwkv7": "RWKV7",
     "mamba2": "Mamba2",
+    "mamba3": "Mamba3",
     "delta_net": "DeltaNet",
     "gated_deltaproduct": "GatedDeltaProduct",
     "comba": "Comba",

@@ -64,6 +64,8 @@ from slipstream.ops.linear_attn import fused_recurrent_linear_attn as fused_recu
 from slipstream.ops.log_probs import linear_log_probs as linear_log_probs
 from slipstream.ops.loss import cross_entropy as cross_entropy
 from slipstream.ops.loss import linear_cross_entropy as linear_cross_entropy
+from slipstream.ops.mamba3 import chunk_mamba3 as chunk_mamba3
+from slipstream.ops.mamba3 import fused_recurrent_mamba3 as fused_recurrent_mamba3
 from slipstream.ops.matmul import MatmulConfig as MatmulConfig
 from slipstream.ops.matmul import matmul as matmul
 from slipstream.ops.mixer_step import mixer_step as mixer_step

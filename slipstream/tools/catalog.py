@@ -18,6 +18,7 @@ from slipstream.tools.samples import name_of as name_of
 _QKV = "q=BTHK k=BTHK v=BTGV"
 _UNIT = "q=BTHK:unit k=BTHK:unit v=BTGV"
 _RWKV = "r=BTHK w=BTGK:bounded k=BTHK v=BTGV"
+_TRAPEZOID = "g=BTG:gate dt=BTG:beta trap=BTG:beta angles=BTGP:beta"
 _S = "NGKV"
 
 
@@ -59,6 +60,10 @@ _LINEAR = [
     *_both("gsa", "q=BTHK k=BTHK v=BTHV s=BTHM g=BTHM:gate", ("NHKM", "NHMV"), grouped=False),
     *_both("lightnet", _QKV, (_S, "NHK")),
     *_both("rwkv4", "w=D:rate u=D k=BTD v=BTD", ("ND", "ND")),
+    *_both("mamba3", f"q=BTG1K:unit k=BTG1K:unit v=BTG1V {_TRAPEZOID}",
+           (_S, "NG1K", "NG1V", "NGP")),
+    _tested("chunk_mamba3", "mimo", f"q=BTG3K:unit k=BTG3K:unit v=BTG3V {_TRAPEZOID}",
+            (_S, "NG3K", "NG3V", "NGP")),
     *_both("hgrn", "x=BTD g=BTD:gate", "ND"),
     *_both("delta_rule", f"{_UNIT} beta=BTG:beta"),
     *_both("gated_delta_rule", f"{_UNIT} g=BTG:gate beta=BTG:beta"),

@@ -283,6 +283,41 @@ def test_rwkv4() -> None:
     torch.testing.assert_close(layer(x)[0], want)
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_mamba3(rank: int) -> None:
+    N, P, pairs = 8, 12, 2
+    layer = randomised(layers.Mamba3(D, H, None, N, 2, mimo_rank=rank))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    sizes = [48, 48, 2 * rank * N, 2 * rank * N, H, H, H, pairs]
+    z, u, b, c, dt, a, trap, angle = layer.in_proj(x).split(sizes, -1)
+    step, g = F.softplus(dt + layer.dt_bias), F.softplus(a).clamp(min=1e-4)
+    theta = (torch.pi * step[..., None] * angle.tanh()[:, :, None]).cumsum(1)[:, :, :, None]
+    alpha, share = torch.exp(-g * step)[..., None, None], trap.sigmoid()[..., None, None]
+    step = step[..., None, None]
+
+    def of_heads(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = normed(y.unflatten(-1, (rank, 2, N)), weight, 1e-5).transpose(2, 3)
+        y = y.repeat_interleave(H // 2, 2) + bias
+        first, second = y[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
+        cos, sin = theta.cos(), theta.sin()
+        turned = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
+        return torch.cat([turned.flatten(-2), y[..., 2 * pairs :]], -1)
+
+    c = of_heads(c, layer.C_norm, layer.C_bias)
+    b = of_heads(b, layer.B_norm, layer.B_bias)
+    ones = torch.ones(H, 1, P).double()
+    m, n, e = (ones if w is None else w for w in (layer.mimo_x, layer.mimo_o, layer.mimo_z))
+    u, z = heads(u)[:, :, :, None] * m, heads(z)[:, :, :, None] * e
+    S, before, out = x.new_zeros(B, H, N, P), x.new_zeros(B, H, N, P), []
+    for t in range(T):
+        write = b[:, t].mT @ u[:, t]
+        S = alpha[:, t] * (S + (1 - share[:, t]) * step[:, t] * before)
+        S, before = S + share[:, t] * step[:, t] * write, write
+        out.append(c[:, t] @ S + layer.D[:, None, None] * u[:, t])
+    o = (n * torch.stack(out, 1) * F.silu(z)).sum(3)
+    torch.testing.assert_close(layer(x)[0], layer.out_proj(o.flatten(2)))
+
+
 def test_lightnet() -> None:
     layer = randomised(layers.LightNetAttention(D, H, 6, conv_size=3, conv_bias=True))
     x = torch.randn(B, T, D, dtype=torch.float64)

@@ -1,0 +1,166 @@
+"""The block of Mamba-3, without its MLP."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.layers.base import Mixed, Mixer, State, assign, expect_divisor, new_state
+from slipstream.ops._fp32 import widen
+from slipstream.ops.mamba3 import chunk_mamba3, fused_recurrent_mamba3
+from slipstream.ops.norm import rms_norm
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+class Mamba3(Mixer):
+    """A selective state space by the trapezoid rule, with turning B and C and no convolution.
+
+        z, u, B, C, dt, A, trap, angle = x W_in
+        B, C = rms_norm(B) + b_B, rms_norm(C) + b_C, of each head and rank
+        step = softplus(dt + dt_bias);  g = -softplus(A) step;  theta += pi step tanh(angle)
+        o_r = mamba3(C_r, B_r, u * m_r, g, step, sigmoid(trap), theta) + D u * m_r
+        y = (sum_r n_r * o_r * silu(z * l_r)) W_out
+
+    Args:
+        hidden_size: D.
+        num_heads: H; None is the inner width by head_dim.
+        head_dim: width of u's heads, 64 in the paper; None is the inner width by num_heads.
+        state_size: N, rows of the state.
+        n_groups: heads of B and C, a divisor of H.
+        expand: inner width by D.
+        mimo_rank: R, inputs and outputs of a token; 1 is SISO, without m, n and l.
+        rotary_fraction: share of the N channels that turn.
+        A_floor: least softplus(A).
+        norm_eps: of the norms of B and C.
+        use_bias: whether W_in and W_out have a bias.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [sequences, H, N, P], key [sequences, H, R, N] and value [sequences, H, R, P]
+    of the last token, and theta [sequences, H, pairs].
+    Source: Mamba-3 (2026), as mamba_ssm 2.3 and flash-linear-attention 0.6.0 have it.
+    """
+
+    mimo_x: nn.Parameter | None
+    mimo_z: nn.Parameter | None
+    mimo_o: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        state_size: int = 128,
+        n_groups: int = 1,
+        expand: int = 2,
+        mimo_rank: int = 1,
+        rotary_fraction: float = 0.5,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+        *,
+        A_floor: float = 1e-4,
+        use_bias: bool = False,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        self.inner = expand * hidden_size
+        if num_heads is None:
+            head_dim = head_dim or 64
+            expect_divisor("head_dim", head_dim, "expand * hidden_size", self.inner)
+            num_heads = self.inner // head_dim
+        expect_divisor("num_heads", num_heads, "expand * hidden_size", self.inner)
+        if head_dim is not None and num_heads * head_dim != self.inner:
+            raise ValueError(
+                f"head_dim: want expand * hidden_size / num_heads = {self.inner // num_heads}, "
+                f"got {head_dim}"
+            )
+        expect_divisor("n_groups", n_groups, "num_heads", num_heads)
+        self.pairs = int(state_size * rotary_fraction) // 2
+        if not 0 < self.pairs <= state_size // 2:
+            raise ValueError(
+                f"rotary_fraction: want a share of {state_size} channels with a pair at least, "
+                f"got {rotary_fraction}"
+            )
+        self.num_heads, self.state_size, self.n_groups = num_heads, state_size, n_groups
+        self.mimo_rank, self.norm_eps, self.A_floor = mimo_rank, norm_eps, A_floor
+        groups = n_groups * mimo_rank * state_size
+        self.sizes = [self.inner, self.inner, groups, groups, *[num_heads] * 3, self.pairs]
+        self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=use_bias)
+        self.out_proj = nn.Linear(self.inner, hidden_size, bias=use_bias)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.D = nn.Parameter(torch.empty(num_heads))
+        self.B_bias, self.C_bias = (
+            nn.Parameter(torch.empty(num_heads, mimo_rank, state_size)) for _ in "BC"
+        )
+        self.B_norm, self.C_norm = (nn.Parameter(torch.empty(state_size)) for _ in "BC")
+        width = self.inner // num_heads
+        for name in ("mimo_x", "mimo_z", "mimo_o"):
+            weight = None if mimo_rank == 1 else torch.empty(num_heads, mimo_rank, width)
+            self.register_parameter(name, None if weight is None else nn.Parameter(weight))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        step = torch.empty(self.dt_bias.shape, device=self.dt_bias.device)
+        step = step.uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        assign(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        for weight in (self.D, self.B_bias, self.C_bias, self.B_norm, self.C_norm):
+            nn.init.ones_(weight)
+        for weight in (self.mimo_x, self.mimo_o):
+            if weight is not None:
+                nn.init.constant_(weight, 1 / self.mimo_rank)
+        if self.mimo_z is not None:
+            nn.init.ones_(self.mimo_z)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        z, u, b, c, dt, a, trap, angle = self.in_proj(x).split(self.sizes, dim=-1)
+        step = F.softplus(widen(dt) + self.dt_bias)
+        rate = F.softplus(widen(a)).clamp(min=self.A_floor)
+        angles = math.pi * step[..., None] * torch.tanh(widen(angle))[:, :, None]
+        u, z = self._of_ranks(u, self.mimo_x), self._of_ranks(z, self.mimo_z)
+        mamba3 = fused_recurrent_mamba3 if self.recurrent(x, context) else chunk_mamba3
+        o, after = mamba3(
+            q=self._of_heads(c, self.C_norm, self.C_bias),
+            k=self._of_heads(b, self.B_norm, self.B_bias),
+            v=u,
+            g=-rate * step,
+            dt=step,
+            trap=torch.sigmoid(widen(trap)),
+            angles=angles,
+            initial_state=_before(state),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )
+        o = (o + self.D[:, None, None].to(o.dtype) * u) * F.silu(z)
+        if self.mimo_o is not None:
+            o = o * self.mimo_o.to(o.dtype)
+        y = self.out_proj(o.sum(3).flatten(2))
+        S, key, value, theta = after or (None,) * 4
+        return y, new_state(use_cache, recurrent=S, key=key, value=value, theta=theta)
+
+    def _of_heads(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """B or C [B, T, R G N] -> [B, T, H, R, N], normalised and with its bias."""
+        x = x.unflatten(-1, (self.mimo_rank, self.n_groups, self.state_size))
+        x = rms_norm(x, weight, eps=self.norm_eps).transpose(2, 3)
+        x = x.repeat_interleave(self.num_heads // self.n_groups, dim=2)
+        return x + bias.to(x.dtype)
+
+    def _of_ranks(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """[B, T, H P] -> [B, T, H, R, P]"""
+        x = x.unflatten(-1, (self.num_heads, 1, -1))
+        return x if weight is None else x * weight.to(x.dtype)
+
+
+def _before(state: State | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    if state is None:
+        return None
+    return state["recurrent"], state["key"], state["value"], state["theta"]
