@@ -1,0 +1,95 @@
+"""The loss of a vocabulary in shards, with FSDP2 over the data and tensor parallelism over it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from slipstream.ops import linear_cross_entropy
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+DATA, TENSOR = 2, 2
+ROWS, TOKENS, WIDTH, VOCABULARY = 4, 7, 12, 26
+
+
+class Head(nn.Module):
+    """The last projection and its loss, the weight whole or this rank's part of the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.group: Any = None
+
+    def forward(self, h: Tensor, target: Tensor) -> Tensor:
+        weight: Any = self.out.weight
+        if self.group is not None:
+            weight = weight.to_local()
+        h, target = h.flatten(0, 1), target.flatten()
+        return linear_cross_entropy(h, weight, target, group=self.group, reduction="sum")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), Head()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh(), target)
+
+
+def make() -> tuple[Model, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Model().double()
+    x = torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.float64)
+    target = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+    target[0, 2] = target[3, 0] = -100
+    return model, x, target
+
+
+def in_process(rank: int, file: str, found: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=DATA * TENSOR
+    )
+    try:
+        model, x, target = make()
+        want = model(x, target)
+        want.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        model, x, target = make()
+        mesh = init_device_mesh("cpu", (DATA, TENSOR), mesh_dim_names=("data", "tensor"))
+        # the vocabulary in equal parts, the first dimension of the weight
+        parallelize_module(model.head, mesh["tensor"], {"out": ColwiseParallel()})
+        model.head.group = mesh["tensor"].get_group()
+        for unit in (model.body, model.head, model):
+            fully_shard(unit, mesh=mesh["data"])
+        mine = slice(*(ROWS // DATA * (mesh.get_local_rank("data") + i) for i in (0, 1)))
+        loss = model(x[mine], target[mine])
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=mesh["data"].get_group())
+        if not torch.allclose(total, want, rtol=1e-12):
+            found.put(f"rank {rank}: loss {total} instead of {want}")
+        for name, p in model.named_parameters():
+            grad: Any = p.grad
+            grad = DATA * grad.full_tensor()  # FSDP2 takes the mean of what ranks add up to
+            off = float((grad - grads[name]).abs().max())
+            if not off < 1e-12:
+                found.put(f"rank {rank}: {name} is off by {off:.1e}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_loss_of_a_shared_vocabulary_with_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(in_process, args=(str(tmp_path / "meeting"), queue), nprocs=DATA * TENSOR)
+    assert queue.empty(), queue.get()
