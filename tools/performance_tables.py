@@ -512,7 +512,9 @@ TABLES: Sequence[Callable[[], Table]] = (
 
 
 def tables() -> dict[str, Table]:
-    return {x.name: x for x in (make() for make in TABLES)}
+    from scaling_tables import SCALING  # which makes its tables of what is here
+
+    return {x.name: x for x in (make() for make in (*TABLES, *SCALING))}
 
 
 def claims(found: Iterable[Table]) -> list[tuple[str, str, Cell]]:
