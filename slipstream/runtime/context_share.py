@@ -163,16 +163,20 @@ class Share:
         assert not self.backwards
         return all_to_all(x, received, sent, self.group)
 
-    def start_messages(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> "Messages":
-        """All of x to some ranks, and from others as many elements as `sizes` says."""
+    def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:
+        """All of x to some ranks, and from others as many elements as `sizes` says, by rank.
+
+        On a GPU what follows waits for it, also where this rank only sends: else a kernel that
+        takes all multiprocessors may come first, and whoever receives waits for that.
+        """
         ranks = range(len(self.lengths))
         sent = [x.numel() if r in to else 0 for r in ranks]
         received = [sizes.get(r, 0) for r in ranks]
         order = -1 if self.backwards else 1
         x = x.flatten()
         x = x.repeat(len(to)) if len(to) > 1 else x
-        found = all_to_all(x, received[::order], sent[::order], self.group)
-        return Messages(found, {r: n for r, n in enumerate(received) if n}, order)
+        found = wait(all_to_all(x, received[::order], sent[::order], self.group))
+        return dict(zip(ranks[::order], found.split(received[::order])))
 
     def positions(self, device: torch.device) -> Tensor:
         """Where each token here stands in its sequence, int64 [1, T]."""
@@ -249,20 +253,6 @@ class Share:
             return blank[:0]
         # where no sequence ends backward has a part, too
         return sum_of_ranks(tie(torch.cat(found), after), self)
-
-
-class Messages:
-    """From several ranks, each of some elements."""
-
-    def __init__(self, found: Tensor, sizes: dict[int, int], order: int = 1) -> None:
-        """order: -1 where the last rank's comes first."""
-        self._found, self._sizes, self._order = found, sizes, order
-
-    def wait(self) -> dict[int, Tensor]:
-        """By rank."""
-        wait(self._found)
-        ranks = list(self._sizes)[:: self._order]
-        return dict(zip(ranks, self._found.split([self._sizes[r] for r in ranks])))
 
 
 class SegmentOfRank(NamedTuple):

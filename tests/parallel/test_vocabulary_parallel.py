@@ -89,7 +89,7 @@ def in_process(rank: int, file: str, found: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_loss_of_a_shared_vocabulary_with_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
+def test_shared_vocabulary_and_fsdp2(tmp_path: Path) -> None:
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(in_process, args=(str(tmp_path / "meeting"), queue), nprocs=DATA * TENSOR)
     assert queue.empty(), queue.get()

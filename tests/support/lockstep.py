@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.runtime.context_share import Messages, Share
+from slipstream.runtime.context_share import Share
 
 SHARED = ("u", "initial_state", "cu_seqlens")  # by all ranks
 
@@ -41,10 +41,10 @@ class LockstepShare(Share):
         parts = self.meeting.exchange(self.rank, x, sent)
         return torch.cat([each[self.rank] for each in parts])
 
-    def start_messages(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> Messages:
+    def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:
         every = self.meeting.exchange(self.rank, x.flatten())
         assert all(every[r].numel() == n for r, n in sizes.items())
-        return Messages(torch.cat([x[:0].flatten(), *(every[r] for r in sizes)]), sizes)
+        return {r: every[r] for r in sizes}
 
     def add_up(self, x: Tensor) -> Tensor:
         return x.copy_(torch.stack(self.meeting.exchange(self.rank, x)).sum(0))

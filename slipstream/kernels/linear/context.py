@@ -108,8 +108,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         return *call_forward(*terms, *options, False), *begins
     exchange = ForwardStates(terms, share, call)
     o, after, saved = forward_across_ranks(terms, *options, save, exchange)
-    transition = exchange.finish(save)
-    return o, after, *begins, *transition, *saved
+    passed = [exchange.transition] if save and exchange.transition is not None else []
+    return o, after, *begins, *passed, *saved
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
@@ -132,7 +132,6 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
         transition = saved.pop(0) if share.passes_through and decays(terms) else None
         exchange = BackwardStates(terms, share, call, end, transition, dout)
         grads = gradients_across_ranks(terms, dout, end, *options, saved, exchange)
-        exchange.finish()
     return tuple(grads[name] for name in _with_gradients(terms, gate_gradient))
 
 

@@ -27,7 +27,7 @@ from slipstream.kernels.linear.context_terms import (
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import call_forward, gradients
 from slipstream.kernels.linear.segments import Segments, split_into_segments
-from slipstream.runtime.context_share import Messages, Share
+from slipstream.runtime.context_share import Share
 
 
 def decays(terms: LinearInputs) -> bool:
@@ -42,7 +42,8 @@ class _StateExchange(Exchange):
     def __init__(self, terms: LinearInputs, share: Share, call: Call) -> None:
         self.terms, self.share, self.call = terms, share, call
         self.width, self.matrix = states_per_sequence(terms), terms.transition != "none"
-        self.sent: Messages | None = None
+        # what other ranks have sent, once this one has, too
+        self.received: dict[int, Tensor] | None = None
 
     def whole_segments(
         self, terms: LinearInputs, unit: int, can_pass: bool = True
@@ -71,7 +72,9 @@ class _StateExchange(Exchange):
             changed = self.width, HV, rows, columns
         return [state, changed] if with_transition else [state]
 
-    def _start(self, E: Tensor | None, M: Tensor | None, to: list[int], ranks: list[int]) -> None:
+    def _exchange(
+        self, E: Tensor | None, M: Tensor | None, to: list[int], ranks: list[int]
+    ) -> None:
         """E, and M if there is one, to some ranks, and those of others, the first of which is the
         one that the sequence begins with."""
         tensors, dtype = [], self.terms.dtype
@@ -84,12 +87,12 @@ class _StateExchange(Exchange):
         sizes = {
             r: sum(map(prod, self._shapes(decays(self.terms) and r != ranks[0]))) for r in ranks
         }
-        self.sent = self.share.start_messages(message, to if tensors else [], sizes)
+        self.received = self.share.send(message, to if tensors else [], sizes)
 
-    def _received(self, ranks: list[int], transpose: bool) -> Tensor:
+    def _combined(self, ranks: list[int], transpose: bool) -> Tensor:
         """What the tokens of these ranks make of a state, one after the other."""
-        assert self.sent is not None
-        found, total = self.sent.wait(), None
+        found, total = self.received, None
+        assert found is not None
         for r in ranks:
             shapes = self._shapes(decays(self.terms) and r != ranks[0])
             added, *M = (
@@ -108,7 +111,10 @@ class _StateExchange(Exchange):
 
 
 class ForwardStates(_StateExchange):
-    """Writes what the ranks before come to into the first rows of the initial states."""
+    """Writes what the ranks before come to into the first rows of the initial states.
+
+    transition: M of this rank's tokens, if others are told of it.
+    """
 
     transition: Tensor | None = None
 
@@ -130,13 +136,13 @@ class ForwardStates(_StateExchange):
         segments: Segments,
         transition: Callable[[], Tensor | None],
     ) -> None:
-        if self.sent is not None:
+        if self.received is not None:
             return
         M = self._of_tail(transition(), segments) if self.passes else None
         self._send(None if sums is None else sums[-self.width :], M)
 
     def by_calls(self) -> None:
-        if self.sent is not None:
+        if self.received is not None:
             return
         share, call, terms = self.share, self.call, self.terms
         E = M = None
@@ -153,12 +159,6 @@ class ForwardStates(_StateExchange):
                     else transition_factors(tail)
                 )
         self._send(E, M)
-
-    def finish(self, save: bool) -> list[Tensor]:
-        """With save M of this rank's tokens, if backward tells others of it."""
-        assert self.sent is not None
-        self.sent.wait()
-        return [self.transition] if save and self.transition is not None else []
 
     def _of_tail(self, transition: Tensor | None, segments: Segments) -> Tensor | None:
         """The product of M of the tail's segments."""
@@ -179,10 +179,10 @@ class ForwardStates(_StateExchange):
         """Both in one message."""
         share = self.share
         self.transition = M
-        self._start(E, M, share.later, share.earlier)
+        self._exchange(E, M, share.later, share.earlier)
         if share.earlier:
             assert self.terms.initial_state is not None
-            self.terms.initial_state[: self.width].copy_(self._received(share.earlier, False))
+            self.terms.initial_state[: self.width].copy_(self._combined(share.earlier, False))
 
 
 class BackwardStates(_StateExchange):
@@ -197,7 +197,7 @@ class BackwardStates(_StateExchange):
         transition: Tensor | None,
         dout: Tensor,
     ) -> None:
-        """transition: of ForwardStates.finish."""
+        """transition: of ForwardStates."""
         super().__init__(terms, share, call)
         self.dfinal, self.transition, self.dout = dfinal, transition, dout
 
@@ -218,11 +218,11 @@ class BackwardStates(_StateExchange):
         segments: Segments,
         transition: Callable[[], Tensor | None],
     ) -> None:
-        if self.sent is None:
+        if self.received is None:
             self._send(None if sums is None else sums[: self.width])
 
     def by_calls(self) -> None:
-        if self.sent is not None:
+        if self.received is not None:
             return
         share, ds = self.share, None
         if share.earlier:
@@ -236,14 +236,10 @@ class BackwardStates(_StateExchange):
             ds = gradients(head, do, end, *self.call[:3], False)["initial_state"]
         self._send(ds)
 
-    def finish(self) -> None:
-        assert self.sent is not None
-        self.sent.wait()
-
     def _send(self, ds: Tensor | None) -> None:
         share = self.share
         M = None if ds is None else self.transition
-        self._start(ds, M, share.earlier, share.later[::-1])
+        self._exchange(ds, M, share.earlier, share.later[::-1])
         if share.later:
             assert self.dfinal is not None
-            self.dfinal[-self.width :].copy_(self._received(share.later[::-1], True))
+            self.dfinal[-self.width :].copy_(self._combined(share.later[::-1], True))
