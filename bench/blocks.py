@@ -1,4 +1,5 @@
-"""Norms, losses, short convolution, rotary embedding and gated activations beside their peers.
+"""Norms, losses, short convolution, selective scan, rotary embedding and gated activations beside
+their peers.
 
     python bench/blocks.py               beside torch, Liger and fla, as far as they are installed
     python bench/blocks.py --compile     under torch.compile: our kernel in the graph, and the code
@@ -55,6 +56,7 @@ def _rows(T: int, **sizes: Any) -> Shape:
 
 _NORM, _GLU = "x=BTD weight=D:one", "gate=BTC up=BTC"
 _LOSS, _LINEAR = "logits=TZ target=T:targets", "hidden=TD weight=ZD target=T:targets"
+_SELECTIVE = "u=BTD delta=BTD A=DM:rate B=BTM C=BTM D=D z=BTD delta_bias=D"
 _KL = "student=TD student_weight=ZD teacher=TD teacher_weight=ZD"
 _WIDE = _rows(32768, D=2048)
 WORKS = [
@@ -101,6 +103,12 @@ WORKS = [
         Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
         Shape(B=4, T=4096, H=32),
         (2, 2),
+    ),
+    *(
+        Work(f"selective_scan {b}x{t}x4096 N16", "selective_scan",
+             Sample("selective_scan", _SELECTIVE, options={"delta_softplus": True}),
+             Shape(B=b, T=t, D=4096, M=16), (4, 7))
+        for b, t in ((8, 2048), (1, 2048), (1, 16384))
     ),
     Work("swiglu 16384x8192", "swiglu", Sample("swiglu", _GLU), _rows(16384, C=8192), (3, 5)),
     Work("token_shift 16384x4096", "token_shift", Sample("token_shift", "x=BTD"),
