@@ -6,6 +6,7 @@ every tile. Sums over channels, dB and dC, follow the tile. Memory beyond result
 4 N / CHUNK bytes an element of u from forward on; backward 8 N / Tile.width for dB and dC.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,9 @@ class Tile(NamedTuple):
         return self.CHANNELS * 32 // self.LANES * self.warps
 
 
-# the first of which the GPU is full, else the last
-FORWARD = (Tile(4, 4, 1), Tile(2, 4, 1), Tile(1, 4, 1))
-BACKWARD = (Tile(4, 4, 1), Tile(2, 4, 1), Tile(1, 4, 1))
-WARPS_AN_SM = 6
+# and the warps a multiprocessor that it wants: the first takes the fewest instructions
+FORWARD = ((Tile(2, 2, 1), 6), (Tile(1, 2, 1), 0))
+BACKWARD = ((Tile(4, 4, 1), 6), (Tile(2, 4, 1), 3), (Tile(1, 4, 1), 0))
 # Tokens whose states wait in shared memory.
 SUB = 8
 # Programs that share the sequences of a backward: each leaves a sum over its own.
@@ -155,14 +155,15 @@ def _empty_like(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _tile(tiles: tuple[Tile, ...], inputs: ScanInputs, sequences: int) -> Tile:
-    """The widest of which there are enough, for each takes the fewest instructions."""
-    min_warps = WARPS_AN_SM * sm_count(inputs.u.get_device())
-    for tile in tiles:
-        tile = _fitting(tile, inputs)
-        if _channel_blocks(inputs, tile) * sequences * tile.warps >= min_warps:
-            return tile
-    return _fitting(tiles[-1], inputs)
+def _tile(tiles: Sequence[tuple[Tile, int]], inputs: ScanInputs, sequences: int) -> Tile:
+    """The first of which there are as many warps as it wants; the last wants none."""
+    multiprocessors = sm_count(inputs.u.get_device())
+    fitting = ((_fitting(tile, inputs), warps) for tile, warps in tiles)
+    return next(
+        tile
+        for tile, warps in fitting
+        if _channel_blocks(inputs, tile) * sequences * tile.warps >= warps * multiprocessors
+    )
 
 
 def _fitting(tile: Tile, inputs: ScanInputs) -> Tile:
