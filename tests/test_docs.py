@@ -59,6 +59,13 @@ def test_concepts_name_every_recurrence() -> None:
     assert [x for x in names if not re.search(rf"\b{x}\b", text)] == []
 
 
+def test_architecture_names_every_family() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    families = [x.parent.name for x in DOCS.parent.glob("slipstream/kernels/*/__init__.py")]
+    assert len(families) > 8
+    assert [x for x in families if f"`{x}`" not in text and f"kernels/{x}`" not in text] == []
+
+
 def test_reference_has_every_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `make docs`, which takes minutes, what a new operator breaks."""
     pytest.importorskip("transformers")
