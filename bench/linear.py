@@ -102,6 +102,7 @@ CASES = [
     Case("chunk_precond_gated_delta_rule", "A", A),
     Case("chunk_precond_kda", "A", A),
     Case("chunk_lightnet", "A", A),
+    Case("chunk_mamba3", "A", A),
     Case("chunk_rwkv4", "A", A),
     Case("chunk_iplr_delta_rule", "A", A),
     Case("chunk_rwkv7-narrow", "A", A),
