@@ -15,7 +15,7 @@ FILE = "context_parallel"
 GPUS = (4, 8, 64)
 # GB/s that a GPU receives: NVLink between those of one host, and the network between hosts
 ASSUMED = {4: 200, 8: 200, 64: 25}
-MICROSECONDS = 20
+MICROSECONDS = 10
 # a head's M, in units of float32, by the operator's name: else K K
 FACTORS = {"chunk_simple_gla": lambda k: 1, "chunk_gla-narrow": lambda k: k}
 

@@ -103,9 +103,11 @@ class _StateExchange(Exchange):
             elif not M:
                 total = total + added
             elif self.matrix:
-                total = (M[0].mT if transpose else M[0]) @ total + added
+                back = M[0].mT if transpose else M[0]
+                each = (x.flatten(0, 1) for x in (added, back, total))
+                total = torch.baddbmm(*each).view_as(added)
             else:
-                total = M[0] * total + added
+                total = torch.addcmul(added, M[0], total)
         assert total is not None
         return total
 
