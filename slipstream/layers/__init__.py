@@ -3,6 +3,7 @@
 from slipstream.layers.attention import Attention as Attention
 from slipstream.layers.base import Mixer as Mixer
 from slipstream.layers.base import ShortConvolution as ShortConvolution
+from slipstream.layers.bidirectional import Bidirectional as Bidirectional
 from slipstream.layers.comba import Comba as Comba
 from slipstream.layers.delta_net import DeltaNet as DeltaNet
 from slipstream.layers.forgetting_attn import ForgettingAttention as ForgettingAttention

@@ -36,9 +36,12 @@ class Block(GradientCheckpointingLayer):
         options = {"num_heads": config.num_heads, **options}
         self.residual_in_fp32 = config.residual_in_fp32
         self.mixer_norm = make_norm(config)
+        turned = {x: options.pop(x) for x in ("bidirectional", "block_size") if x in options}
         self.mixer = getattr(layers, MIXERS[name])(
             hidden_size=config.hidden_size, layer_idx=layer_idx, **options
         )
+        if turned.pop("bidirectional", bool(turned)):
+            self.mixer = layers.Bidirectional(self.mixer, **turned)
         has_mlp = config.mlp(layer_idx)[0] != "none"
         self.mlp_norm = make_norm(config) if has_mlp else None
         self.mlp = make_mlp(config, layer_idx)

@@ -89,7 +89,8 @@ class SlipstreamConfig(PreTrainedConfig):
 
     Args:
         mixers: one entry per layer, bottom first: a name of MIXERS, or a dict
-            {"type": name, option: value, ...} whose options go to the layer's class.
+            {"type": name, option: value, ...} whose options go to the layer's class, but for
+            "bidirectional": true and "block_size", which layers.Bidirectional explains.
         vocab_size: entries of the vocabulary.
         hidden_size: width D of the residual stream.
         num_heads: heads of every mixer whose dict does not say otherwise.

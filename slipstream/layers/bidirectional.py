@@ -1,0 +1,132 @@
+"""A layer in both directions of time, of whole sequences or within blocks."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.layers.base import Mixed, Mixer, State
+from slipstream.runtime.context_parallel import ContextParallel
+
+COMBINE = ("mean", "sum")
+
+
+class Bidirectional(Mixer):
+    """What a layer makes of the sequences, and of the same from their last token to their first.
+
+        y = (layer(x) + turned(layer(turned(x)))) / 2
+
+    Both directions are one call of the layer, on packed sequences, and share its weights. With
+    block_size the second direction is of blocks, each on its own, so that a token sees its block
+    whole and all blocks before: the block-causal mask of diffusion language models.
+
+    Args:
+        layer: any of slipstream.layers.
+        block_size: tokens of a block, counted from the beginning of each call's sequences; None
+            turns whole sequences.
+        combine: "mean" or "sum" of the two.
+
+    Raises:
+        ValueError: a state or use_cache without block_size: the second direction begins at the
+            end. NotImplementedError: a context.
+
+    State: that of the layer, after whole blocks; only with block_size.
+    Cost: that of the layer for twice as many tokens. With cu_seqlens and block_size the host waits
+    for the offsets.
+    """
+
+    def __init__(
+        self, layer: Mixer, *, block_size: int | None = None, combine: str = "mean"
+    ) -> None:
+        super().__init__(layer.mode, layer.layer_idx)
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size: want at least 1 token or None, got {block_size}")
+        if combine not in COMBINE:
+            raise ValueError(f"combine: want one of {COMBINE}, got {combine!r}")
+        self.layer, self.block_size, self.combine = layer, block_size, combine
+        # a class says it, but here each layer does
+        self.token_states = layer.token_states  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        if context is not None:
+            raise NotImplementedError("context: a layer in both directions runs on one rank")
+        if self.block_size is None and (state is not None or use_cache):
+            name = "use_cache" if state is None else "state"
+            raise ValueError(f"{name}: without block_size there is none of both directions")
+        B, T, D = x.shape
+        offsets, parts = self._parts(B, T, cu_seqlens, x.device)
+        turned = _turned(parts, B * T)
+        rows = x.reshape(1, B * T, D)
+        both = torch.cat([rows, rows[:, turned]], dim=1)
+        ends = torch.cat([offsets, B * T + parts[1:]]).int()
+        places = _places(positions, parts, B)
+        N, more = offsets.shape[0] - 1, parts.shape[0] - 1
+        y, after = self.layer(
+            both, cu_seqlens=ends, positions=places, state=_widened(state, more),
+            use_cache=use_cache,
+        )  # fmt: skip
+        y = y[:, : B * T] + y[:, B * T :][:, turned]
+        if self.combine == "mean":
+            y = y / 2
+        if after is not None:
+            after = {name: s[:N] for name, s in after.items()}
+        return y.reshape(B, T, D), after
+
+    def step(
+        self, x: Tensor, state: State, *, positions: Tensor | None = None, **options: Any
+    ) -> Any:
+        return self._call_in_place(x, state, positions)
+
+    def _parts(
+        self, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Offsets of the sequences, and of what is turned, int64."""
+        if cu_seqlens is None:
+            offsets = torch.arange(B + 1, device=device) * T
+            if self.block_size is None or T == 0:
+                return offsets, offsets
+            starts = torch.arange(0, T, self.block_size, device=device)
+            blocks = (offsets[:-1, None] + starts).flatten()
+            return offsets, torch.cat([blocks, offsets[-1:]])
+        offsets = cu_seqlens.long()
+        if self.block_size is None:
+            return offsets, offsets
+        bounds = offsets.tolist()
+        found = [i for a, b in pairwise(bounds) for i in range(a, b, self.block_size)]
+        return offsets, torch.tensor([*found, bounds[-1]], device=device)
+
+
+def _turned(parts: Tensor, tokens: int) -> Tensor:
+    """Where each token stands if every part is turned; it is its own inverse."""
+    at = torch.arange(tokens, device=parts.device)
+    part = torch.searchsorted(parts[1:].contiguous(), at, right=True)
+    part = part.clamp(max=max(parts.shape[0] - 2, 0))
+    return parts[part] + parts[part + 1] - 1 - at if tokens else at
+
+
+def _places(positions: Tensor | None, parts: Tensor, B: int) -> Tensor | None:
+    """Positions of both directions: those given, and as they count on through each turned part."""
+    if positions is None:
+        return None
+    forth = positions.expand(B, -1).reshape(1, -1)
+    at = torch.arange(forth.shape[1], device=forth.device)
+    part = torch.searchsorted(parts[1:].contiguous(), at, right=True)
+    first = parts[part.clamp(max=max(parts.shape[0] - 2, 0))]
+    return torch.cat([forth, forth[:, first] + at - first], dim=1)
+
+
+def _widened(state: State | None, more: int) -> State | None:
+    """Of so many more sequences, which begin with nothing."""
+    if state is None:
+        return None
+    return {name: torch.cat([s, s.new_zeros(more, *s.shape[1:])]) for name, s in state.items()}
