@@ -175,10 +175,10 @@ def _written_keys(terms: LinearInputs, state: Tensor | None) -> LinearInputs:
     v, more = terms.v, _more_channels(terms.v.shape[-1])
     assert terms.gv is not None
     at = torch.zeros(more, dtype=v.dtype, device=v.device)
-    at[0] = 1
+    at[:1].fill_(1)  # not at[0] = 1, which copies from the host
     keys = torch.cat([v, at.expand(*v.shape[:3], more)], dim=-1)
     gates = torch.zeros(more, dtype=terms.gv.dtype, device=v.device)
-    gates[0] = -torch.inf
+    gates[:1].fill_(-torch.inf)
     g = torch.cat([terms.gv, gates.expand(*v.shape[:3], more)], dim=-1)
     reads = F.pad(at, (v.shape[-1], 0)).expand_as(keys)
     return LinearInputs(

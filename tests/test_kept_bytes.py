@@ -1,0 +1,31 @@
+"""What layers keep for the backward on a GPU, by tools/kept_bytes.py: no more than they did."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.runtime.backends import HAVE_TRITON
+
+ROOT = Path(__file__).parents[1]
+# bytes for a token and channel, and without what is made again
+LIMITS = {
+    "attention": (26.5, 26.5),
+    "gated_deltanet": (25.5, 35.5),
+    "kda": (28.5, 42.5),
+    "mamba2": (30.5, 46.5),
+    "rwkv7": (57.5, 57.5),
+}
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="kernels are chosen, though none runs")
+def test_layers_keep_no_more_than_they_did() -> None:
+    command = [sys.executable, str(ROOT / "tools/kept_bytes.py"), *LIMITS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, *lines = done.stdout.splitlines()
+    rows = {name: (float(kept), float(without)) for name, kept, without in map(str.split, lines)}
+    assert rows.keys() == LIMITS.keys()
+    over = {name: row for name, row in rows.items() if any(map(float.__gt__, row, LIMITS[name]))}
+    assert not over
