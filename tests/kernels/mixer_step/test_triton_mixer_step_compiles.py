@@ -1,5 +1,6 @@
 """The kernel of mixer_step compiled for GPUs that need not be there: registers, spills, loads."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,12 @@ ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y", "cache
 
 
 def compile_step(
-    arch: str = "sm_90", K: int = 128, V: int = 128, group: int = 1, **constants: Any
+    arch: str = "sm_90",
+    K: int = 128,
+    V: int = 128,
+    group: int = 1,
+    pool: str = "*fp32",
+    **constants: Any,
 ) -> Compiled:
     """Of Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
     from slipstream.kernels.mixer_step.triton import launch
@@ -30,7 +36,7 @@ def compile_step(
     BK, tile = launch.tile_of(K, V)
     tensors = {f"{name}_ptr": "*bf16" for name in NARROW}
     tensors |= {f"{name}_ptr": "*fp32" for name in ("state", "A", "dt_bias")}
-    tensors |= {"index_ptr": "*i32", "counter_ptr": "*i32"}
+    tensors |= {"state_ptr": pool, "index_ptr": "*i32", "counter_ptr": "*i32"}
     if group > 1 or tile.BV < V:
         tensors["scratch_ptr"] = "*fp32"
     flags = {
@@ -59,6 +65,16 @@ def test_step_compiles(arch: str, PER_CHANNEL: bool) -> None:
     # 128 numbers of the state a thread, and a few others
     assert got.ptx.count("ld.global.v4") == 32
     assert got.ptx.count("ld.global") <= 64, "vectors are loaded once for each row of the state"
+
+
+@pytest.mark.parametrize("pool", ["*fp32", "*bf16"])
+def test_v_first_states_share_sums_among_few_lanes(pool: str) -> None:
+    """Loads of 16 bytes, and no sum of each register over a warp, which takes 5 x 64 shuffles."""
+    got = compile_step(V_FIRST=True, pool=pool)
+    assert got.stack <= 96, f"{got.stack} bytes spilled"
+    wide = re.findall(r"ld\.global\S*\.v4", got.ptx)
+    assert len(wide) == (32 if pool == "*fp32" else 16)
+    assert got.ptx.count("shfl.sync") <= 120
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@
 
 A program has BV columns of the state of one head and sequence in registers, from its one read to
 its one write; both of its sums over rows are of the state as it was read, so that none waits for
-the other. A state V-first is a block [BV, K / WIDTH, WIDTH], WIDTH numbers a line of memory, so
-that few lanes share a sum over rows. A term that is not given is None, and its lines are not
-compiled.
+the other. A term that is not given is None, and its lines are not compiled.
+
+A state V-first is a block [BV, K / WIDTH, WIDTH], WIDTH numbers a line of memory, so that few lanes
+share a sum over rows. There the state's loads are issued before the convolution is done: no load
+passes a barrier, and the token, with which the convolution begins, is loaded behind one.
 
 What programs share, and why nobody reads what another has written:
 
@@ -117,6 +119,14 @@ def _taps(weight_ptr, bias_ptr, channel, m, W: tl.constexpr):
 
 
 @triton.jit
+def _all_taps(weight_ptr, bias_ptr, channels, m_k, m_v, W: tl.constexpr):
+    """Of q, k and v."""
+    ws_q = _taps(weight_ptr, bias_ptr, channels[0], m_k, W)
+    ws_k = _taps(weight_ptr, bias_ptr, channels[1], m_k, W)
+    return ws_q, ws_k, _taps(weight_ptr, bias_ptr, channels[2], m_v, W)
+
+
+@triton.jit
 def _convolution(xs, ws, W: tl.constexpr, SILU: tl.constexpr):
     b_z = xs[W - 1] * ws[W - 1] + ws[W]
     for j in tl.static_range(W - 1):
@@ -206,18 +216,32 @@ def _is_last(counter_ptr, counted, programs, THREADS: tl.constexpr):
 @triton.jit
 def _row_numbers(BK: tl.constexpr, WIDTH: tl.constexpr, V_FIRST: tl.constexpr):
     """Rows of a state, in its block's shape."""
+    o = tl.arange(0, BK)
     if V_FIRST:
-        o = tl.arange(0, BK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        return o[None, :, :]
-    return tl.arange(0, BK)[:, None]
+        o = (tl.arange(0, BK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])[None, :, :]
+    else:
+        o = o[:, None]
+    return o
 
 
 @triton.jit
 def _rows_of(x, WIDTH: tl.constexpr, V_FIRST: tl.constexpr):
     """A vector of rows, to be combined with a state."""
     if V_FIRST:
-        return tl.reshape(x, (x.shape[0] // WIDTH, WIDTH))[None, :, :]
-    return x[:, None]
+        x = tl.reshape(x, (x.shape[0] // WIDTH, WIDTH))[None, :, :]
+    else:
+        x = x[:, None]
+    return x
+
+
+@triton.jit
+def _block(
+    p_s, o_c, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Columns of the head's state at p_s: where its numbers are, and which there are."""
+    o_r, o_n = _row_numbers(BK, WIDTH, V_FIRST), _columns_of(o_c, V_FIRST)
+    return p_s + (o_n * K + o_r if V_FIRST else o_r * V + o_n), (o_r < K) & (o_n < V)
 
 
 @triton.jit
@@ -233,6 +257,25 @@ def _add2(a, b, c, d):
 @triton.jit
 def _add3(a, b, c, d, e, f):
     return a + d, b + e, c + f
+
+
+@triton.jit
+def _recurrence(
+    b_s, b_q, b_k, b_x, dot, beta, WIDTH: tl.constexpr, V_FIRST: tl.constexpr, DELTA: tl.constexpr
+):
+    """S^T q of the state after k x^T is added, and that state; DELTA: x is beta (v - S^T k)."""
+    ROWS: tl.constexpr = 1 if V_FIRST else 0
+    b_q, b_k = _rows_of(b_q, WIDTH, V_FIRST), _rows_of(b_k, WIDTH, V_FIRST)
+    if DELTA:
+        b_o, b_r = tl.reduce((b_q * b_s, b_k * b_s), ROWS, _add2)
+        if V_FIRST:
+            b_o, b_r = tl.reduce((b_o, b_r), 1, _add2)
+        b_x = (b_x - b_r) * beta
+    else:
+        b_o = tl.sum(b_q * b_s, ROWS)
+        if V_FIRST:
+            b_o = tl.sum(b_o, 1)
+    return b_o + dot * b_x, b_s + b_k * _columns_of(b_x, V_FIRST)
 
 
 @triton.jit
@@ -353,6 +396,7 @@ def mixer_step_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
     WIDTH: tl.constexpr = LINE if BK > LINE else BK
+    HINT: tl.constexpr = "evict_first" if V_FIRST else ""
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_k = i_h // HEADS_PER_K
@@ -382,9 +426,7 @@ def mixer_step_kernel(
     channels = _channels(o_k, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     ws_q, ws_k, ws_v = (), (), ()
     if window_ptr is not None:
-        ws_q = _taps(conv_weight_ptr, conv_bias_ptr, channels[0], m_k, W)
-        ws_k = _taps(conv_weight_ptr, conv_bias_ptr, channels[1], m_k, W)
-        ws_v = _taps(conv_weight_ptr, conv_bias_ptr, channels[2], m_v, W)
+        ws_q, ws_k, ws_v = _all_taps(conv_weight_ptr, conv_bias_ptr, channels, m_k, m_v, W)
     rate, skip, b_w, b_z = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0, 1.0
     if z_ptr is not None and ONE:
         b_z = _load(z_ptr + first * row_z + i_h * V + o_c, m_v)
@@ -402,13 +444,9 @@ def mixer_step_kernel(
     if ONE and window_ptr is not None:
         xs = _windows(pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
     p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head
-    o_r, o_n = _row_numbers(BK, WIDTH, V_FIRST), _columns_of(o_c, V_FIRST)
-    p_s += o_n * K + o_r if V_FIRST else o_r * V + o_n
-    m_s = (o_r < K) & (o_n < V)
-    b_s = tl.load(p_s, mask=m_s, other=0.0, eviction_policy="evict_first" if V_FIRST else "")
+    p_s, m_s = _block(p_s, o_c, K, V, BK, WIDTH, V_FIRST)
+    b_s = tl.load(p_s, mask=m_s, other=0.0, eviction_policy=HINT)
     if ONE and V_FIRST:
-        # no load passes a barrier, and the convolution begins with the token: so the compiler
-        # cannot do it, awaiting the window, before the state's loads are issued
         tl.debug_barrier()
         token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
     b_s = b_s.to(tl.float32)
@@ -442,22 +480,12 @@ def mixer_step_kernel(
             b_s *= _rows_of(e, WIDTH, V_FIRST) if PER_CHANNEL else e
             if DT_SCALES_V:
                 b_x *= dt
-        if beta_ptr is not None:
-            b_o = _rows_of(b_q, WIDTH, V_FIRST) * b_s
-            b_r = _rows_of(b_k, WIDTH, V_FIRST) * b_s
-            b_o, b_r = tl.reduce((b_o, b_r), 1 if V_FIRST else 0, _add2)
-            if V_FIRST:
-                b_o, b_r = tl.reduce((b_o, b_r), 1, _add2)
-            b_x = (b_x - b_r) * (tl.sigmoid(beta) * BETA_FACTOR if BETA_SIGMOID else beta)
-        else:
-            b_o = tl.sum(_rows_of(b_q, WIDTH, V_FIRST) * b_s, 1 if V_FIRST else 0)
-            if V_FIRST:
-                b_o = tl.sum(b_o, 1)
-        b_o = (b_o + dot * b_x) * scale + skip * b_v
-        b_s += _rows_of(b_k, WIDTH, V_FIRST) * _columns_of(b_x, V_FIRST)
+        if BETA_SIGMOID:
+            beta = tl.sigmoid(beta) * BETA_FACTOR
+        b_o, b_s = _recurrence(b_s, b_q, b_k, b_x, dot, beta, WIDTH, V_FIRST, beta_ptr is not None)
+        b_o = b_o * scale + skip * b_v
         if t == last:
-            b_new = b_s.to(state_ptr.dtype.element_ty)
-            tl.store(p_s, b_new, mask=m_s, eviction_policy="evict_first" if V_FIRST else "")
+            tl.store(p_s, b_s.to(state_ptr.dtype.element_ty), mask=m_s, eviction_policy=HINT)
         if z_ptr is not None:
             b_z = _activation(b_z, Z_SILU)
             if not NORM_BEFORE_GATE:
@@ -467,9 +495,7 @@ def mixer_step_kernel(
             tl.store(p_o, b_o, mask=m_v & (t >= accepted))
         else:
             if NORM:
-                b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps)
-                if norm_weight_ptr is not None:
-                    b_o *= b_w
+                b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + eps) * b_w
             if z_ptr is not None and NORM_BEFORE_GATE:
                 b_o *= b_z
             p_y = y_ptr + (t - accepted) * row_y + o_c
