@@ -31,4 +31,4 @@ def test_attnres_compiles(L: int, D: int, warps: int, backward: bool) -> None:
         warps=warps,
         target="sm_90",
     )
-    assert got.stack == 0
+    assert got.stack <= 32

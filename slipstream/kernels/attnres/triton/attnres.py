@@ -10,9 +10,10 @@ Backward, with do the gradient of o, after that of its norm, and a = scale q w,
     dv_l = p_l do + ds_l rstd_l (a - s_l rstd_l / D v_l)
     da = sum over rows and l of ds_l rstd_l v_l        dw_o = sum over rows of dy o rstd_o
 
-A program takes a tile of rows; backward it reads the residuals twice, for o and for dv, of which
-the second time finds them in a cache. Backward programs go on to other rows and keep da and dw_o,
-each over a fixed share of them: the same inputs, the same bits.
+A program takes a tile of rows, and has the next residual on its way while it works on one.
+Backward it reads the residuals twice, for o and for dv, of which the second time finds them in a
+cache; its programs go on to other rows and keep da and dw_o, each over a fixed share of them: the
+same inputs, the same bits.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ from slipstream.runtime.launch_cache import cached
 
 STREAMS, ELEMENTS = 16, 2048
 # Elements of a row that a thread has, where the warps are no more than these: backward's of a row
-# of 8192 would spill registers with 16. Programs of backward a multiprocessor.
-A_THREAD, FORWARD_WARPS, BACKWARD_WARPS = 16, 16, 8
+# of 8192 would spill registers with more, if it has a norm's. Programs of backward a multiprocessor.
+A_THREAD, WARPS, WARPS_WITH_NORM = 16, 16, 8
 PROGRAMS = 2
 
 
@@ -91,12 +92,14 @@ def attnres_fwd_kernel(
     b_max = tl.full([BR], float("-inf"), tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
     b_o = tl.zeros([BR, BD], tl.float32)
+    b_next = tl.load(v0_ptr + o, mask=m, other=0.0)
     for n in range(L):
+        b_v = b_next.to(tl.float32)
         v_ptr = _stream(
             v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
         )  # fmt: skip
-        b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
+        b_next = tl.load(v_ptr + o, mask=m & (n + 1 < L), other=0.0)
         b_rstd = tl.rsqrt(tl.sum(b_v * b_v, 1) / D + eps)
         b_s = tl.sum(b_v * b_a, 1) * b_rstd
         tl.store(s_ptr + o_r + n * R, b_s, mask=m_r)
@@ -134,12 +137,14 @@ def attnres_bwd_kernel(
         o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
         b_lse = tl.load(lse_ptr + o_r, mask=m_r, other=0.0)
         b_o = tl.zeros([BR, BD], tl.float32)
+        b_next = tl.load(v0_ptr + o, mask=m, other=0.0)
         for n in range(L):
+            b_v = b_next.to(tl.float32)
             v_ptr = _stream(
                 v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
             )  # fmt: skip
-            b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
+            b_next = tl.load(v_ptr + o, mask=m & (n + 1 < L), other=0.0)
             b_p = tl.exp(tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0) - b_lse)
             b_o += b_p[:, None] * b_v
         b_do = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
@@ -150,16 +155,18 @@ def attnres_bwd_kernel(
             b_do = b_do * _row(wo_ptr, o_d, m_d)
             b_do = b_last[:, None] * (b_do - b_u * (tl.sum(b_do * b_u, 1) / D)[:, None])
         b_delta = tl.sum(b_do * b_o, 1)
+        b_next = tl.load(v0_ptr + o, mask=m, other=0.0)
         for n in range(L):
+            b_v = b_next.to(tl.float32)
             v_ptr = _stream(
                 v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
             )  # fmt: skip
+            b_next = tl.load(v_ptr + o, mask=m & (n + 1 < L), other=0.0)
             d_ptr = _stream(
                 d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
             d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr, n, L,
             )  # fmt: skip
-            b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
             b_s = tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0)
             b_rstd = tl.load(rstd_ptr + o_r + n * R, mask=m_r, other=0.0)
             b_p = tl.exp(b_s - b_lse)
@@ -199,7 +206,7 @@ def forward(
     y = torch.empty_like(first)
     s, rstd = (first.new_empty(L, R, dtype=torch.float32) for _ in range(2))
     lse = first.new_empty(R, dtype=torch.float32)
-    BR, BD, warps = _tile(D, FORWARD_WARPS)
+    BR, BD, warps = _tile(D, WARPS)
     if R > 0:
         with device_of(first.device):
             cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
@@ -227,7 +234,7 @@ def backward(
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     grads = [torch.empty_like(x) for x in residuals]
-    BR, BD, warps = _tile(D, BACKWARD_WARPS)
+    BR, BD, warps = _tile(D, WARPS if output_weight is None else WARPS_WITH_NORM)
     programs = max(min(triton.cdiv(R, BR), PROGRAMS * sm_count(first.get_device())), 1)
     da = first.new_zeros(programs, D, dtype=torch.float32)
     dwo = None if output_weight is None else torch.zeros_like(da)
