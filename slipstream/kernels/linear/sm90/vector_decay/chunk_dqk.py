@@ -25,6 +25,8 @@ carry 64 rows of the state each.
 boundary_partition zeroes what is past the end of a short chunk.
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,
@@ -52,9 +54,30 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 
+class Tiles(NamedTuple):
+    """Buffers of chunks, ST stages: what load_partition reads."""
+
+    q: Any  # qs once boundary_partition has been there
+    k: Any  # then ke
+    v: Any
+    do: Any
+    g: Any
+
+
+class StateTiles(NamedTuple):
+    """The same and others by what the state partitions do with them."""
+
+    x: Any  # new rows of the state
+    other: Any  # what is summed with y
+    read: Any  # what reads the state
+    write: Any  # what it is written with
+    y: Any
+    total: Any
+
+
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, do_desc, g_desc, qs, ks, vs, ds, gs, full, empty, row, n, k_col, g_col,
+    q_desc, k_desc, v_desc, do_desc, g_desc, tiles, full, empty, row, n, k_col, g_col,
     v_col, C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     nbytes: gl.constexpr = (
@@ -69,16 +92,16 @@ def load_partition(
         t = row + (n - 1 - i if REVERSE else i) * C
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(g_desc, [t, g_col], full.index(s), gs.index(s))
-        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
-        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
-        copy_in(v_desc, [t, v_col], full.index(s), vs.index(s))
-        copy_in(do_desc, [t, v_col], full.index(s), ds.index(s))
+        copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
+        copy_in(q_desc, [t, k_col], full.index(s), tiles.q.index(s))
+        copy_in(k_desc, [t, k_col], full.index(s), tiles.k.index(s))
+        copy_in(v_desc, [t, v_col], full.index(s), tiles.v.index(s))
+        copy_in(do_desc, [t, v_col], full.index(s), tiles.do.index(s))
 
 
 @gluon.jit
 def boundary_partition(
-    qs, ks, vs, ds, gs, gates, until, full, flags_ready, ready, length, n,
+    tiles, gates, until, full, flags_ready, ready, length, n,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     REVERSE: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
@@ -91,15 +114,15 @@ def boundary_partition(
         num_rows = length - (n - 1 - i if REVERSE else i) * C
         mbarrier.wait(flags_ready.index(s), (i // ST) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        q, k = qs.index(s), ks.index(s)
+        q, k = tiles.q.index(s), tiles.k.index(s)
         if num_rows < C:
             zero_tail_rows(q, num_rows, C, K)
             zero_tail_rows(k, num_rows, C, K)
-            zero_tail_rows(gs.index(s), num_rows, C, K)
-            zero_tail_rows(vs.index(s), num_rows, C, V)
-            zero_tail_rows(ds.index(s), num_rows, C, V)
+            zero_tail_rows(tiles.g.index(s), num_rows, C, K)
+            zero_tail_rows(tiles.v.index(s), num_rows, C, V)
+            zero_tail_rows(tiles.do.index(s), num_rows, C, V)
             gl.thread_barrier()
-        take_gates(gs.index(s), gates, K, C)
+        take_gates(tiles.g.index(s), gates, K, C)
         for h in gl.static_range(K // 64):
             # adding to 0 keeps the instructions that were checked on an H200
             b_g = gl.zeros([C, 64], gl.float32, al)
@@ -119,7 +142,7 @@ def boundary_partition(
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, s_in_ptr, p_sums, p_z, p_anchor,
+    y_desc, y_ptr, tiles, ready, empty, s_in_ptr, p_sums, p_z, p_anchor,
     p_decay, o_s, row, HV, y_col, length, n, scale_in,
     I: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     ANCHOR_INTERVAL: gl.constexpr, LOST: gl.constexpr, REVERSE: gl.constexpr,
@@ -151,16 +174,18 @@ def state_partition(
             b_z = gl.convert_layout(gl.sum(b_s * gl.load(p + o_a), 1), gl.SliceLayout(1, yl))
         mbarrier.wait(ready.index(s), (i // ST) & 1)
         # S before the decay is the operand; it decays in place while the product runs
-        lhs = gl.convert_layout(b_s.to(xs.dtype), sa)
-        b_s *= totals.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, sl))[:, None]
-        right = rs.index(s).permute((1, 0))
+        lhs = gl.convert_layout(b_s.to(tiles.x.dtype), sa)
+        b_s *= tiles.total.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, sl))[:, None]
+        right = tiles.read.index(s).permute((1, 0))
         b_y = warpgroup_mma(lhs, right, zero, use_acc=False, is_async=True)
-        b_s = warpgroup_mma(half(xs.index(s), I).permute((1, 0)), ws.index(s), b_s, is_async=True)
+        b_s = warpgroup_mma(
+            half(tiles.x.index(s), I).permute((1, 0)), tiles.write.index(s), b_s, is_async=True
+        )
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
-        b_other = half(others.index(s), I).permute((1, 0)).load(sa)
+        b_other = half(tiles.other.index(s), I).permute((1, 0)).load(sa)
         b_sum = gl.sum(gl.convert_layout(b_other, yl).to(gl.float32) * b_y, 1)
         # read again in y's layout, before the stage is given back
-        b_d = totals.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, yl))
+        b_d = tiles.total.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, yl))
         mbarrier.arrive(empty.index(s), count=1)
         if REVERSE:
             # where a channel has decayed to nothing the difference would be rounding alone
@@ -174,7 +199,7 @@ def state_partition(
                 p = p_anchor + HV.to(gl.int64) * (c // ANCHOR_INTERVAL) * (K * V)
                 gl.store(p + o_a, b_s)
         store_tile_transposed(
-            y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * K, length - t, C
+            y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * K, length - t, C
         )
     store_wait(0)
 
@@ -242,29 +267,29 @@ def vector_decay_dqk_sm90_kernel(
         first_anchor(i_n, row, T, T, ANCHOR_INTERVAL * C, False, PACKED).to(gl.int64) * HV + i_h
     )
     p_anchor = anchor_ptr + anchor * (K * V)
-    # the state's new rows, what reads it, and what is summed with y
-    xs = qs if REVERSE else ks
-    others = ks if REVERSE else qs
-    rs = vs if REVERSE else ds
-    ws = ds if REVERSE else vs
+    tiles = Tiles(qs, ks, vs, ds, gs)
+    if REVERSE:
+        state_tiles = StateTiles(qs, ks, vs, ds, ys, totals)
+    else:
+        state_tiles = StateTiles(ks, qs, ds, vs, ys, totals)
     gl.warp_specialize(
         [
             (state_partition, (
-                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
-                p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
-                0, K, V, C, ST, ANCHOR_INTERVAL, LOST, REVERSE, HAS_S_IN)),
+                y_desc, y_ptr, state_tiles, ready, empty, p_in, p_sums, p_z, p_anchor, p_decay,
+                o_s, row, HV, i_h * K, length, n, scale_in, 0, K, V, C, ST, ANCHOR_INTERVAL, LOST,
+                REVERSE, HAS_S_IN)),
             (state_partition, (
-                y_desc, y_ptr, xs, others, rs, ws, ys, totals, ready, empty, p_in, p_sums, p_z,
-                p_anchor, p_decay, o_s, row, HV, i_h * K, length, n, scale_in,
-                1, K, V, C, ST, ANCHOR_INTERVAL, LOST, REVERSE, HAS_S_IN)),
+                y_desc, y_ptr, state_tiles, ready, empty, p_in, p_sums, p_z, p_anchor, p_decay,
+                o_s, row, HV, i_h * K, length, n, scale_in, 1, K, V, C, ST, ANCHOR_INTERVAL, LOST,
+                REVERSE, HAS_S_IN)),
             (boundary_partition, (
-                qs, ks, vs, ds, gs, gates, until, full, flags_ready, ready, length, n,
-                K, V, C, ST, REVERSE, BEFORE)),
+                tiles, gates, until, full, flags_ready, ready, length, n, K, V, C, ST, REVERSE,
+                BEFORE)),
             (gate_sum_partition, (
                 gs, totals, flags, full, flags_ready, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (
-                q_desc, k_desc, v_desc, do_desc, g_desc, qs, ks, vs, ds, gs, full, empty, row, n,
-                k_col, i_h * K, i_h * V, C, ST, REVERSE)),
+                q_desc, k_desc, v_desc, do_desc, g_desc, tiles, full, empty, row, n, k_col,
+                i_h * K, i_h * V, C, ST, REVERSE)),
         ],
         [4, 4, 1, 1],
         [176, 120, 40, 40],
