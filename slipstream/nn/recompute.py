@@ -46,6 +46,7 @@ class Recompute:
         self._hooks: Any = None
         self._packed: list[_Saved] | None = []
         self._storages: dict[int, int] = {}
+        self._alive: list[Tensor] = []
         self._made: list[Tensor] | None = None
         self._left = self._count = 0
         if elements >= MIN_ELEMENTS and not by_operation() and _may_save():
@@ -61,6 +62,7 @@ class Recompute:
             self._hooks.__exit__()
             raise
         self._storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(made)}
+        self._alive = made.copy()  # or their memory might be another's before the block ends
         packed, self._packed = self._packed or [], None
         for saved in packed:
             self._place(saved)
@@ -69,7 +71,8 @@ class Recompute:
     def __exit__(self, *error: object) -> None:
         if self._hooks is not None:
             self._hooks.__exit__(*error)
-            self._storages.clear()  # memory of others later
+            self._storages.clear()
+            self._alive.clear()
 
     def _pack(self, x: Tensor) -> _Saved:
         saved = _Saved(x)

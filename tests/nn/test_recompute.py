@@ -74,6 +74,20 @@ def test_backward_makes_it_once_each_time() -> None:
         assert chain.calls == calls
 
 
+def test_memory_within_the_block_is_not_mistaken_for_it() -> None:
+    """What is made and let go at once is not where another tensor comes to lie."""
+    x = torch.randn(1 << 16, requires_grad=True)
+    found = []
+    for elements in (1, 0):
+        with Recompute(lambda: [x.exp(), x.cos()], elements) as made:
+            y = made[1].sin()
+            made.clear()
+            for _ in range(4):  # of the sizes that were let go
+                y = (y * 2).sin()
+        found.append(torch.autograd.grad(y.sum(), x)[0])
+    assert torch.equal(*found)
+
+
 def test_nothing_of_it_is_kept() -> None:
     alive = []
     for elements in (1, 0):
