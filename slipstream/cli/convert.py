@@ -28,9 +28,16 @@ def convert(
         import transformers
 
         from slipstream.models.convert import convert as run
+        from slipstream.tools.terminal import bar
 
         transformers.logging.set_verbosity_error()
-        done = run(source, target, to, ignore or ())
+        with bar() as progress:
+            task = progress.add_task("weights converted", total=None)
+
+            def shown(steps: int, of: int) -> None:
+                progress.update(task, completed=steps, total=of)
+
+            done = run(source, target, to, ignore or (), shown=shown)
         typer.echo(
             f"{done.source} to {done.target}: {done.parameters:,} parameters, "
             f"{done.weight_bytes / 1e6:,.1f} MB in {target}"

@@ -96,6 +96,14 @@ def test_every_family_there_and_back(name: str, shard_bytes: int, tmp_path: Path
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_progress_goes_to_the_end(tmp_path: Path) -> None:
+    saved(tmp_path / "ours", "gla")
+    steps: list[tuple[int, int]] = []
+    convert(tmp_path / "ours", tmp_path / "theirs", "gla", shown=lambda *x: steps.append(x))
+    count = steps[0][1]
+    assert count > 3 and steps == [(i, count) for i in range(count + 1)]
+
+
 def test_dtypes_stay(tmp_path: Path) -> None:
     model = saved(tmp_path / "ours", "gated_deltanet").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "narrow")

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ def convert(
     to: str = OURS,
     ignore: Collection[str] = (),
     shard_bytes: int = SHARD_BYTES,
+    shown: Callable[[int, int], None] | None = None,
 ) -> Converted:
     """Writes a checkpoint of safetensors as that of another model, with the same logits.
 
@@ -65,6 +66,7 @@ def convert(
         to: "slipstream", or the name of one of FAMILIES for a checkpoint of Slipstream's.
         ignore: keys of the source's config to leave out of account.
         shard_bytes: how large a file of weights may get.
+        shown: called with how many of how many steps are done, a few weights each.
 
     Numbers keep their dtypes. Files of a tokenizer are copied.
 
@@ -107,7 +109,8 @@ def convert(
     beside = target.with_name(f"{target.name}.partial-{os.getpid()}")
     beside.mkdir(parents=True)
     try:
-        changed = _changed(rules, weights, shapes, theirs is not None)
+        counted = rules if shown is None else _counted(rules, shown)
+        changed = _changed(counted, weights, shapes, theirs is not None)
         total = files.write(beside, changed, shard_bytes)
         files.copy_tokenizer(source, beside)
         _write_config(beside, config, family, theirs, given)
@@ -119,8 +122,15 @@ def convert(
     return Converted(OURS if whose is None else whose.name, to, count, total)
 
 
+def _counted(rules: list[Rule], shown: Callable[[int, int], None]) -> Iterator[Rule]:
+    for done, rule in enumerate(rules):
+        shown(done, len(rules))
+        yield rule
+    shown(len(rules), len(rules))
+
+
 def _changed(
-    rules: list[Rule], weights: files.Weights, shapes: dict[str, torch.Size], back: bool
+    rules: Iterable[Rule], weights: files.Weights, shapes: dict[str, torch.Size], back: bool
 ) -> Iterator[tuple[str, Tensor]]:
     for rule in rules:
         inputs, outputs = (rule.ours, rule.theirs) if back else (rule.theirs, rule.ours)
