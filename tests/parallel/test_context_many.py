@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_results_and_bits_of_many_ranks(ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     found = subprocess.run(
-        [*command, "--master-port", "0", "bench/context_parallel.py", "--check", "--seeds", "1"],
+        [*command, "bench/context_parallel.py", "--check", "--seeds", "1"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
