@@ -9,7 +9,8 @@ Four layers, hidden size 2048 (Llama: as that of 8B parameters), bf16 weights, 8
 the device, providers in turns; host_ms: until the step returns; peak_gib: beyond the weights.
 packed: four sequences in a row, by position ids. checkpointed: 8 sequences of 4096 tokens, hidden
 size 1024, 8 heads, beside the same model that keeps its activations. RetNet: the same sizes with
-4 heads, whose values have 512 channels, beside 8.
+4 heads, whose values have 512 channels, beside 8. short: one sequence of 2048 tokens, hidden size
+1024, 24 layers, beside the same step by torch.cuda.make_graphed_callables.
 """
 
 import copy
@@ -24,7 +25,8 @@ from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 
 LARGE = ("attention", "gated_deltanet", "kda", "gla", "rwkv7", "mamba2")
 CHECKPOINTED = [f"{mixer} checkpointed" for mixer in MIXERS]
-CASES = (*LARGE, "Llama", "Llama packed", "RetNet", *CHECKPOINTED)
+SHORT = [f"{mixer} short" for mixer in LARGE]
+CASES = (*LARGE, "Llama", "Llama packed", "RetNet", *SHORT, *CHECKPOINTED)
 TOKENS = 8192
 
 
@@ -36,11 +38,31 @@ def step(model: Any, ids: Tensor, **inputs: Tensor) -> Call:
     return run
 
 
-def ours(mixer: str, small: bool, hidden: int = 2048, heads: int = 16) -> Any:
+class Loss(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def captured(model: Any, ids: Tensor) -> Call:
+    """A step whose loss and gradients are two CUDA graphs."""
+    loss: Any = torch.cuda.make_graphed_callables(Loss(model), (ids,))
+
+    def run() -> None:
+        model.zero_grad()
+        loss(ids).backward()
+
+    return run
+
+
+def ours(mixer: str, small: bool, hidden: int = 2048, heads: int = 16, layers: int = 4) -> Any:
     sizes: dict[str, Any] = {"hidden_size": hidden, "num_heads": heads, "vocab_size": 32000}
     if small:
         sizes = {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
-    mixers: list[Any] = [mixer] * (1 if small else 4)
+    mixers: list[Any] = [mixer] * (1 if small else layers)
     return SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **sizes))
 
 
@@ -72,6 +94,11 @@ def steps(name: str, report: Report) -> dict[str, Call]:
         word = "activation" if hasattr(again, "activation_checkpointing_enable") else "gradient"
         getattr(again, f"{word}_checkpointing_enable")({"use_reentrant": False})
         return {"kept": step(model, ids), "checkpointed": step(again, ids)}
+    if name in SHORT:
+        ids = ids[:, : tokens // 4].contiguous()
+        made = [ours(name.split()[0], small, 1024, 8, 24).to(DEVICE, dtype).train() for _ in "ab"]
+        calls = {"eager": step(made[0], ids)}
+        return calls | ({"captured": captured(made[1], ids)} if DEVICE.type == "cuda" else {})
     if name == "RetNet":
         return {
             f"{heads} heads": step(ours("retention", small, 1024, heads).to(DEVICE, dtype), ids)
@@ -105,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for who, ms in in_turns(calls, report.runs(7)).items():
                     host = host_us(calls[who], report.runs(5), 1) / 1e3
                     rows[who] |= {"ms": round(ms, 2), "host_ms": round(host, 2)}
-                    tokens = 4 * TOKENS if name in CHECKPOINTED else TOKENS
+                    tokens = TOKENS // 4 if name in SHORT else TOKENS
+                    tokens = 4 * TOKENS if name in ("RetNet", *CHECKPOINTED) else tokens
                     rows[who]["tokens/s"] = round(1e3 * tokens / ms)
             for row in rows.values():
                 report.row("training", row)
