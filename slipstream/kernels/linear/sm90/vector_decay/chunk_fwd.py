@@ -30,6 +30,8 @@ r, w and A take the places of q, k and the gates. score_partition zeroes what is
 short chunk.
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     program_coords,
@@ -54,9 +56,18 @@ from slipstream.kernels.primitives.gluon_compat import (
 HALF = gl.constexpr(64)  # rows of the state in a warpgroup
 
 
+class Tiles(NamedTuple):
+    """Buffers of chunks, ST stages: what load_partition reads."""
+
+    r: Any  # q, then r
+    w: Any  # k, then w
+    x: Any  # two halves a stage
+    g: Any  # the gates, then A
+
+
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, x_desc, g_desc, rs, ws, xs, gs, full, empty, row, n, k_col, g_col, x_col,
+    q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, g_col, x_col,
     C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     nbytes: gl.constexpr = (
@@ -70,16 +81,16 @@ def load_partition(
         t = row + (n - 1 - i if REVERSE else i) * C
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(g_desc, [t, g_col], full.index(s), gs.index(s))
-        copy_in(q_desc, [t, k_col], full.index(s), rs.index(s))
-        copy_in(k_desc, [t, k_col], full.index(s), ws.index(s))
-        copy_in(x_desc, [t, x_col], full.index(s), xs.index(2 * s))
-        copy_in(x_desc, [t, x_col + HALF], full.index(s), xs.index(2 * s + 1))
+        copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
+        copy_in(q_desc, [t, k_col], full.index(s), tiles.r.index(s))
+        copy_in(k_desc, [t, k_col], full.index(s), tiles.w.index(s))
+        copy_in(x_desc, [t, x_col], full.index(s), tiles.x.index(2 * s))
+        copy_in(x_desc, [t, x_col + HALF], full.index(s), tiles.x.index(2 * s + 1))
 
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, s_in_ptr, s_out_ptr,
+    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, s_in_ptr, s_out_ptr,
     o_s, row, HV, y_col, length, n, scale, scale_in, scale_out,
     I: gl.constexpr, K: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     REVERSE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
@@ -105,24 +116,24 @@ def state_partition(
         strong = flag_of(flags, s) > 0.0
         b_d = totals.index(s).load(columns)[None, :]
         if REVERSE:
-            lhs = gl.where(strong, b_s, b_s * b_d).to(rs.dtype)
+            lhs = gl.where(strong, b_s, b_s * b_d).to(tiles.r.dtype)
             b_s *= b_d
         else:
-            lhs = b_s.to(rs.dtype)
+            lhs = b_s.to(tiles.r.dtype)
             b_s *= gl.where(strong, b_d, 1.0)
         lhs = gl.convert_layout(lhs, sa)
-        b_a = square(gs.index(s), rs.dtype, K, C)
-        x_t = xs.index(2 * s + I).permute((1, 0))
+        b_a = square(tiles.g.index(s), tiles.r.dtype, K, C)
+        x_t = tiles.x.index(2 * s + I).permute((1, 0))
         if REVERSE:
-            rhs = ws.index(s).permute((1, 0))
+            rhs = tiles.w.index(s).permute((1, 0))
             b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
             b_y = warpgroup_mma(x_t, b_a, b_y, is_async=True)
-            b_s = warpgroup_mma(x_t, rs.index(s), b_s, is_async=True)
+            b_s = warpgroup_mma(x_t, tiles.r.index(s), b_s, is_async=True)
         else:
-            rhs = rs.index(s).permute((1, 0))
+            rhs = tiles.r.index(s).permute((1, 0))
             b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
             b_y = warpgroup_mma(x_t, b_a.permute((1, 0)), b_y, is_async=True)
-            b_s = warpgroup_mma(x_t, ws.index(s), b_s, is_async=True)
+            b_s = warpgroup_mma(x_t, tiles.w.index(s), b_s, is_async=True)
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
         if not REVERSE:
             b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
@@ -196,24 +207,25 @@ def vector_decay_chunk_fwd_sm90_kernel(
     p_in = s_in_ptr if HAS_S_IN else y_ptr
     p_out = s_out_ptr if HAS_S_OUT else y_ptr
     p_u = u_ptr + i_h * K if HAS_U else y_ptr
+    tiles = Tiles(rs, ws, xs, gs)
     gl.warp_specialize(
         [
             (state_partition, (
-                y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, p_in, p_out,
-                o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
-                0, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
+                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, o_s, row, HV,
+                i_h * X, length, n, scale, scale_in, scale_out, 0, K, X, C, ST, REVERSE, HAS_S_IN,
+                HAS_S_OUT)),
             (state_partition, (
-                y_desc, y_ptr, rs, ws, xs, gs, ys, totals, flags, ready, empty, p_in, p_out,
-                o_s, row, HV, i_h * X, length, n, scale, scale_in, scale_out,
-                1, K, X, C, ST, REVERSE, HAS_S_IN, HAS_S_OUT)),
+                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, o_s, row, HV,
+                i_h * X, length, n, scale, scale_in, scale_out, 1, K, X, C, ST, REVERSE, HAS_S_IN,
+                HAS_S_OUT)),
             (score_partition, (
-                rs, ws, xs, gs, gates, until, free, flags, p_u, full, summed, ready, length, n,
-                K, C, ST, 2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),
+                tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, K, C, ST,
+                2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),
             (gate_sum_partition, (
                 gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (
-                q_desc, k_desc, x_desc, g_desc, rs, ws, xs, gs, full, empty, row, n, k_col,
-                i_h * K, i_h * X, C, ST, REVERSE)),
+                q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
+                i_h * X, C, ST, REVERSE)),
         ],
         [4, 4, 1, 1],
         [160, 152, 40, 40],

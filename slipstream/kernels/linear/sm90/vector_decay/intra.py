@@ -285,7 +285,7 @@ def strong_scores(
 
 @gluon.jit
 def score_partition(
-    rs, ws, xs, gs, gates, until, free, flags, u_ptr, full, summed, ready, length, n,
+    tiles, gates, until, free, flags, u_ptr, full, summed, ready, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NX: gl.constexpr,
     LEVELS: gl.constexpr, BOUND: gl.constexpr, SHIFT: gl.constexpr, REVERSE: gl.constexpr,
     HAS_U: gl.constexpr,
@@ -304,28 +304,28 @@ def score_partition(
         mbarrier.wait(summed.index(s), (i // ST) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if num_rows < C:
-            zero_tail_rows(rs.index(s), num_rows, C, K)
-            zero_tail_rows(ws.index(s), num_rows, C, K)
-            zero_tail_rows(gs.index(s), num_rows, C, K)
+            zero_tail_rows(tiles.r.index(s), num_rows, C, K)
+            zero_tail_rows(tiles.w.index(s), num_rows, C, K)
+            zero_tail_rows(tiles.g.index(s), num_rows, C, K)
             for i_x in gl.static_range(NX):
-                zero_tail_rows(xs.index(NX * s + i_x), num_rows, C, 64)
+                zero_tail_rows(tiles.x.index(NX * s + i_x), num_rows, C, 64)
             fence_async_shared()
             gl.thread_barrier()
-        take_gates(gs.index(s), gates.index(none), K, C)
+        take_gates(tiles.g.index(s), gates.index(none), K, C)
         if flag_of(flags, s) > 0.0:
             none = i >> 30
-            out = square(gs.index(s + none), rs.dtype, K, C)
+            out = square(tiles.g.index(s + none), tiles.r.dtype, K, C)
             strong_scores(
-                rs.index(s), ws.index(s), gates.index(none), free, out,
+                tiles.r.index(s), tiles.w.index(s), gates.index(none), free, out,
                 until.index(none), none, u_ptr, K, C, LEVELS, BOUND, SHIFT, HAS_U,
             )  # fmt: skip
         else:
             # another one: what take_gates makes with it would be kept until here
             none = num_rows >> 31 << 10
-            out = square(gs.index(s + none), rs.dtype, K, C)
+            out = square(tiles.g.index(s + none), tiles.r.dtype, K, C)
             weak_scores(
-                rs.index(s), ws.index(s), gates.index(none), out, until.index(none), none, u_ptr,
-                K, C, HAS_U,
+                tiles.r.index(s), tiles.w.index(s), gates.index(none), out, until.index(none), none,
+                u_ptr, K, C, HAS_U,
             )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)
