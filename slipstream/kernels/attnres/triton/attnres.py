@@ -28,7 +28,7 @@ from slipstream.runtime.launch_cache import cached
 
 STREAMS, ELEMENTS = 16, 2048
 # Elements of a row that a thread has, where the warps are no more than these: backward's of a row
-# of 8192 would spill registers with more, if it has a norm's. Programs of backward a multiprocessor.
+# of 8192 would spill registers with more, if it has a norm. Programs of backward a multiprocessor.
 A_THREAD, WARPS, WARPS_WITH_NORM = 16, 16, 8
 PROGRAMS = 2
 
