@@ -18,7 +18,7 @@ from slipstream.layers.base import (
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.attention import attention
-from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.ops.rotary import rotary_embedding
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -170,7 +170,7 @@ class Attention(Mixer):
             qk = decoding.rotary(qk, at, self.rotary_dim, self.rotary_base)
         elif self.rotary_dim:
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-            cos, sin = rotary_tables(at, self.rotary_dim, base=self.rotary_base, dtype=wide)
+            cos, sin = decoding.tables(at, self.rotary_dim, self.rotary_base, wide)
             qk = rotary_embedding(qk, cos, sin)
         q, k = qk.split(heads[:2], dim=2)
         return q, k, v

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from slipstream.layers.attention import append, extended
 from slipstream.layers.base import Mixed, Mixer, NormalLinear, State, token_positions
+from slipstream.nn import decoding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.attention import attention
 from slipstream.ops.latent_attention import latent_attention
 from slipstream.ops.norm import rms_norm
-from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.ops.rotary import rotary_embedding
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -145,7 +146,7 @@ class MLA(Mixer):
         if self.rotary_base is None:
             return q, torch.cat([c, r], -1)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        cos, sin = rotary_tables(at, self.rope, base=self.rotary_base, dtype=wide)
+        cos, sin = decoding.tables(at, self.rope, self.rotary_base, wide)
         both = torch.cat([q_rope, r[:, :, None]], 2)
         both = rotary_embedding(both, cos, sin, interleaved=self.interleaved)
         q_rope, r = both.split([self.num_heads, 1], 2)

@@ -347,6 +347,13 @@ class StateCache(Cache):
         if any(moved):
             self.graphs.clear()
 
+    def next_positions(self) -> Tensor | None:
+        """[N, 1], where layers that count their tokens put the next; None if there are none."""
+        for layer in self.layers:
+            if "length" in (layer.state or {}):
+                return (layer.state or {})["length"][:, None].clone()
+        return None
+
     def step_on(self, tokens: int) -> None:
         """Counts T tokens more, in every row."""
         if self.lengths is not None:

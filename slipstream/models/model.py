@@ -29,7 +29,7 @@ from slipstream.models.packing import (
     text_positions,
 )
 from slipstream.models.rollback import WINDOW
-from slipstream.nn import Embedding
+from slipstream.nn import Embedding, decoding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime.context_parallel import ContextParallel
@@ -196,7 +196,12 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         graph. Softmax layers look at the first `room` places of the cache, whatever is used.
         """
         h = self.embed_tokens(input_ids)
-        return self._advance(h, cache, False, position_ids, room)[0]
+        if torch.compiler.is_compiling():
+            return self._advance(h, cache, False, position_ids, room)[0]
+        if position_ids is None:
+            position_ids = cache.next_positions()
+        with decoding.step():
+            return self._advance(h, cache, False, position_ids, room)[0]
 
     def _continue(
         self,

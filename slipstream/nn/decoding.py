@@ -5,7 +5,9 @@ the same formulas run as few calls of torch, without the operators' checks, whic
 of the sequences have passed.
 """
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,14 +149,39 @@ def norm_of_heads(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor
     return torch.addcmul(bias, y, weight)
 
 
+_STEP = threading.local()
+
+
+@contextmanager
+def step() -> Iterator[None]:
+    """A step of a model's layers, within which tables of the same positions are made once."""
+    _STEP.tables = {}
+    try:
+        yield
+    finally:
+        _STEP.tables = None
+
+
+def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As ops.rotary_tables; positions must not change within a step."""
+    known: dict[Any, Any] | None = getattr(_STEP, "tables", None)
+    if known is None:
+        return rotary_tables(positions, dim, base=base, dtype=dtype)
+    key = (id(positions), dim, base, dtype)
+    if key not in known:
+        # with the positions, lest others get their id
+        made = rotary_tables(positions, dim, base=base, dtype=dtype)
+        known[key] = positions, made
+    return known[key][1]
+
+
 def rotary(x: Tensor, positions: Tensor, dim: int, base: float) -> Tensor:
     """x [N, 1, H, K], positions [1 or N, 1] -> the first `dim` features of x turned"""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = tables(positions, dim, base, wide)
     if not on_host(x):
-        return rotary_embedding(x, *rotary_tables(positions, dim, base=base, dtype=wide))
-    pair = torch.arange(0, dim, 2, dtype=wide)
-    angle = (positions.to(wide)[..., None] * base ** (-pair / dim))[:, :, None]
-    cos, sin = angle.cos(), angle.sin()
+        return rotary_embedding(x, cos, sin)
+    cos, sin = cos[:, :, None], sin[:, :, None]
     first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(turned if dim == x.shape[-1] else (*turned, x[..., dim:]), -1)

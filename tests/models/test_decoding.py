@@ -14,6 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from slipstream.models import StateCache, graphs
 from slipstream.models.cache import CACHE
 from slipstream.models.host_graph import CannotRepeat, HostGraph
+from slipstream.nn import decoding
+from slipstream.ops import rotary_tables
 from tests.support.language_models import MODELS, assert_same, model, tokens
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -199,6 +201,27 @@ def test_generate_by_graphs_with_padding_and_eos() -> None:
     beams = {"attention_mask": mask, "num_beams": 2, "max_new_tokens": 6}
     assert torch.equal(generate(m, ids, **beams), without_graphs(m, ids, **beams))
     assert m.decoding.captures == before + 2
+
+
+@pytest.mark.parametrize("name", ["attention", "mla", "retention", "hybrid"])
+@torch.no_grad()
+def test_step_makes_rotary_tables_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    m, ids = model(name), tokens(2, 9)
+    made = []
+
+    def counted(positions: Tensor, *args: Any, **options: Any) -> Any:
+        made.append(positions)
+        return rotary_tables(positions, *args, **options)
+
+    monkeypatch.setattr(decoding, "rotary_tables", counted)
+    cache = m(ids[:, :7], use_cache=True)[CACHE]
+    cache.reserve(2)
+    for t in (7, 8):
+        made.clear()
+        got = m.lm_head(m.model.step(ids[:, t : t + 1], cache))
+        cache.step_on(1)
+        assert [x.tolist() for x in made] == [[[t], [t]]]
+    assert_same(got, m(ids).logits[:, 8:])
 
 
 @pytest.mark.parametrize("name", ["hybrid", "rwkv7"])
