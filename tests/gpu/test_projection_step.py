@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slipstream.ops import projection_step
-from tests.kernels.projection_step.test_projection_step import SIZES, formula, inputs
 from tests.support.operators import relative_error
+from tests.support.projections import SIZES, formula, inputs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,52 +1,18 @@
 """projection_step: each implementation, Triton's by its interpreter, against the formula."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.compiler.aot import compile_kernel
 from slipstream.ops import projection_step
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import parts, run
 from tests.support.operators import relative_error
+from tests.support.projections import SIZES, formula, inputs
 
-# rows of x, their width, rows of the weights
-SIZES = [(1, 40, (24,)), (1, 33, (20, 7, 70)), (1, 5000, (6, 3)), (3, 40, (24, 16, 5, 1, 64))]
-SIZES += [(20, 136, (40,))]
 LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3}
-
-
-def inputs(M: int, K: int, N: tuple[int, ...], dtype: torch.dtype, **on: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
-    args: dict[str, Any] = {
-        "x": torch.randn(M, K).to(dtype),
-        "weights": [(torch.randn(n, K) / K**0.5).to(dtype) for n in N],
-    }
-    if on.get("biases"):
-        args["biases"] = [torch.randn(n).to(dtype) if i % 2 == 0 else None for i, n in enumerate(N)]
-    if on.get("norm"):
-        args |= {"norm_weight": torch.randn(K).to(dtype), "norm_eps": 1e-5}
-    if on.get("residual"):
-        args["residual"] = torch.randn(M, sum(N))
-    return args
-
-
-def formula(x: Tensor, weights: list[Tensor], biases: Any = None, **options: Any) -> Tensor:
-    x = x.double()
-    if options.get("norm_eps") is not None:
-        weight = options["norm_weight"].double()
-        x = torch.rms_norm(x, x.shape[-1:], weight, options["norm_eps"])
-    ys = [x @ w.double().t() for w in weights]
-    if biases is not None:
-        ys = [y if b is None else y + b.double() for y, b in zip(ys, biases)]
-    if options.get("activation"):
-        y = torch.nn.functional.silu(ys[0]) * ys[1]
-    else:
-        y = torch.cat(ys, 1)
-    return y if options.get("residual") is None else y + options["residual"].double()
 
 
 def check(impl: str, dtype: torch.dtype, size: tuple, **on: bool) -> None:
