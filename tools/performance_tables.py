@@ -440,21 +440,6 @@ def cpu() -> Table:
     return Table("cpu", "bench/linear.py --peer cpu", headings, tuple(rows), tuple(used.values()))
 
 
-def generate_cpu() -> Table:
-    used = {x.get("mixer"): x for x in read("generate_cpu")}
-    rows = [
-        (
-            label("transformers' Llama" if name == "llama" else name),
-            number(row, "tokens/s"),
-            number(row, "of Llama's"),
-        )
-        for name, row in used.items()
-    ]
-    headings = ("mixer", "tokens/s", "of Llama's")
-    script = "bench/decode.py --cpu"
-    return Table("generate_cpu", script, headings, tuple(rows), tuple(used.values()))
-
-
 def summary() -> Table:
     """README: one line for each kind of operator."""
     rows: list[tuple[Cell, ...]] = []
@@ -522,7 +507,7 @@ def summary() -> Table:
 TABLES: Sequence[Callable[[], Table]] = (
     summary, linear, linear_errors, flash_qla, attention, attention_errors, packed_attention,
     cache_attention, blocks, block_errors, matmul, steps, host, first_calls, memory, training,
-    convergence, cpu, generate_cpu,
+    convergence, cpu,
 )  # fmt: skip
 
 
