@@ -244,6 +244,16 @@ def convolved_parts(
     return conv.split(x, sizes, past(state, "conv"), use_cache, cu_seqlens, context)
 
 
+def recomputed_elements(
+    x: Tensor,
+    conv: ShortConvolution | None,
+    use_cache: bool,
+    context: ContextParallel | None,
+) -> int:
+    """What Recompute is told of a convolution's input x: 0 where a call does more than compute."""
+    return 0 if use_cache or context is not None or is_hooked(conv) else x.numel()
+
+
 def expect_gate_activation(activation: str) -> None:
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"gate_activation: want 'silu' or 'sigmoid', got {activation!r}")

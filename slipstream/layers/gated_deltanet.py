@@ -16,6 +16,7 @@ from slipstream.layers.base import (
     expect_gate_activation,
     new_state,
     past,
+    recomputed_elements,
     reset_decay,
 )
 from slipstream.nn import decoding, projections
@@ -121,7 +122,7 @@ class GatedDeltaNet(Mixer):
             if self.recurrent(x, context)
             else chunk_gated_delta_rule
         )
-        elements = qkv.numel() if context is None and not use_cache else 0
+        elements = recomputed_elements(qkv, self.conv, use_cache, context)
         with Recompute(prepare, elements) as (*_, q, k, v):
             o, recurrent = rule(
                 q,

@@ -15,6 +15,7 @@ from slipstream.layers.base import (
     expect_divisor,
     new_state,
     past,
+    recomputed_elements,
     reset_decay,
 )
 from slipstream.nn import decoding, projections
@@ -127,7 +128,7 @@ class KimiDeltaAttention(Mixer):
             return [q, k, *units, v, g]
 
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
-        elements = qkv.numel() if context is None and not use_cache else 0
+        elements = recomputed_elements(qkv, self.conv, use_cache, context)
         with Recompute(prepare, elements) as (*_, q, k, v, g):
             o, recurrent = kda(
                 q,

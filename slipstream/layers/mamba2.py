@@ -15,6 +15,7 @@ from slipstream.layers.base import (
     expect_divisor,
     new_state,
     past,
+    recomputed_elements,
     reset_decay,
 )
 from slipstream.nn import decoding, projections
@@ -138,7 +139,7 @@ class Mamba2(Mixer):
             return [inner, u, b, c, u * step.to(u.dtype)[..., None]]
 
         ssd = fused_recurrent_simple_gla if self.recurrent(x, context) else chunk_simple_gla
-        elements = xbc.numel() if context is None and not use_cache else 0
+        elements = recomputed_elements(xbc, self.conv, use_cache, context)
         with Recompute(prepare, elements) as (_, u, b, c, v):
             b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
             o, recurrent = ssd(
