@@ -18,6 +18,7 @@ _FAMILIES = {
     "glu_bwd_recompute": "pointwise",
     "rotary": "pointwise",
     "token_shift": "pointwise",
+    "token_mix": "time_mix",
     "embedding": "pointwise",
     "cross_entropy": "loss",
     "linear_kl_div": "loss",

@@ -264,6 +264,8 @@ GUARDED = {
     "selective_scan/op.py": ("selective_scan.triton",),
     "mixer_step/op.py": ("mixer_step.triton",),
     "projection_step/op.py": ("projection_step.triton",),
+    "decay_gate/op.py": ("decay_gate.triton",),
+    "time_mix/token_mix.py": ("token_mix.triton",),
     "norm/op.py": ("norm.triton",),
     "attnres/op.py": ("attnres.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),
