@@ -1,0 +1,1 @@
+"""mamba_ssm.ops.triton.mamba3: the recurrence of Mamba-3."""
