@@ -37,7 +37,7 @@ class FeatureRule(NamedTuple):
 _16 = ("float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _TRITON = ("linear.triton", "attention.triton", "attention.decode")
-_MATMUL = ("matmul.triton", "matmul.sm90")
+_MATMUL = ("matmul.triton", "matmul.sm90", "projection_step.triton")
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to
 FEATURE_RULES = (
     FeatureRule("linear.triton", (), ("dot", "decayed_dot", "chained_64_dots")),
