@@ -52,11 +52,11 @@ def matrix(
         from slipstream.compiler.support_matrix import as_json
         from slipstream.runtime.files import write_text
         from slipstream.tools import support_page
-        from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
+        from slipstream.tools.catalog import FURTHER, LAYER_SAMPLES, REPRESENTATIVE, chosen
 
         if shapes < 1:
             raise ValueError(f"--shapes: want at least 1, got {shapes}")
-        samples = chosen(operators)
+        samples = [*chosen(operators), *([] if operators else LAYER_SAMPLES)]
         archs = [named(x).name for x in arch.split(",")] if arch else list(ARCHS)
         sizes = (*REPRESENTATIVE, *FURTHER)[:shapes]
         if record and operators:

@@ -8,8 +8,11 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.tools.samples import CPU as CPU
+from slipstream.tools.samples import LayerSample
 from slipstream.tools.samples import Sample as Sample
 from slipstream.tools.samples import Shape as Shape
 from slipstream.tools.samples import flat as flat
@@ -217,6 +220,21 @@ OPERATORS = [
     Sample("embedding", "input_ids=BT:ids weight=ZD"),
 ]  # fmt: skip
 SAMPLES = [x for x in OPERATORS if x.traced]
+
+
+def _mixed(
+    x: Tensor, before: Tensor, mu: Tensor, weight: Tensor, impl: str | None = None
+) -> list[Tensor] | None:
+    return mixed_projections(x, before, mu, [[weight]] * len(mu), impl)
+
+
+def _mixes(count: int) -> LayerSample:
+    tensors = f"x=BTD before=BTD mu={count}D weight=DD"
+    return LayerSample("token_mix", tensors, variant=str(count), tested=False, function=_mixed)
+
+
+# as rwkv7's time and channel mix call it
+LAYER_SAMPLES = [_mixes(6), _mixes(1)]
 
 
 # One for each kind of kernel.

@@ -260,6 +260,17 @@ class Sample:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerSample(Sample):
+    """What a layer calls and no public operator launches: of the matrix alone."""
+
+    function: Callable[..., Any]
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        return self.function
+
+
 # Operators that return their state if asked; torch.compile can read this, but no signatures.
 _RETURN_STATES = frozenset(
     name

@@ -335,11 +335,11 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
 def test_every_family_has_kernels_in_the_matrix() -> None:
     """Else nothing would ever verify it, and everything would be watched."""
     from slipstream.tools.backend_query import find_kernels
-    from slipstream.tools.catalog import REPRESENTATIVE, chosen
+    from slipstream.tools.catalog import LAYER_SAMPLES, REPRESENTATIVE, chosen
 
-    ops = ["retention", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
+    ops = ["retention", "kda", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
     ops += ["short_convolution", "selective_scan", "mixer_step", "attnres", "projection_step"]
-    samples = [x for name in ops for x in chosen([name])]
+    samples = [*(x for name in ops for x in chosen([name])), *LAYER_SAMPLES]
     found = find_kernels(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
     assert not found.failures
     families = {compiler_state.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}
@@ -351,7 +351,7 @@ def test_every_kernel_is_reached_by_the_matrix() -> None:
     """One that no sample reaches would be trusted with its family, though nobody compiled it."""
     import slipstream.kernels
     from slipstream.tools.backend_query import find_kernels
-    from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES
+    from slipstream.tools.catalog import LAYER_SAMPLES, REPRESENTATIVE, SAMPLES
 
     root = Path(slipstream.kernels.__file__).parent
     pattern = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
@@ -359,7 +359,7 @@ def test_every_kernel_is_reached_by_the_matrix() -> None:
     assert len(written) > 60
     reached: set[str] = set()
     for arch, shapes in {"sm_90": REPRESENTATIVE, "sm_80": REPRESENTATIVE[:1]}.items():
-        found = find_kernels(SAMPLES, shapes, arch)
+        found = find_kernels([*SAMPLES, *LAYER_SAMPLES], shapes, arch)
         assert not found.failures
         reached |= {job.name for job, _ in found.tasks}
     assert written - reached == set()

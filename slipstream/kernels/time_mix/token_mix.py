@@ -88,13 +88,16 @@ class _MixedProjections(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, saved: Saved, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, before, mu, *matrices = saved
         mixes = _forward(x, before, mu, ctx.impl)
         dmixes, dmatrices, begun = torch.empty_like(mixes), [], set()
         for m, w, dy, needed in zip(
             _mix_of(ctx.counts), matrices, dys, ctx.needs_input_grad[5:], strict=True
         ):
+            if dy is None:  # nothing came of that projection
+                dmatrices.append(None)
+                continue
             rows, dmix = dy.reshape(-1, w.shape[0]), dmixes[m].view(-1, w.shape[1])
             if m in begun:
                 dmix.addmm_(rows, w)

@@ -48,8 +48,24 @@ def check(B: int, T: int, D: int, outputs: tuple[tuple[int, ...], ...], dtype: t
         assert error(got, want) < limit, (B, T, D, outputs, dtype, i)
 
 
+def check_one_of_two() -> None:
+    """Where nothing comes of the other projection."""
+    given = [torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.rand(2, 8)]
+    given += [torch.randn(4, 8), torch.randn(3, 8)]
+    found = []
+    for call in (by_kernels, one_by_one):
+        x, before, mu, first, second = leaves = [t.clone().requires_grad_() for t in given]
+        ys = call(x, before, mu, [[first], [second]])
+        assert ys is not None
+        grads = torch.autograd.grad(ys[0].square().sum(), leaves, allow_unused=True)
+        found.append([torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def main() -> None:
     torch.manual_seed(0)
+    check_one_of_two()
     check(2, 7, 20, ((12,), (3,), (12,), (12, 5), (3,), (4,)), torch.float32)
     check(1, 300, 6, ((4,),), torch.float32)
     check(1, 3, 1030, ((4,), (2, 3)), torch.float32)
