@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from slipstream.nn import projections
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.nn.linear import is_hooked
+from slipstream.ops.conv import split_convolution
 from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -229,7 +230,10 @@ def convolved(
     return conv(x, past(state, "conv"), use_cache, cu_seqlens, context)
 
 
-def convolved_parts(
+Parts = tuple[list[Tensor], Tensor | None]
+
+
+def convolution_in_parts(
     conv: ShortConvolution | None,
     x: Tensor,
     sizes: tuple[int, int, int],
@@ -237,21 +241,25 @@ def convolved_parts(
     use_cache: bool,
     cu_seqlens: Tensor | None,
     context: ContextParallel | None,
-) -> tuple[list[Tensor], Tensor | None]:
-    """As convolved, y in three tensors of so many channels."""
+) -> tuple[Callable[[Tensor], Parts], int]:
+    """What convolves x as convolved does, with y in three tensors of so many channels, and the
+    elements that Recompute is told of: 0 where it may not be called again.
+
+    It reads what it wants of conv and state now, for these may be others in the backward.
+    """
+    once = use_cache or context is not None
     if conv is None:
-        return [*F.silu(x).split(sizes, -1)], None
-    return conv.split(x, sizes, past(state, "conv"), use_cache, cu_seqlens, context)
+        return lambda x: ([*F.silu(x).split(sizes, -1)], None), 0 if once else x.numel()
+    before = past(state, "conv")
+    if once or x.shape[1] == 1 or is_hooked(conv) or torch.compiler.is_compiling():
+        return lambda x: conv.split(x, sizes, before, use_cache, cu_seqlens, context), 0
+    weight, bias = conv.weight, conv.bias
+    options: dict[str, Any] = {"activation": conv.activation, "initial_state": before}
 
+    def convolve(x: Tensor) -> Parts:
+        return split_convolution(x, weight, bias, sizes, cu_seqlens=cu_seqlens, **options)
 
-def recomputed_elements(
-    x: Tensor,
-    conv: ShortConvolution | None,
-    use_cache: bool,
-    context: ContextParallel | None,
-) -> int:
-    """What Recompute is told of a convolution's input x: 0 where a call does more than compute."""
-    return 0 if use_cache or context is not None or is_hooked(conv) else x.numel()
+    return convolve, x.numel()
 
 
 def expect_gate_activation(activation: str) -> None:

@@ -11,12 +11,11 @@ from slipstream.layers.base import (
     NormalLinear,
     ShortConvolution,
     State,
-    convolved_parts,
+    convolution_in_parts,
     expect_divisor,
     expect_gate_activation,
     new_state,
     past,
-    recomputed_elements,
     reset_decay,
 )
 from slipstream.nn import decoding, projections
@@ -107,12 +106,13 @@ class GatedDeltaNet(Mixer):
     ) -> Mixed:
         qkv, conv = self.qkv_proj(x), None
         sizes = (self.keys, self.keys, self.values)
+        convolve, elements = convolution_in_parts(
+            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
+        )
 
         def prepare() -> list[Tensor]:
             nonlocal conv
-            (q, k, v), conv = convolved_parts(
-                self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
-            )
+            (q, k, v), conv = convolve(qkv)
             units = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
             return [q, k, *units, v]
 
@@ -122,7 +122,6 @@ class GatedDeltaNet(Mixer):
             if self.recurrent(x, context)
             else chunk_gated_delta_rule
         )
-        elements = recomputed_elements(qkv, self.conv, use_cache, context)
         with Recompute(prepare, elements) as (*_, q, k, v):
             o, recurrent = rule(
                 q,

@@ -11,11 +11,10 @@ from slipstream.layers.base import (
     NormalLinear,
     ShortConvolution,
     State,
-    convolved_parts,
+    convolution_in_parts,
     expect_divisor,
     new_state,
     past,
-    recomputed_elements,
     reset_decay,
 )
 from slipstream.nn import decoding, projections
@@ -116,19 +115,20 @@ class KimiDeltaAttention(Mixer):
     ) -> Mixed:
         qkv, f, conv = self.qkv_proj(x), self.f_up(self.f_down(x)), None
         sizes = (self.keys, self.keys, self.values)
+        A_log, dt_bias = self.A_log, self.dt_bias
+        convolve, elements = convolution_in_parts(
+            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
+        )
 
         def prepare() -> list[Tensor]:
             nonlocal conv
-            (q, k, v), conv = convolved_parts(
-                self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
-            )
+            (q, k, v), conv = convolve(qkv)
             units = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
             raw = f.unflatten(-1, (self.num_v_heads, self.head_dim))
-            g = delta_gate(raw, self.A_log, self.dt_bias, self.lower_bound)
+            g = delta_gate(raw, A_log, dt_bias, self.lower_bound)
             return [q, k, *units, v, g]
 
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
-        elements = recomputed_elements(qkv, self.conv, use_cache, context)
         with Recompute(prepare, elements) as (*_, q, k, v, g):
             o, recurrent = kda(
                 q,

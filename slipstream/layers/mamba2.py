@@ -11,11 +11,10 @@ from slipstream.layers.base import (
     Mixer,
     ShortConvolution,
     State,
-    convolved_parts,
+    convolution_in_parts,
     expect_divisor,
     new_state,
     past,
-    recomputed_elements,
     reset_decay,
 )
 from slipstream.nn import decoding, projections
@@ -127,19 +126,19 @@ class Mamba2(Mixer):
         )
         sizes, conv = (self.inner, groups, groups), None
         step, g = self._step(dt)
+        convolve, elements = convolution_in_parts(
+            self.conv, xbc, sizes, state, use_cache, cu_seqlens, context
+        )
 
         def prepare() -> list[Tensor]:
             nonlocal conv
             # as the kernels want it, here, so that the copy is not kept
             inner = xbc.contiguous() if xbc.is_cuda else xbc
-            (u, b, c), conv = convolved_parts(
-                self.conv, inner, sizes, state, use_cache, cu_seqlens, context
-            )
+            (u, b, c), conv = convolve(inner)
             u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
             return [inner, u, b, c, u * step.to(u.dtype)[..., None]]
 
         ssd = fused_recurrent_simple_gla if self.recurrent(x, context) else chunk_simple_gla
-        elements = recomputed_elements(xbc, self.conv, use_cache, context)
         with Recompute(prepare, elements) as (_, u, b, c, v):
             b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
             o, recurrent = ssd(

@@ -82,6 +82,8 @@ class Mamba3(Mixer):
                 f"got {rotary_fraction}"
             )
         self.num_heads, self.state_size, self.n_groups = num_heads, state_size, n_groups
+        if mimo_rank < 1:
+            raise ValueError(f"mimo_rank: want at least 1, got {mimo_rank}")
         self.mimo_rank, self.norm_eps, self.A_floor = mimo_rank, norm_eps, A_floor
         groups = n_groups * mimo_rank * state_size
         self.sizes = [self.inner, self.inner, groups, groups, *[num_heads] * 3, self.pairs]

@@ -39,6 +39,8 @@ class RWKV4(Mixer):
         layer_idx: int = 0,
     ) -> None:
         super().__init__(mode, layer_idx)
+        if num_layers < 1:
+            raise ValueError(f"num_layers: want at least 1, got {num_layers}")
         self.num_layers = num_layers
         self.k_proj = UniformLinear(hidden_size, hidden_size, 0.05)
         self.v_proj = UniformLinear(hidden_size, hidden_size, 0.5)

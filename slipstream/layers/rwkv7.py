@@ -305,7 +305,7 @@ def project_mixes(
 ) -> list[Tensor]:
     """layer(x + (before - x) mu_m) of the layers of each mix m: x, before [B, T, D], mu [M, D]"""
     flat = [layer for row in layers for layer in row]
-    if all(plain_module(x) if isinstance(x, Lora) else plain_linear(x) for x in flat):
+    if all(plain_module(x) if isinstance(x, Lora) else _plain_matrix(x) for x in flat):
         weights = [[x.down.t() if isinstance(x, Lora) else x.weight for x in row] for row in layers]
         found = mixed_projections(x, before, mu, weights)
         if found is not None:
@@ -316,6 +316,11 @@ def project_mixes(
     delta = before - x
     mixes = (torch.addcmul(x, delta, row) for row in mu)
     return [layer(mix) for mix, row in zip(mixes, layers) for layer in row]
+
+
+def _plain_matrix(layer: nn.Module) -> bool:
+    """Whether the layer's weight is all there is to it."""
+    return plain_linear(layer) and layer.bias is None
 
 
 class UniformLinear(nn.Linear):

@@ -40,7 +40,12 @@ class Block(GradientCheckpointingLayer):
         self.mixer = getattr(layers, MIXERS[name])(
             hidden_size=config.hidden_size, layer_idx=layer_idx, **options
         )
-        if turned.pop("bidirectional", bool(turned)):
+        both = turned.pop("bidirectional", bool(turned))
+        if not isinstance(both, bool):
+            raise TypeError(f"bidirectional: want a bool, got {type(both).__name__}")
+        if turned and not both:
+            raise ValueError("block_size: has no meaning with bidirectional=False")
+        if both:
             self.mixer = layers.Bidirectional(self.mixer, **turned)
         has_mlp = config.mlp(layer_idx)[0] != "none"
         self.mlp_norm = make_norm(config) if has_mlp else None

@@ -115,6 +115,8 @@ class Decoding:
     def lend(self, model: nn.Module, rows: int, max_length: int) -> StateCache:
         """An empty cache, the one of the last generate with as many rows if it is large enough."""
         cache = self.kept.pop(rows, None)
+        if cache is not None and _of_inference(cache) and not torch.is_inference_mode_enabled():
+            cache = None  # such tensors may be written in that mode alone
         marks = fingerprint(model)
         if cache is None or (cache.max_length or 0) < max_length:
             layers = len(model.model.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -181,7 +183,9 @@ class Decoding:
 
     def _give_up(self, error: Exception) -> None:
         self.active = False
-        self.reason = self._failure = f"a step could not be captured: {error}"
+        self.reason = f"a step could not be captured: {error}"
+        if not torch.is_inference_mode_enabled():  # where more operations reach a graph of the host
+            self._failure = self.reason
         self._warn()
 
     def _warn(self) -> None:
@@ -192,6 +196,15 @@ class Decoding:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _of_inference(cache: StateCache) -> bool:
+    """Whether tensors of the cache were made in inference mode."""
+    states = (x for layer in cache.layers for x in (getattr(layer, "state", None) or {}).values())
+    greedy = cache.greedy
+    return any(x.is_inference() for x in states) or (
+        greedy is not None and greedy.ids.is_inference()
+    )
 
 
 def graph_on(device: torch.device) -> Graph | None:

@@ -15,11 +15,23 @@ MIN_ELEMENTS = 1 << 23
 class _Saved:
     """What autograd has in the place of a tensor: the tensor, or where it is among those made."""
 
-    __slots__ = ("place", "tensor")
+    __slots__ = ("place", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
+        self.version = None if tensor.is_inference() else tensor._version
         self.place: tuple[int, Any, Any, Any] | None = None
+
+    def unchanged(self) -> Tensor:
+        """The tensor; autograd itself does not look where it has hooks."""
+        assert self.tensor is not None
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {list(self.tensor.shape)} is at version "
+                f"{self.tensor._version}; expected version {self.version}"
+            )
+        return self.tensor
 
 
 class Recompute:
@@ -31,7 +43,8 @@ class Recompute:
 
     Args:
         make: cheap and without side effects; returns all tensors that shall not be kept, those in
-            between too. What it reads is kept.
+            between too, laid out alike each time. It reads no module: parameters may be others in
+            the backward. What it reads is kept.
         elements: of the widest tensor; few are kept as ever.
 
     Nothing is done differently under torch.compile, torch.func and autocast, without gradients, and
@@ -39,17 +52,20 @@ class Recompute:
 
     Raises:
         NotImplementedError: in a backward with create_graph=True.
+        RuntimeError: in a backward, if what it reads was changed in place.
     """
 
     def __init__(self, make: Callable[[], list[Tensor]], elements: int) -> None:
         self._make = make
         self._hooks: Any = None
         self._packed: list[_Saved] | None = []
+        self._read: list[_Saved] = []
         self._storages: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._made: list[Tensor] | None = None
         self._left = self._count = 0
-        if elements >= MIN_ELEMENTS and not by_operation() and _may_save():
+        # in this order: a number of elements may be a symbol elsewhere
+        if not by_operation() and elements >= MIN_ELEMENTS and _may_save():
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> list[Tensor]:
@@ -60,17 +76,20 @@ class Recompute:
             made = self._make()
         except BaseException:
             self._hooks.__exit__()
+            self._hooks = None
             raise
         self._storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(made)}
         self._alive = made.copy()  # or their memory might be another's before the block ends
         packed, self._packed = self._packed or [], None
         for saved in packed:
             self._place(saved)
+        self._read = [x for x in packed if x.tensor is not None]
         return made
 
     def __exit__(self, *error: object) -> None:
         if self._hooks is not None:
             self._hooks.__exit__(*error)
+            self._hooks = None  # which hold this object
             self._storages.clear()
             self._alive.clear()
 
@@ -93,12 +112,17 @@ class Recompute:
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.place is None:
-            assert saved.tensor is not None
-            return saved.tensor
+            return saved.unchanged()
         if torch.is_grad_enabled():
             raise NotImplementedError("a second derivative is not implemented")
         if self._made is None:
+            for read in self._read:
+                read.unchanged()
             self._made, self._left = self._make(), self._count
+            if (
+                torch._C._current_graph_task_id() != -1
+            ):  # a backward of a part may not take them all
+                torch.autograd.Variable._execution_engine.queue_callback(self._forget)
         i, size, stride, offset = saved.place
         x = self._made[i].as_strided(size, stride, offset)
         self._left -= 1
@@ -106,9 +130,14 @@ class Recompute:
             self._made = None
         return x
 
+    def _forget(self) -> None:
+        self._made = None
+
 
 def _may_save() -> bool:
     if not torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return False
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
     return autograd._top_saved_tensors_default_hooks(True) is None

@@ -1,10 +1,13 @@
 """Tensors that the backward makes again: the same gradients, and nothing of them kept."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.layers import GatedDeltaNet, KimiDeltaAttention, Mamba2
@@ -118,3 +121,91 @@ def test_second_derivatives_are_refused() -> None:
     x = torch.randn(9, requires_grad=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
         torch.autograd.grad(Chain()(x).sum(), x, create_graph=True)
+
+
+@pytest.fixture(params=[GatedDeltaNet, KimiDeltaAttention, Mamba2], ids=lambda x: x.__name__)
+def layer(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return request.param(hidden_size=32, num_heads=2)
+
+
+def test_parameters_are_those_of_the_forward(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """functional_call gives them back before the backward."""
+    x, found = torch.randn(1, 9, 32), []
+    for least in (1, 1 << 40):
+        monkeypatch.setattr(recompute, "MIN_ELEMENTS", least)
+        others = {n: (1.5 * p.detach()).requires_grad_() for n, p in layer.named_parameters()}
+        y = torch.func.functional_call(layer, others, (x,))[0]
+        found.append(torch.autograd.grad(y.sin().sum(), list(others.values())))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+class Dropped(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * (torch.rand_like(weight) < 0.5)
+
+
+def test_random_weights_are_drawn_once(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parametrize.register_parametrization(layer.conv, "weight", Dropped())
+    x, found = torch.randn(1, 9, 32), []
+    for least in (1, 1 << 40):
+        monkeypatch.setattr(recompute, "MIN_ELEMENTS", least)
+        torch.manual_seed(1)
+        found.append(gradients(layer, x))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_changes_in_place_before_the_backward_are_errors(layer: Any) -> None:
+    y = layer(torch.randn(1, 9, 32))[0]
+    with torch.no_grad():
+        layer.conv.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_state_may_be_cleared_before_the_backward(layer: Any) -> None:
+    x = torch.randn(1, 9, 32)
+    state = layer(x, use_cache=True)[1]
+    y = layer(x, state={name: t.detach() for name, t in state.items()})[0]
+    state.clear()
+    y.sum().backward()
+    assert layer.conv.weight.grad is not None
+
+
+def test_nothing_lives_beyond_the_backward(layer: Any) -> None:
+    """Without the collector of cycles, which may be long in coming."""
+    found: list[Any] = []
+    project = layer.in_proj if isinstance(layer, Mamba2) else layer.qkv_proj
+    project.register_forward_hook(lambda m, a, out: found.append(weakref.ref(out)))
+    gc.collect()
+    gc.disable()
+    try:
+        layer(torch.randn(1, 9, 32))[0].sum().backward()
+        assert [ref() for ref in found] == [None]
+    finally:
+        gc.enable()
+
+
+def test_part_of_a_backward_leaves_nothing() -> None:
+    made: list[Any] = []
+    a, b = (torch.randn(9, requires_grad=True) for _ in "ab")
+
+    def make() -> list[Tensor]:
+        out = [a.exp(), b.cos()]
+        made.append([weakref.ref(t) for t in out])
+        return out
+
+    with Recompute(make, 9) as (e, c):
+        y = e.square() + c.square()
+    torch.autograd.grad(y.sum(), a, retain_graph=True)
+    assert [ref() for ref in made[1]] == [None, None]
+    y.sum().backward()
+    torch.testing.assert_close(b.grad, -(2 * b).sin().detach())
+
+
+def test_hooks_that_are_forbidden_are_not_set(layer: Any) -> None:
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        layer(torch.randn(1, 9, 32))[0].sum().backward()
+    assert layer.A_log.grad is not None

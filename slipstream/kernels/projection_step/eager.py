@@ -36,7 +36,7 @@ def _normed(t: ProjectionInputs, x: Tensor) -> Tensor:
 
 def _projection_step(t: ProjectionInputs, x: Tensor) -> Tensor:
     x = x.to(t.weights[0].dtype)
-    ys = [F.linear(x, w, b) for w, b in zip(t.weights, t.biases)]
+    ys = [F.linear(x, w, None if b is None else b.to(w.dtype)) for w, b in zip(t.weights, t.biases)]
     if t.glu:
         y = F.silu(ys[0]) * ys[1]
     else:

@@ -1,0 +1,20 @@
+"""Options of a mixer in a configuration that no mixer can take."""
+
+import pytest
+
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("mixer", "error", "words"),
+    [
+        ({"type": "gla", "bidirectional": False, "block_size": 4}, ValueError, "block_size"),
+        ({"type": "gla", "bidirectional": "x"}, TypeError, "bidirectional"),
+        ({"type": "mamba3", "mimo_rank": 0}, ValueError, "mimo_rank"),
+        ({"type": "rwkv4", "num_layers": 0}, ValueError, "num_layers"),
+    ],
+    ids=str,
+)
+def test_options_of_mixers_are_refused_by_name(mixer: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        SlipstreamForCausalLM(SlipstreamConfig(vocab_size=23, hidden_size=32, mixers=[mixer]))
