@@ -12,6 +12,7 @@ import slipstream
 from slipstream.kernels.attention import latent
 from slipstream.kernels.attention import op as attention
 from slipstream.kernels.conv import op as conv
+from slipstream.kernels.decay_gate import op as decay_gate
 from slipstream.kernels.gated_scan import op as scan
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
@@ -103,7 +104,7 @@ def _steps() -> tuple:
 def _selective() -> tuple:
     u, delta, z = (rand(1, 4, 3) for _ in "udz")
     A, B, C = -rand(3, 2).abs(), rand(1, 4, 1, 2), rand(1, 4, 1, 2)
-    return (u, delta, A, B, C, rand(3), z, rand(3), rand(1, 3, 2), None, True, "eager")
+    return (u, delta, A, B, C, rand(3), z, rand(3), rand(1, 3, 2), None, True, True, "eager")
 
 
 ROWS: dict[str, tuple[Any, Row]] = {
@@ -136,6 +137,10 @@ ROWS: dict[str, tuple[Any, Row]] = {
         Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1),
     ),
     "linear_kl_div": (distill._CALL.overload, Row(_distill, 1, inputs=3)),
+    "decay_gate": (
+        decay_gate._forward.overload,
+        Row(lambda: (rand(1, 4, 2), rand(2), rand(2), None, "eager"), 1),
+    ),
     # these two compute in float32, and are looked at with less precision
     "slots": (gsa._call_forward.overload, Row(_slots, 3)),
     "steps": (gated_delta_product._call_forward.overload, Row(_steps, 2)),
