@@ -427,8 +427,7 @@ def mixer_step_kernel(
     ws_q, ws_k, ws_v = (), (), ()
     if window_ptr is not None:
         ws_q, ws_k, ws_v = _all_taps(conv_weight_ptr, conv_bias_ptr, channels, m_k, m_v, W)
-    rate, skip, b_w = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0
-    b_z = tl.zeros([BV], tl.float32)  # of one type through the loop
+    rate, skip, b_w, b_z = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0, tl.zeros([BV], tl.float32)
     if z_ptr is not None and ONE:
         b_z = _load(z_ptr + first * row_z + i_h * V + o_c, m_v)
     if norm_weight_ptr is not None and scratch_ptr is None:
