@@ -71,7 +71,7 @@ class Child:
             pass  # it has failed, which failure() says
 
     def next(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """The next that it tells, or None at its end; queue.Empty after so many seconds."""
+        """Its next message, None at its end; queue.Empty if none comes within the seconds."""
         return self.told.get(timeout=seconds)
 
     def failure(self) -> str:

@@ -242,10 +242,11 @@ def convolution_in_parts(
     cu_seqlens: Tensor | None,
     context: ContextParallel | None,
 ) -> tuple[Callable[[Tensor], Parts], int]:
-    """What convolves x as convolved does, with y in three tensors of so many channels, and the
-    elements that Recompute is told of: 0 where it may not be called again.
+    """A function that convolves x as `convolved` does, with y in three tensors, and the number of
+    elements for Recompute, 0 where the function must not be called again.
 
-    It reads what it wants of conv and state now, for these may be others in the backward.
+    sizes: channels of the three tensors. The weight, bias and state are read here, not in the
+    function, because the module may have others by the time of the backward.
     """
     once = use_cache or context is not None
     if conv is None:

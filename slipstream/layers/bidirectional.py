@@ -126,7 +126,7 @@ def _places(positions: Tensor | None, parts: Tensor, B: int) -> Tensor | None:
 
 
 def _widened(state: State | None, more: int) -> State | None:
-    """Of so many more sequences, which begin with nothing."""
+    """The state with that many more sequences, which begin at zero."""
     if state is None:
         return None
     return {name: torch.cat([s, s.new_zeros(more, *s.shape[1:])]) for name, s in state.items()}

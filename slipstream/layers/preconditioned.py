@@ -1,5 +1,6 @@
 """Gated DeltaNet and Kimi delta attention whose keys are preconditioned before they are written."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
+    Mixer,
     NormalLinear,
     State,
     convolved,
@@ -18,7 +20,7 @@ from slipstream.layers.kda import KimiDeltaAttention
 from slipstream.nn import decoding
 from slipstream.ops._fp32 import widen
 from slipstream.ops._preconditioner import CENTRE, squashed
-from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.ops.norm import l2_norm
 from slipstream.ops.precond_gated_delta_rule import (
     chunk_precond_gated_delta_rule,
     fused_recurrent_precond_gated_delta_rule,
@@ -82,7 +84,77 @@ def preconditioned_step(
     return decoding.recurrence(q, written, (beta * v).to(v.dtype), state, g=g, a=a, b=b)
 
 
-class PrecondGatedDeltaNet(GatedDeltaNet):
+class _Preconditioned(Mixer):
+    """What both layers share. The class behind it in theirs has the other projections."""
+
+    conv: Any
+    qkv_proj: Any
+    o_proj: Any
+    num_heads: int
+    num_v_heads: int
+    head_dim: int
+    head_v_dim: int
+    keys: int
+    values: int
+
+    def __init__(
+        self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        size = self.o_proj.out_features
+        self.preconditioner = KeyPreconditioner(size, self.num_heads, squash_x, squash_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context: ContextParallel | None = None,
+        positions: Tensor | None = None,
+        state: State | None = None,
+        use_cache: bool = False,
+    ) -> Mixed:
+        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        g, beta = self._gates(x)
+        o, states = self._rule(self.recurrent(x, context))(
+            q=q, k=k, v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)), g=g, beta=beta,
+            **self.preconditioner(x),
+            initial_state=_both(state),
+            output_final_state=use_cache,
+            cu_seqlens=cu_seqlens,
+            context=context,
+        )  # fmt: skip
+        return self._output(x, o), _new(use_cache, states, conv)
+
+    def has_fused_step(self) -> bool:
+        return False
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
+        q, k = qk.chunk(2, dim=2)
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        written = self.preconditioner.step(x, k, state["preconditioner"])
+        o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
+        return self._output(x, o)
+
+    def _rule(self, recurrent: bool) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """g [B, T, HV] or [B, T, HV, K] and beta [B, T, HV]"""
+        raise NotImplementedError
+
+    def _output(self, x: Tensor, o: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class PrecondGatedDeltaNet(_Preconditioned, GatedDeltaNet):
     """GatedDeltaNet by ops.chunk_precond_gated_delta_rule.
 
     Args:
@@ -94,66 +166,23 @@ class PrecondGatedDeltaNet(GatedDeltaNet):
     Source: "Preconditioned DeltaNet" (arXiv 2604.21100), as flash-linear-attention 0.6.0 has it.
     """
 
-    def __init__(
-        self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        size = self.o_proj.out_features
-        self.preconditioner = KeyPreconditioner(size, self.num_heads, squash_x, squash_eps)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
-        g, beta = self._gates(x)
-        short = self.recurrent(x, context)
-        rule = fused_recurrent_precond_gated_delta_rule if short else chunk_precond_gated_delta_rule
-        o, states = rule(
-            q=q, k=k, v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)), g=g, beta=beta,
-            **self.preconditioner(x),
-            initial_state=_both(state),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )  # fmt: skip
-        z = None if self.z_proj is None else self.z_proj(x)
-        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
-        return self.o_proj(o.flatten(-2)), _new(use_cache, states, conv)
-
-    def has_fused_step(self) -> bool:
-        return False
-
-    def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
-        q, k = qk.chunk(2, dim=2)
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        written = self.preconditioner.step(x, k, state["preconditioner"])
-        o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
-        z = None if self.z_proj is None else self.z_proj(x)
-        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
-        return self.o_proj(o.flatten(-2))
+    def _rule(self, recurrent: bool) -> Callable[..., Any]:
+        if recurrent:
+            return fused_recurrent_precond_gated_delta_rule
+        return chunk_precond_gated_delta_rule
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """g and beta [B, T, HV]"""
         a, b = self.ab_proj(x).chunk(2, dim=-1)
         beta = 2 * b.sigmoid() if self.allow_neg_eigval else b.sigmoid()
         return decoding.decay_gate(a, self.A_log, self.dt_bias), beta
 
+    def _output(self, x: Tensor, o: Tensor) -> Tensor:
+        z = None if self.z_proj is None else self.z_proj(x)
+        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
+        return self.o_proj(o.flatten(-2))
 
-class PrecondKDA(KimiDeltaAttention):
+
+class PrecondKDA(_Preconditioned, KimiDeltaAttention):
     """KimiDeltaAttention by ops.chunk_precond_kda.
 
     Args:
@@ -165,63 +194,19 @@ class PrecondKDA(KimiDeltaAttention):
     Source: "Preconditioned DeltaNet" (arXiv 2604.21100), as flash-linear-attention 0.6.0 has it.
     """
 
-    def __init__(
-        self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        size = self.o_proj.out_features
-        self.preconditioner = KeyPreconditioner(size, self.num_heads, squash_x, squash_eps)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
-        g, beta = self._gates(x)
-        rule = fused_recurrent_precond_kda if self.recurrent(x, context) else chunk_precond_kda
-        o, states = rule(
-            q=q, k=k, v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)), g=g, beta=beta,
-            **self.preconditioner(x),
-            initial_state=_both(state),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )  # fmt: skip
-        gate = self.g_up(self.g_down(x)).view_as(o)
-        o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
-        return self.o_proj(o.flatten(-2)), _new(use_cache, states, conv)
-
-    def has_fused_step(self) -> bool:
-        return False
-
-    def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
-        q, k = qk.chunk(2, dim=2)
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        written = self.preconditioner.step(x, k, state["preconditioner"])
-        o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
-        gate = self.g_up(self.g_down(x)).view_as(o)
-        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
-        return self.o_proj(o.flatten(-2))
+    def _rule(self, recurrent: bool) -> Callable[..., Any]:
+        return fused_recurrent_precond_kda if recurrent else chunk_precond_kda
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """g [B, T, HV, K] and beta [B, T, HV]"""
         f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
         beta = self.b_proj(x).sigmoid()
         g = decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound)
         return g, 2 * beta if self.allow_neg_eigval else beta
+
+    def _output(self, x: Tensor, o: Tensor) -> Tensor:
+        gate = self.g_up(self.g_down(x))
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
+        return self.o_proj(o.flatten(-2))
 
 
 def _both(state: State | None) -> tuple[Tensor, Tensor] | None:

@@ -26,9 +26,9 @@ product to product as left operands. Four partitions of a program:
 
 wy_partition is a chunk ahead of the chain, and zeroes what is past the end of a short chunk:
 output_partition waits for its W there. With SAVE_STATES save_partition, which writes S and w for
-backward, is in the place of output_partition, and there is no q. output_partition can leave S
-before every so many chunks, from where backward scans once more (bwd_fused.py). Shared memory moves
-232 KB a chunk.
+backward, is in the place of output_partition, and there is no q. output_partition can store S at
+regular intervals of chunks, where the backward starts its own scans (bwd_fused.py). Shared memory
+moves 232 KB a chunk.
 """
 
 from typing import Any, NamedTuple
