@@ -3,6 +3,7 @@
     python bench/linear.py                    every operator, beside fla-core if it is installed
     python bench/linear.py --peer none        ours alone
     python bench/linear.py --peer flash_qla   the gated delta rule beside FlashQLA
+    python bench/linear.py --errors           ours and the peer's against float64, no times
     python bench/linear.py --peer cpu         on a CPU, beside transformers' reference code
     python bench/linear.py --lengths          time and memory against the length, 1024 to 65536
     python bench/linear.py --warm             every first call in a process of its own, side by side
@@ -43,6 +44,7 @@ from harness import (
     rounded,
     sdpa,
 )
+from processes import take_first_tiles
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -170,11 +172,16 @@ def results(given: Provider) -> dict[str, Tensor]:
     return found | {n: x for n, x in grads if x is not None}
 
 
+def is_output(name: str) -> bool:
+    """Of a tensor of `results`: no gradient."""
+    return name == "o" or name.startswith("state")
+
+
 def largest(found: Mapping[str, float]) -> dict[str, str]:
     """The largest error of each kind and the name of its tensor; PAST where it is too large."""
 
     def kind(name: str) -> str:
-        outs = "out error" if name == "o" or name.startswith("state") else "grad error"
+        outs = "out error" if is_output(name) else "grad error"
         return "gate error" if name in GATES else outs
 
     worst = {}
@@ -260,6 +267,23 @@ def beside_flash_qla(name: str, shape: Shape, report: Report) -> dict[str, objec
         times = kernels_ms(provider.forward), kernels_ms(provider.gradients)
         row[f"{who}_kernels_ms"] = " ".join(f"{x:.4f}" for x in times)
     return row
+
+
+def error_rows(case: Case, who: str, report: Report) -> Iterator[Mapping[str, object]]:
+    """Ours and a peer's, on the same tensors."""
+    if who == "fla":
+        take_first_tiles()  # which tile it takes changes its time
+        peer = fla(case.sample)
+    else:
+        import flash_qla  # pyright: ignore[reportMissingImports]
+
+        peer = partial(flash_qla.chunk_gated_delta_rule, **case.sample.options)
+    for name, fn in (("ours", ours(case.sample)), (who, peer)):
+        torch.manual_seed(0)
+        found = errors(case, fn, report, heads=None)
+        outs = [found.pop(n) for n in list(found) if is_output(n)]
+        off = {"out error": f"{max(outs):.1e}", "grad error": f"{max(found.values()):.1e}"}
+        yield {"work": f"{case.operator} {case.label}", "who": name, **off}
 
 
 def against_length(sample: Sample, report: Report) -> Iterator[Mapping[str, object]]:
@@ -367,11 +391,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--peer", choices=("fla", "flash_qla", "cpu", "none"), default="fla")
     options.add_argument("--lengths", action="store_true", help="against the number of tokens")
+    options.add_argument("--errors", action="store_true", help="of ours and of the peer")
     options.add_argument("--warm", action="store_true", help="only fill the caches")
     given = options.parse_args(argv)
     report = Report(given, needs_gpu=given.peer != "cpu")
     if given.peer == "cpu":
         beside_transformers(report)
+    elif given.errors:
+        gated = "chunk_gated_delta_rule"
+        qla = [Case(gated, name, shape) for name, shape in FLASH_QLA_SHAPES.items()]
+        for case in qla if given.peer == "flash_qla" else CASES:
+            if report.wants(f"{case.operator} {case.label}"):
+                with report.going_on(f"{case.operator} {case.label}"):
+                    for row in error_rows(case, given.peer, report):
+                        report.row("errors", row)
     elif given.peer == "flash_qla":
         for name, shape in FLASH_QLA_SHAPES.items():
             if report.wants(name):

@@ -261,6 +261,17 @@ def test_linear_beside_flash_qla(peers: None, capsys: pytest.CaptureFixture) -> 
     assert "flash_qla_off 0e+00" in printed[0] and "FlashQLA both %" in printed[2]
 
 
+@pytest.mark.parametrize(("peer", "only"), [("flash_qla", "rule Q1$"), ("fla", "^gla A")])
+def test_errors_beside_a_peer(
+    peer: str, only: str, peers: None, capsys: pytest.CaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(linear, "take_first_tiles", lambda: None)
+    linear.main(["--small", "--peer", peer, "--errors", "--only", only])
+    ours, theirs = (x.partition(" out error ") for x in capsys.readouterr().out.splitlines())
+    assert ours[0].endswith("who ours,") and theirs[0].endswith(f"who {peer},")
+    assert ours[2].split(" after ")[0] == theirs[2].split(" after ")[0] != ""
+
+
 @pytest.mark.parametrize("got", [torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 3.0])])
 def test_error_is_relative_and_sees_nan(got: torch.Tensor) -> None:
     found = harness.error(got, torch.tensor([1.0, 2.0]))
