@@ -67,6 +67,7 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("decode", "--cpu", 8),
         ("host", "--only norm|chunk_kda", 6),
         ("context_parallel", "--only gated_delta|attention", 6),
+        ("parallel_training", "--only fsdp2|million", 3),
         ("memory", "", 16),
         ("memory", "--packed --only kda", 1),
         ("training", "--only gated_deltanet|packed", 5),
