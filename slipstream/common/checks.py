@@ -152,12 +152,12 @@ def expect_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
         raise ValueError(f"{name}: want shape {tuple(shape)}, got {tuple(x.shape)}")
 
 
-def expect_layouts(**tensors: tuple[Tensor | None, str]) -> None:
+def expect_layouts(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
     """Dimensions by letters, such as "B D T"; of each letter the first size is what all want.
 
         expect_layouts(u=(u, "B D T"), A=(A, "D N"))
 
-    A number among the letters is that size. None is passed over.
+    A number among the letters is that size. None is passed over. Returns the sizes by letter.
     """
     sizes: dict[str, int] = {}
     for name, (x, layout) in tensors.items():
@@ -171,6 +171,7 @@ def expect_layouts(**tensors: tuple[Tensor | None, str]) -> None:
             )
             raise ValueError(f"{name}: want [{', '.join(named)}], got shape {tuple(x.shape)}")
         sizes |= {a: n for a, n in zip(letters, x.shape) if a not in sizes}
+    return sizes
 
 
 def expect_floating(tensors: Mapping[str, Tensor | None]) -> None:

@@ -1,6 +1,12 @@
-"""What the delta operators may be asked to do to their arguments first: norms, gates, beta."""
+"""What operators do before a recurrence that others have too: checks, norms, gates, heads, time.
+
+An operator that is another one with its arguments changed is a prologue from its arguments to
+LinearInputs, and a call of linear.dispatch.run, which checks what the prologue passes on.
+"""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +14,72 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.decay_gate.op import decay_gate
 from slipstream.ops.norm import l2_norm
+from slipstream.runtime.context_parallel import ContextParallel
+
+
+def expect_inputs(
+    cu_seqlens: Tensor | None,
+    context: ContextParallel | None,
+    **tensors: tuple[Tensor | None, str],
+) -> int:
+    """Checks the tensors that a prologue reads, and returns how many sequences there are.
+
+    tensors: as checks.expect_layouts takes them, floating, of one device. The first begins with
+        B T, HV is a multiple of H, and N is the number of sequences.
+    """
+    sizes = checks.expect_layouts(**tensors)
+    given = {name: x for name, (x, _) in tensors.items()}
+    checks.expect_floating(given)
+    checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
+    if "H" in sizes and "HV" in sizes:
+        checks.expect_multiple("HV", sizes["HV"], "H", sizes["H"])
+    N = sizes["B"]
+    if context is not None:
+        context.expect_no_offsets(cu_seqlens, None)
+        N = N if context.sequences is None else context.sequences
+    elif cu_seqlens is not None:
+        checks.expect_cu_seqlens(cu_seqlens, N, sizes["T"])
+        N = cu_seqlens.shape[0] - 1
+    if sizes.get("N", N) != N:
+        raise ValueError(f"initial_state: want that of {N} sequences, got {sizes['N']}")
+    return N
+
+
+def for_value_heads(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors [B, T, H, K] for the heads of v [B, T, HV, V]: head hv has head hv // (HV // H)."""
+    group = v.shape[2] // tensors[0].shape[2]
+    return tensors if group == 1 else tuple(x.repeat_interleave(group, dim=2) for x in tensors)
+
+
+def scan_impl(impl: str | None) -> str | None:
+    """Of a gated scan before the recurrence: it has no kernels of its own for sm_90."""
+    return "triton" if impl == "sm90" else impl
+
+
+def in_time_order(
+    run: Callable[..., tuple[Tensor, tuple[Tensor, ...] | None]],
+    tensors: tuple[Tensor, ...],
+    states: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    context: ContextParallel | None,
+    *,
+    reverse: bool,
+) -> tuple[Tensor, Any]:
+    """run(tensors, states, cu_seqlens), with reverse from the last tokens to the first.
+
+    Raises:
+        NotImplementedError: reverse with a context.
+    """
+    if not reverse:
+        return run(tensors, states, cu_seqlens)
+    if context is not None:
+        raise NotImplementedError("reverse: not with a context")
+    packed = cu_seqlens is not None
+    if packed:  # sequences change their order too
+        cu_seqlens = tensors[0].shape[1] - cu_seqlens.flip(0)
+        states = tuple(None if x is None else x.flip(0) for x in states)
+    o, final = run(tuple(x.flip(1) for x in tensors), states, cu_seqlens)
+    return o.flip(1), tuple(x.flip(0) for x in final) if packed and final else final
 
 
 def l2_normalised(**tensors: Tensor) -> tuple[Tensor, ...]:

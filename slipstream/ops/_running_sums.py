@@ -160,14 +160,6 @@ _running_max = KernelOp(
 )
 
 
-def time_turned(
-    tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The same sequences from their last token to their first, in reverse order if packed."""
-    turned = tuple(x.flip(1) for x in tensors)
-    return turned, None if cu_seqlens is None else tensors[0].shape[1] - cu_seqlens.flip(0)
-
-
 def nothing_yet(k: Tensor, with_values: bool, sequences: int) -> Tensor:
     """Rows before the first token: the mean 0, whose weight is 0."""
     z = widen(k).new_full((sequences, k.shape[2]), -torch.inf)

@@ -7,7 +7,12 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import beta_or_ones, l2_normalised
+from slipstream.ops._preprocess import (
+    beta_or_ones,
+    expect_inputs,
+    for_value_heads,
+    l2_normalised,
+)
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -46,18 +51,8 @@ def chunk_gated_oja_rule(
             values of norm 1 keep the recurrence stable.
         gv: log decay of the state's columns [B, T, HV, V], at most 0, float32.
         beta: how much of the old key to replace [B, T, HV], in (0, 1), or (0, 2).
-        scale: factor on the output; K^-0.5 if None.
-        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
-        output_final_state: return the state after the last token too.
         use_q_l2norm, use_k_l2norm: normalise q, k to norm 1 first.
-        state_v_first: states are [N, HV, V, K] instead.
-        reverse: run time backwards; the final state is then that before the first token.
-        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
-            sequences and no cu_seqlens. None: one rank has all tokens.
-        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
-            kernels have their own. Chosen if None.
-        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        the others: as chunk_gla.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -75,7 +70,8 @@ def chunk_gated_oja_rule(
     options = LinearOptions(
         scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
     )
-    terms = _terms(q, k, v, gv, beta, initial_state, cu_seqlens, use_q_l2norm, use_k_l2norm)
+    given = q, k, v, gv, beta, initial_state, cu_seqlens
+    terms = _terms(*given, options, use_q_l2norm, use_k_l2norm)
     return _run(terms, options, recurrent=False)
 
 
@@ -104,7 +100,8 @@ def fused_recurrent_gated_oja_rule(
     is 1. Cost: 11 T HV K V flops, one after the other.
     """
     options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
-    terms = _terms(q, k, v, gv, beta, initial_state, cu_seqlens, use_q_l2norm, use_k_l2norm)
+    given = q, k, v, gv, beta, initial_state, cu_seqlens
+    terms = _terms(*given, options, use_q_l2norm, use_k_l2norm)
     return _run(terms, options, recurrent=True)
 
 
@@ -116,6 +113,7 @@ def _terms(
     beta: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    options: LinearOptions,
     normalise_q: bool,
     normalise_k: bool,
 ) -> LinearInputs:
@@ -123,23 +121,16 @@ def _terms(
     beta = beta_or_ones(beta, v)
     if gv is None:
         gv = torch.zeros_like(v, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)
-    checks.expect_layouts(
-        q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
+    expect_inputs(
+        cu_seqlens, options.context, q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         gv=(gv, "B T HV V"), beta=(beta, "B T HV"),
+        initial_state=(initial_state, "N HV V K" if options.state_v_first else "N HV K V"),
     )  # fmt: skip
-    given = {"q": q, "k": k, "v": v, "gv": gv, "beta": beta, "initial_state": initial_state}
-    checks.expect_floating(given)
-    checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
-    if cu_seqlens is not None:
-        checks.expect_cu_seqlens(cu_seqlens, *q.shape[:2])
-    H, HV = k.shape[2], v.shape[2]
-    checks.expect_multiple("HV", HV, "H", H)
     if normalise_q:
         (q,) = l2_normalised(q=q)
     if normalise_k:
         (k,) = l2_normalised(k=k)
-    if HV != H:
-        q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
+    q, k = for_value_heads(v, q, k)
     return LinearInputs(
         q, k, v, gv=gv, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -149,10 +140,6 @@ def _run(
     terms: LinearInputs, options: LinearOptions, *, recurrent: bool
 ) -> tuple[Tensor, Tensor | None]:
     K, state = terms.q.shape[-1], terms.initial_state
-    if state is not None and options.context is None:
-        N, HV, K, V = terms.state_shape
-        shape = (N, HV, V, K) if options.state_v_first else (N, HV, K, V)
-        checks.expect_shape("initial_state", state, shape)
     once = options._replace(scale=1.0, output_final_state=False, state_v_first=True)
     of_keys = None if state is None else _transposed_state(state, options, terms.v.shape[-1])
     keys, _ = run(_written_keys(terms, of_keys), once, recurrent=recurrent, names=_NAMES)

@@ -1,12 +1,12 @@
 """Gated DeltaNet-2: the gated delta rule whose decay, erase and write are gates of channels."""
 
-import torch
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import l2_normalised
+from slipstream.ops._fp32 import widen
+from slipstream.ops._preprocess import expect_inputs, for_value_heads, l2_normalised
 from slipstream.ops.kda import channel_gate
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -50,25 +50,7 @@ def chunk_gdn2(
         b: how much of the old value to erase, by channel of the key [B, T, HV, K], in (0, 1), or
             (0, 2).
         w: how much of the new value to write [B, T, HV, V], in (0, 1).
-        scale: factor on the output; K^-0.5 if None.
-        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
-        output_final_state: return the state after the last token too.
-        use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
-        use_gate_in_kernel: g is raw: the decay is -exp(A_log) softplus(g + dt_bias), or, with
-            lower_bound given, lower_bound sigmoid(exp(A_log) (g + dt_bias)).
-        A_log: [HV], for use_gate_in_kernel; with lower_bound None stands for zeros.
-        dt_bias: [HV K] or [HV, K], for use_gate_in_kernel; none if None.
-        safe_gate: the decay is bounded: by lower_bound with use_gate_in_kernel, else as the caller
-            promises. Kernels may use it to go faster; the result is the same with and without.
-        lower_bound: of the decay, in [-5, 0).
-        state_v_first: states are [N, HV, V, K] instead.
-        reverse: run time backwards; the final state is then that before the first token.
-        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
-            sequences and no cu_seqlens. None: one rank has all tokens.
-        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
-            kernels have their own. Chosen if None.
-        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        chunk_size: as chunk_dplr_delta_rule. The others: as chunk_kda.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -133,19 +115,12 @@ def _terms(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, normalise: bool
 ) -> LinearInputs:
     """Those of dplr_delta_rule: what is erased is read through a before the state decays."""
-    checks.expect_layouts(
-        q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
+    expect_inputs(
+        None, None, q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
     )  # fmt: skip
-    given = {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w}
-    checks.expect_floating(given)
-    checks.expect_one_device(given)
-    H, HV = k.shape[2], v.shape[2]
-    checks.expect_multiple("HV", HV, "H", H)
     if normalise:
         q, k = l2_normalised(q=q, k=k)
-    if HV != H:
-        q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
-    decay = g.exp() if g.dtype == torch.float64 else g.float().exp()
-    a = (decay * b * k).to(k.dtype)
+    q, k = for_value_heads(v, q, k)
+    a = (widen(g).exp() * b * k).to(k.dtype)
     return LinearInputs(q, k, (w * v).to(v.dtype), g=g, a=a, b=-k)

@@ -11,6 +11,7 @@ from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, che
 from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.kernels.linear.wide_heads import groups_of
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
+from slipstream.ops._preprocess import expect_inputs
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import ValidationCache, signature
 from slipstream.runtime.token_ids import expect_offsets
@@ -122,15 +123,12 @@ def _run(
     *,
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
-    checks.expect_tensor("q", q)
-    if initial_state is not None:
-        _expect_two(initial_state)
     states = initial_state or (None, None)
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", cu_seqlens, k.shape[1])
     given = GSAInputs(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
     if options.context is not None:
-        _check(given._replace(keys=None, values=None), options)
+        _check(given, options)
         return _run_wide(given, options, recurrent)
     key, dtype = signature(given, *options[1:], recurrent), None
     if key is not None:
@@ -226,19 +224,16 @@ def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
 
 def _check(given: GSAInputs, options: LinearOptions) -> None:
     q, k, v, s, g, keys, values, cu_seqlens = given
-    checks.expect_rank("q", q, 4, "[B, T, HQ, K]")
-    checks.expect_rank("k", k, 4, "[B, T, H, K]")
-    checks.expect_rank("v", v, 4, "[B, T, H, V]")
-    checks.expect_rank("s", s, 4, "[B, T, H, M]")
-    B, T, HQ, K = q.shape
-    H = k.shape[2]
-    checks.expect_multiple("heads of q", HQ, "heads of k", H)
-    checks.expect_shape("k", k, (B, T, H, K))
-    checks.expect_shape("v", v, (B, T, H, v.shape[3]))
-    checks.expect_shape("s", s, (B, T, H, s.shape[3]))
-    if g is not None:
-        checks.expect_shape("g", g, s.shape)
-    checks.expect_floating({"q": q, "k": k, "v": v, "s": s, "g": g})
+    v_first = options.state_v_first
+    expect_inputs(
+        cu_seqlens, options.context, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"),
+        s=(s, "B T H M"), g=(g, "B T H M"),
+        **{
+            "initial_state[0]": (keys, "N H M K" if v_first else "N H K M"),
+            "initial_state[1]": (values, "N H V M" if v_first else "N H M V"),
+        },
+    )  # fmt: skip
+    checks.expect_multiple("heads of q", q.shape[2], "heads of k", k.shape[2])
     if autocast_dtype(q) is None:
         checks.expect_one_dtype({"q": q, "k": k, "v": v, "s": s})
     if g is None and (cu_seqlens is not None or keys is not None):
@@ -247,28 +242,3 @@ def _check(given: GSAInputs, options: LinearOptions) -> None:
             f"{given_too}: not without g, whose slots are normalised over one whole sequence; "
             "pass g, or each sequence whole and alone"
         )
-    if keys is not None and values is not None:
-        _check_states((keys, values), k, v, s, cu_seqlens, options.state_v_first)
-
-
-def _expect_two(states: States) -> None:
-    if not isinstance(states, tuple) or len(states) != 2:
-        raise TypeError(
-            "initial_state: want a tuple (Sk [N, H, K, M], Sv [N, H, M, V]), "
-            f"got {type(states).__name__}"
-        )
-    for i, state in enumerate(states):
-        checks.expect_tensor(f"initial_state[{i}]", state)
-
-
-def _check_states(
-    states: States, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | None, v_first: bool
-) -> None:
-    N = k.shape[0]
-    if cu_seqlens is not None:
-        checks.expect_cu_seqlens(cu_seqlens, N, k.shape[1])
-        N = cu_seqlens.shape[0] - 1
-    H, K, M, V = k.shape[2], k.shape[3], s.shape[3], v.shape[3]
-    shapes = [(N, H, M, K), (N, H, V, M)] if v_first else [(N, H, K, M), (N, H, M, V)]
-    for i, (state, shape) in enumerate(zip(states, shapes, strict=True)):
-        checks.expect_shape(f"initial_state[{i}]", state, shape)

@@ -1,5 +1,6 @@
 """Mamba-3: a state-space recurrence by the trapezoid rule, whose keys and queries turn."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,7 @@ from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import result_dtype, widen
-from slipstream.ops._running_sums import time_turned
-from slipstream.ops.rwkv4 import sequences
+from slipstream.ops._preprocess import expect_inputs, in_time_order, scan_impl
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -58,14 +58,7 @@ def chunk_mamba3(
         scale: factor on the output; 1 if None.
         initial_state: before the first token, a tuple (S [N, HV, K, V], k turned [N, HV, R, K] and
             v [N, HV, R, V] of the token before, theta [N, HV, P]), float32; zeros if None.
-        output_final_state: return the states after the last token too.
-        reverse: run time backwards; the final states are then those before the first token.
-        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
-            sequences and no cu_seqlens. None: one rank has all tokens.
-        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
-            kernels have their own. Chosen if None.
-        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        the others: as chunk_simple_gla.
 
     Returns:
         o [B, T, HV, R, V] in q's dtype, and the final states, a tuple like initial_state, or None.
@@ -131,45 +124,47 @@ def _run(
     context = options.context
     if context is not None and torch.compiler.is_compiling():
         return context.eagerly(_run, given, initial_state, cu_seqlens, options, recurrent=recurrent)
-    N = _check(given, initial_state, cu_seqlens, options)
-    dtype, backwards = result_dtype(given.q), options.reverse
-    if backwards:
-        turned, cu_seqlens = time_turned(tuple(given), cu_seqlens)
-        given = _Given(*turned)
-        if cu_seqlens is not None and initial_state is not None:
-            initial_state = tuple(x.flip(0) for x in initial_state)  # type: ignore[assignment]
-    q, k, theta = _turned(given, initial_state, cu_seqlens, options)
-    before, last = _before(k, given.v, initial_state, cu_seqlens, options)
-    S = None if initial_state is None else initial_state[0]
+    _check(given, initial_state, cu_seqlens, options)
+    trapezoid = partial(_trapezoid, options=options._replace(reverse=False), recurrent=recurrent)
+    states = initial_state or ()
+    return in_time_order(
+        trapezoid, tuple(given), states, cu_seqlens, context, reverse=options.reverse
+    )
+
+
+def _trapezoid(
+    tensors: tuple[Tensor, ...],
+    states: States | tuple[()],
+    cu_seqlens: Tensor | None,
+    options: LinearOptions,
+    recurrent: bool,
+) -> tuple[Tensor, States | None]:
+    given = _Given(*tensors)
+    q, k, theta = _turned(given, states, cu_seqlens, options)
+    before, last = _before(k, given.v, states, cu_seqlens, options)
+    S = states[0] if states else None
     o, S = _written(q, k, before, given, S, cu_seqlens, options, recurrent)
     if q.shape[3] > 1:
-        o = (widen(o) + _of_itself(q, k, given, options.scale)).to(dtype)
-    if not options.output_final_state:
-        return o.flip(1) if backwards else o, None
-    assert S is not None and last is not None and theta is not None
-    width = k.shape[2:].numel()
-    keys = last[:, :width].view(N, *k.shape[2:])
-    states = S, keys, last[:, width:].view(N, *given.v.shape[2:]), theta
-    if backwards:
-        o = o.flip(1)
-        if cu_seqlens is not None:
-            states = tuple(x.flip(0) for x in states)
-    return o, states  # type: ignore[return-value]
+        o = (widen(o) + _of_itself(q, k, given, options.scale)).to(result_dtype(given.q))
+    if S is None or last is None or theta is None:
+        return o, None
+    keys, values = last.split([k.shape[2:].numel(), given.v.shape[2:].numel()], dim=1)
+    return o, (S, keys.unflatten(1, k.shape[2:]), values.unflatten(1, given.v.shape[2:]), theta)
 
 
 def _turned(
-    given: _Given, states: States | None, cu_seqlens: Tensor | None, options: LinearOptions
+    given: _Given, states: States | tuple[()], cu_seqlens: Tensor | None, options: LinearOptions
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """q and k turned, and theta after the last token [N, HV, P]."""
     turns = widen(given.angles)
     theta, last = gated_scan(
         turns.flatten(2),
         torch.zeros_like(turns).flatten(2),
-        None if states is None else widen(states[3]).flatten(1),
+        widen(states[3]).flatten(1) if states else None,
         options.output_final_state,
         False,
         cu_seqlens,
-        "triton" if options.impl == "sm90" else options.impl,
+        scan_impl(options.impl),
         options.context,
     )
     theta = theta.view_as(turns)[:, :, :, None]  # [B, T, HV, 1, P]
@@ -190,14 +185,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _before(
     k: Tensor,
     v: Tensor,
-    states: States | None,
+    states: States | tuple[()],
     cu_seqlens: Tensor | None,
     options: LinearOptions,
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """k turned and v of the token before each, and both of the last [N, HV R K + HV R V]."""
     x = torch.cat([k.flatten(2), v.to(k.dtype).flatten(2)], -1)
     start = None
-    if states is not None:
+    if states:
         start = torch.cat([states[1].flatten(1), states[2].flatten(1)], -1).to(x.dtype)
     y, last = token_shift(
         x, initial_state=start, output_final_state=options.output_final_state,
@@ -233,7 +228,7 @@ def _written(
     offsets = None if cu_seqlens is None else cu_seqlens * (2 * R)
     o, S = run(
         LinearInputs(reads, keys, values, g=g, initial_state=S, cu_seqlens=offsets),
-        options._replace(scale=scale, reverse=False, context=context),
+        options._replace(scale=scale, context=context),
         recurrent=recurrent,
     )
     return o.unflatten(1, (T, 2 * R))[:, :, R:].transpose(2, 3), S
@@ -248,28 +243,17 @@ def _of_itself(q: Tensor, k: Tensor, given: _Given, scale: float | None) -> Tens
 
 def _check(
     given: _Given, states: States | None, cu_seqlens: Tensor | None, options: LinearOptions
-) -> int:
-    """How many sequences there are, or an error."""
+) -> None:
     q, k, v, g, dt, trap, angles = given
-    checks.expect_layouts(
-        q=(q, "B T HV R K"), k=(k, "B T HV R K"), v=(v, "B T HV R V"), g=(g, "B T HV"),
-        dt=(dt, "B T HV"), trap=(trap, "B T HV"), angles=(angles, "B T HV P"),
+    S, key, value, theta = states or (None,) * 4
+    expect_inputs(
+        cu_seqlens, options.context, q=(q, "B T HV R K"), k=(k, "B T HV R K"), v=(v, "B T HV R V"),
+        g=(g, "B T HV"), dt=(dt, "B T HV"), trap=(trap, "B T HV"), angles=(angles, "B T HV P"),
+        **{
+            "initial_state[0]": (S, "N HV K V"), "initial_state[1]": (key, "N HV R K"),
+            "initial_state[2]": (value, "N HV R V"), "initial_state[3]": (theta, "N HV P"),
+        },
     )  # fmt: skip
-    N = sequences(q, cu_seqlens, options.reverse, options.context)
-    (HV, R, K), V, P = q.shape[2:], v.shape[-1], angles.shape[-1]
+    K, P = q.shape[-1], angles.shape[-1]
     if 2 * P > K:
         raise ValueError(f"angles: want at most K / 2 = {K // 2} pairs, got {P}")
-    named: dict[str, Tensor] = dict(given._asdict())
-    if states is not None:
-        if not isinstance(states, tuple) or len(states) != 4:
-            raise TypeError(
-                "initial_state: want a tuple (S [N, HV, K, V], k [N, HV, R, K], v [N, HV, R, V], "
-                f"theta [N, HV, P]), got {type(states).__name__}"
-            )
-        shapes = (N, HV, K, V), (N, HV, R, K), (N, HV, R, V), (N, HV, P)
-        for i, (state, shape) in enumerate(zip(states, shapes)):
-            checks.expect_shape(f"initial_state[{i}]", state, shape)
-            named[f"initial_state[{i}]"] = state
-    checks.expect_floating(named)
-    checks.expect_one_device({**named, "cu_seqlens": cu_seqlens})
-    return N

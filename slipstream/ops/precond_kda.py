@@ -3,11 +3,9 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.dispatch import LinearOptions
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._fp32 import widen
-from slipstream.ops._preconditioner import Preconditioner, two_states
-from slipstream.ops._preprocess import l2_normalised
+from slipstream.ops._preconditioner import Preconditioner, run_preconditioned
 from slipstream.ops.kda import channel_gate
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -54,29 +52,9 @@ def chunk_precond_kda(
     Arguments have to be named: fla's two operators have different orders.
 
     Args:
-        q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
-        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
         g: log decay of S [B, T, HV, K], at most 0, float32.
-        g_atk: log decay of A [B, T, H], at most 0, float32.
-        beta_atk: how much of the new squares to add [B, T, H], in (0, 1).
-        beta: how much of the old value to replace [B, T, HV], in (0, 1), or (0, 2).
-        scale: factor on the output; K^-0.5 if None.
-        initial_state: states before the first token, a tuple (S [N, HV, K, V], A [N, H, K]),
-            float32; zeros if None.
-        output_final_state: return the states after the last token too.
-        use_qk_l2norm_in_kernel: normalise q and k to norm 1 first.
         use_gate_in_kernel, A_log, dt_bias, lower_bound: g is raw, as for chunk_kda.
-        x: the factors are from 1 / x to x; above 2 the recurrence may grow.
-        eps: added to A.
-        log_atk_scale: log A where the factor is 1 [H]; -0.2 if None.
-        state_v_first: S is [N, HV, V, K] instead.
-        reverse: run time backwards; the final states are then those before the first token.
-        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
-            sequences and no cu_seqlens. None: one rank has all tokens.
-        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
-            kernels have their own. Chosen if None.
-        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        the others: as chunk_precond_gated_delta_rule.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final states, a tuple like initial_state, or None.
@@ -92,11 +70,15 @@ def chunk_precond_kda(
     options = LinearOptions(
         scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
     )
-    S, A = two_states(initial_state)
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    terms = LinearInputs(q, k, v, g=g, beta=beta, initial_state=S, cu_seqlens=cu_seqlens)
-    preconditioner = Preconditioner(g_atk, beta_atk, A, log_atk_scale, x, eps)
-    return _run(terms, preconditioner, use_qk_l2norm_in_kernel, options, recurrent=False)
+    return run_preconditioned(
+        LinearInputs(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens),
+        initial_state,
+        Preconditioner(g_atk, beta_atk, log_atk_scale, x, eps),
+        options,
+        normalise=use_qk_l2norm_in_kernel,
+        recurrent=False,
+    )
 
 
 @checks.operator
@@ -131,33 +113,12 @@ def fused_recurrent_precond_kda(
     Arguments, result and errors as chunk_precond_kda. Cost: 8 T HV K V flops, one after the other.
     """
     options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
-    S, A = two_states(initial_state)
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    terms = LinearInputs(q, k, v, g=g, beta=beta, initial_state=S, cu_seqlens=cu_seqlens)
-    preconditioner = Preconditioner(g_atk, beta_atk, A, log_atk_scale, x, eps)
-    return _run(terms, preconditioner, use_qk_l2norm_in_kernel, options, recurrent=True)
-
-
-def _run(
-    terms: LinearInputs,
-    preconditioner: Preconditioner,
-    normalise: bool,
-    options: LinearOptions,
-    *,
-    recurrent: bool,
-) -> tuple[Tensor, States | None]:
-    q, k, v, g, beta = terms.q, terms.k, terms.v, terms.g, terms.beta
-    assert g is not None and beta is not None
-    preconditioner.check(terms, "B T HV K")
-    if normalise:
-        q, k = l2_normalised(q=q, k=k)
-    written, A = preconditioner.keys(k, options, terms.cu_seqlens)
-    if v.shape[2] != k.shape[2]:
-        group = v.shape[2] // k.shape[2]
-        q, k, written = (y.repeat_interleave(group, dim=2) for y in (q, k, written))
-    free = terms._replace(
-        q=q, k=written, v=(beta[..., None] * v).to(v.dtype), beta=None,
-        a=(widen(g).exp() * k).to(k.dtype), b=(-beta[..., None] * written).to(k.dtype),
-    )  # fmt: skip
-    o, S = run(free, options, recurrent=recurrent)
-    return o, None if S is None or A is None else (S, A)
+    return run_preconditioned(
+        LinearInputs(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens),
+        initial_state,
+        Preconditioner(g_atk, beta_atk, log_atk_scale, x, eps),
+        options,
+        normalise=use_qk_l2norm_in_kernel,
+        recurrent=True,
+    )

@@ -88,5 +88,5 @@ def test_mamba3_rejects_what_does_not_fit() -> None:
         fn(**{**given, "v": given["v"][:, :, :, :1]})
     with pytest.raises(TypeError, match="initial_state: want a tuple"):
         fn(**given, initial_state=states(2)[:3])
-    with pytest.raises(ValueError, match=r"initial_state\[1\]: want shape"):
+    with pytest.raises(ValueError, match=r"initial_state\[1\]: want"):
         fn(**given, initial_state=states(1))
