@@ -17,6 +17,7 @@ from slipstream.kernels.gated_scan import op as scan
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.log_probs import op as log_probs
 from slipstream.kernels.loss import cross_entropy_op, distill
 from slipstream.kernels.loss import op as loss
 from slipstream.kernels.matmul import op as matmul
@@ -135,6 +136,10 @@ ROWS: dict[str, tuple[Any, Row]] = {
     "cross_entropy": (
         cross_entropy_op._call.overload,
         Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1),
+    ),
+    "linear_log_probs": (
+        log_probs._call.overload,
+        Row(lambda: (rand(4, 3), rand(5, 3), rand(5), IDS, 0.7, -100, "eager"), 2),
     ),
     "linear_kl_div": (distill._CALL.overload, Row(_distill, 1, inputs=3)),
     "decay_gate": (

@@ -273,6 +273,7 @@ GUARDED = {
     "loss/launch.py": ("cross_entropy.triton",),
     "loss/shard.py": ("cross_entropy.shard",),
     "loss/distill.py": ("linear_kl_div.triton",),
+    "log_probs/op.py": ("log_probs.triton",),
     "pointwise/activation.py": ("glu.triton",),
     "pointwise/linear.py": ("glu_bwd_recompute.triton",),
     "pointwise/rotary.py": ("rotary.triton",),

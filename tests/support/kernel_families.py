@@ -21,6 +21,7 @@ from slipstream.kernels.linear import gsa, householder
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
+from slipstream.kernels.log_probs import eager as log_probs_eager
 from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.loss.cross_entropy_op import LossInputs
@@ -294,6 +295,15 @@ FAMILIES = [
         sampled("linear_kl_div"),
         {"loss.triton.kl_launch:linear_rows": _kl_rows},
         ("slipstream.ops.distill",),
+    ),
+    Family(
+        "log_probs.triton",
+        sampled("linear_log_probs-entropy"),
+        {
+            "log_probs.triton.log_probs:forward": log_probs_eager.forward,
+            "log_probs.triton.log_probs:backward": log_probs_eager.backward,
+        },
+        ("slipstream.ops.log_probs",),
     ),
     Family("cross_entropy.shard", shards, {"loss.triton.launch:cross_entropy": _sharded}),
     Family(

@@ -1,0 +1,84 @@
+"""Log-probabilities and entropies in plain torch, and their gradients.
+
+    z = scale (hidden weight^T + bias)          p = softmax(z)
+    log_prob = log p[target]                    entropy = -sum p log p
+    dz = dlog_prob (onehot(target) - p) - dentropy p (log p + entropy)
+
+Rows go through in chunks, whose logits are dropped again; backward makes them a second time.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
+
+
+class Given(NamedTuple):
+    """hidden [N, D], weight [V, D], bias [V] or None, target int64 [N]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+
+def forward(given: Given, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """log_prob and entropy [N]; 0 where the target is ignored."""
+    hidden, target = given.hidden, given.target
+    log_prob, entropy = (hidden.new_zeros(len(target), dtype=given.compute_dtype) for _ in range(2))
+    for rows in chunks(hidden, given.weight):
+        log_p, at = _log_softmax(given, rows, scale), target[rows]
+        live = at != ignore_index
+        chosen = log_p.gather(1, torch.where(live, at, 0)[:, None])[:, 0]
+        log_prob[rows] = torch.where(live, chosen, 0)
+        entropy[rows] = torch.where(live, entropy_of(log_p), 0)
+    return log_prob, entropy
+
+
+def backward(
+    given: Given, dlog_prob: Tensor, dentropy: Tensor, scale: float, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dhidden [N, D] in hidden's dtype; dweight [V, D] and dbias [V] in float32 or float64."""
+    hidden, weight, bias, target = given
+    dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    dweight = weight.new_zeros(weight.shape, dtype=given.compute_dtype)
+    dbias = dweight.new_zeros(0 if bias is None else len(weight))
+    for rows in chunks(hidden, weight):
+        log_p, at = _log_softmax(given, rows, scale), target[rows]
+        live = at != ignore_index
+        up, down = (torch.where(live, g[rows], 0)[:, None] for g in (dlog_prob, dentropy))
+        entropy = entropy_of(log_p)[:, None]
+        p = log_p.exp()
+        d = log_p.clamp_(min=torch.finfo(log_p.dtype).min).add_(entropy).mul_(-down).sub_(up)
+        d.mul_(p).scatter_add_(1, torch.where(live, at, 0)[:, None], up)
+        # masked, not multiplied: an ignored row may hold inf or NaN
+        d = d.mul_(scale).masked_fill_(~live[:, None], 0)
+        if bias is not None:
+            dbias += d.sum(0)
+        d = d.to(hidden.dtype)
+        dhidden[rows] = d @ weight
+        dweight += d.t() @ hidden[rows]
+    return dhidden, dweight, dbias
+
+
+def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    most = CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20)
+    step = max(most // weight.shape[0], 1)
+    return [slice(i, i + step) for i in range(0, hidden.shape[0], step)]
+
+
+def _log_softmax(given: Given, rows: slice, scale: float) -> Tensor:
+    z = F.linear(given.hidden[rows], given.weight, given.bias).to(given.compute_dtype)
+    return z.mul_(scale).log_softmax(-1)
+
+
+def entropy_of(log_p: Tensor) -> Tensor:
+    """A class that cannot be, whose logarithm is -inf, adds nothing."""
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)

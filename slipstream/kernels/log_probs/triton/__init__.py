@@ -1,0 +1,1 @@
+"""Triton kernels of log-probabilities and entropies."""

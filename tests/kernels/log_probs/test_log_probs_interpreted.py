@@ -1,0 +1,59 @@
+"""The Triton kernel of log-probabilities and entropies under Triton's interpreter.
+
+TRITON_INTERPRET=1 python -m tests.kernels.log_probs.test_log_probs_interpreted
+"""
+
+import pytest
+import torch
+
+from slipstream.ops import linear_log_probs
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_log_probs_match_reference() -> None:
+    run(script="tests.kernels.log_probs.test_log_probs_interpreted")
+
+
+def check(V: int, size: float, biased: bool, dtype: torch.dtype) -> None:
+    """size: of the logits; from 50 on one class has nearly all."""
+    hidden, weight = torch.randn(10, 6), size * torch.randn(V, 6)
+    given = [hidden.to(dtype), weight.to(dtype)]
+    if biased:
+        bias = torch.randn(V)
+        if V > 2:
+            bias[1] = -torch.inf
+        given.append(bias.to(dtype))
+    target = torch.randint(0, V, (10,))
+    target[target == 1] = 0
+    target[4] = -100
+    weights = torch.randn(2, 10).double()
+    found = []
+    for impl, wide in (("triton", dtype), ("reference", torch.float64)):
+        leaves = [x.to(wide, copy=True).requires_grad_() for x in given]
+        h, w, *more = leaves
+        outs = linear_log_probs(
+            h, w, target, *more, temperature=1.5, return_entropy=True, impl=impl
+        )
+        total = (torch.stack(outs).double() * weights).sum()
+        found.append([*(x.detach() for x in outs), *torch.autograd.grad(total, leaves)])
+    for x, y in zip(*found, strict=True):
+        assert x.isfinite().all()
+        assert error(x, y) < (2e-5 if dtype == torch.float32 else 2e-2), (V, size, biased)
+
+
+def main() -> None:
+    from slipstream.kernels.loss.triton import launch
+
+    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+    torch.manual_seed(0)
+    launch.TILES = ((1 << 62, 16, 4),)
+    launch.CHUNK_BYTES, launch.ROW_MULTIPLE = 4 * 4 * 64, 4
+    for V, size, biased in [(1, 1.0, True), (16, 1.0, False), (37, 1.0, True), (37, 50.0, False)]:
+        check(V, size, biased, torch.float32)
+    check(37, 1.0, True, torch.float16)
+
+
+if __name__ == "__main__":
+    main()
