@@ -6,21 +6,19 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
-    Mixer,
     NormalLinear,
     ShortConvolution,
     State,
-    expect_divisor,
     new_state,
     past,
-    reset_decay,
 )
+from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops.comba import chunk_comba, fused_recurrent_comba
 from slipstream.ops.norm import l2_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class Comba(Mixer):
+class Comba(DeltaHeads):
     """Comba behind short convolutions, with a gated norm after it.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -57,32 +55,22 @@ class Comba(Mixer):
         mode: str | None = None,
         layer_idx: int = 0,
     ) -> None:
-        super().__init__(mode, layer_idx)
-        if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-            head_dim = hidden_size // num_heads
-        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
-        self.num_v_heads = num_v_heads or num_heads
-        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
-        self.initial_correction, self.norm_eps = correction, norm_eps
-        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
+        heads = num_heads, head_dim, head_v_dim, num_v_heads
+        super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
+        self.initial_correction = correction
+        self.qkv_proj = NormalLinear(hidden_size, self.channels)
         self.z_proj = NormalLinear(hidden_size, self.values)
         self.ab_proj = NormalLinear(hidden_size, 2 * self.num_v_heads)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(2 * self.keys + self.values, conv_size)
+        self.conv = ShortConvolution(self.channels, conv_size)
         self.erase = nn.Parameter(torch.empty(num_heads))
         self.correction = nn.Parameter(torch.empty(num_heads))
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
+        self._add_decay_and_norm(self.num_v_heads, self.num_v_heads)
 
     def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
+        super().reset_parameters()
         nn.init.ones_(self.erase)
         nn.init.constant_(self.correction, self.initial_correction)
-        nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -95,9 +83,7 @@ class Comba(Mixer):
         use_cache: bool = False,
     ) -> Mixed:
         qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        q, k, v = self._heads_of(qkv, l2_norm)
         a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
         a = a if a.dtype == torch.float64 else a.float()
         comba = fused_recurrent_comba if self.recurrent(x, context) else chunk_comba

@@ -2,22 +2,19 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
-    Mixer,
     NormalLinear,
     ShortConvolution,
     State,
     convolution_in_parts,
-    expect_divisor,
     expect_gate_activation,
     new_state,
     past,
-    reset_decay,
 )
+from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.nn.recompute import Recompute
@@ -26,7 +23,7 @@ from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(DeltaHeads):
     """The gated delta rule behind short convolutions, with a gated norm after it.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -68,31 +65,17 @@ class GatedDeltaNet(Mixer):
         conv_bias: bool = False,
         gate_activation: str = "silu",
     ) -> None:
-        super().__init__(mode, layer_idx)
-        if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-            head_dim = hidden_size // num_heads
-        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
-        self.num_v_heads = num_v_heads or num_heads
-        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        heads = num_heads, head_dim, head_v_dim, num_v_heads
+        super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
         expect_gate_activation(gate_activation)
-        self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
+        self.allow_neg_eigval = allow_neg_eigval
         self.gate_activation = gate_activation
-        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
+        self.qkv_proj = NormalLinear(hidden_size, self.channels)
         self.z_proj = NormalLinear(hidden_size, self.values) if use_gate else None
         self.ab_proj = NormalLinear(hidden_size, 2 * self.num_v_heads)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        channels = 2 * self.keys + self.values
-        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
-        nn.init.ones_(self.norm_weight)
+        self.conv = ShortConvolution(self.channels, conv_size, conv_bias) if conv_size else None
+        self._add_decay_and_norm(self.num_v_heads, self.num_v_heads)
 
     def forward(
         self,
@@ -139,9 +122,7 @@ class GatedDeltaNet(Mixer):
                 cu_seqlens=cu_seqlens,
                 context=context,
             )
-        z = None if self.z_proj is None else self.z_proj(x)
-        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -149,19 +130,20 @@ class GatedDeltaNet(Mixer):
         if self.conv is not None and not on_host(x):
             return self._fused_step(x, state, self.conv, **options)
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
-        q, k = qk.chunk(2, dim=2)
+        q, k, v = self._heads_of(qkv, decoding.unit)
         a, b = self.ab_proj(x).chunk(2, dim=-1)
         beta = b.sigmoid()
         o = decoding.recurrence(
             q,
             k,
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            v,
             state["recurrent"],
             g=decoding.decay_gate(a, self.A_log, self.dt_bias),
             beta=2 * beta if self.allow_neg_eigval else beta,
         )
+        return self._output(o, x)
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
         z = None if self.z_proj is None else self.z_proj(x)
         o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
@@ -178,12 +160,11 @@ class GatedDeltaNet(Mixer):
         residual: Tensor | None = None,
     ) -> Tensor:
         qkv, z, ab = projections.linears(x, (self.qkv_proj, self.z_proj, self.ab_proj), norm)
-        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
+        q, k, v = self._heads_of(qkv)
         a, b = ab.chunk(2, dim=-1)
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
         y = decoding.mixer(
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_heads, self.head_dim)),
+            q,
+            k,
             v,
             state,
             conv,

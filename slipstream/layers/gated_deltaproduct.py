@@ -2,19 +2,17 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import (
     Mixed,
-    Mixer,
     NormalLinear,
     ShortConvolution,
     State,
-    expect_divisor,
     new_state,
     past,
-    reset_decay,
 )
+from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops.gated_delta_product import (
     chunk_gated_delta_product,
     fused_recurrent_gated_delta_product,
@@ -23,7 +21,7 @@ from slipstream.ops.norm import l2_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class GatedDeltaProduct(Mixer):
+class GatedDeltaProduct(DeltaHeads):
     """Gated DeltaNet with n keys, values and steps a token, of which the first decays.
 
         q, k_1 .. k_n, v_1 .. v_n = silu(conv(x W_qkv));  beta = 2 sigmoid(x W_b)
@@ -60,33 +58,20 @@ class GatedDeltaProduct(Mixer):
         mode: str | None = None,
         layer_idx: int = 0,
     ) -> None:
-        super().__init__(mode, layer_idx)
-        if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-            head_dim = hidden_size // num_heads
         if num_householder < 1:
             raise ValueError(f"num_householder: want at least 1, got {num_householder}")
-        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
-        self.num_v_heads = num_v_heads or num_heads
-        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        heads = num_heads, head_dim, head_v_dim, num_v_heads
+        super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
         self.num_householder, self.allow_neg_eigval = num_householder, allow_neg_eigval
-        self.norm_eps = norm_eps
-        n, keys, values = num_householder, num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        self.sizes = [keys, n * keys, n * values]
+        n = num_householder
+        self.sizes = [self.keys, n * self.keys, n * self.values]
         self.qkv_proj = NormalLinear(hidden_size, sum(self.sizes))
         self.a_proj = NormalLinear(hidden_size, self.num_v_heads)
         self.b_proj = NormalLinear(hidden_size, n * self.num_v_heads)
-        self.z_proj = NormalLinear(hidden_size, values)
-        self.o_proj = NormalLinear(values, hidden_size)
+        self.z_proj = NormalLinear(hidden_size, self.values)
+        self.o_proj = NormalLinear(self.values, hidden_size)
         self.conv = ShortConvolution(sum(self.sizes), conv_size)
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
-        nn.init.ones_(self.norm_weight)
+        self._add_decay_and_norm(self.num_v_heads, self.num_v_heads)
 
     def forward(
         self,

@@ -2,21 +2,18 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import (
     Mixed,
-    Mixer,
     NormalLinear,
     ShortConvolution,
     State,
     convolved,
-    expect_divisor,
     new_state,
     past,
-    reset_decay,
 )
+from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding
 from slipstream.ops._fp32 import widen
 from slipstream.ops.gated_oja_rule import chunk_gated_oja_rule, fused_recurrent_gated_oja_rule
@@ -24,7 +21,7 @@ from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class GatedOja(Mixer):
+class GatedOja(DeltaHeads):
     """Kimi delta attention with the roles of keys and values exchanged, behind convolutions.
 
         q, k, v = silu(conv(x W_qkv));  q, v = l2_norm(q), l2_norm(v)
@@ -64,32 +61,19 @@ class GatedOja(Mixer):
         allow_neg_eigval: bool = False,
         gate_low_rank_dim: int | None = None,
     ) -> None:
-        super().__init__(mode, layer_idx)
-        if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-            head_dim = hidden_size // num_heads
-        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
-        self.num_v_heads = num_v_heads or num_heads
-        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
-        self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
-        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        rank, channels = gate_low_rank_dim or self.head_v_dim, 2 * self.keys + self.values
-        self.qkv_proj = NormalLinear(hidden_size, channels)
+        heads = num_heads, head_dim, head_v_dim, num_v_heads
+        super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
+        self.allow_neg_eigval = allow_neg_eigval
+        rank = gate_low_rank_dim or self.head_v_dim
+        self.qkv_proj = NormalLinear(hidden_size, self.channels)
         self.f_down = NormalLinear(hidden_size, rank)
         self.f_up = NormalLinear(rank, self.values)
         self.b_proj = NormalLinear(hidden_size, self.num_v_heads)
         self.g_down = NormalLinear(hidden_size, rank)
         self.g_up = NormalLinear(rank, self.values)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.values))
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
-        nn.init.ones_(self.norm_weight)
+        self.conv = ShortConvolution(self.channels, conv_size, conv_bias) if conv_size else None
+        self._add_decay_and_norm(self.num_v_heads, self.values)
 
     def forward(
         self,
@@ -102,7 +86,7 @@ class GatedOja(Mixer):
         use_cache: bool = False,
     ) -> Mixed:
         qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
-        q, k, v = self._heads(qkv)
+        q, k, v = self._heads_of(qkv)
         gv, beta = self._gates(x)
         short = self.recurrent(x, context)
         rule = fused_recurrent_gated_oja_rule if short else chunk_gated_oja_rule
@@ -119,7 +103,7 @@ class GatedOja(Mixer):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        q, k, v = self._heads(qkv)
+        q, k, v = self._heads_of(qkv)
         q, v = decoding.unit(q), decoding.unit(v)
         gv, beta = self._gates(x)
         S, group = state["recurrent"], self.num_v_heads // self.num_heads
@@ -130,16 +114,6 @@ class GatedOja(Mixer):
         S.add_((widen(beta)[:, 0, :, None].to(S.dtype) * (k - erased))[..., None] * values)
         o = (q[..., None] * S).sum(-2) * self.head_dim**-0.5
         return self._output(o.to(dtype)[:, None], x)
-
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        gate = self.g_up(self.g_down(x))
-        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
-        return self.o_proj(o.flatten(-2))
-
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
-        q, k = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k))
-        return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """gv [B, T, HV, V] and beta [B, T, HV]"""

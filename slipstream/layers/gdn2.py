@@ -2,28 +2,24 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import (
     Mixed,
-    Mixer,
     NormalLinear,
     ShortConvolution,
     State,
     convolved,
-    expect_divisor,
     new_state,
     past,
-    reset_decay,
 )
+from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding
 from slipstream.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
-from slipstream.ops.norm import rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class GatedDeltaNet2(Mixer):
+class GatedDeltaNet2(DeltaHeads):
     """The delta rule whose decay, erase and write are gates of channels, behind convolutions.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -66,32 +62,19 @@ class GatedDeltaNet2(Mixer):
         allow_neg_eigval: bool = False,
         gate_low_rank_dim: int | None = None,
     ) -> None:
-        super().__init__(mode, layer_idx)
-        if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-            head_dim = hidden_size // num_heads
-        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
-        self.num_v_heads = num_v_heads or num_heads
-        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
-        self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
-        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        rank, channels = gate_low_rank_dim or self.head_v_dim, 2 * self.keys + self.values
-        self.qkv_proj = NormalLinear(hidden_size, channels)
+        heads = num_heads, head_dim, head_v_dim, num_v_heads
+        super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
+        self.allow_neg_eigval = allow_neg_eigval
+        rank = gate_low_rank_dim or self.head_v_dim
+        self.qkv_proj = NormalLinear(hidden_size, self.channels)
         self.f_down = NormalLinear(hidden_size, rank)
         self.f_up = NormalLinear(rank, self.keys)
         self.bw_proj = NormalLinear(hidden_size, self.keys + self.values)
         self.g_down = NormalLinear(hidden_size, rank)
         self.g_up = NormalLinear(rank, self.values, bias=gate_bias)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.keys))
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
-        nn.init.ones_(self.norm_weight)
+        self.conv = ShortConvolution(self.channels, conv_size, conv_bias) if conv_size else None
+        self._add_decay_and_norm(num_heads, self.keys)
 
     def forward(
         self,
@@ -104,7 +87,7 @@ class GatedDeltaNet2(Mixer):
         use_cache: bool = False,
     ) -> Mixed:
         qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
-        q, k, v = self._heads(qkv)
+        q, k, v = self._heads_of(qkv)
         g, b, w = self._gates(x)
         gdn2 = fused_recurrent_gdn2 if self.recurrent(x, context) else chunk_gdn2
         o, recurrent = gdn2(
@@ -115,29 +98,19 @@ class GatedDeltaNet2(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )  # fmt: skip
-        gate = self.g_up(self.g_down(x)).view_as(o)
-        o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        q, k, v = self._heads(qkv)
+        q, k, v = self._heads_of(qkv, decoding.unit)
         g, b, w = self._gates(x)
-        q, k = decoding.unit(q), decoding.unit(k)
         o = decoding.recurrence(
             q, k, w * v, state["recurrent"],
             g=self._of_values(g), a=(g.exp() * b * k).to(k.dtype), b=-k,
         )  # fmt: skip
-        gate = self.g_up(self.g_down(x)).view_as(o)
-        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
-        return self.o_proj(o.flatten(-2))
-
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
-        q, k = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k))
-        return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        return self._output(o, x)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """g, b [B, T, H, K] and w [B, T, HV, V]"""

@@ -2,31 +2,28 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
-    Mixer,
     NormalLinear,
     ShortConvolution,
     State,
     convolution_in_parts,
-    expect_divisor,
     new_state,
     past,
-    reset_decay,
 )
+from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.nn.recompute import Recompute
 from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
-from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class KimiDeltaAttention(Mixer):
+class KimiDeltaAttention(DeltaHeads):
     """The delta rule with a decay per channel, behind short convolutions.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -72,36 +69,24 @@ class KimiDeltaAttention(Mixer):
         lower_bound: float | None = None,
         gate_low_rank_dim: int | None = None,
     ) -> None:
-        super().__init__(mode, layer_idx)
-        if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-            head_dim = hidden_size // num_heads
-        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
-        self.num_v_heads = num_v_heads or num_heads
-        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        heads = num_heads, head_dim, head_v_dim, num_v_heads
+        super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
         self.allow_neg_eigval, self.lower_bound = allow_neg_eigval, lower_bound
-        self.norm_eps = norm_eps
-        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        gates, rank = self.num_v_heads * head_dim, gate_low_rank_dim or head_dim
-        self.qkv_proj = NormalLinear(hidden_size, 2 * self.keys + self.values)
+        gates, rank = self.num_v_heads * self.head_dim, gate_low_rank_dim or self.head_dim
+        self.qkv_proj = NormalLinear(hidden_size, self.channels)
         self.f_down = NormalLinear(hidden_size, rank)
         self.f_up = NormalLinear(rank, gates)
         self.b_proj = NormalLinear(hidden_size, self.num_v_heads)
         self.g_down = NormalLinear(hidden_size, rank)
         self.g_up = NormalLinear(rank, self.values, bias=gate_bias)
         self.o_proj = NormalLinear(self.values, hidden_size)
-        channels = 2 * self.keys + self.values
-        self.conv = ShortConvolution(channels, conv_size, conv_bias) if conv_size else None
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(gates))
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
+        self.conv = ShortConvolution(self.channels, conv_size, conv_bias) if conv_size else None
+        self._add_decay_and_norm(self.num_v_heads, gates)
 
     def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
+        super().reset_parameters()
         if self.lower_bound is not None:
             nn.init.zeros_(self.A_log)
-        nn.init.ones_(self.norm_weight)
 
     def forward(
         self,
@@ -143,9 +128,7 @@ class KimiDeltaAttention(Mixer):
                 cu_seqlens=cu_seqlens,
                 context=context,
             )
-        gate = self.g_up(self.g_down(x)).view_as(o)
-        o = rms_norm_gated(o, gate, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -153,22 +136,18 @@ class KimiDeltaAttention(Mixer):
         if self.conv is not None and not on_host(x):
             return self._fused_step(x, state, self.conv, **options)
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
-        q, k = qk.chunk(2, dim=2)
+        q, k, v = self._heads_of(qkv, decoding.unit)
         f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
         beta = self.b_proj(x).sigmoid()
         o = decoding.recurrence(
             q,
             k,
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            v,
             state["recurrent"],
             g=decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound),
             beta=2 * beta if self.allow_neg_eigval else beta,
         )
-        gate = self.g_up(self.g_down(x)).view_as(o)
-        o = decoding.gated_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
-        return self.o_proj(o.flatten(-2))
+        return self._output(o, x)
 
     def has_fused_step(self) -> bool:
         return self.conv is not None
@@ -183,11 +162,10 @@ class KimiDeltaAttention(Mixer):
     ) -> Tensor:
         layers = self.qkv_proj, self.b_proj, self.f_down, self.g_down
         qkv, beta, f, z = projections.linears(x, layers, norm)
-        q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        q, k, v = self._heads_of(qkv)
         y = decoding.mixer(
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_heads, self.head_dim)),
+            q,
+            k,
             v,
             state,
             conv,

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
-    Mixer,
     NormalLinear,
     State,
     convolved,
     new_state,
     reset_decay,
 )
+from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.layers.gated_deltanet import GatedDeltaNet
 from slipstream.layers.kda import KimiDeltaAttention
 from slipstream.nn import decoding
@@ -84,18 +84,11 @@ def preconditioned_step(
     return decoding.recurrence(q, written, (beta * v).to(v.dtype), state, g=g, a=a, b=b)
 
 
-class _Preconditioned(Mixer):
+class _Preconditioned(DeltaHeads):
     """What both layers share. The class behind it in theirs has the other projections."""
 
     conv: Any
     qkv_proj: Any
-    o_proj: Any
-    num_heads: int
-    num_v_heads: int
-    head_dim: int
-    head_v_dim: int
-    keys: int
-    values: int
 
     def __init__(
         self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
@@ -115,18 +108,17 @@ class _Preconditioned(Mixer):
         use_cache: bool = False,
     ) -> Mixed:
         qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        q, k = l2_norm(qk.unflatten(-1, (2 * self.num_heads, self.head_dim))).chunk(2, dim=2)
+        q, k, v = self._heads_of(qkv, l2_norm)
         g, beta = self._gates(x)
         o, states = self._rule(self.recurrent(x, context))(
-            q=q, k=k, v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)), g=g, beta=beta,
+            q=q, k=k, v=v, g=g, beta=beta,
             **self.preconditioner(x),
             initial_state=_both(state),
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
             context=context,
         )  # fmt: skip
-        return self._output(x, o), _new(use_cache, states, conv)
+        return self._output(o, x), _new(use_cache, states, conv)
 
     def has_fused_step(self) -> bool:
         return False
@@ -135,22 +127,16 @@ class _Preconditioned(Mixer):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        qk = decoding.unit(qk.unflatten(-1, (2 * self.num_heads, self.head_dim)))
-        q, k = qk.chunk(2, dim=2)
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        q, k, v = self._heads_of(qkv, decoding.unit)
         written = self.preconditioner.step(x, k, state["preconditioner"])
         o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
-        return self._output(x, o)
+        return self._output(o, x)
 
     def _rule(self, recurrent: bool) -> Callable[..., Any]:
         raise NotImplementedError
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """g [B, T, HV] or [B, T, HV, K] and beta [B, T, HV]"""
-        raise NotImplementedError
-
-    def _output(self, x: Tensor, o: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -176,11 +162,6 @@ class PrecondGatedDeltaNet(_Preconditioned, GatedDeltaNet):
         beta = 2 * b.sigmoid() if self.allow_neg_eigval else b.sigmoid()
         return decoding.decay_gate(a, self.A_log, self.dt_bias), beta
 
-    def _output(self, x: Tensor, o: Tensor) -> Tensor:
-        z = None if self.z_proj is None else self.z_proj(x)
-        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
-        return self.o_proj(o.flatten(-2))
-
 
 class PrecondKDA(_Preconditioned, KimiDeltaAttention):
     """KimiDeltaAttention by ops.chunk_precond_kda.
@@ -202,11 +183,6 @@ class PrecondKDA(_Preconditioned, KimiDeltaAttention):
         beta = self.b_proj(x).sigmoid()
         g = decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound)
         return g, 2 * beta if self.allow_neg_eigval else beta
-
-    def _output(self, x: Tensor, o: Tensor) -> Tensor:
-        gate = self.g_up(self.g_down(x))
-        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
-        return self.o_proj(o.flatten(-2))
 
 
 def _both(state: State | None) -> tuple[Tensor, Tensor] | None:

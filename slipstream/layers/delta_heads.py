@@ -1,0 +1,76 @@
+"""What GatedDeltaNet, KimiDeltaAttention and the layers like them share: their heads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.layers.base import Mixer, expect_divisor, reset_decay
+from slipstream.nn import decoding
+
+
+class DeltaHeads(Mixer):
+    """Heads of q, k and v out of one projection, with a decay and a norm of each head's output.
+
+    Args:
+        hidden_size: D. num_heads: H, heads of q and k.
+        head_dim: K; None is D / H. head_v_dim: V; None is K.
+        num_v_heads: HV, heads of v, a multiple of H; None is H.
+        norm_eps: of the norm, whose weight [V] the heads share.
+        mode, layer_idx: as Mixer.
+
+    keys is H K, values is HV V, and channels those of q, k and v together.
+    """
+
+    g_down: Any
+    g_up: Any
+    o_proj: Any
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int | None,
+        head_v_dim: int | None,
+        num_v_heads: int | None,
+        norm_eps: float,
+        mode: str | None,
+        layer_idx: int,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
+        self.num_v_heads = num_v_heads or num_heads
+        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        self.channels = 2 * self.keys + self.values
+        self.norm_eps = norm_eps
+
+    def _add_decay_and_norm(self, decay_heads: int, decay_channels: int) -> None:
+        """The last parameters: A_log [decay_heads], dt_bias [decay_channels], norm_weight [V]."""
+        self.A_log = nn.Parameter(torch.empty(decay_heads))
+        self.dt_bias = nn.Parameter(torch.empty(decay_channels))
+        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.norm_weight)
+
+    def _heads_of(
+        self, qkv: Tensor, unit: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [B, T, H, K], normalised by unit, and v [B, T, HV, V]"""
+        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
+        qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
+        q, k = (qk if unit is None else unit(qk)).chunk(2, dim=2)
+        return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        """The norm of o [B, T, HV, V] by the sigmoid of a gate of low rank, through o_proj."""
+        gate = self.g_up(self.g_down(x))
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
+        return self.o_proj(o.flatten(-2))
