@@ -19,6 +19,7 @@ _FAMILIES = {
     "rotary": "pointwise",
     "token_shift": "pointwise",
     "token_mix": "time_mix",
+    "rwkv7": "time_mix",
     "embedding": "pointwise",
     "cross_entropy": "loss",
     "linear_kl_div": "loss",

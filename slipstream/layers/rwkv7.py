@@ -1,6 +1,5 @@
 """Time mixing of RWKV-7 (Goose)."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
 from slipstream.nn import decoding
 from slipstream.nn.linear import plain_linear, plain_module
-from slipstream.ops.norm import group_norm
+from slipstream.nn.recompute import Recompute
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
 
-SLOWEST_LOG_DECAY = -math.exp(-0.5)
 MIX_POWERS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """How unevenly each mix begins over the channels."""
 
@@ -138,18 +137,25 @@ class RWKV7(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        terms, gate, value = self._terms(x, before, first_value)
-        rwkv7 = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
-        o, recurrent = rwkv7(
-            **terms,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
-        y = self._output(self._norm(o.flatten(-2)), gate, terms)
-        after = new_state(use_cache, recurrent=recurrent, shift=shift)
-        return (y, after, value) if output_value else (y, after)
+        r, v, gate, make = self._project(x, before, first_value)
+        operator = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
+        with Recompute(make, x.numel()) as (w, k, a, b, *mixed):
+            v = mixed[0] if mixed else v
+            o, recurrent = operator(
+                r=r,
+                w=w,
+                k=k,
+                v=v,
+                a=a,
+                b=b,
+                initial_state=past(state, "recurrent"),
+                output_final_state=use_cache,
+                cu_seqlens=cu_seqlens,
+                context=context,
+            )
+            y = self._gated(o, r, k, v, gate)
+        y, after = self.o_proj(y), new_state(use_cache, recurrent=recurrent, shift=shift)
+        return (y, after, v.flatten(-2)) if output_value else (y, after)
 
     def decode(
         self,
@@ -160,19 +166,19 @@ class RWKV7(Mixer):
         first_value: Tensor | None = None,
         output_value: bool = False,
     ) -> Any:
-        terms, gate, value = self._terms(x, state["shift"][:, None], first_value)
+        r, v, gate, make = self._project(x, state["shift"][:, None], first_value)
+        w, k, a, b, *mixed = make()
+        v = mixed[0] if mixed else v
         state["shift"].copy_(x[:, 0])
-        q, g, more = terms["r"], terms["w"], {name: terms[name] for name in "kvab"}
-        o = decoding.recurrence(q=q, g=g, **more, state=state["recurrent"], scale=1.0)
-        eps = self.head_dim * self.norm_eps
-        y = decoding.norm_of_heads(o, self.norm_weight, self.norm_bias, eps)
-        y = self._output(y, gate, terms)
-        return (y, value) if output_value else y
+        o = decoding.recurrence(r, k, v, state["recurrent"], g=w, a=a, b=b, scale=1.0)
+        y = self.o_proj(self._gated(o, r, k, v, gate))
+        return (y, v.flatten(-2)) if output_value else y
 
-    def _terms(
+    def _project(
         self, x: Tensor, before: Tensor, first_value: Tensor | None
-    ) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """The recurrence's r, w, k, v, a, b [B, T, H, K], the gate and v [B, T, D]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Callable[[], list[Tensor]]]:
+        """r and v [B, T, H, K], the gate [B, T, D], and what makes the recurrence's w, k, a, b and,
+        if it is not the v given, v."""
         values: list[Lora | nn.Linear] = [self.v_proj]
         if first_value is not None:
             if self.v_lora is None:
@@ -184,25 +190,15 @@ class RWKV7(Mixer):
         # of each mix what it goes through, in the order of MIX_POWERS
         layers = [self.r_proj], [self.w_lora], [self.k_proj], values, [self.a_lora], [self.g_lora]
         r, w, k, v, *v_gate, a, gate = project_mixes(x, before, self.mix, layers)
+        mixed, heads = (None, None, None), (self.num_heads, self.head_dim)
         if first_value is not None:
-            v = torch.lerp(v, first_value.to(v.dtype), torch.sigmoid(v_gate[0]).to(v.dtype))
-        value = v
-        w = SLOWEST_LOG_DECAY * torch.sigmoid(_wide(w))
-        a = torch.sigmoid(a)
-        heads = (self.num_heads, self.head_dim)
-        kk = decoding.unit((k * self.k_k).unflatten(-1, heads), eps=1e-12)
-        k = k * torch.addcmul(1 - self.k_a, a, self.k_a)
-        r, k, v, w, a = (y.unflatten(-1, heads) for y in (r, k, v, w, a))
-        return {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * a}, gate, value
+            mixed = v, v_gate[0], first_value.to(v.dtype)
+        make = partial(rwkv7.recurrence_terms, w, k, a, *mixed, self.k_k, self.k_a, heads[0])
+        return r.unflatten(-1, heads), v.unflatten(-1, heads), gate, make
 
-    def _output(self, o: Tensor, gate: Tensor, terms: dict[str, Tensor]) -> Tensor:
-        r, k, v = (terms[name] for name in "rkv")
-        bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v  # [B, T, H, K]
-        return self.o_proj((o + bonus.flatten(-2)) * gate)
-
-    def _norm(self, o: Tensor) -> Tensor:
-        eps = self.head_dim * self.norm_eps
-        return group_norm(o, self.num_heads, self.norm_weight, self.norm_bias, eps=eps)
+    def _gated(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        parameters = self.norm_weight, self.norm_bias, self.r_k
+        return rwkv7.output(o, r, k, v, gate, *parameters, self.head_dim * self.norm_eps)
 
 
 class RWKV7ChannelMix(nn.Module):
@@ -344,7 +340,3 @@ def _slow_to_fast(channel: Tensor, power: float) -> Tensor:
 def _rank(size: float) -> int:
     """The multiple of 32 next to `size`, at least 32."""
     return max(32, round(size / 32) * 32)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -18,7 +18,7 @@ from slipstream.nn.conv import ShortConvolution
 from slipstream.nn.host import on_host
 from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
-from slipstream.ops.norm import group_norm, l2_norm, rms_norm, rms_norm_gated
+from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
 from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 
@@ -138,15 +138,6 @@ def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_siz
         return torch.rms_norm(x, (group_size,), weight, eps)
     groups = torch.rms_norm(x.unflatten(-1, (-1, group_size)), (group_size,), None, eps)
     return groups.flatten(-2) * weight
-
-
-def norm_of_heads(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """As ops.group_norm of the heads: x [N, 1, H, K] -> [N, 1, H K]"""
-    heads = x.shape[2]
-    if not on_host(x):
-        return group_norm(x.flatten(-2), heads, weight, bias, eps=eps)
-    y = F.layer_norm(x, x.shape[-1:], eps=eps).flatten(-2)
-    return torch.addcmul(bias, y, weight)
 
 
 _STEP = threading.local()

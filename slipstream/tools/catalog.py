@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.tools.samples import CPU as CPU
 from slipstream.tools.samples import LayerSample
@@ -233,8 +234,49 @@ def _mixes(count: int) -> LayerSample:
     return LayerSample("token_mix", tensors, variant=str(count), tested=False, function=_mixed)
 
 
+def _rwkv7_terms(
+    w: Tensor,
+    k: Tensor,
+    a: Tensor,
+    k_k: Tensor,
+    k_a: Tensor,
+    v: Tensor | None = None,
+    v_gate: Tensor | None = None,
+    first_value: Tensor | None = None,
+    impl: str | None = None,
+) -> list[Tensor]:
+    heads = max(k.shape[-1] // 64, 1)
+    return rwkv7.recurrence_terms(w, k, a, v, v_gate, first_value, k_k, k_a, heads, impl)
+
+
+def _rwkv7_output(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    r_k: Tensor,
+    impl: str | None = None,
+) -> Tensor:
+    gate, weight, bias = (x.flatten(-2) for x in (gate, weight, bias))
+    return rwkv7.output(v, r, k, v, gate, weight, bias, r_k, 1e-5, impl)
+
+
+def _of_layer(name: str, function: Any, tensors: str, variant: str = "") -> LayerSample:
+    return LayerSample(name, tensors, variant=variant, tested=False, function=function)
+
+
+_RWKV7_OUTPUT = "r=BTHV k=BTHV v=BTHV gate=BTHV weight=HV bias=HV r_k=HV"
+_RWKV7_TERMS = "w=BTD k=BTD a=BTD k_k=D k_a=D"
 # as rwkv7's time and channel mix call it
-LAYER_SAMPLES = [_mixes(6), _mixes(1)]
+LAYER_SAMPLES = [
+    _mixes(6),
+    _mixes(1),
+    _of_layer("rwkv7_terms", _rwkv7_terms, _RWKV7_TERMS, "first"),
+    _of_layer("rwkv7_terms", _rwkv7_terms, f"{_RWKV7_TERMS} v=BTD v_gate=BTD first_value=BTD"),
+    _of_layer("rwkv7_output", _rwkv7_output, _RWKV7_OUTPUT),
+]
 
 
 # One for each kind of kernel.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.layers import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from slipstream.layers import RWKV7, GatedDeltaNet, KimiDeltaAttention, Mamba2
 from slipstream.nn import recompute
 from slipstream.nn.recompute import Recompute
 
@@ -20,6 +20,7 @@ LAYERS = [
     (Mamba2, {}),
     (KimiDeltaAttention, {}),
     (KimiDeltaAttention, {"lower_bound": -4.0}),
+    (RWKV7, {}),
 ]
 
 

@@ -26,6 +26,7 @@ from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.pointwise import activation, embedding, rotary, token_shift
 from slipstream.kernels.selective_scan import op as selective_scan
+from slipstream.kernels.time_mix import rwkv7
 from slipstream.runtime import gradient
 
 assert slipstream.ops  # every operator is defined by now
@@ -102,6 +103,10 @@ def _steps() -> tuple:
     return (*terms, torch.rand(1, 8, 1), None, None, 0.5, 4, "eager", 1)
 
 
+def _heads(count: int) -> list[Tensor]:
+    return [rand(1, 4, 2, 3) for _ in range(count)]
+
+
 def _selective() -> tuple:
     u, delta, z = (rand(1, 4, 3) for _ in "udz")
     A, B, C = -rand(3, 2).abs(), rand(1, 4, 1, 2), rand(1, 4, 1, 2)
@@ -145,6 +150,14 @@ ROWS: dict[str, tuple[Any, Row]] = {
     "decay_gate": (
         decay_gate._forward.overload,
         Row(lambda: (rand(1, 4, 2), rand(2), rand(2), None, "eager"), 1),
+    ),
+    "rwkv7_terms": (
+        rwkv7._terms.overload,
+        Row(lambda: (*(rand(1, 4, 6) for _ in range(6)), rand(6), rand(6), 2, "eager"), 5),
+    ),
+    "rwkv7_output": (
+        rwkv7._output.overload,
+        Row(lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"), 1),
     ),
     # these two compute in float32, and are looked at with less precision
     "slots": (gsa._call_forward.overload, Row(_slots, 3)),

@@ -266,6 +266,7 @@ GUARDED = {
     "projection_step/op.py": ("projection_step.triton",),
     "decay_gate/op.py": ("decay_gate.triton",),
     "time_mix/token_mix.py": ("token_mix.triton",),
+    "time_mix/rwkv7.py": ("rwkv7.triton",),
     "norm/op.py": ("norm.triton",),
     "attnres/op.py": ("attnres.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),

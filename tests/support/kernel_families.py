@@ -31,7 +31,7 @@ from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.selective_scan import eager as selective_eager
-from slipstream.kernels.time_mix import token_mix
+from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.runtime import dispatch
 from slipstream.tools.catalog import OPERATORS, Shape
 
@@ -121,6 +121,13 @@ def token_mixes() -> list[Tensor]:
     found = token_mix.mixed_projections(x, before, mu, [[], [weight]])
     y = F.linear(token_mix.plain(x, before, mu)[1], weight) if found is None else found[0]
     return gradients(y, x, before, mu, weight)
+
+
+def rwkv7_parts() -> list[Tensor]:
+    w, k, a, k_k, k_a = leaf(1, 20, 8), leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8)
+    w_out, k_out, a_out, b_out = rwkv7.recurrence_terms(w, k, a, None, None, None, k_k, k_a, 2)
+    y = rwkv7.output(a_out, b_out, k_out, w_out, w, k_k, k_a, leaf(2, 4), 1e-5)
+    return gradients(y, w, k, a, k_k, k_a)
 
 
 def projections() -> list[Tensor]:
@@ -346,6 +353,21 @@ FAMILIES = [
             "time_mix.triton.token_mix:backward": token_mix._plain_backward,
         },
         ("slipstream.kernels.time_mix.token_mix",),
+    ),
+    Family(
+        "rwkv7.triton",
+        rwkv7_parts,
+        {
+            "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:9]),
+            "time_mix.triton.rwkv7:terms_backward": lambda douts, *x: rwkv7._plain_backward(
+                lambda *leaves: rwkv7.plain_terms(*leaves, x[8]), x[:8], douts
+            ),
+            "time_mix.triton.rwkv7:output": rwkv7.plain_output,
+            "time_mix.triton.rwkv7:output_backward": lambda dy, *x: rwkv7._plain_backward(
+                lambda *leaves: [rwkv7.plain_output(*leaves, x[8])], x[:8], [dy]
+            ),
+        },
+        ("slipstream.kernels.time_mix.rwkv7",),
     ),
     Family(
         "projection_step.triton",

@@ -1,0 +1,349 @@
+"""What lies around RWKV-7's recurrence, each part one operator: its terms, and what becomes of it.
+
+    w' = slowest sigmoid(w)                 a = sigmoid(a)
+    kk = l2_norm_per_head(k k_k)            k' = k (1 + (a - 1) k_a)
+    a' = -kk        b' = kk a               v' = v + (first_value - v) sigmoid(v_gate)
+
+    y = (group_norm_per_head(o) + sum(r k r_k) v) gate
+
+slipstream::rwkv7_terms gives w' to v', of which w' is float32, slipstream::rwkv7_output y;
+slipstream::rwkv7_terms_backward and rwkv7_output_backward the gradients of the tensors that there
+are. Backward reads what forward read, and nothing in between.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+    save,
+)
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+
+SLOWEST_LOG_DECAY = -math.exp(-0.5)
+# inside the root of the norm of keys
+EPS = 1e-12
+
+
+def recurrence_terms(
+    w: Tensor,
+    k: Tensor,
+    a: Tensor,
+    v: Tensor | None,
+    v_gate: Tensor | None,
+    first_value: Tensor | None,
+    k_k: Tensor,
+    k_a: Tensor,
+    heads: int,
+    impl: str | None = None,
+) -> list[Tensor]:
+    """w', k', a', b' and, if v is given, v', each [B, T, H, K].
+
+    Args:
+        w, k, a, v, v_gate, first_value: [B, T, D], as projected; the last three or none of them.
+        k_k, k_a: [D]. impl: as runtime.dispatch.choose.
+    """
+    inputs = (w, k, a, v, v_gate, first_value, k_k, k_a)
+    if by_operation():
+        return plain_terms(*inputs, heads)
+    impl = choose(_TERMS, inputs, impl, "rwkv7", w).tries
+    if not is_triton(impl):
+        return plain_terms(*inputs, heads)
+    return [*(_Terms.apply if needs_autograd(*inputs) else _terms)(*inputs, heads, impl)]
+
+
+def output(
+    o: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    r_k: Tensor,
+    eps: float,
+    impl: str | None = None,
+) -> Tensor:
+    """y [B, T, D] of o, r, k, v [B, T, H, K] and the gate [B, T, D].
+
+    Args:
+        weight, bias: of the norm, [D]. r_k: [H, K]. eps: of the norm.
+        impl: as runtime.dispatch.choose.
+    """
+    inputs = (o, r, k, v, gate, weight, bias, r_k)
+    if by_operation():
+        return plain_output(*inputs, eps)
+    impl = choose(_OUTPUT, inputs, impl, "rwkv7", o).tries
+    if not is_triton(impl):
+        return plain_output(*inputs, eps)
+    return (_Output.apply if needs_autograd(*inputs) else _output)(*inputs, eps, impl)
+
+
+def plain_terms(
+    w: Tensor,
+    k: Tensor,
+    a: Tensor,
+    v: Tensor | None,
+    v_gate: Tensor | None,
+    first_value: Tensor | None,
+    k_k: Tensor,
+    k_a: Tensor,
+    heads: int,
+) -> list[Tensor]:
+    dtype, shape = k.dtype, (heads, -1)
+    w, k, a, k_k, k_a = (_wide(x) for x in (w, k, a, k_k, k_a))
+    a = torch.sigmoid(a)
+    unit = (k * k_k).unflatten(-1, shape)
+    unit = unit * (unit.square().sum(-1, keepdim=True) + EPS).rsqrt()
+    k = k * torch.addcmul(1 - k_a, a, k_a)
+    found = [k.unflatten(-1, shape), -unit, unit * a.unflatten(-1, shape)]
+    if v is not None and v_gate is not None and first_value is not None:
+        v = torch.lerp(_wide(v), _wide(first_value), torch.sigmoid(_wide(v_gate)))
+        found.append(v.unflatten(-1, shape))
+    w = SLOWEST_LOG_DECAY * torch.sigmoid(w)
+    return [w.unflatten(-1, shape), *(x.to(dtype) for x in found)]
+
+
+def plain_output(
+    o: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    r_k: Tensor,
+    eps: float,
+) -> Tensor:
+    dtype, heads = o.dtype, r_k.shape
+    o, r, k, v, gate, weight, bias, r_k = (_wide(x) for x in (o, r, k, v, gate, weight, bias, r_k))
+    o = o - o.mean(-1, keepdim=True)
+    o = o * (o.square().mean(-1, keepdim=True) + eps).rsqrt()
+    o = torch.addcmul(bias.view(heads), o, weight.view(heads))
+    bonus = (r * k * r_k).sum(-1, keepdim=True) * v
+    return ((o + bonus).flatten(-2) * gate).to(dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _Terms(Function):
+    operator = "slipstream::rwkv7_terms"
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *inputs, heads, impl = args
+        save(ctx, *inputs)
+        ctx.options = heads, impl
+        return tuple(_terms(*args))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        dv = douts[4] if len(douts) > 4 else None
+        grads = iter(_terms_backward(*douts[:4], dv, *saved, *ctx.options))
+        return *(None if x is None else next(grads) for x in saved), None, None
+
+
+class _Output(Function):
+    operator = "slipstream::rwkv7_output"
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *inputs, eps, impl = args
+        save(ctx, *inputs)
+        ctx.options = eps, impl
+        return _output(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_output_backward(dy, *saved, *ctx.options), None, None
+
+
+def _terms_unsupported(*inputs: Tensor | None) -> str | None:
+    return _unsupported_reason(inputs[:6], inputs[6:])
+
+
+def _output_unsupported(*inputs: Tensor) -> str | None:
+    return _unsupported_reason(inputs[:5], inputs[5:])
+
+
+def _unsupported_reason(
+    tensors: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+) -> str | None:
+    given = [x for x in tensors if x is not None]
+    if given[0].numel() == 0:
+        return "there are no tokens"
+    if any(x.dtype != given[0].dtype for x in given):
+        return "it takes tokens of one dtype"
+    if any(x is not None and x.dtype == torch.float64 for x in parameters):
+        return "it computes in float32, and a parameter is float64"
+    return known_failure(lambda: _kind(given[0], parameters[0]), given[0].device)
+
+
+_TERMS = triton_or_eager(_terms_unsupported)
+_OUTPUT = triton_or_eager(_output_unsupported)
+
+
+def _kind(x: Tensor, parameter: Tensor | None) -> KernelKey:
+    return ("rwkv7.triton", x.dtype, None if parameter is None else parameter.dtype)
+
+
+def _guard(impl: str, x: Tensor, k_k: Tensor, heads: int) -> Guard:
+    return Guard(impl, x.device, lambda: _kind(x, k_k), lambda: _mismatch(x, k_k, heads))
+
+
+def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
+    """The probe: a few tokens of as many heads and channels, through both operators."""
+    D = parameter.numel()
+    probe_inputs = {
+        name: numeric_probe.random_like(x, 1, 37, D)
+        for name in ("w", "k", "a", "v", "v_gate", "first_value", "r", "gate")
+    }
+    probe_inputs |= {
+        name: numeric_probe.random_like(parameter, D)
+        for name in ("k_k", "k_a", "weight", "bias", "r_k")
+    }
+
+    def run(t: numeric_probe.Given, terms: Callable, output: Callable) -> tuple[Tensor, ...]:
+        names = ("w", "k", "a", "v", "v_gate", "first_value", "k_k", "k_a")
+        w, k, a, b, v = terms(*(t[name] for name in names), heads)
+        shape = (heads, -1)
+        o, r = (t[name].unflatten(-1, shape) for name in ("w", "r"))
+        parameters = t["weight"], t["bias"], t["r_k"].view(shape)
+        return w, a, b, output(o, r, k, v, t["gate"], *parameters, EPS)
+
+    return numeric_probe.mismatch(
+        lambda t: run(
+            t,
+            lambda *args: _Terms.apply(*args, TRITON_OR_EAGER),
+            lambda *args: _Output.apply(*args, TRITON_OR_EAGER),
+        ),
+        lambda t: run(t, plain_terms, plain_output),
+        probe_inputs,
+    )
+
+
+def _run_terms(*args: Any) -> list[Tensor]:
+    *given, heads, impl = args
+    inputs = cast(Any, given)
+    with _guard(impl, inputs[0], inputs[6], heads) as usable:
+        if usable:
+            return _launch().terms(*inputs, heads, SLOWEST_LOG_DECAY, EPS)
+    return [x.contiguous() for x in plain_terms(*inputs, heads)]
+
+
+def _run_terms_backward(*args: Any) -> list[Tensor]:
+    *given, heads, impl = args
+    inputs = cast(Any, given[5:])
+    douts = [x for x in given[:5] if x is not None]
+    with _guard(impl, inputs[0], inputs[6], heads) as usable:
+        if usable:
+            return _launch().terms_backward(douts, *inputs, heads, SLOWEST_LOG_DECAY, EPS)
+    return _plain_backward(lambda *leaves: plain_terms(*leaves, heads), inputs, douts)
+
+
+def _run_output(*args: Any) -> Tensor:
+    *given, eps, impl = args
+    inputs = cast(Any, given)
+    with _guard(impl, inputs[0], inputs[5], inputs[0].shape[2]) as usable:
+        if usable:
+            return _launch().output(*inputs, eps)
+    return plain_output(*inputs, eps)
+
+
+def _run_output_backward(*args: Any) -> list[Tensor]:
+    dy, *given, eps, impl = args
+    inputs = cast(Any, given)
+    with _guard(impl, dy, inputs[5], inputs[0].shape[2]) as usable:
+        if usable:
+            return _launch().output_backward(dy, *inputs, eps)
+    return _plain_backward(lambda *leaves: [plain_output(*leaves, eps)], inputs, [dy])
+
+
+def _plain_backward(
+    call: Callable[..., list[Tensor]], inputs: Sequence[Tensor | None], douts: Sequence[Tensor]
+) -> list[Tensor]:
+    def run() -> list[Tensor]:
+        leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+        requested = [x for x in leaves if x is not None]
+        grads = torch.autograd.grad(call(*leaves), requested, list(douts))
+        return [x.contiguous() for x in grads]
+
+    return run_isolated(run, douts[0].device)
+
+
+@cache
+def _launch() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.time_mix.triton import rwkv7
+
+    return rwkv7
+
+
+def _terms_fake(*args: Any) -> list[Tensor]:
+    w, k, _, v, *_, heads, _ = args
+    shape = (*w.shape[:2], heads, w.shape[2] // heads)
+    dtype = torch.float64 if w.dtype == torch.float64 else torch.float32
+    found = [w.new_empty(shape, dtype=dtype)]
+    return found + [k.new_empty(shape) for _ in range(3 if v is None else 4)]
+
+
+def _terms_backward_fake(*args: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in args[5:-2] if x is not None]
+
+
+def _output_fake(o: Tensor, *others: Any) -> Tensor:
+    return o.new_empty(others[3].shape)
+
+
+def _output_backward_fake(dy: Tensor, *others: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in others[:-2]]
+
+
+_TERMS_ARGS = (
+    "Tensor w, Tensor k, Tensor a, Tensor? v, Tensor? v_gate, Tensor? first_value, Tensor k_k, "
+    "Tensor k_a, int heads, str impl"
+)
+_DOUTS = "Tensor dw_out, Tensor dk_out, Tensor da_out, Tensor db_out, Tensor? dv_out"
+_OUTPUT_ARGS = (
+    "Tensor o, Tensor r, Tensor k, Tensor v, Tensor gate, Tensor weight, Tensor bias, Tensor r_k, "
+    "float eps, str impl"
+)
+_terms = KernelOp(
+    "rwkv7_terms", f"({_TERMS_ARGS}) -> Tensor[]", _run_terms, _terms_fake, replay=True
+)
+_terms_backward = KernelOp(
+    "rwkv7_terms_backward",
+    f"({_DOUTS}, {_TERMS_ARGS}) -> Tensor[]",
+    _run_terms_backward,
+    _terms_backward_fake,
+    replay=True,
+)
+_output = KernelOp(
+    "rwkv7_output", f"({_OUTPUT_ARGS}) -> Tensor", _run_output, _output_fake, replay=True
+)
+_output_backward = KernelOp(
+    "rwkv7_output_backward",
+    f"(Tensor dy, {_OUTPUT_ARGS}) -> Tensor[]",
+    _run_output_backward,
+    _output_backward_fake,
+    replay=True,
+)
+_terms.set_gradient(_Terms.apply)
+_output.set_gradient(_Output.apply)

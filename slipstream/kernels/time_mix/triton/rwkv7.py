@@ -1,0 +1,355 @@
+"""What lies around RWKV-7's recurrence, forward and backward; ../rwkv7.py has the formulas.
+
+R tokens of H heads of K channels, D = H K. A program has a tile of BR tokens of one head, backward
+every P-th one of that head: its sums over tokens, for the gradients of the parameters, stay in
+registers, and another kernel adds up those of the programs in an order that does not change.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.runtime.backends import device_of, sm_count
+from slipstream.runtime.launch_cache import cached
+
+# Elements of a tile, forward and backward, and programs of backward on each multiprocessor.
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS, PER_PROCESSOR = 2048, 1024, 8
+
+
+@triton.jit
+def _channels(K: tl.constexpr, BK: tl.constexpr):
+    """Those of the program's head among all, [1, BK], and which there are."""
+    o_k = tl.arange(0, BK)[None, :]
+    return tl.program_id(1) * K + o_k, o_k < K
+
+
+@triton.jit
+def _tile(i, o_d, m_d, R, D: tl.constexpr, BR: tl.constexpr):
+    """Offsets of tile i of a [R, D] tensor, and which of them there are."""
+    o_r = i * BR + tl.arange(0, BR)[:, None]
+    return o_r.to(tl.int64) * D + o_d, (o_r < R) & m_d
+
+
+@triton.jit
+def _load(p, o, m):
+    return tl.load(p + o, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(p, o, x, m):
+    tl.store(p + o, x.to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _unit(z, eps):
+    """z of norm 1, and the factor"""
+    r = tl.rsqrt(tl.sum(z * z, 1, keep_dims=True) + eps)
+    return z * r, r
+
+
+@triton.jit
+def _normed(x, m, eps, K: tl.constexpr):
+    """x of mean 0 and variance 1, and the factor"""
+    x = tl.where(m, x - tl.sum(x, 1, keep_dims=True) / K, 0.0)
+    r = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / K + eps)
+    return x * r, r
+
+
+@triton.jit(do_not_specialize=["R"])
+def rwkv7_terms_fwd_kernel(
+    w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_ptr, k_k_ptr, k_a_ptr,
+    w_out_ptr, k_out_ptr, a_out_ptr, b_out_ptr, v_out_ptr, R, slowest, eps,
+    D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (R / BR, H). Tensors [R, D], parameters [D]; v, v_gate, first and v_out may be None."""
+    o_d, m_d = _channels(K, BK)
+    o, m = _tile(tl.program_id(0), o_d, m_d, R, D, BR)
+    b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m))
+    _store(w_out_ptr, o, slowest * tl.sigmoid(_load(w_ptr, o, m)), m)
+    b_unit, _ = _unit(b_k * _load(k_k_ptr, o_d, m_d), eps)
+    _store(a_out_ptr, o, -b_unit, m)
+    _store(b_out_ptr, o, b_unit * b_a, m)
+    _store(k_out_ptr, o, b_k * (1 + (b_a - 1) * _load(k_a_ptr, o_d, m_d)), m)
+    if v_ptr is not None:
+        b_v, b_s = _load(v_ptr, o, m), tl.sigmoid(_load(v_gate_ptr, o, m))
+        _store(v_out_ptr, o, b_v + (_load(first_ptr, o, m) - b_v) * b_s, m)
+
+
+@triton.jit(do_not_specialize=["R"])
+def rwkv7_terms_bwd_kernel(
+    dw_out_ptr, dk_out_ptr, da_out_ptr, db_out_ptr, dv_out_ptr,
+    w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_ptr, k_k_ptr, k_a_ptr,
+    dw_ptr, dk_ptr, da_ptr, dv_ptr, dv_gate_ptr, dfirst_ptr, partial_ptr, R, slowest, eps,
+    D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (P, H). partial [P, 2, D]: of k_k and k_a"""
+    o_d, m_d = _channels(K, BK)
+    b_kk, b_ka = _load(k_k_ptr, o_d, m_d), _load(k_a_ptr, o_d, m_d)
+    b_dkk, b_dka = tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32)
+    for i in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        o, m = _tile(i, o_d, m_d, R, D, BR)
+        b_w = tl.sigmoid(_load(w_ptr, o, m))
+        _store(dw_ptr, o, _load(dw_out_ptr, o, m) * slowest * b_w * (1 - b_w), m)
+        b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m))
+        b_unit, b_r = _unit(b_k * b_kk, eps)
+        b_db, b_dk = _load(db_out_ptr, o, m), _load(dk_out_ptr, o, m)
+        b_da = b_db * b_unit + b_dk * b_k * b_ka
+        _store(da_ptr, o, b_da * b_a * (1 - b_a), m)
+        b_dka += tl.sum(b_dk * b_k * (b_a - 1), 0, keep_dims=True)
+        b_dunit = b_db * b_a - _load(da_out_ptr, o, m)
+        b_dz = b_r * (b_dunit - b_unit * tl.sum(b_dunit * b_unit, 1, keep_dims=True))
+        b_dkk += tl.sum(b_dz * b_k, 0, keep_dims=True)
+        _store(dk_ptr, o, b_dz * b_kk + b_dk * (1 + (b_a - 1) * b_ka), m)
+        if v_ptr is not None:
+            b_dv, b_s = _load(dv_out_ptr, o, m), tl.sigmoid(_load(v_gate_ptr, o, m))
+            b_delta = _load(first_ptr, o, m) - _load(v_ptr, o, m)
+            _store(dv_ptr, o, b_dv * (1 - b_s), m)
+            _store(dfirst_ptr, o, b_dv * b_s, m)
+            _store(dv_gate_ptr, o, b_dv * b_delta * b_s * (1 - b_s), m)
+    p_partial = partial_ptr + tl.program_id(0) * 2 * D
+    _store(p_partial, o_d, b_dkk, m_d)
+    _store(p_partial + D, o_d, b_dka, m_d)
+
+
+@triton.jit(do_not_specialize=["R"])
+def rwkv7_output_fwd_kernel(
+    o_ptr, r_ptr, k_ptr, v_ptr, gate_ptr, weight_ptr, bias_ptr, r_k_ptr, y_ptr, R, eps,
+    D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (R / BR, H). Tensors [R, D], parameters [D]"""
+    o_d, m_d = _channels(K, BK)
+    o, m = _tile(tl.program_id(0), o_d, m_d, R, D, BR)
+    b_n, _ = _normed(_load(o_ptr, o, m), m, eps, K)
+    b_rk = _load(r_ptr, o, m) * _load(k_ptr, o, m) * _load(r_k_ptr, o_d, m_d)
+    b_y = b_n * _load(weight_ptr, o_d, m_d) + _load(bias_ptr, o_d, m_d)
+    b_y += tl.sum(b_rk, 1, keep_dims=True) * _load(v_ptr, o, m)
+    _store(y_ptr, o, b_y * _load(gate_ptr, o, m), m)
+
+
+@triton.jit(do_not_specialize=["R"])
+def rwkv7_output_bwd_kernel(
+    dy_ptr, o_ptr, r_ptr, k_ptr, v_ptr, gate_ptr, weight_ptr, bias_ptr, r_k_ptr,
+    do_ptr, dr_ptr, dk_ptr, dv_ptr, dgate_ptr, partial_ptr, R, eps,
+    D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Grid (P, H). partial [P, 3, D]: of weight, bias and r_k"""
+    o_d, m_d = _channels(K, BK)
+    b_weight, b_bias = _load(weight_ptr, o_d, m_d), _load(bias_ptr, o_d, m_d)
+    b_r_k = _load(r_k_ptr, o_d, m_d)
+    b_dweight, b_dbias = tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32)
+    b_dr_k = tl.zeros([1, BK], tl.float32)
+    for i in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        o, m = _tile(i, o_d, m_d, R, D, BR)
+        b_dy, b_v = _load(dy_ptr, o, m), _load(v_ptr, o, m)
+        b_n, b_rstd = _normed(_load(o_ptr, o, m), m, eps, K)
+        b_r, b_k = _load(r_ptr, o, m), _load(k_ptr, o, m)
+        b_s = tl.sum(b_r * b_k * b_r_k, 1, keep_dims=True)
+        _store(dgate_ptr, o, b_dy * (b_n * b_weight + b_bias + b_s * b_v), m)
+        b_dy = b_dy * _load(gate_ptr, o, m)
+        b_dweight += tl.sum(b_dy * b_n, 0, keep_dims=True)
+        b_dbias += tl.sum(b_dy, 0, keep_dims=True)
+        b_dn = b_dy * b_weight
+        b_mean = tl.sum(b_dn, 1, keep_dims=True) / K
+        b_along = tl.sum(b_dn * b_n, 1, keep_dims=True) / K
+        _store(do_ptr, o, b_rstd * (b_dn - b_mean - b_n * b_along), m)
+        _store(dv_ptr, o, b_dy * b_s, m)
+        b_ds = tl.sum(b_dy * b_v, 1, keep_dims=True)
+        _store(dr_ptr, o, b_ds * b_k * b_r_k, m)
+        _store(dk_ptr, o, b_ds * b_r * b_r_k, m)
+        b_dr_k += tl.sum(b_ds * b_r * b_k, 0, keep_dims=True)
+    p_partial = partial_ptr + tl.program_id(0) * 3 * D
+    _store(p_partial, o_d, b_dweight, m_d)
+    _store(p_partial + D, o_d, b_dbias, m_d)
+    _store(p_partial + 2 * D, o_d, b_dr_k, m_d)
+
+
+@triton.jit(do_not_specialize=["P"])
+def rwkv7_sums_kernel(
+    partial_ptr, x_ptr, y_ptr, z_ptr, P, D: tl.constexpr, M: tl.constexpr, BP: tl.constexpr
+):
+    """Grid (D / 32). partial [P, M, D]; x, y and, of three, z: the sums over P, [D]"""
+    o_d = tl.program_id(0) * 32 + tl.arange(0, 32)
+    outs = (x_ptr, y_ptr, z_ptr)
+    for i in tl.static_range(M):
+        b_sum = tl.zeros([32], tl.float32)
+        for p in range(0, P, BP):
+            o_p = p + tl.arange(0, BP)
+            m = (o_p < P)[:, None] & (o_d < D)[None, :]
+            p_partial = partial_ptr + (o_p[:, None] * M + i) * D + o_d[None, :]
+            b_sum += tl.sum(tl.load(p_partial, mask=m, other=0.0), 0)
+        _store(outs[i], o_d, b_sum, o_d < D)
+
+
+def terms(
+    w: Tensor,
+    k: Tensor,
+    a: Tensor,
+    v: Tensor | None,
+    v_gate: Tensor | None,
+    first: Tensor | None,
+    k_k: Tensor,
+    k_a: Tensor,
+    heads: int,
+    slowest: float,
+    eps: float,
+) -> list[Tensor]:
+    """w, k, a, b and, if it is given, v, each [B, T, H, K]."""
+    tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
+    sizes = _sizes(w, heads, FORWARD_ELEMENTS)
+    w_out = _heads(w, heads, torch.float32)
+    k_out, a_out, b_out = (_heads(k, heads) for _ in range(3))
+    v_out = None if v is None else _heads(v, heads)
+    with device_of(w.device):
+        cached(rwkv7_terms_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
+            **tensors,
+            w_out_ptr=w_out,
+            k_out_ptr=k_out,
+            a_out_ptr=a_out,
+            b_out_ptr=b_out,
+            v_out_ptr=v_out,
+            slowest=slowest,
+            eps=eps,
+            **sizes,
+            num_warps=4,
+        )
+    return [x for x in (w_out, k_out, a_out, b_out, v_out) if x is not None]
+
+
+def terms_backward(
+    douts: list[Tensor],
+    w: Tensor,
+    k: Tensor,
+    a: Tensor,
+    v: Tensor | None,
+    v_gate: Tensor | None,
+    first: Tensor | None,
+    k_k: Tensor,
+    k_a: Tensor,
+    heads: int,
+    slowest: float,
+    eps: float,
+) -> list[Tensor]:
+    """Gradients of the tensors that there are, in their order."""
+    tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
+    sizes = _sizes(w, heads, BACKWARD_ELEMENTS)
+    P = _programs(w, sizes, heads)
+    grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+             for x in (w, k, a, v, v_gate, first, k_k, k_a)]  # fmt: skip
+    dw, dk, da, dv, dv_gate, dfirst, dk_k, dk_a = grads
+    partial = torch.empty(P, 2, sizes["D"], dtype=torch.float32, device=w.device)
+    dw_out, dk_out, da_out, db_out, dv_out = (*(x.contiguous() for x in douts), None)[:5]
+    with device_of(w.device):
+        cached(rwkv7_terms_bwd_kernel)[(P, heads)](
+            dw_out_ptr=dw_out,
+            dk_out_ptr=dk_out,
+            da_out_ptr=da_out,
+            db_out_ptr=db_out,
+            dv_out_ptr=dv_out,
+            **tensors,
+            dw_ptr=dw,
+            dk_ptr=dk,
+            da_ptr=da,
+            dv_ptr=dv,
+            dv_gate_ptr=dv_gate,
+            dfirst_ptr=dfirst,
+            partial_ptr=partial,
+            slowest=slowest,
+            eps=eps,
+            **sizes,
+            num_warps=4,
+        )
+    _sums(partial, dk_k, dk_a, None)
+    return [x for x in grads if x is not None]
+
+
+def output(
+    o: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    r_k: Tensor,
+    eps: float,
+) -> Tensor:
+    """[B, T, D]"""
+    tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
+    sizes, heads = _sizes(gate, o.shape[2], FORWARD_ELEMENTS), o.shape[2]
+    y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
+    with device_of(o.device):
+        cached(rwkv7_output_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
+            **tensors, y_ptr=y, eps=eps, **sizes, num_warps=4
+        )
+    return y
+
+
+def output_backward(
+    dy: Tensor,
+    o: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    r_k: Tensor,
+    eps: float,
+) -> list[Tensor]:
+    """Gradients of all other tensors, in their order."""
+    tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
+    sizes, heads = _sizes(gate, o.shape[2], BACKWARD_ELEMENTS), o.shape[2]
+    P = _programs(gate, sizes, heads)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device)
+             for x in (o, r, k, v, gate, weight, bias, r_k)]  # fmt: skip
+    do, dr, dk, dv, dgate, *parameters = grads
+    partial = torch.empty(P, 3, sizes["D"], dtype=torch.float32, device=o.device)
+    with device_of(o.device):
+        cached(rwkv7_output_bwd_kernel)[(P, heads)](
+            dy_ptr=dy.contiguous(),
+            **tensors,
+            do_ptr=do,
+            dr_ptr=dr,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            dgate_ptr=dgate,
+            partial_ptr=partial,
+            eps=eps,
+            **sizes,
+            num_warps=4,
+        )
+    _sums(partial, *parameters)
+    return grads
+
+
+def _sums(partial: Tensor, x: Tensor | None, y: Tensor | None, z: Tensor | None) -> None:
+    P, M, D = partial.shape
+    with device_of(partial.device):
+        cached(rwkv7_sums_kernel)[(-(-D // 32),)](
+            partial_ptr=partial, x_ptr=x, y_ptr=y, z_ptr=z, P=P, D=D, M=M, BP=64, num_warps=4
+        )
+
+
+def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+    return {f"{name}_ptr": x if x is None else x.contiguous() for name, x in tensors.items()}
+
+
+def _heads(x: Tensor, heads: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for x [B, T, D] as [B, T, H, K]."""
+    shape = (*x.shape[:2], heads, x.shape[2] // heads)
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def _sizes(x: Tensor, heads: int, elements: int) -> dict[str, int]:
+    """What all kernels are told of x [B, T, D]."""
+    D = x.shape[2]
+    K = D // heads
+    BK = triton.next_power_of_2(K)
+    return {"R": x.numel() // D, "D": D, "K": K, "BR": max(elements // BK, 1), "BK": BK}
+
+
+def _programs(x: Tensor, sizes: dict[str, int], heads: int) -> int:
+    """Of backward, for each head."""
+    most = max(sm_count(x.get_device()) * PER_PROCESSOR // heads, 1)
+    return min(-(-sizes["R"] // sizes["BR"]), most)

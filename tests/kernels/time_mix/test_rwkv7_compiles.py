@@ -1,0 +1,49 @@
+"""The kernels around RWKV-7's recurrence compiled for GPUs that need not be there: spills."""
+
+import pytest
+
+from slipstream.compiler.aot import compile_kernel
+from slipstream.runtime.backends import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+MODULE = "slipstream.kernels.time_mix.triton.rwkv7"
+TERMS = ("w_ptr", "k_ptr", "a_ptr", "v_ptr", "v_gate_ptr", "first_ptr", "k_k_ptr", "k_a_ptr")
+MADE = ("k_out_ptr", "a_out_ptr", "b_out_ptr", "v_out_ptr")
+OUTPUT = ("o_ptr", "r_ptr", "k_ptr", "v_ptr", "gate_ptr", "weight_ptr", "bias_ptr", "r_k_ptr")
+GRADS = ("dw_ptr", "dk_ptr", "da_ptr", "dv_ptr", "dv_gate_ptr", "dfirst_ptr")
+KERNELS = {
+    "rwkv7_terms_fwd": ((*TERMS, *MADE), ("w_out_ptr",), ("slowest", "eps")),
+    "rwkv7_terms_bwd": (
+        (*TERMS, *(f"d{name}" for name in MADE), *GRADS),
+        ("dw_out_ptr", "partial_ptr"),
+        ("slowest", "eps"),
+    ),
+    "rwkv7_output_fwd": ((*OUTPUT, "y_ptr"), (), ("eps",)),
+    "rwkv7_output_bwd": (
+        (*OUTPUT, "dy_ptr", "do_ptr", "dr_ptr", "dk_ptr", "dv_ptr", "dgate_ptr"),
+        ("partial_ptr",),
+        ("eps",),
+    ),
+}
+
+
+@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
+    narrow, wide, numbers = KERNELS[kernel]
+    given = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32")
+    given |= dict.fromkeys(numbers, "fp32") | {"R": "i32"}
+    elements = 2048 if kernel.endswith("fwd") else 1024
+    flags = {"D": 1024, "K": K, "BR": elements // K, "BK": K}
+    name = f"{MODULE}:{kernel}_kernel"
+    assert compile_kernel(name, given, flags, target=arch, warps=4).stack == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_rwkv7_sums_compile(arch: str) -> None:
+    given = dict.fromkeys(("x_ptr", "y_ptr", "z_ptr"), "*bf16")
+    given |= {"partial_ptr": "*fp32", "P": "i32"}
+    flags = {"D": 1024, "M": 3, "BP": 64}
+    name = f"{MODULE}:rwkv7_sums_kernel"
+    assert compile_kernel(name, given, flags, target=arch, warps=4).stack == 0

@@ -1,0 +1,89 @@
+"""What lies around RWKV-7's recurrence under Triton's interpreter, against float64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.time_mix import rwkv7
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_rwkv7_matches_formula() -> None:
+    run(script="tests.kernels.time_mix.test_rwkv7_interpreted")
+
+
+def compare(
+    kernels: Callable[..., Sequence[Tensor]],
+    plain: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+) -> None:
+    found, douts = [], []
+    for call, as_dtype in ((kernels, dtype), (plain, torch.float64)):
+        leaves = [x if x is None else x.to(dtype).to(as_dtype).requires_grad_() for x in inputs]
+        ys = call(*leaves)
+        douts = douts or [torch.randn(y.shape).to(y.dtype) for y in ys]
+        given = [x for x in leaves if x is not None]
+        grads = torch.autograd.grad(
+            list(ys), given, [d.to(y.dtype) for d, y in zip(douts, ys, strict=True)]
+        )
+        with torch.no_grad():
+            found.append([*ys, *grads, *call(*leaves)])
+    limit = 2e-5 if dtype == torch.float32 else 1e-2
+    for i, (got, want) in enumerate(zip(*found, strict=True)):
+        assert got.shape == want.shape, i
+        assert error(got, want) < limit, ([x if x is None else x.shape for x in inputs], dtype, i)
+
+
+def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> None:
+    def tokens() -> Tensor:
+        return torch.randn(B, T, H * K)
+
+    w, k, a, gate = (tokens() for _ in range(4))
+    values = (None, None, None) if first else (tokens(), tokens(), tokens())
+    parameters = torch.rand(H * K), torch.rand(H * K)
+    compare(
+        lambda *args: rwkv7.recurrence_terms(*args, H, "triton"),
+        lambda *args: rwkv7.plain_terms(*args, H),
+        (w, k, a, *values, *parameters),
+        dtype,
+    )
+    heads = [tokens().unflatten(-1, (H, K)) for _ in range(4)]
+    others = torch.rand(H * K), torch.randn(H * K), torch.randn(H, K)
+    compare(
+        lambda *args: [rwkv7.output(*args, 1e-3, "triton")],
+        lambda *args: [rwkv7.plain_output(*args, 1e-3)],
+        (*heads, gate, *others),
+        dtype,
+    )
+
+
+def check_operators() -> None:
+    """Of torch.library, and the probe that stands before their kernels."""
+    x, weight = torch.randn(2, 3, 8), torch.randn(8)
+    terms: Any = (x, x.clone(), x.clone(), None, None, None, weight, weight.clone(), 2, "triton")
+    heads = [torch.randn(2, 3, 2, 4) for _ in range(4)]
+    output: Any = (*heads, x, weight, weight.clone(), torch.randn(2, 4), 1e-5, "triton")
+    torch.library.opcheck(rwkv7._terms.overload, terms)
+    torch.library.opcheck(rwkv7._terms_backward.overload, (*heads, None, *terms))
+    torch.library.opcheck(rwkv7._output.overload, output)
+    torch.library.opcheck(rwkv7._output_backward.overload, (x, *output))
+    assert rwkv7._mismatch(x, weight, 2) is None
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    check(2, 7, 3, 20, False, torch.float32)
+    check(1, 300, 2, 16, True, torch.float32)
+    check(1, 5, 1, 130, False, torch.float32)
+    check(2, 9, 2, 33, False, torch.float16)
+    check_operators()
+
+
+if __name__ == "__main__":
+    main()
