@@ -85,10 +85,10 @@ def output(
     """
     inputs = (o, r, k, v, gate, weight, bias, r_k)
     if by_operation():
-        return plain_output(*inputs, eps)
+        return plain_output(*inputs, eps=eps)
     impl = choose(_OUTPUT, inputs, impl, "rwkv7", o).tries
     if not is_triton(impl):
-        return plain_output(*inputs, eps)
+        return plain_output(*inputs, eps=eps)
     return (_Output.apply if needs_autograd(*inputs) else _output)(*inputs, eps, impl)
 
 
@@ -245,7 +245,7 @@ def _run_terms(*args: Any) -> list[Tensor]:
     with _guard(impl, inputs[0], inputs[6], heads) as usable:
         if usable:
             return _launch().terms(*inputs, heads, SLOWEST_LOG_DECAY, EPS)
-    return [x.contiguous() for x in plain_terms(*inputs, heads)]
+    return [x.contiguous() for x in plain_terms(*inputs, heads=heads)]
 
 
 def _run_terms_backward(*args: Any) -> list[Tensor]:
@@ -255,7 +255,7 @@ def _run_terms_backward(*args: Any) -> list[Tensor]:
     with _guard(impl, inputs[0], inputs[6], heads) as usable:
         if usable:
             return _launch().terms_backward(douts, *inputs, heads, SLOWEST_LOG_DECAY, EPS)
-    return _plain_backward(lambda *leaves: plain_terms(*leaves, heads), inputs, douts)
+    return _plain_backward(lambda *leaves: plain_terms(*leaves, heads=heads), inputs, douts)
 
 
 def _run_output(*args: Any) -> Tensor:
@@ -264,7 +264,7 @@ def _run_output(*args: Any) -> Tensor:
     with _guard(impl, inputs[0], inputs[5], inputs[0].shape[2]) as usable:
         if usable:
             return _launch().output(*inputs, eps)
-    return plain_output(*inputs, eps)
+    return plain_output(*inputs, eps=eps)
 
 
 def _run_output_backward(*args: Any) -> list[Tensor]:
@@ -273,7 +273,7 @@ def _run_output_backward(*args: Any) -> list[Tensor]:
     with _guard(impl, dy, inputs[5], inputs[0].shape[2]) as usable:
         if usable:
             return _launch().output_backward(dy, *inputs, eps)
-    return _plain_backward(lambda *leaves: [plain_output(*leaves, eps)], inputs, [dy])
+    return _plain_backward(lambda *leaves: [plain_output(*leaves, eps=eps)], inputs, [dy])
 
 
 def _plain_backward(
