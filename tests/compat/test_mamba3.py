@@ -7,12 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.compat.mamba_ssm.ops.cute.mamba3.mamba3_step_fn import mamba3_step_fn
+from slipstream.compat.mamba_ssm.ops.tilelang.mamba3.mamba3_mimo import mamba3_mimo
+from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step import (
+    apply_rotary_qk_inference_fwd,
+)
 from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
+from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_siso_step import mamba3_siso_step
 
 B, T, G, H, N, P, A = 2, 11, 1, 4, 8, 6, 2
 
 
-def arguments() -> dict[str, Tensor]:
+def arguments() -> dict[str, Any]:
     made = {"Q": (B, T, G, N), "K": (B, T, G, N), "V": (B, T, H, P), "ADT": (B, H, T)}
     made |= {"DT": (B, H, T), "Trap": (B, H, T), "Q_bias": (H, N), "K_bias": (H, N)}
     made |= {"Angles": (B, T, H, A), "D": (H,), "Z": (B, T, H, P)}
@@ -52,7 +58,7 @@ def test_siso_goes_on_from_its_states() -> None:
     x = arguments()
     whole = mamba3_siso_combined(**x)
 
-    def cut(begin: int, end: int) -> dict[str, Tensor]:
+    def cut(begin: int, end: int) -> dict[str, Any]:
         timed = {n: y[:, begin:end] for n, y in x.items() if n in ("Q", "K", "V", "Angles", "Z")}
         return x | timed | {n: x[n][:, :, begin:end] for n in ("ADT", "DT", "Trap")}
 
@@ -63,3 +69,100 @@ def test_siso_goes_on_from_its_states() -> None:
     offsets = torch.tensor([0, 4, T], dtype=torch.int32)
     got = mamba3_siso_combined(**packed, cu_seqlens=offsets)
     torch.testing.assert_close(got[:, :4], first[:1])
+
+
+def test_siso_step_is_a_token_of_the_whole() -> None:
+    x = arguments()
+    whole, *after = mamba3_siso_combined(**x, return_final_states=True)
+    states, found = None, []
+    for t in range(T):
+        timed = {n: x[n][:, t] for n in ("Q", "K", "V", "Angles", "Z")}
+        timed |= {n: x[n][:, :, t] for n in ("ADT", "DT", "Trap")}
+        y, states = mamba3_siso_step(**(x | timed), Input_States=states)
+        found.append(y)
+    torch.testing.assert_close(torch.stack(found, 1), whole)
+    torch.testing.assert_close(states, after)
+
+
+R = 3
+
+
+def mimo_arguments() -> dict[str, Any]:
+    x = arguments()
+    made = {"Q": (B, T, R, G, N), "K": (B, T, R, G, N), "Q_bias": (H, R, N), "K_bias": (H, R, N)}
+    made |= dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), (H, R, P))
+    return x | {name: torch.randn(shape).double() for name, shape in made.items()}
+
+
+FIXED: Any = {"chunk_size": 16, "rotary_dim_divisor": 4, "dtype": torch.float64}
+
+
+def mimo_by_steps(x: dict[str, Tensor], T: int, gated: bool) -> tuple[Tensor, list[Tensor]]:
+    """As Mamba-3's own decoding: turned halves of channels, then the step."""
+    theta, S = torch.zeros(B, H, A).double(), torch.zeros(B, H, P, N).double()
+    key, value, found = torch.zeros(B, R, H, N).double(), torch.zeros(B, H, P).double(), []
+    names = "MIMO_V", "MIMO_Z", "MIMO_Out", "Q_bias", "K_bias"
+    up, up_z, down, bias_q, bias_k = (x[n].transpose(0, 1) for n in names)
+    for t in range(T):
+        c, b = (x[n][:, t].expand(B, R, H, N) for n in "QK")
+        dt, angles = x["DT"][:, :, t], x["Angles"][:, t]
+        c, b, theta = apply_rotary_qk_inference_fwd(
+            c, b, theta, angles, dt, bias_q, bias_k, rotate_pairwise=False
+        )
+        y = torch.empty(B, H, P).double() if gated else torch.empty(B, R, H, P).double()
+        mamba3_step_fn(
+            S, key, value, x["ADT"][:, :, t] / dt, b, c, x["D"], x["V"][:, t], dt,
+            x["Trap"][:, :, t].sigmoid(), up, outproj=down if gated else None, out=y,
+            z=x["Z"][:, t] if gated else None, zproj=up_z if gated else None,
+        )  # fmt: skip
+        key, value = b, x["V"][:, t]
+        found.append(y)
+    return torch.stack(found, 1), [theta.remainder(2 * math.pi), S, key, value]
+
+
+def test_mimo_is_its_steps() -> None:
+    x: Any = mimo_arguments()
+    want, states = mimo_by_steps(x, T, True)
+    got, *after = mamba3_mimo(**x, **FIXED, return_state=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(after, states)
+    want, _ = mimo_by_steps(x, T, False)
+    bare = x | dict.fromkeys(("MIMO_Z", "MIMO_Out", "Z"))
+    torch.testing.assert_close(mamba3_mimo(**bare, **FIXED), want)
+    weight = torch.randn(H, P).double()
+    y = want * (want.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    z = x["Z"][:, :, None] * x["MIMO_Z"].transpose(0, 1)
+    y = (y * F.silu(z) * x["MIMO_Out"].transpose(0, 1)).sum(2)
+    normed = {"fuse_pregate_headwise_rms_norm": True, "outproj_norm_weight": weight}
+    torch.testing.assert_close(mamba3_mimo(**x, **FIXED, **normed), y)
+
+
+def test_mimo_packed_is_its_sequences() -> None:
+    x: Any = {n: y[:1] if y.shape[0] == B else y for n, y in mimo_arguments().items()}
+    offsets = torch.tensor([0, 4, T], dtype=torch.int32)
+    got, *after = mamba3_mimo(**x, **FIXED, return_state=True, cu_seqlens=offsets)
+    for i, (begin, end) in enumerate([(0, 4), (4, T)]):
+        timed = {n: x[n][:, begin:end] for n in ("Q", "K", "V", "Angles", "Z")}
+        timed |= {n: x[n][:, :, begin:end] for n in ("ADT", "DT", "Trap")}
+        y, *states = mamba3_mimo(**(x | timed), **FIXED, return_state=True)
+        torch.testing.assert_close(got[:, begin:end], y)
+        torch.testing.assert_close([s[i : i + 1] for s in after], states)
+
+
+def test_turns_of_neighbours_with_biases() -> None:
+    q, k = torch.randn(2, B, R, H, N).double()
+    theta, angles, dt = (
+        torch.randn(B, H, A).double(),
+        torch.randn(B, H, A).double(),
+        torch.rand(B, H),
+    )
+    bias = torch.randn(R, H, N).double()
+    new = theta + math.pi * dt[..., None].double() * angles.tanh()
+    for conjugate in (False, True):
+        given = q.clone(), k.clone(), theta.clone()
+        got = apply_rotary_qk_inference_fwd(
+            *given, angles, dt.double(), bias, inplace=True, conjugate=conjugate
+        )
+        at = (-new if conjugate else new)[:, None]
+        torch.testing.assert_close(got, (turned(q + bias, at), turned(k, at), new))
+        assert all(x is y for x, y in zip(got, given))

@@ -38,6 +38,12 @@ MISSING = {
         "ensure_stride", "init_to_zero", "mamba_conv1d_scan_ref", "mamba_split_conv1d_scan_ref",
         "selective_scan_bwd", "ssd_chunk_scan_combined_ref",
     ),
+    "mamba_ssm.ops.cute.mamba3.mamba3_step_fn": (
+        "get_gmem_tiled_copy", "select", "selective_state_update_fused_ref_v2", "transpose_view",
+    ),
+    "mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step": (
+        "apply_rotary_qk_inference_reference",
+    ),
     "mamba_ssm.ops.triton.layernorm_gated": ("rms_norm_ref",),
     "mamba_ssm.ops.triton.layer_norm": ("config_prune", "layer_norm_ref", "rms_norm_ref"),
 }  # fmt: skip

@@ -1,1 +1,1 @@
-"""mamba_ssm.ops: the selective scan; in triton those of Mamba-2 and the norms."""
+"""mamba_ssm.ops: the selective scan, the scan of Mamba-2 and Mamba-3, and the norms."""

@@ -1,6 +1,7 @@
 """mamba_ssm.ops.triton.mamba3.mamba3_siso_combined: Mamba-3 with one input and output a token."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,30 @@ def mamba3_siso_combined(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
     """
+    return siso(
+        chunk_mamba3, Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, Input_States,
+        return_final_states, cu_seqlens,
+    )  # fmt: skip
+
+
+def siso(
+    rule: Callable[..., Any],
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    Angles: Tensor,
+    D: Tensor | None,
+    Z: Tensor | None,
+    Input_States: Any,
+    return_final_states: bool,
+    cu_seqlens: Tensor | None,
+) -> Any:
+    """mamba3_siso_combined by a chunk or recurrent form."""
     checks.expect_layouts(
         Q=(Q, "B T G N"), K=(K, "B T G N"), V=(V, "B T H P"), ADT=(ADT, "B H T"),
         DT=(DT, "B H T"), Trap=(Trap, "B H T"), Q_bias=(Q_bias, "H N"), K_bias=(K_bias, "H N"),
@@ -62,7 +87,7 @@ def mamba3_siso_combined(
     if Input_States is not None:
         theta, S, key, value = Input_States
         states = S.mT, key[:, :, None], value[:, :, None], theta
-    o, after = chunk_mamba3(
+    o, after = rule(
         q=q, k=k, v=V[:, :, :, None], g=widen(ADT).mT, dt=dt,
         trap=torch.sigmoid(widen(Trap)).mT,
         angles=math.pi * dt[..., None] * torch.tanh(widen(Angles)),

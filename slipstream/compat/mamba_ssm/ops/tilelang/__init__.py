@@ -1,0 +1,1 @@
+"""mamba_ssm.ops.tilelang: Mamba-3 with several inputs and outputs a token."""
