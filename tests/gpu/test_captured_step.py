@@ -37,6 +37,8 @@ def test_captured_step_is_the_step(name: str, monkeypatch: pytest.MonkeyPatch) -
     plain, captured = (Loss(name).to("cuda", torch.bfloat16).train() for _ in range(2))
     batches = torch.randint(1, VOCAB, (3, 2, 130), device="cuda")
     graphed: Any = torch.cuda.make_graphed_callables(captured, (batches[0].clone(),))
+    for x in (*plain.parameters(), *captured.parameters()):
+        x.grad = torch.zeros_like(x)  # or a graph's own buffer became the first one's gradient
     for ids in batches[1:]:  # the second adds to the gradients of the first
         want, got = plain(ids), graphed(ids)
         want.backward()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.tools.catalog import Sample, flat
 from tests.gpu.operator_runs import SIZES, every_operator, on_cuda
-from tests.support.operators import LINEAR, Size, leaves, packed
+from tests.support.operators import LINEAR, Size, leaves, packed, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +52,8 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
             got = both(compiled, args, inputs)
         want = both(lambda given: flat(op(given)), args, inputs)
         for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+            # not element by element: what cancels shows every rounding between the kernels
+            assert relative_error(x, y) <= 1e-2
 
 
 @every_operator

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.tools.catalog import Sample
-from tests.gpu.operator_runs import on_cuda, run
+from tests.gpu.operator_runs import by_name, fitting, on_cuda, run
 from tests.support.operators import LINEAR, Size, cast, packed, relative_error
 
 pytestmark = [
@@ -28,8 +27,10 @@ SIZES = {
     "few tokens": (Size(B=2, T=13, H=2, HV=4, K=100, V=60, M=30), "mixed"),
 }
 GATES = ("g", "gk", "gv", "w", "beta")
-# outputs and final states, gradients, those of gates and beta: relative RMS error
-NARROW, WIDE = (5e-3, 8e-3, 2e-2), (1e-4, 1e-4, 1e-4)
+# outputs and final states, gradients, those of gates and beta, and of angles: relative RMS error.
+# Turning all tokens alike changes no output, so that most of an angle's gradient cancels: in plain
+# torch with tensors of 16 bits it is wrong by up to 2.3e-2 (chunk_mamba3-mimo, one head).
+NARROW, WIDE = (5e-3, 8e-3, 2e-2, 4e-2), (1e-4, 1e-4, 1e-4, 1e-4)
 LIMITS = {torch.bfloat16: NARROW, torch.float16: NARROW, torch.float32: WIDE}
 SIZES_OF = {
     torch.bfloat16: ["one head", "128 heads", "packed", "128 mixed", "zero", "256"],
@@ -44,17 +45,12 @@ FEW_AND_MANY = [("few tokens", dtype) for dtype in LIMITS]
 FEW_AND_MANY += [("grouped", torch.bfloat16), ("packed", torch.float32)]
 
 
-def names(args: dict[str, Any]) -> list[str]:
-    """Of what has a gradient, in the order of tests.support.operators.leaves."""
-    each = [(n, x) for n, y in args.items() for x in (y if isinstance(y, tuple) else (y,))]
-    return [n for n, x in each if isinstance(x, Tensor) and x.is_floating_point()]
-
-
 @pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
 def test_errors_are_within_their_limits(op: Sample, size: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    args = op.inputs(replace(SIZES[size][0], dtype=dtype, gate=SIZES[size][1]))
+    shape, gate = SIZES[size]
+    args = op.inputs(replace(fitting(op, shape), dtype=dtype, gate=gate))
     expect_within(op, args, LIMITS[dtype], f"{op.name} {size}")
 
 
@@ -79,10 +75,12 @@ def test_sharp_scores_of_gsa_are_within_limits(lowest: float) -> None:
 def expect_within(op: Sample, args: dict[str, Any], limits: tuple, case: str) -> None:
     want, want_grads = run(op, cast(args, torch.float64), impl="reference")
     got, grads = run(op, on_cuda(args))
-    outs, others, gates = limits
+    outs, others, gates, angles = limits
     found = {f"output {i}": (x, y, outs) for i, (x, y) in enumerate(zip(got, want, strict=True))}
-    for i, (name, x, y) in enumerate(zip(names(args), grads, want_grads, strict=True)):
-        found[f"d{name} {i}"] = (x, y, gates if name in GATES else others)
+    most = dict.fromkeys(GATES, gates) | {"angles": angles}
+    expected = by_name(op, args, want_grads)
+    for name, x in by_name(op, args, grads).items():
+        found[f"d{name}"] = (x, expected[name], most.get(name, others))
     errors = {n: (relative_error(x.cpu(), y), most) for n, (x, y, most) in found.items()}
     worst = {n: f"{e:.1e} of {most}" for n, (e, most) in errors.items() if not e <= most}
     assert not worst, f"{case}: {worst}"

@@ -51,11 +51,17 @@ class Family:
     def take_triton(self, patch: pytest.MonkeyPatch, impl: str) -> None:
         first, *rest = impl.split("|")
         plan = dispatch.Selection(first, "", rest=tuple(rest))
+
+        def choose(candidates: Any, call: Any, asked: str | None, *_: Any) -> dispatch.Selection:
+            # names one implementation, as a user does; a probe that says more asks for none
+            assert asked is None or "|" not in asked, asked
+            return plan
+
         for module in self.chooses:
             if hasattr(importlib.import_module(module), "INTERPRETED"):
                 patch.setattr(f"{module}.INTERPRETED", impl != "eager")
             else:
-                patch.setattr(f"{module}.choose", lambda *args: plan)
+                patch.setattr(f"{module}.choose", choose)
 
 
 def leaf(*shape: int) -> Tensor:

@@ -31,16 +31,29 @@ def attnres(
 ) -> tuple[Tensor, Tensor]:
     """y [..., D] and p [L, ...], of which y has gradients."""
     tries = choose(_CANDIDATES, tuple(residuals), impl, "attnres", residuals[0]).tries
-    if not is_triton(tries):
+    return _run(query, residuals, weight, output_weight, eps, scale, tries)
+
+
+def _run(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    eps: float,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """impl: "eager", "triton", or "triton|eager"."""
+    if not is_triton(impl):
         y, s = eager(query, residuals, weight, output_weight, eps, scale)
         return y, s.detach().softmax(0)
     shape = residuals[0].shape
     rows = [x.reshape(-1, shape[-1]).contiguous() for x in residuals]
     given = query.contiguous(), weight.contiguous(), output_weight
     if needs_autograd(*given, *rows):
-        y, s, lse = _Attnres.apply(*given, eps, scale, tries, *rows)
+        y, s, lse = _Attnres.apply(*given, eps, scale, impl, *rows)
     else:
-        y, s, _, lse = forward(given[0], rows, *given[1:], eps, scale, tries)
+        y, s, _, lse = forward(given[0], rows, *given[1:], eps, scale, impl)
     return y.view(shape), (s - lse).exp().view(len(rows), *shape[:-1])
 
 
@@ -154,7 +167,7 @@ def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str 
         return run(given["query"], rows, given["weight"], last, *options)[0]
 
     return numeric_probe.mismatch(
-        lambda given: of(attnres, given, TRITON_OR_EAGER), lambda given: of(eager, given), made
+        lambda given: of(_run, given, TRITON_OR_EAGER), lambda given: of(eager, given), made
     )
 
 

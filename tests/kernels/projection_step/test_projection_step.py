@@ -50,7 +50,7 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
     """16 bytes a load of every weight, whichever of them a program takes, and no spills."""
     from slipstream.kernels.projection_step.triton import launch
 
-    tile = launch.tile_of(rows, 4112, 1024)
+    tile = launch.tile_of(rows, 4112, 1024, 2, 2, 232_448)
     tensors = {f"{name}_ptr": "*bf16" for name in ("x", "y", "w0", "w1", "w2")}
     constants = {"K": 1024, "ONE": rows == 1, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
     constants |= {"NORM": False, "ZERO_CENTERED": False, "GLU": False}
@@ -61,6 +61,26 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
     wide = "ld.global.v4" if rows == 1 else "cp.async.cg.shared.global"
     assert got.ptx.count(wide) >= 4
     assert got.ptx.count("ld.global.b16") <= 4
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("shared", [1 << 16, 101_376, 232_448])
+@pytest.mark.parametrize("bytes_each", [2, 4])
+def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
+    """Of GPUs that have 64, 99 and 227 KiB of it."""
+    from slipstream.kernels.projection_step.triton import launch
+
+    kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
+    dtype = {2: "*bf16", 4: "*fp32"}[bytes_each]
+    for N, is_glu in ((1024, False), (2752, True)):
+        tile = launch.tile_of(64, N, 1024, bytes_each, bytes_each * (1 + is_glu), shared)
+        tensors = dict.fromkeys((f"{name}_ptr" for name in ("x", "y", "w0", "w1")), dtype)
+        constants = {"K": 1024, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
+        constants |= {"NORM": False, "ZERO_CENTERED": False, "GLU": is_glu}
+        scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
+        arch = "sm_90" if shared > 101_376 else "sm_89"
+        got = compile_kernel(kernel, tensors, constants, scalars, arch, tile.warps, tile.stages)
+        assert got.shared <= shared
 
 
 def test_refuses() -> None:

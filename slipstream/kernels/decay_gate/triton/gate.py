@@ -7,6 +7,9 @@
 R tokens of C channels, K of each of the HV heads. A program has a tile of BR tokens and BC
 channels, backward every P-th one of its channels; their sums are added up by another kernel, in an
 order that does not depend on the GPU.
+
+Nothing is compiled again for another number of heads: C and the strides of x arrive in units of
+UNIT, 16 where that divides all of them, which tells the compiler that rows are aligned.
 """
 
 import triton
@@ -25,7 +28,7 @@ def _softplus(x):
 
 
 @triton.jit
-def _parameters(a_ptr, bias_ptr, o_c, m_c, K: tl.constexpr, BC: tl.constexpr):
+def _parameters(a_ptr, bias_ptr, o_c, m_c, K, BC: tl.constexpr):
     """r and dt_bias of channels."""
     b_r, b_bias = tl.full([BC], 1.0, tl.float32), tl.zeros([BC], tl.float32)
     if a_ptr is not None:
@@ -41,17 +44,18 @@ def _rows(x_ptr, o_r, stride_b, stride_t, T):
     return x_ptr + (o_r // T).to(tl.int64) * stride_b + (o_r % T).to(tl.int64) * stride_t
 
 
-@triton.jit(do_not_specialize=["T", "R"])
+@triton.jit(do_not_specialize=["units_b", "units_t", "units_c", "T", "R", "K"])
 def decay_gate_fwd_kernel(
-    x_ptr, a_ptr, bias_ptr, g_ptr, stride_b, stride_t, T, R, lower_bound,
-    C: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
+    x_ptr, a_ptr, bias_ptr, g_ptr, units_b, units_t, units_c, T, R, K, lower_bound,
+    UNIT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Grid (R / BR, C / BC). x [B, T, C], g [R, C], a [HV], bias [C]"""
+    C = units_c * UNIT
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m = (o_r < R)[:, None] & (o_c < C)[None, :]
     b_r, b_bias = _parameters(a_ptr, bias_ptr, o_c, o_c < C, K, BC)
-    p_x = _rows(x_ptr, o_r, stride_b, stride_t, T)[:, None] + o_c[None, :]
+    p_x = _rows(x_ptr, o_r, units_b * UNIT, units_t * UNIT, T)[:, None] + o_c[None, :]
     b_z = tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias
     if BOUNDED:
         b_g = lower_bound * tl.sigmoid(b_r * b_z)
@@ -60,12 +64,13 @@ def decay_gate_fwd_kernel(
     tl.store(g_ptr + o_r[:, None].to(tl.int64) * C + o_c[None, :], b_g, mask=m)
 
 
-@triton.jit(do_not_specialize=["T", "R"])
+@triton.jit(do_not_specialize=["units_b", "units_t", "units_c", "T", "R", "K"])
 def decay_gate_bwd_kernel(
-    dg_ptr, x_ptr, a_ptr, bias_ptr, dx_ptr, partial_ptr, stride_b, stride_t, T, R, lower_bound,
-    C: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
+    dg_ptr, x_ptr, a_ptr, bias_ptr, dx_ptr, partial_ptr, units_b, units_t, units_c, T, R, K,
+    lower_bound, UNIT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Grid (P, C / BC). dg, dx [R, C]; partial [P, 2, C]: of ddt_bias and dA_log by channel."""
+    C = units_c * UNIT
     i_p, P = tl.program_id(0), tl.num_programs(0)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     b_r, b_bias = _parameters(a_ptr, bias_ptr, o_c, o_c < C, K, BC)
@@ -75,7 +80,7 @@ def decay_gate_bwd_kernel(
         m = (o_r < R)[:, None] & (o_c < C)[None, :]
         o = o_r[:, None].to(tl.int64) * C + o_c[None, :]
         b_dg = tl.load(dg_ptr + o, mask=m, other=0.0).to(tl.float32)
-        p_x = _rows(x_ptr, o_r, stride_b, stride_t, T)[:, None] + o_c[None, :]
+        p_x = _rows(x_ptr, o_r, units_b * UNIT, units_t * UNIT, T)[:, None] + o_c[None, :]
         b_z = tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias
         if BOUNDED:
             b_s = tl.sigmoid(b_r * b_z)
@@ -91,10 +96,10 @@ def decay_gate_bwd_kernel(
     tl.store(p_partial + C, b_da, mask=o_c < C)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "C"])
 def decay_gate_sums_kernel(
-    partial_ptr, da_ptr, dbias_ptr, P,
-    C: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+    partial_ptr, da_ptr, dbias_ptr, P, C,
+    K: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Grid (HV). partial [P, 2, C], da [HV], dbias [C]"""
     o_k = tl.arange(0, BK)

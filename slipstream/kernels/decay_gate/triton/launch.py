@@ -4,6 +4,7 @@ Memory beyond results: backward, two numbers a channel for each of P programs.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from slipstream.kernels.decay_gate.triton.gate import (
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
-# Elements of a tile, and channels of one at most.
-ELEMENTS, CHANNELS = 2048, 512
+# Elements of a tile, and its channels where a head has many or one gate.
+ELEMENTS, CHANNELS, HEADS = 2048, 512, 32
 # Programs of backward at a time on each multiprocessor.
 PER_PROCESSOR = 8
 
@@ -25,20 +26,18 @@ PER_PROCESSOR = 8
 def forward(
     x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> Tensor:
-    x, tile = _features_in_row(x), _tile(x)
+    x = _features_in_row(x)
+    sizes = _sizes(x)
     g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     with device_of(x.device):
-        cached(decay_gate_fwd_kernel)[(-(-tile["R"] // tile["BR"]), -(-tile["C"] // tile["BC"]))](
+        cached(decay_gate_fwd_kernel)[sizes.row_blocks, sizes.blocks](
             x_ptr=x,
             a_ptr=None if A_log is None else A_log.contiguous(),
             bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
             g_ptr=g,
-            stride_b=x.stride(0),
-            stride_t=x.stride(1),
-            T=x.shape[1],
             lower_bound=lower_bound or 0.0,
             BOUNDED=lower_bound is not None,
-            **tile,
+            **sizes.arguments(x),
             num_warps=4,
         )
     return g
@@ -52,11 +51,11 @@ def backward(
     lower_bound: float | None,
 ) -> list[Tensor]:
     """dx, and those that there are of dA_log and ddt_bias."""
-    x, dg, tile = _features_in_row(x), dg.contiguous(), _tile(x)
-    C, K = tile["C"], tile["K"]
-    blocks = -(-C // tile["BC"])
-    most = max(sm_count(x.get_device()) * PER_PROCESSOR // blocks, 1)
-    P = min(-(-tile["R"] // tile["BR"]), most)
+    x, dg = _features_in_row(x), dg.contiguous()
+    sizes = _sizes(x)
+    C, K = sizes.C, sizes.K
+    most = max(sm_count(x.get_device()) * PER_PROCESSOR // sizes.blocks, 1)
+    P = min(sizes.row_blocks, most)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(P, 2, C, dtype=torch.float32, device=x.device)
     dA, dbias = (
@@ -64,19 +63,16 @@ def backward(
         for p in (A_log, dt_bias)
     )
     with device_of(x.device):
-        cached(decay_gate_bwd_kernel)[(P, blocks)](
+        cached(decay_gate_bwd_kernel)[P, sizes.blocks](
             dg_ptr=dg,
             x_ptr=x,
             a_ptr=None if A_log is None else A_log.contiguous(),
             bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
             dx_ptr=dx,
             partial_ptr=partial,
-            stride_b=x.stride(0),
-            stride_t=x.stride(1),
-            T=x.shape[1],
             lower_bound=lower_bound or 0.0,
             BOUNDED=lower_bound is not None,
-            **tile,
+            **sizes.arguments(x),
             num_warps=4,
         )
         if dA is not None or dbias is not None:
@@ -101,8 +97,33 @@ def _features_in_row(x: Tensor) -> Tensor:
     return x if in_row else x.contiguous()
 
 
-def _tile(x: Tensor) -> dict[str, int]:
+class _Sizes(NamedTuple):
+    """R tokens of C channels, K of a head; a tile of BR by BC of them."""
+
+    R: int
+    C: int
+    K: int
+    BR: int
+    BC: int
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.R // self.BR)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.C // self.BC)
+
+    def arguments(self, x: Tensor) -> dict[str, int]:
+        b, t = x.stride(0), x.stride(1)
+        unit = 16 if self.K > 1 and all(n % 16 == 0 for n in (b, t, self.C)) else 1
+        units = {"units_b": b // unit, "units_t": t // unit, "units_c": self.C // unit}
+        sizes = {"T": x.shape[1], "R": self.R, "K": self.K, "BR": self.BR, "BC": self.BC}
+        return {**units, **sizes, "UNIT": unit}
+
+
+def _sizes(x: Tensor) -> _Sizes:
     C = math.prod(x.shape[2:])
-    BC = min(1 << (C - 1).bit_length(), CHANNELS)
     K = C // x.shape[2]
-    return {"R": x.shape[0] * x.shape[1], "C": C, "K": K, "BR": ELEMENTS // BC, "BC": BC}
+    BC = HEADS if K == 1 else CHANNELS
+    return _Sizes(x.shape[0] * x.shape[1], C, K, ELEMENTS // BC, BC)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, ProjectionInputs
 from slipstream.kernels.projection_step.triton.step import projection_step_kernel
-from slipstream.runtime.backends import device_of
+from slipstream.runtime.backends import device_of, shared_memory_bytes
 from slipstream.runtime.launch_cache import cached
 
 
@@ -22,13 +22,19 @@ class ProjectionTile:
     stages: int
 
 
-def tile_of(M: int, N: int, K: int) -> ProjectionTile:
-    """N: rows of all weights, or of one of two that gate each other."""
+def tile_of(M: int, N: int, K: int, x_bytes: int, w_bytes: int, shared: int) -> ProjectionTile:
+    """Columns of x at a time are as many as shared memory, so many bytes, holds.
+
+    N: rows of all weights, or of one of two that gate each other. x_bytes, w_bytes: those of an
+        element, the latter of both weights that gate each other.
+    """
     if M == 1:
         return ProjectionTile(1, 8, min(1024, _power(K)), 8, 3)
-    BN = 32 if N >= 2048 else 16
-    BK = 128 if BN == 32 else 256
-    return ProjectionTile(max(16, min(64, _power(M))), BN, max(16, min(BK, _power(K))), 4, 4)
+    BM, BN, stages = max(16, min(64, _power(M))), 32 if N >= 2048 else 16, 4
+    BK = max(16, min(128 if BN == 32 else 256, _power(K)))
+    while (stages - 1) * BK * (BM * x_bytes + BN * w_bytes) > shared and BK > 16:
+        BK //= 2
+    return ProjectionTile(BM, BN, BK, 4, stages)
 
 
 def _power(n: int) -> int:
@@ -38,7 +44,9 @@ def _power(n: int) -> int:
 def projection_step(t: ProjectionInputs) -> Tensor:
     M, K = t.x.shape
     y = torch.empty(M, t.size, dtype=t.out_dtype, device=t.x.device)
-    tile = tile_of(M, t.size, K)
+    w_bytes = t.weights[0].element_size() * (1 + t.glu)
+    shared = shared_memory_bytes(t.x.get_device())
+    tile = tile_of(M, t.size, K, t.x.element_size(), w_bytes, shared)
     missing = MAX_WEIGHTS - len(t.weights)
     weights = [*t.weights, *[None] * missing]
     biases = [*t.biases, *[None] * missing]
