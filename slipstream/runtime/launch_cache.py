@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from slipstream.compiler.aot import FUSION
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.launch_replay import LaunchBatch, ReplayedLaunch, TensorMapCache, c_launcher
 
@@ -162,14 +163,14 @@ class CachedKernel:
             if of_thread.warmup is not None:
                 wait([of_thread.warmup])
                 if kept is None:
-                    self.kernel.warmup(*args, grid=grid, **named)
+                    self.kernel.warmup(*args, grid=grid, **(FUSION | named))
                 return
             if of_thread.recorder is not None:
                 self._taken(of_thread.recorder, (*grid, 1, 1)[:3], args, named, kept)
             if kept is not None:
                 kept.launch((*grid, 1, 1)[:3], args)
                 return
-            compiled = self.kernel[grid](*args, **named)
+            compiled = self.kernel[grid](*args, **(FUSION | named))
             if key is not None:
                 self._keep(key, compiled, len(args), named)
 

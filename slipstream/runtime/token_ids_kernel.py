@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import NAMES, SLOTS, slots_for
 
 BLOCK = 1024
@@ -54,7 +55,7 @@ def scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
     R = BLOCK * -(-N // (BLOCK * SLOTS))
     slots = slots_for(ids)
     with _device_of(ids):
-        scan_kernel[(-(-N // R),)](
+        cached(scan_kernel)[(-(-N // R),)](
             ids, slots, N, R, size, last_length(ids), ignore_index or 0, NAMES.index(name),
             ignore_index is not None, BLOCK, num_warps=4,
         )  # fmt: skip
@@ -102,7 +103,7 @@ def scan_indices(
     slots, W = slots_for(ids), ids.shape[-1] if ids.dim() > 1 else 1
     lengths, rows = (None if x is None else x.contiguous() for x in (lengths, rows))
     with _device_of(ids):
-        scan_indices_kernel[(-(-N // R),)](
+        cached(scan_indices_kernel)[(-(-N // R),)](
             ids, slots, lengths, rows, N, R, W, size, more, step, last_length(ids),
             NAMES.index(name), lengths is not None, rows is not None, BLOCK, num_warps=4,
         )  # fmt: skip
@@ -133,7 +134,7 @@ def scan_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     R = BLOCK * -(-N // (BLOCK * SLOTS))
     slots = slots_for(offsets)
     with _device_of(offsets):
-        scan_offsets_kernel[(-(-N // R),)](
+        cached(scan_offsets_kernel)[(-(-N // R),)](
             offsets, slots, N, R, tokens, NAMES.index(name), BLOCK, num_warps=4
         )
 

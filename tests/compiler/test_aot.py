@@ -23,14 +23,14 @@ def test_compile_kernel_makes_what_the_jit_makes(
     """The same place in Triton's cache: a first call after it compiles nothing."""
     from triton.runtime import driver
 
-    from slipstream.compiler.aot import compile_kernel, load
+    from slipstream.compiler.aot import FUSION, compile_kernel, load
 
     tensors = TENSORS | ({"bias_ptr": "*fp32"} if bias else {})
     ours = compile_kernel(PRODUCT, tensors, CONSTANTS)
     monkeypatch.setattr(driver, "_active", Driver())
     arguments = [torch.bfloat16] * 3 + [torch.float32 if bias else None]
     theirs = load(PRODUCT).warmup(
-        *arguments, 1.0, 50, **CONSTANTS, num_warps=4, num_stages=3, grid=(1,)
+        *arguments, 1.0, 50, **CONSTANTS, **FUSION, num_warps=4, num_stages=3, grid=(1,)
     )
     assert theirs.hash == ours.hash
 

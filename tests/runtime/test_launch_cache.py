@@ -5,6 +5,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -276,6 +277,20 @@ def test_takes_only_kernels_of_the_jit() -> None:
     assert cached(stub) is stub
     with mock.patch.object(torch.version, "hip", "6.4"):
         assert cached(triton.jit(toy_kernel.fn)).__class__ is not CachedKernel
+
+
+def test_launch_says_that_products_are_fused(gpu: list[tuple], monkeypatch: Any) -> None:
+    """Triton 3.9 warns where a launch does not, and 3.10 takes the other choice then."""
+    given: list[dict] = []
+    monkeypatch.setattr(triton.JITFunction, "run", lambda self, *_, **named: given.append(named))
+    arguments = (torch.zeros(64), torch.zeros(64), None, 1.0, 16, 1, 32, True)
+    launch = CachedKernel(toy_kernel)[1,]
+    launch(*arguments)
+    launch(*arguments, enable_fp_fusion=False)
+    monkeypatch.setattr(of_thread, "warmup", done := Future())
+    done.set_result(None)
+    launch(*arguments)
+    assert [x["enable_fp_fusion"] for x in given] == [True, False, True]
 
 
 # of a launch, which are no arguments of the kernel
