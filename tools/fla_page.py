@@ -84,7 +84,7 @@ classes. These models train, decode with a cache, generate and take left padding
 {models}
 BitNet, MLA, Samba and Transformer want `flash_attn`, and Mamba and Mamba-2 look for `mamba_ssm` and
 `causal_conv1d`: `install("fla", "flash_attn", "mamba_ssm", "causal_conv1d")` serves all of them.
-MoM runs as well; it is no function of the past alone, in fla neither. Layers and models whose
+MoM runs too; its outputs depend on later tokens, as they do in fla. Layers and models whose
 operators Slipstream does not have raise an `ImportError` that names them, and do not keep the
 others from being imported.
 
