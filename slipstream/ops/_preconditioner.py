@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.erase.op import erase
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
@@ -86,11 +87,10 @@ def run_preconditioned(
     written, A = preconditioner.keys(k, A, options, terms.cu_seqlens)
     q, k, written = for_value_heads(v, q, k, written)
     # what is erased is read before the decay, so that its key has it
-    decay = widen(g).exp()
     if g.dim() == 3:
-        terms = terms._replace(p=(decay[..., None] * k).to(k.dtype))
+        terms = terms._replace(p=(widen(g).exp()[..., None] * k).to(k.dtype))
     else:
-        a, b = (decay * k).to(k.dtype), (-beta[..., None] * written).to(k.dtype)
+        a, b = erase(g, k), (beta[..., None] * written).to(k.dtype)
         terms = terms._replace(v=(beta[..., None] * v).to(v.dtype), beta=None, a=a, b=b)
     terms = terms._replace(q=q, k=written, initial_state=S)
     o, S = run(terms, options, recurrent=recurrent)

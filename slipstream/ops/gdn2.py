@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.erase.op import erase
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._fp32 import widen
 from slipstream.ops._preprocess import expect_inputs, for_value_heads, l2_normalised
 from slipstream.ops.kda import channel_gate
 from slipstream.runtime.context_parallel import ContextParallel
@@ -41,7 +41,7 @@ def chunk_gdn2(
         S_t = (I - k_t (b_t * k_t)^T) diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
         o_t = scale * S_t^T q_t
 
-    KDA is b = w = beta. It is dplr_delta_rule with a = exp(g) * b * k, b = -k and w * v for v.
+    KDA is b = w = beta. It is dplr_delta_rule with a = -exp(g) * b * k, b = k and w * v for v.
 
     Args:
         q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
@@ -114,7 +114,8 @@ def fused_recurrent_gdn2(
 def _terms(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, normalise: bool
 ) -> LinearInputs:
-    """Those of dplr_delta_rule: what is erased is read through a before the state decays."""
+    """Those of dplr_delta_rule: what is erased is read through a before the state decays. a has the
+    minus, so that b is k itself."""
     expect_inputs(
         None, None, q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
@@ -122,5 +123,4 @@ def _terms(
     if normalise:
         q, k = l2_normalised(q=q, k=k)
     q, k = for_value_heads(v, q, k)
-    a = (widen(g).exp() * b * k).to(k.dtype)
-    return LinearInputs(q, k, (w * v).to(v.dtype), g=g, a=a, b=-k)
+    return LinearInputs(q, k, (w * v).to(v.dtype), g=g, a=erase(g, k, b), b=k)

@@ -48,7 +48,7 @@ def chunk_precond_kda(
         S_t = S'_t + beta_t (m_t * k_t) (v_t - S'_t^T k_t)^T
         o_t = scale * S_t^T q_t
 
-    It is dplr_delta_rule with a = exp(g) * k, b = -beta m * k, m * k for k and beta v for v.
+    It is dplr_delta_rule with a = -exp(g) * k, b = beta m * k, m * k for k and beta v for v.
     Arguments have to be named: fla's two operators have different orders.
 
     Args:

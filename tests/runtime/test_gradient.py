@@ -13,6 +13,7 @@ from slipstream.kernels.attention import latent
 from slipstream.kernels.attention import op as attention
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.decay_gate import op as decay_gate
+from slipstream.kernels.erase import op as erase
 from slipstream.kernels.gated_scan import op as scan
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
@@ -159,6 +160,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
         rwkv7._output.overload,
         Row(lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"), 1),
     ),
+    "erase": (erase._forward.overload, Row(lambda: (*rand(3, 1, 4, 2), "eager"), 1)),
     # these two compute in float32, and are looked at with less precision
     "slots": (gsa._call_forward.overload, Row(_slots, 3)),
     "steps": (gated_delta_product._call_forward.overload, Row(_steps, 2)),

@@ -265,6 +265,7 @@ GUARDED = {
     "mixer_step/op.py": ("mixer_step.triton",),
     "projection_step/op.py": ("projection_step.triton",),
     "decay_gate/op.py": ("decay_gate.triton",),
+    "erase/op.py": ("erase.triton",),
     "time_mix/token_mix.py": ("token_mix.triton",),
     "time_mix/rwkv7.py": ("rwkv7.triton",),
     "norm/op.py": ("norm.triton",),

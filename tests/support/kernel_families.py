@@ -16,6 +16,7 @@ from slipstream.kernels.attention import op as attention_op
 from slipstream.kernels.attnres import op as attnres_op
 from slipstream.kernels.conv import fallback as conv_plain
 from slipstream.kernels.decay_gate import op as decay_gate
+from slipstream.kernels.erase import op as erase_op
 from slipstream.kernels.gated_scan import eager as scan_eager
 from slipstream.kernels.linear import gsa, householder
 from slipstream.kernels.linear.eager.chunk import chunk_forward
@@ -120,6 +121,15 @@ def decay_gates() -> list[Tensor]:
 
 def _decay_gate_backward(dg: Tensor, *inputs: Any) -> list[Tensor]:
     return decay_gate._run_backward(dg, *inputs, "eager")
+
+
+def erased() -> list[Tensor]:
+    g, k, b = leaf(1, 20, 2, 8), leaf(1, 20, 2, 8), leaf(1, 20, 2, 8)
+    return gradients(erase_op.erase(g, k, b), g, k, b)
+
+
+def _erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
+    return erase_op._run_backward(da, g, k, b, "eager")
 
 
 def token_mixes() -> list[Tensor]:
@@ -350,6 +360,15 @@ FAMILIES = [
             "decay_gate.triton.launch:backward": _decay_gate_backward,
         },
         ("slipstream.kernels.decay_gate.op",),
+    ),
+    Family(
+        "erase.triton",
+        erased,
+        {
+            "erase.triton.erase:forward": erase_op.plain,
+            "erase.triton.erase:backward": _erase_backward,
+        },
+        ("slipstream.kernels.erase.op",),
     ),
     Family(
         "token_mix.triton",

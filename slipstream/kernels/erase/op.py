@@ -1,0 +1,134 @@
+"""The vector a of a transition that erases by channels, as operators, and in plain torch.
+
+    a = -exp(g) b k                 S <- exp(g) S + k (v + a^T S)
+
+slipstream::erase gives a, slipstream::erase_backward the gradients of g, k and b. In plain torch a
+takes four passes over as many numbers, and its gradients nine.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+    save,
+)
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.guarded_launch import Guard, known_failure
+
+
+def erase(g: Tensor, k: Tensor, b: Tensor | None = None) -> Tensor:
+    """a in k's dtype and shape.
+
+    Args:
+        g: log decay, k: key, b: how much to erase, None is 1; of one shape, any floating dtypes.
+    """
+    if by_operation():
+        return plain(g, k, b)
+    impl = choose(_CANDIDATES, (k, g, b), None, "erase", k).tries
+    if not is_triton(impl):
+        return plain(g, k, b)
+    given = [None if x is None else x.contiguous() for x in (g, k, b)]
+    return (_Erase.apply if needs_autograd(*given) else _forward)(*given, impl)
+
+
+def plain(g: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
+    decay = -(g if g.dtype == torch.float64 else g.float()).exp()
+    return (decay * k if b is None else decay * b * k).to(k.dtype)
+
+
+class _Erase(Function):
+    operator = "slipstream::erase"
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, k: Tensor, b: Tensor | None, impl: str) -> Tensor:
+        save(ctx, g, k, b)
+        ctx.impl = impl
+        return _forward(g, k, b, impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, da: Tensor) -> tuple[Tensor | None, ...]:
+        dg, dk, *db = _backward(da.contiguous(), *saved, ctx.impl)
+        return dg, dk, db[0] if db else None, None
+
+
+def _unsupported_reason(k: Tensor, g: Tensor, b: Tensor | None) -> str | None:
+    if k.numel() == 0:
+        return "there are no tokens or heads"
+    if any(x is not None and x.dtype == torch.float64 for x in (g, b)):
+        return "it computes in float32, and a gate is float64"
+    return known_failure(lambda: _kind(g, k, b), k.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
+
+
+def _kind(g: Tensor, k: Tensor, b: Tensor | None) -> KernelKey:
+    return ("erase.triton", k.dtype, g.dtype, None if b is None else b.dtype)
+
+
+def _mismatch(*given: Tensor | None) -> str | None:
+    """The probe: more than a tile."""
+    g, k, b = (None if x is None else numeric_probe.random_like(x, 3, 1003) for x in given)
+    assert g is not None
+    return numeric_probe.mismatch(
+        lambda t: _Erase.apply(t["g"], t["k"], t["b"], TRITON_OR_EAGER),
+        lambda t: plain(t["g"], t["k"], t["b"]),
+        {"g": -g.abs(), "k": k, "b": b},
+    )
+
+
+def _run_forward(g: Tensor, k: Tensor, b: Tensor | None, impl: str) -> Tensor:
+    with _guard(impl, g, k, b) as usable:
+        if usable:
+            from slipstream.kernels.erase.triton import erase as kernels
+
+            return kernels.forward(g, k, b)
+    return plain(g, k, b).contiguous()
+
+
+def _run_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None, impl: str) -> list[Tensor]:
+    """dg, dk, and db if there is b."""
+    with _guard(impl, g, k, b) as usable:
+        if usable:
+            from slipstream.kernels.erase.triton import erase as kernels
+
+            return kernels.backward(da, g, k, b)
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    d = -da.to(wide) * g.to(wide).exp()
+    dk = d if b is None else d * b
+    grads = [(dk * k).to(g.dtype), dk.to(k.dtype)]
+    return grads if b is None else [*grads, (d * k).to(b.dtype)]
+
+
+def _guard(impl: str, *given: Any) -> Guard:
+    k = given[1]
+    return Guard(impl, k.device, lambda: _kind(*given), lambda: _mismatch(*given))
+
+
+_INPUTS = "Tensor g, Tensor k, Tensor? b, str impl"
+_forward = KernelOp(
+    "erase",
+    f"({_INPUTS}) -> Tensor",
+    _run_forward,
+    lambda g, k, b, impl: k.new_empty(k.shape),
+    replay=True,
+)
+_backward = KernelOp(
+    "erase_backward",
+    f"(Tensor da, {_INPUTS}) -> Tensor[]",
+    _run_backward,
+    lambda da, g, k, b, impl: [x.new_empty(x.shape) for x in (g, k, b) if x is not None],
+    replay=True,
+)
+_forward.set_gradient(_Erase.apply)

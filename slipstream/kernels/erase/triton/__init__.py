@@ -1,0 +1,1 @@
+"""The vector that is erased, in Triton."""
