@@ -10,7 +10,7 @@ the device, providers in turns; host_ms: until the step returns; peak_gib: beyon
 packed: four sequences in a row, by position ids. checkpointed: 8 sequences of 4096 tokens, hidden
 size 1024, 8 heads, beside the same model that keeps its activations. RetNet: the same sizes with
 4 heads, whose values have 512 channels, beside 8. short: one sequence of 2048 tokens, hidden size
-1024, 24 layers, beside the same step by torch.cuda.make_graphed_callables.
+1024, 24 layers, beside the same step by CapturedLoss.
 """
 
 import copy
@@ -22,6 +22,7 @@ from harness import BF16, DEVICE, Call, Report, first, host_us, in_turns, parser
 from torch import Tensor
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.training import CapturedLoss
 
 LARGE = ("attention", "gated_deltanet", "kda", "gla", "rwkv7", "mamba2")
 CHECKPOINTED = [f"{mixer} checkpointed" for mixer in MIXERS]
@@ -38,22 +39,13 @@ def step(model: Any, ids: Tensor, **inputs: Tensor) -> Call:
     return run
 
 
-class Loss(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
-
-
 def captured(model: Any, ids: Tensor) -> Call:
     """A step whose loss and gradients are two CUDA graphs."""
-    loss: Any = torch.cuda.make_graphed_callables(Loss(model), (ids,))
+    loss = CapturedLoss(model)
 
     def run() -> None:
         model.zero_grad()
-        loss(ids).backward()
+        loss(input_ids=ids, labels=ids, use_cache=False).backward()
 
     return run
 

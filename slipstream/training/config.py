@@ -8,6 +8,7 @@ data: {files: [...], row_tokens: 512}            Data below
 training: {max_steps: 1000, learning_rate: ...}  transformers.TrainingArguments, by name
 muon: {learning_rate: 0.02}                      Muon below, if the matrices are to have it
 parallel: {shard: 2, context: 2}                 Parallel below, of the processes of torchrun
+capture: true                                    loss and gradients as CUDA graphs (capture.py)
 """
 
 import os
@@ -124,6 +125,8 @@ class RunConfig:
     """init_from: directory of a saved model or run whose weights, configuration and, unless
     tokenizer.path names another, tokenizer the run begins with; None begins with new ones.
     muon: None leaves all parameters to training.optim.
+    capture: has the loss and its gradients captured in CUDA graphs, where one process trains on a
+        GPU and batches have one shape: data.packing "separator".
     """
 
     output_dir: str
@@ -134,6 +137,7 @@ class RunConfig:
     muon: Muon | None = None
     parallel: Parallel = field(default_factory=Parallel)
     init_from: str | None = None
+    capture: bool = False
 
     def __post_init__(self) -> None:
         if self.init_from is not None and self.model:
@@ -185,6 +189,8 @@ def from_dict(raw: Mapping[str, Any]) -> RunConfig:
         sections["init_from"] = checked("init_from", raw["init_from"], str)
     if raw.get("muon") is not None:
         sections["muon"] = _section("muon", Muon, raw["muon"])
+    if raw.get("capture") is not None:
+        sections["capture"] = checked("capture", raw["capture"], bool)
     sections["parallel"] = _section("parallel", Parallel, raw.get("parallel") or {})
     for name in ("model", "training"):
         sections[name] = dict(_mapping(name, raw.get(name) or {}))

@@ -362,6 +362,7 @@ def _trainer(
         processing_class=tok,
         place=Place(rows.start, train_corpus.fingerprint()),
         muon=config.muon,
+        capture=config.capture,
         callbacks=[board, StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)

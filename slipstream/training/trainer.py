@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
 from slipstream.training import config, ranks
+from slipstream.training.capture import CapturedLoss
 from slipstream.training.checkpoints import sizes
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.muon import Muon, inner_matrices
@@ -67,17 +68,26 @@ class StopWhenAsked(TrainerCallback):
 class LMTrainer(Trainer):
     """Its batches are the Collator's, with a tally; its checkpoints remember the place.
 
-    Args besides Trainer's: place, and muon for that optimizer instead of args.optim.
+    Args besides Trainer's: place, muon for that optimizer instead of args.optim, and capture for
+    a CapturedLoss where the model is not wrapped.
     """
 
     model: SlipstreamForCausalLM  # pyright: ignore[reportIncompatibleVariableOverride]
     train_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
     eval_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, *, place: Place, muon: config.Muon | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        place: Place,
+        muon: config.Muon | None = None,
+        capture: bool = False,
+        **options: Any,
+    ) -> None:
         self.place, self.speed, self.muon = place, Speed(), muon
         callbacks = [*options.pop("callbacks", []), place, self.speed]
         super().__init__(callbacks=callbacks, **options)
+        self.captured_loss = CapturedLoss(self.model) if capture else None
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size
         self._bytes = self._targets = 0  # since the last log
@@ -109,6 +119,20 @@ class LMTrainer(Trainer):
         self._bytes += tally.text_bytes
         self.speed.tokens += inputs["input_ids"].numel() * self.args.world_size
         return super().training_step(model, inputs, *args, **kw)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if self.captured_loss is None or return_outputs or model is not self.model:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is not None:  # another number must not be another graph
+            count = torch.as_tensor(num_items_in_batch, device=inputs["input_ids"].device)
+            inputs = inputs | {"num_items_in_batch": count}
+        return self.captured_loss(**inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer counts epochs in steps since the process began; this is the same after a resume
