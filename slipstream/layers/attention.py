@@ -17,6 +17,7 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
+from slipstream.nn.linear import linears
 from slipstream.ops.attention import attention
 from slipstream.ops.rotary import rotary_embedding
 from slipstream.runtime.context_parallel import ContextParallel
@@ -104,7 +105,8 @@ class Attention(Mixer):
         use_cache: bool = False,
     ) -> Mixed:
         at = token_positions(x, cu_seqlens, positions, state, context)
-        q, k, v = self._heads(self.qkv_proj(x), at)
+        qkv, gate = linears(x, (self.qkv_proj, self.g_proj))
+        q, k, v = self._heads(qkv, at)
         cache = lengths = None
         if state is not None or use_cache:
             if context is not None:
@@ -121,7 +123,6 @@ class Attention(Mixer):
             context=context,
             key_lengths=lengths,
         )
-        gate = None if self.g_proj is None else self.g_proj(x)
         return self.o_proj(self._gated(o, gate)), cache if use_cache else None
 
     def has_fused_step(self) -> bool:

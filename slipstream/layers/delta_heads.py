@@ -69,8 +69,12 @@ class DeltaHeads(Mixer):
         q, k = (qk if unit is None else unit(qk)).chunk(2, dim=2)
         return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
 
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        """The norm of o [B, T, HV, V] by the sigmoid of a gate of low rank, through o_proj."""
-        gate = self.g_up(self.g_down(x))
+    def _gate_of(self, x: Tensor) -> Any:
+        """Of a gate of low rank the narrow part, for _output."""
+        return self.g_down(x)
+
+    def _output(self, o: Tensor, gate: Any) -> Tensor:
+        """The norm of o [B, T, HV, V] by the sigmoid of the gate, through o_proj."""
+        gate = self.g_up(gate)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
         return self.o_proj(o.flatten(-2))

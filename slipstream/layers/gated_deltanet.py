@@ -17,6 +17,7 @@ from slipstream.layers.base import (
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
+from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.norm import l2_norm
@@ -87,7 +88,8 @@ class GatedDeltaNet(DeltaHeads):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, conv = self.qkv_proj(x), None
+        conv = None
+        qkv, ab, z = linears(x, (self.qkv_proj, self.ab_proj, self.z_proj))
         sizes = (self.keys, self.keys, self.values)
         convolve, elements = convolution_in_parts(
             self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
@@ -99,7 +101,7 @@ class GatedDeltaNet(DeltaHeads):
             units = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
             return [q, k, *units, v]
 
-        a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
+        a, b = ab.chunk(2, dim=-1)  # [B, T, HV]
         rule = (
             fused_recurrent_gated_delta_rule
             if self.recurrent(x, context)
@@ -122,7 +124,7 @@ class GatedDeltaNet(DeltaHeads):
                 cu_seqlens=cu_seqlens,
                 context=context,
             )
-        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -141,11 +143,13 @@ class GatedDeltaNet(DeltaHeads):
             g=decoding.decay_gate(a, self.A_log, self.dt_bias),
             beta=2 * beta if self.allow_neg_eigval else beta,
         )
-        return self._output(o, x)
+        return self._output(o, self._gate_of(x))
 
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        z = None if self.z_proj is None else self.z_proj(x)
-        o = decoding.output_norm(o, z, self.norm_weight, self.norm_eps, self.gate_activation)
+    def _gate_of(self, x: Tensor) -> Tensor | None:
+        return None if self.z_proj is None else self.z_proj(x)
+
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 
     def has_fused_step(self) -> bool:

@@ -97,7 +97,9 @@ class GatedOja(DeltaHeads):
             cu_seqlens=cu_seqlens,
             context=context,
         )  # fmt: skip
-        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, self._gate_of(x)), new_state(
+            use_cache, recurrent=recurrent, conv=conv
+        )
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -113,7 +115,7 @@ class GatedOja(DeltaHeads):
         erased = (S * values).sum(-1)
         S.add_((widen(beta)[:, 0, :, None].to(S.dtype) * (k - erased))[..., None] * values)
         o = (q[..., None] * S).sum(-2) * self.head_dim**-0.5
-        return self._output(o.to(dtype)[:, None], x)
+        return self._output(o.to(dtype)[:, None], self._gate_of(x))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """gv [B, T, HV, V] and beta [B, T, HV]"""

@@ -98,7 +98,9 @@ class GatedDeltaNet2(DeltaHeads):
             cu_seqlens=cu_seqlens,
             context=context,
         )  # fmt: skip
-        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, self._gate_of(x)), new_state(
+            use_cache, recurrent=recurrent, conv=conv
+        )
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -110,7 +112,7 @@ class GatedDeltaNet2(DeltaHeads):
             q, k, w * v, state["recurrent"],
             g=self._of_values(g), a=(g.exp() * b * k).to(k.dtype), b=-k,
         )  # fmt: skip
-        return self._output(o, x)
+        return self._output(o, self._gate_of(x))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """g, b [B, T, H, K] and w [B, T, HV, V]"""

@@ -22,6 +22,7 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
+from slipstream.nn.linear import linears
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -119,13 +120,14 @@ class GatedLinearAttention(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        layers = self.q_proj, self.k_proj, self.v_proj, self.gk_down, self.g_proj
+        q, k, v, gk, gate = linears(x, layers)
         conv = None
         if self.conv is not None:
             qkv = torch.cat([q, k, v], dim=-1)
             qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
             q, k, v = qkv.split(self.channels, dim=-1)
-        q, k, v, g = self._heads(q, k, v, self._log_decay(x))
+        q, k, v, g = self._heads(q, k, v, self._log_decay(gk))
         gla = fused_recurrent_gla if self.recurrent(x, context) else chunk_gla
         o, recurrent = gla(
             q,
@@ -137,7 +139,6 @@ class GatedLinearAttention(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
 
@@ -150,7 +151,7 @@ class GatedLinearAttention(Mixer):
         if self.conv is not None:
             qkv = decoding.convolution(self.conv, torch.cat([q, k, v], dim=-1), state["conv"])
             q, k, v = qkv.split(self.channels, dim=-1)
-        q, k, v, g = self._heads(q, k, v, self._log_decay(x))
+        q, k, v, g = self._heads(q, k, v, self._log_decay(self.gk_down(x)))
         o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
         gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
@@ -198,9 +199,9 @@ class GatedLinearAttention(Mixer):
         q, k = (FEATURE_MAPS[self.feature_map](y) for y in (q, k))
         return q, k, v, g
 
-    def _log_decay(self, x: Tensor) -> Tensor:
-        """[B, T, channels of the keys]"""
-        raw = self.gk_up(self.gk_down(x))
+    def _log_decay(self, narrow: Tensor) -> Tensor:
+        """[B, T, channels of the keys] of what gk_down makes."""
+        raw = self.gk_up(narrow)
         raw = raw if raw.dtype.itemsize > 2 else raw.float()
         g = F.logsigmoid(raw) / self.gate_logit_normalizer
         return g if self.clamp_min is None else g.clamp_min(self.clamp_min)

@@ -16,6 +16,7 @@ from slipstream.layers.base import (
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
+from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
@@ -98,7 +99,9 @@ class KimiDeltaAttention(DeltaHeads):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        qkv, f, conv = self.qkv_proj(x), self.f_up(self.f_down(x)), None
+        layers = self.qkv_proj, self.f_down, self.b_proj, self.g_down
+        qkv, f, beta, z = linears(x, layers)
+        f, conv = self.f_up(f), None
         sizes = (self.keys, self.keys, self.values)
         A_log, dt_bias = self.A_log, self.dt_bias
         convolve, elements = convolution_in_parts(
@@ -120,7 +123,7 @@ class KimiDeltaAttention(DeltaHeads):
                 k,
                 v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
                 g,
-                self.b_proj(x),
+                beta,
                 initial_state=past(state, "recurrent"),
                 output_final_state=use_cache,
                 use_beta_sigmoid_in_kernel=True,
@@ -128,7 +131,7 @@ class KimiDeltaAttention(DeltaHeads):
                 cu_seqlens=cu_seqlens,
                 context=context,
             )
-        return self._output(o, x), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -147,7 +150,7 @@ class KimiDeltaAttention(DeltaHeads):
             g=decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound),
             beta=2 * beta if self.allow_neg_eigval else beta,
         )
-        return self._output(o, x)
+        return self._output(o, self._gate_of(x))
 
     def has_fused_step(self) -> bool:
         return self.conv is not None

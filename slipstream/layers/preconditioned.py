@@ -118,7 +118,7 @@ class _Preconditioned(DeltaHeads):
             cu_seqlens=cu_seqlens,
             context=context,
         )  # fmt: skip
-        return self._output(o, x), _new(use_cache, states, conv)
+        return self._output(o, self._gate_of(x)), _new(use_cache, states, conv)
 
     def has_fused_step(self) -> bool:
         return False
@@ -130,7 +130,7 @@ class _Preconditioned(DeltaHeads):
         q, k, v = self._heads_of(qkv, decoding.unit)
         written = self.preconditioner.step(x, k, state["preconditioner"])
         o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
-        return self._output(o, x)
+        return self._output(o, self._gate_of(x))
 
     def _rule(self, recurrent: bool) -> Callable[..., Any]:
         raise NotImplementedError

@@ -23,6 +23,7 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding
 from slipstream.nn.host import on_host
+from slipstream.nn.linear import linears
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
@@ -121,7 +122,7 @@ class MultiScaleRetention(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v, gate = linears(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj))
         conv = None
         if self.conv is not None:
             qkv = torch.cat([q, k, v], dim=-1)
@@ -146,7 +147,6 @@ class MultiScaleRetention(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         length = next_lengths(x, cu_seqlens, state) if use_cache else None
         after = new_state(use_cache, recurrent=recurrent, length=length, conv=conv)

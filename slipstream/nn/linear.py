@@ -1,5 +1,7 @@
-"""Linear layers: alone with what follows in one pass, gated in pairs, and the embedding."""
+"""Linear layers: alone with what follows in one pass, several of one input, gated in pairs, and the
+embedding."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,14 @@ from slipstream.nn.host import on_host
 from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
 from slipstream.ops.matmul import matmul
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+    save,
+)
 
 GATES = {"swiglu": swiglu, "geglu": geglu, "sigmoid_glu": sigmoid_glu}
 
@@ -94,7 +104,7 @@ class GatedMLP(nn.Module):
         self.down_proj = linear(inner, size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        (gate, up), down = linears(x, (self.gate_proj, self.up_proj)), self.down_proj
         # without gradients nothing is kept
         if not torch.is_grad_enabled() or not plain_linear(down):
             if self.activation == "swiglu" and on_host(gate):
@@ -115,6 +125,61 @@ class GEGLU(GatedMLP):
 
     def __init__(self, size: int, inner: int, bias: bool = False, linear: Any = nn.Linear) -> None:
         super().__init__(size, inner, "geglu", bias, linear)
+
+
+def linears(x: Tensor, layers: Sequence[nn.Module | None]) -> list[Any]:
+    """layer(x) of each, None for those that are None. The backward adds up x's gradient within the
+    products instead of one tensor after the other.
+
+    Modules that are no linear layers, or more than that (plain_linear), are called as they are.
+    """
+    given = [layer for layer in layers if layer is not None]
+    parts = iter(_linears(x, given))
+    return [None if layer is None else next(parts) for layer in layers]
+
+
+def _linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    plain = (
+        type(x) is Tensor
+        and not by_operation()
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(type(y).forward is nn.Linear.forward and plain_linear(y) for y in layers)
+    )
+    parameters: list[Any] = [p for y in layers for p in (y.weight, y.bias)] if plain else []
+    dtypes = {p.dtype for p in parameters if p is not None}
+    if dtypes == {x.dtype} and needs_autograd(x, *parameters):
+        return _Linears.apply(x, *parameters)
+    return [layer(x) for layer in layers]
+
+
+class _Linears(Function):
+    """Of x [..., D], and of each layer its weight [F, D] and its bias [F] or None."""
+
+    operator = "slipstream.nn.linears"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        weights, biases = parameters[::2], parameters[1::2]
+        save(ctx, x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = saved
+        needs_x, *needed = ctx.needs_input_grad
+        dx, rows, found = None, x.reshape(-1, x.shape[-1]), []
+        for i, (w, dy) in enumerate(zip(weights, dys, strict=True)):
+            if dy is None:
+                found += [None, None]
+                continue
+            dy = dy.reshape(-1, w.shape[0])
+            if needs_x:
+                dx = dy @ w if dx is None else dx.addmm_(dy, w)
+            found.append(dy.t() @ rows if needed[2 * i] else None)
+            found.append(dy.sum(0) if needed[2 * i + 1] else None)
+        return None if dx is None else dx.view(x.shape), *found
 
 
 def plain_linear(layer: nn.Module) -> bool:

@@ -1,0 +1,77 @@
+"""Several linear layers of one input: as called one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream import nn as ours
+from slipstream.nn.linear import _Linears, linears
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+    torch.manual_seed(0)
+    made = nn.Linear(5, 3), nn.Linear(5, 7, bias=False), nn.Linear(5, 1)
+    return nn.ModuleList(made).to(dtype)
+
+
+def gradients(ys: list[Tensor], *leaves: Any) -> list[Tensor]:
+    loss = torch.stack([y.sin().sum() for y in ys]).sum()
+    return [*torch.autograd.grad(loss, leaves)]
+
+
+def is_one_node(ys: list[Tensor]) -> bool:
+    return {type(y.grad_fn) for y in ys} == {_Linears._backward_cls}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4), (), (0,)])
+def test_linears_are_the_layers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    made, x = layers(dtype), torch.randn(*shape, 5, dtype=dtype, requires_grad=True)
+    leaves = [x, *made.parameters()]
+    found = linears(x, [*made, None])
+    assert found.pop() is None and is_one_node(found)
+    want = [layer(x) for layer in made]
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(gradients(found, *leaves), gradients(want, *leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_frozen_parts_and_unused_results_have_no_gradient() -> None:
+    made, x = layers(), torch.randn(4, 5)
+    made[0].weight.requires_grad_(False)
+    ys = linears(x, made)
+    ys[0].sum().backward()
+    assert [p.grad is None for p in made.parameters()] == [True, False, True, True, True]
+    x.requires_grad_()
+    made.requires_grad_(False)
+    ys = linears(x, made)
+    (dx,) = torch.autograd.grad(ys[2].sum(), x)
+    torch.testing.assert_close(dx, made[2].weight.expand(4, 5))
+
+
+@pytest.mark.parametrize("kind", ["hook", "autocast", "dtype", "other", "no_grad"])
+def test_what_is_more_than_a_linear_layer_is_called(kind: str) -> None:
+    made, x = layers(), torch.randn(4, 5, requires_grad=True)
+    calls: list[Any] = []
+    if kind == "hook":
+        made[1].register_forward_hook(lambda module, args, y: calls.append(module))
+    elif kind == "dtype":
+        made[1].double()
+        with pytest.raises(RuntimeError):  # torch's own
+            linears(x, made)
+        return
+    elif kind == "other":
+        made[1] = ours.Linear(5, 7, activation="silu")
+    with (
+        torch.autocast("cpu", enabled=kind == "autocast"),
+        torch.set_grad_enabled(kind != "no_grad"),
+    ):
+        ys = linears(x, made)
+        want = [layer(x) for layer in made]
+    assert not is_one_node(ys)
+    for a, b in zip(ys, want, strict=True):
+        assert torch.equal(a, b)
+    assert len(calls) == (2 if kind == "hook" else 0)
