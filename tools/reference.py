@@ -87,6 +87,7 @@ SECTIONS = {
     "muon": "the Muon optimizer for matrices; without it all parameters use training.optim",
     "init_from": "a saved model or run to begin with, instead of new weights",
     "parallel": "how the processes of torchrun share the work",
+    "capture": "true captures the loss and the gradients of a step as CUDA graphs",
 }
 
 
