@@ -5,21 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slipstream.models import SlipstreamForCausalLM
 from tests.support.fsdp2 import EVERY_MIXER, MIXERS, RANKS, compare, make
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 
 
-def in_process(rank: int, file: str, cases: list[tuple[str, bool | None]], mixers: list) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
-    try:
-        compare(cases, mixers)
-    finally:
-        dist.destroy_process_group()
+def in_process(
+    rank: int, cases: list[tuple[str, bool | None]], mixers: list, found: object
+) -> None:
+    compare(cases, mixers)
 
 
 # of linear layers with a bias, torch's own among them
@@ -62,4 +59,4 @@ def test_shards_from_the_meta_device_are_initialised() -> None:
 def test_model_sharded_over_two_processes(tmp_path: Path) -> None:
     choices = ("root", "blocks", "ends", "mixers", "tied", "everything")
     cases = [(which, reentrant) for which in choices for reentrant in (None, True, False)]
-    mp.spawn(in_process, (str(tmp_path / "store"), cases, EVERY_MIXER), nprocs=RANKS)
+    in_processes(RANKS, tmp_path, in_process, cases, EVERY_MIXER)

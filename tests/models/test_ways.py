@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from tests.support.processes import in_processes
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
@@ -297,14 +297,9 @@ def test_model_trained_in_ways_together_is_the_same(ways: tuple[str, ...]) -> No
     check("hybrid", *ways)
 
 
-def _in_process(rank: int, file: str, ranks: int, many: list[tuple[str, ...]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    try:
-        for ways in many:
-            check("hybrid", *ways)
-    finally:
-        dist.destroy_process_group()
+def _in_process(rank: int, many: list[tuple[str, ...]], found: object) -> None:
+    for ways in many:
+        check("hybrid", *ways)
 
 
 @pytest.mark.slow
@@ -313,7 +308,7 @@ def test_model_trained_by_processes_is_the_same(ranks: int, tmp_path: Path) -> N
     """Of four, HSDP has two copies of two shards."""
     many = [("ddp",), ("checkpointed", "ddp"), ("fsdp",), ("hsdp",), ("tensor parallel",)]
     many += [("selective", "hsdp"), *TRIPLES]
-    mp.spawn(_in_process, (str(tmp_path / "store"), ranks, many), nprocs=ranks)
+    in_processes(ranks, tmp_path, _in_process, many)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slipstream import ops
 from slipstream.models.config import MIXERS
 from slipstream.parallel import ContextParallel, shard, unshard
 from slipstream.runtime.context_share import Share
+from slipstream.tools.catalog import Sample
 from tests.support.context_runs import (
     CALLS,
     CUTS,
@@ -28,18 +28,9 @@ from tests.support.context_runs import (
     mixed_options,
     replayed,
 )
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
-
-
-def in_processes(what: Callable[..., None], folder: Path, *args: Any) -> list[Any]:
-    """What `what(rank, file, *args, queue)` puts into the queue in RANKS processes."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(what, args=(str(folder / "meeting"), *args, queue), nprocs=RANKS)
-    found = []
-    while not queue.empty():
-        found.append(queue.get())
-    return found
 
 
 def some_cut(seed: int) -> Cut:
@@ -50,18 +41,25 @@ def some_cut(seed: int) -> Cut:
     return Cut(f"drawn {seed}", tuple(b - a for a, b in itertools.pairwise(ends)), sequences)
 
 
-def test_operators_across_ranks_equal_one_rank(tmp_path: Path) -> None:
+def cuts_of(op: Sample, thorough: bool) -> list[Cut]:
+    """Token by token only the recurrence is another. A sample: packed, and the others in turn."""
+    if op.op.startswith("fused"):
+        return [CUTS[2]]
+    others = [x for x in CUTS if x is not CUTS[2]]
+    by_chunks = [x.name for x in CALLS if not x.op.startswith("fused")]
+    turn = by_chunks.index(op.name) % len(others)
+    return list(CUTS) if thorough else [CUTS[2], others[turn]]
+
+
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_operators_across_ranks_equal_one_rank(thorough: bool, tmp_path: Path) -> None:
     """Results, states and gradients of everything, in float64."""
-    # token by token only the recurrence is another
-    cases = [
-        (op.name, cut, "mixed")
-        for op in CALLS
-        for cut in (CUTS[2:3] if op.op.startswith("fused") else CUTS)
-    ]
+    cases = [(x.name, cut, "mixed") for x in CALLS for cut in cuts_of(x, thorough)]
     names = [x.name for x in CALLS]
-    cases += [(names[i % len(names)], some_cut(i), "mixed") for i in range(len(names))]
+    drawn = range(len(names) if thorough else len(names) // 3)
+    cases += [(names[3 * i % len(names)], some_cut(i), "mixed") for i in drawn]
     assert len({name for name, _, _ in cases}) == len(CALLS) > 25
-    assert in_processes(compare_all, tmp_path, cases) == []
+    assert in_processes(RANKS, tmp_path, compare_all, cases) == []
 
 
 def test_every_chunk_operator_takes_a_context() -> None:
@@ -71,30 +69,30 @@ def test_every_chunk_operator_takes_a_context() -> None:
 
 
 def test_reversed_time_v_first_states_and_bfloat16(tmp_path: Path) -> None:
-    assert in_processes(mixed_options, tmp_path) == []
+    assert in_processes(RANKS, tmp_path, mixed_options) == []
 
 
 def test_replayed_calls_exchange_too(tmp_path: Path) -> None:
     """Also where one rank compiles kernels, which exchanges nothing."""
-    assert in_processes(replayed, tmp_path) == []
+    assert in_processes(RANKS, tmp_path, replayed) == []
 
 
 def test_attention_lse_and_slopes(tmp_path: Path) -> None:
-    assert in_processes(attention_lse, tmp_path) == []
+    assert in_processes(RANKS, tmp_path, attention_lse) == []
 
 
 def test_deterministic_mode_equals_one_rank(tmp_path: Path) -> None:
-    assert in_processes(deterministic, tmp_path) == []
+    assert in_processes(RANKS, tmp_path, deterministic) == []
 
 
 def test_bytes_exchanged_do_not_depend_on_the_tokens(tmp_path: Path) -> None:
-    found = dict(in_processes(bytes_exchanged, tmp_path))
+    found = dict(in_processes(RANKS, tmp_path, bytes_exchanged))
     assert found and all(few == many > 0 for few, many in found.values()), found
 
 
 def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:
     """Of every mixer: loss and gradients, packed and in rows."""
-    assert in_processes(compare_models, tmp_path, [*MIXERS]) == []
+    assert in_processes(RANKS, tmp_path, compare_models, [*MIXERS]) == []
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from slipstream.ops import linear_cross_entropy
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 DATA, TENSOR = 2, 2
@@ -50,46 +50,36 @@ def make() -> tuple[Model, Tensor, Tensor]:
     return model, x, target
 
 
-def in_process(rank: int, file: str, found: Any) -> None:
+def in_process(rank: int, found: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=DATA * TENSOR
-    )
-    try:
-        model, x, target = make()
-        want = model(x, target)
-        want.backward()
-        grads = {name: p.grad for name, p in model.named_parameters()}
-        model, x, target = make()
-        mesh = init_device_mesh("cpu", (DATA, TENSOR), mesh_dim_names=("data", "tensor"))
-        # the vocabulary in equal parts, the first dimension of the weight
-        parallelize_module(model.head, mesh["tensor"], {"out": ColwiseParallel()})
-        model.head.group = mesh["tensor"].get_group()
-        for unit in (model.body, model.head, model):
-            fully_shard(unit, mesh=mesh["data"])
-        mine = slice(*(ROWS // DATA * (mesh.get_local_rank("data") + i) for i in (0, 1)))
-        loss = model(x[mine], target[mine])
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=mesh["data"].get_group())
-        if not torch.allclose(total, want, rtol=1e-12):
-            found.put(f"rank {rank}: loss {total} instead of {want}")
-        for name, p in model.named_parameters():
-            grad: Any = p.grad
-            grad = DATA * grad.full_tensor()  # FSDP2 takes the mean of what ranks add up to
-            off = float((grad - grads[name]).abs().max())
-            if not off < 1e-12:
-                found.put(f"rank {rank}: {name} is off by {off:.1e}")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    model, x, target = make()
+    want = model(x, target)
+    want.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model, x, target = make()
+    mesh = init_device_mesh("cpu", (DATA, TENSOR), mesh_dim_names=("data", "tensor"))
+    # the vocabulary in equal parts, the first dimension of the weight
+    parallelize_module(model.head, mesh["tensor"], {"out": ColwiseParallel()})
+    model.head.group = mesh["tensor"].get_group()
+    for unit in (model.body, model.head, model):
+        fully_shard(unit, mesh=mesh["data"])
+    mine = slice(*(ROWS // DATA * (mesh.get_local_rank("data") + i) for i in (0, 1)))
+    loss = model(x[mine], target[mine])
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=mesh["data"].get_group())
+    if not torch.allclose(total, want, rtol=1e-12):
+        found.put(f"rank {rank}: loss {total} instead of {want}")
+    for name, p in model.named_parameters():
+        grad: Any = p.grad
+        grad = DATA * grad.full_tensor()  # FSDP2 takes the mean of what ranks add up to
+        off = float((grad - grads[name]).abs().max())
+        if not off < 1e-12:
+            found.put(f"rank {rank}: {name} is off by {off:.1e}")
 
 
 def test_shared_vocabulary_and_fsdp2(tmp_path: Path) -> None:
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(in_process, args=(str(tmp_path / "meeting"), queue), nprocs=DATA * TENSOR)
-    assert queue.empty(), queue.get()
+    assert in_processes(DATA * TENSOR, tmp_path, in_process) == []

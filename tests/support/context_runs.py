@@ -1,7 +1,6 @@
 """Operators under context parallelism, in processes on a CPU, beside the same in one process."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -151,107 +150,80 @@ def compare(op: Sample, cut: Cut, gate: str, segment_tokens: int | None = None) 
     return wrong
 
 
-def _meet(rank: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
-
-
-def _leave() -> None:
-    if sys.exc_info()[0] is None:
-        dist.barrier()  # else threads of gloo may free tensors while the interpreter ends: an abort
-    dist.destroy_process_group()
-
-
-def compare_all(rank: int, file: str, cases: list[tuple[str, Cut, str]], found: Any) -> None:
+def compare_all(rank: int, cases: list[tuple[str, Cut, str]], found: Any) -> None:
     """What a process does; what differs goes into the queue."""
-    _meet(rank, file)
     by_name = {x.name: x for x in CALLS}
-    try:
-        for op, cut, gate in cases:
-            for line in compare(by_name[op], cut, gate):
-                found.put(line)
-    finally:
-        _leave()
+    for op, cut, gate in cases:
+        for line in compare(by_name[op], cut, gate):
+            found.put(line)
 
 
-def mixed_options(rank: int, file: str, found: Any) -> None:
+def mixed_options(rank: int, found: Any) -> None:
     """Time backwards with V-first states, and 16 bits, where only rounding differs."""
-    _meet(rank, file)
     by_name, cut = {x.name: x for x in CALLS}, CUTS[2]
     turned = {"reverse": True, "state_v_first": True}
     names = "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7"
-    try:
-        for name in names:
-            op = by_name[name]
-            for line in compare(replace(op, states="NGVK", options=turned), cut, "mixed"):
-                found.put(line)
-            args = whole(op, cut, "weak")
-            low = cast_down(args)
-            (o, *_), _ = alone(op, low)
-            (mine, *_), _ = across(op, low, cut)
-            begin = sum(cut.lengths[:rank])
-            want = o[:, begin : begin + cut.lengths[rank]].double()
-            off = float((mine.double() - want).norm() / want.norm())
-            if mine.dtype != torch.bfloat16 or not off < 1e-2:
-                found.put(f"{name} bfloat16 rank {rank}: {mine.dtype} {off:.1e}")
-        x = by_name["chunk_hgrn"]
-        for line in compare(replace(x, options={"reverse": True}), cut, "mixed"):
+    for name in names:
+        op = by_name[name]
+        for line in compare(replace(op, states="NGVK", options=turned), cut, "mixed"):
             found.put(line)
-    finally:
-        _leave()
+        args = whole(op, cut, "weak")
+        low = cast_down(args)
+        (o, *_), _ = alone(op, low)
+        (mine, *_), _ = across(op, low, cut)
+        begin = sum(cut.lengths[:rank])
+        want = o[:, begin : begin + cut.lengths[rank]].double()
+        off = float((mine.double() - want).norm() / want.norm())
+        if mine.dtype != torch.bfloat16 or not off < 1e-2:
+            found.put(f"{name} bfloat16 rank {rank}: {mine.dtype} {off:.1e}")
+    x = by_name["chunk_hgrn"]
+    for line in compare(replace(x, options={"reverse": True}), cut, "mixed"):
+        found.put(line)
 
 
-def deterministic(rank: int, file: str, found: Any) -> None:
+def deterministic(rank: int, found: Any) -> None:
     """The mode of equal bits, of the public operators (test_context_bits.py has the bits)."""
-    _meet(rank, file)
     by_name = {x.name: x for x in CALLS}
     cuts = Cut("rows", (16, 48, 0)), Cut("packed", (27, 32, 31), (11, 48, 0, 31))
     names = "chunk_kda", "chunk_gla", "chunk_gated_delta_product", "attention-heads", "chunk_gsa"
-    try:
-        for name, cut in itertools.product(names, cuts):
-            for line in compare(by_name[name], cut, "mixed", 16):
-                found.put(line)
-        turned = replace(by_name["chunk_simple_gla"], options={"reverse": True})
-        whole_segments = Cut("packed", (32, 16, 32), (16, 48, 16))
-        for line in compare(turned, whole_segments, "mixed", 16):
+    for name, cut in itertools.product(names, cuts):
+        for line in compare(by_name[name], cut, "mixed", 16):
             found.put(line)
-    finally:
-        _leave()
+    turned = replace(by_name["chunk_simple_gla"], options={"reverse": True})
+    whole_segments = Cut("packed", (32, 16, 32), (16, 48, 16))
+    for line in compare(turned, whole_segments, "mixed", 16):
+        found.put(line)
 
 
-def attention_lse(rank: int, file: str, found: Any) -> None:
+def attention_lse(rank: int, found: Any) -> None:
     """lse and its gradients, slopes of each sequence, a window; gathered keys and heads."""
-    _meet(rank, file)
-    try:
-        for heads, cut in itertools.product((2, 3), (CUTS[2], CUTS[3])):
-            assert cut.sequences is not None
-            torch.manual_seed(0)
-            q, k, v = (
-                torch.randn(1, sum(cut.lengths), n, 8, dtype=torch.float64)
-                for n in (2 * heads, heads, heads)
-            )
-            slopes = torch.rand(len(cut.sequences), 2 * heads, dtype=torch.float64)
-            offsets = torch.tensor([0, *cut.sequences]).cumsum(0).int()
-            options: dict[str, Any] = {
-                "window_size": 25, "return_lse": True, "alibi_slopes": slopes, "impl": "eager",
-            }  # fmt: skip
-            do, dlse = weights([q.shape, torch.Size((1, 2 * heads, q.shape[1]))])
-            whole = [x.clone().requires_grad_() for x in (q, k, v)]
-            o, lse = attention(*whole, cu_seqlens=offsets, **options)
-            grads = torch.autograd.grad([o, lse], whole, [do, dlse])
-            context = ContextParallel(None, offsets, cut.lengths)
-            mine = [shard(x, context).clone().requires_grad_() for x in (q, k, v)]
-            my_o, my_lse = attention(*mine, context=context, **options)
-            at = slice(*context.bounds(q.shape[1]))
-            mine = torch.autograd.grad([my_o, my_lse], mine, [do[:, at], dlse[..., at]])
-            pairs = [(my_o, o[:, at]), (my_lse, lse[..., at])]
-            pairs += [(x, y[:, at]) for x, y in zip(mine, grads)]
-            for i, (x, y) in enumerate(pairs):
-                off = float((x - y).abs().max()) if y.numel() else 0.0
-                if not off < 1e-9:
-                    found.put(f"{heads} heads, {cut.name}, rank {rank}: {i} is off by {off:.1e}")
-    finally:
-        _leave()
+    for heads, cut in itertools.product((2, 3), (CUTS[2], CUTS[3])):
+        assert cut.sequences is not None
+        torch.manual_seed(0)
+        q, k, v = (
+            torch.randn(1, sum(cut.lengths), n, 8, dtype=torch.float64)
+            for n in (2 * heads, heads, heads)
+        )
+        slopes = torch.rand(len(cut.sequences), 2 * heads, dtype=torch.float64)
+        offsets = torch.tensor([0, *cut.sequences]).cumsum(0).int()
+        options: dict[str, Any] = {
+            "window_size": 25, "return_lse": True, "alibi_slopes": slopes, "impl": "eager",
+        }  # fmt: skip
+        do, dlse = weights([q.shape, torch.Size((1, 2 * heads, q.shape[1]))])
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        o, lse = attention(*whole, cu_seqlens=offsets, **options)
+        grads = torch.autograd.grad([o, lse], whole, [do, dlse])
+        context = ContextParallel(None, offsets, cut.lengths)
+        mine = [shard(x, context).clone().requires_grad_() for x in (q, k, v)]
+        my_o, my_lse = attention(*mine, context=context, **options)
+        at = slice(*context.bounds(q.shape[1]))
+        mine = torch.autograd.grad([my_o, my_lse], mine, [do[:, at], dlse[..., at]])
+        pairs = [(my_o, o[:, at]), (my_lse, lse[..., at])]
+        pairs += [(x, y[:, at]) for x, y in zip(mine, grads)]
+        for i, (x, y) in enumerate(pairs):
+            off = float((x - y).abs().max()) if y.numel() else 0.0
+            if not off < 1e-9:
+                found.put(f"{heads} heads, {cut.name}, rank {rank}: {i} is off by {off:.1e}")
 
 
 def cast_down(args: dict[str, Any]) -> dict[str, Any]:
@@ -263,9 +235,8 @@ def cast_down(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def bytes_exchanged(rank: int, file: str, found: Any) -> None:
+def bytes_exchanged(rank: int, found: Any) -> None:
     """(operator, (bytes for few tokens, for three times as many)), forward and backward."""
-    _meet(rank, file)
     counted, gather = [0], context_exchange.all_gather
     to_others = context_exchange.all_to_all
 
@@ -277,33 +248,29 @@ def bytes_exchanged(rank: int, file: str, found: Any) -> None:
 
         return run
 
-    try:
-        with (
-            mock.patch.object(context_share, "all_gather", counting(gather)),
-            mock.patch.object(context_share, "all_to_all", counting(to_others)),
-            mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
-        ):
-            for op in CALLS:
-                if op.op == "attention":
-                    continue
-                totals = []
-                for n in (1, 3):
-                    cut = Cut("", (20 * n, 30 * n, 10 * n), (15 * n, 40 * n, 5 * n))
-                    counted[0] = 0
-                    across(op, whole(op, cut, "weak"), cut)
-                    totals.append(counted[0])
-                if rank == 0:
-                    found.put((op.name, tuple(totals)))
-    finally:
-        _leave()
+    with (
+        mock.patch.object(context_share, "all_gather", counting(gather)),
+        mock.patch.object(context_share, "all_to_all", counting(to_others)),
+        mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
+    ):
+        for op in CALLS:
+            if op.op == "attention":
+                continue
+            totals = []
+            for n in (1, 3):
+                cut = Cut("", (20 * n, 30 * n, 10 * n), (15 * n, 40 * n, 5 * n))
+                counted[0] = 0
+                across(op, whole(op, cut, "weak"), cut)
+                totals.append(counted[0])
+            if rank == 0:
+                found.put((op.name, tuple(totals)))
 
 
-def replayed(rank: int, file: str, found: Any) -> None:
+def replayed(rank: int, found: Any) -> None:
     """Calls with exchanges inside, recorded and played on a CPU."""
     from slipstream.kernels.linear import context
     from slipstream.runtime import call_replay, parallel_compile
 
-    _meet(rank, file)
     by_name = {x.name: x for x in CALLS}
     names = "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule"
     compiled = parallel_compile.compile_kernels
@@ -318,67 +285,60 @@ def replayed(rank: int, file: str, found: Any) -> None:
         if rank == x:
             compiled(call, args)
 
-    try:
-        # in rows: plain torch asks for the offsets of packed ones
-        for name, cut in itertools.product(names, CUTS[:2]):
-            op = by_name[name]
-            for turn in range(4):
-                with (
-                    mock.patch.object(call_replay, "is_enabled", return_value=True),
-                    mock.patch.object(call_replay.RecordedCall, "play", counting),
-                    mock.patch.object(parallel_compile, "compile_kernels", partial(alone_on, 1)),
-                    mock.patch.object(context._call_forward, "_kinds", set()),
-                ):
-                    args = whole(op, replace(cut, name=f"{cut.name}{turn}"), "weak")
-                    mine, my_grads = across(op, args, cut)
-                outs, grads = across(op, args, cut)
-                pairs = zip([*outs, *grads.values()], [*mine, *my_grads.values()], strict=True)
-                if not all(torch.equal(x, y) for x, y in pairs):
-                    found.put(f"{name} {cut.name} rank {rank}: call {turn} differs")
-            if played[0] < 4:
-                found.put(f"{name} {cut.name} rank {rank}: {played[0]} calls played, want 4")
-            played[0] = 0
-    finally:
-        _leave()
+    # in rows: plain torch asks for the offsets of packed ones
+    for name, cut in itertools.product(names, CUTS[:2]):
+        op = by_name[name]
+        for turn in range(4):
+            with (
+                mock.patch.object(call_replay, "is_enabled", return_value=True),
+                mock.patch.object(call_replay.RecordedCall, "play", counting),
+                mock.patch.object(parallel_compile, "compile_kernels", partial(alone_on, 1)),
+                mock.patch.object(context._call_forward, "_kinds", set()),
+            ):
+                args = whole(op, replace(cut, name=f"{cut.name}{turn}"), "weak")
+                mine, my_grads = across(op, args, cut)
+            outs, grads = across(op, args, cut)
+            pairs = zip([*outs, *grads.values()], [*mine, *my_grads.values()], strict=True)
+            if not all(torch.equal(x, y) for x, y in pairs):
+                found.put(f"{name} {cut.name} rank {rank}: call {turn} differs")
+        if played[0] < 4:
+            found.put(f"{name} {cut.name} rank {rank}: {played[0]} calls played, want 4")
+        played[0] = 0
 
 
-def compare_models(rank: int, file: str, mixers: list[Any], found: Any) -> None:
+def compare_models(rank: int, mixers: list[Any], found: Any) -> None:
     """The losses and gradients of a model, packed and in rows; the ranks' add up to the whole's."""
     from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 
-    _meet(rank, file)
     torch.manual_seed(0)
     config = SlipstreamConfig(
         vocab_size=31, hidden_size=16, num_heads=2, intermediate_size=24, mixers=mixers,
         initializer_range=0.2,
     )  # fmt: skip
     model = SlipstreamForCausalLM(config).double().train()
-    try:
-        for cut, checkpointed in ((CUTS[0], False), (CUTS[2], True), (CUTS[4], False)):
-            rows = 1 if cut.sequences else 2
-            ids = torch.randint(0, 31, (rows, sum(cut.lengths)))
-            offsets = None
-            if cut.sequences:
-                offsets = torch.tensor([0, *cut.sequences]).cumsum(0).int()
-            want = model(ids, labels=ids, cu_seqlens=offsets).loss
-            grads = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
-            context = ContextParallel(None, offsets, cut.lengths)
-            mine = shard(ids, context)
-            if checkpointed:  # whose second forward exchanges again, in backward
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            loss = model(mine, labels=mine, context=context).loss
-            loss.backward()
-            total = context.sum(loss)
-            if not abs(float(total - want)) < 1e-9:
-                found.put(f"{cut.name} rank {rank}: loss {total} instead of {want}")
-            for (name, p), grad in zip(model.named_parameters(), grads, strict=True):
-                if grad is None and p.grad is None:
-                    continue
-                assert grad is not None and p.grad is not None, name
-                off = float((context.sum(p.grad) - grad).abs().max())
-                if not off < 1e-9:
-                    found.put(f"{cut.name} rank {rank} {name}: off by {off:.1e}")
-            model.gradient_checkpointing_disable()
-            model.zero_grad()
-    finally:
-        _leave()
+    for cut, checkpointed in ((CUTS[0], False), (CUTS[2], True), (CUTS[4], False)):
+        rows = 1 if cut.sequences else 2
+        ids = torch.randint(0, 31, (rows, sum(cut.lengths)))
+        offsets = None
+        if cut.sequences:
+            offsets = torch.tensor([0, *cut.sequences]).cumsum(0).int()
+        want = model(ids, labels=ids, cu_seqlens=offsets).loss
+        grads = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
+        context = ContextParallel(None, offsets, cut.lengths)
+        mine = shard(ids, context)
+        if checkpointed:  # whose second forward exchanges again, in backward
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(mine, labels=mine, context=context).loss
+        loss.backward()
+        total = context.sum(loss)
+        if not abs(float(total - want)) < 1e-9:
+            found.put(f"{cut.name} rank {rank}: loss {total} instead of {want}")
+        for (name, p), grad in zip(model.named_parameters(), grads, strict=True):
+            if grad is None and p.grad is None:
+                continue
+            assert grad is not None and p.grad is not None, name
+            off = float((context.sum(p.grad) - grad).abs().max())
+            if not off < 1e-9:
+                found.put(f"{cut.name} rank {rank} {name}: off by {off:.1e}")
+        model.gradient_checkpointing_disable()
+        model.zero_grad()

@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support import quick_interpreter
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -72,51 +74,10 @@ def _in_child(script: str, arguments: list[str], output: int) -> None:
         os._exit(status)
 
 
-def _patch_language_once() -> None:
-    """Triton's interpreter replaces the functions of triton.language for every call of a device
-    function, a third of the time of most scripts: here once a module in each launch, which restores
-    them at its end."""
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = set()
-
-    def patch_once(fn: Any) -> Any:
-        if id(fn.__globals__) in patched:
-            return None
-        patched.add(id(fn.__globals__))
-        return patch(fn)
-
-    def launch_patched(self: Any, *args: Any, **options: Any) -> Any:
-        patched.clear()
-        return launch(self, *args, **options)
-
-    interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = launch_patched
-
-
-def _remember_block_types() -> None:
-    """Each value has a type of its own, whose shape Triton checks anew: a tenth of the time."""
-    core: Any = importlib.import_module("triton.language.core")
-    make, known = core.block_type.__init__, {}
-
-    def remembered(self: Any, element_ty: Any, shape: Any) -> None:
-        if type(element_ty) is not core.dtype:  # pointers are not told apart by their names
-            make(self, element_ty, shape)
-            return
-        key = (element_ty.name, *(getattr(x, "value", x) for x in shape))
-        if key not in known:
-            make(self, element_ty, shape)
-            known[key] = vars(self).copy()
-        vars(self).update(known[key])
-
-    core.block_type.__init__ = remembered
-
-
 def main() -> None:
     for name in ("pytest", "tests.support.operators"):
         importlib.import_module(name)
-    _patch_language_once()
-    _remember_block_types()
+    quick_interpreter.install()
     replies = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         script, *arguments = json.loads(line)

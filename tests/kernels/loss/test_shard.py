@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from slipstream.compiler import compiler_state
 from slipstream.kernels.loss import shard
@@ -76,7 +76,8 @@ def work(rank: int, path: str) -> None:
 def main() -> None:
     torch.use_deterministic_algorithms(True)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (f"{folder}/store",), nprocs=RANKS)
+        # of a process that has imported everything
+        start_processes(work, (f"{folder}/store",), nprocs=RANKS, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""What tests/support/quick_interpreter.py changes in Triton's interpreter gives numpy's numbers.
+
+TRITON_INTERPRET=1 python -m tests.kernels.test_quick_interpreter
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support.interpreted import run
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _two_sums(a, b, c, d):
+        return a + c, b - d
+
+    @triton.jit
+    def _decayed(a, b, c, d):
+        return a * c, b * c + d
+
+    @triton.jit
+    def _kernel(x_ptr, y_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr):
+        at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+        x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+        row, column = tl.arange(0, M), tl.arange(0, N)
+        a, b = tl.reduce((x, y), 1, _two_sums)
+        tl.store(out_ptr + row, a)
+        tl.store(out_ptr + M + row, b)
+        c, d = tl.reduce((x, y), 0, _two_sums, keep_dims=True)
+        tl.store(out_ptr + 2 * M + column[None, :], c)
+        tl.store(out_ptr + 2 * M + N + column[None, :], d)
+        e, f = tl.reduce((a, b), 0, _two_sums)
+        tl.store(out_ptr + 2 * (M + N), e)
+        tl.store(out_ptr + 2 * (M + N) + 1, f)
+        out_ptr += 2 * (M + N) + 2
+        g, h = tl.associative_scan((x, y), 0, _decayed, REVERSE)
+        tl.store(out_ptr + at, g + row[:, None])
+        tl.store(out_ptr + M * N + at, tl.where(x > 2, 0, h))
+
+
+def scanned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    products, sums = [x[0]], [y[0]]
+    for a, b in zip(x[1:], y[1:]):
+        products.append(products[-1] * a)
+        sums.append(sums[-1] * a + b)
+    return np.stack(products), np.stack(sums)
+
+
+def subtracted(y: np.ndarray) -> np.ndarray:
+    total = y[0]
+    for row in y[1:]:
+        total = total - row
+    return total
+
+
+def check(dtype: torch.dtype, reverse: bool) -> None:
+    M, N = 8, 4
+    x, y = torch.randn(M, N, dtype=dtype), torch.randn(M, N, dtype=dtype)
+    out = torch.full((2 * (M + N) + 2 + 2 * M * N,), torch.nan, dtype=dtype)
+    _kernel[(1,)](x, y, out, M, N, reverse)
+    x, y = x.numpy(), y.numpy()
+    by_row, by_column = (x.sum(1), subtracted(y.T)), (x.sum(0), subtracted(y))
+    step = -1 if reverse else 1
+    g, h = (z[::step] for z in scanned(x[::step], y[::step]))
+    want = [*by_row, *by_column, by_row[0].sum(), subtracted(by_row[1])]
+    want += [g + np.arange(M)[:, None], np.where(x > 2, 0, h)]
+    flat = np.concatenate([np.ravel(z) for z in want])
+    np.testing.assert_allclose(out.numpy(), flat, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_combine_functions_and_broadcasts() -> None:
+    run(script="tests.kernels.test_quick_interpreter")
+
+
+if __name__ == "__main__":
+    for dtype in (torch.float32, torch.float64):
+        for reverse in (False, True):
+            check(dtype, reverse)

@@ -1,0 +1,187 @@
+"""Triton's interpreter made quicker: the same numbers in a fraction of the time.
+
+Most of its time goes to what does not depend on the data: types made and compared for each value,
+combine functions called for each element.
+"""
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+
+def install() -> None:
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    core: Any = importlib.import_module("triton.language.core")
+    semantic: Any = importlib.import_module("triton.language.semantic")
+    _patch_language_once(interpreter)
+    _remember_block_types(core)
+    _remember_shapes(core)
+    _remember_numpy_types(interpreter, core)
+    _remember_promotions(semantic.TritonSemantic)
+    _broadcast_at_once(interpreter, core, semantic.TritonSemantic)
+    # made by seven operations for each of integers, and read in Triton's debug mode alone
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args: None
+    _combine_slices(interpreter)
+
+
+def _patch_language_once(interpreter: Any) -> None:
+    """It replaces the functions of triton.language for every call of a device function: here once a
+    module in each launch, which restores them at its end."""
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_once(fn: Any) -> Any:
+        if id(fn.__globals__) in patched:
+            return None
+        patched.add(id(fn.__globals__))
+        return patch(fn)
+
+    def launch_patched(self: Any, *args: Any, **options: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **options)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_patched
+
+
+def _remember_block_types(core: Any) -> None:
+    """Each value has a type of its own, whose shape Triton checks anew."""
+    make, with_element = core.block_type.__init__, core.block_type.with_element_ty
+    known: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, Any] = {}
+    others: dict[Any, Any] = {}
+
+    def remembered(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not core.dtype:  # pointers are not told apart by their names
+            make(self, element_ty, shape)
+            return
+        sizes = (*(getattr(x, "value", x) for x in getattr(shape, "values", shape)),)
+        key = element_ty.name, sizes
+        if key not in known:
+            make(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key])
+
+    def other(self: Any, element_ty: Any) -> Any:
+        if type(element_ty) is not core.dtype or type(self.element_ty) is not core.dtype:
+            return with_element(self, element_ty)
+        key = self.name, element_ty.name
+        if key not in others:
+            others[key] = with_element(self, element_ty)
+        return others[key]
+
+    core.block_type.__init__ = remembered
+    core.block_type.with_element_ty = other
+
+
+def _remember_shapes(core: Any) -> None:
+    """Of tensors, whose sizes are constants, unlike those of their types."""
+    make, known = core.tensor.__init__, {}
+
+    def remembered(self: Any, handle: Any, type: Any) -> None:
+        # the type's name has the sizes
+        if type.name not in known:
+            make(self, handle, type)
+            known[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[type.name]
+
+    core.tensor.__init__ = remembered
+
+
+def _remember_numpy_types(interpreter: Any, core: Any) -> None:
+    find, known = interpreter._get_np_dtype, {}
+
+    def remembered(dtype: Any) -> Any:
+        element = dtype.element_ty if type(dtype) is core.block_type else dtype
+        if type(element) is not core.dtype:
+            return find(dtype)
+        if element.name not in known:
+            known[element.name] = find(element)
+        return known[element.name]
+
+    interpreter._get_np_dtype = remembered
+
+
+def _remember_promotions(semantic: Any) -> None:
+    find, known = semantic.computation_type_impl, {}
+
+    def remembered(
+        self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div: bool
+    ) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div
+        if key not in known:
+            known[key] = find(self, a, a_is_scalar, b, b_is_scalar, div)
+        return known[key]
+
+    semantic.computation_type_impl = remembered
+
+
+def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
+    """It compares shapes as tuples of its own, several times for each operation."""
+    broadcast = semantic.broadcast_impl_value
+
+    def wider(x: Any, sizes: tuple[int, ...]) -> Any:
+        if x.handle.data.shape == sizes:
+            return x
+        handle = interpreter.TensorHandle(np.broadcast_to(x.handle.data, sizes), x.handle.dtype)
+        return core.tensor(handle, core.block_type(x.dtype, list(sizes)))
+
+    def quick(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
+        if not a.type.is_block() or not b.type.is_block():
+            return broadcast(self, a, b)
+        shapes = [x.handle.data.shape for x in (a, b)]
+        fits = len(shapes[0]) == len(shapes[1])
+        if not fits or any(m != n and 1 not in (m, n) for m, n in zip(*shapes)):
+            return broadcast(self, a, b)  # which adds dimensions, or refuses
+        sizes = tuple(map(max, *shapes))
+        return wider(a, sizes), wider(b, sizes)
+
+    semantic.broadcast_impl_value = quick
+
+
+def _combine_slices(interpreter: Any) -> None:
+    """Reductions and scans by a function of elements, which it calls for each: here for each slice
+    along the axis, in the same order."""
+
+    def combined(self: Any, values: Any, axis: int) -> list[list[np.ndarray]]:
+        """Of each value, what comes out at each step along the axis."""
+        dtypes = [x.dtype for x in values]
+        slices = [np.moveaxis(x.handle.data, axis, 0) for x in values]
+        total = [x[0] for x in slices]
+        steps = [total]
+        for i in range(1, len(slices[0])):
+            given = [*total, *(x[i] for x in slices)]
+            tensors = [self.to_tensor(x, dtype) for x, dtype in zip(given, 2 * dtypes)]
+            found = self.combine_fn.fn(*tensors)
+            found = found if isinstance(found, tuple) else (found,)
+            total = [
+                np.broadcast_to(getattr(getattr(x, "handle", None), "data", x), old.shape or 1)
+                .astype(old.dtype)
+                .reshape(old.shape)
+                for x, old in zip(found, total, strict=True)
+            ]
+            steps.append(total)
+        return [list(x) for x in zip(*steps)]
+
+    def reduce(self: Any, values: Any) -> list[Any]:
+        axis = self.axis
+        found = []
+        flat, at = self.unravel(values, axis)
+        for x, steps in zip(flat, combined(self, flat, at)):
+            data = steps[-1]
+            if self.keep_dims and axis is not None:
+                data = np.expand_dims(data, at)
+            elif self.keep_dims:
+                data = np.reshape(data, (1,) * len(values[0].handle.data.shape))
+            found.append(self.to_tensor(data, x.dtype))
+        return found
+
+    def scan(self: Any, values: Any) -> list[Any]:
+        every = combined(self, values, self.axis)
+        return [self.to_tensor(np.stack(x, self.axis), v.dtype) for v, x in zip(values, every)]
+
+    interpreter.ReduceOps.generic_reduce = reduce
+    interpreter.ScanOps.generic_scan = scan
