@@ -58,7 +58,8 @@ class KeyPreconditioner(nn.Module):
         return {
             "g_atk": decoding.decay_gate(a, self.A_log, self.dt_bias),
             "beta_atk": b.sigmoid(),
-            "log_atk_scale": self.centre,
+            # a copy: FSDP frees the parameter where this forward ends
+            "log_atk_scale": self.centre.clone(),
             "x": self.squash,
             "eps": self.eps,
         }
@@ -68,7 +69,7 @@ class KeyPreconditioner(nn.Module):
         given, wide = self(x), widen(k)[:, 0]
         squares = widen(given["beta_atk"])[:, 0, :, None] * wide.square()
         state.mul_(given["g_atk"][:, 0, :, None].exp()).add_(squares)
-        return (wide * squashed(state, self.centre, self.squash, self.eps)).to(k.dtype)[:, None]
+        return (wide * squashed(state, given["log_atk_scale"], self.squash, self.eps)).to(k.dtype)[:, None]
 
 
 def preconditioned_step(
