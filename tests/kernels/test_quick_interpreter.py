@@ -61,7 +61,7 @@ def check(dtype: torch.dtype, reverse: bool) -> None:
     M, N = 8, 4
     x, y = torch.randn(M, N, dtype=dtype), torch.randn(M, N, dtype=dtype)
     out = torch.full((2 * (M + N) + 2 + 2 * M * N,), torch.nan, dtype=dtype)
-    _kernel[(1,)](x, y, out, M, N, reverse)
+    _kernel[(1,)](x_ptr=x, y_ptr=y, out_ptr=out, M=M, N=N, REVERSE=reverse)
     x, y = x.numpy(), y.numpy()
     by_row, by_column = (x.sum(1), subtracted(y.T)), (x.sum(0), subtracted(y))
     step = -1 if reverse else 1
