@@ -69,7 +69,8 @@ class KeyPreconditioner(nn.Module):
         given, wide = self(x), widen(k)[:, 0]
         squares = widen(given["beta_atk"])[:, 0, :, None] * wide.square()
         state.mul_(given["g_atk"][:, 0, :, None].exp()).add_(squares)
-        return (wide * squashed(state, given["log_atk_scale"], self.squash, self.eps)).to(k.dtype)[:, None]
+        factors = squashed(state, given["log_atk_scale"], self.squash, self.eps)
+        return (wide * factors).to(k.dtype)[:, None]
 
 
 def preconditioned_step(
