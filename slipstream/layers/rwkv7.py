@@ -139,8 +139,8 @@ class RWKV7(Mixer):
         )
         r, v, gate, make = self._project(x, before, first_value)
         operator = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
-        with Recompute(make, x.numel()) as (w, k, a, b, *mixed):
-            v = mixed[0] if mixed else v
+        with Recompute(make, x.numel()) as made:
+            w, k, a, b, v, k_read, v_read = _with_values(made, v)
             o, recurrent = operator(
                 r=r,
                 w=w,
@@ -153,7 +153,7 @@ class RWKV7(Mixer):
                 cu_seqlens=cu_seqlens,
                 context=context,
             )
-            y = self._gated(o, r, k, v, gate)
+            y = self._gated(o, r, k_read, v_read, gate)
         y, after = self.o_proj(y), new_state(use_cache, recurrent=recurrent, shift=shift)
         return (y, after, v.flatten(-2)) if output_value else (y, after)
 
@@ -167,8 +167,7 @@ class RWKV7(Mixer):
         output_value: bool = False,
     ) -> Any:
         r, v, gate, make = self._project(x, state["shift"][:, None], first_value)
-        w, k, a, b, *mixed = make()
-        v = mixed[0] if mixed else v
+        w, k, a, b, v, *_ = _with_values(make(), v)
         state["shift"].copy_(x[:, 0])
         o = decoding.recurrence(r, k, v, state["recurrent"], g=w, a=a, b=b, scale=1.0)
         y = self.o_proj(self._gated(o, r, k, v, gate))
@@ -177,8 +176,7 @@ class RWKV7(Mixer):
     def _project(
         self, x: Tensor, before: Tensor, first_value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[], list[Tensor]]]:
-        """r and v [B, T, H, K], the gate [B, T, D], and what makes the recurrence's w, k, a, b and,
-        if it is not the v given, v."""
+        """r and v [B, T, H, K], the gate [B, T, D], and what recurrence_terms makes."""
         values: list[Lora | nn.Linear] = [self.v_proj]
         if first_value is not None:
             if self.v_lora is None:
@@ -199,6 +197,14 @@ class RWKV7(Mixer):
     def _gated(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         parameters = self.norm_weight, self.norm_bias, self.r_k
         return rwkv7.output(o, r, k, v, gate, *parameters, self.head_dim * self.norm_eps)
+
+
+def _with_values(made: list[Tensor], v: Tensor) -> list[Tensor]:
+    """What recurrence_terms makes, with v in the place of the values that a first layer's lacks."""
+    if len(made) > 5:
+        return made
+    *terms, k = made
+    return [*terms, v, k, v]
 
 
 class RWKV7ChannelMix(nn.Module):

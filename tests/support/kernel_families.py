@@ -141,7 +141,7 @@ def token_mixes() -> list[Tensor]:
 
 def rwkv7_parts() -> list[Tensor]:
     w, k, a, k_k, k_a = leaf(1, 20, 8), leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8)
-    w_out, k_out, a_out, b_out = rwkv7.recurrence_terms(w, k, a, None, None, None, k_k, k_a, 2)
+    w_out, k_out, a_out, b_out, *_ = rwkv7.recurrence_terms(w, k, a, None, None, None, k_k, k_a, 2)
     y = rwkv7.output(a_out, b_out, k_out, w_out, w, k_k, k_a, leaf(2, 4), 1e-5)
     return gradients(y, w, k, a, k_k, k_a)
 
@@ -384,8 +384,8 @@ FAMILIES = [
         rwkv7_parts,
         {
             "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:9]),
-            "time_mix.triton.rwkv7:terms_backward": lambda douts, *x: rwkv7._plain_backward(
-                lambda *leaves: rwkv7.plain_terms(*leaves, x[8]), x[:8], douts
+            "time_mix.triton.rwkv7:terms_backward": lambda *x: rwkv7.terms_grads(
+                x[:7], x[7:15], x[15]
             ),
             "time_mix.triton.rwkv7:output": rwkv7.plain_output,
             "time_mix.triton.rwkv7:output_backward": lambda dy, *x: rwkv7._plain_backward(

@@ -50,19 +50,21 @@ def recurrence_terms(
     heads: int,
     impl: str | None = None,
 ) -> list[Tensor]:
-    """w', k', a', b' and, if v is given, v', each [B, T, H, K].
+    """w', k', a', b' and, if v is given, v', each [B, T, H, K]; then k' and v' for `output`.
 
     Args:
         w, k, a, v, v_gate, first_value: [B, T, D], as projected; the last three or none of them.
         k_k, k_a: [D]. impl: as runtime.dispatch.choose.
     """
     inputs = (w, k, a, v, v_gate, first_value, k_k, k_a)
-    if by_operation():
-        return plain_terms(*inputs, heads)
-    impl = choose(_TERMS, inputs, impl, "rwkv7", w).tries
-    if not is_triton(impl):
-        return plain_terms(*inputs, heads)
-    return [*(_Terms.apply if needs_autograd(*inputs) else _terms)(*inputs, heads, impl)]
+    by_kernels = False
+    if not by_operation():
+        impl = choose(_TERMS, inputs, impl, "rwkv7", w).tries
+        by_kernels = is_triton(impl)
+    if by_kernels and needs_autograd(*inputs):
+        return [*_Terms.apply(*inputs, heads, impl)]
+    found = _terms(*inputs, heads, impl) if by_kernels else plain_terms(*inputs, heads)
+    return [*found, found[1], *found[4:]]
 
 
 def output(
@@ -142,6 +144,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Terms(Function):
+    """Returns k', and v' if there is one, once more at the end, for _Output to read: so both of
+    their gradients come in here, and are added up on the way."""
+
     operator = "slipstream::rwkv7_terms"
 
     @staticmethod
@@ -149,14 +154,24 @@ class _Terms(Function):
         *inputs, heads, impl = args
         save(ctx, *inputs)
         ctx.options = heads, impl
-        return tuple(_terms(*args))
+        ctx.set_materialize_grads(False)
+        w, k, a, b, *v = _terms(*args)
+        return w, k, a, b, *v, k.detach(), *(x.detach() for x in v)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, saved: Saved, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        dv = douts[4] if len(douts) > 4 else None
-        grads = iter(_terms_backward(*douts[:4], dv, *saved, *ctx.options))
-        return *(None if x is None else next(grads) for x in saved), None, None
+    def backward(ctx: Any, saved: Saved, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        (_, k, _, v, *_), heads = saved, ctx.options[0]
+        dw, dk, da, db, *dv, dk_read = douts if v is None else douts[:-1]
+        dv_read = None if v is None else douts[-1]
+        if all(x is None for x in douts):
+            return (None,) * (len(saved) + 2)
+        zeros = k.new_zeros((*k.shape[:2], heads, k.shape[2] // heads))
+        dw = zeros.float() if dw is None else dw
+        given = (zeros if x is None else x for x in (dk, da, db, *dv))
+        grads = [dw, *given, *([None] if v is None else []), dk_read, dv_read]
+        found = iter(_terms_backward(*grads, *saved, *ctx.options))
+        return *(None if x is None else next(found) for x in saved), None, None
 
 
 class _Output(Function):
@@ -222,7 +237,7 @@ def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
 
     def run(t: numeric_probe.Given, terms: Callable, output: Callable) -> tuple[Tensor, ...]:
         names = ("w", "k", "a", "v", "v_gate", "first_value", "k_k", "k_a")
-        w, k, a, b, v = terms(*(t[name] for name in names), heads)
+        w, k, a, b, v, *_ = terms(*(t[name] for name in names), heads)
         shape = (heads, -1)
         o, r = (t[name].unflatten(-1, shape) for name in ("w", "r"))
         parameters = t["weight"], t["bias"], t["r_k"].view(shape)
@@ -250,12 +265,23 @@ def _run_terms(*args: Any) -> list[Tensor]:
 
 def _run_terms_backward(*args: Any) -> list[Tensor]:
     *given, heads, impl = args
-    inputs = cast(Any, given[5:])
-    douts = [x for x in given[:5] if x is not None]
+    douts, inputs = given[:7], cast(Any, given[7:])
     with _guard(impl, inputs[0], inputs[6], heads) as usable:
         if usable:
-            return _launch().terms_backward(douts, *inputs, heads, SLOWEST_LOG_DECAY, EPS)
-    return _plain_backward(lambda *leaves: plain_terms(*leaves, heads=heads), inputs, douts)
+            return _launch().terms_backward(*douts, *inputs, heads, SLOWEST_LOG_DECAY, EPS)
+    return terms_grads(douts, inputs, heads)
+
+
+def terms_grads(
+    douts: Sequence[Tensor | None], inputs: Sequence[Tensor | None], heads: int
+) -> list[Tensor]:
+    """The backward in plain torch."""
+    w, k, a, b, v, k_read, v_read = douts
+    grads = [x for x in (w, k, a, b, v) if x is not None]
+    for i, more in ((1, k_read), (4, v_read)):
+        if more is not None:
+            grads[i] = grads[i] + more
+    return _plain_backward(lambda *leaves: plain_terms(*leaves, heads=heads), inputs, grads)
 
 
 def _run_output(*args: Any) -> Tensor:
@@ -305,7 +331,7 @@ def _terms_fake(*args: Any) -> list[Tensor]:
 
 
 def _terms_backward_fake(*args: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in args[5:-2] if x is not None]
+    return [x.new_empty(x.shape) for x in args[7:-2] if x is not None]
 
 
 def _output_fake(o: Tensor, *others: Any) -> Tensor:
@@ -320,7 +346,10 @@ _TERMS_ARGS = (
     "Tensor w, Tensor k, Tensor a, Tensor? v, Tensor? v_gate, Tensor? first_value, Tensor k_k, "
     "Tensor k_a, int heads, str impl"
 )
-_DOUTS = "Tensor dw_out, Tensor dk_out, Tensor da_out, Tensor db_out, Tensor? dv_out"
+_DOUTS = (
+    "Tensor dw_out, Tensor dk_out, Tensor da_out, Tensor db_out, Tensor? dv_out, "
+    "Tensor? dk_read, Tensor? dv_read"
+)
 _OUTPUT_ARGS = (
     "Tensor o, Tensor r, Tensor k, Tensor v, Tensor gate, Tensor weight, Tensor bias, Tensor r_k, "
     "float eps, str impl"
@@ -345,5 +374,5 @@ _output_backward = KernelOp(
     _output_backward_fake,
     replay=True,
 )
-_terms.set_gradient(_Terms.apply)
+_terms.set_gradient(lambda *args: _Terms.apply(*args)[: 4 if args[3] is None else 5])
 _output.set_gradient(_Output.apply)

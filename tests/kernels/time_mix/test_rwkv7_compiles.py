@@ -14,7 +14,7 @@ GRADS = ("dw_ptr", "dk_ptr", "da_ptr", "dv_ptr", "dv_gate_ptr", "dfirst_ptr")
 KERNELS = {
     "rwkv7_terms_fwd": ((*TERMS, *MADE), ("w_out_ptr",), ("slowest", "eps")),
     "rwkv7_terms_bwd": (
-        (*TERMS, *(f"d{name}" for name in MADE), *GRADS),
+        (*TERMS, *(f"d{name}" for name in MADE), "dk_read_ptr", "dv_read_ptr", *GRADS),
         ("dw_out_ptr", "partial_ptr"),
         ("slowest", "eps"),
     ),
@@ -34,7 +34,7 @@ def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
     narrow, wide, numbers = KERNELS[kernel]
     given = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32")
     given |= dict.fromkeys(numbers, "fp32") | {"R": "i32"}
-    elements = 2048 if kernel.endswith("fwd") else 1024
+    elements = {"rwkv7_terms_bwd": 512, "rwkv7_output_bwd": 2048}.get(kernel, 1024)
     flags = {"D": 1024, "K": K, "BR": elements // K, "BK": K}
     name = f"{MODULE}:{kernel}_kernel"
     assert compile_kernel(name, given, flags, target=arch, warps=4).stack == 0

@@ -47,9 +47,14 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
     w, k, a, gate = (tokens() for _ in range(4))
     values = (None, None, None) if first else (tokens(), tokens(), tokens())
     parameters = torch.rand(H * K), torch.rand(H * K)
+
+    def plain(*args: Any) -> list[Tensor]:
+        found = rwkv7.plain_terms(*args, H)
+        return [*found, found[1], *found[4:]]
+
     compare(
         lambda *args: rwkv7.recurrence_terms(*args, H, "triton"),
-        lambda *args: rwkv7.plain_terms(*args, H),
+        plain,
         (w, k, a, *values, *parameters),
         dtype,
     )
@@ -63,6 +68,21 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
     )
 
 
+def check_parts() -> None:
+    """Gradients of some of the terms alone."""
+    tokens = [torch.randn(2, 5, 8) for _ in range(6)] + [torch.rand(8), torch.rand(8)]
+    for parts in ((0,), (1, 6), (5,), (4, 2)):
+        found = []
+        for impl in ("triton", "eager"):
+            leaves = [x.clone().requires_grad_() for x in tokens]
+            terms = rwkv7.recurrence_terms(*leaves, 2, impl)
+            loss = torch.stack([terms[i].sin().sum() for i in parts]).sum()
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            found.append([torch.zeros(1) if x is None else x for x in grads])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want.expand_as(got), rtol=1e-4, atol=1e-5)
+
+
 def check_operators() -> None:
     """Of torch.library, and the probe that stands before their kernels."""
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
@@ -70,7 +90,7 @@ def check_operators() -> None:
     heads = [torch.randn(2, 3, 2, 4) for _ in range(4)]
     output: Any = (*heads, x, weight, weight.clone(), torch.randn(2, 4), 1e-5, "triton")
     torch.library.opcheck(rwkv7._terms.overload, terms)
-    torch.library.opcheck(rwkv7._terms_backward.overload, (*heads, None, *terms))
+    torch.library.opcheck(rwkv7._terms_backward.overload, (*heads, None, None, None, *terms))
     torch.library.opcheck(rwkv7._output.overload, output)
     torch.library.opcheck(rwkv7._output_backward.overload, (x, *output))
     assert rwkv7._mismatch(x, weight, 2) is None
@@ -82,6 +102,7 @@ def main() -> None:
     check(1, 300, 2, 16, True, torch.float32)
     check(1, 5, 1, 130, False, torch.float32)
     check(2, 9, 2, 33, False, torch.float16)
+    check_parts()
     check_operators()
 
 

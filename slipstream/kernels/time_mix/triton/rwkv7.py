@@ -13,8 +13,10 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
-# Elements of a tile, forward and backward, and programs of backward on each multiprocessor.
-FORWARD_ELEMENTS, BACKWARD_ELEMENTS, PER_PROCESSOR = 2048, 1024, 8
+# Elements of a tile.
+FORWARD = 1024
+# Of each backward, and programs at a time on each multiprocessor.
+TERMS_BACKWARD, OUTPUT_BACKWARD = (512, 16), (2048, 8)
 
 
 @triton.jit
@@ -78,12 +80,13 @@ def rwkv7_terms_fwd_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def rwkv7_terms_bwd_kernel(
-    dw_out_ptr, dk_out_ptr, da_out_ptr, db_out_ptr, dv_out_ptr,
+    dw_out_ptr, dk_out_ptr, da_out_ptr, db_out_ptr, dv_out_ptr, dk_read_ptr, dv_read_ptr,
     w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_ptr, k_k_ptr, k_a_ptr,
     dw_ptr, dk_ptr, da_ptr, dv_ptr, dv_gate_ptr, dfirst_ptr, partial_ptr, R, slowest, eps,
     D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, H). partial [P, 2, D]: of k_k and k_a"""
+    """Grid (P, H). dk_read, dv_read: more of the gradients of k and v, or None. partial [P, 2, D]:
+    of k_k and k_a"""
     o_d, m_d = _channels(K, BK)
     b_kk, b_ka = _load(k_k_ptr, o_d, m_d), _load(k_a_ptr, o_d, m_d)
     b_dkk, b_dka = tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32)
@@ -94,6 +97,8 @@ def rwkv7_terms_bwd_kernel(
         b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m))
         b_unit, b_r = _unit(b_k * b_kk, eps)
         b_db, b_dk = _load(db_out_ptr, o, m), _load(dk_out_ptr, o, m)
+        if dk_read_ptr is not None:
+            b_dk += _load(dk_read_ptr, o, m)
         b_da = b_db * b_unit + b_dk * b_k * b_ka
         _store(da_ptr, o, b_da * b_a * (1 - b_a), m)
         b_dka += tl.sum(b_dk * b_k * (b_a - 1), 0, keep_dims=True)
@@ -103,6 +108,8 @@ def rwkv7_terms_bwd_kernel(
         _store(dk_ptr, o, b_dz * b_kk + b_dk * (1 + (b_a - 1) * b_ka), m)
         if v_ptr is not None:
             b_dv, b_s = _load(dv_out_ptr, o, m), tl.sigmoid(_load(v_gate_ptr, o, m))
+            if dv_read_ptr is not None:
+                b_dv += _load(dv_read_ptr, o, m)
             b_delta = _load(first_ptr, o, m) - _load(v_ptr, o, m)
             _store(dv_ptr, o, b_dv * (1 - b_s), m)
             _store(dfirst_ptr, o, b_dv * b_s, m)
@@ -196,7 +203,7 @@ def terms(
 ) -> list[Tensor]:
     """w, k, a, b and, if it is given, v, each [B, T, H, K]."""
     tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
-    sizes = _sizes(w, heads, FORWARD_ELEMENTS)
+    sizes = _sizes(w, heads, FORWARD)
     w_out = _heads(w, heads, torch.float32)
     k_out, a_out, b_out = (_heads(k, heads) for _ in range(3))
     v_out = None if v is None else _heads(v, heads)
@@ -217,7 +224,13 @@ def terms(
 
 
 def terms_backward(
-    douts: list[Tensor],
+    dw_out: Tensor,
+    dk_out: Tensor,
+    da_out: Tensor,
+    db_out: Tensor,
+    dv_out: Tensor | None,
+    dk_read: Tensor | None,
+    dv_read: Tensor | None,
     w: Tensor,
     k: Tensor,
     a: Tensor,
@@ -231,21 +244,26 @@ def terms_backward(
     eps: float,
 ) -> list[Tensor]:
     """Gradients of the tensors that there are, in their order."""
+    douts = _contiguous(
+        dw_out=dw_out,
+        dk_out=dk_out,
+        da_out=da_out,
+        db_out=db_out,
+        dv_out=dv_out,
+        dk_read=dk_read,
+        dv_read=dv_read,
+    )
     tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
-    sizes = _sizes(w, heads, BACKWARD_ELEMENTS)
-    P = _programs(w, sizes, heads)
+    elements, per_processor = TERMS_BACKWARD
+    sizes = _sizes(w, heads, elements)
+    P = _programs(w, sizes, heads, per_processor)
     grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
              for x in (w, k, a, v, v_gate, first, k_k, k_a)]  # fmt: skip
     dw, dk, da, dv, dv_gate, dfirst, dk_k, dk_a = grads
     partial = torch.empty(P, 2, sizes["D"], dtype=torch.float32, device=w.device)
-    dw_out, dk_out, da_out, db_out, dv_out = (*(x.contiguous() for x in douts), None)[:5]
     with device_of(w.device):
         cached(rwkv7_terms_bwd_kernel)[(P, heads)](
-            dw_out_ptr=dw_out,
-            dk_out_ptr=dk_out,
-            da_out_ptr=da_out,
-            db_out_ptr=db_out,
-            dv_out_ptr=dv_out,
+            **douts,
             **tensors,
             dw_ptr=dw,
             dk_ptr=dk,
@@ -276,7 +294,7 @@ def output(
 ) -> Tensor:
     """[B, T, D]"""
     tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
-    sizes, heads = _sizes(gate, o.shape[2], FORWARD_ELEMENTS), o.shape[2]
+    sizes, heads = _sizes(gate, o.shape[2], FORWARD), o.shape[2]
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
     with device_of(o.device):
         cached(rwkv7_output_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
@@ -299,8 +317,9 @@ def output_backward(
 ) -> list[Tensor]:
     """Gradients of all other tensors, in their order."""
     tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
-    sizes, heads = _sizes(gate, o.shape[2], BACKWARD_ELEMENTS), o.shape[2]
-    P = _programs(gate, sizes, heads)
+    (elements, per_processor), heads = OUTPUT_BACKWARD, o.shape[2]
+    sizes = _sizes(gate, heads, elements)
+    P = _programs(gate, sizes, heads, per_processor)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device)
              for x in (o, r, k, v, gate, weight, bias, r_k)]  # fmt: skip
     do, dr, dk, dv, dgate, *parameters = grads
@@ -349,7 +368,7 @@ def _sizes(x: Tensor, heads: int, elements: int) -> dict[str, int]:
     return {"R": x.numel() // D, "D": D, "K": K, "BR": max(elements // BK, 1), "BK": BK}
 
 
-def _programs(x: Tensor, sizes: dict[str, int], heads: int) -> int:
+def _programs(x: Tensor, sizes: dict[str, int], heads: int, per_processor: int) -> int:
     """Of backward, for each head."""
-    most = max(sm_count(x.get_device()) * PER_PROCESSOR // heads, 1)
+    most = max(sm_count(x.get_device()) * per_processor // heads, 1)
     return min(-(-sizes["R"] // sizes["BR"]), most)
