@@ -222,20 +222,22 @@ def gradients(walked: Walked, kernel: str) -> dict[str, Tensor]:
     )  # fmt: skip
     flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
     sizes = (T, terms.sequences, HV, H, B * T)
-    if kernel in LIMITS:
-        flags |= {"LIMIT": LIMITS[kernel], "SHIFT": 80.0}
-        strong = torch.ones(chunks, HV, dtype=torch.int32)
+    marks = {"whole": 0, "both": 1}.get(kernel, 3)  # of three chunks
+    strong = torch.arange(chunks * HV, dtype=torch.int32).view(chunks, HV) % 3 < marks
+    strong = strong.int()
+    if kernel in ("whole", "both"):
+        heads = [*(tiles(x, H * K, C, BK) for x in given), tiles(terms.g, HV * K, C, BK)]
+        args = (*heads, *read, *pointers(strong), *rest, SCALE, chunks * HV, *sizes)
+        threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, **flags)
+    if kernel != "whole":
+        flags |= {"LIMIT": LIMITS.get(kernel, 80.0), "SHIFT": 80.0}
         args = (*pointers(*given, terms.g), *read, *pointers(strong), *rest, SCALE, *sizes)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
         threads.launch(kernels().levels, 2 * chunks * HV, args, BK=BK, **flags)
-    else:
-        heads = [*(tiles(x, H * K, C, BK) for x in given), tiles(terms.g, HV * K, C, BK)]
-        args = (*heads, *read, *rest, SCALE, chunks * HV, *sizes)
-        threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, **flags)
     return made
 
 
-@pytest.mark.parametrize("kernel", ["whole", *LIMITS])
+@pytest.mark.parametrize("kernel", ["whole", "both", *LIMITS])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_reference(case: tuple, kernel: str) -> None:
     terms = inputs(case)

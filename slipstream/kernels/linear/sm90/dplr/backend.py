@@ -199,6 +199,7 @@ class Sm90Dplr(TritonDplr):
             "dab_desc": _chunks(scores.ab),
             "dqk_desc": _chunks(scores.qk),
             "dak_desc": _chunks(scores.ak),
+            "strong_ptr": strong,
             "beta_ptr": terms.beta,
             "diag_ptr": scores.diagonal,
             **{f"d{name}_ptr": grads.get(name) for name in "qkabg"},
@@ -217,7 +218,7 @@ class Sm90Dplr(TritonDplr):
             "DELTA": terms.a is None,
             "PACKED": terms.cu_seqlens is not None,
         }
-        # all chunks, as if none were strong; then the strong ones again
+        # the chunks that are not strong, and then those that are
         launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sm_count(do.device.index), chunks * HV),)]
         launch(
             **_rows(terms, TILE_K),
@@ -232,7 +233,6 @@ class Sm90Dplr(TritonDplr):
         launch = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * chunks * HV,)]
         launch(
             **pointers(terms, "qkabg"),
-            strong_ptr=strong,
             LIMIT=ANCHORED_TILES[terms.v.dtype],
             SHIFT=SHIFT[terms.v.dtype],
             **common,

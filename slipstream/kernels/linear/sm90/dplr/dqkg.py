@@ -31,7 +31,7 @@ take, and does without the stack. Every operand comes by TMA into a buffer of it
     it: with the last block of the chunk for what a chunk has once, at the block's end for OPERANDS.
 
 What goes to global memory is stored after a fence rather than before, which would wait for it.
-Strong chunks are computed, too: intra_safe_bwd.py, which comes later, writes over them.
+Strong chunks are left to intra_safe_bwd.py.
 """
 
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
@@ -219,9 +219,21 @@ def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
 
 
 @gluon.jit
+def clear_ends(
+    do, v, num_rows, C: gl.constexpr, V: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr
+):
+    """Past the chunk's tokens, do and v."""
+    clear(do, num_rows, C, V, wide)
+    if not DELTA:
+        clear(v, num_rows, C, V, wide)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def dqkg_partition(
     ss, ds, os, ys, xs, vs, ops, gs, gate_terms, scores, full, empty,
-    beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
+    strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
     scale, total, tokens, T, N, HV,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
     wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
@@ -239,99 +251,100 @@ def dqkg_partition(
     was_num_rows = total * 0
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
-    for i_tile in range(gl.cdiv(total - pid, programs)):
-        n = pid + i_tile * programs
-        row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
-        i_h = n % HV
-        first = row.to(gl.int64) * HV + i_h
-        b_dbeta = gl.zeros([C], gl.float32, gl.SliceLayout(1, cl))
-        for block in range(BLOCKS):
-            unit = i_tile * BLOCKS + block
-            now = unit & 1
-            at = now * (ops.shape[0] // 2)
-            last = block == BLOCKS - 1
-            none = unit + T >> 31 << 10
-            m_c = o_c + none < num_rows
-            m = m_c[:, None]
-            first_k = first * K + block * BK
-            p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
-            b_qb = gl.load(p_diag)[:, None]
-            b_sign = b_qb
-            if DELTA:
-                o_t = first + (o_c + none) * HV
-                b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
-            else:
-                b_qk = gl.load(p_diag + C)[:, None]
-            b_g, b_e, b_early, b_late = decays(
-                gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows,
-                dg_ptr,
-                HV * K, zero, C, BK, wide,
-            )  # fmt: skip
-            b_p = fast_exp2(b_e)
-            b_n = fast_exp2(-b_e)
-            mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
-            b_k, b_f = decay_operands(
-                ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act, C, BK, wide, DELTA
-            )  # fmt: skip
+    i_tile = total * 0  # chunks before it that are not strong
+    strong_next = gl.load(strong_ptr + pid)
+    for i in range(gl.cdiv(total - pid, programs)):
+        n = pid + i * programs
+        strong = strong_next
+        strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
+        if strong == 0:
+            row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+            i_h = n % HV
+            first = row.to(gl.int64) * HV + i_h
+            b_dbeta = gl.zeros([C], gl.float32, gl.SliceLayout(1, cl))
+            for block in range(BLOCKS):
+                unit = i_tile * BLOCKS + block
+                now = unit & 1
+                at = now * (ops.shape[0] // 2)
+                last = block == BLOCKS - 1
+                none = unit + T >> 31 << 10
+                m_c = o_c + none < num_rows
+                m = m_c[:, None]
+                first_k = first * K + block * BK
+                p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
+                b_qb = gl.load(p_diag)[:, None]
+                b_sign = b_qb
+                if DELTA:
+                    o_t = first + (o_c + none) * HV
+                    b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
+                else:
+                    b_qk = gl.load(p_diag + C)[:, None]
+                b_g, b_e, b_early, b_late = decays(
+                    gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows,
+                    dg_ptr, HV * K, zero, C, BK, wide,
+                )  # fmt: skip
+                b_p = fast_exp2(b_e)
+                b_n = fast_exp2(-b_e)
+                mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
+                b_k, b_f = decay_operands(
+                    ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act, C, BK, wide, DELTA
+                )  # fmt: skip
 
-            # by way of the state before the chunk, and what was written
-            mbarrier.wait(full.index(STATE), now)
-            mbarrier.wait(full.index(DSTATE), now)
-            mbarrier.wait(full.index(READS), i_tile & 1)
-            mbarrier.wait(full.index(WRITES), i_tile & 1)
-            if (num_rows < C) & (block == 0):
-                clear(os.index(none), num_rows, C, V, wide)
+                # by way of the state before the chunk, and what was written
+                mbarrier.wait(full.index(STATE), now)
+                mbarrier.wait(full.index(DSTATE), now)
+                mbarrier.wait(full.index(READS), i_tile & 1)
+                mbarrier.wait(full.index(WRITES), i_tile & 1)
+                if (num_rows < C) & (block == 0):
+                    clear_ends(os.index(none), vs.index(none), num_rows, C, V, wide, DELTA)
+                b_dr, b_ds, b_z = gradients_of_reads(
+                    ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
+                    full, empty, i_tile, last, none, b_early, b_late, scale, zero,
+                    V, BK, wide, DELTA,
+                )  # fmt: skip
+                o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
+                o_o = (o_c + none)[:, None] * (HV * K) + o_n[None, :]
+                b_t = ops.index(at).load(cl).to(gl.float32) * b_dr
+                b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
                 if not DELTA:
-                    clear(vs.index(none), num_rows, C, V, wide)
-                fence_async_shared()
-                gl.thread_barrier()
-            b_dr, b_ds, b_z = gradients_of_reads(
-                ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
-                full, empty, i_tile, last, none, b_early, b_late, scale, zero,
-                V, BK, wide, DELTA,
-            )  # fmt: skip
-            o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
-            o_o = (o_c + none)[:, None] * (HV * K) + o_n[None, :]
-            b_t = ops.index(at).load(cl).to(gl.float32) * b_dr
-            b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
-            if not DELTA:
-                b_dr += b_qk * ops.index(at + 1).load(cl).to(gl.float32)
-            gl.store(dq_ptr + first_k + o_o, (b_dr * b_p).to(act), mask=m)
-            b_s = ops.index(at + 2).load(cl).to(gl.float32) * b_ds
-            b_ds *= b_f
-            if DELTA:
-                b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
-                if last:
-                    stride = tokens.to(gl.int64) * HV
-                    store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
-                b_ds *= b_sign
-                b_t += b_s
-                b_s = b_t
-            else:
-                gl.store(da_ptr + first_k + o_o, b_ds.to(act), mask=m)
-                b_s += b_t
+                    b_dr += b_qk * ops.index(at + 1).load(cl).to(gl.float32)
+                gl.store(dq_ptr + first_k + o_o, (b_dr * b_p).to(act), mask=m)
+                b_s = ops.index(at + 2).load(cl).to(gl.float32) * b_ds
+                b_ds *= b_f
+                if DELTA:
+                    b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
+                    if last:
+                        stride = tokens.to(gl.int64) * HV
+                        store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
+                    b_ds *= b_sign
+                    b_t += b_s
+                    b_s = b_t
+                else:
+                    gl.store(da_ptr + first_k + o_o, b_ds.to(act), mask=m)
+                    b_s += b_t
 
-            # by way of the state after it, and what was read
-            b_dw, b_du, b_z = gradients_of_writes(
-                ds.index(none), xs.index(none), vs.index(none), ops, at, scores, empty, last, none,
-                b_late, b_z, zero, DELTA,
-            )  # fmt: skip
-            b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
-            if not DELTA:
-                b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
-            b_r = ops.index(at).load(cl)
-            b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C)
-            b_n = fast_reciprocal(b_p)
-            b_dw = (b_dw + b_qb * b_r) * b_n
-            if DELTA:
-                gl.store(dk_ptr + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
-            else:
-                gl.store(db_ptr + first_k + o_o, b_dw.to(act), mask=m)
-                gl.store(dk_ptr + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
-            b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
-            mbarrier.arrive(empty.index(OPERANDS + now), count=1)
-            was_first = first_k
-            was_num_rows = num_rows
+                # by way of the state after it, and what was read
+                b_dw, b_du, b_z = gradients_of_writes(
+                    ds.index(none), xs.index(none), vs.index(none), ops, at, scores, empty, last,
+                    none, b_late, b_z, zero, DELTA,
+                )  # fmt: skip
+                b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
+                if not DELTA:
+                    b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
+                b_r = ops.index(at).load(cl)
+                b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C)
+                b_n = fast_reciprocal(b_p)
+                b_dw = (b_dw + b_qb * b_r) * b_n
+                if DELTA:
+                    gl.store(dk_ptr + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
+                else:
+                    gl.store(db_ptr + first_k + o_o, b_dw.to(act), mask=m)
+                    gl.store(dk_ptr + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
+                b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
+                mbarrier.arrive(empty.index(OPERANDS + now), count=1)
+                was_first = first_k
+                was_num_rows = num_rows
+            i_tile += 1
     store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c, o_k, HV * K)
 
 
@@ -352,6 +365,7 @@ def dplr_dqkg_sm90_kernel(
     dab_desc,
     dqk_desc,  # dplr
     dak_desc,
+    strong_ptr,  # [chunks, HV]
     beta_ptr,  # [tokens, HV], delta
     diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
     dq_ptr,  # [tokens, HV, K]
@@ -400,13 +414,13 @@ def dplr_dqkg_sm90_kernel(
         [
             (dqkg_partition, (
                 ss, ds, os, ys, xs, vs, ops, gs, gate_terms, scores, full, empty,
-                beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
-                scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED)),
+                strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr,
+                cu_ptr, scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED)),
             (load_partition, (
                 q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
                 states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
-                ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV,
-                H, K, BK, V, C, DELTA, PACKED)),
+                ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, strong_ptr, cu_ptr, total, T,
+                N, HV, H, K, BK, V, C, DELTA, PACKED)),
         ],
         [1],
         [24],

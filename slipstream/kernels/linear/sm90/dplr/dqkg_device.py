@@ -65,7 +65,7 @@ def load_before(states_desc, do_desc, y_desc, ss, os, ys, bar, n, row, i_h, i_k,
 def load_partition(
     q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
     dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
-    ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, cu_ptr, total, T, N, HV, H,
+    ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, strong_ptr, cu_ptr, total, T, N, HV, H,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -81,58 +81,64 @@ def load_partition(
     BLOCKS: gl.constexpr = K // BK
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
-    for i_tile in range(gl.cdiv(total - pid, programs)):
-        n = pid + i_tile * programs
-        row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
-        i_h = n % HV
-        # phases: of a chunk, of a block of channels, of a stage of two
-        was_chunk = (i_tile & 1) ^ 1
-        for block in range(BLOCKS):
-            unit = i_tile * BLOCKS + block
-            was = (unit & 1) ^ 1
-            i_k = block * BK
-            k_col = i_h // (HV // H) * K + i_k
-            stage = unit & 1
-            was_stage = ((unit >> 1) & 1) ^ 1
-            at = stage * (ops.shape[0] // 2)
-            # q, k, a and b have two stages: those of the next block may come early
-            mbarrier.wait(empty.index(OPERANDS + stage), was_stage)
-            mbarrier.expect(full.index(OPERANDS + stage), input_bytes)
-            copy_in(q_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
-            copy_in(k_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
-            if not DELTA:
-                copy_in(a_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
-                copy_in(b_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
-            # one stage each below, in the order in which the products want them
-            mbarrier.wait(empty.index(GATES), was)
-            mbarrier.expect(full.index(GATES), g_desc.block_type.nbytes)
-            copy_in(g_desc, [row, i_h * K + i_k], full.index(GATES), gs)
-            mbarrier.wait(empty.index(STATE), was)
-            mbarrier.expect(full.index(STATE), states_desc.block_type.nbytes)
-            copy_in(states_desc, [n * V, i_k], full.index(STATE), ss.index(0))
-            if block == 0:
-                # once a chunk: all blocks of channels read the same do and y
-                mbarrier.wait(empty.index(READS), was_chunk)
-                mbarrier.expect(full.index(READS), before_bytes)
-                copy_in(do_desc, [row, i_h * V], full.index(READS), os.index(0))
-                copy_in(y_desc, [n * V, 0], full.index(READS), ys.index(0))
-            mbarrier.wait(empty.index(DSTATE), was)
-            mbarrier.expect(full.index(DSTATE), dstates_desc.block_type.nbytes)
-            copy_in(dstates_desc, [n * V, i_k], full.index(DSTATE), ds.index(0))
-            if block == 0:
-                mbarrier.wait(empty.index(WRITES), was_chunk)
-                mbarrier.expect(full.index(WRITES), after_bytes)
-                copy_in(x_desc, [n * V, 0], full.index(WRITES), xs.index(0))
+    i_tile = total * 0
+    strong_next = gl.load(strong_ptr + pid)
+    for i in range(gl.cdiv(total - pid, programs)):
+        n = pid + i * programs
+        strong = strong_next
+        strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
+        if strong == 0:
+            row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+            i_h = n % HV
+            # phases: of a chunk, of a block of channels, of a stage of two
+            was_chunk = (i_tile & 1) ^ 1
+            for block in range(BLOCKS):
+                unit = i_tile * BLOCKS + block
+                was = (unit & 1) ^ 1
+                i_k = block * BK
+                k_col = i_h // (HV // H) * K + i_k
+                stage = unit & 1
+                was_stage = ((unit >> 1) & 1) ^ 1
+                at = stage * (ops.shape[0] // 2)
+                # q, k, a and b have two stages: those of the next block may come early
+                mbarrier.wait(empty.index(OPERANDS + stage), was_stage)
+                mbarrier.expect(full.index(OPERANDS + stage), input_bytes)
+                copy_in(q_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
+                copy_in(k_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
                 if not DELTA:
-                    copy_in(v_desc, [row, i_h * V], full.index(WRITES), vs.index(0))
-            if block == 0:
-                mbarrier.wait(empty.index(SCORES), was_chunk)
-                mbarrier.expect(full.index(SCORES), score_bytes)
-                copy_in(dqb_desc, [n * C, 0], full.index(SCORES), scores.index(0))
-                copy_in(dab_desc, [n * C, 0], full.index(SCORES), scores.index(1))
-                if not DELTA:
-                    copy_in(dqk_desc, [n * C, 0], full.index(SCORES), scores.index(2))
-                    copy_in(dak_desc, [n * C, 0], full.index(SCORES), scores.index(3))
+                    copy_in(a_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
+                    copy_in(b_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
+                # one stage each below, in the order in which the products want them
+                mbarrier.wait(empty.index(GATES), was)
+                mbarrier.expect(full.index(GATES), g_desc.block_type.nbytes)
+                copy_in(g_desc, [row, i_h * K + i_k], full.index(GATES), gs)
+                mbarrier.wait(empty.index(STATE), was)
+                mbarrier.expect(full.index(STATE), states_desc.block_type.nbytes)
+                copy_in(states_desc, [n * V, i_k], full.index(STATE), ss.index(0))
+                if block == 0:
+                    # once a chunk: all blocks of channels read the same do and y
+                    mbarrier.wait(empty.index(READS), was_chunk)
+                    mbarrier.expect(full.index(READS), before_bytes)
+                    copy_in(do_desc, [row, i_h * V], full.index(READS), os.index(0))
+                    copy_in(y_desc, [n * V, 0], full.index(READS), ys.index(0))
+                mbarrier.wait(empty.index(DSTATE), was)
+                mbarrier.expect(full.index(DSTATE), dstates_desc.block_type.nbytes)
+                copy_in(dstates_desc, [n * V, i_k], full.index(DSTATE), ds.index(0))
+                if block == 0:
+                    mbarrier.wait(empty.index(WRITES), was_chunk)
+                    mbarrier.expect(full.index(WRITES), after_bytes)
+                    copy_in(x_desc, [n * V, 0], full.index(WRITES), xs.index(0))
+                    if not DELTA:
+                        copy_in(v_desc, [row, i_h * V], full.index(WRITES), vs.index(0))
+                if block == 0:
+                    mbarrier.wait(empty.index(SCORES), was_chunk)
+                    mbarrier.expect(full.index(SCORES), score_bytes)
+                    copy_in(dqb_desc, [n * C, 0], full.index(SCORES), scores.index(0))
+                    copy_in(dab_desc, [n * C, 0], full.index(SCORES), scores.index(1))
+                    if not DELTA:
+                        copy_in(dqk_desc, [n * C, 0], full.index(SCORES), scores.index(2))
+                        copy_in(dak_desc, [n * C, 0], full.index(SCORES), scores.index(3))
+            i_tile += 1
 
 
 @gluon.jit
