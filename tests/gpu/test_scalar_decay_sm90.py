@@ -20,7 +20,7 @@ from tests.gpu.sm90_runs import (
 
 pytestmark = MARKS
 
-SIZES = {  # B, T, H, HV, lengths of packed sequences; K and V are 128
+SIZES = {  # B, T, H, HV, lengths of packed sequences
     "whole": (1, 128, 1, 2, None),
     "odd": (2, 70, 1, 3, None),
     "packed": (1, 270, 2, 4, LENGTHS),
@@ -28,28 +28,30 @@ SIZES = {  # B, T, H, HV, lengths of packed sequences; K and V are 128
 LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
 
 
-def inputs(size: tuple, gated: bool) -> LinearInputs:
+def inputs(size: tuple, gated: bool, K: int) -> LinearInputs:
+    """K and V are equal."""
     B, T, H, HV, lengths = size
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.rand(B, T, HV, device="cuda")
     return LinearInputs(
-        torch.randn(B, T, H, 128, **make),
-        F.normalize(torch.randn(B, T, H, 128, **make), dim=-1),
-        torch.randn(B, T, HV, 128, **make),
+        torch.randn(B, T, H, K, **make),
+        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, K, **make),
         g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
-        initial_state=torch.randn(N, HV, 128, 128, device="cuda"),
+        initial_state=torch.randn(N, HV, K, K, device="cuda"),
         cu_seqlens=offsets(lengths),
     )
 
 
+@pytest.mark.parametrize("K", plan.SCALAR_DECAY_WIDTHS)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_additive_walks_match_reference(size: tuple, gated: bool) -> None:
+def test_additive_walks_match_reference(size: tuple, gated: bool, K: int) -> None:
     from slipstream.kernels.linear.sm90.scalar_decay import backend
 
     torch.manual_seed(0)
-    terms = inputs(size, gated)
+    terms = inputs(size, gated, K)
     assert plan.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)

@@ -15,7 +15,7 @@ from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 from slipstream.kernels.linear.op import Linear, call_forward
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTH, is_vector_decay
+from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
 from slipstream.kernels.linear.wide_heads import (
@@ -210,8 +210,11 @@ def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None
         return None
     if sm90_unsupported(terms) is None:
         return None
-    groups = groups_of(terms, SCALAR_DECAY_WIDTH)
-    if groups.rows > 1 or groups.columns * groups.V != terms.v.shape[-1]:
+    K = terms.q.shape[-1]
+    if K not in SCALAR_DECAY_WIDTHS:
+        return None
+    groups = groups_of(terms, K)
+    if groups.columns * groups.V != terms.v.shape[-1]:
         return None
     return None if sm90_unsupported(shapes_of_split(terms, groups)) else groups
 

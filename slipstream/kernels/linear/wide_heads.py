@@ -14,7 +14,7 @@ Cost: a copy of each gate and state for every further group; scores of a chunk o
 rows also v, and o in float32.
 
 Columns are split besides where the kernels for sm_90 then take a call that they would not: heads of
-128 channels of K and a multiple of 128 of V (dispatch.py).
+128 or 256 channels of K and a multiple of that of V (dispatch.py).
 """
 
 from typing import NamedTuple

@@ -22,7 +22,8 @@ from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 from tests.support.causality import with_other_future
 
-C, SPAN, K, V = 64, 2, 128, 128
+C, SPAN = 64, 2
+WIDTHS = (128, 256)  # of K and of V; the second is chunk_wide.py's
 CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gated, initial state
     "plain": (128, 1, 1, 1, False, False),
     "odd": (150, 1, 2, 2, True, True),
@@ -48,7 +49,7 @@ def kernel(name: str) -> Any:
         mock.patch.object(threads, "_language", return_value=language),
         emulator.emulated(),
     ):
-        for file in ("chunk_fwd", "chunk_bwd"):
+        for file in ("chunk_fwd", "chunk_bwd", "chunk_wide"):
             sys.modules.pop(f"{MODULES}.{file}", None)  # which come back after this
         module = importlib.import_module(f"{MODULES}.{name}")
         return getattr(module, f"scalar_decay_{name}_sm90_kernel")
@@ -60,16 +61,17 @@ class Run:
     def __init__(self, terms: LinearInputs, segment: int | None = None) -> None:
         self.terms, self.segment = terms, segment
         self.B, self.T, self.HV = terms.v.shape[:3]
-        self.H = terms.q.shape[2]
+        self.H, self.width = terms.q.shape[2:]
+        wide = self.width == WIDTHS[1]
         self.packed = terms.cu_seqlens is not None
         self.slots = self.count(segment) if segment else terms.sequences
         self.spans = self.count(SPAN * C)
         self.rows = {
             name: self.empty(parts, self.HV, self.B * self.T)
-            for name, parts in (("q", 2), ("k", 1))
+            for name, parts in (("q", 4 if wide else 2), ("k", 4 if wide else 1))
         }
-        self.z = self.empty(2, self.spans, self.HV)
-        self.anchors = self.empty(self.spans, self.HV, K, V)
+        self.z = self.empty(4 if wide else 2, self.spans, self.HV)
+        self.anchors = self.empty(self.spans, self.HV, self.width, self.width)
 
     def count(self, tokens: int) -> int:
         if self.packed:
@@ -86,19 +88,31 @@ class Run:
         s_out: Tensor | None,
         transposed: bool = False,
         qk: str = "",
+        reverse: bool = False,
     ) -> Tensor:
-        t = self.terms
+        t, width = self.terms, self.width
         r, w, x = names
-        y = self.empty(self.B, self.T, self.HV, 128)
-        tiles = [(r, 128), (w, 128), (x, 64), (y, 64), (t.q, 64) if qk else None]
-        sums = (self.rows["q"], self.anchors) if qk else (None, None)
-        flags = {"D": 128, "X": 128, "TRANSPOSED": transposed}
+        y = self.empty(self.B, self.T, self.HV, width)
+        tiles = [(r, width), (w, width), (x, 64), (y, 64), (getattr(t, qk), 64) if qk else None]
+        flags: dict[str, Any] = {"D": width, "X": width, "TRANSPOSED": transposed}
         heads = (r.shape[2], x.shape[2])
-        self.launch("chunk_fwd", tiles, [y], [s_in, s_out, *sums], (1.0, 1.0), heads, flags)
+        scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
+        if width == WIDTHS[1]:
+            sums = (self.rows[qk], self.z, self.anchors) if qk else (None, None, None)
+            flags["REVERSE"] = reverse
+            self.launch("chunk_wide", tiles, [y], [s_in, s_out, *sums], scales, heads, flags)
+        else:
+            assert not reverse
+            sums = (self.rows[qk], self.anchors) if qk else (None, None)
+            self.launch("chunk_fwd", tiles, [y], [s_in, s_out, *sums], scales, heads, flags)
         return y
 
     def back(self, do: Tensor, s_in: Tensor, s_out: Tensor) -> tuple[Tensor, Tensor]:
         t = self.terms
+        if self.width == WIDTHS[1]:
+            qk = "k" if t.g is not None else ""
+            dk = self.walk((t.v, do, t.q), s_in, None, transposed=True, qk=qk, reverse=True)
+            return dk, self.walk((t.k, t.q, do), s_in, s_out, reverse=True)
         dk, dv = (self.empty(self.B, self.T, self.HV, 128) for _ in range(2))
         tiles = [(t.q, 128), (t.k, 128), (t.v, 64), (do, 64), (dk, 128), (dv, 64)]
         sums = (None, None, None) if t.g is None else (self.rows["k"], self.z, self.anchors)
@@ -117,7 +131,7 @@ class Run:
         flags: dict[str, Any],
     ) -> None:
         t, (s_in, s_out, rows, *_) = self.terms, rest
-        made = [p and emulator.Descriptor(p[0], p[0].shape[2] * 128, C, p[1]) for p in tiles]
+        made = [p and emulator.Descriptor(p[0], p[0].shape[2] * self.width, C, p[1]) for p in tiles]
         given = [*outs, t.g, *rest, t.cu_seqlens]
         pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
         sizes = (self.T, t.sequences, self.HV, *heads, self.B * self.T, self.segment or self.T)
@@ -125,9 +139,9 @@ class Run:
         flags |= {"C": C, "ST": 2, "ANCHOR_INTERVAL": SPAN, "HAS_GATE": t.g is not None}
         flags |= {"HAS_DG": rows is not None, "HAS_S_IN": s_in is not None}
         flags |= {"HAS_S_OUT": s_out is not None, "SPLIT": self.segment is not None}
-        spans = (self.spans,) if name == "chunk_bwd" else ()
+        spans = (self.spans,) if name != "chunk_fwd" else ()
         args = (*made, *pointers, SCALE, *scales, *sizes, *spans, *strides)
-        programs = self.HV * self.slots
+        programs = self.HV * self.slots * (self.width // 64 if name == "chunk_wide" else 1)
         threads.launch(kernel(name), programs, args, PACKED=self.packed, **flags)
 
     def gradients(self, do: Tensor, dfinal: Tensor, dinitial: Tensor) -> dict[str, Tensor]:
@@ -138,7 +152,7 @@ class Run:
         H = self.H
         grads = {"q": dq, "k": dk, "v": dv, "initial_state": dinitial}
         for name in "qk":
-            grads[name] = grads[name].view(self.B, self.T, H, -1, K).sum(3)
+            grads[name] = grads[name].view(self.B, self.T, H, -1, self.width).sum(3)
         if gated:
             grads["g"] = self.gate_gradient()
         return grads
@@ -160,7 +174,7 @@ class Run:
         return dg.view(self.HV, self.B, self.T).permute(1, 2, 0)
 
 
-def inputs(case: tuple) -> LinearInputs:
+def inputs(case: tuple, width: int = WIDTHS[0]) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     T, H, HV, batch, gated, state = case
     lengths: Any = batch if isinstance(batch, tuple) else None
@@ -170,11 +184,11 @@ def inputs(case: tuple) -> LinearInputs:
     make: dict[str, Any] = {"dtype": torch.float64}
     x = torch.rand(B, T, HV, **make)
     terms = LinearInputs(
-        torch.randn(B, T, H, K, **make),
-        torch.nn.functional.normalize(torch.randn(B, T, H, K, **make), dim=-1),
-        torch.randn(B, T, HV, V, **make),
+        torch.randn(B, T, H, width, **make),
+        torch.nn.functional.normalize(torch.randn(B, T, H, width, **make), dim=-1),
+        torch.randn(B, T, HV, width, **make),
         g=torch.where(x < 0.05, -torch.inf, -x) if gated else None,
-        initial_state=torch.randn(N, HV, K, V, **make) if state else None,
+        initial_state=torch.randn(N, HV, width, width, **make) if state else None,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
     )
     if lengths:
@@ -188,9 +202,10 @@ def near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want.detach(), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_additive_walks_match_reference(case: tuple) -> None:
-    terms = inputs(case)
+def test_additive_walks_match_reference(case: tuple, width: int) -> None:
+    terms = inputs(case, width)
     end = int(terms.cu_seqlens[-1]) if terms.cu_seqlens is not None else case[0]
     do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
     run = Run(terms)
@@ -216,8 +231,9 @@ def test_additive_walks_match_reference(case: tuple) -> None:
     assert o[:, end:].isnan().all()
 
 
-def test_past_keeps_its_bits() -> None:
-    terms = inputs((2 * C + 20, 1, 1, 1, True, True))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_past_keeps_its_bits(width: int) -> None:
+    terms = inputs((2 * C + 20, 1, 1, 1, True, True), width)
     for cut, strength in ((5, 50.0), (C + 20, 0.01), (2 * C + 3, 1.0)):
         pair = (terms, with_other_future(terms, cut, strength))
         want, got = (Run(t).walk(t[:3], t.initial_state, None) for t in pair)
@@ -225,15 +241,16 @@ def test_past_keeps_its_bits() -> None:
         assert not torch.equal(got[:, cut:], want[:, cut:])
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
-def test_segments_equal_whole(case: tuple) -> None:
+def test_segments_equal_whole(case: tuple, width: int) -> None:
     """A segment that is met by the state that the whole walk has there."""
-    terms = inputs(case)
+    terms = inputs(case, width)
     segment = SPAN * C
     whole, run = Run(terms), Run(terms, segment=segment)
     do = torch.randn_like(terms.v)
     dq = whole.walk((do, terms.v, terms.k), terms.initial_state, None, transposed=True, qk="q")
-    met = torch.zeros(run.slots, run.HV, K, V, dtype=torch.float64)
+    met = torch.zeros(run.slots, run.HV, width, width, dtype=torch.float64)
     met[1:] = whole.anchors[: run.slots - 1].nan_to_num()
     begins = range(0, terms.sequences * run.T, run.T)
     if terms.cu_seqlens is not None:

@@ -10,8 +10,8 @@ from slipstream.runtime.guarded_launch import known_failure
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
-# Of K and of V without a transition: two warpgroups with half of the state each.
-SCALAR_DECAY_WIDTH = 128
+# Of K and of V without a transition: two warpgroups with half of the state each, or of 64 columns.
+SCALAR_DECAY_WIDTHS = (128, 256)
 
 
 def per_channel(terms: LinearInputs) -> bool:
@@ -65,7 +65,7 @@ def _scalar_decay_reason(terms: LinearInputs) -> str | None:
     q, v = terms.q, terms.v
     if q.dtype not in _DTYPES or terms.k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v have to be bfloat16 or float16, and q is {q.dtype}"
-    return _width_reason(terms)
+    return _width_reason(terms, SCALAR_DECAY_WIDTHS)
 
 
 def _vector_decay_reason(terms: LinearInputs) -> str | None:
@@ -75,7 +75,7 @@ def _vector_decay_reason(terms: LinearInputs) -> str | None:
     for name, x in (("q", q), ("k", terms.k), ("v", v), ("g", g)):
         if x.dtype != torch.bfloat16:
             return f"q, k, v and g have to be bfloat16, and {name} is {x.dtype}"
-    if reason := _width_reason(terms):
+    if reason := _width_reason(terms, SCALAR_DECAY_WIDTHS[:1]):
         return reason
     programs = 2 * v.shape[2] * (q.shape[0] if terms.cu_seqlens is None else 1)
     if scalar_decay_tokens(programs, q.shape[1], CHUNK) is not None:
@@ -83,7 +83,8 @@ def _vector_decay_reason(terms: LinearInputs) -> str | None:
     return None
 
 
-def _width_reason(terms: LinearInputs) -> str | None:
-    if terms.q.shape[-1] != SCALAR_DECAY_WIDTH or terms.v.shape[-1] != SCALAR_DECAY_WIDTH:
-        return f"K and V have to be {SCALAR_DECAY_WIDTH}"
+def _width_reason(terms: LinearInputs, widths: tuple[int, ...]) -> str | None:
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    if K != V or K not in widths:
+        return f"K and V have to be both {' or both '.join(str(x) for x in widths)}"
     return None

@@ -1,7 +1,7 @@
 """No transition, one gate a token or none, on sm_90: kernels in the place of Triton's.
 
-They take and leave what Triton's do, but dk and dv are one kernel. Nothing depends on values on the
-device.
+They take and leave what Triton's do, but dk and dv are one kernel where K and V are 128. Nothing
+depends on values on the device.
 """
 
 from typing import Any
@@ -15,6 +15,9 @@ from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK, Segments,
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import scalar_decay_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import scalar_decay_chunk_fwd_sm90_kernel
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_wide import (
+    scalar_decay_chunk_wide_sm90_kernel,
+)
 from slipstream.kernels.linear.triton.scalar_decay import backend as triton
 from slipstream.kernels.linear.triton.scalar_decay.backend import (
     ChunkLaunch,
@@ -27,8 +30,10 @@ from slipstream.runtime.launch_cache import cached
 HALF = 64
 STAGES, BACK_STAGES = 3, 2
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)
+WIDE, WIDE_ROWS, WIDE_STAGES = 256, 64, 2  # chunk_wide.py
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
+_WIDE_PROGRAM = {"num_warps": 8, "maxnreg": 128}
 
 
 def launch_chunks(
@@ -43,6 +48,9 @@ def launch_chunks(
     r, w, x, y = chunks[:4]
     assert y is not None
     X, D = x.shape[-1], r.shape[-1]
+    if D == WIDE:
+        _launch_wide_chunks(chunks, terms, scale, segments, sums, qk)
+        return
     launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[_grid(terms, segments)]
     launch(
         r_desc=_tiles(r, D),
@@ -63,11 +71,56 @@ def launch_chunks(
         ANCHOR_INTERVAL=ANCHOR_INTERVAL,
         TRANSPOSED=chunks.transposed,
         **_flags(chunks, terms, segments, sums),
+        **_PROGRAM,
+    )
+
+
+def _launch_wide_chunks(
+    chunks: ChunkLaunch,
+    terms: LinearInputs,
+    scale: float,
+    segments: Segments | None,
+    sums: GateSums | None,
+    qk: Tensor | None,
+) -> None:
+    r, w, x, y = chunks[:4]
+    assert y is not None
+    tiles = WIDE // WIDE_ROWS
+    (programs,) = _grid(terms, segments)
+    rows = None
+    if sums is not None:
+        rows = sums.k_rows if chunks.reverse else sums.q_rows
+    launch: Any = cached(scalar_decay_chunk_wide_sm90_kernel)[(tiles * programs,)]
+    launch(
+        r_desc=_tiles(r, WIDE),
+        w_desc=_tiles(w, WIDE),
+        x_desc=_tiles(x, WIDE_ROWS),
+        y_desc=_tiles(y, WIDE_ROWS),
+        q_desc=None if sums is None or qk is None else _tiles(qk, WIDE_ROWS),
+        y_ptr=y,
+        rows_ptr=rows,
+        z_ptr=sums.z if sums else None,
+        anchor_ptr=sums.anchors if sums else None,
+        HR=r.shape[2],
+        HX=x.shape[2],
+        num_anchors=sums.z.shape[1] if sums else 0,
+        **common_args(chunks, terms, scale, segments),
+        D=WIDE,
+        X=WIDE,
+        C=CHUNK,
+        ST=WIDE_STAGES,
+        ANCHOR_INTERVAL=ANCHOR_INTERVAL,
+        REVERSE=chunks.reverse,
+        TRANSPOSED=chunks.transposed,
+        **_flags(chunks, terms, segments, sums),
+        **_WIDE_PROGRAM,
     )
 
 
 class Sm90ScalarDecay(TritonScalarDecay):
-    dk_is_whole = True
+    @staticmethod
+    def dk_is_whole(terms: LinearInputs) -> bool:
+        return terms.q.shape[-1] != WIDE
 
     launch_chunks = staticmethod(launch_chunks)
 
@@ -111,6 +164,9 @@ class Sm90ScalarDecay(TritonScalarDecay):
         """As TritonScalarDecay.launch_dkv."""
         k, q, do, dv = chunks[:4]
         assert dv is not None
+        if k.shape[-1] == WIDE:
+            super().launch_dkv(chunks, dk, v, terms, scale, segments, sums)
+            return
         K, V = k.shape[-1], do.shape[-1]
         launch: Any = cached(scalar_decay_chunk_bwd_sm90_kernel)[_grid(terms, segments)]
         launch(
@@ -134,6 +190,7 @@ class Sm90ScalarDecay(TritonScalarDecay):
             ST=BACK_STAGES,
             ANCHOR_INTERVAL=ANCHOR_INTERVAL,
             **_flags(chunks, terms, segments, sums),
+            **_PROGRAM,
         )
 
 
@@ -154,7 +211,6 @@ def _flags(
         "HAS_S_OUT": chunks.s_out is not None,
         "SPLIT": segments is not None,
         "PACKED": terms.cu_seqlens is not None,
-        **_PROGRAM,
     }
 
 

@@ -79,8 +79,10 @@ def _tile_of(terms: LinearInputs) -> tuple[Tile, int]:
 class TritonScalarDecay:
     """The order of the launches, and Triton's kernels for each."""
 
-    # Whether dk is summed over all of V by one program, rather than by one a tile of V.
-    dk_is_whole = False
+    @staticmethod
+    def dk_is_whole(terms: LinearInputs) -> bool:
+        """Whether one program makes all of dk, rather than one a tile of K."""
+        return False
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return contiguous(terms)
@@ -174,7 +176,7 @@ class TritonScalarDecay:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
         return GateSums(
             q_rows=torch.empty(NX, HV, B * T, **wide),
-            k_rows=torch.empty(1 if self.dk_is_whole else NX, HV, B * T, **wide),
+            k_rows=torch.empty(1 if self.dk_is_whole(terms) else NX, HV, B * T, **wide),
             z=torch.empty(NX, anchors, HV, **wide),
             anchors=torch.empty(anchors, HV, V, K, **wide),
         )
