@@ -18,13 +18,16 @@ def mismatch(
     plain: Callable[[Given], Any],
     given: Given,
     gradients: bool = True,
+    minimum_bar: float = 0.0,
 ) -> str | None:
     """What differs between two functions' outputs (a tensor, or several) and gradients, or None.
 
-    `plain` gets the floating ones of `given` in float32.
+    `plain` gets the floating ones of `given` in float32. minimum_bar: of outputs, where they are
+    rounded to less than their dtype.
     """
     dtype = next(x.dtype for x in given.values() if x is not None and x.is_floating_point())
     output_bar, gradient_bar = BARS[dtype]
+    output_bar = max(output_bar, minimum_bar)
     with torch.set_grad_enabled(gradients):
         got = _run(kernels, {name: _leaf(x, None) for name, x in given.items()}, None)
         want = _run(plain, {n: _leaf(x, torch.float32) for n, x in given.items()}, got[1])

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common import int8_states
+from slipstream.common.int8_states import Int8State
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channel_offsets
 
 
@@ -80,11 +82,15 @@ def _rows(inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
 
 def _gather(pool: Tensor, inputs: StepInputs, rows: Tensor | None) -> Tensor:
     """What each sequence has in a pool, in the dtype of the arithmetic."""
+    return _rows_of_pool(pool, inputs, rows).to(inputs.dtype)
+
+
+def _rows_of_pool(pool: Tensor, inputs: StepInputs, rows: Tensor | None) -> Tensor:
     if rows is None:
-        return pool.to(inputs.dtype)
+        return pool
     assert inputs.state_indices is not None
     cache_slots = inputs.state_indices.long().index_select(0, rows).clamp(min=0)
-    return pool.index_select(0, cache_slots).to(inputs.dtype)
+    return pool.index_select(0, cache_slots)
 
 
 def _scatter(
@@ -182,8 +188,13 @@ def _recurrence(
 ) -> Tensor:
     """o [B, T, HV, V]."""
     T = inputs.q.shape[1]
-    pool = inputs.state.mT if options.state_v_first else inputs.state
-    state = _gather(pool, inputs, rows)  # the pool itself, where that is in this dtype
+    pool, int8_pool = inputs.pool(options.state_v_first), inputs.int8_pool(options.state_v_first)
+    rounded = None
+    if int8_pool is not None:
+        rounded = Int8State(*(_rows_of_pool(x, inputs, rows) for x in int8_pool))
+        state = int8_states.decode(rounded, inputs.dtype)
+    else:
+        state = _gather(pool, inputs, rows)  # the pool itself, where that is in this dtype
     after = state
     if accepted is not None:
         after, state = state.clone(), state.clone()
@@ -209,7 +220,12 @@ def _recurrence(
         state.addcmul_(k[..., None], x[:, :, None])
         if accepted is not None:
             after = torch.where((accepted == t + 1)[:, None, None, None], state, after)
-    if after is not pool:
+    if int8_pool is not None and rounded is not None:
+        for target, x, old in zip(int8_pool, int8_states.encode(after), rounded):
+            if accepted is not None:  # a state that stays is not rounded again
+                x = torch.where((accepted > 0).view(-1, *([1] * (x.dim() - 1))), x, old)
+            _scatter(target, x, inputs, live, rows)
+    elif after is not pool:
         _scatter(pool, after, inputs, live, rows)
     o = outputs[0][:, None] if T == 1 else torch.stack(outputs, 1)
     return o if options.scale == 1 else o * options.scale

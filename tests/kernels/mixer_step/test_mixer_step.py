@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.kernels.mixer_step.counters import counters_of
-from slipstream.ops import mixer_step
+from slipstream.ops import dequantize_state, mixer_step, quantize_state
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import PARTS, parts, run
 from tests.support.mixer_steps import (
@@ -191,7 +191,33 @@ def check_verification(impl: str) -> None:
         assert relative_error(pools[name], alone[name]) <= LIMIT
 
 
+def check_int8(impl: str) -> None:
+    """y as of the states in memory, which are rounded to 11 bits once a call."""
+    for kind, n, v_first in (
+        ("gated_deltanet", Sizes(), True),
+        ("gated_deltanet", Sizes(T=5, pending=2), False),
+        ("kda", Sizes(H=1, HV=2, K=16, V=16, T=3), True),
+        ("mamba2", Sizes(H=1, HV=2, K=130, V=40), False),
+    ):
+        args, options = make(KINDS[kind], n)
+        state = args["state"].mT.contiguous() if v_first else args["state"]
+        pool = quantize_state(state, state_v_first=v_first)
+        start = dequantize_state(*pool, state_v_first=v_first)
+        args["state"] = start.mT if v_first else start
+        want = expected(args, options, torch.tensor(INDICES))
+        names = ("state", "state_scale", "state_residual")
+        given = {**args, **dict(zip(names, pool)), "state_v_first": v_first}
+        y = mixer_step(**given, **options, state_indices=torch.tensor(INDICES), impl=impl)
+        assert relative_error(y, want["out"]) <= LIMIT, (kind, n)
+        after = dequantize_state(*pool, state_v_first=v_first)
+        after = after.mT if v_first else after
+        assert relative_error(after, want["state"]) <= 2e-3, (kind, n)
+        untouched = [i for i in range(SLOTS) if i not in INDICES]
+        assert torch.equal(after[untouched], args["state"][untouched])
+
+
 CHECKS = (
+    check_int8,
     check_drafts,
     check_verification,
     check_one_head_of_q_for_each_of_v,

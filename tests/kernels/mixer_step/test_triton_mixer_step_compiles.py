@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 KERNEL = "slipstream.kernels.mixer_step.triton.step:mixer_step_kernel"
 NARROW = ("q", "k", "v", "g", "beta", "z", "y", "conv_weight", "norm_weight", "window")
 FLOATS = ("lower_bound", "normalizer", "dt_min", "dt_max")
+DTYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i8": torch.int8}
 WIDTHS = [(64, 64, 1), (128, 64, 8), (256, 256, 1), (256, 512, 1)]
+STRIDES = [f"stride_{x}" for x in ("state", "head", "window", "scale", "residual")]
 ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y", "cache_slots")
 
 
@@ -37,11 +39,13 @@ def compile_step(
     tensors = {f"{name}_ptr": "*bf16" for name in NARROW}
     tensors |= {f"{name}_ptr": "*fp32" for name in ("state", "A", "dt_bias")}
     tensors |= {"state_ptr": pool, "index_ptr": "*i32", "counter_ptr": "*i32"}
+    if pool == "*i8":
+        tensors |= {"scale_ptr": "*bf16", "residual_ptr": "*u8"}
     if group > 1 or tile.BV < V:
         tensors["scratch_ptr"] = "*fp32"
     flags = {
         "H": 16, "K": K, "V": V, "W": 4, "BK": BK, "BV": tile.BV, "HEADS_PER_K": 2, "ONE": True,
-        "T": 1, "THREADS": 32 * tile.warps,
+        "T": 1, "WIDTH": launch.line_of(BK, DTYPES[pool]), "THREADS": 32 * tile.warps,
         "GROUP": group * V, "V_FIRST": False, "V_CHANNELS_FIRST": False, "CONV_SILU": True,
         "GATE": "softplus", "PER_CHANNEL": False, "DT_SCALES_V": False, "BETA_SIGMOID": True,
         "BETA_FACTOR": 1.0, "L2_NORM": True, "NORM": True, "NORM_BEFORE_GATE": True,
@@ -49,7 +53,7 @@ def compile_step(
     }  # fmt: skip
     scalars: dict[str, str] = dict.fromkeys(FLOATS, "fp32")
     scalars |= dict.fromkeys(ROWS, "i64")
-    scalars |= dict.fromkeys(("stride_state", "stride_head", "stride_window"), "i32:16")
+    scalars |= dict.fromkeys(STRIDES, "i32:16")
     options = {} if tile.registers is None else {"maxnreg": tile.registers}
     constants = {**flags, **constants}
     return compile_kernel(KERNEL, tensors, constants, scalars, arch, tile.warps, options=options)
@@ -75,6 +79,15 @@ def test_v_first_states_share_sums_among_few_lanes(pool: str) -> None:
     wide = re.findall(r"ld\.global\S*\.v4", got.ptx)
     assert len(wide) == (32 if pool == "*fp32" else 16)
     assert got.ptx.count("shfl.sync") <= 120
+
+
+def test_states_in_int8_are_as_wide_as_float32() -> None:
+    """A thread has 4 columns, as of float32: loads of 4 bytes, and sums over the same few lanes."""
+    got = compile_step(pool="*i8")
+    assert got.stack <= 96, f"{got.stack} bytes spilled"
+    assert len(re.findall(r"ld\.global\S*\.b32", got.ptx)) >= 32
+    assert got.ptx.count("shfl.sync") <= 60
+    assert compile_step(V_FIRST=True, pool="*i8").stack <= 300
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.common import int8_states
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
 from slipstream.runtime.backends import INTERPRETED, device_of
@@ -42,6 +43,12 @@ def tile_of(K: int, V: int) -> tuple[int, StepTile]:
     tile = TILES[BK]
     BV = min(tile.BV, max(16, 1 << (V - 1).bit_length()))
     return BK, StepTile(BV, max(tile.warps * BV // tile.BV, 1), tile.registers)
+
+
+def line_of(BK: int, dtype: torch.dtype) -> int:
+    """Of the BK numbers of a column V-first, those in 128 bytes of memory; in int8 those that do
+    not share words of the residual."""
+    return BK // int8_states.FIELDS if dtype == torch.int8 else min(BK, 128 // dtype.itemsize)
 
 
 def counters_per_slot(inputs: StepInputs, options: StepOptions) -> int | None:
@@ -95,6 +102,7 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
     if _shares_norm(inputs, options):
         scratch = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     state, window = inputs.state, inputs.conv_state
+    scale, residual = inputs.state_scale, inputs.state_residual
     gate = "log"
     if options.lower_bound is not None:
         gate = "sigmoid"
@@ -113,6 +121,8 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
             z_ptr=z,
             y_ptr=y,
             state_ptr=state,
+            scale_ptr=scale,
+            residual_ptr=residual,
             index_ptr=None if inputs.state_indices is None else inputs.state_indices.contiguous(),
             accepted_ptr=None if inputs.num_accepted is None else inputs.num_accepted.contiguous(),
             window_ptr=window,
@@ -146,6 +156,8 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
             row_y=row_y,
             stride_state=state.stride(0),
             stride_head=state.stride(1),
+            stride_scale=0 if scale is None else scale.stride(0),
+            stride_residual=0 if residual is None else residual.stride(0),
             stride_window=0 if window is None else window.stride(0),
             stride_c=0 if window is None else window.stride(1),
             stride_l=0 if window is None else window.stride(2),
@@ -155,6 +167,7 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
             W=1 if inputs.conv_weight is None else inputs.conv_weight.shape[1],
             BK=BK,
             BV=tile.BV,
+            WIDTH=line_of(BK, state.dtype),
             HEADS_PER_K=HV // H,
             ONE=T == 1 and inputs.num_accepted is None,
             THREADS=32 * tile.warps,

@@ -37,6 +37,8 @@ slot of the pool, as what they guard does. So results do not depend on which pro
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.int8_states import decoded, load_state, store_state
+
 
 @triton.jit
 def _load(p, m):
@@ -241,7 +243,53 @@ def _block(
 ):  # fmt: skip
     """Columns of the head's state at p_s: where its numbers are, and which there are."""
     o_r, o_n = _row_numbers(BK, WIDTH, V_FIRST), _columns_of(o_c, V_FIRST)
-    return p_s + (o_n * K + o_r if V_FIRST else o_r * V + o_n), (o_r < K) & (o_n < V)
+    p_s += o_n * K + o_r if V_FIRST else o_r * V + o_n
+    if not V_FIRST and p_s.dtype.element_ty == tl.int8:
+        # a thread has as many columns as of float32, and as few lanes share a sum over rows
+        p_s = tl.max_contiguous(p_s, (1, 4))
+    return p_s, (o_r < K) & (o_n < V)
+
+
+@triton.jit
+def _load_state(
+    p_s, m_s, quantized, o_c, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
+    HINT: tl.constexpr,
+):  # fmt: skip
+    """As it is in memory. quantized: scale and residual of states in int8, or None twice, and
+    where the head's are."""
+    scale_ptr, residual_ptr, at_head, at_rows = quantized
+    if scale_ptr is None:
+        state = tl.load(p_s, mask=m_s, other=0.0, eviction_policy=HINT)
+    else:
+        state = load_state(
+            p_s, m_s, scale_ptr + at_head, residual_ptr + at_rows, o_c, True, V, BK, V_FIRST,
+            V_FIRST,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
+def _to_float32(state, quantized, BK: tl.constexpr, V_FIRST: tl.constexpr):
+    if quantized[0] is None:
+        b_s = state.to(tl.float32)
+    else:
+        b_s = decoded(state, BK, V_FIRST)
+    return b_s
+
+
+@triton.jit
+def _store_state(
+    b_s, p_s, m_s, quantized, o_c, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
+    HINT: tl.constexpr,
+):  # fmt: skip
+    scale_ptr, residual_ptr, at_head, at_rows = quantized
+    if scale_ptr is None:
+        tl.store(p_s, b_s.to(p_s.dtype.element_ty), mask=m_s, eviction_policy=HINT)
+    else:
+        store_state(
+            b_s, p_s, m_s, scale_ptr + at_head, residual_ptr + at_rows, o_c, True, V, BK, V_FIRST,
+            V_FIRST,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -334,6 +382,8 @@ def mixer_step_kernel(
     z_ptr,
     y_ptr,
     state_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if V_FIRST
+    scale_ptr,  # [cache slots, HV, V] of states in int8
+    residual_ptr,  # [cache slots, HV, 3 BK / 8, V], or [cache slots, HV, V, 3 BK / 8] if V_FIRST
     index_ptr,  # [B]: the slot of each sequence; n if None
     accepted_ptr,  # [B]: how many of the first `pending` tokens count; all of T if None
     window_ptr,  # [cache slots, channels, length]
@@ -365,6 +415,8 @@ def mixer_step_kernel(
     row_y: tl.int64,
     stride_state,
     stride_head,
+    stride_scale,
+    stride_residual,
     stride_window,
     stride_c,
     stride_l,
@@ -374,6 +426,7 @@ def mixer_step_kernel(
     W: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    WIDTH: tl.constexpr,  # of lines of a state V-first
     HEADS_PER_K: tl.constexpr,
     ONE: tl.constexpr,  # T is 1
     THREADS: tl.constexpr,
@@ -394,8 +447,6 @@ def mixer_step_kernel(
 ):
     """grid (ceil(V / BV) * HV * B,): one program takes BV columns of one head and sequence."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
-    WIDTH: tl.constexpr = LINE if BK > LINE else BK
     HINT: tl.constexpr = "evict_first" if V_FIRST else ""
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
@@ -403,8 +454,7 @@ def mixer_step_kernel(
     i_n = (pid // NV // HV).to(tl.int64)
     o_k = tl.arange(0, BK)
     o_c = (pid % NV) * BV + tl.arange(0, BV)
-    m_k = o_k < K
-    m_v = o_c < V
+    m_k, m_v = o_k < K, o_c < V
     cache_slot = i_n
     if index_ptr is not None:
         cache_slot = tl.load(index_ptr + i_n).to(tl.int64)
@@ -445,11 +495,14 @@ def mixer_step_kernel(
         xs = _windows(pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
     p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head
     p_s, m_s = _block(p_s, o_c, K, V, BK, WIDTH, V_FIRST)
-    b_s = tl.load(p_s, mask=m_s, other=0.0, eviction_policy=HINT)
+    at_head = cache_slot * stride_scale + i_h * V
+    at_rows = cache_slot * stride_residual + i_h * (3 * BK // 8 * V)
+    quantized = scale_ptr, residual_ptr, at_head, at_rows
+    b_s = _load_state(p_s, m_s, quantized, o_c, V, BK, V_FIRST, HINT)
     if ONE and V_FIRST:
         tl.debug_barrier()
         token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
-    b_s = b_s.to(tl.float32)
+    b_s = _to_float32(b_s, quantized, BK, V_FIRST)
     rate, counted = tl.exp(rate), tl.zeros([THREADS], tl.int32)
     SHARED: tl.constexpr = window_ptr is not None and HEADS_PER_K * NV > 1
     last = T - 1 if accepted_ptr is None else accepted - 1
@@ -485,7 +538,7 @@ def mixer_step_kernel(
         b_o, b_s = _recurrence(b_s, b_q, b_k, b_x, dot, beta, WIDTH, V_FIRST, beta_ptr is not None)
         b_o = b_o * scale + skip * b_v
         if t == last:
-            tl.store(p_s, b_s.to(state_ptr.dtype.element_ty), mask=m_s, eviction_policy=HINT)
+            _store_state(b_s, p_s, m_s, quantized, o_c, V, BK, V_FIRST, HINT)
         if z_ptr is not None:
             b_z = _activation(b_z, Z_SILU)
             if not NORM_BEFORE_GATE:
