@@ -10,10 +10,10 @@ Backward, with do the gradient of o, after that of its norm, and a = scale q w,
     dv_l = p_l do + ds_l rstd_l (a - s_l rstd_l / D v_l)
     da = sum over rows and l of ds_l rstd_l v_l        dw_o = sum over rows of dy o rstd_o
 
-A program takes a tile of rows, and has the next residual on its way while it works on one.
-Backward it reads the residuals twice, for o and for dv, of which the second time finds them in a
-cache; its programs go on to other rows and keep da and dw_o, each over a fixed share of them: the
-same inputs, the same bits.
+A program takes a tile of rows, and has the next residuals on their way while it works on one.
+Backward it reads them twice, for o and for dv, the second time from the last to the first: those
+that were read last are in a cache. Its programs go on to other rows and keep da and dw_o, each over
+a fixed share of them: the same inputs, the same bits.
 """
 
 from collections.abc import Sequence
@@ -77,6 +77,11 @@ def _row(ptr, o_d, m_d):
     return tl.load(ptr + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.jit
+def _add2(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=["R"])
 def attnres_fwd_kernel(
     v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
@@ -93,15 +98,18 @@ def attnres_fwd_kernel(
     b_sum = tl.zeros([BR], tl.float32)
     b_o = tl.zeros([BR, BD], tl.float32)
     b_next = tl.load(v0_ptr + o, mask=m, other=0.0)
+    b_after = tl.load((v0_ptr if L == 1 else v1_ptr) + o, mask=m & (L > 1), other=0.0)
     for n in range(L):
         b_v = b_next.to(tl.float32)
         v_ptr = _stream(
             v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 2, L,
         )  # fmt: skip
-        b_next = tl.load(v_ptr + o, mask=m & (n + 1 < L), other=0.0)
-        b_rstd = tl.rsqrt(tl.sum(b_v * b_v, 1) / D + eps)
-        b_s = tl.sum(b_v * b_a, 1) * b_rstd
+        b_next = b_after
+        b_after = tl.load(v_ptr + o, mask=m & (n + 2 < L), other=0.0)
+        b_square, b_s = tl.reduce((b_v * b_v, b_v * b_a), 1, _add2)
+        b_rstd = tl.rsqrt(b_square / D + eps)
+        b_s = b_s * b_rstd
         tl.store(s_ptr + o_r + n * R, b_s, mask=m_r)
         tl.store(rstd_ptr + o_r + n * R, b_rstd, mask=m_r)
         b_new = tl.maximum(b_max, b_s)
@@ -137,14 +145,16 @@ def attnres_bwd_kernel(
         o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
         b_lse = tl.load(lse_ptr + o_r, mask=m_r, other=0.0)
         b_o = tl.zeros([BR, BD], tl.float32)
-        b_next = tl.load(v0_ptr + o, mask=m, other=0.0)
+        b_next = tl.load(v0_ptr + o, mask=m, other=0.0, eviction_policy="evict_last")
         for n in range(L):
             b_v = b_next.to(tl.float32)
             v_ptr = _stream(
                 v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
+                v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
             )  # fmt: skip
-            b_next = tl.load(v_ptr + o, mask=m & (n + 1 < L), other=0.0)
+            b_next = tl.load(
+                v_ptr + o, mask=m & (n + 1 < L), other=0.0, eviction_policy="evict_last"
+            )
             b_p = tl.exp(tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0) - b_lse)
             b_o += b_p[:, None] * b_v
         b_do = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
@@ -155,17 +165,23 @@ def attnres_bwd_kernel(
             b_do = b_do * _row(wo_ptr, o_d, m_d)
             b_do = b_last[:, None] * (b_do - b_u * (tl.sum(b_do * b_u, 1) / D)[:, None])
         b_delta = tl.sum(b_do * b_o, 1)
-        b_next = tl.load(v0_ptr + o, mask=m, other=0.0)
-        for n in range(L):
+        # from the last one, which was read last, so that a cache has it still
+        v_ptr = _stream(
+            v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, L - 1, L,
+        )  # fmt: skip
+        b_next = tl.load(v_ptr + o, mask=m, other=0.0, eviction_policy="evict_first")
+        for j in range(L):
+            n = L - 1 - j
             b_v = b_next.to(tl.float32)
             v_ptr = _stream(
                 v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
+                v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n - 1, L,
             )  # fmt: skip
-            b_next = tl.load(v_ptr + o, mask=m & (n + 1 < L), other=0.0)
+            b_next = tl.load(v_ptr + o, mask=m & (n > 0), other=0.0, eviction_policy="evict_first")
             d_ptr = _stream(
                 d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
-            d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr, n, L,
+                d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr, n, L,
             )  # fmt: skip
             b_s = tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0)
             b_rstd = tl.load(rstd_ptr + o_r + n * R, mask=m_r, other=0.0)
