@@ -72,7 +72,7 @@ def linear_log_probs(
 
     Returns:
         log_prob [...], float32, or float64 for float64 hidden; with return_entropy also the
-        entropy, alike. Both have gradients.
+        entropy, of the same shape and dtype. Both have gradients.
 
     Raises:
         ValueError: shapes do not fit, or on the CPU a target is outside [0, V). TypeError: dtypes.
