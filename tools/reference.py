@@ -189,7 +189,8 @@ def training_config() -> list[str]:
     own = {"model": SlipstreamConfig, "tokenizer": config.Tokenizer, "data": config.Data}
     own |= {"muon": config.Muon, "parallel": config.Parallel}
     for name in (field.name for field in fields(config.RunConfig)):
-        lines += [*heading(name, "-"), rst(SECTIONS[name][:1].upper() + SECTIONS[name][1:]) + ".", ""]
+        about = SECTIONS[name]
+        lines += [*heading(name, "-"), rst(about[:1].upper() + about[1:]) + ".", ""]
         if name == "training":
             lines += ["Defaults that differ from those of transformers:", ""]
             rows = [(code(key), code(repr(value))) for key, value in run.DEFAULTS.items()]
