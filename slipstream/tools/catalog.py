@@ -298,7 +298,7 @@ QUICK_OPERATORS = (
     "embedding",
 )
 # Long enough for a sequence to be cut into segments.
-LONG = 1 << 16
+LONG_TOKENS = 1 << 16
 # What the matrix compiles: shapes that differ in what the kernels are compiled for.
 _BF16, _FP32 = torch.bfloat16, torch.float32
 REPRESENTATIVE = (
@@ -307,8 +307,8 @@ REPRESENTATIVE = (
     Shape(K=256, V=256, state=True),
     Shape(K=128, V=128, dtype=_FP32, grouped=True, packed=True, state=True),
     Shape(T=1, K=128, V=128, state=True),
-    Shape(B=1, T=LONG, K=128, V=128),
-    Shape(B=4, T=LONG // 8, K=128, V=128, packed=True, state=True),
+    Shape(B=1, T=LONG_TOKENS, K=128, V=128),
+    Shape(B=4, T=LONG_TOKENS // 8, K=128, V=128, packed=True, state=True),
 )
 FURTHER = (
     Shape(K=64, V=64, dtype=_FP32),

@@ -70,7 +70,7 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
     counters = None
     if plan.impl == "triton" and is_plain_call(inputs.q):
         counters = op.counters(inputs, options)
-    op.mixer_step(out, inputs, options, counters, plan.tries)
+    op.mixer_step(out, inputs, options, counters, plan.impls)
     return out
 
 
