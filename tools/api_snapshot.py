@@ -26,7 +26,6 @@ MODULES = (
     "slipstream.parallel",
     "slipstream.models",
     "slipstream.models.convert",
-    "slipstream.training",
     "slipstream.integrations.transformers",
     "slipstream.compat",
 )

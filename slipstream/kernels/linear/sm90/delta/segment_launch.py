@@ -138,7 +138,7 @@ def state_passing(
         K=K,
         V=V,
         BV=TILE_V,
-        M_OFFSET=m.shape[-1] - K,
+        BESIDE=m.shape[-1] - K,
         BACK=reverse,
         HAS_S_IN=s_in is not None,
         PACKED=terms.cu_seqlens is not None,
