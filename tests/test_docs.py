@@ -32,7 +32,7 @@ CODE_COLUMNS = 88  # of the site at desktop width
 
 def test_code_fits_the_page() -> None:
     pages = [DOCS.parent / "README.md", *(x for x in DOCS.rglob("*.md") if "_build" not in x.parts)]
-    blocks = re.compile(r"^```(?:python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    blocks = re.compile(r"^```(?:python|console|shell|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
     wide = {
         f"{page.name}: {line}"
         for page in pages

@@ -26,6 +26,7 @@ MODULES = (
     "slipstream.parallel",
     "slipstream.models",
     "slipstream.models.convert",
+    "slipstream.training",
     "slipstream.integrations.transformers",
     "slipstream.compat",
 )

@@ -396,15 +396,24 @@ def training() -> Table:
 
 
 def convergence() -> Table:
-    """The last losses of models of which all three runs are there."""
+    """The losses of the last step that all three runs of a model have reached."""
     runs = ("ours", "fla", "other_seed")
-    used = {(x.get("model"), x.get("part"), x.get("run")): x for x in read("convergence")}
-    of = {x[:2]: [used.get((*x[:2], run)) for run in runs] for x in used}
-    full, rows = {name: three for name, three in of.items() if None not in three}, []
-    for name, three in full.items():
-        rows.append((label(" ".join(name)), *(number(x, "loss", digits=5) for x in three)))
-    shown = tuple(x for three in full.values() for x in three if x)
-    return Table("convergence", "bench/convergence.py", ("model", *runs), tuple(rows), shown)
+    losses: dict[tuple, dict[str, Row]] = {}
+    for x in read("convergence"):
+        at = x.get("model"), x.get("part"), int(x.get("step"))
+        losses.setdefault(at, {})[x.get("run")] = x
+    last = {at[:2]: three for at, three in sorted(losses.items()) if len(three) == len(runs)}
+    shown = [[three[run] for run in runs] for three in last.values()]
+    rows = [
+        (
+            label(" ".join(name)),
+            number(three[0], "step"),
+            *(number(x, "loss", digits=5) for x in three),
+        )
+        for name, three in zip(last, shown)
+    ]
+    used = tuple(x for three in shown for x in three)
+    return Table("convergence", "bench/convergence.py", ("model", "step", *runs), tuple(rows), used)
 
 
 def memory() -> Table:

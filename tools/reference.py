@@ -40,6 +40,7 @@ MODULES = {
         "Other packages' names for these functions: the migration guides say what each has.",
     ),
     "parallel": ("slipstream.parallel", "A batch whose tokens are dealt out to several GPUs."),
+    "training": ("slipstream.training", "Pieces of `slipstream train` for loops of your own."),
 }
 VARIABLES = {
     "SLIPSTREAM_CACHE_DIR": (
@@ -98,7 +99,8 @@ def heading(title: str, mark: str = "=") -> list[str]:
 def public(module: str) -> Iterator[tuple[str, Any]]:
     """Public functions and classes, as tests/public_api.txt has them."""
     found = importlib.import_module(module)
-    for name, member in sorted(vars(found).items()):
+    for name in sorted(getattr(found, "__all__", vars(found))):
+        member = getattr(found, name)
         home = getattr(member, "__module__", "")
         elsewhere = any(home.startswith(f"{x}.") for x, _ in MODULES.values() if x != module)
         if home.startswith("slipstream") and not name.startswith("_") and not elsewhere:
@@ -187,7 +189,8 @@ def training_config() -> list[str]:
     own = {"model": SlipstreamConfig, "tokenizer": config.Tokenizer, "data": config.Data}
     own |= {"muon": config.Muon, "parallel": config.Parallel}
     for name in (field.name for field in fields(config.RunConfig)):
-        lines += [*heading(name, "-"), rst(SECTIONS[name]) + ".", ""]
+        about = SECTIONS[name]
+        lines += [*heading(name, "-"), rst(about[:1].upper() + about[1:]) + ".", ""]
         if name == "training":
             lines += ["Defaults that differ from those of transformers:", ""]
             rows = [(code(key), code(repr(value))) for key, value in run.DEFAULTS.items()]
@@ -267,7 +270,7 @@ def integration() -> list[str]:
     module = "slipstream.integrations.transformers"
     lines = [*heading(module), 'Registers ``attn_implementation="slipstream"`` when imported; see']
     lines += [":doc:`/guides/transformers`.", ""]
-    return [*lines, *autosummary(module, [name for name, _ in public(module) if name[0].islower()])]
+    return [*lines, *autosummary(module, [name for name, _ in public(module)])]
 
 
 def write(folder: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 SECTION = re.compile(r"^(Args|Returns|Raises|Cost|Source|State|Example|Args of forward):(.*)$")
 ITEM = re.compile(r"^([\w*]+(?:(?:, | or )[\w*]+)*): ?(.*)$")
+# errors that share a line: "ValueError: shapes do not fit. TypeError: dtypes."
+ERRORS = re.compile(r"(?<=\.) (?=\w+Error: )")
 TITLES = {"Args": "Arguments", "Args of forward": "Arguments of forward"}
 
 
@@ -63,7 +65,9 @@ def items(lines: list[str]) -> list[str]:
     for first, *rest in found:
         name, _, text = first.partition("**: ")
         joined = " ".join([text, *(x.strip() for x in rest)])
-        out.append(f"* {name}**: {escape(joined)}".rstrip())
+        own, *others = ERRORS.split(joined)
+        out.append(f"* {name}**: {escape(own)}".rstrip())
+        out += [f"* **{x.partition(': ')[0]}**: {escape(x.partition(': ')[2])}" for x in others]
     return [*out, ""]
 
 

@@ -35,7 +35,7 @@ def matrix(
             help="which variants of each kernel: few, flags, pairs (of flags), all, or auto"
         ),
     ] = "auto",
-    anew: Annotated[
+    recompile: Annotated[
         bool, typer.Option("--all", help="compile what has not changed since the last run, too")
     ] = False,
     record: Annotated[
@@ -66,7 +66,7 @@ def matrix(
         run = support_page.MatrixRun(samples, sizes, archs, not forward, variants)
         rows = []
         for release in triton.split(",") if triton else [None]:
-            found = run.compile(release, jobs, timeout, anew)
+            found = run.compile(release, jobs, timeout, recompile)
             rows += found
             for row in found if kernels else ():
                 typer.echo(support_page.line(row))

@@ -185,14 +185,14 @@ def _wants(variable: str, default: str, needed: bool) -> bool:
 
 
 class CompilerState:
-    """quiet: nothing is guarded, probed or known against any kernel, so nobody need look.
+    """unguarded: nothing is guarded, probed or known against any kernel, so nobody need look.
 
     verified: families of kernels that the matrix has seen with these compilers, as they are now.
     unverified: the others. guards, probes: whether anything is compiled in the child first, or
     compared.
 
     wide: dtypes whose products want operands in float32, since the compiler fails at them.
-    admitted: kinds that need no further look. probing: those that a probe is at.
+    accepted: kinds that need no further look. probing: those that a probe is at.
 
     Args:
         passive: for tools that plan for a GPU that is not here: nothing is guarded or probed.
@@ -215,7 +215,7 @@ class CompilerState:
         unknown = bool(self.unverified)
         self.guards = not passive and _wants("SLIPSTREAM_GUARD", "auto", unknown)
         self.probes = not passive and _wants("SLIPSTREAM_PROBE", "once", unknown or doubted)
-        self.admitted: set[KernelKey] = set()
+        self.accepted: set[KernelKey] = set()
         self.probing: set[KernelKey] = set()
         self._worker = Worker()
         self._said: set[KernelKey] = set()
@@ -229,7 +229,7 @@ class CompilerState:
         self._settle()
 
     def _settle(self) -> None:
-        self.quiet = not (
+        self.unguarded = not (
             self.guards
             or self.probes
             or self._blocked
@@ -278,17 +278,17 @@ class CompilerState:
         """ "unusable" and "probed": kind, in words -> why."""
         return self._verdicts
 
-    def demote(self, kind: KernelKey, reason: str, lasting: bool = True) -> None:
+    def mark_unusable(self, kind: KernelKey, reason: str, lasting: bool = True) -> None:
         """lasting: for later processes, too."""
         self._reasons[kind] = reason
-        self.admitted.discard(kind)
+        self.accepted.discard(kind)
         if lasting:
             self._learn("unusable", kind, reason)
         else:
             self._passing = True
             self._settle()
 
-    def wants_probe(self, kind: KernelKey) -> bool:
+    def should_probe(self, kind: KernelKey) -> bool:
         """Whether a probe is still to be made."""
         if not self.probes:
             return False
@@ -301,7 +301,7 @@ class CompilerState:
     def probed(self, kind: KernelKey) -> None:
         self._learn("probed", kind, "agrees")
 
-    def say(self, kind: KernelKey, reason: str) -> None:
+    def warn_fallback(self, kind: KernelKey, reason: str) -> None:
         """A warning, once a process."""
         if kind in self._said:
             return
@@ -332,7 +332,7 @@ class CompilerState:
     def forget(self) -> None:
         verdicts_file().unlink(missing_ok=True)
         self._verdicts, self._reasons = {}, {}
-        self.admitted.clear()
+        self.accepted.clear()
         self._settle()
 
     def _learn(self, what: str, kind: KernelKey, text: str) -> None:

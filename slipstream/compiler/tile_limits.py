@@ -97,7 +97,7 @@ def instruction(arch: Arch, rows: int, warps: int) -> str | None:
 def closest_legal(
     tile: Any,
     changed: Callable[..., T],
-    refuses: Callable[[T], str | None],
+    reason_of: Callable[[T], str | None],
     sizes: Mapping[str, Sequence[Any]],
 ) -> T | None:
     """The tile that works with the fewest halvings and doublings of its sizes.
@@ -110,7 +110,7 @@ def closest_legal(
     for values in itertools.product(*sizes.values()):
         named = dict(zip(sizes, values))
         away = sum(_steps(getattr(tile, name), x) for name, x in named.items())
-        if away < min_steps and refuses(near := changed(tile, **named)) is None:
+        if away < min_steps and reason_of(near := changed(tile, **named)) is None:
             best, min_steps = near, away
     return best
 
@@ -125,12 +125,12 @@ def check_tile(
 ) -> None:
     """Raises ValueError if a tile cannot run on `arch`."""
 
-    def refuses(tile: Any) -> str | None:
+    def reason_of(tile: Any) -> str | None:
         return next((y for x in needs_of(tile) if (y := violation(x, arch))), None)
 
-    if (reason := refuses(tile)) is None:
+    if (reason := reason_of(tile)) is None:
         return
-    raise ValueError(f"{what}: {reason}; {way_out(closest_legal(tile, changed, refuses, sizes))}")
+    raise ValueError(f"{what}: {reason}; {way_out(closest_legal(tile, changed, reason_of, sizes))}")
 
 
 def way_out(near: object) -> str:

@@ -58,11 +58,11 @@ def offsets_of(seq_idx: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or seq_idx.is_inference():
         return _find_offsets(seq_idx)
-    kept = getattr(seq_idx, "slipstream_offsets", None)
-    if kept is None or kept[0] != seq_idx._version:
-        kept = seq_idx._version, _find_offsets(seq_idx)
-        seq_idx.slipstream_offsets = kept  # pyright: ignore[reportAttributeAccessIssue]
-    return kept[1]
+    cached = getattr(seq_idx, "slipstream_offsets", None)
+    if cached is None or cached[0] != seq_idx._version:
+        cached = seq_idx._version, _find_offsets(seq_idx)
+        seq_idx.slipstream_offsets = cached  # pyright: ignore[reportAttributeAccessIssue]
+    return cached[1]
 
 
 def _find_offsets(seq_idx: Tensor) -> Tensor:

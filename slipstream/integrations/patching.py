@@ -171,17 +171,17 @@ def _say_theirs(name: str, why: str) -> None:
 
 
 def is_packed(kwargs: dict[str, Any]) -> bool:
-    told = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
-    return running.of_layer is not None or any(kwargs.get(name) is not None for name in told)
+    offsets = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+    return running.of_layer is not None or any(kwargs.get(name) is not None for name in offsets)
 
 
 def seq_idx_of_positions(given: dict[str, Any]) -> Tensor | None:
     """seq_idx [B, T] where position_ids [B, T] fall back and nothing else says what is packed."""
     positions = given.get("position_ids")
-    told = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cache", "past_key_values")
+    offsets = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cache", "past_key_values")
     if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
         return None
-    if any(given.get(name) is not None for name in told):
+    if any(given.get(name) is not None for name in offsets):
         return None
     begins = positions[:, 1:] != positions[:, :-1] + 1
     if not bool(begins.any()):

@@ -31,9 +31,12 @@ from torch import Tensor, nn
 from slipstream.nn import projections
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.nn.linear import is_hooked
+from slipstream.ops._fp32 import widen
 from slipstream.ops.conv import split_convolution
+from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.rank_sums import HeadShard, norm_of_parts
 
 State = dict[str, Tensor]
 Mixed = tuple[Tensor, State | None]
@@ -85,6 +88,10 @@ class Mixer(nn.Module):
     takes_first_value = False
     # tensors of the state that grow with the tokens, [N, S, ...]
     token_states: ClassVar[tuple[str, ...]] = ()
+    # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and
+    # whether the norm of the output is over the channels of all ranks
+    head_shard: HeadShard | None = None
+    norms_across = False
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
         super().__init__()
@@ -160,6 +167,36 @@ class Mixer(nn.Module):
     def has_fused_step(self) -> bool:
         """Whether `decode` takes `norm` and `residual` where that is not on_host."""
         return False
+
+    @property
+    def first_head(self) -> int:
+        """Of those that this rank has; it has as many as num_heads says."""
+        shard: Any = self.head_shard
+        heads: Any = getattr(self, "num_heads", 0)
+        return 0 if shard is None else shard.rank * heads
+
+    def _norm_of_all_heads(
+        self,
+        o: Tensor,
+        gate: Tensor | None = None,
+        *,
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+    ) -> Tensor:
+        """rms_norm, or with a gate rms_norm_gated with silu, of o [B, T, channels], by norm_weight
+        and norm_eps; over the channels of all ranks where these have a part of the heads each."""
+        own: Any = self
+        weight, eps, shard = own.norm_weight, own.norm_eps, self.head_shard
+        if shard is None or not self.norms_across:
+            if gate is None:
+                return rms_norm(o, weight, eps=eps)
+            order: dict[str, Any] = {"norm_before_gate": norm_before_gate, "group_size": group_size}
+            return rms_norm_gated(o, gate, weight, eps=eps, **order)
+        y = o if gate is None or norm_before_gate else widen(o) * F.silu(widen(gate))
+        y = norm_of_parts(y, eps, shard)
+        y = y if weight is None else y * weight
+        y = y * F.silu(widen(gate)) if gate is not None and norm_before_gate else y
+        return y.to(o.dtype)
 
     def _call_in_place(
         self, x: Tensor, state: State, positions: Tensor | None, **options: Any

@@ -13,7 +13,6 @@ from slipstream.layers.base import (
     new_state,
 )
 from slipstream.ops.gsa import chunk_gsa, fused_recurrent_gsa
-from slipstream.ops.norm import rms_norm
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -95,5 +94,5 @@ class GatedSlotAttention(Mixer):
             context=context,
         )
         keys, values = (None, None) if states is None else states
-        o = rms_norm(F.silu(o.flatten(-2)), self.norm_weight, eps=self.norm_eps)
+        o = self._norm_of_all_heads(F.silu(o.flatten(-2)))
         return self.o_proj(o), new_state(use_cache, keys=keys, values=values)

@@ -15,7 +15,6 @@ from slipstream.layers.base import (
 )
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
-from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -96,7 +95,7 @@ class HGRN(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        h = rms_norm_gated(h, self.g_proj(x), self.norm_weight, eps=self.norm_eps)
+        h = self._norm_of_all_heads(h, self.g_proj(x))
         return self.o_proj(h), new_state(use_cache, recurrent=recurrent)
 
 
@@ -167,5 +166,5 @@ class HGRN2(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        o = rms_norm(o.flatten(-2), self.norm_weight, eps=self.norm_eps)
+        o = self._norm_of_all_heads(o.flatten(-2))
         return self.o_proj(o), new_state(use_cache, recurrent=recurrent)

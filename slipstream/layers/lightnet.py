@@ -17,7 +17,6 @@ from slipstream.layers.base import (
 )
 from slipstream.layers.rwkv4 import some_or_none
 from slipstream.ops.lightnet import chunk_lightnet, fused_recurrent_lightnet
-from slipstream.ops.norm import rms_norm_gated
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -101,7 +100,7 @@ class LightNetAttention(Mixer):
             context=context,
         )  # fmt: skip
         gate = self.g_up(self.g_down(x))
-        o = rms_norm_gated(o.flatten(-2), gate, self.norm_weight, eps=self.norm_eps)
+        o = self._norm_of_all_heads(o.flatten(-2), gate)
         recurrent, weight = (None, None) if last is None else last
         if weight is not None:
             weight = torch.stack(some_or_none(weight), 1)

@@ -20,7 +20,6 @@ from slipstream.layers.base import (
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.nn.recompute import Recompute
-from slipstream.ops.norm import rms_norm_gated
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -223,13 +222,8 @@ class Mamba2(Mixer):
     def _gated(self, o: Tensor, z: Tensor) -> Tensor:
         if self.norm_weight is None:
             return o * F.silu(z)
-        return rms_norm_gated(
-            o,
-            z,
-            self.norm_weight,
-            eps=self.norm_eps,
-            norm_before_gate=self.norm_before_gate,
-            group_size=self.inner // self.n_groups,
+        return self._norm_of_all_heads(
+            o, z, norm_before_gate=self.norm_before_gate, group_size=self.inner // self.n_groups
         )
 
     def _step(self, dt: Tensor) -> tuple[Tensor, Tensor]:

@@ -85,8 +85,6 @@ class Mamba3(Mixer):
         if mimo_rank < 1:
             raise ValueError(f"mimo_rank: want at least 1, got {mimo_rank}")
         self.mimo_rank, self.norm_eps, self.A_floor = mimo_rank, norm_eps, A_floor
-        groups = n_groups * mimo_rank * state_size
-        self.sizes = [self.inner, self.inner, groups, groups, *[num_heads] * 3, self.pairs]
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=use_bias)
         self.out_proj = nn.Linear(self.inner, hidden_size, bias=use_bias)
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
@@ -100,6 +98,12 @@ class Mamba3(Mixer):
             weight = None if mimo_rank == 1 else torch.empty(num_heads, mimo_rank, width)
             self.register_parameter(name, None if weight is None else nn.Parameter(weight))
         self.reset_parameters()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of what in_proj returns: z, u, b, c, dt, a, trap and angle."""
+        groups, H = self.n_groups * self.mimo_rank * self.state_size, self.num_heads
+        return [self.inner, self.inner, groups, groups, H, H, H, self.pairs]
 
     def reset_parameters(self) -> None:
         step = torch.empty(self.dt_bias.shape, device=self.dt_bias.device)

@@ -1,5 +1,6 @@
 """Multi-scale retention, the layer of RetNet."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from slipstream.nn.linear import linears
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -137,7 +139,11 @@ class MultiScaleRetention(Mixer):
             cos, sin = rotary_tables(at, self.head_dim, base=self.rotary_base, dtype=wide)
             q, k = rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
         k, v = self._repeated(k, v)
-        retention = fused_recurrent_retention if self.recurrent(x, context) else chunk_retention
+        short = self.recurrent(x, context)
+        retention = fused_recurrent_retention if short else chunk_retention
+        if self.head_shard is not None:  # the operator would take its heads for all of them
+            simple = fused_recurrent_simple_gla if short else chunk_simple_gla
+            retention = partial(simple, g_gamma=per_head(v, log_decay, self.first_head))
         o, recurrent = retention(
             q,
             k,

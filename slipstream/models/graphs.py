@@ -82,7 +82,7 @@ class Decoding:
     reason: str | None = None
     enabled: bool = True
     active: bool = field(default=False, repr=False)
-    kept: dict[int, StateCache] = field(default_factory=dict, repr=False)
+    caches: dict[int, StateCache] = field(default_factory=dict, repr=False)
     _lent: tuple[int, StateCache] | None = field(default=None, repr=False)
     _failure: str | None = field(default=None, repr=False)
     _warned: bool = field(default=False, repr=False)
@@ -95,7 +95,7 @@ class Decoding:
 
     def free(self) -> None:
         """Drops the kept caches and graphs."""
-        self.kept.clear()
+        self.caches.clear()
 
     def begin(self, model: nn.Module) -> None:
         """Called by generate before its first step."""
@@ -108,23 +108,23 @@ class Decoding:
         if self._lent is not None:
             rows, cache = self._lent
             self._lent = None
-            self.kept[rows] = cache
-            while len(self.kept) > MAX_CACHES:
-                del self.kept[next(iter(self.kept))]
+            self.caches[rows] = cache
+            while len(self.caches) > MAX_CACHES:
+                del self.caches[next(iter(self.caches))]
 
     def lend(self, model: nn.Module, rows: int, max_length: int) -> StateCache:
         """An empty cache, the one of the last generate with as many rows if it is large enough."""
-        cache = self.kept.pop(rows, None)
+        cache = self.caches.pop(rows, None)
         if cache is not None and _of_inference(cache) and not torch.is_inference_mode_enabled():
             cache = None  # such tensors may be written in that mode alone
-        marks = fingerprint(model)
+        now = fingerprint(model)
         if cache is None or (cache.max_length or 0) < max_length:
             layers = len(model.model.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
             cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE)
-        elif cache.made_for != marks:
+        elif cache.made_for != now:
             cache.graphs.clear()
         cache.reset()
-        cache.made_for = marks
+        cache.made_for = now
         self._lent = rows, cache
         return cache
 

@@ -111,7 +111,7 @@ def _out_variant(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | Non
         outs = tuple(x.name for x in other._schema.arguments if x.is_out)
         rest = [(x.name, str(x.type)) for x in other._schema.arguments if not x.is_out]
         dropped = frozenset(n for n, _ in wanted if (n, _) not in rest)
-        kept = [x for x in wanted if x[0] not in dropped]
-        if outs and kept == rest and dropped <= _OF_FACTORIES:
+        remaining = [x for x in wanted if x[0] not in dropped]
+        if outs and remaining == rest and dropped <= _OF_FACTORIES:
             return other, outs, dropped
     return None

@@ -5,6 +5,7 @@ as its sequences packed one after another (packing.py), and one decoding step of
 """
 
 import sys
+from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from slipstream.models.packing import (
     text_positions,
 )
 from slipstream.models.rollback import WINDOW
+from slipstream.models.tensor_parallel import deal_planned_heads, is_dealt_out, whole_state_dict
 from slipstream.nn import Embedding, decoding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
@@ -71,6 +73,27 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
             packing.get("seq_idx"),
             continued,
         )
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
+        """As transformers', whose distributed_config=DistributedConfig(tp_size=n) deals the heads
+        out to n processes (shard_heads); each reads the whole checkpoint."""
+        found = super().from_pretrained(*args, **options)
+        deal_planned_heads(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], *args: Any, **options: Any
+    ) -> Any:
+        """As transformers'. Where heads are dealt out every rank calls it, and the first writes
+        whole tensors."""
+        if is_dealt_out(self):
+            whole = whole_state_dict(self, options.get("state_dict"))
+            if self.config.tie_word_embeddings:  # transformers knows it by their memory
+                whole.pop("lm_head.weight", None)
+            options["state_dict"] = whole
+            options.setdefault("is_main_process", torch.distributed.get_rank() == 0)
+        return super().save_pretrained(save_directory, *args, **options)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -430,9 +453,12 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         head = self.lm_head
         reduction = "mean" if num_items is None else "sum"
         options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction}
-        if plain_linear(head):
+        group = head.__dict__.get("vocabulary_group")  # of shard_heads
+        if plain_linear(head) or group is not None:
             rows, target = h.flatten(0, 1), target.flatten()
-            loss = linear_cross_entropy(rows, head.weight, target, head.bias, **options)
+            weight: Any = head.weight if group is None else head.weight.to_local()  # pyright: ignore
+            options["group"] = group
+            loss = linear_cross_entropy(rows, weight, target, head.bias, **options)
         else:
             loss = cross_entropy(head(h), target, **options)
         return loss if num_items is None else loss / num_items

@@ -27,7 +27,7 @@ class PrefixCache:
         if every < 1 or every % 64:
             raise ValueError(f"every: want a multiple of 64, got {every}")
         self.model, self.every, self.max_bytes = model, every, max_bytes
-        self.kept: OrderedDict[tuple[int, ...], StateCache] = OrderedDict()
+        self.caches: OrderedDict[tuple[int, ...], StateCache] = OrderedDict()
         self.reused = 0  # tokens that no prefill had to run again
 
     @torch.no_grad()
@@ -41,19 +41,19 @@ class PrefixCache:
             raise ValueError(f"input_ids: want shape (1, T), got {tuple(input_ids.shape)}")
         ids = tuple(input_ids[0].tolist())
         end = (len(ids) - 1) // self.every * self.every
-        at = next((n for n in range(end, 0, -self.every) if ids[:n] in self.kept), 0)
+        at = next((n for n in range(end, 0, -self.every) if ids[:n] in self.caches), 0)
         cache = StateCache(len(self.model.model.layers))
         if at:
-            self.kept.move_to_end(ids[:at])
-            cache = self.kept[ids[:at]].copy()
+            self.caches.move_to_end(ids[:at])
+            cache = self.caches[ids[:at]].copy()
             self.reused += at
         for n in range(at, end, self.every):
             self.model.model(input_ids[:, n : n + self.every], cache=cache, use_cache=True)
-            self.kept[ids[: n + self.every]] = cache.copy()
+            self.caches[ids[: n + self.every]] = cache.copy()
         self._forget()
         return cache
 
     def _forget(self) -> None:
-        size = sum(cache.bytes() for cache in self.kept.values())
-        while self.kept and size > self.max_bytes:
-            size -= self.kept.popitem(last=False)[1].bytes()
+        size = sum(cache.bytes() for cache in self.caches.values())
+        while self.caches and size > self.max_bytes:
+            size -= self.caches.popitem(last=False)[1].bytes()

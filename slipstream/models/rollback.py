@@ -124,14 +124,14 @@ class Rollback:
             raise ValueError(
                 f"crop: the state after {token} tokens is gone, the oldest kept is after {oldest}"
             )
-        last, kept, at = self.segments[-1], [], self.segments[-1].begin
+        last, records, at = self.segments[-1], [], self.segments[-1].begin
         for record in last.records:
             if at < token:
                 count = min(record.tokens, token - at)
-                kept.append(record if count == record.tokens else record.part(0, count))
+                records.append(record if count == record.tokens else record.part(0, count))
             at += record.tokens
-        last.records = [Record.joined(kept)] if kept else []
-        return last.state, last.records[0] if kept else None
+        last.records = [Record.joined(records)] if records else []
+        return last.state, last.records[0] if records else None
 
     def map(self, move: Callable[[Tensor], Tensor]) -> None:
         for segment in self.segments:

@@ -31,7 +31,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.activation = activation
+        self.channels, self.width, self.activation = channels, width, activation
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -101,5 +101,4 @@ class ShortConvolution(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        channels, width = self.weight.shape
-        return f"{channels}, width={width}, activation={self.activation!r}"
+        return f"{self.channels}, width={self.width}, activation={self.activation!r}"

@@ -129,7 +129,7 @@ def _convolve(
     if share is not None:
         initial_state, past = states_of_pieces(x, weight.shape[1], initial_state, share)
     call = (x, weight, bias, residual, initial_state, cu_seqlens)
-    impl = choose(_CANDIDATES, call, impl, "short_convolution", x).tries
+    impl = choose(_CANDIDATES, call, impl, "short_convolution", x).impls
     given = (x, weight, bias, residual, initial_state, cu_seqlens, activation is not None)
     if is_triton(impl):
         # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
@@ -205,7 +205,7 @@ def short_convolution_update(
         checks.expect_shape("residual", residual, x.shape)
     token = x.reshape(x.shape[0], x.shape[-1])
     call = (x, weight, bias, residual, state)
-    impl = choose(_UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).tries
+    impl = choose(_UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).impls
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
     # which states there are is not known to a trace, or on meta

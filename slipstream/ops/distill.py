@@ -84,7 +84,7 @@ def linear_kl_div(
         given = {name: None if x is None else x.to(dtype) for name, x in given.items()}
     x, w, b, y, u, c = given.values()
     assert x is not None and w is not None and y is not None and u is not None
-    impl = choose(_CANDIDATES, (x,), impl, "linear_kl_div", x).tries
+    impl = choose(_CANDIDATES, (x,), impl, "linear_kl_div", x).impls
     live = None if mask is None else mask.reshape(-1)
     rows, others = (z.reshape(shape.numel(), z.shape[-1]) for z in (x, y))
     loss = distill.linear_kl_div(

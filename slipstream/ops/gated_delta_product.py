@@ -153,7 +153,7 @@ def _impl(
         return ""
     laid = given.terms(slice(0, 1), given.state, "eager")
     check(laid, {}, options, recurrent)
-    return "" if groups_of(laid).is_split else plan_for(laid, options.impl).tries
+    return "" if groups_of(laid).is_split else plan_for(laid, options.impl).impls
 
 
 def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> LinearInputs:

@@ -161,7 +161,7 @@ def _plan(
     passes = (laid.first(), {"v": "s", "gv": "g"}), (laid.second(laid.s), {})
     for terms, names in passes:
         check(terms, names, options, recurrent)
-    first, second = (plan_for(terms, options.impl).tries for terms, _ in passes)
+    first, second = (plan_for(terms, options.impl).impls for terms, _ in passes)
     return first, second, laid is given
 
 

@@ -15,7 +15,7 @@ from slipstream.runtime.context_parallel import ContextParallel
 # Of ones, of which one is read: as few as are fast.
 COLUMNS = 16
 # Added to the sum of the weights, by which o is divided.
-LEAST = 1e-10
+EPS = 1e-10
 
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -143,14 +143,14 @@ def _normalized(
     if _two_are_faster(terms.q) and options.context is None:
         q, first = terms.q, (kv, z)
         o, weights, kv, z = _in_two(terms._replace(q=q.detach()), kv, z, options, recurrent)
-        o = (o / (weights + LEAST)).to(dtype)
+        o = (o / (weights + EPS)).to(dtype)
         if needs_autograd(q):
             scale = max(q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
             given = (o, weights, q, terms.k, terms.v, terms.cu_seqlens, *first)
             o = _WithQuery.apply(scale, options.reverse, *given)
     else:
         o, weights, kv, z = _in_one(terms, kv, z, options, recurrent)
-        o = (o / (weights + LEAST)).to(dtype)
+        o = (o / (weights + EPS)).to(dtype)
     if kv is None or z is None:
         return o, None
     return o, (kv.mT if v_first else kv, z[..., 0].unsqueeze(1))
@@ -211,7 +211,7 @@ class _WithQuery(Function):
     @once_differentiable
     def backward(ctx: Any, saved: Saved, do: Tensor) -> Any:
         weights, q, k, v, cu_seqlens, kv, z = saved
-        d = widen(do) / (weights + LEAST)
+        d = widen(do) / (weights + EPS)
         k = widen(k).repeat_interleave(v.shape[2] // k.shape[2], dim=2)
         ones = d.new_full((*d.shape[:3], COLUMNS), COLUMNS**-0.5)
         each = None if z is None else (widen(z) * COLUMNS**-0.5).mT.expand(-1, -1, COLUMNS, -1)
@@ -224,7 +224,7 @@ class _WithQuery(Function):
         )
         x, z = (y.unflatten(2, (q.shape[2], -1)) for y in (x, z))
         wide = widen(q).unsqueeze(3)
-        share = (x * wide).sum(-1, keepdim=True) / ((z * wide).sum(-1, keepdim=True) + LEAST)
+        share = (x * wide).sum(-1, keepdim=True) / ((z * wide).sum(-1, keepdim=True) + EPS)
         return None, None, do, None, (x - z * share).sum(3).to(q.dtype), *(None,) * 5
 
 

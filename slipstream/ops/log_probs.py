@@ -72,7 +72,7 @@ def linear_log_probs(
 
     Returns:
         log_prob [...], float32, or float64 for float64 hidden; with return_entropy also the
-        entropy, alike. Both have gradients.
+        entropy, of the same shape and dtype. Both have gradients.
 
     Raises:
         ValueError: shapes do not fit, or on the CPU a target is outside [0, V). TypeError: dtypes.
@@ -93,9 +93,9 @@ def linear_log_probs(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     call = (hidden, weight.shape[0])
-    tries = choose(_CANDIDATES, call, impl, "linear_log_probs", hidden).tries
+    impls = choose(_CANDIDATES, call, impl, "linear_log_probs", hidden).impls
     rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    found = op.log_probs(rows, weight, bias, ids, 1 / float(temperature), ignore_index, tries)
+    found = op.log_probs(rows, weight, bias, ids, 1 / float(temperature), ignore_index, impls)
     log_prob, entropy = (x.view(target.shape) for x in found)
     return log_prob, entropy
 

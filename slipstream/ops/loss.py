@@ -75,7 +75,7 @@ def cross_entropy(
         target, logits.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
     )
     _check_reduction(reduction)
-    impl = choose(_CANDIDATES, (logits, logits.shape[-1]), impl, "cross_entropy", logits).tries
+    impl = choose(_CANDIDATES, (logits, logits.shape[-1]), impl, "cross_entropy", logits).impls
     rows, ids = logits, target
     if logits.dim() != 2:
         rows, ids = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
@@ -153,7 +153,7 @@ def linear_cross_entropy(
     )
     _check_reduction(reduction)
     call = (hidden, weight.shape[0])
-    impl = choose(_CANDIDATES, call, impl, "linear_cross_entropy", hidden).tries
+    impl = choose(_CANDIDATES, call, impl, "linear_cross_entropy", hidden).impls
     rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     if group is not None:
         from slipstream.kernels.loss import shard

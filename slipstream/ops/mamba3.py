@@ -156,10 +156,10 @@ def _turned(
     given: _Given, states: States | tuple[()], cu_seqlens: Tensor | None, options: LinearOptions
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """q and k turned, and theta after the last token [N, HV, P]."""
-    turns = widen(given.angles)
+    angles = widen(given.angles)
     theta, last = gated_scan(
-        turns.flatten(2),
-        torch.zeros_like(turns).flatten(2),
+        angles.flatten(2),
+        torch.zeros_like(angles).flatten(2),
         widen(states[3]).flatten(1) if states else None,
         options.output_final_state,
         False,
@@ -167,10 +167,10 @@ def _turned(
         scan_impl(options.impl),
         options.context,
     )
-    theta = theta.view_as(turns)[:, :, :, None]  # [B, T, HV, 1, P]
+    theta = theta.view_as(angles)[:, :, :, None]  # [B, T, HV, 1, P]
     cos, sin = theta.cos(), theta.sin()
     found = [_rotated(x, cos, sin) for x in (given.q, given.k)]
-    last = None if last is None else last.view(-1, *turns.shape[2:])
+    last = None if last is None else last.view(-1, *angles.shape[2:])
     return found[0], found[1], last
 
 

@@ -65,7 +65,7 @@ def rotary_embedding(
     if impl is None and torch.compiler.is_compiling():
         impl = "eager"  # torch.compile makes one kernel of it and of what is around it
     call = (x, cos.shape[-1], interleaved)
-    impl = choose(_CANDIDATES, call, impl, "rotary_embedding", x).tries
+    impl = choose(_CANDIDATES, call, impl, "rotary_embedding", x).impls
     if is_triton(impl):
         return rotary_by_table(x, cos, sin, positions, interleaved, impl)
     if positions is not None and not torch.compiler.is_compiling():

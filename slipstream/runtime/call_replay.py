@@ -44,7 +44,7 @@ MAX_OPERATIONS = 6
 # Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
 MAX_WORKSPACE_BYTES = 1 << 23
 _ALIGNED = 512  # as torch's allocator does
-# Keys of an operator: past this it starts anew.
+# Keys of an operator: past this it starts empty again.
 MAX_KEYS = 1024
 _PLAIN = (Tensor, Parameter)
 # most of what else there is: isinstance takes longer
@@ -123,13 +123,13 @@ class RecordedCall:
 
 def _drop_dead_views(steps: Sequence[RecordedStep], returned: set[int]) -> list[RecordedStep]:
     """All but the views that only launches read."""
-    needed, kept = set(returned), []
+    needed, steps_needed = set(returned), []
     for step in reversed(steps):
         if step.view and not needed.intersection(step.makes):
             continue
         needed.update(step.reads)
-        kept.append(step)
-    return kept[::-1]
+        steps_needed.append(step)
+    return steps_needed[::-1]
 
 
 def _pack_workspace(
@@ -146,9 +146,9 @@ def _pack_workspace(
     places: dict[int, int] = {}
     for n in sorted(first.keys() - seen, key=lambda n: (-sizes[n], n)):
         begin, end = first[n], last.get(n, first[n])
-        met = [x for x in places if first[x] <= end and begin <= last.get(x, first[x])]
+        overlapping = [x for x in places if first[x] <= end and begin <= last.get(x, first[x])]
         at = 0
-        for start, size in sorted((places[x], sizes[x]) for x in met):
+        for start, size in sorted((places[x], sizes[x]) for x in overlapping):
             if at + sizes[n] <= start:
                 break
             at = max(at, start + size)

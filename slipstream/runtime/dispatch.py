@@ -26,13 +26,13 @@ FALLBACK = "SLIPSTREAM_FALLBACK"
 PLAIN = ("eager", "reference")
 TRITON_OR_EAGER = "triton|eager"
 # Entries of a cache. Calls that differ in shapes are few, but a server's lengths are not: past this
-# it starts anew.
+# it starts empty again.
 _MAX_ENTRIES = 4096
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """name: what `impl` calls it. refuses: call -> reason, or None if it takes the call.
+    """name: what `impl` calls it. unsupported_reason: of a call, or None if it takes the call.
 
     by_name_only: never chosen unless asked for. elsewhere: of the first, for kernels of CUDA
     devices, what is chosen on others, without asking: for calls that take some microseconds.
@@ -40,7 +40,7 @@ class Candidate:
 
     name: str
     why: str
-    refuses: Callable[[Any], str | None] = lambda call: None
+    unsupported_reason: Callable[[Any], str | None] = lambda call: None
     by_name_only: bool = False
     elsewhere: "Selection | None" = None
 
@@ -48,19 +48,19 @@ class Candidate:
 class Selection(NamedTuple):
     """impl: the one chosen; why; rejected: those preferred to it, each with its reason.
 
-    rest: those after it that take the call, for when the machine's compilers turn out to fail at
-    its kernels (runtime/guarded_launch.py); none if it was asked for by name.
+    fallbacks: those after it that take the call, for when the machine's compilers turn out to fail
+    at its kernels (runtime/guarded_launch.py); none if it was asked for by name.
     """
 
     impl: str
     why: str
     rejected: tuple[tuple[str, str], ...] = ()
-    rest: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
 
     @property
-    def tries(self) -> str:
+    def impls(self) -> str:
         """What an operator is told: "triton|eager" is the first of them that works."""
-        return "|".join((self.impl, *self.rest)) if self.rest else self.impl
+        return "|".join((self.impl, *self.fallbacks)) if self.fallbacks else self.impl
 
 
 class FallbackWarning(RuntimeWarning):
@@ -132,46 +132,46 @@ def choose(
         if named is None:
             names = ", ".join(repr(c.name) for c in candidates)
             raise ValueError(f"impl: want None or one of {names}, got {impl!r}")
-        if reason := named.refuses(call):
+        if reason := named.unsupported_reason(call):
             raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
         return Selection(impl, "asked for by name")
     elsewhere = candidates[0].elsewhere
     if elsewhere is not None and x is not None and not x.is_cuda:
         return elsewhere
-    first, rejected, rest = None, (), ()
+    first, rejected, fallbacks = None, (), ()
     for candidate in candidates:
         if candidate.by_name_only:
             continue
-        reason = candidate.refuses(call)
+        reason = candidate.unsupported_reason(call)
         if reason is not None:
             rejected += ((candidate.name, reason),) if first is None else ()
         elif first is None:
             first = candidate
         else:
-            rest += (candidate.name,)
+            fallbacks += (candidate.name,)
     if first is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
         raise NotImplementedError(f"no implementation takes this call ({reasons})")
-    plan = Selection(first.name, first.why, rejected, rest)
+    plan = Selection(first.name, first.why, rejected, fallbacks)
     if rejected and x is not None and x.is_cuda:
         report_fallback(plan, family, x)
     return plan
 
 
-def triton_or_eager(refuses: Callable[..., str | None]) -> tuple[Candidate, ...]:
+def triton_or_eager(kernel_reason: Callable[..., str | None]) -> tuple[Candidate, ...]:
     """The candidates of an operator that has kernels in Triton alone, and a reference.
 
     A call is a tuple (x, ...), of which x decides about device and dtype.
 
     Args:
-        refuses: given all of the call, why the kernels can't take it, or None if they can.
+        kernel_reason: given all of the call, why the kernels can't take it, or None if they can.
     """
 
     def unsupported_reason(call: tuple) -> str | None:
         x = call[0]
         if is_fake(x):
             return "the tensors are fake"
-        return triton_unsupported(x, "the input") or refuses(*call)
+        return triton_unsupported(x, "the input") or kernel_reason(*call)
 
     plain = Candidate("eager", "plain torch, on any device")
     elsewhere = Selection(plain.name, plain.why, (("triton", "it runs on CUDA devices"),))
@@ -183,7 +183,7 @@ def triton_or_eager(refuses: Callable[..., str | None]) -> tuple[Candidate, ...]
 
 
 def is_triton(impl: str) -> bool:
-    """Of what Selection.tries says."""
+    """Of what Selection.impls says."""
     return impl.startswith("triton")
 
 

@@ -37,7 +37,7 @@ def known_failure(kind_of: Callable[[], KernelKey], device: torch.device) -> str
     here = compiler_state(device)
     if here is None:
         return machines.interpreter_failure(kind_of)
-    return None if here.quiet else here.unusable(kind_of())
+    return None if here.unguarded else here.unusable(kind_of())
 
 
 class Guard:
@@ -83,10 +83,10 @@ class Guard:
             return False
         raise_pending()
         here = self._here = compiler_state(self._device)
-        if here is None or here.quiet:
+        if here is None or here.unguarded:
             return True
         kind = self._kind = self._kind_of()
-        if kind not in here.admitted and kind not in here.probing:
+        if kind not in here.accepted and kind not in here.probing:
             try:
                 _verify(here, kind, self._device, self._probe)
             except Exception as error:
@@ -110,7 +110,8 @@ class Guard:
         is_new = here.unusable(kind) is None
         if is_new:
             # a folder that cannot be written, or no child to compile in, is nothing of the kernels
-            here.demote(kind, reason, getattr(error, "lasting", not isinstance(error, OSError)))
+            lasting = getattr(error, "lasting", not isinstance(error, OSError))
+            here.mark_unusable(kind, reason, lasting)
         if "|" not in self._impl:
             raise NotImplementedError(f"{describe(kind)}: {reason}; impl=None chooses another")
         if dispatch.fallback_is_error():
@@ -120,7 +121,7 @@ class Guard:
                 f"rank {rank}: {describe(kind)}: {reason}; all ranks have to compute alike, so "
                 "this one ends the run; the next one uses other kernels on this machine"
             )
-        here.say(kind, reason)
+        here.warn_fallback(kind, reason)
         return True
 
 
@@ -154,7 +155,7 @@ def _verify(
     """Unusable if something is known against a kind, or found out now; else never looks again."""
     if reason := here.unusable(kind):
         raise Unusable(reason)
-    if probe is not None and here.wants_probe(kind):
+    if probe is not None and here.should_probe(kind):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         here.probing.add(kind)
@@ -176,7 +177,7 @@ def _verify(
             here.probing.discard(kind)
         if found is not None:
             raise Unusable(f"wrong result: {found}{_suspected_bugs(here)}")
-    here.admitted.add(kind)
+    here.accepted.add(kind)
 
 
 def run_isolated(run: Callable[[], T], device: torch.device) -> T:

@@ -78,13 +78,13 @@ class ArgLayout(NamedTuple):
 
 
 class CompiledEntry:
-    """What Triton compiled for some arguments; `rest` are the last of them, constexprs."""
+    """What Triton compiled for some arguments; `constexprs` are the last of them."""
 
-    def __init__(self, compiled: Any, rest: tuple = ()) -> None:
+    def __init__(self, compiled: Any, constexprs: tuple = ()) -> None:
         from triton import __version__
         from triton.runtime import driver
 
-        self._compiled, self.rest, self.run = compiled, rest, None
+        self._compiled, self.constexprs, self.run = compiled, constexprs, None
         self._driver: Any = driver
         if not __version__.startswith(RUNS):
             return
@@ -99,28 +99,28 @@ class CompiledEntry:
 
     def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
         """grid: all three of its sizes."""
-        if self.run is None or self.watched():
-            self._compiled[grid](*args, *self.rest)  # with what a profiler wants to know
+        if self.run is None or self.is_profiled():
+            self._compiled[grid](*args, *self.constexprs)  # with what a profiler wants to know
             return
-        self.run(*self.head(grid), *args, *self.rest)
+        self.run(*self.prefix(grid), *args, *self.constexprs)
 
-    def watched(self) -> bool:
+    def is_profiled(self) -> bool:
         hooks = self._hooks
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
-    def head(self, grid: tuple[int, ...]) -> tuple:
+    def prefix(self, grid: tuple[int, ...]) -> tuple:
         """What `run` wants before the kernel's arguments."""
         active = self._driver.active
         stream = active.get_current_stream(active.get_current_device())
         return (*grid, stream, *self._handles)
 
     def profiler_args(self) -> tuple:
-        """The last three of head, where a profiler wants to know."""
+        """The last three of prefix, where a profiler wants to know."""
         hooks = self._hooks
         metadata = self._compiled.launch_metadata((), 0)
         return metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
 
-    def stream_of(self) -> Callable[[], int]:
+    def stream_getter(self) -> Callable[[], int]:
         """The current stream of the device that is current now."""
         active = self._driver.active
         return partial(active.get_current_stream, active.get_current_device())
@@ -131,14 +131,14 @@ def _scratch(launcher: Any) -> int:
     return launcher.global_scratch_size + launcher.profile_scratch_size
 
 
-def wrap_compiled(compiled: Any, rest: tuple = ()) -> CompiledEntry | None:
+def wrap_compiled(compiled: Any, constexprs: tuple = ()) -> CompiledEntry | None:
     """None where there is nothing to keep: compiler/trace.py or a hook has stopped the launch, or
-    it was not compiled for what its key says (kept)."""
+    it was not compiled for what its key says."""
     if not HAVE_TRITON or INTERPRETED or torch.version.hip:
         return None
     from triton.compiler import CompiledKernel
 
-    return CompiledEntry(compiled, rest) if type(compiled) is CompiledKernel else None
+    return CompiledEntry(compiled, constexprs) if type(compiled) is CompiledKernel else None
 
 
 class CachedKernel:
@@ -159,16 +159,16 @@ class CachedKernel:
             if named:
                 args, named = self.in_order(args, named)
             key = self.key_of(args, named)
-            kept = None if key is None else self._found.get(key)
+            entry = None if key is None else self._found.get(key)
             if of_thread.warmup is not None:
                 wait([of_thread.warmup])
-                if kept is None:
+                if entry is None:
                     self.kernel.warmup(*args, grid=grid, **(FUSION | named))
                 return
             if of_thread.recorder is not None:
-                self._taken(of_thread.recorder, (*grid, 1, 1)[:3], args, named, kept)
-            if kept is not None:
-                kept.launch((*grid, 1, 1)[:3], args)
+                self._taken(of_thread.recorder, (*grid, 1, 1)[:3], args, named, entry)
+            if entry is not None:
+                entry.launch((*grid, 1, 1)[:3], args)
                 return
             compiled = self.kernel[grid](*args, **(FUSION | named))
             if key is not None:
@@ -189,17 +189,17 @@ class CachedKernel:
         return (*args, *pick(named)), {x: named[x] for x in options}
 
     def _taken(
-        self, taking: "Recorder", grid: tuple, args: tuple, named: dict, kept: CompiledEntry | None
+        self, taking: "Recorder", grid: tuple, args: tuple, named: dict, entry: CompiledEntry | None
     ) -> None:
         given = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) or _is_descriptor(x)}
         memory = [x if isinstance(x, Tensor) else x.base for x in given.values()]
         again = None
-        if kept is not None and kept.run is not None and memory:
+        if entry is not None and entry.run is not None and memory:
             maps = [x for x in given.values() if not isinstance(x, Tensor)]
-            run, known = c_launcher(kept.run)
+            run, known = c_launcher(entry.run)
             if len(known) == len(maps) and None not in known:
                 again = ReplayedLaunch(
-                    kept, run, grid, args, set(given), list(map(TensorMapCache, maps, known))
+                    entry, run, grid, args, set(given), list(map(TensorMapCache, maps, known))
                 )
         taking.launched(memory, again, LaunchBatch)
 
@@ -247,9 +247,9 @@ class CachedKernel:
 
     def _keep(self, key: tuple, compiled: Any, given: int, named: dict[str, Any]) -> None:
         last = self.last(given, named)
-        kept = None if last is None else wrap_compiled(compiled, last)
-        if kept is not None:
-            self._found[key] = kept
+        entry = None if last is None else wrap_compiled(compiled, last)
+        if entry is not None:
+            self._found[key] = entry
 
     def last(self, given: int, named: dict[str, Any]) -> tuple | None:
         """A launch takes all arguments in order: those by name as the last of them. They have to be

@@ -27,7 +27,7 @@ class ReplayedLaunch:
 
     def __init__(
         self,
-        kept: "CompiledEntry",
+        entry: "CompiledEntry",
         run: Callable[..., Any],
         grid: tuple[int, ...],
         args: tuple,
@@ -35,13 +35,13 @@ class ReplayedLaunch:
         maps: Sequence["TensorMapCache"],
     ) -> None:
         """given: places of memory in args; maps: of those that are descriptors, in order."""
-        self.run, self.stream, self.watched = run, kept.stream_of(), kept.watched
-        self._profiler_args = kept.profiler_args
-        self.args = list(kept.head(grid))
-        self._head = len(self.args)
+        self.run, self.stream, self.is_profiled = run, entry.stream_getter(), entry.is_profiled
+        self._profiler_args = entry.profiler_args
+        self.args = list(entry.prefix(grid))
+        self._prefix_len = len(self.args)
         self.places, self.maps = [], []
         left = iter(maps)
-        for i, x in enumerate((*args, *kept.rest)):
+        for i, x in enumerate((*args, *entry.constexprs)):
             self.args.append(x)
             if i in given:
                 self.places.append(len(self.args) - 1)
@@ -58,8 +58,8 @@ class ReplayedLaunch:
             args[place] = pointer
         for place, map_of in self.maps:
             args[place] = map_of[args[place]]
-        if self.watched():
-            args[self._head - 3 : self._head] = self._profiler_args()
+        if self.is_profiled():
+            args[self._prefix_len - 3 : self._prefix_len] = self._profiler_args()
         self.run(*args)
 
 
@@ -68,7 +68,7 @@ class LaunchBatch:
 
     def __init__(self, launches: Sequence[tuple[ReplayedLaunch, Sequence[int]]]) -> None:
         first = launches[0][0]
-        self.launches, self._stream, self._watched = launches, first.stream, first.watched
+        self.launches, self._stream, self._is_profiled = launches, first.stream, first.is_profiled
         pointers = 1 + max(i for _, places in launches for i in places)
         self._maps = [
             (map_of, places[x.places.index(at)]) for x, places in launches for at, map_of in x.maps
@@ -91,7 +91,7 @@ class LaunchBatch:
         self._constants = [value for _, value in constants.values()]
 
     def __call__(self, pointers: Sequence[int]) -> None:
-        if self._watched():
+        if self._is_profiled():
             for launch, places in self.launches:
                 launch([pointers[i] for i in places])
             return

@@ -134,12 +134,12 @@ def find_kernels(
     found = KernelsFound([], {}, [])
     for sample in samples:
         reasons: dict[str | None, str] = {}
-        told: set[str] = set()
+        printed: set[str] = set()
         for shape in shapes:
             got = trace_operator(sample, shape, arch, backward, False, compilers, impls)
             reasons |= got.refused
-            for reason in {x for x in got.refused.values() if x.startswith(_FAILED)} - told:
-                told.add(reason)
+            for reason in {x for x in got.refused.values() if x.startswith(_FAILED)} - printed:
+                printed.add(reason)
                 found.failures.append(f"{sample.op} {shape} {arch}: {reason}")
             for job in got.all:
                 jobs[job.key] = job

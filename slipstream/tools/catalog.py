@@ -180,8 +180,6 @@ OPERATORS = [
     # tests/kernels/mixer_step hold it against its formula
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", **_UNIT_STEP),
     _step(f"g=B1GK dt_bias=GK {_DELTA_STEP}", "channel", z_activation="sigmoid", **_UNIT_STEP),
-    _step("g=B1GK dt_bias=GK beta=B1GK write=B1GV norm_weight=V:one", "gates",
-          z_activation="sigmoid", **_UNIT_STEP),
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "tokens", T="4", **_UNIT_STEP),
     _step("g=B1G dt_bias=G D=G conv_bias=E norm_weight=GV:one", "mamba2", channel_order="vkq",
           dt_scales_v=True, norm_before_gate=False, norm_eps=1e-5, scale=1.0),
@@ -300,7 +298,7 @@ QUICK_OPERATORS = (
     "embedding",
 )
 # Long enough for a sequence to be cut into segments.
-LONG = 1 << 16
+LONG_TOKENS = 1 << 16
 # What the matrix compiles: shapes that differ in what the kernels are compiled for.
 _BF16, _FP32 = torch.bfloat16, torch.float32
 REPRESENTATIVE = (
@@ -309,8 +307,8 @@ REPRESENTATIVE = (
     Shape(K=256, V=256, state=True),
     Shape(K=128, V=128, dtype=_FP32, grouped=True, packed=True, state=True),
     Shape(T=1, K=128, V=128, state=True),
-    Shape(B=1, T=LONG, K=128, V=128),
-    Shape(B=4, T=LONG // 8, K=128, V=128, packed=True, state=True),
+    Shape(B=1, T=LONG_TOKENS, K=128, V=128),
+    Shape(B=4, T=LONG_TOKENS // 8, K=128, V=128, packed=True, state=True),
 )
 FURTHER = (
     Shape(K=64, V=64, dtype=_FP32),

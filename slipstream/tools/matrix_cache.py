@@ -18,7 +18,7 @@ from slipstream.compiler.support_matrix import Row, Task, as_json
 class RowCache:
     """Those under the compilers that `about` (of a Worker) names; none if `anew`."""
 
-    def __init__(self, about: Mapping[str, str], anew: bool = False) -> None:
+    def __init__(self, about: Mapping[str, str], recompile: bool = False) -> None:
         name = "-".join([about["triton"], about["ptxas_sm_90"], about["ptxas_sm_100"]])
         self._path = cache_dir() / "matrix" / f"{name}.jsonl"
         self._digests: dict[str, str] = {}
@@ -26,7 +26,7 @@ class RowCache:
         text = self._path.read_text() if self._path.exists() else ""
         if not text.endswith("\n") and text:
             self._write("")  # a run was cut off in the middle of a line
-        if not anew:
+        if not recompile:
             lines = map(_read, text.split("\n"))
             self._known = {x["digest"]: x["row"] for x in lines if x is not None}
 

@@ -16,7 +16,7 @@ from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.runtime.files import write_text
 from slipstream.tools.backend_query import find_kernels
-from slipstream.tools.catalog import LONG, Sample, Shape
+from slipstream.tools.catalog import LONG_TOKENS, Sample, Shape
 from slipstream.tools.terminal import bar
 
 MANIFEST = "slipstream.json"
@@ -43,7 +43,7 @@ def shapes(dtypes: Sequence[str], widths: Sequence[str], flags: Flags) -> list[S
     """
     found = []
     either = [(False, True) if x is None else (x,) for x in flags]
-    for dtype, width, chosen, T in product(dtypes, widths, product(*either), (1, 100, LONG)):
+    for dtype, width, chosen, T in product(dtypes, widths, product(*either), (1, 100, LONG_TOKENS)):
         if dtype not in DTYPES:
             raise ValueError(f"--dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
         K, _, V = width.partition("x")
@@ -52,7 +52,7 @@ def shapes(dtypes: Sequence[str], widths: Sequence[str], flags: Flags) -> list[S
         packed, state, grouped = chosen
         found.append(
             Shape(
-                B=1 if T == LONG else 2,
+                B=1 if T == LONG_TOKENS else 2,
                 T=T,
                 K=int(K),
                 V=int(V or K),

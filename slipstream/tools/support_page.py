@@ -57,7 +57,7 @@ class MatrixRun:
         self.failures: list[str] = []
 
     def compile(
-        self, release: str | None, processes: int, timeout: float, anew: bool = False
+        self, release: str | None, processes: int, timeout: float, recompile: bool = False
     ) -> list[support_matrix.Row]:
         """Rows under one Triton release, None for the one that is here; prints its table.
 
@@ -69,7 +69,7 @@ class MatrixRun:
             with self.console.status(f"installing Triton {release}, once"):
                 path = [str(install(release, compiler_state.cache_dir() / "releases"))]
         about = compilers(path)
-        kept, failed = RowCache(about, anew), []
+        row_cache, failed = RowCache(about, recompile), []
         self.without, before = {}, os.times()
         known: list[support_matrix.Row] = []
         with bar(self.console) as progress, TemporaryDirectory() as cache:
@@ -79,7 +79,8 @@ class MatrixRun:
                 total = 0
                 for arch in self.archs:
                     found = self._find(arch, about)
-                    same, changed = kept.split(cover(found.tasks, self.variants[arch], kept.known))
+                    tasks = cover(found.tasks, self.variants[arch], row_cache.known)
+                    same, changed = row_cache.split(tasks)
                     known.extend(same)
                     total += len(changed)
                     progress.update(task, total=total)
@@ -90,7 +91,7 @@ class MatrixRun:
                 if row.status in ("crash", "hang"):
                     failed.append(row)
                 else:
-                    kept.add(job, row)
+                    row_cache.add(job, row)
 
             rows = support_matrix.run(
                 tasks(),
@@ -128,9 +129,9 @@ class MatrixRun:
         for name in ("operator", *self.archs):
             table.add_column(name, no_wrap=True)
         for operator, found in cells.items():
-            marks = [found.get(x, ("-", ""))[0] for x in self.archs]
-            seen.update(marks)
-            coloured = [f"[{_COLOURS.get(x, 'dim')}]{x}[/]" for x in marks]
+            cells = [found.get(x, ("-", ""))[0] for x in self.archs]
+            seen.update(cells)
+            coloured = [f"[{_COLOURS.get(x, 'dim')}]{x}[/]" for x in cells]
             table.add_row(operator, *coloured)
         release = rows[0].triton if rows else "none"
         said = counts(x.status for x in rows)
@@ -207,7 +208,7 @@ def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -
 
 def page(data: dict) -> str:
     """docs/SUPPORT.md."""
-    notes: list[str] = []
+    footnotes: list[str] = []
     lines = [_HEAD]
     everything = [cells["operators"] for archs in data.values() for cells in archs.values()]
     names = sorted({name for cells in everything for name in cells})
@@ -217,14 +218,14 @@ def page(data: dict) -> str:
         lines += [f"\n## Triton {release}\n", f"| operator | {' | '.join(archs)} |"]
         lines.append("|---" * (len(archs) + 1) + "|")
         for name in (x for x in names if x not in plain):
-            row = [_cell(data[release][x], x, release, name, notes) for x in archs]
+            row = [_cell(data[release][x], x, release, name, footnotes) for x in archs]
             lines.append(f"| {name} | {' | '.join(row)} |")
         known = [(x, data[release][x]) for x in archs]
         ptxas = ", ".join(f"{x} {y['ptxas']}" for x, y in known if y["ptxas"])
         counts = ", ".join(f"{x} {y['kernels']} ({_chosen(y)})" for x, y in known)
         lines.append(f"\nptxas: {ptxas or 'none'}. Kernels compiled: {counts}.")
     lines.append("\n## Notes\n")
-    lines += [f"{i}. {x}" for i, x in enumerate(notes, 1)]
+    lines += [f"{i}. {x}" for i, x in enumerate(footnotes, 1)]
     lines.append("\n## In plain torch everywhere\n")
     lines += [f"- {x}: {next(y[x][1] for y in everything if x in y)}" for x in plain] or ["None."]
     return "\n".join(lines) + "\n"
@@ -237,7 +238,7 @@ def _chosen(known: dict) -> str:
     return known["variants"] + fewer
 
 
-def _cell(known: dict, arch: str, release: str, name: str, notes: list[str]) -> str:
+def _cell(known: dict, arch: str, release: str, name: str, footnotes: list[str]) -> str:
     """One operator's, with the number of its note."""
     status, reason = known["operators"].get(name, _PLAIN)
     applies = applying(arch, release, known["ptxas"] or None)
@@ -247,9 +248,9 @@ def _cell(known: dict, arch: str, release: str, name: str, notes: list[str]) -> 
     if not reason:
         return status
     reason = _general(reason)
-    if reason not in notes:
-        notes.append(reason)
-    return f"{status} [{notes.index(reason) + 1}]"
+    if reason not in footnotes:
+        footnotes.append(reason)
+    return f"{status} [{footnotes.index(reason) + 1}]"
 
 
 def _general(reason: str) -> str:

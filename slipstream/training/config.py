@@ -104,7 +104,7 @@ class Parallel:
     data: read rows of their own and have copies of the model; 0 is as many as are left.
     shard: read rows of their own and have a part of the model each, of FSDP2.
     context: read the same rows, and have a part of their tokens and of the model each.
-    tensor: 1.
+    tensor: read the same rows, and compute some heads of every layer each.
     """
 
     data: int = 0

@@ -1,10 +1,10 @@
 """A run whose model is sharded over the processes of torchrun, and whose rows may be cut.
 
-`parallel: {data, shard, context}` in a config are dimensions of a DeviceMesh: processes of
+`parallel: {data, shard, context, tensor}` in a config are dimensions of a DeviceMesh: processes of
 `data` have whole copies of what `shard` and `context` have in parts (FSDP2), processes of
-`context` read the same rows and have a part of each row's tokens. data alone is DDP, which
-transformers' Trainer does. Checkpoints are torch.distributed.checkpoint's, and can be continued by
-another number of processes.
+`context` read the same rows and have a part of each row's tokens, and processes of `tensor` get the
+same tokens and compute a part of the heads. data alone is DDP, which transformers' Trainer does.
+Checkpoints are torch.distributed.checkpoint's, and can be continued by another number of processes.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainingArguments
 
-from slipstream.models import SlipstreamForCausalLM
+from slipstream.models import SlipstreamForCausalLM, shard_heads, whole_state_dict
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.training import ranks
 from slipstream.training.config import Parallel
@@ -45,36 +45,34 @@ def expect_processes(parallel: Parallel, processes: int) -> Parallel:
 
     Raises:
         ValueError: the dimensions are not those of so many processes.
-        NotImplementedError: tensor parallelism.
     """
-    if parallel.tensor != 1:
-        raise NotImplementedError(
-            f"parallel.tensor: {parallel.tensor}: layers are not split by heads here yet; want 1, "
-            "or more of parallel.shard"
-        )
-    inner = parallel.shard * parallel.context
+    inner = parallel.shard * parallel.context * parallel.tensor
     data = parallel.data or max(processes // inner, 1)
     if data * inner != processes:
+        tensor = f" x tensor {parallel.tensor}" if parallel.tensor > 1 else ""
         raise ValueError(
-            f"parallel: data {data} x shard {parallel.shard} x context {parallel.context} are "
-            f"{data * inner} processes, and {processes} were started; start torchrun "
+            f"parallel: data {data} x shard {parallel.shard} x context {parallel.context}{tensor} "
+            f"are {data * inner} processes, and {processes} were started; start torchrun "
             f"--nproc-per-node {data * inner} -m slipstream train"
         )
-    return Parallel(data, parallel.shard, parallel.context)
+    return Parallel(data, parallel.shard, parallel.context, parallel.tensor)
 
 
 def is_sharded(parallel: Parallel) -> bool:
-    return parallel.shard * parallel.context > 1
+    return parallel.shard * parallel.context * parallel.tensor > 1
 
 
 def make_mesh(parallel: Parallel, device: torch.device) -> DeviceMesh:
-    sizes = parallel.data, parallel.shard, parallel.context
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("data", "shard", "context"))
+    names = ("data", "shard", "context", "tensor")
+    sizes = tuple(getattr(parallel, name) for name in names)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def shard_model(model: SlipstreamForCausalLM, mesh: DeviceMesh, device: torch.device) -> None:
-    """In place: each block and the rest are units of FSDP2."""
+    """In place: heads are dealt out, and each block and the rest are units of FSDP2."""
     nn.Module.to(model, device)
+    if mesh["tensor"].size() > 1:
+        shard_heads(model, mesh["tensor"])
     over = mesh["shard", "context"]._flatten("shard_context")
     if mesh["data"].size() > 1:
         over = mesh["data", "shard_context"]
@@ -90,7 +88,7 @@ class ShardedTrainer(LMTrainer):
         if options.get("muon") is not None:
             raise NotImplementedError(
                 "muon: wants whole matrices, which a sharded model does not have; leave the section"
-                " out, or parallel.shard and parallel.context at 1"
+                " out, or parallel.shard, parallel.context and parallel.tensor at 1"
             )
         self.mesh = mesh
         args: TrainingArguments = options["args"]
@@ -99,9 +97,9 @@ class ShardedTrainer(LMTrainer):
         # it is sharded already: no DDP around it
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
-        context = mesh.get_local_rank("context")
-        size = mesh["context"].size()
-        self.readers = (dist.get_rank() - context) // size, dist.get_world_size() // size
+        self.computing_alike = mesh["tensor"].size()
+        size = mesh["context"].size() * self.computing_alike  # the last dimensions of the mesh
+        self.readers = dist.get_rank() // size, dist.get_world_size() // size
 
     @property
     def context_size(self) -> int:
@@ -113,7 +111,9 @@ class ShardedTrainer(LMTrainer):
         for batch in batch_samples:
             self._cut(batch)
         if torch.is_tensor(count) and self.args.average_tokens_across_devices:
-            count = count / self.context_size  # all ranks of a context have counted the same rows
+            # all ranks of a context have counted the same rows; so have those of `tensor`, of whom
+            # each has the whole loss
+            count = count / self.context_size
         return count
 
     def _cut(self, batch: dict[str, Any]) -> None:
@@ -172,6 +172,7 @@ class ShardedTrainer(LMTrainer):
         whole = get_model_state_dict(self.model, options=options)
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in self.model.named_parameters()}
+        whole = whole_state_dict(self.model, whole)
         whole = {name: x for name, x in whole.items() if name not in tied}
         if self.args.should_save:
             self._save(output_dir, state_dict=whole)
@@ -194,6 +195,14 @@ class ShardedTrainer(LMTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         states = {"model": get_model_state_dict(self.model)}
+        there = FileSystemReader(Path(resume_from_checkpoint) / SHARDS).read_metadata()
+        if any(f"model.{name}" not in there.state_dict_metadata for name in states["model"]):
+            here = self.computing_alike
+            want = "1" if here > 1 else "more than 1"
+            raise ValueError(
+                f"{resume_from_checkpoint}: parallel.tensor: want {want}, as the run that saved it "
+                f"had, got {here}"
+            )
         state_dict_loader.load(states, checkpoint_id=str(Path(resume_from_checkpoint) / SHARDS))
         set_model_state_dict(self.model, states["model"])
 

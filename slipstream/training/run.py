@@ -420,10 +420,10 @@ def _train_on(trainer: LMTrainer, checkpoint: Path | None) -> None:
         trainer.train()
         return
     state = TrainerState.load_from_json(str(checkpoint / STATE))
-    kept = exported(asdict(state))
-    if kept["fingerprint"] != trainer.place.fingerprint:
+    saved = exported(asdict(state))
+    if saved["fingerprint"] != trainer.place.fingerprint:
         raise ValueError("data.files: changed since the checkpoint; name another output_dir")
-    turn, lanes = kept["cursor"]
+    turn, lanes = saved["cursor"]
     cursor = Cursor(turn, tuple(Position(*lane) for lane in lanes))
     trainer.train_dataset.start = trainer.place.cursor = cursor
     if state.global_step < trainer.args.max_steps:

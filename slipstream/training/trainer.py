@@ -90,6 +90,7 @@ class LMTrainer(Trainer):
         self.captured_loss = CapturedLoss(self.model) if capture else None
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size
+        self.computing_alike = 1  # processes that get the same tokens of the same rows
         self._bytes = self._targets = 0  # since the last log
         peak = peak_flops()
         self._seconds_at_peak = None if peak is None else flops_per_token(self.model) / peak
@@ -117,7 +118,8 @@ class LMTrainer(Trainer):
         self.place.cursor = tally.cursor
         self._targets += tally.targets
         self._bytes += tally.text_bytes
-        self.speed.tokens += inputs["input_ids"].numel() * self.args.world_size
+        tokens = inputs["input_ids"].numel() * self.args.world_size
+        self.speed.tokens += tokens // self.computing_alike
         return super().training_step(model, inputs, *args, **kw)
 
     def compute_loss(

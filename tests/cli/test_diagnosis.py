@@ -279,7 +279,7 @@ def test_explain_says_what_was_learnt_here(
         "rms_norm": ("norm.triton", torch.bfloat16, 2 * width, torch.bfloat16),
     }
     shape = f"K={width},V={width}"
-    compiler_state.state_for("sm_80").demote(kinds[operator], "killed by SIGABRT")
+    compiler_state.state_for("sm_80").mark_unusable(kinds[operator], "killed by SIGABRT")
     status, text = invoke("explain", operator, "--arch", "sm_80", "--shape", shape)
     assert status == 0 and "chosen: eager" in text
     assert "rejected: triton, killed by SIGABRT" in text

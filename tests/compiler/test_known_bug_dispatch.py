@@ -148,11 +148,11 @@ def test_probed_fault_is_probed_when_verified(name: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(compiler_state, "verified", lambda where=where: where)
         found[ptxas] = compiler_state.CompilerState("sm_90", "3.6.0", ptxas, remembers=False)
     faulty, passed, cured = found.values()
-    assert not faulty.guards and faulty.probes and not faulty.quiet
-    assert all(faulty.wants_probe(kind) for kind in KINDS if "matmul" not in kind[0])
-    assert not faulty.wants_probe(("norm.triton", BF16, 64))
-    assert passed.quiet and ("3.6.0", "13.0.88") in BY_NAME[name].sound
-    assert cured.quiet and BY_NAME[name] not in applying("sm_90", "3.6.0", "13.1.80")
+    assert not faulty.guards and faulty.probes and not faulty.unguarded
+    assert all(faulty.should_probe(kind) for kind in KINDS if "matmul" not in kind[0])
+    assert not faulty.should_probe(("norm.triton", BF16, 64))
+    assert passed.unguarded and ("3.6.0", "13.0.88") in BY_NAME[name].sound
+    assert cured.unguarded and BY_NAME[name] not in applying("sm_90", "3.6.0", "13.1.80")
     assert suspected("sm_80", "3.6.0", "12.8.93", {BY_NAME[name].trigger}) is None
 
 
@@ -167,7 +167,7 @@ def test_slow_fault_is_marked(name: str) -> None:
     here = compiler_state.CompilerState(
         fault.archs[0], "3.6.0", "12.8.93", passive=True, remembers=False
     )
-    assert fault in applying(here.arch, here.triton, here.ptxas) and here.quiet
+    assert fault in applying(here.arch, here.triton, here.ptxas) and here.unguarded
 
 
 @pytest.mark.parametrize("name", INTERPRETED_ONLY)

@@ -49,14 +49,14 @@ def found(arch: str, row: int, shape: Shape, impl: str | None) -> tuple[frozense
         except PlainTorch:
             return frozenset(), set()
     has = frozenset().union(*(_patterns(x) for x in jobs))
-    return has, {y for x in here.admitted for y in kernel_key.features_of(x)}
+    return has, {y for x in here.accepted for y in kernel_key.features_of(x)}
 
 
 class _Noting(CompilerState):
     """Looks at every kind, and lets each pass."""
 
     def _settle(self) -> None:
-        self.quiet = False
+        self.unguarded = False
 
 
 def _call(sample: Sample, shape: Shape, impl: str | None) -> Any:

@@ -276,7 +276,7 @@ def test_rows_are_valid_until_sources_change(
     assert rest == [] and again == [replace(row, operators=("layer_norm",))]
     for changed in (
         rows.RowCache({**about, "triton": "3.7.1"}),
-        rows.RowCache(about, anew=True),
+        rows.RowCache(about, recompile=True),
     ):
         assert changed.split([(job, ("rms_norm",))])[0] == []
     assert rows.RowCache(about).split([(replace(job, stages=2), ("rms_norm",))])[0] == []
@@ -306,8 +306,8 @@ def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path:
     here = ("sm_90", "3.3.1", "12.4.99")
     monkeypatch.setattr(compiler_state, "verified", lambda: {here: frozenset({"norm"})})
     trusted = compiler_state.CompilerState(*here, remembers=False)
-    assert trusted.guards and not trusted.quiet
-    assert not trusted.wants_probe(("norm.triton",)) and trusted.wants_probe(("linear.step",))
+    assert trusted.guards and not trusted.unguarded
+    assert not trusted.should_probe(("norm.triton",)) and trusted.should_probe(("linear.step",))
     assert trusted.trust.startswith(
         "verified by the support matrix, except for the kernels of attention"
     )

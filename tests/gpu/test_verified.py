@@ -45,7 +45,7 @@ o, _ = ops.chunk_retention(q, k, v)
 want, _ = ops.chunk_retention(q, k, v, impl="eager")
 assert (o.float() - want.float()).norm() < 0.02 * want.float().norm()
 here = guarded_launch.compiler_state(x.device)
-print(here.quiet, len(starts), len(here.remembered.get("probed", {})))
+print(here.unguarded, len(starts), len(here.remembered.get("probed", {})))
 """
 
 

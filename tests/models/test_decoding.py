@@ -238,9 +238,9 @@ def test_greedy_steps_end_where_generate_does(name: str) -> None:
         options |= {"eos_token_id": eos, "max_new_tokens": count}
         got, want = generate(m, ids, **options), without_graphs(m, ids, **options)
         assert torch.equal(got, want), (eos, count)
-    length = m.decoding.kept[3].max_length or 0
+    length = m.decoding.caches[3].max_length or 0
     generate(m, ids, max_new_tokens=300, attention_mask=mask)
-    assert (m.decoding.kept[3].max_length or 0) > length and m.decoding.reason is None
+    assert (m.decoding.caches[3].max_length or 0) > length and m.decoding.reason is None
     assert torch.equal(generate(m, ids, max_new_tokens=40, attention_mask=mask), whole)
 
 
@@ -306,7 +306,7 @@ def test_model_with_graphs_is_copied_without_them() -> None:
     want = generate(m, ids)
     other = copy.deepcopy(m)
     assert other.decoding.captures == 0
-    assert not other.decoding.kept
+    assert not other.decoding.caches
     assert torch.equal(generate(other, ids), want)
 
 

@@ -127,10 +127,10 @@ def test_prefixes_are_reused_and_forgotten() -> None:
         assert prefixes.reused == reused
         assert torch.equal(m.generate(ids, **{CACHE: cache}, **options), want)
     assert prefixes.prefill(ids[:, :64]).get_seq_length() == 0
-    assert len(prefixes.kept) == 3
-    prefixes.max_bytes = max(x.bytes() for x in prefixes.kept.values())
+    assert len(prefixes.caches) == 3
+    prefixes.max_bytes = max(x.bytes() for x in prefixes.caches.values())
     prefixes.prefill(ids)
-    assert len(prefixes.kept) == 1
+    assert len(prefixes.caches) == 1
     with pytest.raises(ValueError, match="input_ids"):
         prefixes.prefill(tokens(2, 70))
     with pytest.raises(ValueError, match="multiple of 64"):

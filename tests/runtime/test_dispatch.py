@@ -9,7 +9,7 @@ from slipstream.runtime import dispatch as plan
 from slipstream.runtime.dispatch import Candidate, choose
 
 CANDIDATES = (
-    Candidate("fast", "quick", refuses=lambda n: "n is odd" if n % 2 else None),
+    Candidate("fast", "quick", unsupported_reason=lambda n: "n is odd" if n % 2 else None),
     Candidate("plain", "takes all"),
     Candidate("oracle", "slow", by_name_only=True),
 )

@@ -79,7 +79,7 @@ def test_attempt_falls_back_says_so_once_and_remembers(
 def test_verdict_is_per_kernel_kind(
     here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here.demote(KIND, "it dies")
+    here.mark_unusable(KIND, "it dies")
     monkeypatch.setattr(compiler_state, "sources", lambda: "of another day")
     assert make(monkeypatch).unusable(KIND) is None
 
@@ -135,7 +135,7 @@ def test_probe_keeps_rng_and_modes(here: guarded_launch.CompilerState) -> None:
     torch.manual_seed(1)
     with torch.inference_mode():
         assert attempt(lambda: "ran", probe=probe) == "ran"
-    assert KIND in here.admitted
+    assert KIND in here.accepted
     assert torch.equal(torch.rand(1), want)
 
 
@@ -194,7 +194,7 @@ def test_probe_leaves_wrong_ids_to_the_caller(here: guarded_launch.CompilerState
 
     with pytest.raises(ValueError, match="id 9"):
         attempt(lambda: "ran", probe=probe)
-    assert KIND not in here.admitted and not here.probing
+    assert KIND not in here.accepted and not here.probing
     assert attempt(lambda: "ran") == "ran"
 
 
@@ -204,7 +204,7 @@ def test_scaled_fp8_is_not_tried_where_wrong(
     monkeypatch.setenv("SLIPSTREAM_GUARD", "off")
     monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
     here = guarded_launch.CompilerState("sm_90", "3.8.0", "13.3.33")
-    assert not here.quiet
+    assert not here.unguarded
     assert "fp8-scaled-mm" in (here.unusable(("matmul.sm90", torch.float8_e4m3fn)) or "")
     assert here.unusable(("matmul.sm90", torch.bfloat16)) is None
     other = guarded_launch.CompilerState("sm_90", "3.9.0", "13.4.59")
@@ -254,7 +254,7 @@ def test_blocked_kernels_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     new = guarded_launch.CompilerState("sm_70", "3.3.1", "12.4.127", passive=True)
     kind = ("matmul.triton", torch.bfloat16, "tf32")
     assert "rounding-mode" in (new.unusable(kind) or "")
-    assert new.unusable(("norm.triton",)) is None and not new.quiet
+    assert new.unusable(("norm.triton",)) is None and not new.unguarded
 
 
 def test_cpu_has_no_compiler_state() -> None:
@@ -341,7 +341,7 @@ def test_verdicts_that_are_none_count_for_nothing(
     (tmp_path / "verdicts.json").write_text(left.replace("%s", here.name))
     again = make(monkeypatch)
     assert again.unusable(KIND) is None
-    again.demote(KIND, "it dies")
+    again.mark_unusable(KIND, "it dies")
     assert make(monkeypatch).unusable(KIND) == "it dies"
 
 
@@ -351,7 +351,7 @@ import tempfile
 from slipstream.compiler.compiler_state import CompilerState
 here = CompilerState("sm_90", "3.6.0", "1.2.3", passive=True)
 for i in range(30):
-    here.demote((f"{sys.argv[1]}{i}.triton",), "it dies")
+    here.mark_unusable((f"{sys.argv[1]}{i}.triton",), "it dies")
 """
 
 

@@ -142,7 +142,7 @@ def test_failing_kernel_falls_back(
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
         assert any(kind.startswith(family.name) for kind in here.remembered["unusable"])
         if not is_new:
-            assert not any(str(kind[0]) in family.name for kind in here.admitted)
+            assert not any(str(kind[0]) in family.name for kind in here.accepted)
 
 
 @every_family
@@ -150,14 +150,14 @@ def test_sound_kernels_are_probed_once(
     family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
-    wants = compiler_state.CompilerState.wants_probe
+    wants = compiler_state.CompilerState.should_probe
 
     def noted(here: compiler_state.CompilerState, kind: compiler_state.KernelKey) -> bool:
         wanted = wants(here, kind)
         probes.extend(["probed"] * wanted)
         return wanted
 
-    monkeypatch.setattr(compiler_state.CompilerState, "wants_probe", noted)
+    monkeypatch.setattr(compiler_state.CompilerState, "should_probe", noted)
     plant(monkeypatch, family, lambda plain: plain)
     here = unverified()
     with warnings.catch_warnings():
@@ -181,7 +181,7 @@ def test_verified_machine_skips_checks(
     )
     monkeypatch.setattr(guarded_launch, "_verify", lambda *args: pytest.fail("looked"))
     plant(monkeypatch, family, lambda plain: plain)
-    assert unverified().quiet
+    assert unverified().unguarded
     results(family)
 
 

@@ -51,7 +51,7 @@ class Family:
 
     def take_triton(self, patch: pytest.MonkeyPatch, impl: str) -> None:
         first, *rest = impl.split("|")
-        plan = dispatch.Selection(first, "", rest=tuple(rest))
+        plan = dispatch.Selection(first, "", fallbacks=tuple(rest))
 
         def choose(candidates: Any, call: Any, asked: str | None, *_: Any) -> dispatch.Selection:
             # names one implementation, as a user does; a probe that says more asks for none

@@ -195,8 +195,8 @@ def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list
     lse_groups = []
     for group, received in _ahead(groups, lambda x: _Heads(share, *_to_send(inputs, x))):
         inputs_of_heads = _of_heads(inputs, group, received)
-        tries, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
-        o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, tries)
+        impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
+        o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, impls)
         o[:, :, group.queries] = _to_tokens(o_heads, share)
         if call.wants_lse:
             lse[:, group.queries] = _to_tokens(lse_heads.mT[..., None], share)[..., 0].mT
@@ -228,9 +228,9 @@ def _backward(
         lse_groups, _ahead(groups, send)
     ):
         inputs_of_heads = _of_heads(inputs, group, received)
-        _, tries = plan_across_ranks(inputs_of_heads, call.options, call.impl)
+        _, impls = plan_across_ranks(inputs_of_heads, call.options, call.impl)
         dlse_heads = None if of_lse is None else of_lse[..., 0].mT.contiguous()
-        args = *inputs_of_heads, o_heads, lse, do_heads, dlse_heads, *call.options, tries
+        args = *inputs_of_heads, o_heads, lse, do_heads, dlse_heads, *call.options, impls
         of_terms = iter(op.call_backward(*args))
         mine = {
             n: next(of_terms) for n in DIFFERENTIABLE if getattr(inputs_of_heads, n) is not None

@@ -49,7 +49,7 @@ def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]
 
 
 OF_GRADIENTS = (
-    replace(CANDIDATES[0], refuses=_gradients_unsupported_reason),
+    replace(CANDIDATES[0], unsupported_reason=_gradients_unsupported_reason),
     replace(CANDIDATES[1], why="its gradients by kernels for any CUDA device"),
     CANDIDATES[2],
 )
@@ -72,8 +72,8 @@ def run(
         return eager.with_torch(inputs, options), None
     gradients = None
     if not op.has_gradients(chosen, inputs) and needs_autograd(*inputs):
-        gradients = choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).tries
-    o, lse = op.softmax(inputs, options, plan.tries, gradients)
+        gradients = choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).impls
+    o, lse = op.softmax(inputs, options, plan.impls, gradients)
     return o, lse if want_lse else None
 
 
@@ -83,8 +83,8 @@ def plan_across_ranks(
     """What operators are told to try, forward and backward, for heads of tokens of all ranks."""
     plan = choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)
     if op.has_gradients(plan.impl, inputs):
-        return plan.tries, plan.tries
-    return plan.tries, choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).tries
+        return plan.impls, plan.impls
+    return plan.impls, choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).impls
 
 
 def _in_compute_dtype(inputs: AttentionInputs) -> AttentionInputs:
@@ -102,4 +102,4 @@ def decode(call: Cache, options: AttentionOptions, impl: str | None) -> tuple[Te
 
 def plan_cache(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> str:
     """Which work on a cache, in order: "triton", "triton|eager" or "eager"."""
-    return choose(CACHE_CANDIDATES, (q, k, v), impl, "attention on a cache", q).tries
+    return choose(CACHE_CANDIDATES, (q, k, v), impl, "attention on a cache", q).impls

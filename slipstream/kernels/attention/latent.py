@@ -45,11 +45,11 @@ def latent_attention(
         impl: "triton", "eager", or None to choose.
     """
     grad = torch.is_grad_enabled() and (q.requires_grad or latent.requires_grad)
-    tries = choose(CANDIDATES, (q, latent, width, scale, grad), impl, "latent attention", q).tries
+    impls = choose(CANDIDATES, (q, latent, width, scale, grad), impl, "latent attention", q).impls
     if grad:
         _check_pages(latent, lengths, table)
         return eager_latent_attention(q, latent, lengths, table, width, scale)[0]
-    return _call(q, latent, lengths, table, width, scale, tries)[0]
+    return _call(q, latent, lengths, table, width, scale, impls)[0]
 
 
 def eager_latent_attention(

@@ -30,8 +30,8 @@ def attnres(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """y [..., D] and p [L, ...], of which y has gradients."""
-    tries = choose(_CANDIDATES, tuple(residuals), impl, "attnres", residuals[0]).tries
-    return _run(query, residuals, weight, output_weight, eps, scale, tries)
+    impls = choose(_CANDIDATES, tuple(residuals), impl, "attnres", residuals[0]).impls
+    return _run(query, residuals, weight, output_weight, eps, scale, impls)
 
 
 def _run(

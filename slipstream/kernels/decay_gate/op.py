@@ -40,7 +40,7 @@ def decay_gate(
     if by_operation():
         return plain(x, A_log, dt_bias, lower_bound)
     inputs = (x, A_log, dt_bias)
-    impl = choose(_CANDIDATES, inputs, None, "decay_gate", x).tries
+    impl = choose(_CANDIDATES, inputs, None, "decay_gate", x).impls
     if not is_triton(impl):
         return plain(*inputs, lower_bound)
     return (_Gate.apply if needs_autograd(*inputs) else _forward)(*inputs, lower_bound, impl)

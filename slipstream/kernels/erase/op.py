@@ -34,7 +34,7 @@ def erase(g: Tensor, k: Tensor, b: Tensor | None = None) -> Tensor:
     """
     if by_operation():
         return plain(g, k, b)
-    impl = choose(_CANDIDATES, (k, g, b), None, "erase", k).tries
+    impl = choose(_CANDIDATES, (k, g, b), None, "erase", k).impls
     if not is_triton(impl):
         return plain(g, k, b)
     given = [None if x is None else x.contiguous() for x in (g, k, b)]

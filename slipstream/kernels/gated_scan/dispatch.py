@@ -56,7 +56,7 @@ def run(
     if plan.impl == "reference":
         h, final = scan_reference(x, g, initial_state, cu_seqlens)
     else:
-        h, final = scan(x, g, initial_state, cu_seqlens, plan.tries)
+        h, final = scan(x, g, initial_state, cu_seqlens, plan.impls)
     if reverse:
         h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
     return h, final if output_final_state else None
@@ -95,10 +95,10 @@ def _run_across_ranks(
             begins = share.begins_here(len(share.pieces) - 1)
             start = states[-rows:] if begins and states is not None else None
             change = torch.stack(
-                [scan(tail, gates, start, None, plan.tries)[1], gates.to(wide).sum(1).exp()]
+                [scan(tail, gates, start, None, plan.impls)[1], gates.to(wide).sum(1).exp()]
             )
         states, changes = entry_states(tie(change, x, g), initial_state, rows, share)
-    h, after = scan(x, g, states, cu_seqlens, plan.tries)
+    h, after = scan(x, g, states, cu_seqlens, plan.impls)
     if changes is not None:
         h = tie(h, changes)
     final = None

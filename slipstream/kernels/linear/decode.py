@@ -113,7 +113,7 @@ def run(
         expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
         if terms.cu_seqlens is not None:
             expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
-    return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.tries)
+    return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.impls)
 
 
 def plan_for(terms: LinearInputs, pool: Pool, impl: str | None) -> Selection:
@@ -180,7 +180,7 @@ def _mismatch(terms: LinearInputs, pool: Pool, l2_norm: bool) -> str | None:
     """The probe: of states in int8 the states after a few tokens, else o alone."""
     if pool.int8 is None:
         return probe.mismatch(terms, "triton", True, linear)
-    like = probe.like(terms, probe.FEW)
+    like = probe.like(terms, probe.RECURRENT_TOKENS)
     shape = pool.k_first.shape[2:]
     start = torch.randn(like.sequences, like.v.shape[2], *shape, device=pool.state.device)
 

@@ -101,7 +101,7 @@ def run(
         chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
         groups = None if plan.impl in PLAIN else plan.groups
         given = terms if groups is None else split_heads(terms, groups)
-        arguments = scale, chunk, plan.tries, groups is not None and groups.rows > 1
+        arguments = scale, chunk, plan.impls, groups is not None and groups.rows > 1
         if needs_autograd(*given):
             o, state = Linear.apply(*arguments, *given)
         else:
@@ -121,7 +121,7 @@ class _Choice(NamedTuple):
     impl: str | None
 
     def __call__(self, terms: LinearInputs) -> str:
-        return plan_for(terms, self.impl).tries
+        return plan_for(terms, self.impl).impls
 
 
 def _run_across_ranks(
@@ -162,7 +162,7 @@ def _run_across_ranks(
     call = Call(
         _scale(terms, options),
         0 if recurrent else options.chunk_size or DEFAULT_CHUNK,
-        plan.tries,
+        plan.impls,
         _Choice(options.impl),
         options.output_final_state,
     )
@@ -184,7 +184,7 @@ class _Plan(NamedTuple):
     """What runs a call, and how its heads are split for that, if they are."""
 
     impl: str
-    tries: str
+    impls: str
     groups: HeadGroups | None
 
 
@@ -198,7 +198,7 @@ def _checked(
     if not recurrent and options.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
     chosen = plan_for(terms, options.impl, groups)
-    return _Plan(chosen.impl, chosen.tries, groups)
+    return _Plan(chosen.impl, chosen.impls, groups)
 
 
 def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None:

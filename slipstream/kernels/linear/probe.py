@@ -14,7 +14,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime import numeric_probe
 
 # of a probe in chunks, and token by token
-TOKENS, FEW = 150, 9
+TOKENS, RECURRENT_TOKENS = 150, 9
 CHUNK = 32
 
 
@@ -24,7 +24,7 @@ def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -
     Args:
         linear: takes terms, scale, chunk and names of implementations.
     """
-    tiny = like(terms, FEW if by_token else TOKENS)
+    tiny = like(terms, RECURRENT_TOKENS if by_token else TOKENS)
     scale, chunk = tiny.q.shape[-1] ** -0.5, 0 if by_token else CHUNK
 
     def run(impl: str) -> Callable[[numeric_probe.Given], Any]:

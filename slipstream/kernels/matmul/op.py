@@ -199,7 +199,7 @@ def _impl(*args: Any) -> Tensor:
         check(config, problem(t), arch_of(t.a.device))
     elif config is not None:
         config = None
-    return _run(plan_for(t, config, impl or None).tries, t, config)
+    return _run(plan_for(t, config, impl or None).impls, t, config)
 
 
 def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:

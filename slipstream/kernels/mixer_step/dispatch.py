@@ -70,7 +70,7 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
     counters = None
     if plan.impl == "triton" and is_plain_call(inputs.q):
         counters = op.counters(inputs, options)
-    op.mixer_step(out, inputs, options, counters, plan.tries)
+    op.mixer_step(out, inputs, options, counters, plan.impls)
     return out
 
 
@@ -104,8 +104,7 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
     _check_gates(inputs, options)
     shapes = {
         "state_indices": (indices, (B,)),
-        "beta": (inputs.beta, (B, T, HV) if inputs.write is None else (B, T, HV, K)),
-        "write": (inputs.write, v.shape),
+        "beta": (inputs.beta, (B, T, HV)),
         "D": (inputs.D, (HV,)),
         "z": (inputs.z, v.shape),
         "num_accepted": (inputs.num_accepted, (B,)),
@@ -179,8 +178,6 @@ def _check_gates(inputs: StepInputs, options: StepOptions) -> None:
         raise ValueError(
             f"dt_limit: want 0 <= least <= largest, got {(options.dt_min, options.dt_max)}"
         )
-    if inputs.beta is None and inputs.write is not None:
-        raise ValueError("write: wants beta [B, T, HV, K] too")
     if inputs.beta is None and options.use_beta_sigmoid:
         raise ValueError("use_beta_sigmoid_in_kernel: wants beta too")
     if options.allow_neg_eigval and not options.use_beta_sigmoid:

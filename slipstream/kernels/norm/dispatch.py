@@ -20,7 +20,7 @@ def run(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
-    impl = choose(CANDIDATES, (x, n, weight, bias, gate, residual), impl, "norm", x).tries
+    impl = choose(CANDIDATES, (x, n, weight, bias, gate, residual), impl, "norm", x).impls
     if is_triton(impl):
         y, h = norm(x, weight, bias, gate, residual, n, impl)
         return y, x if h is None else h

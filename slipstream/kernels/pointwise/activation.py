@@ -37,10 +37,10 @@ def glu(gate: Tensor, up: Tensor | None, f: str, impl: str | None) -> Tensor:
 
 
 def impl_for(gate: Tensor, f: str, impl: str | None) -> str:
-    """Those to try, as Selection.tries says."""
+    """Those to try, as Selection.impls says."""
     if impl is None and torch.compiler.is_compiling():
         return "eager"  # torch.compile makes one kernel of it and of what is around it
-    return choose(_CANDIDATES, (gate, f), impl, "glu", gate).tries
+    return choose(_CANDIDATES, (gate, f), impl, "glu", gate).impls
 
 
 def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:

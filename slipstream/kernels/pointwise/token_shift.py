@@ -69,7 +69,7 @@ def previous(
     x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     """y and the last tokens, by the implementation that is chosen."""
-    impl = choose(_CANDIDATES, (x, cu_seqlens), impl, "token_shift", x).tries
+    impl = choose(_CANDIDATES, (x, cu_seqlens), impl, "token_shift", x).impls
     if is_triton(impl):
         return kernel_shift(x, state, cu_seqlens, impl)
     return (shift_reference if impl == "reference" else shift)(x, state, cu_seqlens)

@@ -57,8 +57,8 @@ def run(t: ProjectionInputs, impl: str | None) -> Tensor:
         raise NotImplementedError(
             "projection_step: it has no gradients; call it under torch.no_grad()"
         )
-    tries = choose(CANDIDATES, t, impl, "projection_step", t.x).tries
-    return _call(*_flat(t), tries)
+    impls = choose(CANDIDATES, t, impl, "projection_step", t.x).impls
+    return _call(*_flat(t), impls)
 
 
 def _flat(t: ProjectionInputs) -> tuple[Any, ...]:

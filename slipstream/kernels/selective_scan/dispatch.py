@@ -63,7 +63,7 @@ def run(
     if plan.impl == "reference":
         y, final = selective_scan_reference(inputs, delta_softplus)
     else:
-        y, final = selective_scan(inputs, delta_softplus, plan.tries)
+        y, final = selective_scan(inputs, delta_softplus, plan.impls)
     return y, final if output_final_state else None
 
 
@@ -91,9 +91,9 @@ def _run_across_ranks(
         if share.later:
             begins = share.begins_here(len(share.pieces) - 1)
             start = states[-rows:] if begins and states is not None else None
-            change = _change_of_tail(inputs, share.tail_begin, start, delta_softplus, plan.tries)
+            change = _change_of_tail(inputs, share.tail_begin, start, delta_softplus, plan.impls)
         states, changes = entry_states(tie(change, *tensors), initial_state, rows, share)
-    y, after = selective_scan(inputs._replace(initial_state=states), delta_softplus, plan.tries)
+    y, after = selective_scan(inputs._replace(initial_state=states), delta_softplus, plan.impls)
     if changes is not None:
         y = tie(y, changes)
     if not output_final_state:
@@ -102,13 +102,13 @@ def _run_across_ranks(
 
 
 def _change_of_tail(
-    inputs: ScanInputs, begin: int, start: Tensor | None, delta_softplus: bool, tries: str
+    inputs: ScanInputs, begin: int, start: Tensor | None, delta_softplus: bool, impls: str
 ) -> Tensor:
     """What the tokens from `begin` on make of a state: the one they come to from `start`, and the
     product of their decays [2, rows, D, N]."""
     u, delta, A, B, C = (x[:, begin:] if i != 2 else x for i, x in enumerate(inputs[:5]))
     tail = inputs._replace(u=u, delta=delta, B=B, C=C, D=None, z=None, cu_seqlens=None)
-    _, added = selective_scan(tail._replace(initial_state=start), delta_softplus, tries)
+    _, added = selective_scan(tail._replace(initial_state=start), delta_softplus, impls)
     steps = delta.to(added.dtype)
     if inputs.delta_bias is not None:
         steps = steps + inputs.delta_bias.to(added.dtype)

@@ -59,7 +59,7 @@ def recurrence_terms(
     inputs = (w, k, a, v, v_gate, first_value, k_k, k_a)
     by_kernels = False
     if not by_operation():
-        impl = choose(_TERMS, inputs, impl, "rwkv7", w).tries
+        impl = choose(_TERMS, inputs, impl, "rwkv7", w).impls
         by_kernels = is_triton(impl)
     if by_kernels and needs_autograd(*inputs):
         return [*_Terms.apply(*inputs, heads, impl)]
@@ -88,7 +88,7 @@ def output(
     inputs = (o, r, k, v, gate, weight, bias, r_k)
     if by_operation():
         return plain_output(*inputs, eps=eps)
-    impl = choose(_OUTPUT, inputs, impl, "rwkv7", o).tries
+    impl = choose(_OUTPUT, inputs, impl, "rwkv7", o).impls
     if not is_triton(impl):
         return plain_output(*inputs, eps=eps)
     return (_Output.apply if needs_autograd(*inputs) else _output)(*inputs, eps, impl)

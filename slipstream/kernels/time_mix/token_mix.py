@@ -45,7 +45,7 @@ def mixed_projections(
     matrices = [w for row in weights for w in row]
     if by_operation() or autocast_dtype(x) is not None or any(w.dtype != x.dtype for w in matrices):
         return None
-    impl = choose(_CANDIDATES, (x, before, mu), impl, "token_mix", x).tries
+    impl = choose(_CANDIDATES, (x, before, mu), impl, "token_mix", x).impls
     if not is_triton(impl):
         return None
     counts = tuple(map(len, weights))

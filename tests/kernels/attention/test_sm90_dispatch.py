@@ -103,7 +103,7 @@ def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPa
     """Of the same kind alone: another width, or the portable kernels, may do."""
     here = compiler_state.CompilerState("sm_90", "3.6.0", "1.2.3", passive=True, remembers=False)
     here._reasons[kind(terms(), PLAIN, "sm90")] = "killed by SIGABRT"
-    here.quiet = False
+    here.unguarded = False
     monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: here)
     assert plan.unsupported_reason(terms(), PLAIN) == "killed by SIGABRT"
     assert plan.unsupported_reason(terms(64), PLAIN) is None

@@ -132,7 +132,7 @@ def test_chunk_kernels_keep_states_of_no_tokens() -> None:
     do = torch.randn_like(terms.v)
     run, found = Run(terms), []
     for skip in (False, True):
-        run.flags["SKIP"] = skip
+        run.flags["SKIP_EMPTY"] = skip
         for walk in (run.walk, run.wide):
             end = state.clone()
             found += [walk(end, end, keep=False)[0], end, *walk(state, None, keep=True)]

@@ -73,7 +73,7 @@ def check(case: tuple, back: bool, decays: bool) -> None:
     cu = torch.tensor(case, dtype=torch.int32) if packed else None
     launch[(V // 16 * HV * slots,)](
         made, beside, far, s_in, met, cu, T, N, HV, SEGMENT,
-        K=K, V=V, BV=16, BESIDE=0 if alone else V, BACK=back, HAS_S_IN=True, PACKED=packed,
+        K=K, V=V, BV=16, M_OFFSET=0 if alone else V, BACK=back, HAS_S_IN=True, PACKED=packed,
     )  # fmt: skip
     for slot, state in wanted(case, made, m, far, s_in, back).items():
         torch.testing.assert_close(met[slot], state, rtol=1e-4, atol=1e-4)

@@ -184,7 +184,7 @@ class Walk:
         m: Tensor | None = None,
     ) -> None:
         pointers = (o, self.made["u"], self.made["total"], start, final, m)
-        flags = {"DELTA": self.delta, "MAKE": make}
+        flags = {"DELTA": self.delta, "OUTPUT": make}
         flags |= {"HAS_S_IN": start is not None, "HAS_S_OUT": final is not None}
         many = 1 if m is None else 1 + -(-self.K // self.ends[3])
         self.launch(kernels().walk, tiles, pointers, many, **flags)

@@ -49,7 +49,7 @@ SEGMENTS = {
     "further": [("long", "none", False, True), ("long", "mixed", True, False)],
 }
 # size, gate, p
-FINE = {
+SPLIT_BF16 = {
     "sample": [("odd", "weak", True)],
     "further": [("odd", "none", False), ("grouped", "weak", True)],
 }
@@ -139,7 +139,7 @@ def check_fine(part: str) -> None:
 
     kept = backend.uses_split_bf16
     backend.uses_split_bf16 = lambda terms: terms.q.dtype == torch.float16
-    for size, gate, has_p in FINE[part]:
+    for size, gate, has_p in SPLIT_BF16[part]:
         check(size, gate, has_p, torch.float16, True)
         print(size, gate, has_p, "fine ok", flush=True)
     backend.uses_split_bf16 = kept
@@ -151,7 +151,7 @@ def check_inverse() -> None:
 
     k = torch.ones(1, 64, 1, 1)
     beta, r = torch.full((1, 64, 1), 2.0), torch.empty(1, 64, 1, 64)
-    flags = {"HAS_P": False, "HAS_GATE": False, "PACKED": False, "EXACT": True, "PRECISION": "ieee"}
+    flags = {"HAS_P": False, "HAS_GATE": False, "PACKED": False, "FP32": True, "PRECISION": "ieee"}
     shape = {"K": 1, "BK": 16, "C": 64, "LEVELS": 2, "INNER": "ieee"}
     delta_solve_tril_kernel[(1,)](
         k, None, None, beta, r, torch.empty(64), None, 64, 1, 1, 1, **shape, **flags

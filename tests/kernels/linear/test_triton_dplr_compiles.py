@@ -68,10 +68,10 @@ def compile_dplr(
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
     flags |= {"BK": min(64, wide) if kernel == "scores" else part.B, "BV": part.B}
     ends = kernel in ("ends", "dstate_ends")
-    flags |= {"MAKE": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}
+    flags |= {"OUTPUT": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}
     flags |= {"CHANNEL": True, "HAS_S_IN": not ends, "HAS_S_OUT": kernel != "fwd_states"}
     flags["PACKED"] = packed
-    flags |= {"EXACT": bytes_each == 4, "LIMIT": 48.0}
+    flags |= {"FP32": bytes_each == 4, "LIMIT": 48.0}
     inner = "tf32x3" if bytes_each == 4 else "halves" if tile.C == 64 else "tf32"
     flags |= {"PRECISION": "tf32x3", "INNER": inner}
     if _plain(bytes_each, wide, kernel):

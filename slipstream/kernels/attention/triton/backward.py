@@ -160,7 +160,7 @@ def softmax_dq_kernel(
     position = row + shift + o_m
 
     # odd widths are computed in float32 elsewhere: dx in 16 bits is given as two terms
-    FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
+    TWO_TERMS: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     score_scale = 1.0 if SCALED else factor
     slope = 0.0
@@ -217,7 +217,7 @@ def softmax_dq_kernel(
                 b_sum += tl.sum(b_dx, 1)
             if HAS_SOFTCAP:
                 b_dx *= 1.0 - b_t * b_t
-            b_dq = add_product(b_dq, b_dx, b_k, FINE, PRECISION)  # [BM, BD]
+            b_dq = add_product(b_dq, b_dx, b_k, TWO_TERMS, PRECISION)  # [BM, BD]
 
     m_q = (o_m < rows)[:, None] & (o_d < D)[None, :]
     p_dq = dq_ptr + i_o * D + o_m[:, None] * (H * D) + o_d[None, :]
@@ -321,7 +321,7 @@ def softmax_dkv_kernel(
     if HAS_DK:
         b_v = block(v_ptr, stride_vt, o_n, keys - row, o_v, DV, BV, True)  # [BN, BV]
 
-    FINE: tl.constexpr = D % 8 != 0 or DV % 8 != 0
+    TWO_TERMS: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     score_scale = 1.0 if SCALED else factor
     if HAS_DK:
@@ -402,7 +402,7 @@ def softmax_dkv_kernel(
                         b_sum += tl.sum(b_dx, 1)
                     if HAS_SOFTCAP:
                         b_dx *= 1.0 - b_t * b_t
-                    b_dk = add_product(b_dk, b_dx, b_q, FINE, PRECISION)  # [BN, BD]
+                    b_dk = add_product(b_dk, b_dx, b_q, TWO_TERMS, PRECISION)  # [BN, BD]
         # of one head of q: the sums of dx over the queries, for the gates' gradient
         if HAS_GATE and HAS_DK:
             b_sum = tl.where(o_n < keys - row, b_sum, 0.0)

@@ -18,7 +18,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
     fp32_dot_precision,
     multiprocessors,
     positive,
-    tiles_of,
+    tiles_for,
     unit_and_strides,
 )
 from slipstream.runtime.launch_cache import cached
@@ -47,7 +47,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in call[:3])
     B, T, H, D = q.shape
     HKV, DV = k.shape[2], v.shape[-1]
-    all_tiles, BD, BV = tiles_of(q.device, D, DV, q.element_size())
+    all_tiles, BD, BV = tiles_for(q.device, D, DV, q.element_size())
     tile = all_tiles.decode
     group = H // HKV
     tiles = -(-T * group // tile.BM)

@@ -30,7 +30,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
     factor_and_cap,
     fp32_dot_precision,
     positive,
-    tiles_of,
+    tiles_for,
     unit_and_strides,
 )
 from slipstream.kernels.attention.triton.tiles import Tile, Tiles
@@ -166,7 +166,7 @@ def _tiles_of(inputs: AttentionInputs, options: AttentionOptions) -> Tiles:
     q, v = inputs.q, inputs.v
     has_bias = inputs.g is not None or inputs.slopes is not None
     has_bias = has_bias or options.softcap != 0 or options.left >= 0
-    return tiles_of(q.device, q.shape[-1], v.shape[-1], q.element_size(), has_bias)[0]
+    return tiles_for(q.device, q.shape[-1], v.shape[-1], q.element_size(), has_bias)[0]
 
 
 def _tiles(inputs: AttentionInputs, rows: int, of_keys: bool = False) -> int:
@@ -219,7 +219,7 @@ def _common(inputs: AttentionInputs, options: AttentionOptions, tiles: int) -> d
 def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
     q, v = inputs.q, inputs.v
     D, DV = q.shape[-1], v.shape[-1]
-    _, BD, BV = tiles_of(q.device, D, DV, q.element_size())
+    _, BD, BV = tiles_for(q.device, D, DV, q.element_size())
     return {
         "D": D,
         "DV": DV,

@@ -18,7 +18,7 @@ STRIDES = tuple(f"stride_{name}{dim}" for name in "qkv" for dim in "bth")
 
 
 @cache
-def tiles_of(
+def tiles_for(
     device: torch.device, D: int, DV: int, bytes_each: int, has_bias: bool = False
 ) -> tuple[Tiles, int, int]:
     if INTERPRETED:

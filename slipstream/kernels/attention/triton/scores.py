@@ -127,11 +127,12 @@ def scores(
 
 
 @triton.jit
-def add_product(acc, x, y, FINE: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + x y, x float32 and taken in y's dtype; FINE: with what that loses as a second term."""
+def add_product(acc, x, y, TWO_TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x y, x float32 and taken in y's dtype; TWO_TERMS: what that loses is
+    a second term."""
     b_x = x.to(y.dtype)
     acc = tl.dot(b_x, y, acc, input_precision=PRECISION)
-    if FINE and y.dtype.primitive_bitwidth == 16:
+    if TWO_TERMS and y.dtype.primitive_bitwidth == 16:
         acc = tl.dot((x - b_x.to(tl.float32)).to(y.dtype), y, acc, input_precision=PRECISION)
     return acc
 

@@ -164,7 +164,7 @@ class Sm90Delta(DeltaBackend):
             every=interval,
             SAVE_STATES=states is not None,
             SAVE_CHECKPOINTS=checkpoints is not None,
-            SKIP=self._skips_empty(segments),
+            SKIP_EMPTY=self._skips_empty(segments),
             **sizes,
             **_flags(terms, s_in, s_out),
         )
@@ -209,7 +209,7 @@ class Sm90Delta(DeltaBackend):
             cu_ptr=terms.cu_seqlens,
             scale=scale,
             SPLIT=segments is not None,
-            SKIP=self._skips_empty(segments),
+            SKIP_EMPTY=self._skips_empty(segments),
             **size_args(terms, segments),
             **_flags(terms, s_in, s_out),
         )
@@ -261,7 +261,7 @@ class Sm90Delta(DeltaBackend):
             C=CHUNK,
             HAS_GATE=terms.g is not None,
             PACKED=terms.cu_seqlens is not None,
-            SHARED=heads < HV,
+            GROUPED_HEADS=heads < HV,
             **GRADS,
         )
 

@@ -466,7 +466,7 @@ def delta_chunk_bwd_sm90_kernel(
     s_in_ptr,  # [N, HV, K, V]: gradient of the state after a sequence; of segments [.., HV, K, V]
     s_out_ptr,  # [N, HV, K, V]: of that before it
     cu_ptr,  # [N + 1]
-    counts_ptr,  # [workspaces], zeros: which of them a program has; then if SHARED
+    counts_ptr,  # [workspaces], zeros: which of them a program has; then if GROUPED_HEADS
     # [chunks, HV / G], zeros: how many of G heads have added theirs
     scale,
     T,
@@ -488,15 +488,15 @@ def delta_chunk_bwd_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
     SPLIT: gl.constexpr,
-    SHARED: gl.constexpr,
+    GROUPED_HEADS: gl.constexpr,
     REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
     """grid (HV * N,), or if SPLIT as many for each segment, of `segment` tokens; WARPS = V / 16
     warps: one program scans one head of a sequence, or of a segment of it.
 
-    In parts of `every` chunks, of which a segment has a whole number. SHARED: G, which add dq and
-    dk up, is more than 1: one that waits does so for the program before it, which has begun.
+    In parts of `every` chunks, of which a segment has a whole number. GROUPED_HEADS: G, which add
+    dq and dk up, is more than 1: one that waits does so for the program before it, which has begun.
     There are workspaces for all programs that run at a time, or nearly so.
     """
     dtype: gl.constexpr = k_desc.dtype
@@ -571,14 +571,14 @@ def delta_chunk_bwd_sm90_kernel(
             (dqk_partition, (
                 descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, buffers,
                 barriers, pad, HV, G, every, scale,
-                K, V, BK, C, ST, HAS_GATE, SHARED)),
+                K, V, BK, C, ST, HAS_GATE, GROUPED_HEADS)),
             (load_partition, (
                 (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, checkpoints_desc),
                 beta_gates_ptr, tiles, barriers, pad, HV, every,
                 V, C, ST, HAS_GATE)),
             (store_partition, (
                 descs, counts_ptr, tiles, barriers, pad, HV, G, every,
-                K, C, ST, SHARED)),
+                K, C, ST, GROUPED_HEADS)),
         ],
         [4, 1, 1],
         [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],

@@ -125,25 +125,26 @@ def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def store_tail(
-    q, k, counts_ptr, pad, c, num_rows, K: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr
-):
+    q, k, counts_ptr, pad, c, num_rows,
+    K: gl.constexpr, C: gl.constexpr, GROUPED_HEADS: gl.constexpr,
+):  # fmt: skip
     """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
     heads = load_scalar(pad, HEADS, 4)
     rank = load_scalar(pad, RANK, 4)
-    if SHARED:
+    if GROUPED_HEADS:
         while semaphore_acquire(counts_ptr + load_scalar(pad, SEMAPHORE, 4) + c * heads) < rank:
             pass
     at = load_scalar(pad, ROW, 4) + c * C, num_rows
     cols = load_scalar(pad, D_COL, 4), heads * K
-    store_or_add(rank, q[0], q[1], q[2], at, cols, C, K, SHARED)
-    store_or_add(rank, k[0], k[1], k[2], at, cols, C, K, SHARED)
+    store_or_add(rank, q[0], q[1], q[2], at, cols, C, K, GROUPED_HEADS)
+    store_or_add(rank, k[0], k[1], k[2], at, cols, C, K, GROUPED_HEADS)
 
 
 @gluon.jit
 def dqk_partition(
     descs, pointers, counts_ptr, tiles, buffers, barriers, pad, HV, G, every, scale,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, SHARED: gl.constexpr,
+    HAS_GATE: gl.constexpr, GROUPED_HEADS: gl.constexpr,
 ):  # fmt: skip
     dq_desc, dk_desc, dv_desc = descs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
@@ -242,7 +243,7 @@ def dqk_partition(
             gl.thread_barrier()
             store_tail(
                 (dq_desc, dq_ptr, tiles.q.index(s)), (dk_desc, dk_ptr, tiles.k.index(s)),
-                counts_ptr, pad, c, num_rows, K, C, SHARED,
+                counts_ptr, pad, c, num_rows, K, C, GROUPED_HEADS,
             )  # fmt: skip
         mbarrier.arrive(barriers.grads_full.index(i % ST), count=1)
         o_t = (load_scalar(pad, ROW, 4) + c * C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
@@ -260,7 +261,7 @@ def dqk_partition(
 @gluon.jit
 def store_partition(
     descs, counts_ptr, tiles, barriers, pad, HV, G, every,
-    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, SHARED: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, GROUPED_HEADS: gl.constexpr,
 ):  # fmt: skip
     """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
     added is there, while the other parts go on."""
@@ -279,7 +280,7 @@ def store_partition(
         p_semaphore = p_semaphores + c * heads
         mbarrier.wait(barriers.grads_full.index(i % ST), (i // ST) & 1)
         if (c + 1) * C <= length:
-            if SHARED:
+            if GROUPED_HEADS:
                 while semaphore_acquire(p_semaphore) < rank:
                     pass
                 if rank > 0:
@@ -293,6 +294,6 @@ def store_partition(
                 copy_out(dk_desc, [t, col], tiles.k.index(s))
         store_wait(0)
         mbarrier.arrive(barriers.empty.index(s), count=1)
-        if SHARED:
+        if GROUPED_HEADS:
             release_next(p_semaphore, rank, G)
     store_wait(0)

@@ -147,6 +147,6 @@ def launch_bwd_fused(
         HAS_S_OUT=s_out is not None,
         PACKED=terms.cu_seqlens is not None,
         SPLIT=segments is not None,
-        SHARED=heads < HV,
+        GROUPED_HEADS=heads < HV,
         **BWD_OPTIONS[V],
     )

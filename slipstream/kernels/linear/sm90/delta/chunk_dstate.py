@@ -298,7 +298,7 @@ def delta_chunk_dstate_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
-    SKIP: gl.constexpr = False,
+    SKIP_EMPTY: gl.constexpr = False,
 ):
     """grid (V / BV * HV * segments,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the end."""
     dtype: gl.constexpr = k_desc.dtype
@@ -319,7 +319,7 @@ def delta_chunk_dstate_sm90_kernel(
     i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, _ = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
-    if SKIP and n == 0:
+    if SKIP_EMPTY and n == 0:
         return
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v

@@ -347,12 +347,12 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
-    SKIP: gl.constexpr = False,
+    SKIP_EMPTY: gl.constexpr = False,
     SAVE_CHECKPOINTS: gl.constexpr = False,
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program scans two tiles of V of one head.
 
-    SKIP and SAVE_CHECKPOINTS as delta_chunk_fwd_sm90_kernel has them.
+    SKIP_EMPTY and SAVE_CHECKPOINTS as delta_chunk_fwd_sm90_kernel has them.
     """
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
@@ -369,7 +369,7 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     )
     o_state = state_offset(i_seg, i_h, HV, K, V) + i_v
     state_refs = StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
-    if SKIP and n == 0:
+    if SKIP_EMPTY and n == 0:
         return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v

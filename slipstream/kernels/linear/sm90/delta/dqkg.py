@@ -58,11 +58,11 @@ def row_products(ss, ds, V: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
-def locate_chunk(heads, G, SHARED: gl.constexpr):
+def locate_chunk(heads, G, GROUPED_HEADS: gl.constexpr):
     """The chunk and head of the sums that a program adds to, and as which of G it does."""
     pid = gl.program_id(0)
     rank = pid * 0
-    if SHARED:
+    if GROUPED_HEADS:
         begin = pid // (G * RESIDENT_PROGRAMS) * RESIDENT_PROGRAMS
         size = gl.minimum(gl.num_programs(0) // G - begin, RESIDENT_PROGRAMS)
         rank = (pid - begin * G) // size
@@ -72,13 +72,13 @@ def locate_chunk(heads, G, SHARED: gl.constexpr):
 
 @gluon.jit
 def store_or_add(
-    rank, desc, p, tile, at, cols, C: gl.constexpr, BK: gl.constexpr, SHARED: gl.constexpr
+    rank, desc, p, tile, at, cols, C: gl.constexpr, BK: gl.constexpr, GROUPED_HEADS: gl.constexpr
 ):
     """Writes a tile, or adds it to those of lower ranks. at: the first token, and how many there
     are; cols: the first column, and of how many."""
     row, num_rows = at
     col, stride = cols
-    if SHARED:
+    if GROUPED_HEADS:
         if rank == 0:
             store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
         elif num_rows >= C:
@@ -168,11 +168,11 @@ def delta_dqkg_sm90_kernel(
     C: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
-    SHARED: gl.constexpr,
+    GROUPED_HEADS: gl.constexpr,
 ):
     """grid (HV * chunks,), 4 warps: one program takes one chunk of one value head.
 
-    SHARED: G is more than 1.
+    GROUPED_HEADS: G is more than 1.
     """
     dtype: gl.constexpr = k_desc.dtype
     NK: gl.constexpr = K // BK
@@ -186,7 +186,7 @@ def delta_dqkg_sm90_kernel(
     ds = gl.allocate_shared_memory(dtype, [1, V, BK], dstates_desc.layout)
     bars = alloc_mbarriers(1, 3)
     heads = HV // G  # of dq and dk
-    i_chunk, i_sum, rank = locate_chunk(heads, G, SHARED)
+    i_chunk, i_sum, rank = locate_chunk(heads, G, GROUPED_HEADS)
     i_h = i_sum * G + rank
     i_chunk_head = i_chunk * HV + i_h
     row, num_rows, _ = locate_sequence(cu_ptr, i_chunk, T, N, C, C, PACKED, True)
@@ -279,12 +279,12 @@ def delta_dqkg_sm90_kernel(
         ks.index(i).store(b_dk.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        if SHARED and (i == 0):
+        if GROUPED_HEADS and (i == 0):
             while semaphore_acquire(semaphores_ptr + i_chunk * heads + i_sum) < rank:
                 pass
         at, cols = (row + none, num_rows + none), (i_sum * K + i * BK, heads * K)
-        store_or_add(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, SHARED)
-        store_or_add(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, SHARED)
+        store_or_add(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, GROUPED_HEADS)
+        store_or_add(rank, dk_desc, dk_ptr, ks.index(i), at, cols, C, BK, GROUPED_HEADS)
 
     o_t = (row + o_i).to(gl.int64) * HV + i_h
     if HAS_GATE:
@@ -295,7 +295,7 @@ def delta_dqkg_sm90_kernel(
         dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
         gl.store(dg_ptr + o_t, dg + z, mask=o_i < num_rows)
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < num_rows)
-    if SHARED:
+    if GROUPED_HEADS:
         release_next(semaphores_ptr + i_chunk * heads + i_sum, rank, G)
     invalidate_mbarriers(bars)
     store_wait(0)

@@ -138,7 +138,7 @@ def state_passing(
         K=K,
         V=V,
         BV=TILE_V,
-        BESIDE=m.shape[-1] - K,
+        M_OFFSET=m.shape[-1] - K,
         BACK=reverse,
         HAS_S_IN=s_in is not None,
         PACKED=terms.cu_seqlens is not None,

@@ -17,7 +17,7 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment
 @triton.jit(do_not_specialize=["T", "N", "HV", "segment"])
 def delta_state_passing_sm90_kernel(
     transition_ptr,  # [segments, HV, K, V + K]: E and M; back dE of [segments, HV, K, V]
-    m_ptr,  # [segments, HV, K, BESIDE + K]: what is beside M, and M
+    m_ptr,  # [segments, HV, K, M_OFFSET + K]: what is beside M, and M
     m_is_zero_ptr,  # [segments, HV]
     s_in_ptr,  # [N, HV, K, V]
     entry_ptr,  # [segments, HV, K, V]
@@ -29,14 +29,14 @@ def delta_state_passing_sm90_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
-    BESIDE: tl.constexpr,
+    M_OFFSET: tl.constexpr,
     BACK: tl.constexpr,
     HAS_S_IN: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """grid (V / BV * HV * segments,)"""
     NV: tl.constexpr = V // BV
-    WIDE: tl.constexpr = BESIDE + K
+    WIDE: tl.constexpr = M_OFFSET + K
     WIDTH: tl.constexpr = V if BACK else WIDE
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
@@ -52,9 +52,9 @@ def delta_state_passing_sm90_kernel(
     o_s = o_k[None, :] * V + o_v[:, None]
     o_e = o_k[None, :] * WIDTH + o_v[:, None]
     if BACK:
-        o_m = o_k[:, None] * WIDE + (BESIDE + o_k)[None, :]
+        o_m = o_k[:, None] * WIDE + (M_OFFSET + o_k)[None, :]
     else:
-        o_m = o_k[None, :] * WIDE + (BESIDE + o_k)[:, None]
+        o_m = o_k[None, :] * WIDE + (M_OFFSET + o_k)[:, None]
     step = 1 if BACK else -1
     # of a number that no segment has nothing is asked but that it ends
     if (i_s >= count - 1) if BACK else (i_s <= 0):

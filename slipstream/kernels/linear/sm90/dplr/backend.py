@@ -118,7 +118,7 @@ def chunk_fwd(
         s_out_ptr=s_out,
         m_ptr=m,
         **token_args(terms, segments),
-        MAKE=make,
+        OUTPUT=make,
         ST=2 if two_stages else STAGES,
         DELTA=terms.beta is not None,
         **_flags(terms, s_in, s_out, segments),

@@ -70,10 +70,10 @@ def load_partition(
     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
     tiles, full, empty, chunk, HV, row, v_col, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr,
-    DELTA: gl.constexpr, HAS_GATE: gl.constexpr, MAKE: gl.constexpr,
+    DELTA: gl.constexpr, HAS_GATE: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """chunk: of the first. row: of v."""
-    OUT: gl.constexpr = MAKE == "o"
+    OUT: gl.constexpr = OUTPUT == "o"
     layout: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
     wide: gl.constexpr = w_desc.block_type.nbytes
     square: gl.constexpr = qb_desc.block_type.nbytes if OUT else 0
@@ -125,15 +125,15 @@ def state_partition(
     full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n,
     PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, MAKE: gl.constexpr,
+    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """Columns 64 PARTITION and on of V, or of those of M from m_col on if that is not negative.
 
     i_s: number of the segment's and head's states.
     """
-    OUT: gl.constexpr = MAKE == "o"
-    KEEP: gl.constexpr = MAKE == "states"
-    TRANSITION: gl.constexpr = MAKE == "ends"
+    OUT: gl.constexpr = OUTPUT == "o"
+    SAVE_STATES: gl.constexpr = OUTPUT == "states"
+    TRANSITION: gl.constexpr = OUTPUT == "ends"
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
@@ -168,7 +168,7 @@ def state_partition(
         b_lhs = b_s.to(tiles.w.dtype)
         lhs = gl.convert_layout(b_lhs, sa)
         b_x = warpgroup_mma(lhs, tiles.w.index(s).permute((1, 0)), b_u, is_async=True)
-        if KEEP:
+        if SAVE_STATES:
             store_output(states_desc, at, 0, copies.state.index(PARTITION), b_lhs)
         if OUT:
             q = tiles.q.index(s).permute((1, 0))
@@ -191,7 +191,7 @@ def state_partition(
         b_lhs = b_x.to(tiles.w.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.b.index(s), b_s, is_async=True)
         if not OUT:
-            if KEEP:
+            if SAVE_STATES:
                 store_output(x_desc, at, 0, copies.x.index(PARTITION), b_lhs)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
@@ -254,8 +254,8 @@ def dplr_chunk_fwd_sm90_kernel(
     qk_desc,  # dplr
     v_desc,  # [tokens, HV * V] by [C, 64], dplr
     o_desc,  # [tokens, HV * V] by [C, 64]
-    x_desc,  # [slots * HV * V, C] by [64, C], KEEP
-    states_desc,  # [slots * HV * V, K] by [64, K], KEEP: S before each chunk
+    x_desc,  # [slots * HV * V, C] by [64, C], SAVE_STATES
+    states_desc,  # [slots * HV * V, K] by [64, K], SAVE_STATES: S before each chunk
     o_ptr,
     u_ptr,  # [slots, HV, V, C]: U, float32
     total_ptr,  # [slots, HV, K]
@@ -275,18 +275,18 @@ def dplr_chunk_fwd_sm90_kernel(
     HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
-    MAKE: gl.constexpr,
+    OUTPUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
     """grid (tiles * HV * segments,), 4 warps: one program scans one head of one segment.
 
-    Without SPLIT a segment is a sequence. MAKE: "o", "states" or "ends". Tiles: one of V; for
+    Without SPLIT a segment is a sequence. OUTPUT: "o", "states" or "ends". Tiles: one of V; for
     "ends" then those of M, V columns each.
     """
-    OUT: gl.constexpr = MAKE == "o"
-    KEEP: gl.constexpr = MAKE == "states"
-    TILES: gl.constexpr = 1 + (K + V - 1) // V if MAKE == "ends" else 1
+    OUT: gl.constexpr = OUTPUT == "o"
+    SAVE_STATES: gl.constexpr = OUTPUT == "states"
+    TILES: gl.constexpr = 1 + (K + V - 1) // V if OUTPUT == "ends" else 1
     NV: gl.constexpr = V // 64
     dtype: gl.constexpr = w_desc.dtype
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
@@ -302,7 +302,7 @@ def dplr_chunk_fwd_sm90_kernel(
     ks = bs
     qks = os
     vs = os
-    if KEEP:
+    if SAVE_STATES:
         ss = gl.allocate_shared_memory(dtype, [NV, 64, K], w_desc.layout)
     if OUT:
         qs = gl.allocate_shared_memory(dtype, [ST, C, K], w_desc.layout)
@@ -333,10 +333,11 @@ def dplr_chunk_fwd_sm90_kernel(
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
                     s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 0,
-                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
                 (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
-                    full, empty, chunk, HV, v_row, v_col, n, K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
+                    full, empty, chunk, HV, v_row, v_col, n,
+                    K, C, ST, NV, DELTA, HAS_GATE, OUTPUT)),
             ],
             [1],
             [24],
@@ -347,14 +348,15 @@ def dplr_chunk_fwd_sm90_kernel(
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
                     s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 0,
-                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
                     s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 1,
-                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, MAKE)),
+                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
                 (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
-                    full, empty, chunk, HV, v_row, v_col, n, K, C, ST, NV, DELTA, HAS_GATE, MAKE)),
+                    full, empty, chunk, HV, v_row, v_col, n,
+                    K, C, ST, NV, DELTA, HAS_GATE, OUTPUT)),
             ],
             [4, 1],
             [240, 24],

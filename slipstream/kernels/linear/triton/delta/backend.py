@@ -171,14 +171,14 @@ class TritonDelta(DeltaBackend):
             BK=BK,
             BV=kernel_tile.B,
             C=tile.C,
-            MAKE=make,
+            OUTPUT=make,
             HAS_P=terms.p is not None,
             HAS_S_IN=s_in is not None,
             HAS_S_OUT=s_out is not None,
             SPLIT=segments is not None,
             GROUPED=H != HV,
             TMA=tma,
-            FINE=uses_split_bf16(terms),
+            SPLIT_BF16=uses_split_bf16(terms),
             **launch_options(terms, kernel_tile),
         )
 
@@ -230,14 +230,14 @@ class TritonDelta(DeltaBackend):
             BK=BK,
             BV=BV,
             C=tile.C,
-            MAKE="ends" if dstates is None else "states",
+            OUTPUT="ends" if dstates is None else "states",
             HAS_P=terms.p is not None,
             HAS_S_IN=s_in is not None,
             HAS_S_OUT=s_out is not None,
             SPLIT=segments is not None,
             GROUPED=H != HV,
             TMA=tma,
-            FINE=uses_split_bf16(terms),
+            SPLIT_BF16=uses_split_bf16(terms),
             **launch_options(terms, kernel_tile),
         )
 

@@ -21,7 +21,7 @@ identity as a start without v, and E; common/state_passing.py makes of these the
 meets.
 
 K of fewer channels than a chunk has tokens: without decay every key is written over many times, and
-each time rounds. FINE then takes w, x and R as pairs of 16 bits.
+each time rounds. SPLIT_BF16 then takes w, x and R as pairs of 16 bits.
 """
 
 import triton
@@ -93,9 +93,9 @@ def _pair(b, dtype: tl.constexpr):
 
 
 @triton.jit
-def _times(b_l, b_r, b, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """b + b_l @ b_r, b_l in float32, of which b_r's dtype is left, or FINE twice as many digits."""
-    if FINE:
+def _times(b_l, b_r, b, PRECISION: tl.constexpr, SPLIT_BF16: tl.constexpr):
+    """b + b_l @ b_r, b_l in float32, of which b_r's dtype is left, or twice as many digits."""
+    if SPLIT_BF16:
         b_high, b_rest = _pair(b_l, b_r.dtype)
         b = tl.dot(b_rest, b_r, b)
         b = tl.dot(b_high, b_r, b)
@@ -105,9 +105,9 @@ def _times(b_l, b_r, b, PRECISION: tl.constexpr, FINE: tl.constexpr):
 
 
 @triton.jit
-def _solved(b_l, b_r, dtype: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """b_l @ b_r, b_l in float32, and b_r too if FINE."""
-    if FINE:
+def _solved(b_l, b_r, dtype: tl.constexpr, PRECISION: tl.constexpr, SPLIT_BF16: tl.constexpr):
+    """b_l @ b_r, b_l in float32, and b_r too if SPLIT_BF16."""
+    if SPLIT_BF16:
         b_high, b_rest = _pair(b_l, dtype)
         b_rh, b_rl = _pair(b_r, dtype)
         b = tl.dot(b_rest, b_rh)
@@ -158,7 +158,7 @@ def delta_chunk_fwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    MAKE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     HAS_P: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_S_IN: tl.constexpr,
@@ -167,22 +167,22 @@ def delta_chunk_fwd_kernel(
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     TMA: tl.constexpr,
-    FINE: tl.constexpr,
-    EXACT: tl.constexpr,
+    SPLIT_BF16: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (tiles * HV * segments,): one program scans BV rows of one head's state in one segment.
 
-    MAKE: "o"; "states", those and w, for backward; or "ends", E and M. Tiles: of V; for "ends" then
-    of K, for M. Without SPLIT a segment is a sequence.
+    OUTPUT: "o"; "states", those and w, for backward; or "ends", E and M. Tiles: of V; for "ends"
+    then of K, for M. Without SPLIT a segment is a sequence.
     """
     # HV // H is 1 then, which the compiler sees
     if not GROUPED:
         H = HV
-    TRANSITION: tl.constexpr = MAKE == "ends"
+    TRANSITION: tl.constexpr = OUTPUT == "ends"
     NV: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION else NV
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
     pid = tl.program_id(0)
     i_h = (pid // TILES) % HV
     i_seg = pid // TILES // HV
@@ -212,7 +212,7 @@ def delta_chunk_fwd_kernel(
             p_ptr += i_k
         if not TRANSITION:
             o_ptr += (begin * HV + i_h) * V
-        if MAKE == "o":
+        if OUTPUT == "o":
             q_ptr += i_k
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     o_s = (i_n * HV + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
@@ -232,26 +232,26 @@ def delta_chunk_fwd_kernel(
             b_p = load_rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         else:
             b_p = b_k
-        if MAKE == "o":
+        if OUTPUT == "o":
             b_q = load_rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         b_v = tl.trans(load_rows(v_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
         b_r = load_rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         if HAS_GATE:
-            b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
+            b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, FP32)
             b_start = tl.exp2(b_G)
         # rounded for the products of this chunk; what is carried on stays in float32
         b_sb = b_s.to(b_k.dtype)
         # what o needs goes first, so that little else is live in registers
-        if MAKE == "states":
+        if OUTPUT == "states":
             at_s = (first + i_c, i_h, HV, i_v)
             _store_state(states_ptr, at_s, b_sb, o_v, o_k, m_s, K, V, TMA)
-        if MAKE == "o":
+        if OUTPUT == "o":
             b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [j, i]
             seen = o_c[:, None] <= o_c[None, :]
             if HAS_GATE:
-                b_a *= decay_between(-b_G, -b_low, seen, EXACT)
+                b_a *= decay_between(-b_G, -b_low, seen, FP32)
             else:
                 b_a = tl.where(seen, b_a, 0.0)
             b_a = b_a.to(b_k.dtype)
@@ -267,19 +267,19 @@ def delta_chunk_fwd_kernel(
                 b_w *= b_start[None, :]
         if TRANSITION:
             b_v = tl.where(of_v, b_v, 0.0)
-        b_w = _solved(b_v - b_w, tl.trans(b_r), b_k.dtype, PRECISION, FINE)  # [BV, C]
-        if MAKE == "states":
+        b_w = _solved(b_v - b_w, tl.trans(b_r), b_k.dtype, PRECISION, SPLIT_BF16)  # [BV, C]
+        if OUTPUT == "states":
             store_block(o_ptr, at_v, t, HV, b_w, o_c, m_c, o_n, V, BV, TMA)
-        if MAKE == "o":
+        if OUTPUT == "o":
             b_x = b_w * b_beta[None, :]
-            b_o = _times(b_x, b_a, b_o, PRECISION, FINE) * scale
+            b_o = _times(b_x, b_a, b_o, PRECISION, SPLIT_BF16) * scale
         if HAS_GATE:
             # sums of many gates are long and close to each other: their difference first, then that
             # of what rounding took from them
             b_beta *= tl.exp2((G_C - b_G) + (low_C - b_low))
             b_s *= tl.exp2(G_C)
-        b_s = _times(b_w * b_beta[None, :], b_k, b_s, PRECISION, FINE)  # [BV, BK]
-        if MAKE == "o":
+        b_s = _times(b_w * b_beta[None, :], b_k, b_s, PRECISION, SPLIT_BF16)  # [BV, BK]
+        if OUTPUT == "o":
             store_block(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
     if TRANSITION:
         o_m = (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_v[:, None]
@@ -314,7 +314,7 @@ def delta_chunk_dstate_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    MAKE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     HAS_P: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_S_IN: tl.constexpr,
@@ -323,19 +323,19 @@ def delta_chunk_dstate_kernel(
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     TMA: tl.constexpr,
-    FINE: tl.constexpr,
-    EXACT: tl.constexpr,
+    SPLIT_BF16: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(V / BV) * HV * segments,): as delta_chunk_fwd_kernel, from the last token back.
 
-    MAKE: "states", those and dv; or "ends", s_out alone, which for a start of 0 is what a segment
+    OUTPUT: "states", those and dv; or "ends", s_out alone, which for a start of 0 is what a segment
     adds. Its factor is M^T.
     """
     if not GROUPED:
         H = HV
     NV: tl.constexpr = (V + BV - 1) // BV
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_seg = pid // NV // HV
@@ -355,7 +355,7 @@ def delta_chunk_dstate_kernel(
         r_ptr += (begin * HV + i_h) * C
         q_ptr += i_k
         do_ptr += (begin * HV + i_h) * V
-        if MAKE == "states":
+        if OUTPUT == "states":
             dv_ptr += (begin * HV + i_h) * V
         if HAS_P:
             p_ptr += i_k
@@ -381,7 +381,7 @@ def delta_chunk_dstate_kernel(
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         b_sb = b_s.to(b_k.dtype)
-        if MAKE == "states":
+        if OUTPUT == "states":
             at_s = (first + i_c, i_h, HV, i_v)
             _store_state(states_ptr, at_s, b_sb, o_v, o_k, m_s, K, V, TMA)
         # the gradient of what a token writes: from o of its chunk by scores, from later ones by dS'
@@ -390,9 +390,9 @@ def delta_chunk_dstate_kernel(
         b_dx = tl.dot(b_sb, tl.trans(b_k), input_precision=PRECISION)  # [BV, C]
         b_read = b_do * scale
         if HAS_GATE:
-            b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
+            b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, FP32)
             b_start = tl.exp2(b_G)
-            b_a *= decay_between(b_G, b_low, seen, EXACT)
+            b_a *= decay_between(b_G, b_low, seen, FP32)
             b_dx *= tl.exp2((G_C - b_G) + (low_C - b_low))[None, :]
             b_read *= b_start[None, :]
             b_s *= tl.exp2(G_C)
@@ -400,8 +400,8 @@ def delta_chunk_dstate_kernel(
             b_a = tl.where(seen, b_a, 0.0)
         b_s = tl.dot(b_read.to(b_k.dtype), b_q, b_s, input_precision=PRECISION)  # [BV, BK]
         b_dx = tl.dot(b_do, b_a.to(b_k.dtype), b_dx, input_precision=PRECISION)
-        b_dv = _solved(b_dx * b_beta[None, :], b_r, b_k.dtype, PRECISION, FINE)  # [BV, C]
-        if MAKE == "states":
+        b_dv = _solved(b_dx * b_beta[None, :], b_r, b_k.dtype, PRECISION, SPLIT_BF16)  # [BV, C]
+        if OUTPUT == "states":
             store_block(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
         # what the token's erase hands back to the state before the chunk
         b_lhs = -b_dv
@@ -411,6 +411,6 @@ def delta_chunk_dstate_kernel(
                 b_lhs *= tl.exp2(b_B)[None, :]
             else:
                 b_lhs *= b_start[None, :]
-        b_s = _times(b_lhs, b_p, b_s, PRECISION, FINE)
+        b_s = _times(b_lhs, b_p, b_s, PRECISION, SPLIT_BF16)
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

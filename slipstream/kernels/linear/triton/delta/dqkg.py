@@ -193,13 +193,13 @@ def delta_dqkg_kernel(
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     TMA: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (HV * chunks,): one program takes one chunk of one value head."""
     if not GROUPED:
         H = HV
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     pid = tl.program_id(0)
     i_h = pid % HV
@@ -236,16 +236,16 @@ def delta_dqkg_kernel(
     earlier = o_c[:, None] > o_c[None, :]
     later = o_c[:, None] < o_c[None, :]
     if HAS_GATE:
-        b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, EXACT)
-        b_decay = decay_between(b_G, b_low, earlier, EXACT)
+        b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, FP32)
+        b_decay = decay_between(b_G, b_low, earlier, FP32)
         b_a *= b_decay
         if HAS_P:
-            b_B, b_lowB = load_gates_before(p_rows, o_c, C, EXACT)
-            b_m *= decay_until(b_B, b_lowB, b_G, b_low, earlier, EXACT)
-            b_mt *= decay_until(-b_G, -b_low, -b_B, -b_lowB, later, EXACT)
+            b_B, b_lowB = load_gates_before(p_rows, o_c, C, FP32)
+            b_m *= decay_until(b_B, b_lowB, b_G, b_low, earlier, FP32)
+            b_mt *= decay_until(-b_G, -b_low, -b_B, -b_lowB, later, FP32)
         else:
             b_m *= b_decay
-        b_decay = decay_between(-b_G, -b_low, later, EXACT)
+        b_decay = decay_between(-b_G, -b_low, later, FP32)
         b_at *= b_decay
         if not HAS_P:
             b_mt *= b_decay

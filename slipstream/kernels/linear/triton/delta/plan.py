@@ -74,7 +74,7 @@ def launch_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, An
     return {
         "HAS_GATE": terms.g is not None,
         "PACKED": terms.cu_seqlens is not None,
-        "EXACT": terms.q.dtype == torch.float32,
+        "FP32": terms.q.dtype == torch.float32,
         "PRECISION": fp32_dot_precision(),
         "num_warps": kernel_tile.warps,
         "num_stages": 1 if wide else kernel_tile.stages,

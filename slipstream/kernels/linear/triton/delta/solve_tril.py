@@ -50,11 +50,11 @@ def locate_chunk(cu_ptr, i_chunk, T, N, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_gates(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
+def load_gates(p, o_c, C: tl.constexpr, FP32: tl.constexpr):
     """G of a chunk, of which the rest is lost to rounding, and the last of both."""
     b_G = tl.load(p + C + o_c)
     G_C = tl.load(p + C + C - 1)
-    if EXACT:
+    if FP32:
         b_low = tl.load(p + 2 * C + o_c)
         low_C = tl.load(p + 2 * C + C - 1)
     else:
@@ -64,10 +64,10 @@ def load_gates(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_gates_before(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
+def load_gates_before(p, o_c, C: tl.constexpr, FP32: tl.constexpr):
     """G of the token before each, 0 for the first, and the rest of it."""
     b_B = tl.load(p + C + o_c - 1, mask=o_c > 0, other=0.0)
-    if EXACT:
+    if FP32:
         b_low = tl.load(p + 2 * C + o_c - 1, mask=o_c > 0, other=0.0)
     else:
         b_low = tl.zeros_like(b_B)
@@ -75,19 +75,19 @@ def load_gates_before(p, o_c, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def decay_between(b_G, b_low, seen, EXACT: tl.constexpr):
+def decay_between(b_G, b_low, seen, FP32: tl.constexpr):
     """exp(G_i - G_j) where seen [i, j], else 0."""
     between = b_G[:, None] - b_G[None, :]
-    if EXACT:
+    if FP32:
         between += b_low[:, None] - b_low[None, :]
     return tl.exp2(tl.where(seen, between, float("-inf")))
 
 
 @triton.jit
-def decay_until(b_B, b_lowB, b_G, b_low, seen, EXACT: tl.constexpr):
+def decay_until(b_B, b_lowB, b_G, b_low, seen, FP32: tl.constexpr):
     """exp(B_i - G_j) where seen [i, j], else 0."""
     between = b_B[:, None] - b_G[None, :]
-    if EXACT:
+    if FP32:
         between += b_lowB[:, None] - b_low[None, :]
     return tl.exp2(tl.where(seen, between, float("-inf")))
 
@@ -177,7 +177,7 @@ def delta_solve_tril_kernel(
     HAS_P: tl.constexpr,
     HAS_GATE: tl.constexpr,
     PACKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
@@ -200,19 +200,19 @@ def delta_solve_tril_kernel(
         b_a = tl.dot(b_p, tl.trans(b_k), b_a, input_precision=PRECISION)  # [C, C]
     b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
     b_a *= b_beta[None, :]
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and EXACT)
+    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
     p_rows = rows_ptr + pid.to(tl.int64) * (ROWS * C) + o_c
     tl.store(p_rows, b_beta)
     seen = o_c[:, None] > o_c[None, :]
     if HAS_GATE:
-        b_G, b_low, _, _ = load_chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, EXACT)
+        b_G, b_low, _, _ = load_chunk_gates(g_ptr + row * HV + i_h, HV, o_c, m_c, C, FP32)
         if HAS_P:
             b_B = _before(b_G, o_c)
-            b_a *= decay_until(b_B, _before(b_low, o_c), b_G, b_low, seen, EXACT)
+            b_a *= decay_until(b_B, _before(b_low, o_c), b_G, b_low, seen, FP32)
         else:
-            b_a *= decay_between(b_G, b_low, seen, EXACT)
+            b_a *= decay_between(b_G, b_low, seen, FP32)
         tl.store(p_rows + C, b_G)
-        if EXACT:
+        if FP32:
             tl.store(p_rows + 2 * C, b_low)
     else:
         b_a = tl.where(seen, b_a, 0.0)

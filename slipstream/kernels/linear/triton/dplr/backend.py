@@ -405,7 +405,7 @@ def _gate_options(terms: LinearInputs) -> dict[str, Any]:
         "DELTA": terms.beta is not None,
         "CHANNEL": terms.decay == "channel",
         # bfloat16 products are wrong in the interpreter
-        "EXACT": terms.q.dtype == torch.float32 or INTERPRETED,
+        "FP32": terms.q.dtype == torch.float32 or INTERPRETED,
     }
 
 
@@ -417,7 +417,7 @@ def _triangles(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
 
 def _ones(terms: LinearInputs) -> Tensor:
     """What dplr_gates.triangle reads."""
-    dtype = torch.float32 if _gate_options(terms)["EXACT"] else torch.bfloat16
+    dtype = torch.float32 if _gate_options(terms)["FP32"] else torch.bfloat16
     return _triangles(terms.q.device, tile_of(terms)[0].C, dtype)
 
 

@@ -54,7 +54,7 @@ def dplr_chunk_fwd_kernel(
     WIDE: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    MAKE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     DELTA: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_S_IN: tl.constexpr,
@@ -65,10 +65,10 @@ def dplr_chunk_fwd_kernel(
 ):
     """grid (tiles * HV * segments,). Without SPLIT a segment is a sequence.
 
-    MAKE: "o"; "states", those and x, for backward; or "ends", E and M. Tiles: of V, BV columns
+    OUTPUT: "o"; "states", those and x, for backward; or "ends", E and M. Tiles: of V, BV columns
     each; for "ends" then of K, for M.
     """
-    TRANSITION: tl.constexpr = MAKE == "ends"
+    TRANSITION: tl.constexpr = OUTPUT == "ends"
     NV: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION else NV
     VM: tl.constexpr = V % BV != 0 or TRANSITION  # M's tiles are past V: they read zeros
@@ -105,11 +105,11 @@ def dplr_chunk_fwd_kernel(
         o_u = i_chunk_head * (V * C) + o_v[:, None] * C + o_c[None, :]
         b_u = tl.load(u_ptr + o_u, mask=m_v, other=0.0)  # [BV, C]
         b_lhs = b_s.to(act)
-        if MAKE == "states":
+        if OUTPUT == "states":
             tl.store(
                 states_ptr + i_chunk_head * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_lhs, mask=m_v
             )
-        if MAKE == "o":
+        if OUTPUT == "o":
             b_q = tl.load(q_ptr + i_chunk_head * (C * WIDE) + o_w)
             b_qb = tl.load(qb_ptr + i_chunk_head * (C * C) + o_a)  # [i, j]
             b_o = tl.dot(b_lhs, tl.trans(b_q), input_precision=PRECISION)  # [BV, C]
@@ -122,9 +122,9 @@ def dplr_chunk_fwd_kernel(
             b_v = v_columns(v_ptr + i_o, HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
             b_k = tl.load(k_ptr + i_chunk_head * (C * WIDE) + o_w)
             b_s = tl.dot(b_v, b_k, b_s, input_precision=PRECISION)
-        if MAKE == "states":
+        if OUTPUT == "states":
             tl.store(x_ptr + o_u, b_x, mask=m_v)
-        if MAKE == "o":
+        if OUTPUT == "o":
             b_o = tl.dot(b_x, tl.trans(b_qb), b_o, input_precision=PRECISION)
             if not DELTA:
                 b_qk = tl.load(qk_ptr + i_chunk_head * (C * C) + o_a)
@@ -162,7 +162,7 @@ def dplr_chunk_dstate_kernel(
     WIDE: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    MAKE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_S_IN: tl.constexpr,
     HAS_S_OUT: tl.constexpr,
@@ -172,7 +172,7 @@ def dplr_chunk_dstate_kernel(
 ):
     """grid (ceil(V / BV) * HV * segments,): one program scans one tile of V of one head back.
 
-    MAKE: "states", those and y; or "ends", s_out alone.
+    OUTPUT: "states", those and y; or "ends", s_out alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     act = w_ptr.dtype.element_ty
@@ -203,12 +203,12 @@ def dplr_chunk_dstate_kernel(
         b_w = tl.load(w_ptr + i_chunk_head * (C * WIDE) + o_w)
         b_q = tl.load(q_ptr + i_chunk_head * (C * WIDE) + o_w)
         b_qb = tl.load(qb_ptr + i_chunk_head * (C * C) + o_a)  # [i, j]
-        if MAKE == "states":
+        if OUTPUT == "states":
             b_r = tl.load(r_ptr + i_chunk_head * (C * C) + o_a)
         p_do = do_ptr + i_v + (i_c * C).to(tl.int64) * (HV * V)
         b_do = v_columns(p_do, HV * V, o_c, m_c, o_v, V, V % BV != 0)  # [BV, C]
         b_lhs = b_s.to(act)
-        if MAKE == "states":
+        if OUTPUT == "states":
             tl.store(
                 states_ptr + i_chunk_head * (V * WIDE) + o_v[:, None] * WIDE + o_k, b_lhs, mask=m_v
             )
@@ -218,7 +218,7 @@ def dplr_chunk_dstate_kernel(
             b_s *= tl.load(total_ptr + i_chunk_head * WIDE + o_k)[None, :]
         b_s = tl.dot(b_do, b_q, b_s, input_precision=PRECISION)  # [BV, WIDE]
         b_s = tl.dot(b_dx, b_w, b_s, input_precision=PRECISION)
-        if MAKE == "states":
+        if OUTPUT == "states":
             b_y = tl.dot(b_dx, b_r, input_precision=PRECISION)  # [BV, C]
             p_y = y_ptr + i_chunk_head * (V * C) + o_v[:, None] * C + o_c[None, :]
             tl.store(p_y, b_y.to(act), mask=m_v)

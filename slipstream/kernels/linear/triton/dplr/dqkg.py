@@ -164,7 +164,7 @@ def dplr_dqkg_kernel(
     HAS_GATE: tl.constexpr,
     CHANNEL: tl.constexpr,
     PACKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
@@ -214,7 +214,7 @@ def dplr_dqkg_kernel(
     if HAS_GATE:
         b_e, b_before, b_early, b_late = load_anchored(
             g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
-            CHANNEL, not DELTA, EXACT, PRECISION,
+            CHANNEL, not DELTA, FP32, PRECISION,
         )  # fmt: skip
         b_z *= tl.exp2(b_early + b_late)
         b_early = tl.exp2(b_early)[None, :]
@@ -246,7 +246,7 @@ def dplr_dqkg_kernel(
     else:
         tl.store(da_ptr + o_o, b_da.to(act), mask=m_k)
         if HAS_GATE:
-            b_dg = add_anchored_bwd(b_dg, b_a * b_da, o_c, 1, True, EXACT, PRECISION)
+            b_dg = add_anchored_bwd(b_dg, b_a * b_da, o_c, 1, True, FP32, PRECISION)
             b_t = 0.0
     b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
     b_rq = b_q
@@ -295,5 +295,5 @@ def dplr_dqkg_kernel(
             b_t -= b_k * b_dk
         tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
     if HAS_GATE:
-        b_dg = add_anchored_bwd(b_dg + b_z[None, :], b_t, o_c, 1, False, EXACT, PRECISION)
+        b_dg = add_anchored_bwd(b_dg + b_z[None, :], b_t, o_c, 1, False, FP32, PRECISION)
         tl.store(dg_ptr + o_o, b_dg, mask=m_k)

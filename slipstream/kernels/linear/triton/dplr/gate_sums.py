@@ -40,9 +40,9 @@ def load_gates_of(p_g, m_g):
 
 
 @triton.jit
-def product_of_gates(b_seen, b_g, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def product_of_gates(b_seen, b_g, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """b_seen [C, C] of -1, 0 and 1 times b_g [C, BK]."""
-    if EXACT:
+    if FP32:
         b_sum = tl.dot(b_seen.to(tl.float32), b_g, input_precision=PRECISION)
     else:
         b_seen = b_seen.to(tl.bfloat16)
@@ -65,7 +65,7 @@ def load_channel_gates(
     CHANNEL: tl.constexpr,
     STEPS: tl.constexpr,
     LIMIT: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Of a chunk and BK channels, what the functions below take:
@@ -98,15 +98,15 @@ def triangle(ones_ptr, o_c, STRICT: tl.constexpr, UPPER: tl.constexpr):
 
 
 @triton.jit
-def _sums(b_seen, gates, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def _sums(b_seen, gates, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Sum of the gates of the tokens that each token sees, b_seen [C, C] of zeros and ones."""
-    return product_of_gates(b_seen, load_gates_of(gates[0], gates[1]), EXACT, PRECISION)
+    return product_of_gates(b_seen, load_gates_of(gates[0], gates[1]), FP32, PRECISION)
 
 
 @triton.jit
-def sums_bwd(b_seen, b_x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def sums_bwd(b_seen, b_x, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Gradient of the gates from that of their sums b_x [C, BK], b_seen transposed."""
-    if EXACT:
+    if FP32:
         b_sum = tl.dot(b_seen.to(tl.float32), b_x, input_precision=PRECISION)
     else:
         # rounded once: a gradient, unlike a gate, is not exponentiated
@@ -115,17 +115,17 @@ def sums_bwd(b_seen, b_x, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def from_start(gates, o_c, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def from_start(gates, o_c, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from the start of the chunk to each token, with its own gate or BEFORE it."""
     b_seen = triangle(gates[2], o_c, BEFORE, False)
-    return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
+    return tl.exp2(_sums(b_seen, gates, FP32, PRECISION))
 
 
 @triton.jit
-def to_end(gates, o_c, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def to_end(gates, o_c, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from each token, without its own gate, to the end of the chunk."""
     b_seen = triangle(gates[2], o_c, True, True)
-    return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
+    return tl.exp2(_sums(b_seen, gates, FP32, PRECISION))
 
 
 @triton.jit
@@ -159,12 +159,12 @@ def at_step(
     step,
     WRITE: tl.constexpr,
     BEFORE: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Decay between each token and the middle of its block, of a read or of a WRITE."""
     b_seen = is_pair_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
-    b_e = _sums(b_seen, gates, EXACT, PRECISION)
+    b_e = _sums(b_seen, gates, FP32, PRECISION)
     return tl.exp2(signed(b_e, o_c, step, gates[4], WRITE))
 
 
@@ -176,12 +176,12 @@ def is_pair_of_step(i, j, step):
 
 @triton.jit
 def decay_of_step(
-    gates, o_c, step, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr
+    gates, o_c, step, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr
 ):
     """exp(e) of a step; BEFORE: as a read of the state before each token has it, else of writes,
     and of reads after it; 1 at step 0."""
     b_seen = is_pair_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
-    return tl.exp2(_sums(b_seen, gates, EXACT, PRECISION))
+    return tl.exp2(_sums(b_seen, gates, FP32, PRECISION))
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def block_factors(
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
     BEFORE: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Of blocks of 2^BASE tokens: decays of reads and of writes relative to their start, the first
@@ -199,10 +199,10 @@ def block_factors(
     i = o_c[:, None]
     t = o_c[None, :]
     block = (i >> BASE) == (t >> BASE)
-    b_write = _sums(block & (t <= i), gates, EXACT, PRECISION)
+    b_write = _sums(block & (t <= i), gates, FP32, PRECISION)
     b_read = b_write
     if BEFORE:
-        b_read = _sums(block & (t < i), gates, EXACT, PRECISION)
+        b_read = _sums(block & (t < i), gates, FP32, PRECISION)
     # by this token's gates alone: later ones must not change its bits
     safe = b_read >= -2 * LIMIT
     first = tl.where(tl.min(tl.min(safe.to(tl.int32), 1), 0) == 1, BASE + 1, 0)

@@ -39,7 +39,7 @@ def load_anchored(
     o_k,
     CHANNEL: tl.constexpr,
     BEFORE: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late [BK]."""
@@ -55,13 +55,13 @@ def load_anchored(
     past = (t >= C // 2) & (t <= i)
     ahead = (t < C // 2) & (t > i)
     # a product with -1, 0 and 1: a scan along rows would cross warps at each step
-    b_e = product_of_gates(past.to(tl.float32) - ahead.to(tl.float32), b_g, EXACT, PRECISION)
+    b_e = product_of_gates(past.to(tl.float32) - ahead.to(tl.float32), b_g, FP32, PRECISION)
     b_before = b_e
     if BEFORE:
         past = (t >= C // 2) & (t < i)
         ahead = (t < C // 2) & (t >= i)
         b_seen = past.to(tl.float32) - ahead.to(tl.float32)
-        b_before = product_of_gates(b_seen, b_g, EXACT, PRECISION)
+        b_before = product_of_gates(b_seen, b_g, FP32, PRECISION)
     return b_e, b_before, b_early, b_late
 
 
@@ -76,7 +76,7 @@ def load_from_start(
     CHANNEL: tl.constexpr,
     BEFORE: tl.constexpr,
     SHIFT: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """G + SHIFT [C, BK], that without a token's own gate (if BEFORE, else the same), early, late
@@ -90,10 +90,10 @@ def load_from_start(
     i = o_c[:, None]
     t = o_c[None, :]
     # from the chunk's start, which no later token moves
-    b_e = product_of_gates((t <= i).to(tl.float32), b_g, EXACT, PRECISION) + SHIFT
+    b_e = product_of_gates((t <= i).to(tl.float32), b_g, FP32, PRECISION) + SHIFT
     b_before = b_e
     if BEFORE:
-        b_before = product_of_gates((t < i).to(tl.float32), b_g, EXACT, PRECISION) + SHIFT
+        b_before = product_of_gates((t < i).to(tl.float32), b_g, FP32, PRECISION) + SHIFT
     return b_e, b_before, b_early, b_late
 
 
@@ -112,11 +112,11 @@ def is_read_anchored(b_lowest, LIMIT: tl.constexpr):
 
 @triton.jit
 def add_anchored_bwd(
-    b_dg, b_x, o_c, SIGN: tl.constexpr, BEFORE: tl.constexpr, EXACT: tl.constexpr, PRECISION
+    b_dg, b_x, o_c, SIGN: tl.constexpr, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION
 ):
     """b_dg + SIGN times the sum over i >= t (BEFORE: i > t) of b_x [C, BK], for each t."""
     t = o_c[:, None]
     i = o_c[None, :]
     seen = i > t if BEFORE else i >= t
     b_seen = tl.where(seen, 1.0 * SIGN, 0.0)
-    return b_dg + product_of_gates(b_seen, b_x, EXACT, PRECISION)
+    return b_dg + product_of_gates(b_seen, b_x, FP32, PRECISION)

@@ -53,7 +53,7 @@ def _add_decayed(
     STEPS: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds the scores of a read r with b and k, of BK channels; DIAGONAL: also of pairs (i, i).
@@ -63,7 +63,7 @@ def _add_decayed(
     """
     i = o_c[:, None]
     j = o_c[None, :]
-    b_read, b_write, first, safe = block_factors(gates, o_c, LIMIT, SHIFT, BEFORE, EXACT, PRECISION)
+    b_read, b_write, first, safe = block_factors(gates, o_c, LIMIT, SHIFT, BEFORE, FP32, PRECISION)
     seen = read_mask & ((i >> BASE) == (j >> BASE)) & (i >= j if DIAGONAL else i > j)
     b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
     if not DELTA:
@@ -73,10 +73,10 @@ def _add_decayed(
         if DIAGONAL:
             seen = seen | ((i == j) & (step == 0))
         seen = seen & read_mask
-        b_write = decay_of_step(gates, o_c, step, False, EXACT, PRECISION)
+        b_write = decay_of_step(gates, o_c, step, False, FP32, PRECISION)
         b_read = b_write
         if BEFORE:
-            b_read = decay_of_step(gates, o_c, step, True, EXACT, PRECISION)
+            b_read = decay_of_step(gates, o_c, step, True, FP32, PRECISION)
         b_read = tl.where(safe & (step <= BASE), 0.0, b_read)
         b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
         if not DELTA:
@@ -122,7 +122,7 @@ def dplr_intra_safe_kernel(
     DELTA: tl.constexpr,
     CHANNEL: tl.constexpr,
     PACKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -163,7 +163,7 @@ def dplr_intra_safe_kernel(
         if KM:
             m_k = m_k & (o_k < K)[None, :]
         b_e, b_before, _, _ = load_from_start(
-            g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, not DELTA, SHIFT, EXACT, PRECISION
+            g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, not DELTA, SHIFT, FP32, PRECISION
         )
         # of each token over all channels: rows that stay within range keep wy.py's product, bit for
         # bit
@@ -196,7 +196,7 @@ def dplr_intra_safe_kernel(
         gates = (p_g + o_k[None, :] * CHANNEL, m_k, ones_ptr)
         b_ab, b_ak = _add_decayed(
             b_ab, b_ak, read_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, other, gates, o_c,
-            False, not DELTA, DELTA, STEPS, LIMIT, SHIFT, EXACT, PRECISION,
+            False, not DELTA, DELTA, STEPS, LIMIT, SHIFT, FP32, PRECISION,
         )  # fmt: skip
     solve_chunk(
         b_ab, b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
@@ -217,9 +217,9 @@ def dplr_intra_safe_kernel(
         gates = (p_g + o_k[None, :] * CHANNEL, m_k, ones_ptr)
         b_qb, b_qk = _add_decayed(
             b_qb, b_qk, q_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, other, gates, o_c,
-            True, False, DELTA, STEPS, LIMIT, SHIFT, EXACT, PRECISION,
+            True, False, DELTA, STEPS, LIMIT, SHIFT, FP32, PRECISION,
         )  # fmt: skip
-        b_e = to_end(gates, o_c, EXACT, PRECISION)
+        b_e = to_end(gates, o_c, FP32, PRECISION)
         b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)
         tl.store(b_out_ptr + i_w + o_w, (b_b * b_e).to(act))
         if not DELTA:

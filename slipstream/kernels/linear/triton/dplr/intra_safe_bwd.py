@@ -99,7 +99,7 @@ def _gradient(
     TWO: tl.constexpr,
     STEPS: tl.constexpr,
     C: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Gradient d [C, BK] of a read or WRITE by way of its scores with m and, if TWO, with n.
@@ -118,24 +118,24 @@ def _gradient(
             b_n = (b_n * b_share).to(act)
     if WRITE:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0).to(tl.float32)
-        b_d *= to_end(gates, o_c, EXACT, PRECISION)
-        b_dg += sums_bwd(triangle(gates[2], o_c, True, False), b_d * b_diag, EXACT, PRECISION)
+        b_d *= to_end(gates, o_c, FP32, PRECISION)
+        b_dg += sums_bwd(triangle(gates[2], o_c, True, False), b_d * b_diag, FP32, PRECISION)
     else:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0) * b_share
-        b_d *= from_start(gates, o_c, BEFORE, EXACT, PRECISION)
-        b_dg += sums_bwd(triangle(gates[2], o_c, BEFORE, True), b_d * b_diag, EXACT, PRECISION)
+        b_d *= from_start(gates, o_c, BEFORE, FP32, PRECISION)
+        b_dg += sums_bwd(triangle(gates[2], o_c, BEFORE, True), b_d * b_diag, FP32, PRECISION)
     first = gates[4]
     for step in range(first, STEPS + 1):
-        b_e = at_step(gates, o_c, step, not WRITE, False, EXACT, PRECISION)
+        b_e = at_step(gates, o_c, step, not WRITE, False, FP32, PRECISION)
         b_me = (b_m * b_e).to(act)
         if N_BEFORE:
-            b_e = at_step(gates, o_c, step, not WRITE, True, EXACT, PRECISION)
+            b_e = at_step(gates, o_c, step, not WRITE, True, FP32, PRECISION)
         b_ne = (b_n * b_e).to(act)
         b_t = _through_scores(p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION)
-        b_t *= at_step(gates, o_c, step, WRITE, BEFORE, EXACT, PRECISION)
+        b_t *= at_step(gates, o_c, step, WRITE, BEFORE, FP32, PRECISION)
         b_d += b_t
         b_t = signed(b_t * b_diag, o_c, step, first, WRITE)
-        b_dg += sums_bwd(is_pair_in_half(i, t, step, BEFORE), b_t, EXACT, PRECISION)
+        b_dg += sums_bwd(is_pair_in_half(i, t, step, BEFORE), b_t, FP32, PRECISION)
     return b_d, b_dg
 
 
@@ -183,7 +183,7 @@ def dplr_intra_safe_bwd_kernel(
     DELTA: tl.constexpr,
     CHANNEL: tl.constexpr,
     PACKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     LIMIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -226,7 +226,7 @@ def dplr_intra_safe_bwd_kernel(
         m_k = m_k & (o_k < K)[None, :]
     gates = load_channel_gates(
         ones_ptr, g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
-        CHANNEL, STEPS, LIMIT, EXACT, PRECISION,
+        CHANNEL, STEPS, LIMIT, FP32, PRECISION,
     )  # fmt: skip
     b_dg = tl.zeros((C, BK), tl.float32)
     b_z = tl.zeros((BK,), tl.float32)
@@ -253,7 +253,7 @@ def dplr_intra_safe_bwd_kernel(
     ) * scale  # fmt: skip
     b_d, b_dg = _gradient(
         b_d, b_dg, 1.0, p_q, p_b, p_qb, p_k, p_qk, m_k, gates, o_c,
-        False, False, False, not DELTA, STEPS, C, EXACT, PRECISION,
+        False, False, False, not DELTA, STEPS, C, FP32, PRECISION,
     )  # fmt: skip
     # pairs (i, i) decay by nothing, and are in no level
     b_d += b_qb * tl.load(p_b, mask=m_k, other=0.0)
@@ -266,7 +266,7 @@ def dplr_intra_safe_bwd_kernel(
     )
     b_da, b_dg = _gradient(
         b_da, b_dg, b_sign, p_a, p_b, p_ab, p_k, p_ak, m_k, gates, o_c,
-        False, not DELTA, False, not DELTA, STEPS, C, EXACT, PRECISION,
+        False, not DELTA, False, not DELTA, STEPS, C, FP32, PRECISION,
     )  # fmt: skip
     if DELTA:
         o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
@@ -281,7 +281,7 @@ def dplr_intra_safe_bwd_kernel(
     )
     b_d, b_dg = _gradient(
         b_d, b_dg, b_sign, p_b, p_q, p_qb, p_a, p_ab, m_k, gates, o_c,
-        True, False, not DELTA, True, STEPS, C, EXACT, PRECISION,
+        True, False, not DELTA, True, STEPS, C, FP32, PRECISION,
     )  # fmt: skip
     b_d += b_qb * tl.load(p_q, mask=m_k, other=0.0)
     if DELTA:
@@ -295,7 +295,7 @@ def dplr_intra_safe_bwd_kernel(
         )  # fmt: skip
         b_d, b_dg = _gradient(
             b_d, b_dg, 1.0, p_k, p_q, p_qk, p_a, p_ak, m_k, gates, o_c,
-            True, False, True, True, STEPS, C, EXACT, PRECISION,
+            True, False, True, True, STEPS, C, FP32, PRECISION,
         )  # fmt: skip
         b_d += b_qk * tl.load(p_q, mask=m_k, other=0.0)
         tl.store(dk_ptr + i_o + o_o, b_d.to(act), mask=m_k)

@@ -136,7 +136,7 @@ def dplr_wy_kernel(
     HAS_GATE: tl.constexpr,
     CHANNEL: tl.constexpr,
     PACKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -178,7 +178,7 @@ def dplr_wy_kernel(
         b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
             b_e, _, b_early, b_late = load_from_start(
-                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, SHIFT, EXACT, PRECISION
+                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, SHIFT, FP32, PRECISION
             )
             # of the two halves of the chunk that which decays more
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
@@ -230,7 +230,7 @@ def dplr_wy_kernel(
             b_first = b_a
             if HAS_GATE:
                 b_e, b_before, _, _ = load_from_start(
-                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, SHIFT, EXACT, PRECISION
+                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, SHIFT, FP32, PRECISION
                 )
                 b_wide = b_a * tl.exp2(b_before)
                 b_a = b_wide.to(act)

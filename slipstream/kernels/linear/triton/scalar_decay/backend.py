@@ -235,7 +235,7 @@ class TritonScalarDecay:
             PACKED=cu is not None,
             GROUPED=terms.q.shape[2] != HV,
             TMA=tiles is not None,
-            EXACT=x.dtype == torch.float32,
+            FP32=x.dtype == torch.float32,
             PRECISION=fp32_dot_precision(),
             num_warps=tile.warps,
             # pointers take more shared memory: two programs then still fit a multiprocessor

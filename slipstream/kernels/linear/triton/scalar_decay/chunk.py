@@ -224,7 +224,7 @@ def scalar_decay_chunk_kernel(
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     TMA: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
@@ -238,11 +238,11 @@ def scalar_decay_chunk_kernel(
     NX: tl.constexpr = (X + BX - 1) // BX
     # q_i . dq_i - k_i . dk_i has no share of the pair (i, i), which may dwarf the rest: left out
     # of both in float32, and equal in both to the last bit or two else.
-    DIAGONAL_LAST: tl.constexpr = HAS_DG and EXACT
+    DIAGONAL_LAST: tl.constexpr = HAS_DG and FP32
     # The last product is y's, which is waited for: then w's are done, too, before w's tile is that
     # of the next turn (compiler/smem_hazards.py). Only where products go on meanwhile; else it
     # would spill.
-    LAST: tl.constexpr = C >= 64 and not EXACT
+    LAST: tl.constexpr = C >= 64 and not FP32
     i_x = pid % NX
     i_h = (pid // NX) % HV
     i_seg = pid // NX // HV
@@ -313,7 +313,7 @@ def scalar_decay_chunk_kernel(
             b_x_decayed = b_x
             if HAS_GATE:
                 b_G, b_low, G_C, low_C = load_chunk_gates(
-                    g_ptr + t.to(tl.int64) * stride_gt, stride_gt, o_c, m_c, C, EXACT
+                    g_ptr + t.to(tl.int64) * stride_gt, stride_gt, o_c, m_c, C, FP32
                 )
                 b_start = tl.exp2(b_G)
                 b_end = tl.exp2((G_C - b_G) + (low_C - b_low))
@@ -322,7 +322,7 @@ def scalar_decay_chunk_kernel(
             if HAS_Y:
                 b_a, diag = masked_scores(
                     b_a, o_c, b_G if HAS_GATE else None, b_low if HAS_GATE else None,
-                    REVERSE, HAS_GATE, DIAGONAL_LAST, EXACT,
+                    REVERSE, HAS_GATE, DIAGONAL_LAST, FP32,
                 )  # fmt: skip
                 if HAS_GATE:
                     b_y *= (b_end if REVERSE else b_start)[None, :]

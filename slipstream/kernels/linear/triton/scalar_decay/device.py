@@ -10,15 +10,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
+def load_chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, FP32: tl.constexpr):
     """G of a chunk in base 2 as a pair that adds up, [C] each, and its last row.
 
-    EXACT sums in float64, so that differences of G are right to float32.
+    FP32 sums in float64, so that differences of G are right to float32.
     """
     b_g = tl.load(p + o_c * stride, mask=m_c, other=0.0).to(tl.float32)
     # -inf would make NaN of G_i - G_j
     b_g = tl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g)
-    if EXACT:
+    if FP32:
         # 64 gates of -128 sum to 2^13: float32 would leave 2^-10 of a difference of two such
         b_wide = tl.cumsum(b_g.to(tl.float64) * LOG2E, 0)
         b_G = b_wide.to(tl.float32)
@@ -33,10 +33,10 @@ def load_chunk_gates(p, stride, o_c, m_c, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def decay_between(seen, b_G, b_low, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+def decay_between(seen, b_G, b_low, REVERSE: tl.constexpr, FP32: tl.constexpr):
     """exp of the gates between tokens j and i where i sees j, else 0, [j, i]."""
     between = b_G[None, :] - b_G[:, None]
-    if EXACT:
+    if FP32:
         between += b_low[None, :] - b_low[:, None]
     if REVERSE:
         between = -between
@@ -81,7 +81,7 @@ def masked_scores(
     REVERSE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     DIAGONAL_LAST: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32: tl.constexpr,
 ):
     """A [j, i] where i sees j, decayed, and, if OWN_LAST, which leaves that out, its diagonal."""
     diag = 0.0
@@ -94,7 +94,7 @@ def masked_scores(
             # added last, by the caller: it does not decay
             diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 0)
             seen = seen & (o_c[:, None] != o_c[None, :])
-        b_a *= decay_between(seen, b_G, b_low, REVERSE, EXACT)
+        b_a *= decay_between(seen, b_G, b_low, REVERSE, FP32)
     else:
         b_a = tl.where(seen, b_a, 0.0)
     return b_a, diag
