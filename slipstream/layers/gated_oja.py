@@ -15,9 +15,11 @@ from slipstream.layers.base import (
 )
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding
-from slipstream.ops._fp32 import widen
+from slipstream.nn.host import on_host
+from slipstream.ops._preprocess import for_value_heads
 from slipstream.ops.gated_oja_rule import chunk_gated_oja_rule, fused_recurrent_gated_oja_rule
 from slipstream.ops.norm import l2_norm
+from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -108,14 +110,19 @@ class GatedOja(DeltaHeads):
         q, k, v = self._heads_of(qkv)
         q, v = decoding.unit(q), decoding.unit(v)
         gv, beta = self._gates(x)
-        S, group = state["recurrent"], self.num_v_heads // self.num_heads
-        q, k = (y[:, 0].repeat_interleave(group, 1).to(S.dtype) for y in (q, k))  # [N, HV, K]
-        values, dtype = v[:, 0, :, None].to(S.dtype), v.dtype  # [N, HV, 1, V]
-        S.mul_(gv[:, 0, :, None].to(S.dtype).exp())
-        erased = (S * values).sum(-1)
-        S.add_((widen(beta)[:, 0, :, None].to(S.dtype) * (k - erased))[..., None] * values)
-        o = (q[..., None] * S).sum(-2) * self.head_dim**-0.5
-        return self._output(o.to(dtype)[:, None], self._gate_of(x))
+        q, k = for_value_heads(v, q, k)
+        S = state["recurrent"]
+        if on_host(x):
+            values = v[:, 0, :, None].to(S.dtype)  # [N, HV, 1, V]
+            S.mul_(gv[:, 0, :, None].to(S.dtype).exp())
+            left = k[:, 0].to(S.dtype) - (S * values).sum(-1)
+            S.add_((beta[:, 0, :, None].to(S.dtype) * left)[..., None] * values)
+        else:
+            # KDA's step of the transposed state, with v for keys and k for values; its output, of
+            # rows of S, is not what is wanted
+            recurrent_step(v, v, k, state=S, g=gv, beta=beta, scale=1.0, state_v_first=True)
+        o = (q[:, 0, :, None].to(S.dtype) @ S)[:, :, 0] * self.head_dim**-0.5
+        return self._output(o.to(v.dtype)[:, None], self._gate_of(x))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """gv [B, T, HV, V] and beta [B, T, HV]"""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.layers.base import (
     Mixed,
@@ -14,7 +14,8 @@ from slipstream.layers.base import (
     past,
 )
 from slipstream.layers.delta_heads import DeltaHeads
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections
+from slipstream.nn.host import on_host
 from slipstream.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -105,6 +106,8 @@ class GatedDeltaNet2(DeltaHeads):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
+        if self.conv is not None and not on_host(x):
+            return self._fused_step(x, state, self.conv, **options)
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         q, k, v = self._heads_of(qkv, decoding.unit)
         g, b, w = self._gates(x)
@@ -113,6 +116,47 @@ class GatedDeltaNet2(DeltaHeads):
             g=self._of_values(g), a=(g.exp() * b * k).to(k.dtype), b=-k,
         )  # fmt: skip
         return self._output(o, self._gate_of(x))
+
+    def has_fused_step(self) -> bool:
+        return self.conv is not None
+
+    def _fused_step(
+        self,
+        x: Tensor,
+        state: State,
+        conv: ShortConvolution,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        layers = self.qkv_proj, self.bw_proj, self.f_down, self.g_down
+        qkv, bw, f, z = projections.linears(x, layers, norm)
+        q, k, v = self._heads_of(qkv)
+        b, w = bw.split([self.keys, self.values], dim=-1)
+        f, b = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (self.f_up(f), b))
+        A_log, dt_bias = self.A_log, self.dt_bias
+        if (group := self.num_v_heads // self.num_heads) > 1:
+            A_log = A_log.repeat_interleave(group)
+            dt_bias = dt_bias.view(self.num_heads, -1).repeat_interleave(group, 0)
+        y = decoding.mixer(
+            q,
+            k,
+            v,
+            state,
+            conv,
+            g=self._of_values(f),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            beta=self._of_values(b),
+            write=w.view_as(v),
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            use_qk_l2norm_in_kernel=True,
+            z=self.g_up(z).view_as(v),
+            z_activation="sigmoid",
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+        )
+        return projections.projected(y, self.o_proj, residual)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """g, b [B, T, H, K] and w [B, T, HV, V]"""

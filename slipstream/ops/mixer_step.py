@@ -35,6 +35,7 @@ def mixer_step(
     gate_logit_normalizer: float | None = None,
     dt_limit: tuple[float, float] | None = None,
     beta: Tensor | None = None,
+    write: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -57,7 +58,8 @@ def mixer_step(
         q, k = q / |q|, k / |k|                      use_qk_l2norm_in_kernel
         g = -exp(A_log) dt,  dt = softplus(g + dt_bias)    or as below
         S <- exp(g) S
-        S <- S + k (beta (v - S^T k))^T,  or without beta S + k v^T
+        S <- S + k (beta (v - S^T k))^T,  or without beta S + k v^T,
+                                     or with write S + k (write v - S^T (beta k))^T
         o = scale S^T q + D v
         y = norm(o) norm_weight f(z)
 
@@ -66,6 +68,7 @@ def mixer_step(
 
         GatedDeltaNet      conv, A_log, dt_bias, beta, l2 norm, z
         KimiDeltaAttention the same with g [B, T, HV, K]; z_activation "sigmoid"
+        GatedDeltaNet2     as that, with beta [B, T, HV, K] and write
         DeltaNet           conv, beta, l2 norm
         Mamba2             q, k, v = C, B, x; conv with bias, channel_order "vkq"; g = dt, A_log,
                            dt_bias, dt_scales_v, D, scale 1; norm_before_gate off,
@@ -107,8 +110,10 @@ def mixer_step(
         lower_bound: of the log decay, in [-5, 0).
         gate_logit_normalizer: GLA's, by which the log of the sigmoid is divided.
         dt_limit: least and largest dt.
-        beta: how much of the old value to replace [B, T, HV].
-        use_beta_sigmoid_in_kernel: beta is raw: sigmoid(beta) is used.
+        beta: how much of the old value to replace [B, T, HV]; with write how much of it to erase,
+            by channel of the key [B, T, HV, K].
+        write: how much of the new value to write [B, T, HV, V].
+        use_beta_sigmoid_in_kernel: beta and write are raw: their sigmoids are used.
         allow_neg_eigval: 2 sigmoid(beta).
         use_qk_l2norm_in_kernel: q and k are x / sqrt(sum x^2 + 1e-6).
         scale: factor on the output; K^-0.5 if None.
@@ -148,7 +153,7 @@ def mixer_step(
         checks.expect_not_negative("norm_eps", norm_eps)
     inputs = StepInputs(
         q, k, v, state, state_scale, state_residual, state_indices, num_accepted, conv_state,
-        conv_weight, conv_bias, g, A_log, dt_bias, beta, D, z, norm_weight,
+        conv_weight, conv_bias, g, A_log, dt_bias, beta, write, D, z, norm_weight,
     )  # fmt: skip
     dt_min, dt_max = (0.0, float("inf")) if dt_limit is None else dt_limit
     options = StepOptions(

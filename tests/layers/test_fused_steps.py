@@ -10,7 +10,9 @@ import torch
 from slipstream.layers import (
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedLinearAttention,
+    GatedOja,
     KimiDeltaAttention,
     Mamba2,
     MultiScaleRetention,
@@ -25,6 +27,8 @@ LAYERS: dict[str, Any] = {
     "gated_deltanet without a gate": lambda: GatedDeltaNet(D, 2, use_gate=False),
     "kda": lambda: KimiDeltaAttention(D, 2, num_v_heads=4),
     "kda bounded": lambda: KimiDeltaAttention(D, 2, lower_bound=-5.0, allow_neg_eigval=True),
+    "gdn2": lambda: GatedDeltaNet2(D, 2, num_v_heads=4, allow_neg_eigval=True, conv_bias=True),
+    "gdn2 wide values": lambda: GatedDeltaNet2(D, 2, head_dim=8, head_v_dim=16),
     "mamba2": lambda: Mamba2(D, head_dim=8, state_size=12, n_groups=2, dt_limit=(0.01, 0.2)),
     "mamba2 norm first": lambda: Mamba2(D, head_dim=8, state_size=12, norm_before_gate=True),
     "mamba2 without norm": lambda: Mamba2(D, head_dim=16, state_size=12, norm=False),
@@ -35,7 +39,7 @@ LAYERS: dict[str, Any] = {
     "retention": lambda: MultiScaleRetention(D, 2),
     "retention convolved": lambda: MultiScaleRetention(D, 2, conv_size=4, norm_affine=True),
 }
-MODULES = ("gated_deltanet", "kda", "mamba2", "delta_net", "gla", "retention")
+MODULES = ("gated_deltanet", "kda", "gdn2", "gated_oja", "mamba2", "delta_net", "gla", "retention")
 
 
 @pytest.fixture
@@ -72,6 +76,22 @@ def test_step_is_one_operator(name: str, off_host: list[str]) -> None:
     y = [layer.step(x[:, t : t + 1], state) for t in range(9, 12)]
     assert off_host == ["mixer_step"] * 3
     torch.testing.assert_close(torch.cat(y, 1), want[:, 9:], rtol=1e-4, atol=1e-4)
+    for key, value in end.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_step_of_oja_is_one_pass_over_the_state(off_host: list[str]) -> None:
+    """And the convolution and norms on their own: its sums run over columns, of which a program of
+    mixer_step may have a part."""
+    torch.manual_seed(0)
+    layer, x = GatedOja(D, 2, head_dim=8, head_v_dim=16, num_v_heads=4).eval(), torch.randn(3, 9, D)
+    want, end = layer(x, use_cache=True)
+    _, state = layer(x[:, :7], use_cache=True)
+    off_host.clear()
+    y = [layer.step(x[:, t : t + 1], state) for t in range(7, 9)]
+    assert off_host == ["l2_norm", "l2_norm", "rms_norm_gated"] * 2
+    torch.testing.assert_close(torch.cat(y, 1), want[:, 7:], rtol=1e-4, atol=1e-4)
     for key, value in end.items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
 

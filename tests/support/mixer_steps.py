@@ -23,6 +23,7 @@ class Kind:
 
     g: str = ""
     beta: bool = False
+    write: bool = False
     conv: bool = True
     z: bool = True
     raw: bool = True
@@ -36,6 +37,12 @@ KINDS = {
     "gated_deltanet": Kind("head", beta=True, options=_RAW),
     "kda": Kind(
         "channel", beta=True, options={**_RAW, "z_activation": "sigmoid", "allow_neg_eigval": True}
+    ),
+    "gdn2": Kind(
+        "channel",
+        beta=True,
+        write=True,
+        options={**_RAW, "z_activation": "sigmoid", "allow_neg_eigval": True},
     ),
     "kda bounded": Kind("channel", beta=True, options={**_RAW, "lower_bound": -5.0}),
     "mamba2": Kind(
@@ -92,7 +99,9 @@ def make(kind: Kind, n: Sizes, strength: float = 1.0) -> tuple[dict[str, Tensor]
         if not kind.raw and "gate_logit_normalizer" not in kind.options:
             args["g"] = -args["g"].abs()
     if kind.beta:
-        args["beta"] = torch.randn(B, n.T, n.HV)
+        args["beta"] = torch.randn(B, n.T, n.HV, *([n.K] if kind.write else []))
+    if kind.write:
+        args["write"] = torch.randn(B, n.T, n.HV, n.V)
     if kind.z:
         args["z"] = torch.randn(B, n.T, n.HV, n.V)
     args = {name: x.to(n.dtype) for name, x in args.items()}

@@ -104,7 +104,8 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
     _check_gates(inputs, options)
     shapes = {
         "state_indices": (indices, (B,)),
-        "beta": (inputs.beta, (B, T, HV)),
+        "beta": (inputs.beta, (B, T, HV) if inputs.write is None else (B, T, HV, K)),
+        "write": (inputs.write, v.shape),
         "D": (inputs.D, (HV,)),
         "z": (inputs.z, v.shape),
         "num_accepted": (inputs.num_accepted, (B,)),
@@ -178,6 +179,8 @@ def _check_gates(inputs: StepInputs, options: StepOptions) -> None:
         raise ValueError(
             f"dt_limit: want 0 <= least <= largest, got {(options.dt_min, options.dt_max)}"
         )
+    if inputs.beta is None and inputs.write is not None:
+        raise ValueError("write: wants beta [B, T, HV, K] too")
     if inputs.beta is None and options.use_beta_sigmoid:
         raise ValueError("use_beta_sigmoid_in_kernel: wants beta too")
     if options.allow_neg_eigval and not options.use_beta_sigmoid:

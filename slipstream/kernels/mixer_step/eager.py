@@ -3,7 +3,7 @@
 With e = exp(g), what is read of a state S is read before it decays:
 
     r, s = S^T (e k), S^T (e q)        one matrix product of two rows
-    x = beta (v - r), or v
+    x = beta (v - r), or v;  with gates of channels r = S^T (e beta k), x = write v - r
     o = s + (q . k) x
     S <- e S + k x^T                   in place where every sequence has a slot of its own
 """
@@ -63,7 +63,7 @@ def _without_rejected(inputs: StepInputs, options: StepOptions, accepted: Tensor
     t = torch.arange(T, device=accepted.device)
     new = t >= accepted[:, None]  # [B, T]
     rows = torch.where(new, t + pending - accepted[:, None], t).clamp(max=T - 1)
-    names = ("q", "k", "v", "g", "beta", "z")
+    names = ("q", "k", "v", "g", "beta", "write", "z")
     by_name = {name: getattr(inputs, name) for name in names}
     return inputs._replace(**{n: _taken(x, rows) for n, x in by_name.items() if x is not None})
 
@@ -203,15 +203,22 @@ def _recurrence(
         beta = inputs.beta.to(inputs.dtype)
         if options.use_beta_sigmoid:
             beta = beta.sigmoid() * 2 if options.allow_neg_eigval else beta.sigmoid()
+    write = None if inputs.write is None else inputs.write.to(inputs.dtype)
+    if write is not None and options.use_beta_sigmoid:
+        write = write.sigmoid()
     outputs = []
     for t in range(T):
         q, k, x = tokens.q[:, t], tokens.k[:, t], tokens.v[:, t]
         e = None if tokens.e is None else tokens.e[:, t]
-        both = torch.stack((k, q), 2) if beta is not None else q[:, :, None]  # [B, HV, 1 or 2, K]
+        erased = k if beta is None or write is None else beta[:, t] * k
+        # [B, HV, 1 or 2, K]
+        both = torch.stack((erased, q), 2) if beta is not None else q[:, :, None]
         if e is not None:
             both = both * e[:, :, None]
         read = both @ state  # [B, HV, 1 or 2, V]
-        if beta is not None:
+        if write is not None:
+            x = write[:, t] * x - read[:, :, 0]
+        elif beta is not None:
             x = beta[:, t, :, None] * (x - read[:, :, 0])
         o = read[:, :, -1] + (q * k).sum(-1, keepdim=True) * x
         outputs.append(o)

@@ -16,6 +16,7 @@ class StepInputs(NamedTuple):
     state_indices, num_accepted: [B]. conv_state: [slots, C, W or W - 1]. conv_weight: [C, W].
     conv_bias: [C].
     g: [B, T, HV] or [B, T, HV, K]. A_log, D: [HV]. dt_bias: [HV] or [HV, K]. beta: [B, T, HV].
+    write: [B, T, HV, V], beside which beta is [B, T, HV, K].
     norm_weight: [V] or [HV, V].
     """
 
@@ -34,6 +35,7 @@ class StepInputs(NamedTuple):
     A_log: Tensor | None
     dt_bias: Tensor | None
     beta: Tensor | None
+    write: Tensor | None
     D: Tensor | None
     z: Tensor | None
     norm_weight: Tensor | None

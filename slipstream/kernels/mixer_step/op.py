@@ -37,7 +37,7 @@ def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:
 def kind(inputs: StepInputs) -> KernelKey:
     """What a verdict on the kernel holds for."""
     decay = None if inputs.g is None else "channel" if inputs.g.dim() == 4 else "scalar"
-    terms = tuple(x is not None for x in (inputs.beta, inputs.conv_state, inputs.z))
+    terms = tuple(x is not None for x in (inputs.beta, inputs.write, inputs.conv_state, inputs.z))
     q, state = inputs.q, inputs.state
     return ("mixer_step.triton", q.dtype, state.dtype, q.shape[3], inputs.v.shape[3], decay, *terms)
 
@@ -80,7 +80,8 @@ def _expect_unique(indices: Tensor) -> None:
 def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
     """The probe: two sequences of a pool of three, with what the call has and the same heads."""
     device = like.q.device
-    sizes = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "z": 2, "state": 3, "conv_state": 3}
+    sizes = dict.fromkeys(("q", "k", "v", "g", "beta", "write", "z"), 2)
+    sizes |= {"state": 3, "conv_state": 3}
     probe_inputs: dict[str, Tensor] = {}
     for name, x in like._asdict().items():
         if x is not None and name not in _NOT_FLOATING:
@@ -125,7 +126,7 @@ _call = KernelOp(
     "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state, Tensor(e!)? state_scale, "
     "Tensor(f!)? state_residual, Tensor? state_indices, "
     "Tensor? num_accepted, Tensor(c!)? conv_state, Tensor? conv_weight, Tensor? conv_bias, "
-    "Tensor? g, Tensor? A_log, Tensor? dt_bias, Tensor? beta, Tensor? D, Tensor? z, "
+    "Tensor? g, Tensor? A_log, Tensor? dt_bias, Tensor? beta, Tensor? write, Tensor? D, Tensor? z, "
     "Tensor? norm_weight, Tensor(d!)? counters, float scale, SymInt pending, bool state_v_first, "
     "str channel_order, bool conv_silu, float? lower_bound, float? gate_logit_normalizer, "
     "float dt_min, float dt_max, bool use_beta_sigmoid, bool allow_neg_eigval, bool qk_l2norm, "

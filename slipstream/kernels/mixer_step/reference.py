@@ -4,7 +4,8 @@ x_t = silu(bias + sum_j weight_j x_{t-W+1+j})                  of the channels o
 q, k = q / |q|, k / |k|
 dt = clamp(softplus(g + dt_bias)),  g = -exp(A_log) dt         or one of gate()
 v = dt v
-S <- exp(g) S,  S <- S + k (beta (v - S^T k))^T,  or S + k v^T without beta
+S <- exp(g) S,  S <- S + k (beta (v - S^T k))^T,  or S + k v^T without beta, or with gates of
+channels S + k (write v - S^T (beta k))^T
 o = scale S^T q + D v                                          v before dt
 y = o / sqrt(mean(o^2) + eps) weight f(z),  or of o f(z)       over groups of channels
 """
@@ -69,7 +70,12 @@ def _token(inputs: StepInputs, options: StepOptions, n: int, t: int, cache_slot:
         beta = inputs.beta[n, t].to(wide)
         if options.use_beta_sigmoid:
             beta = beta.sigmoid() * (2 if options.allow_neg_eigval else 1)
-        v = beta[:, None] * (v - torch.einsum("hkv,hk->hv", S, k))
+        if inputs.write is None:
+            v = beta[:, None] * (v - torch.einsum("hkv,hk->hv", S, k))
+        else:
+            write = inputs.write[n, t].to(wide)
+            write = write.sigmoid() if options.use_beta_sigmoid else write
+            v = write * v - torch.einsum("hkv,hk->hv", S, beta * k)
     S = S + k[:, :, None] * v[:, None, :]
     memory.copy_(S)
     o = options.scale * torch.einsum("hkv,hk->hv", S, q)

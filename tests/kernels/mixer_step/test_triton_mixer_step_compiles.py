@@ -21,7 +21,8 @@ FLOATS = ("lower_bound", "normalizer", "dt_min", "dt_max")
 DTYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i8": torch.int8}
 WIDTHS = [(64, 64, 1), (128, 64, 8), (256, 256, 1), (256, 512, 1)]
 STRIDES = [f"stride_{x}" for x in ("state", "head", "window", "scale", "residual")]
-ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y", "cache_slots")
+ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_write", "row_z", "row_y")
+ROWS += ("cache_slots",)
 
 
 def compile_step(

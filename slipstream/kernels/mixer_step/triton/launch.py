@@ -95,6 +95,7 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
     v, row_v = _rows(inputs.v)
     g, row_g = _rows(inputs.g)
     beta, row_beta = _rows(inputs.beta)
+    write, row_write = _rows(inputs.write)
     z, row_z = _rows(inputs.z)
     y, row_y = _rows(out)
     assert y is not None
@@ -118,6 +119,7 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
             v_ptr=v,
             g_ptr=g,
             beta_ptr=beta,
+            write_ptr=write,
             z_ptr=z,
             y_ptr=y,
             state_ptr=state,
@@ -152,6 +154,7 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
             row_v=row_v,
             row_g=row_g,
             row_beta=row_beta,
+            row_write=row_write,
             row_z=row_z,
             row_y=row_y,
             stride_state=state.stride(0),

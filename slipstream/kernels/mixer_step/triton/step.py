@@ -3,7 +3,7 @@
     x_t = silu(bias + sum_j weight_j x_{t-W+1+j})       of the channels of q, k and v
     q, k = q / |q|, k / |k|;   v = dt v;   e = exp(g)
     r, s = S^T (e k), S^T (e q)
-    x = beta (v - r), or v
+    x = beta (v - r), or v;  with gates of channels r = S^T (e beta k), x = write v - r
     o = scale (s + (q . k) x) + D u                     u: v before dt
     S <- e S + k x^T
     y = norm(o) weight f(z), or norm(o f(z)) weight     over groups of channels
@@ -141,14 +141,14 @@ def _token(
     pointers, rows, places, first, t, i_h, K: tl.constexpr, V: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads of token t: q, k, v, the gate with its bias, beta."""
-    q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr = pointers
-    row_q, row_k, row_v, row_g, row_beta = rows
+    """What a program reads of token t: q, k, v, the gate with its bias, beta, write."""
+    q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, write_ptr = pointers
+    row_q, row_k, row_v, row_g, row_beta, row_write = rows
     o_k, o_c, m_k, m_v = places
     b_q = _load(q_ptr + t * row_q + o_k, m_k)
     b_k = _load(k_ptr + t * row_k + o_k, m_k)
     b_v = _load(v_ptr + t * row_v + o_c, m_v)
-    gate, beta = 0.0, 1.0
+    gate, beta, write = 0.0, 1.0, 1.0
     row = first + t
     if g_ptr is not None:
         if PER_CHANNEL:
@@ -159,9 +159,12 @@ def _token(
             gate = tl.load(g_ptr + row * row_g + i_h).to(tl.float32)
             if dt_bias_ptr is not None:
                 gate += tl.load(dt_bias_ptr + i_h).to(tl.float32)
-    if beta_ptr is not None:
+    if write_ptr is not None:
+        beta = _load(beta_ptr + row * row_beta + i_h * K + o_k, m_k)
+        write = _load(write_ptr + row * row_write + i_h * V + o_c, m_v)
+    elif beta_ptr is not None:
         beta = tl.load(beta_ptr + row * row_beta + i_h).to(tl.float32)
-    return b_q, b_k, b_v, gate, beta
+    return b_q, b_k, b_v, gate, beta, write
 
 
 @triton.jit
@@ -309,16 +312,26 @@ def _add3(a, b, c, d, e, f):
 
 @triton.jit
 def _recurrence(
-    b_s, b_q, b_k, b_x, dot, beta, WIDTH: tl.constexpr, V_FIRST: tl.constexpr, DELTA: tl.constexpr
-):
-    """S^T q of the state after k x^T is added, and that state; DELTA: x is beta (v - S^T k)."""
+    b_s, b_q, b_k, b_x, dot, beta, write, beta_ptr, write_ptr,
+    WIDTH: tl.constexpr, V_FIRST: tl.constexpr, BETA_SIGMOID: tl.constexpr,
+    BETA_FACTOR: tl.constexpr,
+):  # fmt: skip
+    """S^T q of the state after k x^T is added, and that state. x is beta (v - S^T k), or with write
+    write v - S^T (beta k), or without beta v."""
     ROWS: tl.constexpr = 1 if V_FIRST else 0
+    b_e = b_k
+    if BETA_SIGMOID:
+        beta, write = tl.sigmoid(beta) * BETA_FACTOR, tl.sigmoid(write)
+    if write_ptr is not None:
+        b_e, b_x = beta * b_k, write * b_x
     b_q, b_k = _rows_of(b_q, WIDTH, V_FIRST), _rows_of(b_k, WIDTH, V_FIRST)
-    if DELTA:
-        b_o, b_r = tl.reduce((b_q * b_s, b_k * b_s), ROWS, _add2)
+    if beta_ptr is not None:
+        b_o, b_r = tl.reduce((b_q * b_s, _rows_of(b_e, WIDTH, V_FIRST) * b_s), ROWS, _add2)
         if V_FIRST:
             b_o, b_r = tl.reduce((b_o, b_r), 1, _add2)
-        b_x = (b_x - b_r) * beta
+        b_x -= b_r
+        if write_ptr is None:
+            b_x *= beta
     else:
         b_o = tl.sum(b_q * b_s, ROWS)
         if V_FIRST:
@@ -369,7 +382,7 @@ def _norm_of_group(
 
 
 _SIZES = ["pending", "HV", "cache_slots", "length"]
-_SIZES += ["row_q", "row_k", "row_v", "row_g", "row_beta", "row_z", "row_y"]
+_SIZES += ["row_q", "row_k", "row_v", "row_g", "row_beta", "row_write", "row_z", "row_y"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -378,7 +391,8 @@ def mixer_step_kernel(
     k_ptr,
     v_ptr,  # [B T, HV, V]; so are z, y and scratch
     g_ptr,  # [B T, HV], or [B T, HV, K] if PER_CHANNEL
-    beta_ptr,  # [B T, HV]
+    beta_ptr,  # [B T, HV], or [B T, HV, K] with write
+    write_ptr,  # [B T, HV, V]
     z_ptr,
     y_ptr,
     state_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if V_FIRST
@@ -411,6 +425,7 @@ def mixer_step_kernel(
     row_v: tl.int64,
     row_g: tl.int64,
     row_beta: tl.int64,
+    row_write: tl.int64,
     row_z: tl.int64,
     row_y: tl.int64,
     stride_state,
@@ -450,8 +465,7 @@ def mixer_step_kernel(
     HINT: tl.constexpr = "evict_first" if V_FIRST else ""
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
-    i_k = i_h // HEADS_PER_K
-    i_n = (pid // NV // HV).to(tl.int64)
+    i_k, i_n = i_h // HEADS_PER_K, (pid // NV // HV).to(tl.int64)
     o_k = tl.arange(0, BK)
     o_c = (pid % NV) * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_c < V
@@ -468,8 +482,8 @@ def mixer_step_kernel(
     q_ptr += first * row_q + i_k * K
     k_ptr += first * row_k + i_k * K
     v_ptr += first * row_v + i_h * V
-    pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr
-    rows = row_q, row_k, row_v, row_g, row_beta
+    pointers = q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, write_ptr
+    rows = row_q, row_k, row_v, row_g, row_beta, row_write
     places = o_k, o_c, m_k, m_v
     if ONE and not V_FIRST:
         token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
@@ -512,7 +526,7 @@ def mixer_step_kernel(
             if z_ptr is not None:
                 b_z = _load(z_ptr + (first + row) * row_z + i_h * V + o_c, m_v)
             token = _token(pointers, rows, places, first, row, i_h, K, V, PER_CHANNEL)
-        b_q, b_k, b_v, gate, beta = token
+        b_q, b_k, b_v, gate, beta, write = token
         if window_ptr is not None:
             if not ONE:
                 xs = _windows(
@@ -533,9 +547,10 @@ def mixer_step_kernel(
             b_s *= _rows_of(e, WIDTH, V_FIRST) if PER_CHANNEL else e
             if DT_SCALES_V:
                 b_x *= dt
-        if BETA_SIGMOID:
-            beta = tl.sigmoid(beta) * BETA_FACTOR
-        b_o, b_s = _recurrence(b_s, b_q, b_k, b_x, dot, beta, WIDTH, V_FIRST, beta_ptr is not None)
+        b_o, b_s = _recurrence(
+            b_s, b_q, b_k, b_x, dot, beta, write, beta_ptr, write_ptr,
+            WIDTH, V_FIRST, BETA_SIGMOID, BETA_FACTOR,
+        )  # fmt: skip
         b_o = b_o * scale + skip * b_v
         if t == last:
             _store_state(b_s, p_s, m_s, quantized, o_c, V, BK, V_FIRST, HINT)
