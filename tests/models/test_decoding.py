@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from slipstream.models import StateCache, graphs
 from slipstream.models.cache import CACHE
-from slipstream.models.host_graph import CannotRepeat, HostGraph
+from slipstream.models.host_graph import Call, CannotRepeat, HostGraph, _scripted
 from slipstream.nn import decoding
-from slipstream.ops import rotary_tables
+from slipstream.ops import embedding, rotary_tables
 from tests.support.language_models import MODELS, assert_same, model, tokens
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -162,6 +162,28 @@ def test_host_graph_repeats_a_step() -> None:
         got = result.clone()
         state.copy_(before)  # as if it had not run
         torch.testing.assert_close(got, step(), rtol=0, atol=0)
+
+
+def test_host_graph_is_one_function_of_torchscript() -> None:
+    """But for what it has no word for, and where it refuses the calls."""
+    x, table = torch.randn(3, 4), torch.randn(5, 4)
+
+    def step() -> torch.Tensor:
+        y = (2 * x).softmax(-1, dtype=torch.float32).sum([0], keepdim=True)
+        return torch.cat([y, embedding(torch.tensor([[1]]), table)[0]]).relu_()
+
+    graph = HostGraph()
+    out = graph.capture(step)
+    names = [str(call.op).partition(".")[0] for call in graph.calls]
+    assert names.count("None") == 1
+    assert len(graph.runs) == 3
+    for _ in range(3):
+        x.normal_()
+        table.normal_()
+        graph.replay()
+        assert torch.equal(out, step())
+    refused = Call(torch.relu_, torch.ops.aten.relu_.default, (x, x, x), {})
+    assert len(_scripted([refused, refused])) == 2
 
 
 def test_host_graph_refuses_what_changes() -> None:

@@ -12,8 +12,8 @@ from slipstream.common.int8_states import LARGEST, MARGIN, TINY
 
 _STEPS = tl.constexpr(MARGIN / LARGEST)
 _TINY = tl.constexpr(TINY)
-# 1.5 * 2^18, and a half: of a float32 added to it, bits 5 and up are that number, rounded
-_MAGIC = tl.constexpr(393216.5)
+# 1.5 * 2^23: the low bits of a float32 that was added to it are that number, rounded to even
+_MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -98,8 +98,8 @@ def store_state(
     scale = (b_top * _STEPS).to(tl.bfloat16).to(tl.float32)
     inverse = 1.0 / tl.where(scale == 0.0, 1.0, scale)
     b_m = (b_s * _columns(inverse, COLUMNS_FIRST) + _MAGIC).to(tl.int32, bitcast=True)
-    words = tl.reduce(((b_m >> 5) & 7) << _shifts(COLUMNS_FIRST), AXIS, _or)
-    codes = (b_m >> 8).to(tl.int8)
+    words = tl.reduce((b_m & 7) << _shifts(COLUMNS_FIRST), AXIS, _or)
+    codes = (b_m >> 3).to(tl.int8)
     if not COLUMNS_FIRST:
         codes = tl.reshape(codes, (BK, codes.shape[2]))
     tl.store(p_s, codes, mask=m_s)
