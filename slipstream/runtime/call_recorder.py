@@ -15,6 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from slipstream.runtime.launch_cache import of_thread
 
 EMPTY = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided"))
+ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
+# Operations of which torch's method takes the same arguments, by position, in a third of the time
+# that the overload takes to look at them.
+METHODS = ("sum", "add", "sub", "mul", "neg", "exp", "flip", "cumsum", "copy_", "add_", "mul_")
 # Makes a step's values, given all of them and their addresses.
 Run = Callable[[list, list], None]
 
@@ -90,6 +94,7 @@ class CallRecorder(TorchDispatchMode):
         self._fresh: set[int] = set()  # addresses of memory of this call
         self.constants: dict[int, Tensor] = {}
         self.count, self.device = 0, inputs[0].device
+        self._given = {x.untyped_storage().data_ptr() for x in inputs}
         for x in inputs:
             self._new(x)
 
@@ -150,11 +155,13 @@ class CallRecorder(TorchDispatchMode):
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name
-        if name in EMPTY and not kwargs.get("pin_memory"):
+        if name in EMPTY | ZEROS and not kwargs.get("pin_memory"):
             made, size = self._made(out), out.untyped_storage().nbytes()
             like: Any = {"dtype": out.dtype, "device": out.device}
-            run = allocation(made, tuple(out.shape), out.stride(), **like)
-            self.steps.append(RecordedStep((), (made,), run, fresh=size))
+            run = allocation(made, tuple(out.shape), out.stride(), zero=name in ZEROS, **like)
+            self.operations += name in ZEROS
+            fresh = None if name in ZEROS else size
+            self.steps.append(RecordedStep((), (made,), run, fresh=fresh))
             return
         flat, spec = tree_flatten((args, kwargs))
         reads = {i: self.number(x) for i, x in enumerate(flat) if isinstance(x, Tensor)}
@@ -162,6 +169,12 @@ class CallRecorder(TorchDispatchMode):
         if any(not isinstance(x, Tensor) or x.device != self.device for x in outs):
             raise Unrecordable
         view = is_view(func) and not any(map(self._known, outs))
+        # of memory of this call, which lies in it as it did: that of an argument may not
+        inside = view and isinstance(out, Tensor)
+        inside = inside and out.untyped_storage().data_ptr() not in self._given
+        if inside and _same_layout(flat[0], out):
+            self._numbers[id(out)] = (weakref.ref(out), reads[0])
+            return
         makes = tuple(map(self._made, outs))
         if view:
             number, offset = self._place(flat[0])
@@ -170,10 +183,13 @@ class CallRecorder(TorchDispatchMode):
         else:
             self.operations += 1
         plain = sum(isinstance(x, Tensor) for x in args) == len(reads) and isinstance(out, Tensor)
+        inside = inside and flat[0].dtype == out.dtype
         flat = [None if isinstance(x, Tensor) else x for x in flat]
         run = _nested(func, flat, spec, reads, makes)
-        if plain:
-            run = _plain(func, args, kwargs, tuple(reads.values()), makes[0])
+        if inside:
+            run = _restrided(out, reads[0], makes[0])
+        elif plain:
+            run = _plain(_method(func, kwargs), args, kwargs, tuple(reads.values()), makes[0])
         self.steps.append(RecordedStep(tuple(reads.values()), makes, run, view))
 
 
@@ -194,6 +210,35 @@ def _plain(func: Any, args: Any, kwargs: Any, reads: tuple[int, ...], made: int)
         addresses[made] = x.data_ptr()
 
     return run
+
+
+def _same_layout(x: Tensor, y: Tensor) -> bool:
+    return (
+        (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        and x.data_ptr() == y.data_ptr()
+        and type(x) is type(y)
+    )
+
+
+def _restrided(like: Tensor, read: int, made: int) -> Run:
+    """A view as `like` is one."""
+    given = like.shape, like.stride(), like.storage_offset()
+
+    def run(values: list, addresses: list) -> None:
+        values[made] = x = values[read].as_strided(*given)
+        addresses[made] = x.data_ptr()
+
+    return run
+
+
+def _method(func: Any, kwargs: Any) -> Any:
+    """func, or what does the same sooner."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in METHODS and not kwargs:
+        return getattr(Tensor, name)
+    if name == "_to_copy" and kwargs.keys() == {"dtype"}:
+        return Tensor.to
+    return func
 
 
 def _nested(func: Any, flat: list, spec: Any, reads: dict[int, int], makes: tuple) -> Run:
@@ -219,12 +264,18 @@ def is_view(func: Any) -> bool:
     return len(made) == 1 and made[0] is not None and not made[0].is_write and given[0] is not None
 
 
-def allocation(made: int, size: tuple[int, ...], stride: tuple[int, ...], **options: Any) -> Run:
+def allocation(
+    made: int, size: tuple[int, ...], stride: tuple[int, ...], zero: bool = False, **options: Any
+) -> Run:
     def run(values: list, addresses: list) -> None:
         values[made] = x = torch.empty_strided(size, stride, **options)
         addresses[made] = x.data_ptr()
 
-    return run
+    def run_zeros(values: list, addresses: list) -> None:
+        values[made] = x = torch.empty_strided(size, stride, **options).zero_()
+        addresses[made] = x.data_ptr()
+
+    return run_zeros if zero else run
 
 
 @contextmanager

@@ -101,6 +101,33 @@ def test_options_shapes_strides_dtypes_are_told_apart() -> None:
     assert toy.calls == 2 * 2 * len(cases)
 
 
+def test_views_and_operations_are_played_sooner() -> None:
+    """Views of memory of the call, those that change nothing, zeros, and torch's methods."""
+
+    def body(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.empty(2, 3, 4)
+        launch(x, y)
+        same, inner = y.view(2, 3, 4), y[1, :, 1:].t()
+        count = torch.zeros(3, dtype=torch.int32)
+        bits = y.sum(0).view(torch.int32)
+        return same, inner, inner.sum([0]), y[0].double(), count, bits, x.view(-1)[2:]
+
+    def want(x: Tensor) -> tuple[Tensor, ...]:
+        y = 2 * x
+        inner = y[1, :, 1:].t()
+        bits = y.sum(0).view(torch.int32)
+        count = torch.zeros(3, dtype=torch.int32)
+        return y, inner, inner.sum(0), y[0].double(), count, bits, x.flatten()[2:]
+
+    toy, wide = Toy(body), torch.randn(9, 2, 3, 4)
+    toy.run = custom_op.DirectCall(toy.run.impl, max_operations=None)
+    agree(toy, want, lambda: (wide[4],))
+    for i in range(9):  # views of an argument lie where that one does
+        torch.testing.assert_close(toy.run(wide[i]), want(wide[i]))
+    found = toy.run(wide[0])
+    assert found[4].add_(1).tolist() == toy.run(wide[0])[4].add_(1).tolist() == [1, 1, 1]
+
+
 def test_in_place_reaches_the_argument() -> None:
     def body(state: Tensor, x: Tensor) -> Tensor:
         state.mul_(2).add_(x)
