@@ -82,6 +82,7 @@ def test_every_table_is_on_a_page() -> None:
         "kda needs 25% more memory.",
         "It reaches 657 TFLOP/s.",
         "Compilation takes 40 seconds.",
+        "The losses are within 0.002.",
         "It takes half of the time.",
         "It takes two to three\ntimes as long.",
     ],

@@ -32,7 +32,7 @@ VERSION = re.compile(
     r"\b(?:Python|torch|Triton|transformers|ptxas|CUDA|Slipstream|fla-core|FlashQLA|TRL|numpy|and|to|or)"
     r" \(?\d+(?:\.\d+)+"
 )
-DECIMAL = re.compile(r"(?<![\w.^])\d+\.\d+(?:e-?\d+)?(?![\w.])")
+DECIMAL = re.compile(r"(?<![\w.^])\d+\.\d+(?:e-?\d+)?(?!\w|\.\d)")
 # pages that lab_notes.py checks, facts without a time, and what is generated from other data
 RECORDS = ("docs/dev/", "docs/SUPPORT.md", "docs/_build/")
 STRICT = ("README.md", "docs/performance.md", "docs/index.md")
