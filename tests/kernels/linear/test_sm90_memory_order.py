@@ -72,14 +72,17 @@ WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str
         },
     ),
     "fused": (
-        "bwd_fused", ("bwd_fused_recompute", "bwd_fused_dqk", "bwd_fused"), whole, {
+        "bwd_fused",
+        ("bwd_fused_recompute", "bwd_fused_dqk", "bwd_fused_load", "bwd_fused"),
+        whole,
+        {
             "bwd_fused_recompute: mbarrier.wait(barriers.w_empty.index(0), (gone & 1) ^ 1)": 1,
             "bwd_fused_recompute: mbarrier.wait(barriers.state_empty.index(0), (gone & 1) ^ 1)": 1,
             "bwd_fused_recompute: fence_async_shared()": 2,
             "bwd_fused_dqk: mbarrier.wait(barriers.full.index(s), (j // ST) & 1)": 1,
             "bwd_fused_dqk: mbarrier.wait(barriers.w_full.index(0), i & 1)": 1,
             "bwd_fused_dqk: store_wait(0)": 2,
-            "bwd_fused: mbarrier.wait(barriers.recomputed.index(0), block & 1)": 1,
+            "bwd_fused_load: mbarrier.wait(barriers.recomputed.index(0), block & 1)": 1,
         },
     ),
 }  # fmt: skip
@@ -106,7 +109,7 @@ def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     runs(run, name)
     unnoticed: Counter[str] = Counter()
     with emulated():
-        modules = {x: importlib.import_module(PACKAGE + x) for x in {*files, file}}
+        modules = {x: importlib.import_module(PACKAGE + x) for x in (*files, file)}
     for part in files:
         for line, text in without(modules[part]):
             run_of({part: text}, modules, file)
@@ -122,7 +125,8 @@ def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def run_of(texts: dict[str, str], modules: dict[str, ModuleType], file: str) -> None:
-    """Has the modules anew, but for `texts`; the kernel's last, which takes from the others."""
+    """Has the modules anew, but for `texts`; the kernel's last, which takes from the others, and
+    each after those in front of it."""
     with emulated():
         sys.modules.update({PACKAGE + name: x for name, x in modules.items()})
         for name in sorted(modules, key=lambda x: x == file):

@@ -9,7 +9,7 @@ dq the warpgroups exchange dx through shared memory, and each tile of
 
 is added to float32 sums in global memory by TMA.
 
-    _load_partition    _warpgroup_0, _warpgroup_1 (4 warps)         add_even, add_odd (1 warp each)
+    load_partition    _warpgroup_0, _warpgroup_1 (4 warps)         add_even, add_odd (1 warp each)
       k, v   -- full.kv -->  once
       q, base   -- full.q -->  _step: p, dv += p do, dx, dk += dx q
       do, delta -- full.do -->   dx to shared memory -- full.dx --> the other warpgroup
@@ -35,7 +35,12 @@ is its own number. Units are numbered in that order, so what is waited for has b
 from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.bwd_dkv import first_and_width, weights
-from slipstream.kernels.attention.sm90.bwd_dq_accumulate import add_even, add_odd, tile_of_sequence
+from slipstream.kernels.attention.sm90.bwd_dq_accumulate import add_even, add_odd
+from slipstream.kernels.attention.sm90.bwd_fused_load import (
+    LoadBuffers,
+    LoadFull,
+    load_partition,
+)
 from slipstream.kernels.attention.sm90.common import (
     RIGHT,
     SOFTCAP,
@@ -43,7 +48,6 @@ from slipstream.kernels.attention.sm90.common import (
     THREAD_ROW_BITS,
     Sizes,
     barriers,
-    fetch,
     load_scalar,
     locate_tile,
     opaque,
@@ -52,7 +56,6 @@ from slipstream.kernels.attention.sm90.common import (
     stage_through_smem,
     store_scalars,
     store_staged,
-    tile_coords,
     visible_query_tiles,
     wait_empty,
     wait_full,
@@ -61,7 +64,6 @@ from slipstream.kernels.attention.sm90.common import (
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
 from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
     fence_async_shared,
     gl,
     gluon,
@@ -88,25 +90,6 @@ class Buffers(NamedTuple):
     delta: Any
 
 
-class LoadBuffers(NamedTuple):
-    """Those of them that the producer warp fills."""
-
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    base: Any
-    delta: Any
-
-
-class LoadFull(NamedTuple):
-    """Their barriers: base comes with q, delta with do."""
-
-    kv: Any
-    q: Any
-    do: Any
-
-
 class Full(NamedTuple):
     """Barriers that tell that a buffer is filled."""
 
@@ -124,57 +107,6 @@ class Empty(NamedTuple):
     dq: Any
     kv: Any  # once: k and v become the staging buffers of dk and dv
     dx: Any  # where D is 64, else `kv`, which nobody waits for as this
-
-
-@gluon.jit
-def _fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
-    """Starts to load a tile and a number for each of its rows, under one barrier."""
-    mbarrier.expect(full, desc.block_type.nbytes + desc_rows.block_type.nbytes)
-    copy_in(desc, [row, col], full, buffer)
-    copy_in(desc_rows, [at], full, rows)
-
-
-@gluon.jit
-def _load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strides,
-                    BM: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """The producer warp: k and v, then q with base and do with delta, the last queries first."""
-    desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
-    strides_q, strides_k, strides_v, strides_do = strides
-    units = sizes.units
-    unit = program_id_volatile(units)
-    i_step = unit >> 31  # an opaque zero
-    group = Sizes(*opaque(sizes, i_step)).group
-    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
-    bounds = opaque(window, i_step)
-    visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
-    row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
-    row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
-    fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.k.index(0))
-    fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.v.index(0))
-    for i_g in range(group):
-        i_h = loc.i_h * group + i_g
-        row_q, col_q = tile_coords(
-            opaque(strides_q, i_step), loc.i_b, i_h, loc.begin + visible.first
-        )
-        row_do, col_do = tile_coords(
-            opaque(strides_do, i_step), loc.i_b, i_h, loc.begin + visible.first
-        )
-        i_r = (
-            tile_of_sequence(
-                loc.i_b, i_h, loc.i_n, loc.begin, Sizes(*opaque(sizes, i_step)), BM, FLAGS
-            )
-            * BM
-            + visible.first
-        )
-        for i in range(visible.num_tiles):
-            stage = i_step % ST
-            on = (visible.num_tiles - 1 - i) * BM
-            wait_empty(empty_x, i_step, ST)
-            _fetch_both(desc_q, row_q + on, col_q, buffers.q.index(stage), desc_base, i_r + on,
-                        buffers.base.index(stage), full.q.index(stage))  # fmt: skip
-            _fetch_both(desc_do, row_do + on, col_do, buffers.do.index(stage), desc_delta, i_r + on,
-                        buffers.delta.index(stage), full.do.index(stage))  # fmt: skip
-            i_step += 1
 
 
 @gluon.jit
@@ -495,7 +427,7 @@ def softmax_bwd_sm90_kernel(
                    buffers, full, empty, offsets,
                    sizes, (left, right),
                    pad, BM, D, ST, FLAGS)),
-        (_load_partition, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
+        (load_partition, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
                  LoadBuffers(buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
                  LoadFull(full_k, full_q, full_do), empty_x,
                  offsets,
