@@ -20,6 +20,7 @@ is the same call for tokens [N, T, D] that follow those in `state`, whose tensor
 place, without gradients. A decoding step (T = 1) runs `decode`, which layers override.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_floating, expect_rank, expect_tensor
 from slipstream.nn import projections
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.nn.linear import is_hooked
@@ -75,6 +77,58 @@ FEATURE_MAPS: dict[str | None, Callable[[Tensor], Tensor]] = {
 """What queries and keys can go through."""
 
 
+def expect_inputs(
+    x: object, state: object = None, positions: object = None, cu_seqlens: object = None
+) -> None:
+    """Types, dtypes and shapes that all layers want; the rest is for each one's operators."""
+    expect_tensor("x", x)
+    assert isinstance(x, Tensor)
+    expect_rank("x", x, 3, "[B, T, D]")
+    expect_floating({"x": x})
+    if state is not None:
+        expect_state(state)
+    if cu_seqlens is not None:
+        expect_tensor("cu_seqlens", cu_seqlens)
+    if positions is None:
+        return
+    expect_tensor("positions", positions)
+    assert isinstance(positions, Tensor)
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        raise TypeError(f"positions: want int64, got {positions.dtype}")
+    (B, T, _), found = x.shape, tuple(positions.shape)
+    if found not in ((1, T), (B, T)):
+        raise ValueError(f"positions: want shape (1, {T}) or ({B}, {T}), got {found}")
+
+
+def expect_state(state: object) -> None:
+    if not isinstance(state, dict):
+        raise TypeError(f"state: want the dict of an earlier call, got {type(state).__name__}")
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses what no layer takes, before anything else looks at it."""
+
+    @functools.wraps(forward)
+    def call(self: Any, x: Tensor, **options: Any) -> Any:
+        state = options.get("state")
+        expect_inputs(x, state, options.get("positions"), options.get("cu_seqlens"))
+        if state is None or torch.compiler.is_compiling():
+            return forward(self, x, **options)
+        try:
+            return forward(self, x, **options)
+        except KeyError as error:
+            raise _lacks(state, error) from error
+
+    return call
+
+
+def _lacks(state: State, error: KeyError) -> Exception:
+    """The error for a state without a tensor; any other is returned as it is."""
+    if not error.args or error.args[0] in state:
+        return error
+    return ValueError(f"state: want a tensor {error.args[0]!r} too, got {sorted(state)}")
+
+
 class Mixer(nn.Module):
     """A layer that mixes tokens.
 
@@ -92,6 +146,11 @@ class Mixer(nn.Module):
     # whether the norm of the output is over the channels of all ranks
     head_shard: HeadShard | None = None
     norms_across = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):
+            cls.forward = _checked(cls.forward)
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
         super().__init__()
@@ -135,9 +194,14 @@ class Mixer(nn.Module):
         Returns:
             y [N, T, D]; with output_value=True also v, as forward.
         """
-        if is_hooked(self) or is_hooked(getattr(self, "conv", None)):
-            return self._call_in_place(x, state, positions, **options)
-        return self._advance(x, state, positions, **options)
+        expect_state(state)
+        expect_inputs(x, None, positions)
+        try:
+            if is_hooked(self) or is_hooked(getattr(self, "conv", None)):
+                return self._call_in_place(x, state, positions, **options)
+            return self._advance(x, state, positions, **options)
+        except KeyError as error:
+            raise _lacks(state, error) from error
 
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

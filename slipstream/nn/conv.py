@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import is_hooked
 from slipstream.ops.conv import short_convolution, short_convolution_update, split_convolution
 from slipstream.runtime.context_parallel import ContextParallel
@@ -49,6 +50,7 @@ class ShortConvolution(nn.Module):
         context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], state [N, D, W] or None -> y [B, T, D] and the next state, if wanted."""
+        expect_tensor("x", x)
         one = x.shape[1] == 1 and cu_seqlens is None and context is None
         if one and state is not None and use_cache and not torch.is_grad_enabled():
             state = state.clone()

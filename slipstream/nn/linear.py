@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from slipstream.common.checks import expect_tensor
+from slipstream.kernels.matmul.inputs import activated
 from slipstream.nn.host import on_host
 from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
@@ -50,6 +52,11 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """input [..., in_features] and residual [..., out_features]."""
+        expect_tensor("input", input)
+        # as DTensor, whose shards the kernel does not take
+        if is_traceable_wrapper_subclass(self.weight):
+            y = activated(F.linear(input, self.weight, self.bias), self.activation or "")
+            return y if residual is None else y + residual
         rows = input if input.dim() > 1 else input[None]
         if residual is not None and input.dim() == 1:
             residual = residual[None]
@@ -104,6 +111,7 @@ class GatedMLP(nn.Module):
         self.down_proj = linear(inner, size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        expect_tensor("x", x)
         (gate, up), down = linears(x, (self.gate_proj, self.up_proj)), self.down_proj
         # without gradients nothing is kept
         if not torch.is_grad_enabled() or not plain_linear(down):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import Linear, plain_linear
 from slipstream.ops.distill import kl_div, linear_kl_div
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
@@ -100,6 +101,8 @@ class LinearKLDivLoss(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """student [..., D], teacher [..., E], mask bool [...]."""
+        expect_tensor("student", student)
+        expect_tensor("teacher", teacher)
         options: dict[str, Any] = {
             "temperature": self.temperature,
             "mask": mask,

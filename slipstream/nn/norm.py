@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_tensor
 from slipstream.nn.host import on_host
 from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
 
@@ -73,6 +74,7 @@ class RMSNorm(_Norm):
             h = x if residual is None else x + residual
             y = torch.rms_norm(h, self.normalized_shape, self.weight, self.eps)
             return (y, h) if prenorm else y
+        expect_tensor("x", x)
         return rms_norm(
             x,
             self.weight,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_tensor
 from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tables
 
 
@@ -42,6 +43,8 @@ class RotaryEmbedding(nn.Module):
         positions: [T] or [1 or B, T]; None is 0, 1, ..., in each of the sequences that cu_seqlens
         [N+1] has packed.
         """
+        expect_tensor("q", q)
+        expect_tensor("k", k)
         if positions is None and cu_seqlens is not None:
             positions = packed_positions(cu_seqlens, q.shape[1])
         elif positions is None:

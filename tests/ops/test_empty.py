@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.tools.catalog import Sample, flat
-from tests.support.operators import LINEAR, Size, leaves, packed
+from tests.support.operators import LINEAR, TESTED, Size, block_size, leaves, packed
 
 Args = dict[str, Any]
 # those of the default run: one of each way to the kernels
@@ -89,6 +89,25 @@ def assert_empty_has_gradients(call: Callable[[Args], Any], args: Args) -> None:
 def test_block_takes_empty_inputs(name: str) -> None:
     call, args = EMPTY[name]
     assert_empty_has_gradients(lambda args: call(**args), args)
+
+
+NO_SIZES = {"rows": block_size(0, 6), "batch": replace(block_size(5, 6), B=0)}
+NO_SIZES["features"] = block_size(5, 0)
+
+
+@pytest.mark.parametrize("op", [x for x in TESTED if x not in LINEAR], ids=lambda op: op.name)
+def test_block_of_the_catalogue_takes_empty_inputs(op: Sample) -> None:
+    for what, size in NO_SIZES.items():
+        if what == "features" and op.op == "rotary_embedding":
+            continue  # whose tables are made for a width
+        if op.packed and what == "rows":
+            size = packed(size, 0, 0)
+        args = op.inputs(size)
+        if what == "features" and op.op == "attention":
+            with pytest.raises(ValueError, match="q: want at least one feature, or a scale"):
+                op.call(args)
+        else:
+            assert_empty_has_gradients(op.call, args)
 
 
 EMPTY_SIZES = {

@@ -1,6 +1,7 @@
 """Every operator in every way of differentiating it: right, or NotImplementedError by name."""
 
 import ast
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,8 +37,10 @@ SECOND = {"second", "second-beside-first"}
 OPAQUE = "an operator that torch does not look into, whose backward is another"
 BY_HAND = "its backward on a CPU is written by hand; transforms get torch's operations instead"
 PRODUCT = "an operator that torch does not look into, whose backward is made of itself"
+BACKWARD_ALONE = "in plain torch, but for a choice of kernels that has a backward alone"
 IN_TORCH = "torch's own attention on a CPU has no such derivative"
 REFUSES = {OPAQUE: TRANSFORMS | SECOND, BY_HAND: SECOND, PRODUCT: TRANSFORMS}
+REFUSES[BACKWARD_ALONE] = {"jvp", "dual"}
 REFUSES[IN_TORCH] = {"jvp", "dual", *SECOND}
 PERMITTED: dict[str, str] = {
     **{op.name: OPAQUE for op in LINEAR},
@@ -52,6 +55,9 @@ PERMITTED: dict[str, str] = {
     **{f"attention-{x}": OPAQUE for x in ("full", "longer", "window", "lengths")},
     **{f"attention-{x}": OPAQUE for x in ("packed", "packed-cache")},
     "attention-square": IN_TORCH,
+    **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), OPAQUE),
+    "latent_attention": BACKWARD_ALONE,
+    "causal_conv1d_fn": BY_HAND,
     "matmul": PRODUCT,
     "matmul-silu": PRODUCT,
     **dict.fromkeys(("rms_norm", "rms_norm-bare", "rms_norm-residual", "l2_norm"), BY_HAND),
@@ -62,6 +68,25 @@ PERMITTED: dict[str, str] = {
     **dict.fromkeys(("glu_linear", "glu_linear-geglu", "glu_linear-squared_relu"), BY_HAND),
     **dict.fromkeys(("cross_entropy", "cross_entropy-mean", "cross_entropy-none"), BY_HAND),
 }
+
+
+# public functions that no row differentiates, and why
+NO_GRADIENTS = {
+    "mixer_step": "refuses inputs with gradients: a decoding step",
+    "projection_step": "refuses inputs with gradients: a decoding step",
+    "recurrent_step": "refuses inputs with gradients: the state is overwritten",
+    "flash_attn_with_kvcache": "a decoding step, without gradients in flash_attn too",
+    "causal_conv1d_update": "a decoding step: the state is overwritten",
+    "packed_positions": "makes integers",
+    "rotary_tables": "makes tables of torch's own operations",
+}
+
+
+def test_every_operator_is_differentiated() -> None:
+    public = {name for name, fn in vars(ops).items() if inspect.isfunction(fn)}
+    rows = {case.name.partition("-")[0] for case in CASES}
+    assert public == rows | NO_GRADIENTS.keys()
+    assert not rows & NO_GRADIENTS.keys()
 
 
 def test_permitted_refusals_name_rows() -> None:

@@ -73,6 +73,25 @@ def _convolution() -> Args:
     return {name: torch.randn(x, dtype=torch.float64) for name, x in shapes.items()}
 
 
+def _packed_attention(args: Args) -> list[Tensor]:
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    return [
+        ops.flash_attn_varlen_func(**args, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
+    ]
+
+
+def _latent(args: Args) -> list[Tensor]:
+    return [ops.latent_attention(**args, lengths=torch.tensor([3, 4]), width=6, scale=0.3)]
+
+
+def _wide(**shapes: tuple[int, ...]) -> Args:
+    return {name: torch.randn(x, dtype=torch.float64) for name, x in shapes.items()}
+
+
+def _heads(*shape: int) -> Callable[[], Args]:
+    return lambda: _wide(**dict.fromkeys("qkv", (*shape, 2, 6)))
+
+
 def _square() -> Args:
     return {name: torch.randn(2, 5, 2, 6, dtype=torch.float64) for name in "qkv"}
 
@@ -82,6 +101,15 @@ CASES = [
     Case("short_convolution-operator", _convolved, _convolution),
     # heads and widths for which torch's own attention is taken
     Case("attention-square", lambda args: [ops.attention(**args)], _square),
+    # by other libraries' names
+    Case("flash_attn_func", lambda args: [ops.flash_attn_func(**args, causal=True)], _heads(2, 5)),
+    Case("flash_attn_varlen_func", _packed_attention, _heads(5)),
+    Case(
+        "causal_conv1d_fn",
+        lambda args: [ops.causal_conv1d_fn(**args, activation="silu")],
+        lambda: _wide(x=(2, 6, 5), weight=(6, 3), bias=(6,)),
+    ),
+    Case("latent_attention", _latent, lambda: _wide(q=(2, 1, 2, 8), latent=(2, 5, 8))),
 ]
 
 

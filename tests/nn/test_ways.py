@@ -1,0 +1,569 @@
+"""Every module of slipstream.nn and every layer in the ways that trainers and libraries run them:
+the outputs and gradients of the untouched module. What is refused is a row, with its reason.
+
+Operators are in tests/ops/test_ways.py, whole models in tests/models/test_ways.py.
+"""
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from slipstream import layers, nn
+from tests.support import small_layers
+from tests.support.processes import in_processes
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
+    pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning"),
+]
+D, H = 12, 2
+Inputs = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """inputs: what `make()` is called with, whose floating tensors get gradients."""
+
+    make: Callable[[], torch.nn.Module]
+    inputs: Inputs
+
+
+class Distillation(torch.nn.Module):
+    """LinearKLDivLoss, with the layers that its call takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = torch.nn.Linear(D, 9), torch.nn.Linear(6, 9)
+        self.teacher.requires_grad_(False)
+        self.loss = nn.LinearKLDivLoss(2.0)
+
+    def forward(self, hidden: Tensor, known: Tensor) -> Tensor:
+        return self.loss(hidden, self.student, known, self.teacher)
+
+
+class Later(torch.nn.Module):
+    """A layer that takes an earlier one's value."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, first_value=x.sin())[0]
+
+
+def rows(*shape: int) -> Inputs:
+    return lambda: (torch.randn(*shape, D),)
+
+
+def target(*shape: int) -> Tensor:
+    return torch.randint(0, 9, shape)
+
+
+def layer(name: str) -> Subject:
+    def make() -> torch.nn.Module:
+        made = small_layers.make(name)
+        return Later(made) if name == "RWKV7-later" else made
+
+    return Subject(make, lambda: (torch.randn(2, 7, small_layers.D),))
+
+
+MODULES: dict[str, Subject] = {
+    "Linear": Subject(lambda: nn.Linear(D, 7, activation="silu"), rows(2, 5)),
+    "Embedding": Subject(lambda: nn.Embedding(9, D), lambda: (target(2, 5),)),
+    "GatedMLP": Subject(lambda: nn.GatedMLP(D, 20, "sigmoid_glu"), rows(2, 5)),
+    "SwiGLU": Subject(lambda: nn.SwiGLU(D, 20, bias=True), rows(2, 5)),
+    "GEGLU": Subject(lambda: nn.GEGLU(D, 20), rows(2, 5)),
+    "ShortConvolution": Subject(lambda: nn.ShortConvolution(D, 4, bias=True), rows(2, 5)),
+    "RMSNorm": Subject(lambda: nn.RMSNorm(D, zero_centered=True), rows(2, 5)),
+    "LayerNorm": Subject(lambda: nn.LayerNorm(D), rows(2, 5)),
+    "GroupNorm": Subject(lambda: nn.GroupNorm(3, D), rows(2, 5)),
+    "L2Norm": Subject(nn.L2Norm, rows(2, 5)),
+    "GatedRMSNorm": Subject(
+        lambda: nn.GatedRMSNorm(D), lambda: (torch.randn(2, 5, D), torch.randn(2, 5, D))
+    ),
+    "RotaryEmbedding": Subject(
+        lambda: nn.RotaryEmbedding(8), lambda: (torch.randn(2, 5, 2, D), torch.randn(2, 5, 1, D))
+    ),
+    "CrossEntropyLoss": Subject(
+        lambda: nn.CrossEntropyLoss(label_smoothing=0.1), lambda: (torch.randn(5, 9), target(5))
+    ),
+    "LinearCrossEntropyLoss": Subject(
+        lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True), lambda: (torch.randn(5, D), target(5))
+    ),
+    "LinearKLDivLoss": Subject(Distillation, lambda: (torch.randn(5, D), torch.zeros(5, 6))),
+}
+LAYERS: dict[str, Subject] = {name: layer(name) for name in small_layers.LAYERS}
+LAYERS["RWKV7ChannelMix"] = Subject(lambda: layers.RWKV7ChannelMix(D, 20, 1, 3), rows(2, 7))
+LAYERS["Bidirectional"] = Subject(
+    lambda: layers.Bidirectional(small_layers.make("GatedDeltaNet")), LAYERS["Comba"].inputs
+)
+LAYERS["Bidirectional-blocks"] = Subject(
+    lambda: layers.Bidirectional(small_layers.make("GatedLinearAttention"), block_size=4),
+    LAYERS["Comba"].inputs,
+)
+SUBJECTS = MODULES | LAYERS
+# a state, a convolution, two projections at once, softmax; values of an earlier layer; no layer
+SAMPLE = {"GatedDeltaNet", "Attention-grouped", "PrecondKDA", "Mamba3", "RWKV7-later"}
+
+Result = tuple[list[Tensor], dict[str, Tensor]]
+Call = Callable[..., Any]
+# changes a module, or the plain one that it shall equal, and returns how to call it
+Way = Callable[[torch.nn.Module, torch.nn.Module], Call]
+
+
+def flat(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return [x for y in outputs or () if y is not None for x in flat(y)]
+
+
+def leaves(given: tuple[Tensor, ...]) -> list[Tensor]:
+    return [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+
+
+def full(x: Tensor) -> Tensor:
+    """A whole tensor of a DTensor; a copy."""
+    return getattr(x, "full_tensor", x.clone)()
+
+
+def total(outputs: Any) -> Tensor:
+    return sum((x.float().sin().sum() for x in flat(outputs)), torch.zeros(()))
+
+
+def results(module: torch.nn.Module, call: Call, given: tuple[Tensor, ...]) -> Result:
+    """Outputs, and gradients by name of inputs and parameters."""
+    inputs = leaves(given)
+    outputs = call(*inputs)
+    total(outputs).backward()
+    grads = {f"input {i}": x.grad for i, x in enumerate(inputs)}
+    grads |= {name.replace("base.", ""): p.grad for name, p in module.named_parameters()}
+    return [x.detach() for x in flat(outputs)], {
+        name: full(x) for name, x in grads.items() if x is not None
+    }
+
+
+def assert_same(got: Result, want: Result, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    assert len(got[0]) == len(want[0]) and got[1].keys() == want[1].keys()
+    for x, y in zip(got[0], want[0]):
+        torch.testing.assert_close(full(x), y, rtol=rtol, atol=atol)
+    for name, x in want[1].items():
+        torch.testing.assert_close(got[1][name], x, rtol=rtol, atol=atol, msg=name)
+
+
+# ---- the ways
+
+
+def checkpointed(plain: torch.nn.Module, changed: torch.nn.Module, **options: Any) -> Call:
+    return partial(checkpoint, changed, **options)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = "mm" in str(op) or "slipstream" in str(op)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compiled(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    torch.compiler.reset()
+    return torch.compile(changed, fullgraph=True, backend="aot_eager")
+
+
+def functional(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    """With the weights of the plain module, and none of its own."""
+    weights = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    for name, p in changed.named_parameters():
+        w = weights[name].requires_grad_(p.requires_grad)
+        if p.requires_grad:
+            w.register_post_accumulate_grad_hook(lambda w, p=p: setattr(p, "grad", w.grad))
+        torch.nn.init.constant_(p, torch.nan)
+
+    def call(*given: Tensor) -> Any:
+        return torch.func.functional_call(changed, weights, given)
+
+    return call
+
+
+def hooked(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    """Hooks that make new tensors of what goes in and comes out, on every inner module."""
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(copied, x))
+        return x.clone() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    for module in changed.modules():
+        module.register_forward_pre_hook(lambda module, args: copied(args))
+        module.register_forward_hook(lambda module, args, y: copied(y))
+    return changed
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer or an embedding and a low-rank correction, with peft's `weight`."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        n, m = base.weight.shape
+        self.correction = 0.1 * torch.randn(n, 1) @ torch.randn(1, m)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Any:
+        return getattr(self.base, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.base, torch.nn.Embedding):
+            return self.base(x) + self.correction[x]
+        return self.base(x) + torch.nn.functional.linear(x, self.correction)
+
+
+def adapted(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    """As the plain module with the corrections in its weights."""
+    for name, module in list(changed.named_modules()):
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and name:
+            parent, _, child = name.rpartition(".")
+            wrapped = Adapted(module)
+            setattr(changed.get_submodule(parent), child, wrapped)
+            with torch.no_grad():
+                plain.get_submodule(name).weight += wrapped.correction
+    return changed
+
+
+def copied_deeply(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    return _as(changed, copy.deepcopy(plain))
+
+
+def pickled(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    if isinstance(plain, Later | Distillation):
+        plain = copy.deepcopy(plain)
+    return _as(changed, pickle.loads(pickle.dumps(plain)))
+
+
+def _as(changed: torch.nn.Module, other: torch.nn.Module) -> Call:
+    """`changed` becomes the other, of whose parameters the gradients are read."""
+    changed.__class__ = other.__class__
+    changed.__dict__.clear()
+    changed.__dict__.update(vars(other))
+    return changed
+
+
+def from_meta(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    """Made on the meta device, in memory that holds NaN, then loaded; buffers are made anew."""
+    assert all(x.isfinite().all() for x in plain.buffers())
+    weights = copy.deepcopy(plain.state_dict())
+    changed.to("meta").to_empty(device="cpu")
+    for module in changed.modules():
+        for name, _ in module.named_buffers(recurse=False):
+            assert name in module.state_dict() or hasattr(module, "reset_parameters"), name
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    changed.load_state_dict(weights)
+    return changed
+
+
+def offloaded(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(changed, execution_device=torch.device("cpu"))
+    return changed
+
+
+def _mesh(*sizes: int, names: tuple[str, ...]) -> Any:
+    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def ddp(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    if not any(p.requires_grad for p in changed.parameters()):
+        return changed  # which DDP refuses
+    return torch.nn.parallel.DistributedDataParallel(changed)
+
+
+def fsdp(plain: torch.nn.Module, changed: torch.nn.Module, copies: bool = False) -> Call:
+    """Every module that has parameters is a unit; with copies of shards, HSDP."""
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size()
+    mesh = _mesh(1, ranks, names=("copy", "shard")) if copies else _mesh(ranks, names=("shard",))
+    for module in reversed(list(changed.modules())):
+        if any(True for _ in module.parameters()) or module is changed:
+            fully_shard(module, mesh=mesh)
+    return changed
+
+
+def tensor_parallel(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {
+        name: ColwiseParallel(output_layouts=Replicate())
+        for name, module in changed.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    if not isinstance(changed, torch.nn.Linear):
+        parallelize_module(changed, _mesh(dist.get_world_size(), names=("tp",)), plan)
+    return changed
+
+
+def together(*ways: Way) -> Way:
+    def apply(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+        call: Call = changed
+        for way in ways:
+            call = way(plain, changed)
+        return call
+
+    return apply
+
+
+WAYS: dict[str, Way] = {
+    "checkpointed": partial(checkpointed, use_reentrant=False),
+    "reentrant": partial(checkpointed, use_reentrant=True),
+    "selective": partial(
+        checkpointed,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+    ),
+    "functional": functional,
+    "hooked": hooked,
+    "adapted": adapted,
+    "copied": copied_deeply,
+    "pickled": pickled,
+    "from meta": from_meta,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "hsdp": partial(fsdp, copies=True),
+    "tensor parallel": tensor_parallel,
+    "hooked, fsdp": together(hooked, fsdp),
+    "fsdp, checkpointed": together(fsdp, partial(checkpointed, use_reentrant=False)),
+}
+TRACED: dict[str, Way] = {"compiled": compiled}
+
+
+# what torch does not do, and why
+EXEMPT = {("Embedding", "reentrant"): "a reentrant checkpoint whose inputs have no gradients"}
+
+
+def modules(name: str) -> tuple[torch.nn.Module, torch.nn.Module, tuple[Tensor, ...]]:
+    plain = SUBJECTS[name].make()
+    return plain, copy.deepcopy(plain), SUBJECTS[name].inputs()
+
+
+def check(name: str, way: str) -> None:
+    plain, changed, given = modules(name)
+    call = (WAYS | TRACED)[way](plain, changed)
+    assert_same(results(changed, call, given), results(plain, plain, given))
+
+
+def is_sample(name: str) -> bool:
+    return name in MODULES or name in SAMPLE
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[None]:
+    """A group of this process alone: parameters are DTensors all the same."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+every_subject = pytest.mark.parametrize("name", SUBJECTS)
+
+
+def test_every_module_is_a_subject() -> None:
+    def classes(package: Any) -> set[str]:
+        found = {n for n, x in vars(package).items() if inspect.isclass(x)}
+        return found - {"Mixer"}  # which has no forward
+
+    assert {n.partition("-")[0] for n in SUBJECTS} == classes(nn) | classes(layers)
+    assert SUBJECTS.keys() >= SAMPLE
+
+
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize(("name", "way"), [x for x in product(SUBJECTS, WAYS) if x not in EXEMPT])
+@pytest.mark.sample(which=lambda name, way: is_sample(name))
+def test_module_in_a_way_is_the_same(name: str, way: str) -> None:
+    check(name, way)
+
+
+@every_subject
+@pytest.mark.sample(which=lambda name: name in ("SwiGLU", "GatedRMSNorm"))
+def test_module_compiles_with_gradients(name: str) -> None:
+    check(name, "compiled")
+
+
+@every_subject
+@pytest.mark.sample(which=lambda name: name in ("SwiGLU", "LinearCrossEntropyLoss"))
+def test_module_exports_with_gradients(name: str) -> None:
+    plain, changed, given = modules(name)
+    program = torch.export.export(changed, given, strict=True).module()
+    with torch.no_grad():
+        program.load_state_dict(changed.state_dict(), strict=False)
+    assert_same(results(program, program, given), results(plain, plain, given))
+
+
+@every_subject
+@pytest.mark.sample(which=is_sample)
+def test_module_gives_gradients_twice(name: str) -> None:
+    plain, _, given = modules(name)
+    inputs = leaves(given)
+    wanted = [x for x in (*inputs, *plain.parameters()) if x.requires_grad]
+    loss = total(plain(*inputs))
+    first = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    for x, y in zip(torch.autograd.grad(loss, wanted, allow_unused=True), first, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@every_subject
+@pytest.mark.sample(which=is_sample)
+@torch.no_grad()
+def test_offloaded_module_is_the_same(name: str) -> None:
+    plain, changed, given = modules(name)
+    call = offloaded(plain, changed)
+    assert all(p.is_meta for p in changed.parameters())
+    for x, y in zip(flat(call(*given)), flat(plain(*given)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@every_subject
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.sample(which=lambda name, dtype: is_sample(name))
+def test_module_under_autocast_learns_the_same(name: str, dtype: torch.dtype) -> None:
+    plain, changed, given = modules(name)
+
+    def call(*inputs: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            return changed(*inputs)
+
+    (_, got), (_, want) = results(changed, call, given), results(plain, plain, given)
+    assert got.keys() == want.keys()
+    for n, grad in want.items():
+        assert got[n].dtype == torch.float32
+        assert float((got[n] - grad).norm()) <= 0.15 * max(float(grad.norm()), 0.05), n
+
+
+def _dual(plain: torch.nn.Module, given: list[Tensor]) -> None:
+    directions = [torch.randn_like(x) for x in given if x.is_floating_point()]
+    h, moved = 1e-6, []
+    for sign in (1, -1):
+        steps = iter(directions)
+        moved.append([x + sign * h * next(steps) if x.is_floating_point() else x for x in given])
+    with torch.no_grad():
+        want = (_sum(plain(*moved[0])) - _sum(plain(*moved[1]))) / (2 * h)
+    with forward_ad.dual_level():
+        steps = iter(directions)
+        duals = [
+            forward_ad.make_dual(x, next(steps)) if x.is_floating_point() else x for x in given
+        ]
+        tangent = forward_ad.unpack_dual(_sum(plain(*duals))).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent, want, rtol=1e-4, atol=1e-6)
+
+
+def _second(plain: torch.nn.Module, given: list[Tensor]) -> None:
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+    floating = [x for x in inputs if x.requires_grad]
+    directions = [torch.randn_like(x) for x in floating]
+
+    def first(points: list[Tensor], create_graph: bool) -> Tensor:
+        grads = torch.autograd.grad(
+            _sum(plain(*points)), [x for x in points if x.requires_grad],
+            create_graph=create_graph, materialize_grads=True,
+        )  # fmt: skip
+        return sum(((g * d).sum() for g, d in zip(grads, directions)), torch.zeros(()).double())
+
+    h, values = 1e-5, []
+    for sign in (1, -1):
+        steps = iter(directions)
+        at = [(x + sign * h * next(steps)).detach().requires_grad_() if x.requires_grad else x
+              for x in inputs]  # fmt: skip
+        values.append(first(at, False))
+    want = (values[0] - values[1]) / (2 * h)
+    got = torch.autograd.grad(first(inputs, True), floating, materialize_grads=True)
+    along = sum((g * d).sum() for g, d in zip(got, directions))
+    torch.testing.assert_close(along, want, rtol=1e-4, atol=1e-5)
+
+
+def _sum(outputs: Any) -> Tensor:
+    return sum((x.sin().sum() for x in flat(outputs)), torch.zeros(()).double())
+
+
+DERIVATIVES = {"dual": _dual, "second": _second}
+# why a module may raise NotImplementedError, naming an operator
+OPAQUE = "of operators that torch does not look into, whose backward is another"
+BY_HAND = "of operators whose backward on a CPU is written by hand: no second derivative"
+PRODUCT = "of an operator that torch does not look into, whose backward is made of itself"
+REFUSES = {OPAQUE: {"dual", "second"}, BY_HAND: {"second"}, PRODUCT: {"dual"}}
+REFUSED: dict[str, str] = {
+    "Linear": PRODUCT,
+    **dict.fromkeys(("Embedding", "LinearCrossEntropyLoss", "LinearKLDivLoss"), OPAQUE),
+    **dict.fromkeys(("RMSNorm", "L2Norm", "GatedRMSNorm", "ShortConvolution"), BY_HAND),
+    **dict.fromkeys(("GatedMLP", "SwiGLU", "GEGLU", "RotaryEmbedding"), BY_HAND),
+    "CrossEntropyLoss": BY_HAND,
+    **dict.fromkeys(LAYERS, OPAQUE),
+}
+del REFUSED["RWKV7ChannelMix"]
+
+
+@every_subject
+@pytest.mark.parametrize("way", DERIVATIVES)
+@pytest.mark.sample(which=lambda name, way: is_sample(name))
+def test_derivative_of_module_is_right_or_refused(name: str, way: str) -> None:
+    plain, _, given = modules(name)
+    plain = plain.double()
+    wide = [x.double() if x.is_floating_point() else x for x in given]
+    reason = REFUSED.get(name)
+    permitted = reason is not None and way in REFUSES[reason]
+    if not any(x.is_floating_point() for x in wide):
+        return  # nothing to go along
+    names_it = pytest.raises(NotImplementedError, match=r"^slipstream(\.ops\.|\.nn\.|::)\w+: ")
+    refusal: AbstractContextManager = names_it if permitted else nullcontext()
+    with refusal:
+        DERIVATIVES[way](plain, wide)
+
+
+@every_subject
+def test_module_refuses_what_is_no_tensor(name: str) -> None:
+    plain, _, given = modules(name)
+    inner = getattr(plain, "layer", plain) if isinstance(plain, Later) else plain
+    for i in range(len(given)):
+        for wrong in (None, 3.5, "x", [1.0]):
+            args = [*given]
+            args[i] = wrong  # type: ignore[call-overload]
+            with pytest.raises(TypeError, match=r"^\w+: want |argument '\w+'"):
+                inner(*args)
+
+
+def _in_process(rank: int, names: list[str], found: Any) -> None:
+    for name in names:
+        for way in ("ddp", "fsdp", "hsdp", "tensor parallel", "fsdp, checkpointed"):
+            torch.manual_seed(0)
+            try:
+                check(name, way)
+            except Exception as error:
+                found.put(f"{name}, {way}, rank {rank}: {type(error).__name__} {error}"[:2000])
+
+
+@pytest.mark.slow
+def test_modules_in_two_processes_are_the_same(tmp_path: Path) -> None:
+    assert in_processes(2, tmp_path, _in_process, [*SUBJECTS]) == []
