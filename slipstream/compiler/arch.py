@@ -149,12 +149,3 @@ def expect_fits(what: str, shared: int, arch: Arch, nearest: str = "") -> None:
     raise ValueError(
         f"{what}: needs {shared} bytes of shared memory, {arch.name} has {arch.shared}; {way}"
     )
-
-
-def expect_dot(what: str, dtype: str, arch: Arch) -> None:
-    """Raises ValueError if Triton cannot load or multiply `dtype` (as "fp8e4nv") on `arch`."""
-    if not dtype.startswith("fp8") or dtype in arch.dots:
-        return
-    able = [x.name for x in ARCHS.values() if dtype in x.dots]
-    way = f"it runs on {', '.join(able)}; on {arch.name} take bf16"
-    raise ValueError(f"{what}: {arch.name} has no {dtype}; {way}")

@@ -135,9 +135,8 @@ def _run(
         terms = _steps(given, n, options.reverse, cu_seqlens)
         o, state = run(terms, options, recurrent=recurrent)
         return _reads(o, n, options.reverse), state
-    scale = max(given.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
     chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-    o, state = product(given, scale, chunk, impl)
+    o, state = product(given, options.scale_of(given.q), chunk, impl)
     return o, state if options.output_final_state else None
 
 

@@ -139,14 +139,11 @@ def _terms(
 def _run(
     terms: LinearInputs, options: LinearOptions, *, recurrent: bool
 ) -> tuple[Tensor, Tensor | None]:
-    K, state = terms.q.shape[-1], terms.initial_state
     once = options._replace(scale=1.0, output_final_state=False, state_v_first=True)
+    state = terms.initial_state
     of_keys = None if state is None else _transposed_state(state, options, terms.v.shape[-1])
     keys, _ = run(_written_keys(terms, of_keys), once, recurrent=recurrent, names=_NAMES)
-    scale = max(K, 1) ** -0.5 if options.scale is None else options.scale
-    return run(
-        terms._replace(k=keys, beta=None), options._replace(scale=scale), recurrent=recurrent
-    )
+    return run(terms._replace(k=keys, beta=None), options, recurrent=recurrent)
 
 
 _NAMES = {"k": "v", "v": "k", "g": "gv"}

@@ -140,9 +140,8 @@ def _run(
     first, second, as_they_are = plan
     laid = given if as_they_are else _narrowed(given, dtype or result_dtype(q))
     group = q.shape[2] // k.shape[2]
-    scale = max(q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
     chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-    o, keys, values = attend(laid, scale, chunk, first, second)
+    o, keys, values = attend(laid, options.scale_of(q), chunk, first, second)
     if not options.output_final_state:
         return o, None
     return o, (keys, values) if group == 1 else (keys[:, ::group], values[:, ::group])

@@ -145,9 +145,8 @@ def _normalized(
         o, weights, kv, z = _in_two(terms._replace(q=q.detach()), kv, z, options, recurrent)
         o = (o / (weights + EPS)).to(dtype)
         if needs_autograd(q):
-            scale = max(q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
             given = (o, weights, q, terms.k, terms.v, terms.cu_seqlens, *first)
-            o = _WithQuery.apply(scale, options.reverse, *given)
+            o = _WithQuery.apply(options.scale_of(q), options.reverse, *given)
     else:
         o, weights, kv, z = _in_one(terms, kv, z, options, recurrent)
         o = (o / (weights + EPS)).to(dtype)

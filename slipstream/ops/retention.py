@@ -35,17 +35,7 @@ def chunk_retention(
     Args:
         q, k: queries and keys [B, T, H, K].
         v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
-        scale: factor on the output; K^-0.5 if None.
-        initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
-        output_final_state: return the state after the last token too.
-        state_v_first: states are [N, HV, V, K] instead.
-        reverse: run time backwards; the final state is then that before the first token.
-        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
-        context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
-            sequences and no cu_seqlens. None: one rank has all tokens.
-        chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
-            kernels have their own. Chosen if None.
-        impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        the others: as chunk_simple_gla.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.

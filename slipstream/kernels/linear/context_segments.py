@@ -8,7 +8,7 @@ the last segment to the first. This takes two or three calls where context.py ta
 bytes exchanged grow with the number of segments.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,13 +72,6 @@ class _InSegments(Function):
                     mine[n * width : (n + 1) * width] = dinitial[n * width : (n + 1) * width]
             grads["initial_state"] = mine
         return (*(grads.get(name) for name in DIFFERENTIABLE), None, None, None)
-
-
-class _Summary(NamedTuple):
-    """Of all ranks' segments, in order; transitions is empty where nothing decays."""
-
-    added: list[Tensor]
-    transitions: list[Tensor]
 
 
 def _forward(

@@ -59,6 +59,10 @@ class LinearOptions(NamedTuple):
     impl: str | None = None
     context: ContextParallel | None = None
 
+    def scale_of(self, q: Tensor) -> float:
+        """The factor on the output: K^-0.5 if none is given."""
+        return max(q.shape[-1], 1) ** -0.5 if self.scale is None else float(self.scale)
+
 
 def run(
     terms: LinearInputs,
@@ -94,7 +98,7 @@ def run(
         expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
     if options.reverse:
         terms = _reversed(terms)
-    scale = _scale(terms, options)
+    scale = options.scale_of(terms.q)
     if plan.impl == "reference":
         o, state = linear_reference(terms, scale)
     else:
@@ -160,7 +164,7 @@ def _run_across_ranks(
         if terms.cu_seqlens is not None and initial_state is not None:
             initial_state = initial_state.flip(0)
     call = Call(
-        _scale(terms, options),
+        options.scale_of(terms.q),
         0 if recurrent else options.chunk_size or DEFAULT_CHUNK,
         plan.impls,
         _Choice(options.impl),
@@ -174,10 +178,6 @@ def _run_across_ranks(
     if options.reverse and terms.cu_seqlens is not None:
         state = state.flip(0)
     return o, state.transpose(-1, -2) if options.state_v_first else state
-
-
-def _scale(terms: LinearInputs, options: LinearOptions) -> float:
-    return max(terms.q.shape[-1], 1) ** -0.5 if options.scale is None else float(options.scale)
 
 
 class _Plan(NamedTuple):
