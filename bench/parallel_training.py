@@ -13,6 +13,7 @@ bf16 with float32 weights, but for the layer, whose weights are bf16; a step is 
 and AdamW's update. ms: of the slowest GPU, median; peak_GiB: the most that any GPU holds.
 """
 
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -159,6 +160,7 @@ def million(report: Report) -> None:
 
 
 def empty_cache() -> None:
+    gc.collect()  # a sharded model is part of cycles, and the next peak would have it
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -31,26 +31,31 @@ def settings() -> list[tuple[str, str, str, str]]:
     return list(dict.fromkeys(found))
 
 
-def of(operator: str, heads: str, gate: str, gpus: int, tokens: int) -> Row:
-    """The newest row."""
+def one_and_two(operator: str, heads: str, gate: str, tokens: int, each: bool) -> tuple[Row, Row]:
+    """The newest row of two GPUs, and that of one from the same run: with all tokens, or with as
+    many as each of them has."""
     named = {"operator": operator, "heads": heads, "gate": gate, "segments": ""}
-    return matching(FILE, gpus=str(gpus), tokens=str(tokens), **named)[-1]
+    two = matching(FILE, gpus="2", tokens=str(2 * tokens), **named)[-1]
+    of_one = matching(FILE, gpus="1", tokens=str(tokens if each else 2 * tokens), **named)
+    return [x for x in of_one if x.line < two.line][-1], two
 
 
 def context_parallel() -> Table:
     rows, used = [], []
     for operator, heads, gate, tokens in settings():
-        one, two = (of(operator, heads, gate, gpus, 2 * int(tokens)) for gpus in (1, 2))
+        one, two = one_and_two(operator, heads, gate, int(tokens), False)
         used += [one, two]
         line = [label(operator), label(heads), label(gate), label(f"{int(tokens):,}")]
         for column in ("fwd", "both"):
             times = number(one, column), number(two, column)
             line += [*times, ratio(*times)]
-        line.append(ratio(number(two, "both_GiB"), number(one, "both_GiB")))
+        for column in ("fwd_GiB", "both_GiB"):
+            known = one.get(column) and two.get(column)
+            line.append(ratio(number(two, column), number(one, column)) if known else label("-"))
         rows.append(tuple(line))
     headings = (
         "operator", "heads", "gate", "tokens a GPU", "one GPU, ms", "two", "x", "with backward, ms",
-        "two", "x", "memory of a GPU, two / one",
+        "two", "x", "memory of a GPU, two / one", "with backward",
     )  # fmt: skip
     script = "bench/context_parallel.py"
     return Table("context_parallel", script, headings, tuple(rows), tuple(used))
@@ -61,7 +66,7 @@ def context_forecast() -> Table:
     for operator, heads, gate, tokens in settings():
         if operator == "attention":  # each rank's work grows with the number of ranks
             continue
-        one, two = (of(operator, heads, gate, gpus, gpus * int(tokens)) for gpus in (1, 2))
+        one, two = one_and_two(operator, heads, gate, int(tokens), True)
         used += [one, two]
         line = [label(operator), label(heads), label(gate), label(f"{int(tokens):,}")]
         for column in ("fwd", "both"):
@@ -87,4 +92,29 @@ def context_forecast() -> Table:
     return Table("context_forecast", script, headings, tuple(rows), tuple(used))
 
 
-SCALING = (context_parallel, context_forecast)
+def parallel_training() -> Table:
+    """Whole steps, and a layer of a million tokens."""
+    names = {
+        "fsdp2": "a model of 0.35 B, FSDP2, 32,768 tokens a GPU",
+        "context": "the same, one sequence of 262,144 tokens, checkpointed",
+        "million": "a gated_deltanet layer, 1,048,576 tokens, checkpointed",
+    }
+    rows, used = [], []
+    for case, name in names.items():
+        found = {gpus: matching("parallel_training", case=case, gpus=gpus) for gpus in ("1", "2")}
+        two = found["2"][-1]
+        line: list[Cell] = [label(name)]
+        one = found["1"][-1] if found["1"] else None
+        used += [two] if one is None else [one, two]
+        line.append(label("-") if one is None else number(one, "ms"))
+        line.append(number(two, "ms"))
+        speeds = None if one is None else (number(two, "tokens/s"), number(one, "tokens/s"))
+        line.append(label("-") if speeds is None else ratio(*speeds))
+        line.append(number(two, "peak_GiB"))
+        rows.append(tuple(line))
+    headings = ("step", "one GPU, ms", "two, ms", "tokens/s, x", "GiB a GPU of two")
+    script = "bench/parallel_training.py"
+    return Table("parallel_training", script, headings, tuple(rows), tuple(used))
+
+
+SCALING = (context_parallel, context_forecast, parallel_training)
