@@ -16,11 +16,13 @@ from torch import Tensor
 
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
+from slipstream.ops.conv import short_convolution
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.selective_scan import selective_scan
 from slipstream.ops.simple_gla import chunk_simple_gla
+from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Sequences(threading.local):
@@ -38,8 +40,10 @@ def sequences_of(kwargs: dict[str, Any], B: int, T: int) -> Tensor | None:
     """Which of the packed sequences each token belongs to, int [B, T], or None if none is packed.
 
     seq_idx says so itself; cu_seqlens and cu_seq_lens_q are offsets into the B rows laid one behind
-    the other. Without any of them they are the layer's.
+    the other. Without any of them they are the layer's. A context has those of its rank itself.
     """
+    if kwargs.get("context") is not None:
+        return None
     if (seq_idx := kwargs.get("seq_idx")) is not None:
         return seq_idx
     cuts = kwargs.get("cu_seqlens")
@@ -84,9 +88,12 @@ def _run(
     initial_state: Tensor | None,
     output_final_state: bool,
     seq_idx: Tensor | None,
+    context: ContextParallel | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """op on tensors [B, T, ...]; the states are those before and after a row."""
+    if context is not None:
+        options["context"] = context
     options["output_final_state"] = output_final_state
     if initial_state is not None:
         initial_state = _wide(initial_state)
@@ -129,8 +136,9 @@ def _delta(op: Callable) -> Callable:
         tensors = (query, key.to(query.dtype), value.to(query.dtype), _wide(g), beta)
         norm = use_qk_l2norm_in_kernel
         return _run(
-            op, tensors, initial_state, output_final_state, seq_idx, use_qk_l2norm_in_kernel=norm
-        )
+            op, tensors, initial_state, output_final_state, seq_idx, kwargs.get("context"),
+            use_qk_l2norm_in_kernel=norm,
+        )  # fmt: skip
 
     return delta_rule
 
@@ -155,6 +163,10 @@ def causal_conv1d_fn(
     """
     x = hidden_states.to(weight.dtype)
     B, D, T = x.shape
+    context = kwargs.get("context")
+    if context is not None:
+        y, _ = short_convolution(x.mT, weight, bias, activation=activation, context=context)
+        return y.mT.to(hidden_states.dtype)
     seq_idx = sequences_of(kwargs, B, T)
     if seq_idx is None:
         return conv_fn(x, weight, bias, activation=activation).to(hidden_states.dtype)
@@ -200,9 +212,8 @@ def mamba_chunk_scan_combined(
     x = hidden_states
     seq_idx = sequences_of(kwargs, *x.shape[:2])
     tensors = mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
-    y, state = _run(
-        chunk_simple_gla, tensors, initial_states, return_final_states, seq_idx, **MAMBA2
-    )
+    given = initial_states, return_final_states, seq_idx, kwargs.get("context")
+    y, state = _run(chunk_simple_gla, tensors, *given, **MAMBA2)
     y = skip_and_gate(y, x, D[:, None] if D is not None and D.dim() == 1 else D, z)
     return (y, state) if return_final_states else y
 
@@ -320,7 +331,8 @@ def selective_scan_fn(
     ) -> tuple[Tensor, Tensor | None]:
         return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, **options)
 
-    y, state = _run(scan, tensors, None, return_last_state, sequences_of(kwargs, *u.shape[:2]))
+    given = None, return_last_state, sequences_of(kwargs, *u.shape[:2]), kwargs.get("context")
+    y, state = _run(scan, tensors, *given)
     return (y.mT, state) if return_last_state else y.mT
 
 

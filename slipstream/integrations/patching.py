@@ -171,14 +171,14 @@ def _say_theirs(name: str, why: str) -> None:
 
 
 def is_packed(kwargs: dict[str, Any]) -> bool:
-    offsets = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+    offsets = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "context")
     return running.of_layer is not None or any(kwargs.get(name) is not None for name in offsets)
 
 
 def seq_idx_of_positions(given: dict[str, Any]) -> Tensor | None:
     """seq_idx [B, T] where position_ids [B, T] fall back and nothing else says what is packed."""
     positions = given.get("position_ids")
-    offsets = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cache", "past_key_values")
+    offsets = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cache", "past_key_values", "context")
     if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
         return None
     if any(given.get(name) is not None for name in offsets):

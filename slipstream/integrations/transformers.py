@@ -28,6 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise extras.missing("slipstream.integrations.transformers", error, "interop") from None
 
+from slipstream.integrations.context import call_in_context
 from slipstream.integrations.linear_mixers import offsets_of, sequences_of
 from slipstream.integrations.masks import (
     Query,
@@ -43,8 +44,9 @@ from slipstream.integrations.masks import (
 from slipstream.integrations.patching import patch, unpatch
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
+from slipstream.runtime.context_parallel import ContextParallel
 
-__all__ = ["NAME", "patch", "slipstream_attention", "slipstream_mask", "unpatch"]
+__all__ = ["NAME", "call_in_context", "patch", "slipstream_attention", "slipstream_mask", "unpatch"]
 
 NAME = "slipstream"
 # with more queries than this, reading all keys for all of them at once does not pay
@@ -56,8 +58,8 @@ UNREAD = frozenset(
         "cache_position", "deterministic", "grid_thw", "image_grid_thw", "input_ids",
         "inputs_embeds", "is_causal", "labels", "logits_to_keep", "max_length_k", "max_length_q",
         "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
-        "pixel_values", "pixel_values_videos", "position_ids", "return_dict", "sliding_window",
-        "use_cache", "video_grid_thw",
+        "pixel_values", "pixel_values_videos", "position_ids", "return_dict", "shift_labels",
+        "sliding_window", "use_cache", "video_grid_thw",
     )
 )  # fmt: skip
 # models that compute with the entries of a mask without a word to the mask interface, by what makes
@@ -157,6 +159,7 @@ def slipstream_attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    context: ContextParallel | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer: query [B, H, T, D], key [B, HKV, S, D], value [B, HKV, S, DV] -> [B, T, H, DV].
@@ -172,6 +175,7 @@ def slipstream_attention(
             other; they cut what the mask lets see each other.
         seq_idx: int [B, T], the sequences as numbers in place of offsets; not read beside them or
             a mask that cuts.
+        context: the tokens are this rank's (context.py); offsets and cuts are not read.
 
     Raises:
         NotImplementedError: an argument that is not known here.
@@ -192,6 +196,13 @@ def slipstream_attention(
     ruled = attention_mask is None or is_rule_mask(attention_mask)
     dense = not ruled or position_bias is not None or selected is not None
     dense = dense or (sinks is not None and sinks.dim() > 1)
+    if context is not None:
+        if dense:
+            raise NotImplementedError("context: want a causal or windowed mask, and no bias")
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        rule = Rule() if attention_mask is None else Rule.of_size(attention_mask.shape[1])
+        options |= {"scale": scaling, "causal": False, "window_size": tuple(rule)}
+        return attention(q, k, v, context=context, **options), None
     if seq_idx is not None and query.shape[2] != key.shape[2]:
         raise ValueError(f"seq_idx: want as many keys as queries, got {query.shape}, {key.shape}")
     if dense:

@@ -1,0 +1,65 @@
+"""transformers' models whose tokens are dealt out to ranks: each calls the model with its own."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.integrations.patching import patch
+from slipstream.runtime.context_parallel import ContextParallel
+
+# Model types whose layers hand keyword arguments down to all that mixes tokens, and have nothing
+# else that does; tests/parallel/test_transformers_context.py runs each.
+TYPES = (
+    "bamba", "gemma2", "kimi_linear", "lfm2", "llama", "mistral", "qwen3", "qwen3_next",
+)  # fmt: skip
+IGNORED, CHOICE = -100, "_attn_implementation"
+
+
+def call_in_context(
+    model: nn.Module,
+    context: ContextParallel,
+    *,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """A model of transformers on this rank's tokens of a batch.
+
+    Its linear layers are patched (patch), and its attention has to be "slipstream". Positions count
+    in the whole sequence, the label after a rank's last token is the next rank's first, and the
+    loss is divided by the labels that count on all ranks: the ranks' losses and gradients add up to
+    the batch's. Every rank calls it.
+
+    Args:
+        model: for causal language modelling, of a type in TYPES.
+        context: who has which tokens.
+        input_ids: [B, tokens here].
+        labels: [B, tokens here], as input_ids, -100 where there is no loss.
+        options: other arguments of the model; not attention_mask, position_ids or a cache.
+
+    Returns:
+        What the model returns of these tokens.
+
+    Raises:
+        NotImplementedError: a type that is not known to exchange all that it has to.
+        ValueError: another attention; an argument that the context replaces.
+    """
+    config: Any = getattr(model, "config", None)
+    kind, attention = getattr(config, "model_type", None), getattr(config, CHOICE, None)
+    if kind not in TYPES:
+        raise NotImplementedError(f"context: want a model of {', '.join(TYPES)}, got {kind}")
+    if attention != "slipstream":
+        raise ValueError(
+            f"context: want attn_implementation='slipstream', which exchanges keys, got {attention}"
+        )
+    for name in ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name}: has no meaning beside a context")
+    patch(model)
+    share = context.share(input_ids.shape[1])
+    options |= {"use_cache": False, "position_ids": share.positions(input_ids.device)}
+    if labels is not None:
+        target = share.next_tokens(labels, IGNORED)
+        count = context.sum((target != IGNORED).sum())
+        options |= {"labels": labels, "shift_labels": target, "num_items_in_batch": count}
+    return model(input_ids=input_ids, context=context, **options)

@@ -1,0 +1,56 @@
+"""Patched models of transformers whose tokens are dealt out to processes, on a CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+
+from slipstream.integrations.context import TYPES, call_in_context
+from slipstream.integrations.transformers import NAME
+from slipstream.parallel import ContextParallel
+from tests.support.transformers_context import NAMES, in_process, make
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def equal(names: list[str], checkpointed: bool, folder: Path) -> None:
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(in_process, (str(folder / "store"), names, checkpointed, queue), nprocs=2)
+    assert queue.empty(), queue.get()
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Losses and gradients, of rows and of packed sequences."""
+    equal(["Qwen3NextForCausalLM"], False, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_every_type_on_two_processes(checkpointed: bool, tmp_path: Path) -> None:
+    equal(NAMES, checkpointed, tmp_path)
+
+
+def test_types_are_those_that_are_tested() -> None:
+    assert tuple(sorted(getattr(transformers, x).config_class.model_type for x in NAMES)) == TYPES
+
+
+def test_what_it_does_not_take_is_named() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plan, ids = ContextParallel(), torch.ones(1, 4, dtype=torch.int64)
+        with pytest.raises(NotImplementedError, match=r"context: want a model of .*, got mamba2"):
+            call_in_context(make("Mamba2ForCausalLM"), plan, input_ids=ids)
+        model = make("LlamaForCausalLM")
+        with pytest.raises(ValueError, match="position_ids: has no meaning beside a context"):
+            call_in_context(model, plan, input_ids=ids, position_ids=ids)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match=f"want attn_implementation='{NAME}'.*got sdpa"):
+            call_in_context(model, plan, input_ids=ids)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,90 @@
+"""transformers' models whose tokens are dealt out to processes, beside the whole rows in one."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from slipstream.integrations.context import call_in_context
+from slipstream.integrations.transformers import NAME, patch
+from slipstream.parallel import ContextParallel, shard
+from tests.support.tiny_configs import OTHERS, tiny_config
+from tests.support.tiny_models import build
+
+IGNORED = -100
+NAMES = [
+    f"{x}ForCausalLM"
+    for x in ("Bamba", "Gemma2", "KimiLinear", "Lfm2", "Llama", "Mistral", "Qwen3", "Qwen3Next")
+]
+SEQUENCES, LENGTHS = (13, 0, 6, 5), (10, 14)
+
+
+def make(name: str) -> Any:
+    """A small model with our attention, the same in every process."""
+    errors, cls = [], getattr(transformers, name)
+    for other in OTHERS:
+        try:
+            config = tiny_config(cls.config_class, other)
+            model = build(cls, config, NAME, None)
+        except Exception as error:
+            errors.append(error)
+            continue
+        patch(model)
+        return model.train()
+    raise errors[0]
+
+
+def batch(packed: bool) -> tuple[Tensor, Tensor, Tensor, list[int] | None]:
+    """ids, positions, the next tokens, and the offsets of packed sequences."""
+    total = sum(SEQUENCES)
+    ids = torch.arange(total).mul(7).remainder(50).add(5)[None]
+    target = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], 1)
+    if not packed:
+        return ids, torch.arange(total)[None], target, None
+    offsets = [sum(SEQUENCES[:i]) for i in range(len(SEQUENCES) + 1)]
+    target[:, [x - 1 for x in offsets[1:]]] = IGNORED
+    return ids, torch.cat([torch.arange(n) for n in SEQUENCES])[None], target, offsets
+
+
+def difference(name: str, packed: bool, checkpointed: bool) -> str:
+    """What two ranks have otherwise than one, or ""."""
+    whole, part = make(name), make(name)
+    part.load_state_dict(whole.state_dict())
+    ids, positions, target, offsets = batch(packed)
+    plan = ContextParallel(None, offsets, LENGTHS)
+    count = (target != IGNORED).sum()
+    options: dict[str, Any] = {"shift_labels": target, "num_items_in_batch": count}
+    want = whole(input_ids=ids, position_ids=positions, labels=ids, use_cache=False, **options).loss
+    want.backward()
+    if checkpointed:
+        word = "activation" if hasattr(part, "activation_checkpointing_enable") else "gradient"
+        getattr(part, f"{word}_checkpointing_enable")({"use_reentrant": False})
+    mine = shard(ids, plan)
+    loss = call_in_context(part, plan, input_ids=mine, labels=mine).loss
+    loss.backward()
+    found = [f"loss {plan.sum(loss)} instead of {want}"]
+    if torch.allclose(plan.sum(loss), want, rtol=1e-4):
+        found = []
+    largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
+    for (n, p), q in zip(part.named_parameters(), whole.parameters(), strict=True):
+        if q.grad is not None:
+            grad = torch.zeros_like(q.grad) if p.grad is None else p.grad
+            off = float((plan.sum(grad) - q.grad).abs().max())
+            if not off < 1e-4 * largest:
+                found.append(f"{n} is off by {off:.1e} of {largest:.1e}")
+    return "; ".join(found[:3])
+
+
+def in_process(rank: int, file: str, names: list[str], checkpointed: bool, found: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        for name in names:
+            for packed in (False, True):
+                wrong = difference(name, packed, checkpointed)
+                if wrong:
+                    found.put(f"{name}, packed {packed}: {wrong}")
+    finally:
+        dist.destroy_process_group()
