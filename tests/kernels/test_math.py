@@ -1,4 +1,4 @@
-"""Every family of kernels has its equations, and every operator of the linear family its paper's."""
+"""Every family of kernels has its equations, and every linear operator its paper's."""
 
 from pathlib import Path
 
