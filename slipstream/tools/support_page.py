@@ -22,7 +22,7 @@ from slipstream.compiler.triton_releases import install
 from slipstream.runtime.files import write_text
 from slipstream.tools import support_data
 from slipstream.tools.backend_query import KernelsFound, find_kernels
-from slipstream.tools.catalog import REPRESENTATIVE, Sample, Shape
+from slipstream.tools.catalog import OPERATORS, REPRESENTATIVE, Sample, Shape
 from slipstream.tools.matrix_cache import RowCache
 from slipstream.tools.terminal import bar, counts, legend
 from slipstream.tools.variant_cover import cover, resolved
@@ -164,8 +164,9 @@ def line(row: support_matrix.Row) -> str:
     return f"{row.status:8}{about}: {sizes} {row.seconds:.1f} s {row.reason}"
 
 
-def record(rows: Sequence[support_matrix.Row], run: MatrixRun) -> None:
-    """Adds the rows to docs/support.json and writes what is made from it."""
+def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = True) -> None:
+    """Adds the rows to docs/support.json and writes what is made from it. Without the whole of the
+    operators only the cells of some change, and no family of kernels is verified."""
     data = support_data.read(DATA)
     for (release, arch), without in run.without.items():
         found = [x for x in rows if (x.triton, x.arch) == (release, arch)]
@@ -177,10 +178,13 @@ def record(rows: Sequence[support_matrix.Row], run: MatrixRun) -> None:
             "shapes": len(run.shapes),
             "kernels": len(found),
         }
-        data.setdefault(release, {})[arch] = {**about, "operators": cells}
+        known = data.setdefault(release, {}).setdefault(arch, about | {"operators": {}})
+        known |= {**about, "operators": {}} if whole else {}
+        known["operators"] |= cells
     support_data.write(DATA, data)
     write_text(PAGE, page(support_data.read(DATA)))
-    _record_verified(rows)
+    if whole:
+        _record_verified(rows)
 
 
 def _record_verified(rows: Sequence[support_matrix.Row]) -> None:
@@ -212,7 +216,7 @@ def page(data: dict) -> str:
     lines = [_HEAD]
     everything = [cells["operators"] for archs in data.values() for cells in archs.values()]
     names = sorted({name for cells in everything for name in cells})
-    plain = [x for x in names if all(y.get(x, _PLAIN)[0] == "torch" for y in everything)]
+    plain = [x for x in names if all(y[x][0] == "torch" for y in everything if x in y)]
     for release in sorted(data, key=version, reverse=True):
         archs = [x for x in ARCHS if x in data[release]]
         lines += [f"\n## Triton {release}\n", f"| operator | {' | '.join(archs)} |"]
@@ -228,6 +232,10 @@ def page(data: dict) -> str:
     lines += [f"{i}. {x}" for i, x in enumerate(footnotes, 1)]
     lines.append("\n## In plain torch everywhere\n")
     lines += [f"- {x}: {next(y[x][1] for y in everything if x in y)}" for x in plain] or ["None."]
+    unknown = sorted({x.op for x in OPERATORS} - set(names))
+    if unknown:
+        lines.append("\n## Not recorded yet\n")
+        lines += [f"- {x}" for x in unknown]
     return "\n".join(lines) + "\n"
 
 
@@ -240,7 +248,9 @@ def _chosen(known: dict) -> str:
 
 def _cell(known: dict, arch: str, release: str, name: str, footnotes: list[str]) -> str:
     """One operator's, with the number of its note."""
-    status, reason = known["operators"].get(name, _PLAIN)
+    if name not in known["operators"]:
+        return ""
+    status, reason = known["operators"][name]
     applies = applying(arch, release, known["ptxas"] or None)
     avoided = [x.name for x in applies if x.avoided]
     if status in ("ok", "slow") and avoided:
@@ -258,7 +268,6 @@ def _general(reason: str) -> str:
     return "; ".join("spills" if x.startswith("spills") else x for x in reason.split("; "))
 
 
-_PLAIN = ("torch", "plain torch")
 _HEAD = """# What runs where
 
 Written by `slipstream matrix --record` (docs/tools/matrix.md): every kernel of every operator,
@@ -270,6 +279,7 @@ worst of its kernels.
 - refused: the compiler refuses it or it does not fit; the operator runs in plain torch there.
 - crash, hang: the compiler dies or does not finish.
 - torch: no kernel takes it there, plain torch does.
+- empty: the operator is newer than the record. `slipstream matrix NAME --arch ARCH` compiles it.
 
 "flags" beside a count: of each kernel's variants some that between them have every value of every
 flag; "pairs": every two values that occur together; "all": every variant of the sample shapes;

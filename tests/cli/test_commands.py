@@ -102,7 +102,7 @@ def test_matrix_record_and_exit_status(
     plain = {"squared_relu": ["torch", "too plain"]}
     assert data["sm_80"]["operators"] == {"rms_norm": [status, ""], **plain}
     assert (data["gfx942"]["kernels"], data["gfx942"]["operators"]) == (0, plain)
-    assert f"| rms_norm | {status} | torch" in recorded["PAGE"].read_text()
+    assert f"| rms_norm | {status} |  |" in recorded["PAGE"].read_text()
     (entry,) = json.loads(recorded["VERIFIED"].read_text()) or [{"families": {}}]
     assert list(entry["families"]) == families
 
@@ -145,10 +145,28 @@ def test_matrix_records_nothing_partial(
     assert recorded["DATA"].read_text() == EMPTY
 
 
+def test_matrix_records_some_operators_beside_the_others(
+    recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile(self: support_page.MatrixRun, *args: Any) -> list[Row]:
+        self.without = {("3.6.0", "sm_80"): {}}
+        name = self.samples[0].op
+        return [replace(row("slow" if name == "swiglu" else "ok"), operators=(name,))]
+
+    monkeypatch.setattr(support_page.MatrixRun, "compile", compile)
+    for name in ("rms_norm", "swiglu"):
+        result = CliRunner().invoke(app, ["matrix", name, "--arch", "sm_80", "--record"])
+        assert result.exit_code == 0
+    found = support_data.read(recorded["DATA"])["3.6.0"]["sm_80"]["operators"]
+    assert found == {"rms_norm": ["ok", ""], "swiglu": ["slow", ""]}
+    assert recorded["VERIFIED"].read_text() == "[]"
+    page = recorded["PAGE"].read_text()
+    assert "- rms_norm\n" not in page and "## Not recorded yet\n\n- attention\n" in page
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["rms_norm", "--record"], "--record: wants every operator"),
         (["--arch", "sm_91"], "arch: want one of sm_70"),
         (["--variants", "some"], "--variants: want one of auto"),
         (["rms_nrm"], "operator: no 'rms_nrm'; did you mean rms_norm"),
