@@ -15,16 +15,7 @@ UNIT, 16 where that divides all of them, which tells the compiler that rows are 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), as exact for small results as for large ones."""
-    e = tl.exp(-tl.abs(x))
-    # log of 1 + e, rounded to u, is wrong by as much as u - 1 is of e
-    u = 1.0 + e
-    d = u - 1.0
-    log = tl.where(d == 0.0, e, tl.log(u) * (e / tl.where(d == 0.0, 1.0, d)))
-    return tl.maximum(x, 0.0) + log
+from slipstream.kernels.primitives.activations import softplus
 
 
 @triton.jit
@@ -60,7 +51,7 @@ def decay_gate_fwd_kernel(
     if BOUNDED:
         b_g = lower_bound * tl.sigmoid(b_r * b_z)
     else:
-        b_g = -b_r * _softplus(b_z)
+        b_g = -b_r * softplus(b_z)
     tl.store(g_ptr + o_r[:, None].to(tl.int64) * C + o_c[None, :], b_g, mask=m)
 
 
@@ -88,7 +79,7 @@ def decay_gate_bwd_kernel(
             b_da += tl.sum(b_dz * b_z, 0)
         else:
             b_dz = -b_dg * b_r * tl.sigmoid(b_z)
-            b_da -= tl.sum(b_dg * b_r * _softplus(b_z), 0)
+            b_da -= tl.sum(b_dg * b_r * softplus(b_z), 0)
         b_dbias += tl.sum(b_dz, 0)
         tl.store(dx_ptr + o, b_dz.to(dx_ptr.dtype.element_ty), mask=m)
     p_partial = partial_ptr + i_p * 2 * C + o_c

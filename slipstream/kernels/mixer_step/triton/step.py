@@ -37,12 +37,18 @@ slot of the pool, as what they guard does. So results do not depend on which pro
 import triton
 import triton.language as tl
 
+from slipstream.kernels.mixer_step.triton.convolution import (
+    activation,
+    all_taps,
+    channels_of,
+    convolution,
+    load,
+    move_on,
+    row_of,
+    windows,
+)
+from slipstream.kernels.primitives.activations import softplus
 from slipstream.kernels.primitives.int8_states import decoded, load_state, store_state
-
-
-@triton.jit
-def _load(p, m):
-    return tl.load(p, mask=m, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -55,88 +61,6 @@ def _scalar(p, i):
 
 
 @triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), as exact for small results as for large ones."""
-    e = tl.exp(-tl.abs(x))
-    # log of 1 + e, rounded to u, is wrong by as much as u - 1 is of e
-    u = 1.0 + e
-    d = u - 1.0
-    log = tl.where(d == 0.0, e, tl.log(u) * (e / tl.where(d == 0.0, 1.0, d)))
-    return tl.maximum(x, 0.0) + log
-
-
-@triton.jit
-def _activation(x, SILU: tl.constexpr):
-    s = tl.sigmoid(x)
-    return x * s if SILU else s
-
-
-@triton.jit
-def _row_of(t, accepted, pending):
-    """The row of token t: those of the last call that are not accepted are passed over."""
-    return t + tl.where(t >= accepted, pending - accepted, 0)
-
-
-@triton.jit
-def _inputs(
-    x_ptr, row_x, window, t, accepted, pending, o, m, channel, W: tl.constexpr, ONE: tl.constexpr
-):
-    """x_{t-W+1} .. x_{t-1}: those before the call's first token are in the window."""
-    window_ptr, stride_c, stride_l, length = window
-    xs = ()
-    for j in tl.static_range(W - 1):
-        back = W - 1 - j
-        p_w = window_ptr + channel.to(tl.int64) * stride_c + (length + t - back) * stride_l
-        b_x = _load(p_w, m & (t < back))
-        if not ONE:
-            # one of the two loads is masked: the sum is a choice
-            row = _row_of(t - back, accepted, pending)
-            b_x += _load(x_ptr + row * row_x + o, m & (t >= back))
-        xs = xs + (b_x,)
-    return xs
-
-
-@triton.jit
-def _channels(
-    o_k, o_c, i_k, i_h, HV,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_CHANNELS_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Of the convolution, those of q, k and v."""
-    c_q, c_k, c_v = i_k * K + o_k, (H + i_k) * K + o_k, 2 * H * K + i_h * V + o_c
-    if V_CHANNELS_FIRST:
-        c_q, c_k, c_v = HV * V + c_k, HV * V + c_q, i_h * V + o_c
-    return c_q, c_k, c_v
-
-
-@triton.jit
-def _taps(weight_ptr, bias_ptr, channel, m, W: tl.constexpr):
-    """The columns of weight, and the bias."""
-    ws = ()
-    for j in tl.static_range(W):
-        ws = ws + (_load(weight_ptr + channel * W + j, m),)
-    b_z = 0.0
-    if bias_ptr is not None:
-        b_z = _load(bias_ptr + channel, m)
-    return ws + (b_z,)
-
-
-@triton.jit
-def _all_taps(weight_ptr, bias_ptr, channels, m_k, m_v, W: tl.constexpr):
-    """Of q, k and v."""
-    ws_q = _taps(weight_ptr, bias_ptr, channels[0], m_k, W)
-    ws_k = _taps(weight_ptr, bias_ptr, channels[1], m_k, W)
-    return ws_q, ws_k, _taps(weight_ptr, bias_ptr, channels[2], m_v, W)
-
-
-@triton.jit
-def _convolution(xs, ws, W: tl.constexpr, SILU: tl.constexpr):
-    b_z = xs[W - 1] * ws[W - 1] + ws[W]
-    for j in tl.static_range(W - 1):
-        b_z += xs[j] * ws[j]
-    return _activation(b_z, True) if SILU else b_z
-
-
-@triton.jit
 def _token(
     pointers, rows, places, first, t, i_h, K: tl.constexpr, V: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
@@ -145,59 +69,26 @@ def _token(
     q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, write_ptr = pointers
     row_q, row_k, row_v, row_g, row_beta, row_write = rows
     o_k, o_c, m_k, m_v = places
-    b_q = _load(q_ptr + t * row_q + o_k, m_k)
-    b_k = _load(k_ptr + t * row_k + o_k, m_k)
-    b_v = _load(v_ptr + t * row_v + o_c, m_v)
+    b_q = load(q_ptr + t * row_q + o_k, m_k)
+    b_k = load(k_ptr + t * row_k + o_k, m_k)
+    b_v = load(v_ptr + t * row_v + o_c, m_v)
     gate, beta, write = 0.0, 1.0, 1.0
     row = first + t
     if g_ptr is not None:
         if PER_CHANNEL:
-            gate = _load(g_ptr + row * row_g + i_h * K + o_k, m_k)
+            gate = load(g_ptr + row * row_g + i_h * K + o_k, m_k)
             if dt_bias_ptr is not None:
-                gate += _load(dt_bias_ptr + i_h * K + o_k, m_k)
+                gate += load(dt_bias_ptr + i_h * K + o_k, m_k)
         else:
             gate = tl.load(g_ptr + row * row_g + i_h).to(tl.float32)
             if dt_bias_ptr is not None:
                 gate += tl.load(dt_bias_ptr + i_h).to(tl.float32)
     if write_ptr is not None:
-        beta = _load(beta_ptr + row * row_beta + i_h * K + o_k, m_k)
-        write = _load(write_ptr + row * row_write + i_h * V + o_c, m_v)
+        beta = load(beta_ptr + row * row_beta + i_h * K + o_k, m_k)
+        write = load(write_ptr + row * row_write + i_h * V + o_c, m_v)
     elif beta_ptr is not None:
         beta = tl.load(beta_ptr + row * row_beta + i_h).to(tl.float32)
     return b_q, b_k, b_v, gate, beta, write
-
-
-@triton.jit
-def _windows(
-    pointers, rows, window, places, channels, t, accepted, pending,
-    W: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """_inputs of q, k and v."""
-    o_k, o_c, m_k, m_v = places
-    xs_q = _inputs(
-        pointers[0], rows[0], window, t, accepted, pending, o_k, m_k, channels[0], W, ONE
-    )
-    xs_k = _inputs(
-        pointers[1], rows[1], window, t, accepted, pending, o_k, m_k, channels[1], W, ONE
-    )
-    xs_v = _inputs(
-        pointers[2], rows[2], window, t, accepted, pending, o_c, m_v, channels[2], W, ONE
-    )
-    return xs_q, xs_k, xs_v
-
-
-@triton.jit
-def _move_on(window, token, xs, channels, places, is_last, W: tl.constexpr):
-    """The window becomes the last inputs: of q and k if this program is the last to read it."""
-    window_ptr, stride_c, stride_l, length = window
-    _, _, m_k, m_v = places
-    for j in tl.static_range(W):
-        column = length - W + j
-        for i in tl.static_range(3):
-            p_w = window_ptr + channels[i].to(tl.int64) * stride_c + column * stride_l
-            m = (m_v if i == 2 else m_k & is_last) & (column >= 0)
-            x = token[i] if j == W - 1 else xs[i][j]
-            tl.store(p_w, x.to(window_ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -344,12 +235,12 @@ def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr)
     """exp(g) of the gate before its activation, and dt."""
     dt = x
     if GATE == "softplus":
-        dt = tl.minimum(tl.maximum(_softplus(x), dt_min), dt_max)
+        dt = tl.minimum(tl.maximum(softplus(x), dt_min), dt_max)
         x = -rate * dt
     if GATE == "sigmoid":
         x = lower_bound * tl.sigmoid(rate * x)
     if GATE == "logsigmoid":
-        x = -_softplus(-x) / normalizer
+        x = -softplus(-x) / normalizer
     return tl.exp(x), dt
 
 
@@ -375,9 +266,9 @@ def _norm_of_group(
         m = o < GROUP
         b_y = tl.load(scratch_ptr + o, mask=m, other=0.0, cache_modifier=".cg") * b_rstd
         if weight_ptr is not None:
-            b_y *= _load(weight_ptr + (i_g * GROUP + o if WEIGHT_PER_HEAD else o % V), m)
+            b_y *= load(weight_ptr + (i_g * GROUP + o if WEIGHT_PER_HEAD else o % V), m)
         if z_ptr is not None and NORM_BEFORE_GATE:
-            b_y *= _activation(_load(z_ptr + z_row + i_g * GROUP + o, m), Z_SILU)
+            b_y *= activation(load(z_ptr + z_row + i_g * GROUP + o, m), Z_SILU)
         tl.store(y_ptr + begin + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
@@ -487,15 +378,15 @@ def mixer_step_kernel(
     places = o_k, o_c, m_k, m_v
     if ONE and not V_FIRST:
         token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
-    channels = _channels(o_k, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
+    channels = channels_of(o_k, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     ws_q, ws_k, ws_v = (), (), ()
     if window_ptr is not None:
-        ws_q, ws_k, ws_v = _all_taps(conv_weight_ptr, conv_bias_ptr, channels, m_k, m_v, W)
+        ws_q, ws_k, ws_v = all_taps(conv_weight_ptr, conv_bias_ptr, channels, m_k, m_v, W)
     rate, skip, b_w, b_z = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0, tl.zeros([BV], tl.float32)
     if z_ptr is not None and ONE:
-        b_z = _load(z_ptr + first * row_z + i_h * V + o_c, m_v)
+        b_z = load(z_ptr + first * row_z + i_h * V + o_c, m_v)
     if norm_weight_ptr is not None and scratch_ptr is None:
-        b_w = _load(norm_weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0) + o_c, m_v)
+        b_w = load(norm_weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0) + o_c, m_v)
     if (cache_slot < 0) | (cache_slot >= cache_slots):
         for t in range(T - pending):
             tl.store(y_ptr + t * row_y + o_c, tl.zeros([BV], y_ptr.dtype.element_ty), mask=m_v)
@@ -506,7 +397,7 @@ def mixer_step_kernel(
         window_ptr += cache_slot * stride_window
     window = window_ptr, stride_c, stride_l, length
     if ONE and window_ptr is not None:
-        xs = _windows(pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
+        xs = windows(pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
     p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head
     p_s, m_s = _block(p_s, o_c, K, V, BK, WIDTH, V_FIRST)
     at_head = cache_slot * stride_scale + i_h * V
@@ -522,19 +413,17 @@ def mixer_step_kernel(
     last = T - 1 if accepted_ptr is None else accepted - 1
     for t in range(steps):
         if not ONE:
-            row = _row_of(t, accepted, pending)
+            row = row_of(t, accepted, pending)
             if z_ptr is not None:
-                b_z = _load(z_ptr + (first + row) * row_z + i_h * V + o_c, m_v)
+                b_z = load(z_ptr + (first + row) * row_z + i_h * V + o_c, m_v)
             token = _token(pointers, rows, places, first, row, i_h, K, V, PER_CHANNEL)
         b_q, b_k, b_v, gate, beta, write = token
         if window_ptr is not None:
             if not ONE:
-                xs = _windows(
-                    pointers, rows, window, places, channels, t, accepted, pending, W, ONE
-                )
-            b_q = _convolution(xs[0] + (b_q,), ws_q, W, CONV_SILU)
-            b_k = _convolution(xs[1] + (b_k,), ws_k, W, CONV_SILU)
-            b_v = _convolution(xs[2] + (b_v,), ws_v, W, CONV_SILU)
+                xs = windows(pointers, rows, window, places, channels, t, accepted, pending, W, ONE)
+            b_q = convolution(xs[0] + (b_q,), ws_q, W, CONV_SILU)
+            b_k = convolution(xs[1] + (b_k,), ws_k, W, CONV_SILU)
+            b_v = convolution(xs[2] + (b_v,), ws_v, W, CONV_SILU)
         qq, kk, dot = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add3)
         if SHARED and ONE:
             counted = _count(counter_ptr + i_k, THREADS, "relaxed")
@@ -555,7 +444,7 @@ def mixer_step_kernel(
         if t == last:
             _store_state(b_s, p_s, m_s, quantized, o_c, V, BK, V_FIRST, HINT)
         if z_ptr is not None:
-            b_z = _activation(b_z, Z_SILU)
+            b_z = activation(b_z, Z_SILU)
             if not NORM_BEFORE_GATE:
                 b_o *= b_z
         if scratch_ptr is not None:
@@ -571,14 +460,14 @@ def mixer_step_kernel(
     if window_ptr is not None and last >= 0:
         if not ONE:
             token = _token(pointers, rows, places, first, last, i_h, K, V, PER_CHANNEL)
-            xs = _windows(pointers, rows, window, places, channels, last, accepted, pending, W, ONE)
+            xs = windows(pointers, rows, window, places, channels, last, accepted, pending, W, ONE)
         tl.debug_barrier()  # all threads have read
         is_last = True
         if SHARED:
             if not ONE:
                 counted = _count(counter_ptr + i_k, THREADS, "acq_rel")
             is_last = _is_last(counter_ptr + i_k, counted, HEADS_PER_K * NV, THREADS)
-        _move_on(window, token, xs, channels, places, is_last, W)
+        move_on(window, token, xs, channels, places, is_last, W)
     if scratch_ptr is not None:
         tl.debug_barrier()  # all threads have written
         i_g, programs = i_h * V // GROUP, GROUP // V * NV
