@@ -214,7 +214,7 @@ OPERATORS = [
               options={**_EVERY, "reduction": x}) for x in ("mean", "sum", "none")],
     Sample("linear_log_probs", _LINEAR_LOSS, options={"temperature": 0.7}),
     Sample("linear_log_probs", f"{_LINEAR_LOSS} bias=Z", variant="entropy",
-           options={"temperature": 0.7, "return_entropy": True}),
+           options={"temperature": 8.0, "return_entropy": True}),
     _traced("linear_kl_div", _KL, fixed="teacher teacher_weight"),
     *[_tested("linear_kl_div", x, f"{_KL} student_bias=Z", fixed="teacher teacher_weight",
               options={"reduction": x}) for x in ("mean", "none")],

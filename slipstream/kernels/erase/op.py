@@ -84,7 +84,7 @@ def _mismatch(*given: Tensor | None) -> str | None:
     return numeric_probe.mismatch(
         lambda t: _Erase.apply(t["g"], t["k"], t["b"], TRITON_OR_EAGER),
         lambda t: plain(t["g"], t["k"], t["b"]),
-        {"g": -g.abs(), "k": k, "b": b},
+        {"k": k, "g": -g.abs(), "b": b},  # bars are those of the first one's dtype
     )
 
 

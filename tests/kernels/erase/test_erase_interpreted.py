@@ -36,6 +36,7 @@ def main() -> None:
         check(shape, has_b, torch.float32)
         check(shape, has_b, torch.float16)
     x = torch.randn(2, 3, 2, 4)
+    assert op._mismatch(x, x.half(), x.half()) is None
     torch.library.opcheck(op._forward.overload, (x, x, x, "triton"))
     torch.library.opcheck(op._backward.overload, (x, x, x, None, "triton"))
 
