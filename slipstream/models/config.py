@@ -106,6 +106,8 @@ class SlipstreamConfig(PreTrainedConfig):
         norm: the norms of the residual stream, one of NORMS; the factor of "zero_centered_rms" is
             1 + weight.
         embedding_norm: one of these norms comes right after the embedding, as in RWKV-7.
+        attention_residuals: what goes into a layer is mixed by attention from what each so many
+            layers before have added (models/depth.py); None: it is their sum.
         residual_in_fp32: the residual stream is float32 whatever the weights are, as in Mamba-2.
         norm_eps: inside every norm of the residual stream.
         initializer_range: standard deviation of the embedding, MLP and head weights at the start.
@@ -138,6 +140,7 @@ class SlipstreamConfig(PreTrainedConfig):
     mlps: list[str | dict[str, Any]] | None = None
     norm: str = "rms"
     embedding_norm: bool = False
+    attention_residuals: int | None = None
     residual_in_fp32: bool = False
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
@@ -170,6 +173,10 @@ class SlipstreamConfig(PreTrainedConfig):
             )
         if self.norm not in NORMS:
             raise ValueError(f"norm: want one of {', '.join(NORMS)}, got {self.norm!r}")
+        if self.attention_residuals is not None and self.attention_residuals < 1:
+            raise ValueError(
+                f"attention_residuals: want at least 1 layer, got {self.attention_residuals}"
+            )
         for i in range(len(self.mixers)):
             self.mixer(i)
             self.mlp(i)

@@ -19,6 +19,7 @@ from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_
 from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
+from slipstream.models.depth import AttentionResiduals
 from slipstream.models.generation import Generation, is_step
 from slipstream.models.graphs import Decoding, room_of_graph
 from slipstream.models.mlps import Dense
@@ -139,6 +140,10 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
+        self.depth = None
+        if config.attention_residuals is not None:
+            sizes = config.hidden_size, config.num_hidden_layers, config.attention_residuals
+            self.depth = AttentionResiduals(*sizes, config.norm_eps)
         self.embed_norm = make_norm(config) if config.embedding_norm else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
@@ -269,13 +274,15 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         room: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """As _run, for tokens of every row that follow those in the cache, updated in place."""
-        every, first_value = [], None
-        for block, layer in zip(self.layers, cache.layers):
+        every, first_value, sources = [], None, self._sources(h)
+        for i, (block, layer) in enumerate(zip(self.layers, cache.layers)):
+            h = self._mixed(i, h, sources)
             if keep:
                 every.append(h)
-            h, _, value = block(h, first_value, positions=positions, layer=layer, room=room)
+            y, _, value = block(h, first_value, positions=positions, layer=layer, room=room)
             first_value = value if first_value is None else first_value
-        h = self._normed(h)
+            h, sources = y, self._with_added(i, sources, h, y)
+        h = self._normed(self._mixed(len(self.layers), h, sources))
         return h, [*every, h] if keep else []
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -297,6 +304,17 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     def _first_normed(self, h: Tensor) -> Tensor:
         return h if self.embed_norm is None else self.embed_norm(h)
 
+    def _sources(self, h: Tensor) -> list[Tensor]:
+        """What attention residuals mix, if there are such."""
+        return [h.float() if self.config.residual_in_fp32 else h] if self.depth is not None else []
+
+    def _mixed(self, layer: int, h: Tensor, sources: list[Tensor]) -> Tensor:
+        """What goes into a layer, or into the norm after the last; h is what came out before."""
+        return h if self.depth is None or layer == 0 else self.depth(layer, sources)
+
+    def _with_added(self, layer: int, sources: list[Tensor], h: Tensor, y: Tensor) -> list[Tensor]:
+        return sources if self.depth is None else self.depth.with_added(layer, sources, y - h)
+
     def _normed(self, h: Tensor) -> Tensor:
         return self.norm(h.to(self.norm.weight.dtype) if self.config.residual_in_fp32 else h)
 
@@ -310,14 +328,15 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         context: ContextParallel | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The blocks and the last norm; `keep` also collects what goes into each block."""
-        every, first_value = [], None
+        every, first_value, sources = [], None, self._sources(h)
         for i, block in enumerate(self.layers):
+            h = self._mixed(i, h, sources)
             if keep:
                 every.append(h)
             state = None
             if cache is not None and cache.layers[i].is_initialized:
                 state = cache.layers[i].view(0)
-            h, state, value = block(
+            y, state, value = block(
                 h,
                 first_value,
                 cu_seqlens=cu_seqlens,
@@ -332,7 +351,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 assert isinstance(block, Block)
                 if cache.layers[i].write(state, block.mixer):
                     cache.graphs.clear()
-        h = self._normed(h)
+            h, sources = y, self._with_added(i, sources, h, y)
+        h = self._normed(self._mixed(len(self.layers), h, sources))
         return h, [*every, h] if keep else []
 
 

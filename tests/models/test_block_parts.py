@@ -29,6 +29,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm": "layer_without_bias",
     },
 }
+MODELS["attention residuals"] = {"mixers": ["gla", "attention", "gla"], "attention_residuals": 1}
+MODELS["in groups"] = {
+    "mixers": ["gla"] * 5,
+    "attention_residuals": 2,
+    "residual_in_fp32": True,
+}
 VOCAB = 37
 every_model = pytest.mark.parametrize("name", MODELS)
 

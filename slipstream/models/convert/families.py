@@ -210,6 +210,6 @@ def expect_equal(ours: SlipstreamConfig, again: SlipstreamConfig, family: str) -
                 if value != other and not near:
                     refuse(f"{what}[{i}].{key}", value)
     plain = ("norm", "norm_eps", "embedding_norm", "residual_in_fp32", "tie_word_embeddings")
-    for key in ("vocab_size", "hidden_size", *plain):
+    for key in ("vocab_size", "hidden_size", "attention_residuals", *plain):
         if getattr(ours, key) != getattr(again, key):
             refuse(key, getattr(ours, key))
