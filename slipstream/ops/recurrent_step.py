@@ -47,6 +47,9 @@ def recurrent_step(
         kda, comba                         beta, g [B, T, HV, K]; beta, g [B, T, HV], p
         iplr_delta_rule                    a, b
         dplr_delta_rule, rwkv7             a, b, g [B, T, HV, K]
+        gdn2, precond_kda                  the same, of what their recurrences say
+        gated_oja_rule                     beta, g, with k for v and v for k, state_v_first; o is
+                                           read from the state afterwards
 
     Args:
         q, k: queries and keys [B, T, H, K]; decoding has T == 1.
