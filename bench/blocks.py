@@ -354,8 +354,8 @@ _NORMS = f"{KERNELS}.norm.triton.tiles"
 TILES = [
     Tiles("rms_norm 32768x2048", _NORMS, "FORWARD", _norm_rows, _NORM_CACHES),
     Tiles("rms_norm 32768x2048", _NORMS, "BACKWARD", _norm_rows, _NORM_CACHES),
-    Tiles("cross_entropy 16384x32000", f"{KERNELS}.loss.triton.launch", "TILES", _loss_rows),
-    Tiles("linear_ce 16384x32000", f"{KERNELS}.loss.triton.launch", "CHUNK_BYTES", _megabytes),
+    Tiles("cross_entropy 16384x32000", f"{KERNELS}.primitives.logit_chunks", "TILES", _loss_rows),
+    Tiles("linear_ce 16384x32000", f"{KERNELS}.primitives.logit_chunks", "CHUNK_BYTES", _megabytes),
     Tiles("short_conv 4x4096x4096 W4", f"{KERNELS}.conv.triton.launch", "FORWARD", _conv_tiles),
     Tiles(
         "short_conv 4x4096x4096 W4", f"{KERNELS}.conv.triton.launch", "BACKWARD_ROLLING",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
+from slipstream.kernels.primitives.logit_chunks import CHUNK_ELEMENTS
 
 
 class Given(NamedTuple):

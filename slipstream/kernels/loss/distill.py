@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.loss.eager import CHUNK_ELEMENTS
+from slipstream.kernels.primitives.logit_chunks import CHUNK_ELEMENTS
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.loss.reference import LossInputs
-
-# at N 2048, D 256, V 4096 on one core 0.25 to 8 M elements a chunk took the same time within noise
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+from slipstream.kernels.primitives.logit_chunks import CHUNK_ELEMENTS
 
 
 class Rows(NamedTuple):

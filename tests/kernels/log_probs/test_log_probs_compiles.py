@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.compiler.aot import compile_kernel
-from slipstream.kernels.loss.triton import launch
+from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -17,11 +17,11 @@ def test_log_probs_compile(V: int, backward: bool) -> None:
     tensors |= {"logits_ptr": "*bf16", "target_ptr": "*i64"}
     if backward:
         tensors["grad_ptr"] = "*bf16"
-    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
     got = compile_kernel(
         "slipstream.kernels.log_probs.triton.log_probs:log_probs_kernel",
         tensors,
-        {"V": V, "BV": BV, "INNER": 8, "STAGES": launch.STAGES},
+        {"V": V, "BV": BV, "INNER": 8, "STAGES": logit_chunks.STAGES},
         scalars={"stride": "i32", "grad_stride": "i32", "ignore_index": "i32", "scale": "fp32"},
         warps=warps,
         target="sm_90",

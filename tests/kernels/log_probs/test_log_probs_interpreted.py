@@ -44,12 +44,12 @@ def check(V: int, size: float, biased: bool, dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    from slipstream.kernels.loss.triton import launch
+    from slipstream.kernels.primitives import logit_chunks
 
     torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
     torch.manual_seed(0)
-    launch.TILES = ((1 << 62, 16, 4),)
-    launch.CHUNK_BYTES, launch.ROW_MULTIPLE = 4 * 4 * 64, 4
+    logit_chunks.TILES = ((1 << 62, 16, 4),)
+    logit_chunks.CHUNK_BYTES, logit_chunks.ROW_MULTIPLE = 4 * 4 * 64, 4
     for V, size, biased in [(1, 1.0, True), (16, 1.0, False), (37, 1.0, True), (37, 50.0, False)]:
         check(V, size, biased, torch.float32)
     check(37, 1.0, True, torch.float16)

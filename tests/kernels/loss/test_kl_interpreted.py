@@ -37,12 +37,12 @@ def check(V: int, temperature: float, masked: bool, reduction: str, dtype: torch
 
 
 def main() -> None:
-    from slipstream.kernels.loss.triton import launch
+    from slipstream.kernels.primitives import logit_chunks
 
     torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
     torch.manual_seed(0)
-    launch.TILES = ((1 << 62, 16, 4),)
-    launch.CHUNK_BYTES, launch.ROW_MULTIPLE = 4 * 4 * 64, 4
+    logit_chunks.TILES = ((1 << 62, 16, 4),)
+    logit_chunks.CHUNK_BYTES, logit_chunks.ROW_MULTIPLE = 4 * 4 * 64, 4
     cases = [(1, True, "mean"), (16, False, "none"), (37, False, "mean"), (37, True, "none")]
     for V, masked, reduction in cases:
         check(V, 2.0 if masked else 1.0, masked, reduction, torch.float32)

@@ -14,9 +14,9 @@ MODULE = "slipstream.kernels.loss.triton.cross_entropy"
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.sample(which=lambda arch, V, plain: (arch == "sm_90") == (V != 32000))
 def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
-    from slipstream.kernels.loss.triton import launch
+    from slipstream.kernels.primitives import logit_chunks
 
-    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
     tensors = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64"}
     tensors |= {"loss_ptr": "*fp32", "weight_ptr": "*fp32"}
     scalars = dict.fromkeys(("smoothing", "smoothing_each", "softcap", "z_loss", "scale"), "fp32")
@@ -28,7 +28,7 @@ def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
     got = compile_kernel(
         f"{MODULE}:cross_entropy_kernel",
         tensors,
-        {**flags, "STAGES": launch.STAGES},
+        {**flags, "STAGES": logit_chunks.STAGES},
         scalars=scalars,
         target=arch,
         warps=warps,
@@ -57,16 +57,16 @@ def test_small_loss_kernels_compile(arch: str, looks: bool) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.sample(which=lambda arch, V: (arch == "sm_90") == (V != 32000))
 def test_kl_div_compiles(arch: str, V: int) -> None:
-    from slipstream.kernels.loss.triton import launch
+    from slipstream.kernels.primitives import logit_chunks
 
-    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
     tensors = {"s_ptr": "*bf16", "t_ptr": "*bf16", "grad_ptr": "*bf16", "live_ptr": "*i1"}
     tensors |= {"loss_ptr": "*fp32", "weight_ptr": "*fp32"}
     scalars = dict.fromkeys(("s_stride", "t_stride", "grad_stride"), "i32:16")
     got = compile_kernel(
         "slipstream.kernels.loss.triton.kl_div:kl_div_kernel",
         tensors,
-        {"V": V, "BV": BV, "INNER": 8, "STAGES": launch.STAGES},
+        {"V": V, "BV": BV, "INNER": 8, "STAGES": logit_chunks.STAGES},
         scalars={**scalars, "temperature": "fp32"},
         target=arch,
         warps=warps,

@@ -111,14 +111,14 @@ def check_scaled() -> None:
 
 def main() -> None:
     from slipstream.kernels.loss import op
-    from slipstream.kernels.loss.triton import launch
+    from slipstream.kernels.primitives import logit_chunks
 
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     for small in (False, True):
         if small:
-            launch.TILES = ((1 << 62, 16, 4),)
-            launch.CHUNK_BYTES, launch.ROW_MULTIPLE = 4 * 4 * 32, 4
+            logit_chunks.TILES = ((1 << 62, 16, 4),)
+            logit_chunks.CHUNK_BYTES, logit_chunks.ROW_MULTIPLE = 4 * 4 * 32, 4
         for V, options, reduction in itertools.product((1, 37), OPTIONS, ("mean", "sum", "none")):
             for scale in (1.0, -3.0):
                 check(V, options, reduction, scale)

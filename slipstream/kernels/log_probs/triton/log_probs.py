@@ -19,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.log_probs.eager import Given
-from slipstream.kernels.loss.triton import launch
-from slipstream.kernels.loss.triton.cross_entropy import LN2, LOG2E
+from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def _through_chunks(
     dweight = torch.zeros_like(weight) if grads else weight.new_empty(0)
     dhidden = torch.empty_like(hidden) if grads else hidden.new_empty(0)
     dbias = weight.new_zeros(0 if bias is None or not grads else V, dtype=torch.float32)
-    step = launch._rows_of_chunk(N, V, hidden.element_size())
+    step = logit_chunks.rows_of_chunk(N, V, hidden.element_size())
     # a number of columns that the compiler knows to be a multiple of 16: loads are wide
     buffer = hidden.new_empty(min(step, N), -(-V // 16) * 16)
     for i in range(0, N, max(step, 1)):
@@ -169,7 +171,7 @@ def _launch(
 ) -> None:
     """One launch over logits [rows, V], which become their gradient where grads are given."""
     rows, V = logits.shape
-    BV, warps = next((BV, warps) for most, BV, warps in launch.TILES if most >= V)
+    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
     dlog_prob, dentropy = (None, None) if grads is None else grads
     with device_of(logits.device):
         cached(log_probs_kernel)[(rows,)](
@@ -187,6 +189,6 @@ def _launch(
             V=V,
             BV=BV,
             INNER=16 // logits.element_size(),
-            STAGES=launch.STAGES,
+            STAGES=logit_chunks.STAGES,
             num_warps=warps,
         )

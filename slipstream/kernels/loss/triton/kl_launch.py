@@ -7,8 +7,8 @@ in place.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.loss.triton import launch
 from slipstream.kernels.loss.triton.kl_div import kl_div_kernel
+from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
@@ -24,7 +24,7 @@ def kl_div(
 ) -> None:
     """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
     N, V = s.shape
-    BV, warps = next((BV, warps) for max_columns, BV, warps in launch.TILES if max_columns >= V)
+    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
     with device_of(s.device):
         cached(kl_div_kernel)[(N,)](
             s_ptr=s,
@@ -41,7 +41,7 @@ def kl_div(
             V=V,
             BV=BV,
             INNER=16 // s.element_size(),
-            STAGES=launch.STAGES,
+            STAGES=logit_chunks.STAGES,
             num_warps=warps,
         )
 
@@ -62,7 +62,7 @@ def linear_rows(
     if grads:
         dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
         dbias = weight.new_zeros(0 if bias is None else V, dtype=torch.float32)
-    step = launch._rows_of_chunk(N, V, 2 * hidden.element_size())
+    step = logit_chunks.rows_of_chunk(N, V, 2 * hidden.element_size())
     # rows that begin at multiples of 16 bytes are read 16 bytes at a time
     buffers = hidden.new_empty(2, min(step, N), -(-V // 8) * 8)
     for i in range(0, N, max(step, 1)):

@@ -16,21 +16,10 @@ from slipstream.kernels.loss.triton.cross_entropy import (
     scale_kernel,
     total_kernel,
 )
+from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import NAMES, slots_for
-
-# largest V, columns of a block, warps: 32 elements a thread, whose loads are all on their way
-# before the first is used. On an H200 few warps a row are best for long rows too: 1.93 ms at
-# 8192 x 151936 with 4, 2.00 with 8, 2.13 with 16, 2.88 with 32 and 16 elements
-# (docs/dev/log/blocks.md).
-TILES = ((1024, 1024, 4), (1 << 62, 4096, 4))
-STAGES = 1
-# Bytes of the buffer of logits: at V 32000 4096 rows, at 151936 768. Each chunk reads and writes
-# all of dweight, so that a smaller buffer costs time.
-CHUNK_BYTES = 1 << 28
-# A product's tile has so many rows.
-ROW_MULTIPLE = 128
 
 
 class Shard(NamedTuple):
@@ -62,7 +51,7 @@ def cross_entropy(
         weight: float32 [N] or [], factor of each row's gradient; None is 1.
     """
     N, V = logits.shape
-    BV, warps = next((BV, warps) for max_columns, BV, warps in TILES if max_columns >= V)
+    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
     size = V if shard is None else shard.size
     with device_of(logits.device):
         cached(cross_entropy_kernel)[(N,)](
@@ -90,7 +79,7 @@ def cross_entropy(
             SMOOTH=options.label_smoothing != 0.0,
             HAS_LSE=has_lse,
             SHARD=shard is not None,
-            STAGES=STAGES,
+            STAGES=logit_chunks.STAGES,
             num_warps=warps,
         )
 
@@ -155,7 +144,7 @@ def linear_rows(
         dhidden = torch.empty_like(hidden)
         dweight = torch.empty_like(weight) if N else torch.zeros_like(weight)
         dbias = weight.new_zeros(0 if bias is None else V, dtype=torch.float32)
-    step = _rows_of_chunk(N, V, hidden.element_size())
+    step = logit_chunks.rows_of_chunk(N, V, hidden.element_size())
     # rows that begin at multiples of 16 bytes are read 16 bytes at a time
     buffer = hidden.new_empty(min(step, N), -(-V // 8) * 8)
     for i in range(0, N, max(step, 1)):
@@ -184,10 +173,3 @@ def linear_rows(
         else:
             dweight.addmm_(logits.t(), h)
     return loss, dhidden, dweight, dbias if bias is None else dbias.to(bias.dtype)
-
-
-def _rows_of_chunk(N: int, V: int, bytes_each: int) -> int:
-    """Chunks of about equal size, as few as the buffer allows."""
-    max_columns = CHUNK_BYTES // (max(V, 1) * bytes_each) // ROW_MULTIPLE * ROW_MULTIPLE
-    chunks = -(-N // max(max_columns, ROW_MULTIPLE))
-    return -(-N // (max(chunks, 1) * ROW_MULTIPLE)) * ROW_MULTIPLE
