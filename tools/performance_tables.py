@@ -6,6 +6,8 @@ a peer is only shown beside a row of the same run. tools/claims.py writes the ta
 
 from collections.abc import Callable, Iterable, Sequence
 
+from linear_tables import flash_qla, flash_qla_rows, linear, linear_errors, linear_row
+from scaling_tables import SCALING
 from table_cells import (
     Cell,
     Row,
@@ -14,132 +16,12 @@ from table_cells import (
     is_number,
     label,
     largest_error,
-    matching,
     newest,
     number,
     pair,
     ratio,
     read,
 )
-
-LINEAR = (  # operator, shape
-    ("linear_attn", "A"),
-    ("linear_attn", "C"),
-    ("retention", "A"),
-    ("retention", "C"),
-    ("lightning_attn", "A"),
-    ("simple_gla", "A"),
-    ("gla", "A"),
-    ("gla", "C"),
-    ("rwkv6", "A"),
-    ("gsa", "A"),
-    ("hgrn", "A"),
-    ("delta_rule", "A"),
-    ("gated_delta_rule", "Q1"),
-    ("gated_delta_rule", "Q2"),
-    ("gated_delta_product", "P"),
-    ("comba", "A"),
-    ("kda", "A"),
-    ("iplr_delta_rule", "A"),
-    ("dplr_delta_rule", "A"),
-    ("rwkv7", "A"),
-)
-
-
-FULLY_TUNED_S = 100.0  # fla's autotuner tries all of its configurations; fewer took up to 20 s
-
-
-def linear_row(operator: str, shape: str) -> Row:
-    """The newest beside fla tuned in full, else beside fla, else of all."""
-    found = matching("linear_gpu_peers", operator=operator, shape=shape)
-    tuned = [x for x in found if tuning(x) == "full"]
-    peers = [x for x in found if is_number(x.get("fla fwd"))]
-    return (tuned or peers or found)[-1]
-
-
-def tuning(row: Row) -> str:
-    """How many configurations fla's autotuner tried in that run; older rows do not say so, but a
-    first call that tried all of them took long."""
-    if not is_number(row.get("fla fwd")) or row.get("fla tuned"):
-        return row.get("fla tuned")
-    first = row.get("fla first_s")
-    return "few" if is_number(first) and float(first) < FULLY_TUNED_S else "full"
-
-
-def linear() -> Table:
-    rows, used = [], []
-    for operator, shape in LINEAR:
-        row = linear_row(operator, shape)
-        used.append(row)
-        ours = number(row, "fwd"), number(row, "both")
-        theirs = number(row, "fla fwd"), number(row, "fla both")
-        rows.append(
-            (
-                label(f"{operator} {shape}"),
-                pair(*ours),
-                pair(*theirs),
-                label(tuning(row)),
-                pair(ratio(theirs[0], ours[0]), ratio(theirs[1], ours[1])),
-                number(row, "peak_GiB"),
-                number(row, "fla peak_GiB"),
-            )
-        )
-    headings = ("operator", "ms", "fla, ms", "fla's tuning", "fla / ours", "GiB", "fla, GiB")
-    return Table("linear", "bench/linear.py", headings, tuple(rows), tuple(used))
-
-
-def linear_errors() -> Table:
-    used = [linear_row(*x) for x in LINEAR]
-    rows = tuple(
-        (
-            label(f"{row.get('operator')} {row.get('shape')}"),
-            *(error(row, f"{x} error") for x in ("out", "grad", "gate", "fla")),
-        )
-        for row in used
-    )
-    headings = ("operator", "outputs", "gradients", "gradients of gates and beta", "fla's largest")
-    return Table("linear_errors", "bench/linear.py", headings, rows, tuple(used))
-
-
-def flash_qla_rows() -> list[Row]:
-    """The newest row of each shape."""
-    shapes = {x.get("shape"): x for x in read("delta_peers") if is_number(x.get("flash_qla_ms"))}
-    return [x for x in shapes.values() if x.get("flash_qla_kernels_ms")]
-
-
-def kernels(row: Row, column: str) -> tuple[Cell, Cell]:
-    """Of "0.3102 1.1812": forward, with backward."""
-    parts = [Row(row.file, row.line, {column: x}) for x in row.get(column).split()]
-    return number(parts[0], column), number(parts[1], column)
-
-
-def flash_qla() -> Table:
-    rows, used = [], flash_qla_rows()
-    for row in used:
-        ours = number(row, "slipstream_ms"), number(row, "slipstream_both_ms")
-        theirs = number(row, "flash_qla_ms"), number(row, "flash_qla_both_ms")
-        our_kernels = kernels(row, "slipstream_kernels_ms")
-        their_kernels = kernels(row, "flash_qla_kernels_ms")
-        rows.append(
-            (
-                label(row.get("shape")),
-                pair(*ours),
-                pair(*theirs),
-                pair(ratio(theirs[0], ours[0]), ratio(theirs[1], ours[1])),
-                pair(*our_kernels),
-                pair(*their_kernels),
-                number(row, "slipstream_peak_mib", digits=4),
-                number(row, "flash_qla_peak_mib", digits=4),
-                error(row, "flash_qla_off"),
-            )
-        )
-    headings = (
-        "shape", "ms", "FlashQLA, ms", "FlashQLA / ours", "kernels, ms", "FlashQLA's, ms", "MiB",
-        "FlashQLA, MiB", "largest difference",
-    )  # fmt: skip
-    return Table(
-        "flash_qla", "bench/linear.py --peer flash_qla", headings, tuple(rows), tuple(used)
-    )
 
 
 def attention_row(shape: str, causal: str) -> Row:
@@ -526,8 +408,6 @@ TABLES: Sequence[Callable[[], Table]] = (
 
 
 def tables() -> dict[str, Table]:
-    from scaling_tables import SCALING  # which makes its tables of what is here
-
     return {x.name: x for x in (make() for make in (*TABLES, *SCALING))}
 
 

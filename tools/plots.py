@@ -16,9 +16,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from linear_tables import LINEAR, flash_qla_rows, linear_row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from performance_tables import LINEAR, first_calls, flash_qla_rows, linear_row
+from performance_tables import first_calls
 from table_cells import Row, is_number, read
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"

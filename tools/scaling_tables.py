@@ -9,7 +9,7 @@ that each further rank sends the last one, E and M; b the bytes a second between
 combining one more of them takes. b and c are not measured here: ASSUMED, MICROSECONDS.
 """
 
-from performance_tables import Cell, Row, Table, label, matching, number, ratio
+from table_cells import Cell, Row, Table, label, matching, number, ratio
 
 FILE = "context_parallel"
 GPUS = (4, 8, 64)
