@@ -50,6 +50,8 @@ class Attention(Mixer):
 
     token_states = ("k", "v")
 
+    verifies_drafts = True
+
     def __init__(
         self,
         hidden_size: int,

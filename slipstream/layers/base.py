@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_floating, expect_rank, expect_tensor
-from slipstream.nn import projections
+from slipstream.nn import decoding, projections
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.nn.linear import is_hooked
 from slipstream.ops._fp32 import widen
@@ -142,6 +142,8 @@ class Mixer(nn.Module):
     takes_first_value = False
     # tensors of the state that grow with the tokens, [N, S, ...]
     token_states: ClassVar[tuple[str, ...]] = ()
+    # whether `step` takes drafts (nn/decoding.py) where it is fused
+    verifies_drafts: ClassVar[bool] = False
     # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and
     # whether the norm of the output is over the channels of all ranks
     head_shard: HeadShard | None = None
@@ -207,7 +209,7 @@ class Mixer(nn.Module):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Any:
         """`step` where nobody waits for a call of this module or of its convolution."""
-        if x.shape[1] == 1 and self.mode != "chunk":
+        if (x.shape[1] == 1 and self.mode != "chunk") or decoding.verifies():
             return self.decode(x, state, positions, **options)
         return self._call_in_place(x, state, positions, **options)
 

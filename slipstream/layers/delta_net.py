@@ -50,6 +50,8 @@ class DeltaNet(Mixer):
     Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3.3.
     """
 
+    verifies_drafts = True
+
     def __init__(
         self,
         hidden_size: int,

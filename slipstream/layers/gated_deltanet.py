@@ -49,6 +49,8 @@ class GatedDeltaNet(DeltaHeads):
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, section 3.4, and Qwen3-Next.
     """
 
+    verifies_drafts = True
+
     def __init__(
         self,
         hidden_size: int,

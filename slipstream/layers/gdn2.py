@@ -46,6 +46,8 @@ class GatedDeltaNet2(DeltaHeads):
     Source: the layer of flash-linear-attention 0.6.0, fla/layers/gdn2.py.
     """
 
+    verifies_drafts = True
+
     def __init__(
         self,
         hidden_size: int,

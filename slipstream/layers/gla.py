@@ -56,6 +56,8 @@ class GatedLinearAttention(Mixer):
 
     norm_weight: nn.Parameter | None
 
+    verifies_drafts = True
+
     def __init__(
         self,
         hidden_size: int,

@@ -52,6 +52,8 @@ class KimiDeltaAttention(DeltaHeads):
     Source: Kimi Team, Kimi Linear, 2025, section 4.
     """
 
+    verifies_drafts = True
+
     def __init__(
         self,
         hidden_size: int,

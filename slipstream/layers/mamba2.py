@@ -54,6 +54,8 @@ class Mamba2(Mixer):
 
     norm_weight: nn.Parameter | None
 
+    verifies_drafts = True
+
     def __init__(
         self,
         hidden_size: int,

@@ -316,6 +316,8 @@ class StateCache(Cache):
         self.made_for: Any = None
         # what greedy steps read and write: models/greedy.py
         self.greedy: Any = None
+        # of steps that verify drafts: models/lookup.py
+        self.drafts: Any = None
         # of a pool: how many tokens each row has
         self.lengths: list[int] | None = None
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from slipstream.models import greedy
+from slipstream.models import greedy, lookup
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
 
@@ -53,7 +53,8 @@ class Generation(_Base):
         )
         if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
             return made
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if drafted and not self._looks_up(generation_config):
             self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
@@ -141,6 +142,60 @@ class Generation(_Base):
         if streamer is not None:
             streamer.end()
         return input_ids
+
+    def _looks_up(self, generation_config: Any) -> bool:
+        """Whether graphs verify drafts: words of the prompt, beside greedy choices."""
+        return (
+            bool(generation_config.prompt_lookup_num_tokens)
+            and not generation_config.do_sample
+            and not generation_config.return_dict_in_generate
+            and lookup.verifies(self)
+        )
+
+    def _assisted_decoding(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' loop, or greedy steps that verify words of the prompt by graphs."""
+        cache, wanted = kwargs.get(CACHE), greedy.criteria(stopping_criteria)
+        given = synced_gpus or streamer is not None or len(logits_processor) > 0
+        options = ("attention_mask", "position_ids")
+        if (
+            given
+            or wanted is None
+            or not isinstance(cache, StateCache)
+            or not self.decoding.lends(cache)
+            or not self._looks_up(generation_config)
+            or not lookup.is_plain(input_ids, *(kwargs.get(name) for name in options))
+        ):
+            if isinstance(cache, StateCache) and self.decoding.lends(cache):
+                # what it keeps of the tokens for `crop` is no part of a cache with graphs
+                kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length)
+                self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
+            return super()._assisted_decoding(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **kwargs,
+            )
+        names = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+        rest = {name: x for name, x in kwargs.items() if name not in names}
+        out = self._prefill(input_ids, generation_config, rest, is_first_iteration=True)
+        logits = out.logits[:, -1].to(input_ids.device)
+        count = generation_config.prompt_lookup_num_tokens
+        ngram = generation_config.max_matching_ngram_size or lookup.NGRAM
+        prompt = input_ids[0].tolist()
+        tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, ngram)
+        return torch.cat([input_ids, tokens], dim=-1)
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
         """The mask as it is: layers make none of every query and key."""

@@ -231,6 +231,14 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         with decoding.step():
             return self._advance(h, cache, False, position_ids, room)[0]
 
+    def verify(
+        self, input_ids: Tensor, cache: StateCache, drafts: decoding.Drafts, room: int
+    ) -> Tensor:
+        """As `step`, of T tokens of which the first alone is known to be right: ids [N, T] ->
+        hidden states [N, T, D]. The next call moves the states on by drafts.accepted of them."""
+        with decoding.step(drafts):
+            return self._advance(self.embed_tokens(input_ids), cache, False, None, room)[0]
+
     def _continue(
         self,
         h: Tensor,

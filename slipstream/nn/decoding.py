@@ -22,6 +22,8 @@ from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
 from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 
+# arguments of mixer_step with a row for each token, beside q, k and v
+OF_TOKENS = ("g", "beta", "write", "z")
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -56,6 +58,11 @@ def mixer(
     if conv is not None:
         options |= {"conv_state": state["conv"], "conv_weight": conv.weight}
         options |= {"conv_bias": conv.bias, "conv_activation": conv.activation}
+    drafts: Drafts | None = getattr(_STEP, "drafts", None)
+    if drafts is not None:
+        tokens = {"q": q, "k": k, "v": v}
+        tokens |= {name: options.pop(name) for name in OF_TOKENS if options.get(name) is not None}
+        return drafts.mixer(state["recurrent"], tokens, **options).flatten(-2)
     return mixer_step(q, k, v, state=state["recurrent"], **options).flatten(-2)
 
 
@@ -143,14 +150,50 @@ def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_siz
 _STEP = threading.local()
 
 
+class Drafts:
+    """What layers keep of the last call's tokens, until it is known how many of them were right.
+
+    pending: how many there are, the size of the largest call. accepted: [1], how many were right.
+    """
+
+    def __init__(self, pending: int) -> None:
+        self.pending = pending
+        self.accepted: Tensor | None = None
+        self._of_layer: dict[int, dict[str, Tensor]] = {}
+
+    def mixer(self, state: Tensor, tokens: dict[str, Tensor], **options: Any) -> Tensor:
+        """mixer_step of tokens that follow those accepted. tokens: tensors [N, T, ...] by name."""
+        kept = self._of_layer.setdefault(state.data_ptr(), {})
+        both = {}
+        for name, x in tokens.items():
+            if name not in kept:
+                with torch.inference_mode(False):  # it outlives the caller's
+                    kept[name] = x.new_zeros(x.shape[0], self.pending, *x.shape[2:])
+            both[name] = torch.cat([kept[name], x], 1)
+        assert self.accepted is not None
+        accepted = self.accepted.expand(state.shape[0])
+        options |= {"num_pending": self.pending, "num_accepted": accepted}
+        y = mixer_step(**both, state=state, **options)
+        for name, x in tokens.items():
+            kept[name][:, : x.shape[1]].copy_(x)
+        return y
+
+
 @contextmanager
-def step() -> Iterator[None]:
-    """A step of a model's layers, within which tables of the same positions are made once."""
-    _STEP.tables = {}
+def step(drafts: Drafts | None = None) -> Iterator[None]:
+    """A step of a model's layers, within which tables of the same positions are made once.
+
+    With drafts, of a few tokens that are not yet known to be right."""
+    _STEP.tables, _STEP.drafts = {}, drafts
     try:
         yield
     finally:
-        _STEP.tables = None
+        _STEP.tables = _STEP.drafts = None
+
+
+def verifies() -> bool:
+    """Whether the step that runs is one of drafts."""
+    return getattr(_STEP, "drafts", None) is not None
 
 
 def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

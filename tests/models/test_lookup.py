@@ -1,0 +1,92 @@
+"""Prompt lookup whose drafts are verified within graphs: the tokens are those of greedy steps."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, lookup
+from slipstream.models.generation import DRAFTS
+
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 30}
+
+
+def make(*mixers: str) -> tuple[SlipstreamForCausalLM, torch.Tensor]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_heads": 2}
+    config = SlipstreamConfig(mixers=list(mixers), initializer_range=0.3, **sizes)
+    words = torch.randint(1, 40, (1, 9))
+    return SlipstreamForCausalLM(config).eval(), torch.cat([words, words[:, :5]], 1)
+
+
+@pytest.mark.parametrize(
+    "mixers",
+    [("gated_deltanet", "attention"), ("kda", "gdn2"), ("mamba2", "gla"), ("delta_net",) * 2],
+    ids="-".join,
+)
+def test_lookup_gives_greedy_tokens(mixers: tuple[str, ...]) -> None:
+    model, prompt = make(*mixers)
+    want = model.generate(prompt, eos_token_id=None, **GREEDY)
+    before = model.decoding.captures
+    for count in (3, 3, 5):
+        options = {**GREEDY, "prompt_lookup_num_tokens": count}
+        assert torch.equal(model.generate(prompt, eos_token_id=None, **options), want)
+        assert model.decoding.reason is None
+    assert model.decoding.captures > before
+    eos = int(want[0, -7])
+    options = {**GREEDY, "eos_token_id": eos}
+    want = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), want)
+
+
+def test_wrong_drafts_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is guessed, and however much of it is right."""
+    model, prompt = make("gated_deltanet", "attention", "kda")
+    want = model.generate(prompt, eos_token_id=None, **GREEDY)
+    future = want[0].tolist()
+    calls = []
+
+    def guess(tokens: list[int], count: int, ngram: int) -> list[int]:
+        right = len(calls) % (count + 1)
+        calls.append(count)
+        ahead = future[len(tokens) : len(tokens) + right]
+        return [*ahead, *[(future[-1] + 1) % 40] * (count - right)][:count]
+
+    monkeypatch.setattr(lookup, "drafts_after", guess)
+    options = {**GREEDY, "prompt_lookup_num_tokens": 4}
+    for _ in range(3):
+        assert torch.equal(model.generate(prompt, eos_token_id=None, **options), want)
+    assert len(calls) < 3 * 30
+
+
+def test_lookup_without_graphs_says_why() -> None:
+    """A layer that verifies no drafts, a processor of logits, padding; later calls have graphs."""
+    options = {**GREEDY, "eos_token_id": None}
+    model, prompt = make("retention", "gated_deltanet")
+    want = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), want)
+    assert model.decoding.reason == DRAFTS
+    model, prompt = make("gated_deltanet")
+    penalty = {**options, "repetition_penalty": 1.3}
+    want = model.generate(prompt, **penalty)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **penalty), want)
+    assert model.decoding.reason == DRAFTS
+    padded = torch.cat([torch.zeros_like(prompt[:, :2]), prompt], 1)
+    mask = (padded != 0).long()
+    want = model.generate(padded, attention_mask=mask, **options)
+    options["prompt_lookup_num_tokens"] = 3
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options), want)
+    assert model.decoding.reason == DRAFTS
+    replays = model.decoding.replays
+    model.generate(prompt, **options)
+    assert model.decoding.reason is None
+    assert model.decoding.replays > replays
+
+
+def test_drafts_follow_the_longest_ngram() -> None:
+    tokens = [1, 2, 3, 9, 2, 4, 5, 1, 2]
+    assert lookup.drafts_after(tokens, 3, 2) == [3, 9, 2]
+    assert lookup.drafts_after([7, *tokens[1:]], 3, 2) == [3, 9, 2]
+    assert lookup.drafts_after([1, 2, 3], 3, 2) == []
+    assert lookup.drafts_after([5], 3, 2) == []
+    assert lookup.drafts_after([5, 5], 3, 2) == [5]
