@@ -24,8 +24,14 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, make: Callable[[], Any], pool: Any) -> Any:
+        # of the stream of the calls before, to which autograd has bound the parameters' gradients;
         # thread_local: what other threads do meanwhile, such as a data loader, is no error
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            self._graph,
+            pool=pool,
+            stream=torch.cuda.current_stream(),
+            capture_error_mode="thread_local",
+        ):
             return make()
 
     def replay(self) -> None:
@@ -121,11 +127,15 @@ class CapturedLoss:
         with _without_autocast_cache(), self._stream():
             for _ in range(WARMUP):
                 loss = forward()
-                backward(loss, torch.ones_like(loss))
+                found = backward(loss, torch.ones_like(loss))
+            # Of memory of their own: what the backward allocates in the graphs' pool is where the
+            # next forward has what it needs for a moment.
+            grads = [None if x is None else torch.empty_like(x) for x in found]
+            del found
             first, second = Graph(), Graph()
             loss = first.capture(forward, self._pool)
             dloss = torch.ones_like(loss)
-            grads = second.capture(lambda: backward(loss, dloss), self._pool)
+            second.capture(lambda: _fill(grads, backward(loss, dloss)), self._pool)
         # detached: autograd's nodes would have the parameters' gradients wait for this stream
         return _Captured(first, second, own, loss.detach(), dloss, parameters, grads)
 
@@ -135,6 +145,13 @@ class CapturedLoss:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         return torch.cuda.stream(torch.cuda.Stream())
+
+
+def _fill(into: list[Tensor | None], values: list[Tensor | None]) -> None:
+    pairs = [(x, y) for x, y in zip(into, values, strict=True) if x is not None and y is not None]
+    if pairs:  # of all in a few launches
+        own, given = zip(*pairs, strict=True)
+        torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Replay(torch.autograd.Function):
