@@ -50,7 +50,10 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
         for name, x in kwargs.items():
             if name in exact and type(x) not in exact[name]:
                 types_of[name].expect(name, x)
-        if torch.compiler.is_compiling() or _running.name:
+        if torch.compiler.is_compiling():
+            places = apart(args), apart(tuple(kwargs.values()), args)
+            return fn(*places[0], **dict(zip(kwargs, places[1])))
+        if _running.name:
             return fn(*args, **kwargs)
         _running.name = fn.__name__
         try:
@@ -59,6 +62,16 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
             _running.name = ""
 
     return call
+
+
+def apart(values: tuple, others: tuple = ()) -> tuple:
+    """The values, with a view in the place of a tensor that has come before: Dynamo does not trace
+    an autograd.Function that gets one twice."""
+    found: list[Any] = []
+    for x in values:
+        again = isinstance(x, Tensor) and any(x is y for y in (*others, *found))
+        found.append(x.view_as(x) if again else x)
+    return tuple(found)
 
 
 class _Running(threading.local):

@@ -1,5 +1,6 @@
 """Gated DeltaNet-2: the gated delta rule whose decay, erase and write are gates of channels."""
 
+import torch
 from torch import Tensor
 
 from slipstream.common import checks
@@ -123,4 +124,7 @@ def _terms(
     if normalise:
         q, k = l2_normalised(q=q, k=k)
     q, k = for_value_heads(v, q, k)
-    return LinearInputs(q, k, (w * v).to(v.dtype), g=g, a=erase(g, k, b), b=k)
+    a, again = erase(g, k, b), k
+    if torch.compiler.is_compiling():
+        _, again = checks.apart((k, k))
+    return LinearInputs(q, k, (w * v).to(v.dtype), g=g, a=a, b=again)

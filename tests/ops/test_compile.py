@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream import ops
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.tools.catalog import Sample, flat
@@ -51,6 +52,24 @@ def test_operator_compiles_fullgraph_without_recompiling(
             torch.testing.assert_close(x, y)
         for x, y in zip(_grads(got, inputs), _grads(want, inputs), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_operators_take_one_tensor_twice() -> None:
+    x = torch.randn(1, 9, 2, 8, requires_grad=True)
+    h = torch.zeros(4, 2, requires_grad=True)
+
+    def call(x: Tensor, h: Tensor) -> Tensor:
+        o, _ = ops.chunk_retention(x, x, x)
+        y, _ = ops.chunk_gdn2(x, 2 * x, x, -x.abs(), x.sigmoid(), w=x.sigmoid())
+        z = ops.swiglu(x, x) + ops.attention(x, k=x, v=x) + ops.rms_norm(x, residual=x)
+        return (o + y + z).sum() + ops.matmul(h, h.t(), residual=h @ h.t()).sum()
+
+    torch.compiler.reset()
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(x, h)
+    want = call(x, h)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, (x, h)), torch.autograd.grad(want, (x, h))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @sampled
