@@ -210,6 +210,17 @@ KNOWN_BUGS = (
         "triton-lang/triton#11584",
         "interpret in float32 or float16",
     ),
+    KnownBug(
+        "interpreter-mask",
+        (INTERPRETER,),
+        ("3.9.0", "3.9.0"),
+        None,
+        "any",
+        "a mask with a condition on a program's number, under TRITON_INTERPRET=1",
+        "refusal",
+        "seen with Triton 3.9.0: ValueError, mask has unsupported dtype, in a kernel of two lines",
+        "Triton 3.6 to 3.8, to interpret kernels",
+    ),
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
-from slipstream.compiler.known_bugs import INTERPRETER, applying
+from slipstream.compiler.known_bugs import INTERPRETER, applying, blocking
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.dispatch import Selection
 from slipstream.tools.backend_query import IMPLS, find_kernels, recording_selections
@@ -328,9 +328,11 @@ def interpreted(
 ) -> Iterator[Check]:
     """The kernels in Triton's interpreter, in a child: it has to be chosen before the import.
 
-    The child writes a line for each check as soon as it has it.
+    The child writes a line for each check as soon as it has it. None where the interpreter of this
+    release of Triton cannot run them.
     """
-    if INTERPRETED or toolchain.triton_version() is None:
+    triton = toolchain.triton_version()
+    if INTERPRETED or triton is None or blocking(INTERPRETER, triton, None, ()):
         return
     numbers, progress = [SAMPLES.index(x) for x in samples], progress or Progress(disable=True)
     task = progress.add_task("operators in Triton's interpreter", total=len(samples))
@@ -375,7 +377,9 @@ def show(about: Mapping[str, Any]) -> None:
         print(f"{key:11} {about[key] or 'none'}", flush=True)
     device, ptxas = about["device"], about["ptxas"]
     if device is None:
-        print("device      none: plain torch, and the kernels in Triton's interpreter")
+        blocked = about["triton"] and blocking(INTERPRETER, about["triton"], None, ())
+        also = "" if blocked else ", and the kernels in Triton's interpreter"
+        print(f"device      none: plain torch{also}")
     else:
         free, total = (x / 2**30 for x in device["memory"].values())
         print(f"device      {device['name']}, {device['arch']}, driver {device['driver']}")

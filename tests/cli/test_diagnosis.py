@@ -41,8 +41,19 @@ def test_every_public_operator_has_a_sample() -> None:
     # attention and the short convolution under other names
     without |= {x for x in public if x.startswith(("flash_attn_", "causal_conv1d"))}
     without |= {"rotary_embedding", "rotary_tables"}
+    # layouts of states, without kernels or gradients: tests/ops/test_quantize_state.py
+    without |= {"quantize_state", "dequantize_state"}
     assert {x.op for x in SAMPLES} <= public
     assert public - without - {x.op for x in SAMPLES} == set()
+
+
+def test_doctor_leaves_a_broken_interpreter_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.compiler import toolchain
+
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.9.0")
+    status, text = invoke("doctor", "rms_norm", "--thorough")
+    assert status == 0 and "interpreter-mask" in text and "none: plain torch\n" in text
+    assert not [x for x in text.splitlines() if x.startswith("ok") and "interpreted" in x]
 
 
 def test_doctor_agrees_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

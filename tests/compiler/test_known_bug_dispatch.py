@@ -59,7 +59,7 @@ AVOIDED = (
 )
 PROBED = ("chained-dots",)
 SLOW = ("fma-dots",)
-INTERPRETED_ONLY = ("interpreter-bf16",)
+INTERPRETED_ONLY = ("interpreter-bf16", "interpreter-mask")
 
 
 def test_every_fault_is_answered_and_tested() -> None:
@@ -170,8 +170,16 @@ def test_slow_fault_is_marked(name: str) -> None:
     assert fault in applying(here.arch, here.triton, here.ptxas) and here.unguarded
 
 
-@pytest.mark.parametrize("name", INTERPRETED_ONLY)
-def test_interpreter_fault_is_avoided(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_refuses_masks_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for release, refused in (("3.8.0", False), ("3.9.0", True)):
+        monkeypatch.setattr(toolchain, "triton_version", lambda release=release: release)
+        said = guarded_launch.known_failure(lambda: ("norm.triton", HALF, 64), torch.device("cpu"))
+        assert ("interpreter-mask" in (said or "")) == refused
+
+
+def test_interpreter_fault_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "interpreter-bf16"
     cpu = torch.device("cpu")
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
     assert guarded_launch.known_failure(lambda: KINDS[0], cpu) is None
