@@ -82,6 +82,20 @@ def _add2(a, b, c, d):
     return a + c, b + d
 
 
+@triton.jit
+def _with_one(b_v, b_a, b_max, b_sum, b_o, p_s, p_rstd, m_r, there, D: tl.constexpr, eps):
+    """The maximum, sum and o with one more residual, if it is there."""
+    b_square, b_s = tl.reduce((b_v * b_v, b_v * b_a), 1, _add2)
+    b_rstd = tl.rsqrt(b_square / D + eps)
+    b_s = b_s * b_rstd
+    tl.store(p_s, b_s, mask=m_r & there)
+    tl.store(p_rstd, b_rstd, mask=m_r & there)
+    b_s = tl.where(there, b_s, float("-inf"))
+    b_new = tl.maximum(b_max, b_s)
+    b_keep, b_p = tl.exp(b_max - b_new), tl.exp(b_s - b_new)
+    return b_new, b_sum * b_keep + b_p, b_o * b_keep[:, None] + b_p[:, None] * b_v
+
+
 @triton.jit(do_not_specialize=["R"])
 def attnres_fwd_kernel(
     v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
@@ -97,26 +111,30 @@ def attnres_fwd_kernel(
     b_max = tl.full([BR], float("-inf"), tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
     b_o = tl.zeros([BR, BD], tl.float32)
-    b_next = tl.load(v0_ptr + o, mask=m, other=0.0)
-    b_after = tl.load((v0_ptr if L == 1 else v1_ptr) + o, mask=m & (L > 1), other=0.0)
-    for n in range(L):
-        b_v = b_next.to(tl.float32)
+    # two at a time: were one handed on to the next turn, it would be awaited there
+    b_even = tl.load(v0_ptr + o, mask=m, other=0.0)
+    b_odd = tl.load((v0_ptr if L == 1 else v1_ptr) + o, mask=m & (L > 1), other=0.0)
+    for n in range(0, L, 2):
+        b_v = b_even.to(tl.float32)
         v_ptr = _stream(
             v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
             v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 2, L,
         )  # fmt: skip
-        b_next = b_after
-        b_after = tl.load(v_ptr + o, mask=m & (n + 2 < L), other=0.0)
-        b_square, b_s = tl.reduce((b_v * b_v, b_v * b_a), 1, _add2)
-        b_rstd = tl.rsqrt(b_square / D + eps)
-        b_s = b_s * b_rstd
-        tl.store(s_ptr + o_r + n * R, b_s, mask=m_r)
-        tl.store(rstd_ptr + o_r + n * R, b_rstd, mask=m_r)
-        b_new = tl.maximum(b_max, b_s)
-        b_keep, b_p = tl.exp(b_max - b_new), tl.exp(b_s - b_new)
-        b_sum = b_sum * b_keep + b_p
-        b_o = b_o * b_keep[:, None] + b_p[:, None] * b_v
-        b_max = b_new
+        b_even = tl.load(v_ptr + o, mask=m & (n + 2 < L), other=0.0)
+        b_max, b_sum, b_o = _with_one(
+            b_v, b_a, b_max, b_sum, b_o, s_ptr + o_r + n * R, rstd_ptr + o_r + n * R, m_r, True,
+            D, eps,
+        )  # fmt: skip
+        b_v = b_odd.to(tl.float32)
+        v_ptr = _stream(
+            v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 3, L,
+        )  # fmt: skip
+        b_odd = tl.load(v_ptr + o, mask=m & (n + 3 < L), other=0.0)
+        at = o_r + (n + 1) * R
+        b_max, b_sum, b_o = _with_one(
+            b_v, b_a, b_max, b_sum, b_o, s_ptr + at, rstd_ptr + at, m_r, n + 1 < L, D, eps
+        )
     b_o = b_o / b_sum[:, None]
     tl.store(lse_ptr + o_r, b_max + tl.log(b_sum), mask=m_r)
     if wo_ptr is not None:
