@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.nn.conv import ShortConvolution
-from slipstream.nn.host import on_host
+from slipstream.nn.host import host_rms_norm, inverse_norm, on_host
 from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
@@ -70,7 +70,7 @@ def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     """As ops.l2_norm."""
     if not on_host(x):
         return l2_norm(x, eps=eps)
-    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+    return x * inverse_norm(x, eps)
 
 
 def recurrence(
@@ -101,11 +101,11 @@ def recurrence(
     if g is not None:
         S.mul_(g.to(S.dtype).exp().reshape(N * HV, -1, 1))
     if beta is not None:
-        v = (v - torch.bmm(k, S)) * beta.reshape(-1, 1, 1)
+        v = torch.baddbmm(v, k, S, alpha=-1) * beta.reshape(-1, 1, 1)
     S.addcmul_(k.mT, v)
     if read is not None and b is not None:
         S.addcmul_(rows(b).mT, read)
-    o = torch.bmm(q * (K**-0.5 if scale is None else scale), S)
+    o = torch.baddbmm(v, q, S, beta=0, alpha=K**-0.5 if scale is None else scale)
     return o.view(N, 1, HV, V)
 
 
@@ -114,7 +114,7 @@ def norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = Fal
     if not on_host(x):
         return rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
     weight = 1 + weight if zero_centered and weight is not None else weight
-    return torch.rms_norm(x, x.shape[-1:], weight, eps)
+    return host_rms_norm(x, weight, eps)
 
 
 def gated_norm(
@@ -123,7 +123,7 @@ def gated_norm(
     """As ops.rms_norm_gated: the norm first, then the gate."""
     if not on_host(x):
         return rms_norm_gated(x, gate, weight, eps=eps, activation=activation)
-    return torch.rms_norm(x, x.shape[-1:], weight, eps) * GATES[activation](gate)
+    return host_rms_norm(x, weight, eps) * GATES[activation](gate)
 
 
 def output_norm(
@@ -142,8 +142,8 @@ def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_siz
         return rms_norm_gated(x, gate, weight, eps=eps, **options)  # pyright: ignore[reportArgumentType]
     x = x * F.silu(gate)
     if group_size == x.shape[-1]:
-        return torch.rms_norm(x, (group_size,), weight, eps)
-    groups = torch.rms_norm(x.unflatten(-1, (-1, group_size)), (group_size,), None, eps)
+        return host_rms_norm(x, weight, eps)
+    groups = host_rms_norm(x.unflatten(-1, (-1, group_size)), None, eps)
     return groups.flatten(-2) * weight
 
 

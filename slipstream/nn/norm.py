@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
-from slipstream.nn.host import on_host
+from slipstream.nn.host import host_rms_norm, on_host
 from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
 
 Shape = int | list[int] | tuple[int, ...]
@@ -72,7 +72,8 @@ class RMSNorm(_Norm):
         """y, or with prenorm (y, h)."""
         if self._is_short(x, residual):
             h = x if residual is None else x + residual
-            y = torch.rms_norm(h, self.normalized_shape, self.weight, self.eps)
+            eps = _machine_eps(x.dtype) if self.eps is None else self.eps
+            y = host_rms_norm(h, self.weight, eps)
             return (y, h) if prenorm else y
         expect_tensor("x", x)
         return rms_norm(
