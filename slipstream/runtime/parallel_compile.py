@@ -10,15 +10,20 @@ What holds Python's lock, making the first form of a kernel out of its source, i
 a time, in the order of the launches: else all of them were late at what needs no lock. The digest
 of Triton (compiler/triton_cache_key.py) is made, if it has to be, while the kernels' modules are
 imported.
+
+Several processes that begin with one empty cache of Triton's compile each kernel once: the first to
+come holds a lock in the kernel's folder of that cache, and the others wait for what it makes.
 """
 
 import contextlib
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import getclosurevars
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +36,8 @@ from slipstream.runtime.launch_cache import of_thread
 
 # Of a call and its gradient, that take long to compile: there are at most about fifteen.
 MAX_THREADS = 16
+# Seconds for another process to compile a kernel; after that this one does it, too.
+PATIENCE = 120
 
 
 def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -49,7 +56,7 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
         def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
             if key not in self.future_kernels:
                 before, self.before = self.before, threading.Event()
-                compile_fn = partial(_compiled, compile_fn, before, self.before)
+                compile_fn = partial(_compiled, key, compile_fn, before, self.before)
             return super().submit(key, compile_fn, finalize_fn)
 
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -66,23 +73,87 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
             of_thread.warmup = None
 
 
-def _compiled(compile_fn: Callable[[], Any], before: Any, done: Any) -> Any:
-    """compile_fn(), which waits for `before` where it would hold the lock; then `done`."""
+def _compiled(key: Any, compile_fn: Callable[[], Any], before: Any, done: Any) -> Any:
+    """compile_fn(), which waits for `before` where it would hold Python's lock; then `done`."""
+    once = _Once()
     with contextlib.suppress(Exception):
         src = getclosurevars(compile_fn).nonlocals["src"]
-        src.make_ir = partial(_serialised, src.make_ir, before, done)
+        once = _Once(key, src.name)
+        src.make_ir = partial(_serialised, src.make_ir, before, done, once)
     try:
-        return _with_launcher(compile_fn())
+        try:
+            kernel = compile_fn()
+        except _Elsewhere:
+            once.wait()
+            kernel = compile_fn()  # finds it in the cache, or makes it now
+        return _with_launcher(kernel)
     finally:
+        once.release()
         done.set()
 
 
-def _serialised(make_ir: Callable[..., Any], before: Any, done: Any, *args: Any) -> Any:
+def _serialised(
+    make_ir: Callable[..., Any], before: Any, done: Any, once: "_Once", *args: Any
+) -> Any:
     before.wait()
     try:
+        if once.is_elsewhere():
+            raise _Elsewhere
         return make_ir(*args)
     finally:
         done.set()
+
+
+class _Elsewhere(Exception):
+    """Another process compiles the kernel, or has just done so."""
+
+
+class _Once:
+    """The lock of a kernel among processes. A thread asks for it when its kernel's turn has come:
+    one that holds a lock waits for nothing, and one that waits holds none."""
+
+    def __init__(self, key: str | None = None, name: str = "") -> None:
+        self._lock: Any = None
+        self._folder: Any = None
+        self._entry, self._asked = f"{name[:150]}.json", key is None
+        if key is not None:
+            from triton.runtime.cache import get_cache_manager
+
+            self._folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+
+    def is_elsewhere(self) -> bool:
+        """Asked once: the kernel was not in the cache when compile_fn began."""
+        if self._asked:
+            return False
+        self._asked = True
+        from filelock import FileLock, Timeout
+
+        try:
+            lock = FileLock(Path(self._folder.cache_dir) / "slipstream.lock")
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        except (OSError, AttributeError):  # a folder of another kind, or that cannot be written
+            return False
+        self._lock = lock
+        return bool(self._folder.get_group(self._entry))
+
+    def wait(self) -> None:
+        """For the other process; the lock is kept if that has left nothing."""
+        from filelock import FileLock
+
+        if self._lock is None:
+            with contextlib.suppress(OSError):  # Timeout is one
+                lock = FileLock(Path(self._folder.cache_dir) / "slipstream.lock")
+                lock.acquire(timeout=PATIENCE)
+                self._lock = lock
+        if self._folder.get_group(self._entry):
+            self.release()
+
+    def release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
 
 def _with_launcher(kernel: Any) -> Any:

@@ -1,0 +1,72 @@
+"""Processes that share an empty cache of Triton's compile each kernel once."""
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.runtime import parallel_compile
+
+triton = pytest.importorskip("triton")
+PROCESSES = 8
+
+
+def _add(x_ptr, y_ptr, N: "triton.language.constexpr"):  # pyright: ignore
+    at = triton.language.arange(0, N)
+    x = triton.language.load(x_ptr + at)
+    triton.language.store(y_ptr + at, x + 1)
+
+
+def compile_one(begin: Any, made: Path, fails: bool) -> None:
+    """A launch's compilation, as AsyncCompileMode is given it; who makes the kernel says so."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import get_cache_key, make_backend
+
+    target = GPUTarget("cuda", 90, 32)
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "N": "constexpr"}
+    src = ASTSource(triton.jit(_add), signature, constexprs={"N": 128})
+    make_ir = src.make_ir
+
+    def counted(*args: Any) -> Any:
+        (made / str(os.getpid())).touch()
+        if fails and len(list(made.iterdir())) == 1:
+            os._exit(1)  # as a process that is killed while it holds the lock
+        return make_ir(*args)
+
+    src.make_ir = counted
+    backend = make_backend(target)
+    key = get_cache_key(src, backend, backend.parse_options({}), {})
+
+    def async_compile() -> Any:
+        return triton.compile(src, target=target, _env_vars={})
+
+    before, done = threading.Event(), threading.Event()
+    before.set()
+    begin.wait()
+    kernel = parallel_compile._compiled(key, async_compile, before, done)
+    assert "cubin" in kernel.asm
+    assert done.is_set()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["all live", "first dies"])
+def test_one_process_compiles(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    # which wants a GPU
+    monkeypatch.setattr(parallel_compile, "_with_launcher", lambda kernel: kernel)
+    context = multiprocessing.get_context("fork")
+    begin = context.Barrier(PROCESSES)
+    started = [
+        context.Process(target=compile_one, args=(begin, made, fails)) for _ in range(PROCESSES)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+    assert sorted(x.exitcode for x in started) == [0] * (PROCESSES - fails) + [1] * fails
+    assert len(list(made.iterdir())) == 1 + fails
