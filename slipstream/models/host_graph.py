@@ -91,9 +91,7 @@ def _is_expressible(call: Call) -> bool:
 def _is_literal(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return len(x) > 0 and all(_is_literal(y) for y in x)
-    if isinstance(x, float):
-        return math.isfinite(x)
-    return x is None or isinstance(x, (Tensor, bool, int, str, torch.dtype))
+    return x is None or isinstance(x, (Tensor, bool, int, float, str, torch.dtype))
 
 
 def _literal(x: Any, tensors: dict[int, tuple[str, Tensor]]) -> str:
@@ -102,6 +100,8 @@ def _literal(x: Any, tensors: dict[int, tuple[str, Tensor]]) -> str:
         return tensors.setdefault(id(x), (f"t{len(tensors)}", x))[0]
     if isinstance(x, (list, tuple)):
         return f"[{', '.join(_literal(y, tensors) for y in x)}]"
+    if isinstance(x, float) and not math.isfinite(x):
+        return f"float('{x}')"
     return str(x) if isinstance(x, torch.dtype) else repr(x)
 
 
@@ -146,7 +146,8 @@ def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: lis
     if variant is not None:
         out, names, dropped = variant
         if len(names) == len(outputs):
-            given = {n: x for n, x in kwargs.items() if n not in dropped}
+            # `outputs` have their memory's order
+            given = {n: x for n, x in kwargs.items() if n not in (*dropped, "memory_format")}
             return Call(out._op, out, args, {**given, **dict(zip(names, outputs))})
 
     def run(*args: Any, **kwargs: Any) -> None:

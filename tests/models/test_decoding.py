@@ -169,7 +169,8 @@ def test_host_graph_is_one_function_of_torchscript() -> None:
     x, table = torch.randn(3, 4), torch.randn(5, 4)
 
     def step() -> torch.Tensor:
-        y = (2 * x).softmax(-1, dtype=torch.float32).sum([0], keepdim=True)
+        x2 = torch.where(x > 0, 2 * x, -torch.inf).T.clone(memory_format=torch.contiguous_format)
+        y = x2.T.softmax(-1, dtype=torch.float32).nan_to_num().sum([0], keepdim=True)
         return torch.cat([y, embedding(torch.tensor([[1]]), table)[0]]).relu_()
 
     graph = HostGraph()
