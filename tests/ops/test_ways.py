@@ -158,6 +158,28 @@ def test_gradient_of_a_strict_export(case: Case) -> None:
     assert_near(list(grads), problem.gradient())
 
 
+# what is exported from inputs without gradients has none, and says so
+WITHOUT_GRADIENTS = {"short_convolution_update-bias"}
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name not in WITHOUT_GRADIENTS], ids=lambda case: case.name
+)
+@pytest.mark.sample(which=lambda case: case.name in ("l2_norm", "chunk_gla"))
+def test_gradient_of_an_export_from_constants(case: Case) -> None:
+    """Whoever exports a part of a model gives it inputs that need no gradients."""
+    problem = Problem(case)
+
+    class Module(torch.nn.Module):
+        def forward(self, given: list[Tensor]) -> tuple[Tensor, ...]:
+            return problem.run(*given)
+
+    exported = torch.export.export(Module(), (problem.inputs,), strict=False).module()
+    given = problem.leaves()
+    grads = torch.autograd.grad(problem.of_outputs(tuple(exported(given))), given)
+    assert_near(list(grads), problem.gradient())
+
+
 @every_case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_gradients_under_autocast_are_those_of_16_bits(case: Case, dtype: torch.dtype) -> None:

@@ -62,7 +62,8 @@ def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tenso
     size = max(x.shape[-1], 1)
     if not (torch.is_grad_enabled() and grads):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * norm.square_().add_(eps).rsqrt_()
+        # a graph exported from inputs without gradients may be differentiated: nothing in place
+        return x * (norm.square() + eps).rsqrt()
     # sum = D mean: an rms norm with eps / D, times 1 / sqrt(D)
     return rms(x, x.new_full((x.shape[-1],), size**-0.5), eps / size)
 
