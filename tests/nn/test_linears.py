@@ -53,7 +53,7 @@ def test_frozen_parts_and_unused_results_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hook", "autocast", "dtype", "other", "no_grad"])
-def test_what_is_more_than_a_linear_layer_is_called(kind: str) -> None:
+def test_other_modules_are_called(kind: str) -> None:
     made, x = layers(), torch.randn(4, 5, requires_grad=True)
     calls: list[Any] = []
     if kind == "hook":

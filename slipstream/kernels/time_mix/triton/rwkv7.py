@@ -370,5 +370,5 @@ def _sizes(x: Tensor, heads: int, elements: int) -> dict[str, int]:
 
 def _programs(x: Tensor, sizes: dict[str, int], heads: int, per_processor: int) -> int:
     """Of backward, for each head."""
-    most = max(sm_count(x.get_device()) * per_processor // heads, 1)
-    return min(-(-sizes["R"] // sizes["BR"]), most)
+    max_programs = max(sm_count(x.get_device()) * per_processor // heads, 1)
+    return min(-(-sizes["R"] // sizes["BR"]), max_programs)
