@@ -58,7 +58,7 @@ def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
 @functools.cache
 def kernels() -> SimpleNamespace:
     with emulator.emulated():
-        parts = ("dqkg_device", "subchunk_decay", "dqkg", "intra_safe_bwd")
+        parts = ("dqkg_device", "subchunk_decay", "dqkg", "intra_safe_bwd_device", "intra_safe_bwd")
         for name in parts:
             sys.modules.pop(f"{PACKAGE}.{name}", None)
         gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
