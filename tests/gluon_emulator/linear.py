@@ -1,7 +1,10 @@
 """What the linear family's Gluon kernels want of the emulator beyond those of attention."""
 
+import inspect
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from tests.gluon_emulator import threads
 
+ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
 ANEW = "slipstream.kernels.primitives.smem_scalars", "slipstream.kernels.linear.sm90."
 
 
@@ -103,3 +107,12 @@ def emulated() -> Any:
         gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
         gluon.copy_out = _copy_out
         yield
+
+
+def without(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Each line that orders what the parts of a program do, and the file without it."""
+    lines = inspect.getsource(module).split("\n")
+    for n, line in enumerate(lines):
+        if found := ORDERS.match(line):
+            rest = [*lines[:n], line.replace(found[1], "pass"), *lines[n + 1 :]]
+            yield f"{module.__name__.rpartition('.')[2]}: {found[1]}", "\n".join(rest)

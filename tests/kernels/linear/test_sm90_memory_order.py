@@ -6,10 +6,9 @@ As they are they have to be ordered wherever a test runs kernels by threads.
 
 import importlib
 import inspect
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from unittest import mock
 
@@ -18,13 +17,12 @@ import torch
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import threads
-from tests.gluon_emulator.linear import emulated
+from tests.gluon_emulator.linear import emulated, without
 from tests.support.sm90_delta import C, Run, fused, inputs, kernels
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
 )
-ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
 PACKAGE = "slipstream.kernels.linear.sm90.delta."
 
 
@@ -86,15 +84,6 @@ WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str
         },
     ),
 }  # fmt: skip
-
-
-def without(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Each line that orders, and the file without it."""
-    lines = inspect.getsource(module).split("\n")
-    for n, line in enumerate(lines):
-        if found := ORDERS.match(line):
-            rest = [*lines[:n], line.replace(found[1], "pass"), *lines[n + 1 :]]
-            yield f"{module.__name__.removeprefix(PACKAGE)}: {found[1]}", "\n".join(rest)
 
 
 @pytest.mark.parametrize(

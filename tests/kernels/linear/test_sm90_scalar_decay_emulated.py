@@ -8,6 +8,9 @@ import functools
 import importlib
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -41,18 +44,27 @@ def _slice(self: Any, start: int, length: int) -> Any:
     return emulator.Buffer(self.data[start : start + length])
 
 
-@functools.cache
-def kernel(name: str) -> Any:
+@contextmanager
+def emulated() -> Iterator[None]:
     language = threads._language()
     language.associative_scan = _scan
     with (
         mock.patch.object(threads, "_language", return_value=language),
         emulator.emulated(),
     ):
+        yield
+
+
+@functools.cache
+def module(name: str) -> ModuleType:
+    with emulated():
         for file in ("chunk_fwd", "chunk_bwd", "chunk_wide"):
             sys.modules.pop(f"{MODULES}.{file}", None)  # which come back after this
-        module = importlib.import_module(f"{MODULES}.{name}")
-        return getattr(module, f"scalar_decay_{name}_sm90_kernel")
+        return importlib.import_module(f"{MODULES}.{name}")
+
+
+def kernel(name: str) -> Any:
+    return getattr(module(name), f"scalar_decay_{name}_sm90_kernel")
 
 
 class Run:
@@ -262,3 +274,30 @@ def test_segments_equal_whole(case: tuple, width: int) -> None:
     split = run.walk((do, terms.v, terms.k), met, None, transposed=True, qk="q")
     torch.testing.assert_close(split, dq, equal_nan=True)
     torch.testing.assert_close(run.rows["q"], whole.rows["q"], equal_nan=True)
+
+
+def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for two: that scores are free is said by the stage, of which there are as many, and
+    that a stage is full by its scores."""
+    monkeypatch.setattr(threads, "_WAIT", 0.5)
+    wide = module("chunk_wide")
+    terms = inputs((150, 1, 1, 1, True, True), WIDTHS[1])
+    do, end = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    unnoticed = []
+    for line, text in emulator.without(wide):
+        planted = dict(vars(wide))
+        with emulated():
+            exec(compile(text, str(wide.__file__), "exec"), planted)
+        found = planted["scalar_decay_chunk_wide_sm90_kernel"]
+        monkeypatch.setattr(wide, "scalar_decay_chunk_wide_sm90_kernel", found)
+        run = Run(terms)
+        try:
+            run.walk(terms[:3], terms.initial_state, torch.empty_like(end))
+            run.gradients(do, end, torch.empty_like(end))
+        except (AssertionError, TimeoutError):
+            continue
+        unnoticed.append(line)
+    assert unnoticed == [
+        "chunk_wide: mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)",
+        "chunk_wide: mbarrier.wait(full.index(s), (i // ST) & 1)",
+    ]
