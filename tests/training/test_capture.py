@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
-from slipstream.training import CapturedLoss, capture
+from slipstream.training import CapturedLoss, capture, trainer
+from slipstream.training.config import from_dict
+from slipstream.training.interrupt import Interrupt
+from slipstream.training.run import train
 
 
 class Model(nn.Module):
@@ -30,19 +34,23 @@ class OnCpu(CapturedLoss):
         self.captures += 1
         own = {name: x.clone() for name, x in tensors.items()}
         live: list[Tensor] = []
-        loss, dloss = torch.empty(()), torch.empty(())
-        grads = [torch.empty(3), None]
+        loss, dloss = torch.empty(()), torch.ones(())
 
         def forward() -> None:
             with torch.enable_grad():
                 live[:] = [self.model(**{**inputs, **own}).loss]
             loss.copy_(live[0].detach())
 
-        def backward() -> None:
-            found = torch.autograd.grad(live[0], parameters, dloss, allow_unused=True)
-            assert grads[0] is not None and found[0] is not None
-            grads[0].copy_(found[0])
+        def gradients() -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(live[0], parameters, dloss, allow_unused=True)
 
+        def backward() -> None:
+            for x, y in zip(grads, gradients(), strict=True):
+                if x is not None and y is not None:
+                    x.copy_(y)
+
+        forward()
+        grads = gradients()
         graphs = SimpleNamespace(replay=forward), SimpleNamespace(replay=backward)
         return capture._Captured(*graphs, own, loss, dloss, parameters, grads)
 
@@ -116,3 +124,22 @@ def test_models_on_a_cpu_are_not_captured() -> None:
     captured = CapturedLoss(model)
     captured(x=torch.randn(3)).backward()
     assert not captured._captured and model.weight.grad is not None
+
+
+def test_training_runs_are_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where gradients of two batches are added up, each divided by the labels of both."""
+    found: list[Any] = []
+    made: list[OnCpu] = []
+    monkeypatch.setattr(trainer, "CapturedLoss", lambda model: made.append(OnCpu(model)) or made[0])
+    for captures in (False, True):
+        raw = {
+            "output_dir": str(tmp_path / str(captures)),
+            "model": {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]},
+            "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
+            "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16},
+            "training": {"max_steps": 3, "gradient_accumulation_steps": 2, "use_cpu": True},
+            "capture": captures,
+        }
+        found.append(train(from_dict(raw), Interrupt(), Console(quiet=True)))
+    assert found[0].held_out == pytest.approx(found[1].held_out, rel=1e-5)
+    assert [(x.captures, x.runs) for x in made] == [(1, 6)]

@@ -60,6 +60,7 @@ def test_config_rejects(path, override: str, message: str) -> None:
         ("tokenizer.path=3", "tokenizer.path: want str or null, got 3"),
         ("muon.momentum=high", "muon.momentum: want float, got 'high'"),
         ("data=3", "data: want a mapping"),
+        ("capture=3", "capture: want bool, got 3"),
         ("model=[1]", "model: want a mapping"),
         ("output_dir=3", "output_dir: want str, got 3"),
     ],
