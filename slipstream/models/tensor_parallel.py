@@ -58,7 +58,7 @@ def shard_heads(model: nn.Module, mesh: "DeviceMesh") -> nn.Module:
 
     Raises:
         ValueError: the heads of a layer are no multiple of the ranks; n_groups of a Mamba layer is
-            neither 1 nor a multiple of them. TypeError: no mesh.
+            neither 1 nor a multiple of them; the heads are dealt out already. TypeError: no mesh.
 
     Cost: in each mixer and MLP one all-reduce of [B, T, D] forward and one backward, and in the
         backward one of each small parameter that all heads share.
@@ -69,6 +69,8 @@ def shard_heads(model: nn.Module, mesh: "DeviceMesh") -> nn.Module:
         raise TypeError(f"mesh: want a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh: want one dimension, got {mesh.ndim}; take one of it by its name")
+    if is_dealt_out(model):
+        raise ValueError("model: its heads are dealt out already")
     shard = HeadShard(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     # of every layer before any is changed
     found = [(x, heads) for x in model.modules() if (heads := heads_of(x, shard.size)) is not None]
@@ -320,4 +322,4 @@ def deal_planned_heads(model: nn.Module) -> None:
 
 def is_dealt_out(model: nn.Module) -> bool:
     """Whether shard_heads was here."""
-    return any("_joined_parameters" in x.__dict__ for x in model.modules())
+    return any(isinstance(x, Mixer) and x.head_shard is not None for x in model.modules())

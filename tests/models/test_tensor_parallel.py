@@ -75,5 +75,8 @@ def test_nothing_changes_where_a_layer_is_refused() -> None:
         with pytest.raises(TypeError, match="mesh: want a DeviceMesh, got str"):
             shard_heads(model, "cpu")  # pyright: ignore[reportArgumentType]
         assert type(model.weight) is torch.nn.Parameter
+        layer = shard_heads(GatedDeltaNet(16, 2), mesh["a"])
+        with pytest.raises(ValueError, match="its heads are dealt out already"):
+            shard_heads(layer, mesh["a"])
     finally:
         dist.destroy_process_group()

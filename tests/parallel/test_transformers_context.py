@@ -40,7 +40,7 @@ def test_types_are_those_that_are_tested() -> None:
     assert tuple(sorted(getattr(transformers, x).config_class.model_type for x in NAMES)) == TYPES
 
 
-def test_what_it_does_not_take_is_named() -> None:
+def test_refusals_are_named() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plan, ids = ContextParallel(), torch.ones(1, 4, dtype=torch.int64)
