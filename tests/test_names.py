@@ -33,6 +33,8 @@ FOLDERS = (
     "compiler",
     "kernels/attention",
     "kernels/conv",
+    "kernels/decay_gate",
+    "kernels/erase",
     "kernels/gated_scan",
     "kernels/loss",
     "kernels/matmul",

@@ -163,19 +163,19 @@ class Drafts:
 
     def mixer(self, state: Tensor, tokens: dict[str, Tensor], **options: Any) -> Tensor:
         """mixer_step of tokens that follow those accepted. tokens: tensors [N, T, ...] by name."""
-        kept = self._of_layer.setdefault(state.data_ptr(), {})
+        drafts = self._of_layer.setdefault(state.data_ptr(), {})
         both = {}
         for name, x in tokens.items():
-            if name not in kept:
+            if name not in drafts:
                 with torch.inference_mode(False):  # it outlives the caller's
-                    kept[name] = x.new_zeros(x.shape[0], self.pending, *x.shape[2:])
-            both[name] = torch.cat([kept[name], x], 1)
+                    drafts[name] = x.new_zeros(x.shape[0], self.pending, *x.shape[2:])
+            both[name] = torch.cat([drafts[name], x], 1)
         assert self.accepted is not None
         accepted = self.accepted.expand(state.shape[0])
         options |= {"num_pending": self.pending, "num_accepted": accepted}
         y = mixer_step(**both, state=state, **options)
         for name, x in tokens.items():
-            kept[name][:, : x.shape[1]].copy_(x)
+            drafts[name][:, : x.shape[1]].copy_(x)
         return y
 
 

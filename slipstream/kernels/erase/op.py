@@ -37,8 +37,8 @@ def erase(g: Tensor, k: Tensor, b: Tensor | None = None) -> Tensor:
     impl = choose(_CANDIDATES, (k, g, b), None, "erase", k).impls
     if not is_triton(impl):
         return plain(g, k, b)
-    given = [None if x is None else x.contiguous() for x in (g, k, b)]
-    return (_Erase.apply if needs_autograd(*given) else _forward)(*given, impl)
+    inputs = [None if x is None else x.contiguous() for x in (g, k, b)]
+    return (_Erase.apply if needs_autograd(*inputs) else _forward)(*inputs, impl)
 
 
 def plain(g: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
@@ -77,9 +77,9 @@ def _kind(g: Tensor, k: Tensor, b: Tensor | None) -> KernelKey:
     return ("erase.triton", k.dtype, g.dtype, None if b is None else b.dtype)
 
 
-def _mismatch(*given: Tensor | None) -> str | None:
+def _mismatch(*inputs: Tensor | None) -> str | None:
     """The probe: more than a tile."""
-    g, k, b = (None if x is None else numeric_probe.random_like(x, 3, 1003) for x in given)
+    g, k, b = (None if x is None else numeric_probe.random_like(x, 3, 1003) for x in inputs)
     assert g is not None
     return numeric_probe.mismatch(
         lambda t: _Erase.apply(t["g"], t["k"], t["b"], TRITON_OR_EAGER),
@@ -111,9 +111,9 @@ def _run_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None, impl: str)
     return grads if b is None else [*grads, (d * k).to(b.dtype)]
 
 
-def _guard(impl: str, *given: Any) -> Guard:
-    k = given[1]
-    return Guard(impl, k.device, lambda: _kind(*given), lambda: _mismatch(*given))
+def _guard(impl: str, *inputs: Any) -> Guard:
+    k = inputs[1]
+    return Guard(impl, k.device, lambda: _kind(*inputs), lambda: _mismatch(*inputs))
 
 
 _INPUTS = "Tensor g, Tensor k, Tensor? b, str impl"

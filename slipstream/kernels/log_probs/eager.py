@@ -69,8 +69,8 @@ def backward(
 
 
 def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    most = CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20)
-    step = max(most // weight.shape[0], 1)
+    elements = CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20)
+    step = max(elements // weight.shape[0], 1)
     return [slice(i, i + step) for i in range(0, hidden.shape[0], step)]
 
 

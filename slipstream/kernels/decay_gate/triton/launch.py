@@ -54,8 +54,8 @@ def backward(
     x, dg = _features_in_row(x), dg.contiguous()
     sizes = _sizes(x)
     C, K = sizes.C, sizes.K
-    most = max(sm_count(x.get_device()) * PER_PROCESSOR // sizes.blocks, 1)
-    P = min(sizes.row_blocks, most)
+    max_programs = max(sm_count(x.get_device()) * PER_PROCESSOR // sizes.blocks, 1)
+    P = min(sizes.row_blocks, max_programs)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(P, 2, C, dtype=torch.float32, device=x.device)
     dA, dbias = (

@@ -171,7 +171,7 @@ def _launch(
 ) -> None:
     """One launch over logits [rows, V], which become their gradient where grads are given."""
     rows, V = logits.shape
-    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
+    BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
     dlog_prob, dentropy = (None, None) if grads is None else grads
     with device_of(logits.device):
         cached(log_probs_kernel)[(rows,)](

@@ -24,7 +24,7 @@ def kl_div(
 ) -> None:
     """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
     N, V = s.shape
-    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
+    BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
     with device_of(s.device):
         cached(kl_div_kernel)[(N,)](
             s_ptr=s,

@@ -51,7 +51,7 @@ def cross_entropy(
         weight: float32 [N] or [], factor of each row's gradient; None is 1.
     """
     N, V = logits.shape
-    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
+    BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
     size = V if shard is None else shard.size
     with device_of(logits.device):
         cached(cross_entropy_kernel)[(N,)](
