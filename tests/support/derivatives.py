@@ -74,14 +74,15 @@ def _convolution() -> Args:
 
 
 def _packed_attention(args: Args) -> list[Tensor]:
-    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=args["q"].device)
     return [
         ops.flash_attn_varlen_func(**args, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True)
     ]
 
 
 def _latent(args: Args) -> list[Tensor]:
-    return [ops.latent_attention(**args, lengths=torch.tensor([3, 4]), width=6, scale=0.3)]
+    lengths = torch.tensor([3, 4], device=args["q"].device)
+    return [ops.latent_attention(**args, lengths=lengths, width=6, scale=0.3)]
 
 
 def _wide(**shapes: tuple[int, ...]) -> Args:
