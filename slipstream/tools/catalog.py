@@ -41,12 +41,15 @@ def _tested(op: str, variant: str, tensors: str, states: Any = "", **row: Any) -
     return Sample(op, tensors, states, variant=variant, traced=False, **row)
 
 
-def _step(tensors: str, variant: str = "", T: str = "1", **options: Any) -> Sample:
+def _step(
+    tensors: str, variant: str = "", T: str = "1", state: str = "state=BGKV:state", **options: Any
+) -> Sample:
     """A mixer's step of T tokens, which has no gradients."""
-    pools = "state=BGKV:state conv_state=BEW conv_weight=EW"
+    pools = f"{state} conv_state=BEW conv_weight=EW"
     tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}".replace("=B1", f"=B{T}")
     fixed = " ".join(word.partition("=")[0] for word in tensors.split())
-    written = {"written": "state conv_state", "fixed": fixed}
+    pooled = [word for word in fixed.split() if word.startswith(("state", "conv_state"))]
+    written = {"written": " ".join(pooled), "fixed": fixed}
     return _traced("mixer_step", tensors, variant=variant, options=options, **written)
 
 
@@ -112,6 +115,8 @@ _GATE = "x=BTD gate=BTD weight=D:one"
 _GLU = "gate=BTC up=BTC"
 _DELTA_STEP = "beta=B1G norm_weight=V:one"
 _UNIT_STEP = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "norm_eps": 1e-6}
+_INT8 = "state=BGKV:codes state_scale=BGV:scale state_residual=BGYV:bytes"
+_INT8_POOL = "state state_scale state_residual"
 _SELECTIVE = "u=BTD delta=BTD A=D4:rate B=BT4 C=BT4"
 _ROTARY = "x=BTHK cos=SF sin=SF positions=BT:positions"
 _LOSS = "logits=TZ target=T:targets"
@@ -185,6 +190,9 @@ OPERATORS = [
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "tokens", T="4", **_UNIT_STEP),
     _step("g=B1G dt_bias=G D=G conv_bias=E norm_weight=GV:one", "mamba2", channel_order="vkq",
           dt_scales_v=True, norm_before_gate=False, norm_eps=1e-5, scale=1.0),
+    _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "int8", state=_INT8, **_UNIT_STEP),
+    _traced("recurrent_step", f"q=B1HK k=B1HK v=B1GV g=B1G:gate beta=B1G:beta {_INT8}",
+            variant="int8", written=_INT8_POOL, fixed=f"q k v g beta {_INT8_POOL}"),
     _traced("projection_step", "x=1D weights=CD norm_weight=D residual=1C",
             fixed="x weights norm_weight residual", options={"norm_eps": 1e-5}),
     _traced("projection_step", "x=8D weights=CD residual=8C", variant="rows",

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.common import int8_states
 
 CPU = torch.device("cpu")
 
@@ -74,6 +75,7 @@ class Shape:
             "E": 2 * self.H * self.K + (self.HV or self.H * (1 + self.grouped)) * self.V,
             "L": 1 << 16,
             "Q": 576,
+            "Y": 3 * int8_states.rows_of(self.K),
             "Z": self.Z,
             "W": 4,
             **{str(n): n for n in range(1, 10)},
@@ -167,12 +169,18 @@ FILL: Mapping[str, Callable[[list[int], Making], Tensor]] = {
     "prefixes": lambda size, m: m.integers(size, 2),
     "used": lambda size, m: m.used(size),
     "cached": lambda size, m: m.cached(size),
+    # a state in int8
+    "codes": lambda size, m: m.integers(size, 100),
+    "scale": lambda size, m: 1e-3 * (m.uniform(size) + 0.1),
+    "bytes": lambda size, m: m.integers(size, 256),
 }
 # Fills that are float32 whatever the operator computes in.
 _WIDE = ("gate", "bounded", "state", "sum")
 _INTEGERS = {
     **dict.fromkeys(("ids", "targets", "positions", "used", "cached"), torch.int64),
     **dict.fromkeys(("lengths", "prefixes"), torch.int32),
+    "codes": torch.int8,
+    "bytes": torch.uint8,
 }
 
 
@@ -290,6 +298,7 @@ def _make(letters: str, fill: str, making: Making, blank: bool) -> Tensor:
     size, dtype = [making.dims[c] for c in letters], making.shape.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kind = _INTEGERS.get(fill) or (wide if fill in _WIDE else dtype)
+    kind = torch.bfloat16 if fill == "scale" else kind
     if blank:
         return torch.empty(size, dtype=kind, device=making.device)
     return FILL[fill](size, making).to(kind)

@@ -117,7 +117,7 @@ MORE = [
     Case(Sample("token_shift", "x=BTD", "ND")),
 ]  # fmt: skip
 # samples that differ in the dtype of a gate, or in what is too wide for one tile, are the same here
-_NOT_HERE = ("1TL", "BTX", "narrow", "lengths")
+_NOT_HERE = ("1TL", "BTX", "narrow", "lengths", "codes")
 CASES = [Case(x) for x in SAMPLES if not any(word in x.tensors for word in _NOT_HERE)] + MORE
 CASES = list({case.name: case for case in CASES}.values())
 # arguments of which several ranks, or any number of rows, are right
