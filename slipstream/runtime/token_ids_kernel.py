@@ -56,8 +56,9 @@ def scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
     slots = slots_for(ids)
     with _device_of(ids):
         cached(scan_kernel)[(-(-N // R),)](
-            ids, slots, N, R, size, last_length(ids), ignore_index or 0, NAMES.index(name),
-            ignore_index is not None, BLOCK, num_warps=4,
+            ids_ptr=ids, slots_ptr=slots, N=N, R=R, size=size, last=last_length(ids),
+            ignore_index=ignore_index or 0, name=NAMES.index(name),
+            HAS_IGNORED=ignore_index is not None, B=BLOCK, num_warps=4,
         )  # fmt: skip
 
 
@@ -104,8 +105,9 @@ def scan_indices(
     lengths, rows = (None if x is None else x.contiguous() for x in (lengths, rows))
     with _device_of(ids):
         cached(scan_indices_kernel)[(-(-N // R),)](
-            ids, slots, lengths, rows, N, R, W, size, more, step, last_length(ids),
-            NAMES.index(name), lengths is not None, rows is not None, BLOCK, num_warps=4,
+            ids_ptr=ids, slots_ptr=slots, lengths_ptr=lengths, rows_ptr=rows, N=N, R=R, W=W,
+            size=size, more=more, step=step, last=last_length(ids), name=NAMES.index(name),
+            HAS_LENGTHS=lengths is not None, HAS_ROWS=rows is not None, B=BLOCK, num_warps=4,
         )  # fmt: skip
 
 
@@ -135,8 +137,9 @@ def scan_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     slots = slots_for(offsets)
     with _device_of(offsets):
         cached(scan_offsets_kernel)[(-(-N // R),)](
-            offsets, slots, N, R, tokens, NAMES.index(name), BLOCK, num_warps=4
-        )
+            offsets_ptr=offsets, slots_ptr=slots, N=N, R=R, total=tokens, name=NAMES.index(name),
+            B=BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 def _device_of(x: Tensor) -> AbstractContextManager:
