@@ -77,3 +77,19 @@ def test_generate_by_graphs_reads_weights_that_changed() -> None:
     m.decoding.enabled = True
     generate(m, ids)
     assert m.decoding.captures == 2
+
+
+@pytest.mark.parametrize("names", [("gated_deltanet", "attention"), ("kda", "gdn2"), ("mamba2",)])
+def test_lookup_by_graphs_gives_the_same_tokens(names: tuple[str, ...], monkeypatch) -> None:
+    """Of drafts from the prompt, right and wrong ones."""
+    monkeypatch.setitem(MODELS, "lookup", list(names))
+    m, words = model("lookup", torch.float32), torch.randint(1, VOCAB, (1, 9), device="cuda")
+    ids = torch.cat([words, words[:, :5]], 1)
+    m.decoding.enabled = False
+    want = generate(m, ids, max_new_tokens=40)
+    m.decoding.enabled = True
+    for count in (3, 3, 6):
+        got = generate(m, ids, max_new_tokens=40, prompt_lookup_num_tokens=count)
+        assert torch.equal(got, want)
+        assert m.decoding.reason is None
+    assert m.decoding.captures > 0
