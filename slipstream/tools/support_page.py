@@ -221,7 +221,8 @@ def page(data: dict) -> str:
         archs = [x for x in ARCHS if x in data[release]]
         lines += [f"\n## Triton {release}\n", f"| operator | {' | '.join(archs)} |"]
         lines.append("|---" * (len(archs) + 1) + "|")
-        for name in (x for x in names if x not in plain):
+        here = {name for x in archs for name in data[release][x]["operators"]}
+        for name in (x for x in names if x in here and x not in plain):
             row = [_cell(data[release][x], x, release, name, footnotes) for x in archs]
             lines.append(f"| {name} | {' | '.join(row)} |")
         known = [(x, data[release][x]) for x in archs]
