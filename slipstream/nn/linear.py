@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from slipstream.common.checks import expect_tensor
+from slipstream.common.checks import autocast_dtype, expect_tensor
 from slipstream.kernels.matmul.inputs import activated
 from slipstream.nn.host import on_host
 from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
@@ -150,7 +150,7 @@ def _linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     plain = (
         type(x) is Tensor
         and not by_operation()
-        and not torch.is_autocast_enabled(x.device.type)
+        and autocast_dtype(x) is None
         and all(type(y).forward is nn.Linear.forward and plain_linear(y) for y in layers)
     )
     parameters: list[Any] = [p for y in layers for p in (y.weight, y.bias)] if plain else []
@@ -168,7 +168,10 @@ class _Linears(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
-        save(ctx, x, *weights)
+        # nothing that no gradient wants is kept: a frozen layer's input, say
+        needs_x, *needed = ctx.needs_input_grad
+        save(ctx, x if any(needed[::2]) else None, *(w if needs_x else None for w in weights))
+        ctx.shape = x.shape
         ctx.set_materialize_grads(False)
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
@@ -177,17 +180,22 @@ class _Linears(Function):
     def backward(ctx: Any, saved: Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = saved
         needs_x, *needed = ctx.needs_input_grad
-        dx, rows, found = None, x.reshape(-1, x.shape[-1]), []
+        dx: Any = None
+        rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
+        found: list[Tensor | None] = []
         for i, (w, dy) in enumerate(zip(weights, dys, strict=True)):
             if dy is None:
                 found += [None, None]
                 continue
-            dy = dy.reshape(-1, w.shape[0])
-            if needs_x:
-                dx = dy @ w if dx is None else dx.addmm_(dy, w)
+            dy = dy.reshape(-1, dy.shape[-1])
+            if needs_x and dx is None:
+                dx = dy @ w
+            elif needs_x:
+                # of two dtypes under autocast, which knows no addmm_
+                dx = dx.addmm_(dy, w) if dx.dtype == w.dtype else torch.addmm(dx, dy, w)
             found.append(dy.t() @ rows if needed[2 * i] else None)
             found.append(dy.sum(0) if needed[2 * i + 1] else None)
-        return None if dx is None else dx.view(x.shape), *found
+        return None if dx is None else dx.view(ctx.shape), *found
 
 
 def plain_linear(layer: nn.Module) -> bool:

@@ -133,7 +133,8 @@ class _Once:
             lock.acquire(timeout=0)
         except Timeout:
             return True
-        except (OSError, AttributeError):  # a folder of another kind, or that cannot be written
+        # a folder of another kind, or that cannot be written; a file system without locks
+        except (OSError, AttributeError, NotImplementedError):
             return False
         self._lock = lock
         return bool(self._folder.get_group(self._entry))
@@ -143,7 +144,7 @@ class _Once:
         from filelock import FileLock
 
         if self._lock is None:
-            with contextlib.suppress(OSError):  # Timeout is one
+            with contextlib.suppress(OSError, NotImplementedError):  # Timeout is an OSError
                 lock = FileLock(Path(self._folder.cache_dir) / "slipstream.lock")
                 lock.acquire(timeout=PATIENCE)
                 self._lock = lock

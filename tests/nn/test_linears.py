@@ -10,7 +10,7 @@ from slipstream import nn as ours
 from slipstream.nn.linear import _Linears, linears
 
 
-def layers(dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+def layers(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     made = nn.Linear(5, 3), nn.Linear(5, 7, bias=False), nn.Linear(5, 1)
     return nn.ModuleList(made).to(dtype)
@@ -75,3 +75,39 @@ def test_other_modules_are_called(kind: str) -> None:
     for a, b in zip(ys, want, strict=True):
         assert torch.equal(a, b)
     assert len(calls) == (2 if kind == "hook" else 0)
+
+
+def test_linears_on_the_meta_device_have_shapes() -> None:
+    made = layers().to("meta")
+    ys = linears(torch.empty(4, 5, device="meta"), made)
+    assert [y.shape for y in ys] == [(4, 3), (4, 7), (4, 1)]
+
+
+def test_backward_in_autocast_of_a_forward_outside_of_it() -> None:
+    made, x = layers(), torch.randn(4, 5, requires_grad=True)
+    leaves = [x, *made.parameters()]
+    losses = [
+        torch.stack([y.square().sum() for y in ys]).sum()
+        for ys in (linears(x, made), [layer(x) for layer in made])
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        found, want = (torch.autograd.grad(loss, leaves) for loss in losses)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.1)
+
+
+def test_what_no_gradient_wants_may_change() -> None:
+    made, x = layers(), torch.randn(4, 5, requires_grad=True)
+    made.requires_grad_(False)
+    inner = x * 1
+    ys = linears(inner, made)
+    inner.zero_()  # only the weights are read
+    last: Any = made[2].weight
+    (dx,) = torch.autograd.grad(ys[2].sum(), x)
+    torch.testing.assert_close(dx, last.expand(4, 5))
+    made.requires_grad_(True)
+    ys = linears(torch.ones(4, 5), made)
+    with torch.no_grad():
+        last.zero_()  # only the input is read
+    (dw,) = torch.autograd.grad(ys[2].sum(), last)
+    assert torch.equal(dw, torch.full((1, 5), 4.0))

@@ -56,7 +56,8 @@ def backward(
         up, down = (torch.where(live, g[rows], 0)[:, None] for g in (dlog_prob, dentropy))
         entropy = entropy_of(log_p)[:, None]
         p = log_p.exp()
-        d = log_p.clamp_(min=torch.finfo(log_p.dtype).min).add_(entropy).mul_(-down).sub_(up)
+        # finite where a class cannot be, however large `down`: its p, 0, comes last
+        d = log_p.masked_fill_(log_p == -torch.inf, 0).add_(entropy).mul_(-down).sub_(up)
         d.mul_(p).scatter_add_(1, torch.where(live, at, 0)[:, None], up)
         # masked, not multiplied: an ignored row may hold inf or NaN
         d = d.mul_(scale).masked_fill_(~live[:, None], 0)
