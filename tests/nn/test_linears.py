@@ -83,7 +83,7 @@ def test_linears_on_the_meta_device_have_shapes() -> None:
     assert [y.shape for y in ys] == [(4, 3), (4, 7), (4, 1)]
 
 
-def test_backward_in_autocast_of_a_forward_outside_of_it() -> None:
+def test_backward_alone_under_autocast() -> None:
     made, x = layers(), torch.randn(4, 5, requires_grad=True)
     leaves = [x, *made.parameters()]
     losses = [
@@ -96,7 +96,7 @@ def test_backward_in_autocast_of_a_forward_outside_of_it() -> None:
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.1)
 
 
-def test_what_no_gradient_wants_may_change() -> None:
+def test_unsaved_operands_may_change() -> None:
     made, x = layers(), torch.randn(4, 5, requires_grad=True)
     made.requires_grad_(False)
     inner = x * 1
