@@ -189,7 +189,8 @@ class CallRecorder(TorchDispatchMode):
         if inside:
             run = _restrided(out, reads[0], makes[0])
         elif plain:
-            run = _plain(_method(func, kwargs), args, kwargs, tuple(reads.values()), makes[0])
+            again = _method(func, args, kwargs)
+            run = _plain(again, args, kwargs, tuple(reads.values()), makes[0])
         self.steps.append(RecordedStep(tuple(reads.values()), makes, run, view))
 
 
@@ -231,13 +232,13 @@ def _restrided(like: Tensor, read: int, made: int) -> Run:
     return run
 
 
-def _method(func: Any, kwargs: Any) -> Any:
+def _method(func: Any, args: Any, kwargs: Any) -> Any:
     """func, or what does the same sooner."""
     name = func._schema.name.removeprefix("aten::")
     if name in METHODS and not kwargs:
         return getattr(Tensor, name)
-    if name == "_to_copy" and kwargs.keys() == {"dtype"}:
-        return Tensor.to
+    if name == "_to_copy" and kwargs.keys() == {"dtype"} and kwargs["dtype"] != args[0].dtype:
+        return Tensor.to  # which copies no tensor of that dtype
     return func
 
 

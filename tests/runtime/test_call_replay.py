@@ -144,6 +144,20 @@ def test_in_place_reaches_the_argument() -> None:
     assert toy.calls == 2
 
 
+def test_copies_of_the_same_dtype_are_copies() -> None:
+    def body(x: Tensor) -> Tensor:
+        y = x.to(torch.float32, copy=True)
+        launch(y, z := torch.empty_like(y))
+        return y.add_(z)
+
+    toy = Toy(body)
+    for _ in range(4):
+        x = torch.ones(4)
+        assert toy.run(x).tolist() == [3.0] * 4
+        assert x.tolist() == [1.0] * 4
+    assert toy.calls == 2
+
+
 def test_nothing_is_returned() -> None:
     def body(y: Tensor, x: Tensor) -> None:
         launch(x, y)
