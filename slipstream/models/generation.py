@@ -28,9 +28,9 @@ class Generation(_Base):
         calls with that batch size replay it; `self.decoding` counts captures and replays, says why
         there was no graph (`reason`), turns them off (`enabled`) and gives memory back (`free`).
         """
-        if self.decoding.active:  # another thread's, or one inside of a streamer
+        # not where another thread's runs, or this is one inside of a streamer
+        if not self.decoding.begin(self):  # pyright: ignore[reportArgumentType]
             return super().generate(*args, **kwargs)
-        self.decoding.begin(self)  # pyright: ignore[reportArgumentType]
         try:
             return super().generate(*args, **kwargs)
         finally:
@@ -51,14 +51,17 @@ class Generation(_Base):
         made = super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
+        given = model_kwargs.get(CACHE)
+        if isinstance(given, StateCache):
+            self.decoding.claim(self, given)  # pyright: ignore[reportArgumentType]
+        if given is not None or generation_config.use_cache is False:
             return made
         drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if drafted and not self._looks_up(generation_config):
             self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
-        if whose or not self.decoding.active:
+        if whose or not self.decoding.can_lend:
             cache = StateCache(len(self.model.layers), max_cache_length)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             cache = self.decoding.lend(self, batch_size * copies, max_cache_length)  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ allocates workspaces; the second is captured.
 """
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from slipstream.models.cache import StateCache
 from slipstream.models.host_graph import CannotRepeat, HostGraph
@@ -84,6 +86,9 @@ class Decoding:
     active: bool = field(default=False, repr=False)
     caches: dict[int, StateCache] = field(default_factory=dict, repr=False)
     _lent: tuple[int, StateCache] | None = field(default=None, repr=False)
+    # held by the generate that uses graphs: one at a time, of one thread
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+    _thread: int | None = field(default=None, repr=False)
     _failure: str | None = field(default=None, repr=False)
     _warned: bool = field(default=False, repr=False)
 
@@ -97,40 +102,60 @@ class Decoding:
         """Drops the kept caches and graphs."""
         self.caches.clear()
 
-    def begin(self, model: nn.Module) -> None:
-        """Called by generate before its first step."""
+    def begin(self, model: nn.Module) -> bool:
+        """Called by generate before its first step; False if another one uses the graphs."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._thread = threading.get_ident()
         self.reason = self._failure or why_not(model)
         self.active = self.enabled and self.reason is None
+        return True
 
     def end(self) -> None:
         """After it: the cache that it was lent is kept for the next."""
-        self.active = False
+        self.active, self._thread = False, None
         if self._lent is not None:
             rows, cache = self._lent
             self._lent = None
             self.caches[rows] = cache
             while len(self.caches) > MAX_CACHES:
                 del self.caches[next(iter(self.caches))]
+        self._lock.release()
+
+    @property
+    def here(self) -> bool:
+        """Whether the generate that runs in this thread uses graphs."""
+        return self.active and self._thread == threading.get_ident()
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether `lend` may be called: not by a generate that a streamer calls within another."""
+        return self.here and self._lent is None
+
+    @staticmethod
+    def claim(model: nn.Module, cache: StateCache) -> None:
+        """Drops the graphs of a cache that are not of the model as it is."""
+        now = fingerprint(model)
+        if cache.made_for != now:
+            cache.graphs.clear()
+            cache.made_for = now
 
     def lend(self, model: nn.Module, rows: int, max_length: int) -> StateCache:
         """An empty cache, the one of the last generate with as many rows if it is large enough."""
         cache = self.caches.pop(rows, None)
         if cache is not None and _of_inference(cache) and not torch.is_inference_mode_enabled():
             cache = None  # such tensors may be written in that mode alone
-        now = fingerprint(model)
         if cache is None or (cache.max_length or 0) < max_length:
             layers = len(model.model.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
             cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE)
-        elif cache.made_for != now:
-            cache.graphs.clear()
+        self.claim(model, cache)
         cache.reset()
-        cache.made_for = now
         self._lent = rows, cache
         return cache
 
     def refuse(self, why: str, device: torch.device) -> None:
         """The generate that runs shall use no graphs; says so once where that costs most."""
-        if self.active:
+        if self.here:
             self.active, self.reason = False, why
             if device.type == "cuda":
                 self._warn()
@@ -231,6 +256,8 @@ def why_not(model: nn.Module) -> str | None:
         return f"its parameters are on {len(devices)} devices"
     if graph_on(next(iter(devices))) is None:
         return f"there are no graphs on {next(iter(devices)).type}"
+    if _has_any_global_hook():
+        return "there is a hook of all modules, which may do what a graph does not repeat"
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return f"{name or 'the model'} has a hook, which may do what a graph does not repeat"
@@ -244,9 +271,14 @@ def own_modules(model: nn.Module) -> bool:
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
-    """What a graph has read from the model: where its parameters are, and which modules run."""
+    """What a graph has read from the model: where its parameters are, and which modules run; and
+    what torch had it computed in."""
     tensors = (*model.parameters(), *model.buffers())
+    kind = tensors[0].device.type
     return (
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
         tuple((x.data_ptr(), x.dtype, x.shape) for x in tensors),
         tuple(id(module) for module in model.modules()),
     )

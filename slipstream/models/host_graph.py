@@ -48,8 +48,13 @@ class HostGraph:
         self.runs: list[Callable[[], Any]] = []
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
-        with _Recorder(self.calls) as recorder:
-            result = run()
+        recorder = _Recorder(self.calls)
+        try:
+            with recorder:
+                result = run()
+        except Exception:
+            recorder.undo()  # the step will run again
+            raise
         if recorder.refused is not None:
             raise CannotRepeat(recorder.refused, result)
         for is_script, group in groupby(self.calls, _is_expressible):
@@ -79,7 +84,7 @@ def _scripted(calls: list[Call]) -> list[Callable[[], Any]]:
     source = "\n".join([f"def replay({parameters}):", *lines, ""])
     try:
         function = torch.jit.CompilationUnit(source).replay
-    except RuntimeError:
+    except Exception:  # of any kind: the step has run, and must not again
         return [_by_python(call) for call in calls]
     return [partial(function, *(x for _, x in tensors.values()))]
 
@@ -110,25 +115,60 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls = calls
         self.refused: str | None = None
+        self._made: set[int] = set()  # addresses of memory that the step has allocated
+        self._before: dict[Any, tuple[Tensor, Tensor]] = {}  # what else it has changed
+
+    def undo(self) -> None:
+        """Gives what the step has changed its values of before."""
+        for x, before in reversed(self._before.values()):
+            x.copy_(before)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.refused is None and not _repeatable(func, args):
+        if self.refused is not None:
+            return func(*args, **kwargs)
+        if not _repeatable(func, args):
             self.refused = f"{func} depends on values or draws random numbers"
+        try:
+            self._keep(func, args, kwargs)
+        except Exception as e:  # of a tensor without memory of its own
+            self.refused = str(e)
         result = func(*args, **kwargs)
+        try:
+            self._record(func, args, kwargs, result)
+        except Exception as e:
+            self.refused = str(e)
+        return result
+
+    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not func._schema.is_mutable:
+            return
+        given = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for x in tree_leaves(given.get(argument.name)):
+                if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._made:
+                    key = x.data_ptr(), x.shape, x.stride(), x.dtype
+                    if key not in self._before:
+                        self._before[key] = x, x.clone()
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if func._schema.is_mutable:
             self.calls.append(Call(func._op, func, args, kwargs))  # without OpOverload's own call
-            return result
+            return
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         memory = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
         if all(x.untyped_storage().data_ptr() in memory or not x.numel() for x in outputs):
-            return result  # views, whose memory stays
+            return  # views, whose memory stays
+        self._made.update(x.untyped_storage().data_ptr() for x in outputs)
         if func.overloadpacket is not torch.ops.aten.empty:
             self.calls.append(_into(func, args, kwargs, outputs))
-        return result
 
 
 def _repeatable(func: Any, args: tuple[Any, ...]) -> bool:

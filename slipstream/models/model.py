@@ -410,7 +410,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
             use_cache = False
         cache, sequences = the_cache(cache, past_key_values), None
         plain = labels is None and not output_hidden_states
-        if self.decoding.active and plain and is_step(input_ids, cache, others):
+        if self.decoding.here and plain and is_step(input_ids, cache, others):
             assert input_ids is not None
             assert cache is not None
             return self._graph_step(input_ids, cache, position_ids)

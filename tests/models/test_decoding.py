@@ -2,13 +2,17 @@
 
 import copy
 import itertools
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from slipstream.models import StateCache, graphs
@@ -193,6 +197,39 @@ def test_host_graph_refuses_what_changes() -> None:
             HostGraph().capture(step)
 
 
+@torch.no_grad()
+def test_host_graph_that_fails_has_changed_nothing() -> None:
+    """For the step will run again."""
+    state, x = torch.zeros(2, 3), torch.ones(2, 3)
+    before = state.clone()
+
+    def step() -> Tensor:
+        state[0].add_(1)
+        y = (x * 2).add_(1)
+        state.mul_(3).add_(y)
+        state[0].add_(1)
+        raise RuntimeError("not here")
+
+    with pytest.raises(RuntimeError, match="not here"):
+        HostGraph().capture(step)
+    assert torch.equal(state, before)
+
+
+def test_generate_goes_on_where_a_capture_failed_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, ids = model("hybrid"), tokens(1, 6)
+    want, step = step_logits(model("hybrid"), ids), m.model.step
+
+    def refusing(*args: Any) -> Tensor:
+        h = step(*args)
+        if _get_current_dispatch_mode() is not None:
+            raise RuntimeError("no mode")
+        return h
+
+    monkeypatch.setattr(m.model, "step", refusing)
+    with pytest.warns(RuntimeWarning, match="no mode"):
+        torch.testing.assert_close(step_logits(m, ids), want)
+
+
 def test_generate_by_graphs_with_padding_and_eos() -> None:
     class Never(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -286,6 +323,85 @@ def test_generate_captures_anew_where_weights_moved() -> None:
     assert m.decoding.captures == 4
 
 
+def step_logits(m: Any, ids: Tensor, **options) -> Tensor:
+    """[steps, N, V] of generate."""
+    seen: list[Tensor] = []
+
+    class Seen(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            seen.append(scores.clone())
+            return scores
+
+    generate(m, ids, logits_processor=LogitsProcessorList([Seen()]), **options)
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("name", ["gla", "retention", "rwkv7"])
+def test_generate_captures_anew_under_autocast(name: str) -> None:
+    m, ids = model(name), tokens(1, 6)
+    want = step_logits(m, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step_logits(m, ids)
+        m.decoding.free()
+        assert torch.equal(got, step_logits(m, ids))
+    assert not torch.equal(got, want)
+    assert torch.equal(step_logits(m, ids), want)
+
+
+def test_generate_captures_anew_for_the_callers_cache() -> None:
+    m, ids = model("hybrid"), tokens(1, 6)
+    other = model("hybrid", initializer_range=0.3)
+    cache = StateCache(len(m.model.layers), max_length=64)
+    for _ in range(2):
+        generate(m, ids, **{CACHE: cache})
+        cache.reset()
+    assert m.decoding.captures == 1
+    m.load_state_dict(other.state_dict(), assign=True)
+    m.tie_weights()
+    assert torch.equal(step_logits(m, ids, **{CACHE: cache}), step_logits(other, ids))
+    cache.reset()  # and with another model's
+    m = model("hybrid")
+    assert torch.equal(step_logits(m, ids, **{CACHE: cache}), step_logits(m, ids))
+
+
+def test_generate_in_several_threads() -> None:
+    """One of them has the graphs, and none another's cache."""
+    m, inputs = model("hybrid"), [tokens(1, 6, seed=i) for i in range(4)]
+    want = [generate(m, ids) for ids in inputs]
+
+    def run(first: int) -> None:
+        for i in range(8):
+            at = (first + i) % 4
+            got = generate(m, inputs[at], **({"prompt_lookup_num_tokens": 2} if i % 3 == 2 else {}))
+            assert torch.equal(got, want[at])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(run, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    replays = m.decoding.replays
+    assert torch.equal(generate(m, inputs[0]), want[0])
+    assert m.decoding.replays > replays
+
+
+def test_generate_within_a_streamer() -> None:
+    m, ids = model("hybrid"), tokens(1, 6)
+    want, inner = generate(m, ids), generate(m, ids.flip(1))
+
+    class Streamer:
+        def put(self, value: Tensor) -> None:
+            assert torch.equal(generate(m, ids.flip(1)), inner)
+
+        def end(self) -> None:
+            pass
+
+    assert torch.equal(generate(m, ids, streamer=Streamer()), want)
+    assert torch.equal(generate(m, ids), want)
+
+
 def test_generate_gives_away_a_returned_cache() -> None:
     m, ids = model("hybrid"), tokens(1, 6)
     out = generate(m, ids, return_dict_in_generate=True)
@@ -319,6 +435,12 @@ def test_generate_without_graphs_beside_hooks() -> None:
     assert len(seen) == 9
     assert m.decoding.captures == 0
     assert "model.layers.1.mixer.q_proj has a hook" in (m.decoding.reason or "")
+    handle.remove()
+    seen.clear()
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    generate(m, ids)
+    assert seen.count(m.get_submodule("model.layers.1.mixer")) == 9
+    assert "a hook of all modules" in (m.decoding.reason or "")
     handle.remove()
     generate(m, ids)
     assert m.decoding.captures == 1
