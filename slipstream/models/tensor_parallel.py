@@ -310,7 +310,8 @@ class _Planned(TensorParallelLayer):
         return module
 
 
-ALL_PARALLEL_STYLES.register(TP_STYLE, _Planned())
+_PLANNED: Any = _Planned()  # transformers' register asks for a function, and wants an instance
+ALL_PARALLEL_STYLES.register(TP_STYLE, _PLANNED)
 
 
 def deal_planned_heads(model: nn.Module) -> None:
