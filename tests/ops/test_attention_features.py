@@ -56,6 +56,15 @@ def test_attention_feature_compiles_fullgraph(options: dict[str, Any]) -> None:
         torch.testing.assert_close(x, y)
 
 
+def test_attention_compiles_for_every_length() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T, S in ((20, 20), (13, 13), (1, 20), (1, 1), (4, 20)):
+        q, k, _ = qkv(S)  # heads of one width, as torch's own attention takes them
+        got, want = compiled(q[:, -T:], k, k + 1), attention(q[:, -T:], k, k + 1)
+        torch.testing.assert_close(got, want)
+
+
 def test_attention_lse_joins_two_halves() -> None:
     q, k, v = qkv()
     o, lse = attention(q, k, v, causal=False, return_lse=True)

@@ -72,9 +72,10 @@ def _readable(q: Tensor) -> bool:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    # branched on, not passed on: under torch.compile torch refuses the symbolic comparison
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
+    # branched on, not passed on: under torch.compile torch refuses symbolic comparisons
+    chosen: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    chosen |= {"is_causal": True} if causal else {}
+    o = F.scaled_dot_product_attention(q, k, v, scale=scale, **chosen)
     return o.transpose(1, 2)
 
 
