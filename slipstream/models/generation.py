@@ -58,7 +58,7 @@ class Generation(_Base):
             return made
         drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if drafted and not self._looks_up(generation_config):
-            self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
+            self.decoding.refuse(self.decoding.drafts_failure or DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
         if whose or not self.decoding.can_lend:
@@ -152,6 +152,7 @@ class Generation(_Base):
             bool(generation_config.prompt_lookup_num_tokens)
             and not generation_config.do_sample
             and not generation_config.return_dict_in_generate
+            and self.decoding.drafts_failure is None
             and lookup.verifies(self)
         )
 
@@ -169,6 +170,13 @@ class Generation(_Base):
         cache, wanted = kwargs.get(CACHE), greedy.criteria(stopping_criteria)
         given = synced_gpus or streamer is not None or len(logits_processor) > 0
         options = ("attention_mask", "position_ids")
+
+        def by_transformers() -> Any:
+            rest = synced_gpus, streamer
+            return super(Generation, self)._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, *rest, **kwargs
+            )
+
         if (
             given
             or wanted is None
@@ -181,15 +189,7 @@ class Generation(_Base):
                 # what it keeps of the tokens for `crop` is no part of a cache with graphs
                 kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length)
                 self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
-            return super()._assisted_decoding(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                **kwargs,
-            )
+            return by_transformers()
         names = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
         rest = {name: x for name, x in kwargs.items() if name not in names}
         out = self._prefill(input_ids, generation_config, rest, is_first_iteration=True)
@@ -197,7 +197,12 @@ class Generation(_Base):
         count = generation_config.prompt_lookup_num_tokens
         ngram = generation_config.max_matching_ngram_size or lookup.NGRAM
         prompt = input_ids[0].tolist()
-        tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, ngram)
+        try:
+            tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, ngram)
+        except Exception as e:  # of any kind: transformers' loop needs no graph
+            self.decoding.fail_drafts(e)
+            kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length)
+            return by_transformers()
         return torch.cat([input_ids, tokens], dim=-1)
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:

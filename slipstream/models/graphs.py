@@ -87,8 +87,9 @@ class Decoding:
     caches: dict[int, StateCache] = field(default_factory=dict, repr=False)
     _lent: tuple[int, StateCache] | None = field(default=None, repr=False)
     # held by the generate that uses graphs: one at a time, of one thread
-    _lock: Any = field(default_factory=threading.Lock, repr=False)
-    _thread: int | None = field(default=None, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
+    _thread: int | None = field(default=None, init=False, repr=False)
+    drafts_failure: str | None = field(default=None, init=False, repr=False)
     _failure: str | None = field(default=None, repr=False)
     _warned: bool = field(default=False, repr=False)
 
@@ -138,7 +139,7 @@ class Decoding:
         now = fingerprint(model)
         if cache.made_for != now:
             cache.graphs.clear()
-            cache.made_for = now
+            cache.drafts, cache.made_for = None, now
 
     def lend(self, model: nn.Module, rows: int, max_length: int) -> StateCache:
         """An empty cache, the one of the last generate with as many rows if it is large enough."""
@@ -160,6 +161,14 @@ class Decoding:
             if device.type == "cuda":
                 self._warn()
 
+    def fail_drafts(self, error: Exception) -> None:
+        """Graphs that verify drafts failed, and are not tried again; says so once. The cache, whose
+        states may be anything, is dropped."""
+        why = f"drafts could not be verified: {type(error).__name__}: {error}"
+        self.active, self.reason, self.drafts_failure, self._lent = False, why, why, None
+        self._warned = False  # of another reason
+        self._warn()
+
     def lends(self, cache: StateCache) -> bool:
         """Whether a cache is the one of the generate that runs, and graphs are used."""
         return self.active and self._lent is not None and self._lent[1] is cache
@@ -171,8 +180,13 @@ class Decoding:
         inputs: tuple[Tensor, ...],
         room: int,
         device: torch.device,
+        *,
+        required: bool = False,
     ) -> Tensor:
-        """step(*inputs), by the cache's graph for inputs like these and that room."""
+        """step(*inputs), by the cache's graph for inputs like these and that room.
+
+        required: an error of the capture is raised; otherwise steps run without a graph after it.
+        """
         key = (room, *((x.shape, x.dtype) for x in inputs))
         if not self.active or key not in cache.graphs:
             if self.active:
@@ -183,14 +197,12 @@ class Decoding:
         if made is None:
             try:
                 made = cache.graphs[key] = self._captured(step, inputs, device)
-            except CannotRepeat as e:
-                self._give_up(e)
-                self.eager += 1
-                return e.result
             except Exception as e:  # of any kind: without a graph the step still runs
+                if required:
+                    raise
                 self._give_up(e)
                 self.eager += 1
-                return step(*inputs)
+                return e.result if isinstance(e, CannotRepeat) else step(*inputs)
             self.captures += 1
             self.replays += 1
             return made.logits

@@ -5,6 +5,7 @@ last call's tokens as were right (nn/decoding.py:Drafts, mixer_step's num_accept
 drafts cost no copy of a state; softmax layers shorten their caches by what was wrong.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,10 +49,12 @@ def is_plain(input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor
 def drafts_after(tokens: list[int], count: int, ngram: int) -> list[int]:
     """What came after the last n-gram where it was before; the longest n-gram, the first place."""
     for n in range(min(ngram, len(tokens) - 1), 0, -1):
-        last = tokens[-n:]
-        for i in range(len(tokens) - n):
-            if tokens[i : i + n] == last:
-                return tokens[i + n : i + n + count]
+        last, i = tokens[-n:], -1
+        with suppress(ValueError):  # where there is none
+            while True:
+                i = tokens.index(last[0], i + 1, len(tokens) - n)
+                if tokens[i : i + n] == last:
+                    return tokens[i + n : i + n + count]
     return []
 
 
@@ -94,7 +97,7 @@ def decode(
             return model.lm_head(h).argmax(-1)
 
         given = torch.tensor([ids], device=device), torch.tensor([accepted, dropped], device=device)
-        chosen = decoding.run(step, cache, given, places, device)[0].tolist()
+        chosen = decoding.run(step, cache, given, places, device, required=True)[0].tolist()
         right = 0
         while right < len(guesses) and guesses[right] == chosen[right]:
             right += 1
@@ -110,13 +113,17 @@ def decode(
 
 
 def _drafts_of(cache: StateCache, pending: int) -> Drafts:
-    """Those of the cache, whose tensors graphs have; another number needs other graphs."""
-    if cache.drafts is not None and cache.drafts.pending != pending:
+    """Those of the cache, whose tensors graphs have; another number, or states that have moved,
+    need other graphs."""
+    found: Drafts | None = cache.drafts
+    each = [layer.state or {} for layer in cache.layers]
+    states = [x["recurrent"] for x in each if "recurrent" in x]
+    if found is not None and (found.pending != pending or not found.are_of(states)):
         cache.graphs.clear()
-        cache.drafts = None
-    if cache.drafts is None:
-        cache.drafts = Drafts(pending)
-    return cache.drafts
+        found = None
+    if found is None:
+        found = cache.drafts = Drafts(pending)
+    return found
 
 
 def _places(cache: StateCache, size: int, device: torch.device) -> int:

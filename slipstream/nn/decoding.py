@@ -6,7 +6,7 @@ of the sequences have passed.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,6 +160,10 @@ class Drafts:
         self.pending = pending
         self.accepted: Tensor | None = None
         self._of_layer: dict[int, dict[str, Tensor]] = {}
+
+    def are_of(self, states: Iterable[Tensor]) -> bool:
+        """Whether all are of these states."""
+        return self._of_layer.keys() <= {x.data_ptr() for x in states}
 
     def mixer(self, state: Tensor, tokens: dict[str, Tensor], **options: Any) -> Tensor:
         """mixer_step of tokens that follow those accepted. tokens: tensors [N, T, ...] by name."""

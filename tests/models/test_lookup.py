@@ -1,9 +1,11 @@
 """Prompt lookup whose drafts are verified within graphs: the tokens are those of greedy steps."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, lookup
 from slipstream.models.generation import DRAFTS
@@ -81,6 +83,50 @@ def test_lookup_without_graphs_says_why() -> None:
     model.generate(prompt, **options)
     assert model.decoding.reason is None
     assert model.decoding.replays > replays
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_lookup_that_fails_leaves_it_to_the_other_loop(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it fails, after states have changed; said once, and not tried again."""
+    model, prompt = make("gated_deltanet", "attention")
+    options = {**GREEDY, "eos_token_id": None}
+    want, verify, calls = model.generate(prompt, **options), model.model.verify, []
+
+    def failing(*args: Any) -> torch.Tensor:
+        h = verify(*args)
+        calls.append(args)
+        if len(calls) >= at:
+            raise MemoryError("no room")
+        return h
+
+    monkeypatch.setattr(model.model, "verify", failing)
+    options["prompt_lookup_num_tokens"] = 3
+    with pytest.warns(RuntimeWarning, match="drafts could not be verified: MemoryError: no room"):
+        assert torch.equal(model.generate(prompt, **options), want)
+    count = len(calls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(prompt, **options), want)
+        assert "no room" in (model.decoding.reason or "")
+        del options["prompt_lookup_num_tokens"]
+        assert torch.equal(model.generate(prompt, **options), want)
+    assert model.decoding.reason is None
+    assert len(calls) == count
+
+
+def test_lookup_after_another_dtype() -> None:
+    model, prompt = make("gla", "kda")
+    options = {**GREEDY, "eos_token_id": None}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model.apply(lambda module, dtype=dtype: nn.Module.to(module, dtype))
+        want = model.generate(prompt, **options)
+        assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), want)
+        assert model.decoding.reason is None
+        drafts = model.decoding.caches[1].drafts._of_layer.values()
+        assert len(drafts) == 2  # none of states that are gone
+        assert {x.dtype for layer in drafts for x in layer.values()} == {dtype}
 
 
 def test_drafts_follow_the_longest_ngram() -> None:
