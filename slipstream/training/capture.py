@@ -46,7 +46,6 @@ class _Captured(NamedTuple):
     inputs: dict[str, Tensor]
     loss: Tensor
     dloss: Tensor
-    parameters: list[nn.Parameter]
     grads: list[Tensor | None]
 
 
@@ -61,7 +60,8 @@ class CapturedLoss:
     gradients, and captures it; later ones replay that. Everything else, such as the optimizer,
     clipping and accumulation of gradients, is as without graphs. Inputs that are no tensors count
     as a part of the shape: give what changes from batch to batch as a tensor. A call runs as it is
-    written on a CPU, in evaluation, without gradients, and past `max_graphs` shapes.
+    written on a CPU, in evaluation, without gradients, past `max_graphs` shapes, and with a list
+    or a dict among its inputs.
 
     Args:
         model: returns an object with a `loss`, as transformers' models do; on one device, without
@@ -72,7 +72,8 @@ class CapturedLoss:
     Raises:
         RuntimeError: in a backward, if another batch has run since.
 
-    Cost: the memory of the activations stays taken between steps, and one set of gradients.
+    Cost: the memory of the activations stays taken between steps, and one set of gradients beside
+    those of the parameters, which are copied from it.
     """
 
     def __init__(self, model: nn.Module, max_graphs: int = 1) -> None:
@@ -87,7 +88,10 @@ class CapturedLoss:
             return self.model(**inputs).loss
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         key = self._key(inputs, parameters)
-        found = self._captured.get(key)
+        try:
+            found = self._captured.get(key)
+        except TypeError:  # of what has no hash, such as a list
+            return self.model(**inputs).loss
         if found is None:
             if len(self._captured) >= self.max_graphs:
                 return self.model(**inputs).loss
@@ -137,7 +141,7 @@ class CapturedLoss:
             dloss = torch.ones_like(loss)
             second.capture(lambda: _fill(grads, backward(loss, dloss)), self._pool)
         # detached: autograd's nodes would have the parameters' gradients wait for this stream
-        return _Captured(first, second, own, loss.detach(), dloss, parameters, grads)
+        return _Captured(first, second, own, loss.detach(), dloss, grads)
 
     def _stream(self) -> AbstractContextManager:
         """One of its own, as a capture wants it; what ran before and after waits."""
@@ -179,13 +183,11 @@ class _Replay(torch.autograd.Function):
                 "CapturedLoss: another batch ran since this loss, whose activations are gone; call "
                 "backward before the next batch"
             )
-        for p, grad in zip(captured.parameters, captured.grads, strict=True):
-            # autograd takes what is returned below for the parameter's gradient, without a copy
-            if grad is not None and p.grad is not None and p.grad.data_ptr() == grad.data_ptr():
-                p.grad = p.grad.clone()
         captured.dloss.copy_(dloss)
         captured.backward.replay()
-        grads = (None if x is None else x.detach() for x in captured.grads)
+        # copies: autograd gives them away, and whoever keeps one wants it as it is
+        grads = [None if x is None else torch.empty_like(x) for x in captured.grads]
+        _fill(grads, captured.grads)
         return None, None, None, *grads
 
 

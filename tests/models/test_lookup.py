@@ -120,7 +120,7 @@ def test_lookup_after_another_dtype() -> None:
     model, prompt = make("gla", "kda")
     options = {**GREEDY, "eos_token_id": None}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model.apply(lambda module, dtype=dtype: nn.Module.to(module, dtype))
+        nn.Module.to(model, dtype)
         want = model.generate(prompt, **options)
         assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), want)
         assert model.decoding.reason is None

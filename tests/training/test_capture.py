@@ -52,12 +52,37 @@ class OnCpu(CapturedLoss):
         forward()
         grads = gradients()
         graphs = SimpleNamespace(replay=forward), SimpleNamespace(replay=backward)
-        return capture._Captured(*graphs, own, loss, dloss, parameters, grads)
+        return capture._Captured(*graphs, own, loss, dloss, grads)
 
 
 @pytest.fixture
 def pair() -> tuple[OnCpu, Model]:
     return OnCpu(Model().train()), Model().train()
+
+
+def test_gradients_that_are_kept_stay(pair: tuple[OnCpu, Model]) -> None:
+    captured, model = pair
+    kept = []
+    for _ in range(3):
+        x = torch.randn(3)
+        got = torch.autograd.grad(captured(x=x), captured.model.get_parameter("weight"))
+        kept += [*zip(got, torch.autograd.grad(model(x).loss, model.weight))]
+        for loss in (captured(x=x), model(x).loss):
+            loss.backward()
+        kept.append((captured.model.get_parameter("weight").grad, model.weight.grad))
+        captured.model.zero_grad()
+        model.zero_grad()
+    for got, want in kept:
+        torch.testing.assert_close(got, want)
+
+
+def test_inputs_without_a_hash_run_as_written(pair: tuple[OnCpu, Model]) -> None:
+    captured, model = pair
+    x = torch.randn(3)
+    scale: Any = [2.0]
+    captured.model.forward = lambda x, scale: model(x, scale[0])
+    torch.testing.assert_close(captured(x=x, scale=scale), model(x, 2.0).loss)
+    assert captured.captures == 0
 
 
 def test_steps_are_those_of_the_model(pair: tuple[OnCpu, Model]) -> None:
