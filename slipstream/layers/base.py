@@ -151,7 +151,8 @@ class Mixer(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "forward" in vars(cls):
+        # a class of somebody else's may take other arguments than those of `forward` here
+        if "forward" in vars(cls) and cls.__module__.startswith("slipstream."):
             cls.forward = _checked(cls.forward)
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:

@@ -484,9 +484,12 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         group = head.__dict__.get("vocabulary_group")  # of shard_heads
         if plain_linear(head) or group is not None:
             rows, target = h.flatten(0, 1), target.flatten()
-            weight: Any = head.weight if group is None else head.weight.to_local()  # pyright: ignore
+            weight: Any = head.weight
+            bias: Any = head.bias
+            if group is not None:
+                weight, bias = weight.to_local(), None if bias is None else bias.to_local()
             options["group"] = group
-            loss = linear_cross_entropy(rows, weight, target, head.bias, **options)
+            loss = linear_cross_entropy(rows, weight, target, bias, **options)
         else:
             loss = cross_entropy(head(h), target, **options)
         return loss if num_items is None else loss / num_items

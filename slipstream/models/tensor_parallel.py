@@ -165,12 +165,14 @@ class _Dealer:
 
     def deal_head(self, module: Any) -> None:
         """The linear layer of the logits, of which each rank has as many."""
-        module._parameters["weight"] = self._part(module.weight, 0)
-        parameter = _Parameter(module, "weight", ("weight",))
+        found = []
+        for name, parameter in list(_own(module)):
+            module._parameters[name] = self._part(parameter, 0)
+            found.append(_Parameter(module, name, (name,)))
         original, shard = module.forward, self.shard
 
         def forward(x: Tensor) -> Tensor:
-            with _local([parameter], shard):
+            with _local(found, shard):
                 logits = original(sum_gradients(x, shard.group))
             return gather_last(logits, shard)
 

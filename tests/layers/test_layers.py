@@ -210,6 +210,18 @@ def test_layer_compiles_fullgraph_without_recompiling(name: str) -> None:
         torch.testing.assert_close(y, layer(x, **options)[0], rtol=1e-4, atol=1e-4)
 
 
+def test_subclass_takes_other_arguments() -> None:
+    class Scaled(layers.GatedDeltaNet):
+        def forward(self, given: Any, factor: float, **options: Any) -> Any:  # pyright: ignore
+            return super().forward(factor * given["x"], **options)
+
+    layer, x = Scaled(D, num_heads=2), torch.randn(1, 3, D)
+    y, _ = layer({"x": x}, 2.0)
+    assert y.shape == x.shape
+    with pytest.raises(ValueError, match="x: want"):
+        layer({"x": x[0]}, 2.0)
+
+
 @every_layer
 def test_layer_refuses_inputs_by_name(name: str) -> None:
     layer, x = make(name), torch.randn(2, 3, D)

@@ -80,3 +80,21 @@ def test_nothing_changes_where_a_layer_is_refused() -> None:
             shard_heads(layer, mesh["a"])
     finally:
         dist.destroy_process_group()
+
+
+def test_head_with_a_bias_is_dealt_out() -> None:
+    config = SlipstreamConfig(vocab_size=6, hidden_size=8, mixers=["gated_deltanet"])
+    model: Any = SlipstreamForCausalLM(config)
+    model.lm_head = torch.nn.Linear(8, 6)
+    ids = torch.tensor([[1, 5, 2]])
+    want = model(ids, labels=ids)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard_heads(model, dist.init_device_mesh("cpu", (1,)))
+        got = model(ids, labels=ids)
+        torch.testing.assert_close(got.logits, want.logits)
+        torch.testing.assert_close(got.loss, want.loss)
+        got.loss.backward()
+        assert model.lm_head.bias.grad.full_tensor().abs().sum() > 0
+    finally:
+        dist.destroy_process_group()
