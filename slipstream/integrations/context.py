@@ -53,7 +53,7 @@ def call_in_context(
             f"context: want attn_implementation='slipstream', which exchanges keys, got {attention}"
         )
     for name in ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache"):
-        if options.get(name) is not None:
+        if options.get(name) is not None and options[name] is not False:  # use_cache=False
             raise ValueError(f"{name}: has no meaning beside a context")
     patch(model)
     share = context.share(input_ids.shape[1])

@@ -49,6 +49,9 @@ def test_refusals_are_named() -> None:
         model = make("LlamaForCausalLM")
         with pytest.raises(ValueError, match="position_ids: has no meaning beside a context"):
             call_in_context(model, plan, input_ids=ids, position_ids=ids)
+        with pytest.raises(ValueError, match="use_cache: has no meaning beside a context"):
+            call_in_context(model, plan, input_ids=ids, use_cache=True)
+        assert call_in_context(model, plan, input_ids=ids, use_cache=False).logits.shape[1] == 4
         model.set_attn_implementation("sdpa")
         with pytest.raises(ValueError, match=f"want attn_implementation='{NAME}'.*got sdpa"):
             call_in_context(model, plan, input_ids=ids)
