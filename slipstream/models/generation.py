@@ -199,11 +199,13 @@ class Generation(_Base):
         prompt = input_ids[0].tolist()
         try:
             tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, ngram)
+            return torch.cat([input_ids, tokens], dim=-1)
         except Exception as e:  # of any kind: transformers' loop needs no graph
             self.decoding.fail_drafts(e)
-            kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length)
-            return by_transformers()
-        return torch.cat([input_ids, tokens], dim=-1)
+        # here, where the error no longer keeps what ran when it came
+        kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length)
+        del cache, out, rest, logits
+        return by_transformers()
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
         """The mask as it is: layers make none of every query and key."""
