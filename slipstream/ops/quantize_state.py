@@ -70,6 +70,7 @@ def dequantize_state(
     _expect_matrix("codes", codes)
     if not dtype.is_floating_point:
         raise TypeError(f"dtype: want a floating dtype, got {dtype}")
+    checks.expect_one_device({"codes": codes, "scale": scale, "residual": residual})
     checks.expect_int8_state(codes, scale, residual, state_v_first, ("codes", "scale", "residual"))
     if state_v_first:
         codes, residual = codes.mT, residual.mT

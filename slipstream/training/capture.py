@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slipstream.runtime.autograd import Function, Saved, once_differentiable
+
 # Calls before the capture: kernels are compiled in the first, recorded in the second.
 WARMUP = 3
 
@@ -158,7 +160,9 @@ def _fill(into: list[Tensor | None], values: list[Tensor | None]) -> None:
         torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
 
 
-class _Replay(torch.autograd.Function):
+class _Replay(Function):
+    operator = "slipstream.training.CapturedLoss"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -175,8 +179,8 @@ class _Replay(torch.autograd.Function):
         return captured.loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         captured: _Captured = ctx.captured
         if ctx.owner.runs != ctx.run:
             raise RuntimeError(

@@ -61,6 +61,8 @@ _GATED = "q=BTHK:unit k=BTHK:unit v=BTGV g=BTG{0}:gate beta=BTG:beta A_log=G dt_
 _RAW = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
 _RAW |= {"use_beta_sigmoid_in_kernel": True}
 
+_PARTS = zip(("codes", "scale", "residual"), ops.quantize_state(torch.randn(2, 8, 4)))
+_QUANTIZED = {name: (x, None) for name, x in _PARTS}
 MORE = [
     Case(Sample("attention", "q=BTGK k=BTHK v=BTHV g=BTG:gate sinks=G alibi_slopes=G:beta"),
          {"key_lengths": (_LENGTHS, None)}),
@@ -115,6 +117,8 @@ MORE = [
          {"mask": (torch.ones(5, dtype=torch.bool), None)}),
     Case(Sample("glu_linear", "gate=BTC up=BTC weight=DC bias=D")),
     Case(Sample("token_shift", "x=BTD", "ND")),
+    Case(Sample("quantize_state", "state=NGKV")),
+    Case(Sample("dequantize_state", ""), _QUANTIZED),
 ]  # fmt: skip
 # samples that differ in the dtype of a gate, or in what is too wide for one tile, are the same here
 _NOT_HERE = ("1TL", "BTX", "narrow", "lengths", "codes")
@@ -122,7 +126,8 @@ CASES = [Case(x) for x in SAMPLES if not any(word in x.tensors for word in _NOT_
 CASES = list({case.name: case for case in CASES}.values())
 # arguments of which several ranks, or any number of rows, are right
 ANY_RANK = {
-    "attnres": "residuals", "linear_log_probs": "weight", "embedding": "input_ids weight",
+    "quantize_state": "state", "attnres": "residuals",
+    "linear_log_probs": "weight", "embedding": "input_ids weight",
     "glu_linear": "weight", "l2_norm": "x",
     "matmul": "a b scale_a scale_b",
     "rotary_tables": "positions", "squared_relu": "x", "rms_norm": "x", "layer_norm": "x",
@@ -229,7 +234,7 @@ def test_operator_refuses_dtypes_by_name(case: Case) -> None:
     args = case.args()
     for name in args:
         for dtype in WRONG_DTYPES:
-            if name == "mask" and dtype == torch.bool:
+            if getattr(args[name], "dtype", None) == dtype:
                 continue
             if name == "positions" and case.sample.op == "rotary_tables" and dtype == torch.int8:
                 continue  # any numbers

@@ -196,7 +196,7 @@ class Run:
         turns = Pointer(torch.zeros(self.chunks, heads, dtype=torch.int32))
         cu, *sizes = self.sizes[:6]
         args = (*given, *pointers, cu, turns, *sizes, G)
-        threads.launch(kernels().grads, self.chunks * HV, args, **flags, BK=BK, SHARED=G > 1)
+        threads.launch(kernels().grads, self.chunks * HV, args, **flags, BK=BK, GROUPED_HEADS=G > 1)
         return {n: x.view(self.B, self.T, H, -1, K).sum(3) for n, x in made.items()} | sums
 
 
@@ -230,7 +230,7 @@ def fused(
     launch = threads.launch if slots == 1 or G > 1 else threads.launch_together
     launch(
         kernels().fused, programs, args, **flags, BK=K // 2, WARPS=4, REGISTERS=0, LOAD_REGISTERS=0,
-        SHARED=G > 1,
+        GROUPED_HEADS=G > 1,
     )  # fmt: skip
     assert not counts[:slots].any()
     return {n: x.view(run.B, run.T, H, -1, K).sum(3) for n, x in made.items()} | sums | {"v": w}
