@@ -15,7 +15,7 @@ from slipstream.tools.precompile_cache import DTYPES
 from slipstream.tools.terminal import columns
 
 # Compile-time arguments that make a tile; the rest are flags.
-_TILE = ("C", "BT", "BC", "BX", "BD", "BK", "BV", "BM", "BN", "BLOCK")
+_TILE = ("C", "BT", "BC", "BX", "BD", "BR", "BK", "BV", "BM", "BN", "BLOCK")
 _HEADINGS = ("kernel", "launches", "tile", "warps", "stages", "file")
 _LEGEND = (
     "tile: what one program of a kernel works on at a time; C, BT: tokens of a chunk, B and other",
