@@ -185,7 +185,7 @@ def _wants(variable: str, default: str, needed: bool) -> bool:
 
 
 class CompilerState:
-    """unguarded: nothing is guarded, probed or known against any kernel, so nobody need look.
+    """unguarded: no kernel is guarded, probed or known to be wrong, so callers skip the checks.
 
     verified: families of kernels that the matrix has seen with these compilers, as they are now.
     unverified: the others. guards, probes: whether anything is compiled in the child first, or

@@ -106,8 +106,8 @@ class SlipstreamConfig(PreTrainedConfig):
         norm: the norms of the residual stream, one of NORMS; the factor of "zero_centered_rms" is
             1 + weight.
         embedding_norm: one of these norms comes right after the embedding, as in RWKV-7.
-        attention_residuals: what goes into a layer is mixed by attention from what each so many
-            layers before have added (models/depth.py); None: it is their sum.
+        attention_residuals: a layer's input is mixed by attention over what each group of this many
+            earlier layers has added (models/depth.py); None: it is their sum.
         residual_in_fp32: the residual stream is float32 whatever the weights are, as in Mamba-2.
         norm_eps: inside every norm of the residual stream.
         initializer_range: standard deviation of the embedding, MLP and head weights at the start.

@@ -127,7 +127,7 @@ def _drafts_of(cache: StateCache, pending: int) -> Drafts:
 
 
 def _places(cache: StateCache, size: int, device: torch.device) -> int:
-    """As graphs.py:room_of_graph, for so many tokens more."""
+    """As graphs.py:room_of_graph, with room for `size` more tokens."""
     if device.type == "cuda":
         return 1 << 62
     end = cache.get_seq_length() + size

@@ -133,15 +133,11 @@ class CapturedLoss:
         with _without_autocast_cache(), self._stream():
             for _ in range(WARMUP):
                 loss = forward()
-                found = backward(loss, torch.ones_like(loss))
-            # Of memory of their own: what the backward allocates in the graphs' pool is where the
-            # next forward has what it needs for a moment.
-            grads = [None if x is None else torch.empty_like(x) for x in found]
-            del found
+                backward(loss, torch.ones_like(loss))
             first, second = Graph(), Graph()
             loss = first.capture(forward, self._pool)
             dloss = torch.ones_like(loss)
-            second.capture(lambda: _fill(grads, backward(loss, dloss)), self._pool)
+            grads = second.capture(lambda: backward(loss, dloss), self._pool)
         # detached: autograd's nodes would have the parameters' gradients wait for this stream
         return _Captured(first, second, own, loss.detach(), dloss, grads)
 
@@ -189,14 +185,14 @@ class _Replay(Function):
             )
         captured.dloss.copy_(dloss)
         captured.backward.replay()
-        # copies: autograd gives them away, and whoever keeps one wants it as it is
+        # Copies: the gradients lie in the graphs' pool, where the next forward writes over them.
         grads = [None if x is None else torch.empty_like(x) for x in captured.grads]
         _fill(grads, captured.grads)
         return None, None, None, *grads
 
 
 class _without_autocast_cache:
-    """Weights that autocast has cast are cast anew in each replay, not before the first."""
+    """Makes each replay cast the weights, which autocast would otherwise cast once, before it."""
 
     def __enter__(self) -> None:
         self._before = torch.is_autocast_cache_enabled()

@@ -9,7 +9,7 @@ STAGES = 1
 # Bytes of the buffer of logits: at V 32000 4096 rows, at 151936 768. Each chunk reads and writes
 # all of dweight, so that a smaller buffer costs time.
 CHUNK_BYTES = 1 << 28
-# A product's tile has so many rows.
+# Rows of a tile of the products; chunks are a multiple of it.
 ROW_MULTIPLE = 128
 # Of plain torch: at N 2048, D 256, V 4096 on one core 0.25 to 8 M elements a chunk took the same
 # time within noise.

@@ -114,8 +114,8 @@ def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def run_of(texts: dict[str, str], modules: dict[str, ModuleType], file: str) -> None:
-    """Has the modules anew, but for `texts`; the kernel's last, which takes from the others, and
-    each after those in front of it."""
+    """Executes the modules again, with `texts` in place of their sources; the kernel's module is
+    last, since it imports from the others."""
     with emulated():
         sys.modules.update({PACKAGE + name: x for name, x in modules.items()})
         for name in sorted(modules, key=lambda x: x == file):

@@ -23,10 +23,10 @@ class ProjectionTile:
 
 
 def tile_of(M: int, N: int, K: int, x_bytes: int, w_bytes: int, shared: int) -> ProjectionTile:
-    """Columns of x at a time are as many as shared memory, so many bytes, holds.
+    """The tile, with as many columns of x at a time as fit into `shared` bytes of shared memory.
 
-    N: rows of all weights, or of one of two that gate each other. x_bytes, w_bytes: those of an
-        element, the latter of both weights that gate each other.
+    N: rows of all weights, or of one of two that gate each other. x_bytes, w_bytes: bytes of an
+        element of x and of the weights, of both where two gate each other.
     """
     if M == 1:
         return ProjectionTile(1, 8, min(1024, _power(K)), 8, 3)

@@ -48,7 +48,7 @@ def siblings(score, level, none, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def rows_of(ins, j, layout: gl.constexpr):
-    """q, a, w or k, anew from shared memory: there is no register to keep them in."""
+    """q, a, w or k, read from shared memory each time, since no registers are free to hold them."""
     return ins.index(j).load(layout).to(gl.float32)
 
 
