@@ -141,14 +141,10 @@ def test_two_states_of_the_sources_take_turns(capsys: pytest.CaptureFixture) -> 
     assert {x["before"] for x in found} == {"same"} and len(found) >= 2
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="asks for Triton's compiler")
-def test_compilers(capsys: pytest.CaptureFixture) -> None:
-    compilers = script("compilers")
-    compilers.main(["child", "ptxas", "chunk_gla", "fp32", "--small"])
-    compilers.main(["sanitize", "--small", "--only", "rms_norm|chunk_kda"])
-    printed = capsys.readouterr().out
-    assert all(x["verdict"] == "agrees" for x in rows(printed)) and rows(printed)
-    assert "chunk_kda ran" in printed
+def test_sanitize(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # left as it was afterwards
+    script("sanitize").main(["--small", "--only", "rms_norm|chunk_kda"])
+    assert "chunk_kda ran" in capsys.readouterr().out
 
 
 def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
