@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slipstream import ops
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import chosen
 
 BENCH = Path(__file__).parents[1] / "bench"
