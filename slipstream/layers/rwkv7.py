@@ -12,6 +12,7 @@ from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
 from slipstream.nn import decoding
+from slipstream.nn.host import on_host
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
@@ -316,7 +317,10 @@ def project_mixes(
                 for layer, y in zip(flat, found)
             ]
     delta = before - x
-    mixes = (torch.addcmul(x, delta, row) for row in mu)
+    if on_host(x):
+        mixes = torch.addcmul(x, delta, mu[:, None, None]).unbind()
+    else:
+        mixes = (torch.addcmul(x, delta, row) for row in mu)
     return [layer(mix) for mix, row in zip(mixes, layers) for layer in row]
 
 

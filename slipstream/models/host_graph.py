@@ -4,10 +4,12 @@ A step of a small model takes the host longer in Python than in kernels. Here th
 under a mode that sees every call of an operator. A replay calls the same operators in the same
 order, each with an out= that is the tensor it returned then; views of such tensors stay right, and
 are not made again. So nothing is allocated, no module is called and no argument is looked at.
-TorchScript's interpreter makes the calls, where it has words for their arguments.
+TorchScript's interpreter makes the calls, where it has words for their arguments. What depends on
+nothing, such as a table of decays, is not computed again, and threads share the rows of a weight.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import groupby
@@ -18,14 +20,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# numbers of a weight that are worth a thread, and columns whose sums are computed together
+PART, TOGETHER = 1 << 14, 4
+
 
 class Call(NamedTuple):
-    """Repeats a call of an operator. op: its overload, None for a function of ours."""
+    """Repeats a call of an operator.
+
+    op: its overload, None for a function of ours. pure: it does nothing but write what it computes
+    from its arguments into out=. results: what it returns is copied into these, if any.
+    """
 
     function: Callable[..., Any]
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    pure: bool = False
+    results: tuple[Tensor, ...] = ()
 
 
 class CannotRepeat(RuntimeError):
@@ -57,6 +68,7 @@ class HostGraph:
             raise
         if recorder.refused is not None:
             raise CannotRepeat(recorder.refused, result)
+        self.calls[:] = _without_constants(self.calls)
         for is_script, group in groupby(self.calls, _is_expressible):
             calls = list(group)
             self.runs += _scripted(calls) if is_script else [_by_python(call) for call in calls]
@@ -67,8 +79,50 @@ class HostGraph:
             run()
 
 
+def _without_constants(calls: list[Call]) -> list[Call]:
+    """Those that do not compute the same at every replay: from numbers alone, or from results of
+    such calls that nothing else writes to."""
+    written = [_memory(_written(call)) for call in calls]
+    writers = Counter(address for addresses in written for address in addresses)
+    constant: set[int] = set()
+    changing = []
+    for call, addresses in zip(calls, written):
+        once = call.pure and all(writers[x] == 1 for x in addresses)
+        if once and _memory((call.args, call.kwargs)) - addresses <= constant:
+            constant |= addresses
+        else:
+            changing.append(call)
+    return changing
+
+
+def _written(call: Call) -> list[Any]:
+    if call.op is None:
+        return [call.args, call.kwargs]  # as far as anybody knows
+    if call.results:
+        return [*call.results]
+    arguments = call.op._schema.arguments
+    given = dict(zip((x.name for x in arguments), call.args)) | call.kwargs
+    names = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
+    return [given.get(name) for name in names]
+
+
+def _memory(tree: Any) -> set[int]:
+    """Addresses of the memory that tensors are views of."""
+    return {x.untyped_storage().data_ptr() for x in _tensors(tree)}
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 def _by_python(call: Call) -> Callable[[], Any]:
-    return partial(call.function, *call.args, **call.kwargs)
+    run = partial(call.function, *call.args, **call.kwargs)
+    return partial(_copy_results, run, call.results) if call.results else run
+
+
+def _copy_results(run: Callable[[], Any], results: tuple[Tensor, ...]) -> None:
+    for own, x in zip(results, _tensors(run())):
+        own.copy_(x)
 
 
 def _scripted(calls: list[Call]) -> list[Callable[[], Any]]:
@@ -79,7 +133,14 @@ def _scripted(calls: list[Call]) -> list[Callable[[], Any]]:
         args = [_literal(x, tensors) for x in call.args]
         args += [f"{name}={_literal(x, tensors)}" for name, x in call.kwargs.items()]
         namespace, name = call.op._schema.name.split("::")
-        lines.append(f"    torch.ops.{namespace}.{name}({', '.join(args)})")
+        line = f"torch.ops.{namespace}.{name}({', '.join(args)})"
+        if call.results:
+            names = [f"y{len(lines)}_{i}" for i in range(len(call.results))]
+            lines.append(f"    {', '.join(names)} = {line}")
+            for name, x in zip(names, call.results):
+                lines.append(f"    torch.ops.aten.copy_({_literal(x, tensors)}, {name})")
+        else:
+            lines.append(f"    {line}")
     parameters = ", ".join(f"{name}: Tensor" for name, _ in tensors.values())
     source = "\n".join([f"def replay({parameters}):", *lines, ""])
     try:
@@ -161,8 +222,7 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self.calls.append(Call(func._op, func, args, kwargs))  # without OpOverload's own call
             return
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs, inputs = _tensors(result), _tensors((args, kwargs))
         memory = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
         if all(x.untyped_storage().data_ptr() in memory or not x.numel() for x in outputs):
             return  # views, whose memory stays
@@ -182,20 +242,45 @@ def _repeatable(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> Call:
     """The call that computes func(*args, **kwargs) into `outputs`."""
+    if func is torch.ops.aten.mm.default and (parts := _parts(args[0], args[1])) > 1:
+        return _product_in_parts(args[0], args[1], outputs[0], parts)
     variant = _out_variant(func)
     if variant is not None:
         out, names, dropped = variant
         if len(names) == len(outputs):
             # `outputs` have their memory's order
             given = {n: x for n, x in kwargs.items() if n not in (*dropped, "memory_format")}
-            return Call(out._op, out, args, {**given, **dict(zip(names, outputs))})
+            return Call(out._op, out, args, {**given, **dict(zip(names, outputs))}, pure=True)
+
+    if all(str(x.type) == "Tensor" for x in func._schema.returns):
+        return Call(func._op, func, args, kwargs, results=tuple(outputs))
 
     def run(*args: Any, **kwargs: Any) -> None:
-        results = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-        for own, x in zip(outputs, results):
-            own.copy_(x)
+        _copy_results(partial(func, *args, **kwargs), tuple(outputs))
 
     return Call(run, None, args, kwargs)
+
+
+def _parts(x: Tensor, w: Tensor) -> int:
+    """How many parts of the columns of w in x w threads take in turns, 1 for no parts.
+
+    torch gives a product with one row to one thread, which reads a weight half as fast as two do.
+    """
+    K, N = w.shape
+    threads = min(torch.get_num_threads(), K * N // PART)
+    if x.shape[0] != 1 or w.stride() != (1, K) or threads < 2:
+        return 1
+    parts = [n for n in range(1, N // 8 + 1) if N % (n * TOGETHER) == 0]
+    # by the time of the thread with most of them, and in fewest parts
+    return min(parts, key=lambda n: (-(-n // threads) / n, n), default=1)
+
+
+def _product_in_parts(x: Tensor, w: Tensor, out: Tensor, parts: int) -> Call:
+    """x w, of x [1, K], as one product of each part of the columns: the same sums."""
+    op = torch.ops.aten.bmm.out
+    weights = w.mT.unflatten(0, (parts, -1)).mT
+    into = out.view(parts, 1, -1)
+    return Call(op._op, op, (x.expand(parts, *x.shape), weights), {"out": into})
 
 
 # what a tensor that is given says itself

@@ -223,7 +223,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         place, no argument is checked and no token counted (StateCache.step_on), so that it can be a
         graph. Softmax layers look at the first `room` places of the cache, whatever is used.
         """
-        h = self.embed_tokens(input_ids)
+        h = self._first_normed(decoding.embedded(self.embed_tokens, input_ids))
         if torch.compiler.is_compiling():
             return self._advance(h, cache, False, position_ids, room)[0]
         if position_ids is None:
@@ -237,7 +237,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         """As `step`, of T tokens of which the first alone is known to be right: ids [N, T] ->
         hidden states [N, T, D]. The next call moves the states on by drafts.accepted of them."""
         with decoding.step(drafts):
-            return self._advance(self.embed_tokens(input_ids), cache, False, None, room)[0]
+            h = self._first_normed(self.embed_tokens(input_ids))
+            return self._advance(h, cache, False, None, room)[0]
 
     def _continue(
         self,

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from slipstream.nn.conv import ShortConvolution
 from slipstream.nn.host import host_rms_norm, inverse_norm, on_host
+from slipstream.nn.linear import Embedding, is_hooked
 from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
 from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
@@ -25,6 +27,14 @@ from slipstream.ops.rotary import rotary_embedding, rotary_tables
 # arguments of mixer_step with a row for each token, beside q, k and v
 OF_TOKENS = ("g", "beta", "write", "z")
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def embedded(table: nn.Module, input_ids: Tensor) -> Tensor:
+    """table(input_ids); on a CPU by torch, which refuses an id outside of a table too."""
+    host = input_ids.device.type == "cpu" and not torch.is_grad_enabled()
+    if type(table) is Embedding and host and not is_hooked(table) and not is_compiling():
+        return F.embedding(input_ids, table.weight)
+    return table(input_ids)
 
 
 def convolution(conv: ShortConvolution | None, x: Tensor, state: Tensor | None) -> Tensor:
@@ -93,6 +103,8 @@ def recurrence(
     S = state.view(N * HV, K, V)
 
     def rows(x: Tensor) -> Tensor:
+        if x.shape[0] == x.shape[2] == 1:
+            return x[0].expand(HV, 1, -1)
         x = x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], 2)
         return x.reshape(N * HV, 1, x.shape[-1])
 

@@ -15,11 +15,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from slipstream.models import StateCache, graphs
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache, graphs
 from slipstream.models.cache import CACHE
-from slipstream.models.host_graph import Call, CannotRepeat, HostGraph, _scripted
 from slipstream.nn import decoding
-from slipstream.ops import embedding, rotary_tables
+from slipstream.ops import rotary_tables
 from tests.support.language_models import MODELS, assert_same, model, tokens
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -148,71 +147,24 @@ def test_generate_captures_more_room_on_the_host() -> None:
     assert torch.equal(got, without_graphs(m, ids, max_new_tokens=20))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"embedding_norm": True}, {"residual_in_fp32": True}, {"attention_residuals": 1}],
+    ids=lambda options: next(iter(options)),
+)
 @torch.no_grad()
-def test_host_graph_repeats_a_step() -> None:
-    x, state, weight = torch.randn(2, 3), torch.zeros(2, 3), torch.randn(3, 3)
-
-    def step() -> Tensor:
-        state.mul_(0.5).add_(x)
-        first, second = (state @ weight).t().split([1, 2])
-        return torch.cat([first.exp(), second]).sum(0, keepdim=True) + torch.arange(2)
-
-    graph = HostGraph()
-    result = graph.capture(step)
-    for _ in range(3):
-        x.normal_()
-        before = state.clone()
-        graph.replay()
-        got = result.clone()
-        state.copy_(before)  # as if it had not run
-        torch.testing.assert_close(got, step(), rtol=0, atol=0)
-
-
-def test_host_graph_is_one_function_of_torchscript() -> None:
-    """But for what it has no word for, and where it refuses the calls."""
-    x, table = torch.randn(3, 4), torch.randn(5, 4)
-
-    def step() -> torch.Tensor:
-        x2 = torch.where(x > 0, 2 * x, -torch.inf).T.clone(memory_format=torch.contiguous_format)
-        y = x2.T.softmax(-1, dtype=torch.float32).nan_to_num().sum([0], keepdim=True)
-        return torch.cat([y, embedding(torch.tensor([[1]]), table)[0]]).relu_()
-
-    graph = HostGraph()
-    out = graph.capture(step)
-    names = [str(call.op).partition(".")[0] for call in graph.calls]
-    assert names.count("None") == 1
-    assert len(graph.runs) == 3
-    for _ in range(3):
-        x.normal_()
-        table.normal_()
-        graph.replay()
-        assert torch.equal(out, step())
-    refused = Call(torch.relu_, torch.ops.aten.relu_.default, (x, x, x), {})
-    assert len(_scripted([refused, refused])) == 2
-
-
-def test_host_graph_refuses_what_changes() -> None:
-    for step in (lambda: torch.rand(2), lambda: torch.ones(2) * torch.ones(()).item()):
-        with pytest.raises(CannotRepeat, match="depends on values"):
-            HostGraph().capture(step)
-
-
-@torch.no_grad()
-def test_host_graph_that_fails_has_changed_nothing() -> None:
-    """For the step will run again."""
-    state, x = torch.zeros(2, 3), torch.ones(2, 3)
-    before = state.clone()
-
-    def step() -> Tensor:
-        state[0].add_(1)
-        y = (x * 2).add_(1)
-        state.mul_(3).add_(y)
-        state[0].add_(1)
-        raise RuntimeError("not here")
-
-    with pytest.raises(RuntimeError, match="not here"):
-        HostGraph().capture(step)
-    assert torch.equal(state, before)
+def test_step_is_a_call_of_the_model(options: dict[str, Any]) -> None:
+    """Whatever stands around the layers is in a step too."""
+    config = SlipstreamConfig(
+        vocab_size=97, hidden_size=32, num_heads=2, mixers=["rwkv7", "gla"], **options
+    )
+    m, ids = SlipstreamForCausalLM(config).eval().model, tokens(2, 7)
+    for norm in (m.embed_norm, m.norm):
+        if norm is not None:
+            norm.weight.uniform_(0.5, 2)
+    cache = StateCache(2)
+    m(ids[:, :6], cache=cache)
+    assert_same(m.step(ids[:, 6:], cache), m(ids).last_hidden_state[:, 6:])
 
 
 def test_generate_goes_on_where_a_capture_failed_halfway(monkeypatch: pytest.MonkeyPatch) -> None:

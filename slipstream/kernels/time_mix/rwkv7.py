@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
@@ -132,8 +133,7 @@ def plain_output(
 ) -> Tensor:
     dtype, heads = o.dtype, r_k.shape
     o, r, k, v, gate, weight, bias, r_k = (_wide(x) for x in (o, r, k, v, gate, weight, bias, r_k))
-    o = o - o.mean(-1, keepdim=True)
-    o = o * (o.square().mean(-1, keepdim=True) + eps).rsqrt()
+    o = F.layer_norm(o, o.shape[-1:], eps=eps)
     o = torch.addcmul(bias.view(heads), o, weight.view(heads))
     bonus = (r * k * r_k).sum(-1, keepdim=True) * v
     return ((o + bonus).flatten(-2) * gate).to(dtype)
