@@ -1,12 +1,5 @@
-"""Running sums of exponentials, by a maximum that runs along: what rwkv4 and lightnet divide by.
-
-    Z_t = exp(w) Z_{t-1} + exp(k_t)                  z_t = log Z_t
-    M_t = (exp(w) Z_{t-1} M_{t-1} + exp(k_t) v_t) / Z_t
-
-M is the mean of the values, weighted by exp(k) and how long ago they were. With any m that stays
-near z, exp(-m_t) Z_t and exp(-m_t) Z_t M_t are gated scans: of exp(k_t - m_t) and of it times v_t,
-whose decay is exp(w + m_{t-1} - m_t). m cancels, so it needs neither gradients nor exact digits.
-"""
+"""Running sums of exponentials, which rwkv4 and lightnet divide by: kernels where the tokens are
+all here and on a GPU, and else kernels/running_mean/eager.py, across ranks too."""
 
 from typing import NamedTuple
 
@@ -14,10 +7,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
-from slipstream.ops._fp32 import widen
+from slipstream.kernels.running_mean import eager, op
+from slipstream.ops._fp32 import result_dtype, widen
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel, Share
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.token_ids import expect_offsets
 
 
 class Packing(NamedTuple):
@@ -28,63 +22,53 @@ class Packing(NamedTuple):
     impl: str | None
 
 
-class RunningSums(NamedTuple):
-    """Rows [B, T, D] (z alone) or [B, T, 2 D] (M, then z) after each token and before it, and
-    [N, .] after the last."""
+def running_weights(k: Tensor, z: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    """c in k's dtype, log a [B, T, D], and z [N, D] after the last token; z: before the first."""
+    if packing.context is None and k.dtype != torch.float64:
+        impl = op.chosen("lightnet", packing.impl, k)
+        if impl is not None:
+            return op.running_weights(k, z, packing.cu_seqlens, impl)
+    sums = running_sums(widen(k), None, None, z, packing)
+    c, g = eager.weights_and_decays(widen(k), sums)
+    return c.to(k.dtype), g, sums.final
 
-    after: Tensor
-    before: Tensor
-    final: Tensor
+
+def running_mean(
+    k: Tensor, v: Tensor, w: Tensor, u: Tensor, start: Tensor, packing: Packing
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, D] and M and z after the last token [N, 2 D]; start: before the first."""
+    if packing.context is None and torch.float64 not in (k.dtype, v.dtype, w.dtype, u.dtype):
+        impl = op.chosen("rwkv4", packing.impl, k, v)
+        if impl is not None:
+            if packing.cu_seqlens is not None:
+                expect_offsets("cu_seqlens", packing.cu_seqlens, k.shape[1])
+            return op.running_mean(k, v, w, u, start, packing.cu_seqlens, impl)
+    wide = widen(k), widen(v)
+    sums = running_sums(*wide, w, start, packing)
+    return eager.outputs(u, *wide, sums).to(result_dtype(v)), sums.final
 
 
 def running_sums(
     k: Tensor, v: Tensor | None, w: Tensor | None, start: Tensor, packing: Packing
-) -> RunningSums:
-    """z, or M and z if there are values.
-
-    k, v [B, T, D] and w [D] in float32 or float64; w None is 0. start: rows before the first token
-    of each sequence, whose z is -inf where there is nothing.
-    """
+) -> eager.RunningSums:
+    """As eager.running_sums, across ranks too."""
     cu_seqlens, context, impl = packing
+    # of a shift, which is a copy: the reference would look at the offsets
+    copied = None if impl == "reference" else impl
+
+    def previous(rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        found, final = token_shift(
+            rows, initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
+            context=context, impl=copied,
+        )  # fmt: skip
+        assert final is not None
+        return found, final
+
+    def scanned(x: Tensor, g: Tensor, before: Tensor) -> Tensor:
+        return gated_scan(x, g, before, False, False, cu_seqlens, impl, context)[0]
+
     m = running_max(k, w, start, cu_seqlens, context)
-    options = {"cu_seqlens": cu_seqlens, "context": context}
-    first = start[:, -k.shape[2] :]
-    m_before, _ = token_shift(
-        m, initial_state=first.detach().to(m.dtype), impl=_plain(impl), **options
-    )
-    # where nothing is before, -inf - m: the decay of a state that is 0
-    gate = m_before - m if w is None else m_before - m + w
-    weight = (k - m).exp()
-    x, g = (
-        (weight, gate)
-        if v is None
-        else (torch.cat([weight * v, weight], -1), torch.cat([gate, gate], -1))
-    )
-    one = torch.isfinite(first).to(m.dtype)  # Z exp(-m) before the first token, where m is z
-    begin = one if v is None else torch.cat([start[:, : k.shape[2]] * one, one], -1)
-    # the gradient of start's z, which m has no part in
-    offset = torch.where(one > 0, first - first.detach(), 0).exp()
-    begin = begin * (offset if v is None else torch.cat([offset, offset], -1))
-    sums, _ = gated_scan(x, g, begin, False, False, cu_seqlens, impl, context)
-    if v is None:
-        after = sums.log() + m
-    else:
-        total, weights = sums.chunk(2, -1)
-        after = torch.cat([total / weights, weights.log() + m], -1)
-    before, final = token_shift(
-        after,
-        initial_state=start.to(after.dtype),
-        output_final_state=True,
-        impl=_plain(impl),
-        **options,
-    )
-    assert final is not None
-    return RunningSums(after, before, final)
-
-
-def _plain(impl: str | None) -> str | None:
-    """Of a shift, which is a copy: the reference would look at the offsets."""
-    return None if impl == "reference" else impl
+    return eager.running_sums(k, v, w, start, m, scanned, previous)
 
 
 @torch.no_grad()
@@ -98,13 +82,13 @@ def running_max(
     """m_t = max(m_{t-1} + w, k_t) [B, T, D], from the last D columns of start [N, .]."""
     first = start[:, -k.shape[2] :].to(k.dtype)
     if context is None:
-        return _running_max(k, w, first, cu_seqlens)
+        return eager.running_max(k, w, first, cu_seqlens)
     share, offsets = context.share(k.shape[1]), context.offsets_on(k.device)
     rows = 1 if share.packed else k.shape[0]
     nothing = k.new_full((rows, k.shape[2]), -torch.inf)
     local = share.local_states(first, nothing if share.earlier else None, rows)
     assert local is not None
-    m = _running_max(k, w, local, offsets)
+    m = eager.running_max(k, w, local, offsets)
     if not share.crossings.any:
         return m
     every = share.gather(m[:, -1] if share.later else nothing)
@@ -121,43 +105,6 @@ def _continued(m: Tensor, w: Tensor | None, every: list[Tensor], share: Share) -
         before = torch.maximum(before + w * share.tokens_of(rank, n), every[rank])
     steps = torch.arange(1, share.head_end + 1, device=m.device, dtype=m.dtype)
     return torch.maximum(m[:, : share.head_end], before[:, None] + steps[:, None] * w)
-
-
-def _max_impl(k: Tensor, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """By doubling: after step i each token has the maximum over 2^i of them."""
-    T, m = k.shape[1], k.clone(memory_format=torch.contiguous_format)
-    if T == 0 or k.numel() == 0:
-        return m
-    if cu_seqlens is None:
-        place = torch.arange(T, device=k.device)
-        m[:, 0] = torch.maximum(m[:, 0], start if w is None else start + w)
-    else:
-        at = torch.arange(T, device=k.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].long(), at, right=True)
-        sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
-        place = at - cu_seqlens[:-1].long()[sequence]
-        before = start if w is None else start + w
-        begins = torch.where((place == 0)[:, None], before[sequence], -torch.inf)
-        m[0] = torch.maximum(m[0], begins)
-    step = 1
-    while step < T:
-        earlier = m[:, :-step] if w is None else m[:, :-step] + step * w
-        earlier = torch.where((place[step:] >= step)[:, None], earlier, -torch.inf)
-        m = torch.cat([m[:, :step], torch.maximum(m[:, step:], earlier)], dim=1)
-        step *= 2
-    return m
-
-
-def _max_fake(k: Tensor, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return k.new_empty(k.shape)
-
-
-_running_max = KernelOp(
-    "running_max",
-    "(Tensor k, Tensor? w, Tensor start, Tensor? cu_seqlens) -> Tensor",
-    _max_impl,
-    _max_fake,
-)
 
 
 def nothing_yet(k: Tensor, with_values: bool, sequences: int) -> Tensor:

@@ -15,7 +15,7 @@ from slipstream.ops._preprocess import (
     in_time_order,
     scan_impl,
 )
-from slipstream.ops._running_sums import Packing, nothing_yet, running_sums
+from slipstream.ops._running_sums import Packing, nothing_yet, running_weights
 from slipstream.runtime.context_parallel import ContextParallel
 
 States = tuple[Tensor, Tensor]
@@ -59,8 +59,9 @@ def chunk_lightnet(
         ValueError, TypeError: an argument does not fit the others; the message names it.
         NotImplementedError: reverse with a context.
 
-    Cost: that of chunk_gla, and before it a gated scan of H K channels, log2(T) passes over
-    B T H K floats for a maximum, and some more of them. States HV K V + H K floats.
+    Cost: that of chunk_gla, and before it one pass over k, forward and backward, whose programs
+    have 16 channels of a sequence each; across ranks and on a CPU log2(T) passes. States
+    HV K V + H K floats.
     Source: Qin and others, "You Only Scan Once: Efficient Multi-dimension Sequential Modeling with
     LightNet" (2024), section 3.
     """
@@ -131,12 +132,9 @@ def _means(
     """tensors: q, k, v. states: S, and z [N, H K]."""
     (q, k, v), (S, z) = tensors, states
     scan = Packing(cu_seqlens, options.context, scan_impl(options.impl))
-    logs = widen(k).flatten(2)
-    after, before, z = running_sums(logs, None, None, z, scan)
-    # 0 where nothing is before, whose state is 0
-    gate = torch.where(before == -torch.inf, 0, before - after).view(k.shape)
-    (g,) = for_value_heads(v, gate)
-    keys = (logs - after).exp().to(k.dtype).view(k.shape)
+    keys, gate, z = running_weights(k.flatten(2), z, scan)
+    (g,) = for_value_heads(v, gate.view(k.shape))
+    keys = keys.view(k.shape)
     terms = LinearInputs(q, keys, v, g=g, initial_state=S, cu_seqlens=cu_seqlens)
     o, S = run(terms, options, recurrent=recurrent)
     return o, None if S is None else (S, z.unflatten(1, k.shape[2:]))

@@ -26,6 +26,7 @@ from slipstream.kernels.norm import fallback
 from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.pointwise import activation, embedding, rotary, token_shift
+from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.runtime import gradient
@@ -161,6 +162,24 @@ ROWS: dict[str, tuple[Any, Row]] = {
         Row(lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"), 1),
     ),
     "erase": (erase._forward.overload, Row(lambda: (*rand(3, 1, 4, 2), "eager"), 1)),
+    "running_weights": (
+        running_mean._weights.overload,
+        Row(lambda: (rand(1, 4, 3), rand(1, 3), None, "eager"), 3),
+    ),
+    "running_mean": (
+        running_mean._mean.overload,
+        Row(
+            lambda: (
+                *rand(2, 1, 4, 3),
+                *rand(2, 3),
+                rand(1, 6),
+                None,
+                True,
+                "eager",
+            ),
+            2,
+        ),
+    ),
     # these two compute in float32, and are looked at with less precision
     "slots": (gsa._call_forward.overload, Row(_slots, 3)),
     "steps": (gated_delta_product._call_forward.overload, Row(_steps, 2)),

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.projection_step import eager as projection_eager
+from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.runtime import dispatch
@@ -130,6 +132,39 @@ def erased() -> list[Tensor]:
 
 def _erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
     return erase_op._run_backward(da, g, k, b, "eager")
+
+
+def running_means() -> list[Tensor]:
+    k, v, w, u, start = leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8), leaf(1, 16)
+    impl = running_mean_op.chosen("rwkv4", None, k) or "eager"
+    c, g, _ = running_mean_op.running_weights(k, start[:, 8:], None, impl)
+    o, after = running_mean_op.running_mean(k, v, w, u, start, None, impl)
+    return gradients(
+        torch.cat([c * g, o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1),
+        k,
+        v,
+        w,
+        u,
+        start,
+    )
+
+
+def _weights_backward(
+    g: Tensor, z: Tensor, cu: Tensor | None, dc: Tensor, dg: Tensor, dafter: Tensor | None
+) -> list[Tensor]:
+    """Token by token, by kernels/running_mean/MATH.md."""
+    T, D = g.shape[1:]
+    ends = [T * n for n in range(g.shape[0] + 1)] if cu is None else cu.tolist()
+    g, dc, dg = (x.reshape(-1, D) for x in (g, dc, dg))
+    dk, dz = torch.empty_like(dc), torch.zeros_like(z) if dafter is None else dafter.clone()
+    for n, (begin, end) in enumerate(pairwise(ends)):
+        for t in reversed(range(begin, end)):
+            starts = (z[n] == -torch.inf) & (t == begin)
+            a = torch.where(starts, 0, g[t].exp())
+            u = torch.where(starts, 0, dg[t] - a * dc[t])
+            dk[t] = (1 - a) * (dz[n] - u)
+            dz[n] = a * dz[n] + (1 - a) * u
+    return [dk.view(-1, T, D), dz]
 
 
 def token_mixes() -> list[Tensor]:
@@ -371,6 +406,19 @@ FAMILIES = [
             "erase.triton.erase:backward": _erase_backward,
         },
         ("slipstream.kernels.erase.op",),
+    ),
+    Family(
+        "running_mean.triton",
+        running_means,
+        {
+            "running_mean.triton.launch:weights": running_mean_op._plain_weights,
+            "running_mean.triton.launch:weights_backward": _weights_backward,
+            "running_mean.triton.launch:means": lambda *x: running_mean_op._run_mean(*x, "eager"),
+            "running_mean.triton.launch:means_backward": lambda *x: (
+                running_mean_op._run_mean_backward(*x, "eager")
+            ),
+        },
+        ("slipstream.kernels.running_mean.op",),
     ),
     Family(
         "token_mix.triton",

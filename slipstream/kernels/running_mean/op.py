@@ -1,0 +1,342 @@
+"""Means of all tokens so far, weighted by exponentials, as operators with gradients.
+
+    z_t = log(exp(w + z_{t-1}) + exp(k_t))           r_t = k_t - w - z_{t-1}
+    c_t = exp(k_t - z_t) = sigmoid(r_t)              a_t = exp(w + z_{t-1} - z_t) = 1 - c_t
+    M_t = a_t M_{t-1} + c_t v_t                      s_t = sigmoid(r_t + w + u)
+    o_t = M_{t-1} + s_t (v_t - M_{t-1})
+
+slipstream::running_weights gives c and log a, of w = 0: what a state decays by and a token writes
+with, so that it stays a mean (LightNet). slipstream::running_mean gives o (RWKV-4). MATH.md has the
+gradients.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.running_mean import eager
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    needs_autograd,
+    once_differentiable,
+    save,
+    transformed,
+)
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+
+
+def chosen(operator: str, impl: str | None, k: Tensor, *others: Tensor) -> str | None:
+    """What running_weights and running_mean take as impl, or None where torch is to do it."""
+    if impl == "reference" or transformed():
+        return None
+    impls = choose(_CANDIDATES, (k, *others), impl, operator, k).impls
+    return impls if is_triton(impls) else None
+
+
+def running_weights(
+    k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """c [B, T, D] in k's dtype, log a, float32, 0 where nothing is before, and z after the last
+    token. k: any floating dtype but float64. z: [N, D], float32, -inf for nothing."""
+    inputs = k.contiguous(), z.contiguous(), cu_seqlens
+    return (_Weights.apply if needs_autograd(k, z) else _weights)(*inputs, impl)
+
+
+def running_mean(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    start: Tensor,
+    cu_seqlens: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, D] in v's dtype, and M and z after the last token.
+
+    k, v: any floating dtypes but float64. w, u: [D], float32. start: M and z [N, 2 D], float32; M
+    is 0 where z is -inf.
+    """
+    inputs = [x.contiguous() for x in (k, v, w, u, start)]
+    if needs_autograd(*inputs):
+        return _Mean.apply(*inputs, cu_seqlens, impl)
+    return _mean(*inputs, cu_seqlens, False, impl)[:2]
+
+
+class _Weights(Function):
+    operator = "slipstream::running_weights"
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        c, g, after = _weights(k, z, cu_seqlens, impl)
+        save(ctx, k, g, z, cu_seqlens)
+        ctx.impl = impl
+        ctx.set_materialize_grads(False)
+        return c, g, after
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, saved: Saved, dc: Tensor | None, dg: Tensor | None, dafter: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        k, g, z, cu_seqlens = saved
+        dc = torch.zeros_like(k) if dc is None else dc.contiguous()
+        dg = torch.zeros_like(g) if dg is None else dg.contiguous()
+        dafter = None if dafter is None else dafter.contiguous()
+        dk, dz = _weights_backward(k, g, z, cu_seqlens, dc, dg, dafter, ctx.impl)
+        return dk, dz, None, None
+
+
+class _Mean(Function):
+    operator = "slipstream::running_mean"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor,
+        u: Tensor,
+        start: Tensor,
+        cu_seqlens: Tensor | None,
+        impl: str,
+    ) -> tuple[Tensor, Tensor]:
+        o, after, r, mean = _mean(k, v, w, u, start, cu_seqlens, True, impl)
+        save(ctx, k, v, w, u, start, cu_seqlens, r, mean)
+        ctx.impl = impl
+        ctx.set_materialize_grads(False)
+        return o, after
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, saved: Saved, do: Tensor | None, dafter: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        do = torch.zeros_like(saved[1]) if do is None else do.contiguous()
+        dafter = None if dafter is None else dafter.contiguous()
+        return *_mean_backward(*saved, do, dafter, ctx.impl), None, None
+
+
+def _unsupported_reason(*tensors: Tensor) -> str | None:
+    """Why the Triton kernels can't take a call, or None if they can."""
+    k = tensors[0]
+    if k.numel() == 0:
+        return "there are no tokens or channels"
+    if torch.version.hip:
+        return "its kernels have not been tried on AMD's GPUs"
+    return known_failure(lambda: _kind(k), k.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
+
+
+def _kind(k: Tensor) -> KernelKey:
+    return ("running_mean.triton", k.dtype)
+
+
+def _mismatch(k: Tensor) -> str | None:
+    """The probe: packed sequences of more than a tile, with states, by both operators."""
+    inputs = {
+        "k": numeric_probe.random_like(k, 1, 150, 40),
+        "v": numeric_probe.random_like(k, 1, 150, 40),
+        "start": torch.randn(2, 80, device=k.device),
+        "w": -torch.rand(40, device=k.device),
+        "u": torch.randn(40, device=k.device),
+    }
+    cu_seqlens = torch.tensor([0, 40, 150], device=k.device)
+
+    def both(weights: Callable, mean: Callable) -> Callable:
+        return lambda t: (
+            *weights(t["k"], t["start"][:, 40:], cu_seqlens),
+            *mean(t["k"], t["v"], t["w"], t["u"], t["start"], cu_seqlens),
+        )
+
+    return numeric_probe.mismatch(
+        both(
+            partial(running_weights, impl=TRITON_OR_EAGER),
+            partial(running_mean, impl=TRITON_OR_EAGER),
+        ),
+        both(_plain_weights, _plain_mean),
+        inputs,
+    )
+
+
+def _plain_weights(
+    k: Tensor, z: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = _widen(k)
+    sums = eager.plain_sums(wide, None, None, z, cu_seqlens)
+    c, g = eager.weights_and_decays(wide, sums)
+    return c.to(k.dtype), g, sums.final
+
+
+def _plain_mean(
+    k: Tensor, v: Tensor, w: Tensor, u: Tensor, start: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    wide = _widen(k), _widen(v)
+    sums = eager.plain_sums(*wide, w, start, cu_seqlens)
+    return eager.outputs(u, *wide, sums).to(v.dtype), sums.final
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _gradients(
+    run: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], grads: list[Tensor | None]
+) -> list[Tensor]:
+    """Of run(*inputs) in torch, by autograd."""
+
+    def found() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        pairs = [(x, d) for x, d in zip(run(*leaves), grads) if d is not None]
+        outputs, douts = [x for x, _ in pairs], [d for _, d in pairs]
+        got = torch.autograd.grad(outputs, leaves, douts, allow_unused=True)
+        return [torch.zeros_like(x) if y is None else y for x, y in zip(leaves, got)]
+
+    return [x.contiguous() for x in run_isolated(found, inputs[0].device)]
+
+
+def _run_weights(
+    k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    with _guard(impl, k) as usable:
+        if usable:
+            return _kernels().weights(k, z, cu_seqlens)
+    c, g, after = _plain_weights(k, z, cu_seqlens)
+    return c.contiguous(), g.contiguous(), after.clone()
+
+
+def _run_weights_backward(
+    k: Tensor,
+    g: Tensor,
+    z: Tensor,
+    cu_seqlens: Tensor | None,
+    dc: Tensor,
+    dg: Tensor,
+    dafter: Tensor | None,
+    impl: str,
+) -> list[Tensor]:
+    """Gradients of k and z."""
+    with _guard(impl, k) as usable:
+        if usable:
+            return [*_kernels().weights_backward(g, z, cu_seqlens, dc, dg, dafter)]
+    return _gradients(
+        lambda k, z: _plain_weights(k, z, cu_seqlens), (k, z), [dc, dg, dafter]
+    )  # fmt: skip
+
+
+def _run_mean(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    start: Tensor,
+    cu_seqlens: Tensor | None,
+    keep: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, the state after the last token, and what backward reads, of no elements unless `keep`."""
+    with _guard(impl, k) as usable:
+        if usable:
+            return _kernels().means(k, v, w, u, start, cu_seqlens, keep)
+    wide = _widen(k), _widen(v)
+    sums = eager.plain_sums(*wide, w, start, cu_seqlens)
+    o = eager.outputs(u, *wide, sums).to(v.dtype)
+    mean, z = (x.contiguous() if keep else x.new_empty(0) for x in sums.before.chunk(2, -1))
+    return o.contiguous(), sums.final.clone(), wide[0] - w - z if keep else z, mean
+
+
+def _run_mean_backward(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    start: Tensor,
+    cu_seqlens: Tensor | None,
+    r: Tensor,
+    mean: Tensor,
+    do: Tensor,
+    dafter: Tensor | None,
+    impl: str,
+) -> list[Tensor]:
+    """Gradients of k, v, w, u and start."""
+    with _guard(impl, k) as usable:
+        if usable:
+            return _kernels().means_backward(
+                k, v, w, u, start, cu_seqlens, r, mean, do, dafter
+            )  # fmt: skip
+    inputs = k, v, w, u, start
+    return _gradients(partial(_plain_mean, cu_seqlens=cu_seqlens), inputs, [do, dafter])
+
+
+def _kernels() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.running_mean.triton import launch
+
+    return launch
+
+
+def _guard(impl: str, k: Tensor) -> Guard:
+    return Guard(impl, k.device, lambda: _kind(k), lambda: _mismatch(k))
+
+
+def _wide_like(x: Tensor, shape: Any) -> Tensor:
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _fake_mean(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    start: Tensor,
+    cu: Tensor | None,
+    keep: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r, mean = (_wide_like(k, k.shape if keep else (0,)) for _ in range(2))
+    return v.new_empty(v.shape), start.new_empty(start.shape), r, mean
+
+
+_weights = KernelOp(
+    "running_weights",
+    "(Tensor k, Tensor z, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor, Tensor)",
+    _run_weights,
+    lambda k, z, cu, impl: (k.new_empty(k.shape), _wide_like(k, k.shape), z.new_empty(z.shape)),
+    replay=True,
+)
+_weights_backward = KernelOp(
+    "running_weights_backward",
+    "(Tensor k, Tensor g, Tensor z, Tensor? cu_seqlens, Tensor dc, Tensor dg, Tensor? dafter, "
+    "str impl) -> Tensor[]",
+    _run_weights_backward,
+    lambda k, g, z, *_: [k.new_empty(k.shape), z.new_empty(z.shape)],
+    replay=True,
+)
+_INPUTS = "Tensor k, Tensor v, Tensor w, Tensor u, Tensor start, Tensor? cu_seqlens"
+_mean = KernelOp(
+    "running_mean",
+    f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_mean,
+    _fake_mean,
+    replay=True,
+)
+_mean_backward = KernelOp(
+    "running_mean_backward",
+    f"({_INPUTS}, Tensor r, Tensor mean, Tensor do, Tensor? dafter, str impl) -> Tensor[]",
+    _run_mean_backward,
+    lambda k, v, w, u, start, *_: [x.new_empty(x.shape) for x in (k, v, w, u, start)],
+    replay=True,
+)
+_weights.set_gradient(_Weights.apply)
+_mean.set_gradient(lambda *args: _Mean.apply(*args[:6], args[7]))

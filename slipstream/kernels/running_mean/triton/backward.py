@@ -1,0 +1,155 @@
+"""The gradients of the running mean: a program goes through its channels' tokens from the last one.
+
+What the later tokens give is an associative scan again, of the tokens after each, which are loaded
+one row higher, with what came from beyond the tile in the first row. op.py has the formulas.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.running_mean.triton.forward import NONE, load, sigmoid, tokens_of
+
+
+@triton.jit
+def _then(a, x, b, y):
+    """y -> a y + x, and after it y -> b y + y."""
+    return a * b, b * x + y
+
+
+@triton.jit
+def _then_both(a_1, b_1, x_1, y_1, a_2, b_2, x_2, y_2):
+    """(P, G) -> (a P + x, a G + b P + y), one after the other."""
+    return a_1 * a_2, a_2 * b_1 + b_2 * a_1, a_2 * x_1 + x_2, a_2 * y_1 + b_2 * x_1 + y_2
+
+
+@triton.jit
+def _complement(g):
+    """1 - exp(g) without the digits that the difference loses."""
+    a = tl.exp(g)
+    small = tl.where(a == 1.0, -g, (1.0 - a) * g / tl.log(tl.where(a == 0.0, 0.5, a)))
+    return tl.where(g < -1.0, 1.0 - a, small)
+
+
+@triton.jit
+def _of_weights(g_ptr, dg_ptr, dc_ptr, p, m):
+    """a, c and u of tokens; a is 1 and c is 0 where there are none."""
+    b_g = load(g_ptr + p, m)
+    b_a, b_c = tl.exp(b_g), _complement(b_g)
+    return b_a, b_c, load(dg_ptr + p, m) - b_a * load(dc_ptr + p, m)
+
+
+@triton.jit(do_not_specialize=["T"])
+def running_weights_bwd_kernel(
+    g_ptr,  # [tokens, D]: log a; so are dg, dc, dk
+    s_in_ptr,  # [N, D]: z before the first token
+    dg_ptr,
+    dc_ptr,
+    ds_out_ptr,  # [N, D], or none
+    dk_ptr,
+    ds_in_ptr,
+    cu_ptr,
+    T,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """grid (N, ceil(D / BD))"""
+    i_n = tl.program_id(0)
+    begin, count = tokens_of(cu_ptr, i_n, T)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    p_s = i_n.to(tl.int64) * D + o_d
+    starts = load(s_in_ptr + p_s, m_d) == NONE
+    b_f = tl.zeros((BD,), tl.float32)
+    if ds_out_ptr is not None:
+        b_f += load(ds_out_ptr + p_s, m_d)
+    o_r = tl.arange(0, BT)[:, None]
+    for start in range(0, count, BT):
+        o_t = count - 1 - start - o_r
+        m = (o_t >= 0) & m_d[None, :]
+        p = (begin + o_t) * D + o_d[None, :]
+        b_a, b_c, b_u = _of_weights(g_ptr, dg_ptr, dc_ptr, p, m)
+        first = (o_t == 0) & starts[None, :]
+        b_a, b_c, b_u = (
+            tl.where(first, 0.0, b_a),
+            tl.where(first, 1.0, b_c),
+            tl.where(first, 0.0, b_u),
+        )
+        b_a1, b_c1, b_u1 = _of_weights(g_ptr, dg_ptr, dc_ptr, p + D, m & (o_r > 0))
+        b_a1 = tl.where(o_r > 0, b_a1, 0.0)
+        b_x = tl.where(o_r > 0, b_c1 * b_u1, b_f[None, :])
+        _, b_later = tl.associative_scan((b_a1, b_x), 0, _then)
+        tl.store(dk_ptr + p, (b_c * (b_later - b_u)).to(dk_ptr.dtype.element_ty), mask=m)
+        last = o_r == tl.minimum(count - start, BT) - 1
+        b_f = tl.sum(tl.where(last, b_a * b_later + b_c * b_u, 0.0), 0)
+    tl.store(ds_in_ptr + p_s, b_f, mask=m_d)
+
+
+@triton.jit
+def _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_wu):
+    """a, c, p, v - M and do of tokens."""
+    b_r = load(r_ptr + p, m)
+    b_v = load(v_ptr + p, m) - load(mean_ptr + p, m)
+    return sigmoid(-b_r), sigmoid(b_r), sigmoid(b_r + b_wu[None, :]), b_v, load(do_ptr + p, m)
+
+
+@triton.jit(do_not_specialize=["T"])
+def running_mean_bwd_kernel(
+    r_ptr,  # [tokens, D]: k - w - z before; so are mean (M before), v, do, dk, dv
+    mean_ptr,
+    v_ptr,
+    w_ptr,  # [D], or none
+    u_ptr,  # [D]
+    do_ptr,
+    ds_out_ptr,  # [N, 2 D], or none
+    dk_ptr,
+    dv_ptr,
+    dw_ptr,  # [N, D]; so is du
+    du_ptr,
+    ds_in_ptr,  # [N, 2 D]
+    cu_ptr,
+    T,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """grid (N, ceil(D / BD))"""
+    i_n = tl.program_id(0)
+    begin, count = tokens_of(cu_ptr, i_n, T)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    p_s = i_n.to(tl.int64) * (2 * D) + o_d
+    b_wu = load(u_ptr + o_d, m_d)
+    if w_ptr is not None:
+        b_wu += load(w_ptr + o_d, m_d)
+    b_p, b_g = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    if ds_out_ptr is not None:
+        b_p += load(ds_out_ptr + p_s, m_d)
+        b_g += load(ds_out_ptr + p_s + D, m_d)
+    o_r = tl.arange(0, BT)[:, None]
+    for start in range(0, count, BT):
+        o_t = count - 1 - start - o_r
+        m = (o_t >= 0) & m_d[None, :]
+        later = m & (o_r > 0)
+        p = (begin + o_t) * D + o_d[None, :]
+        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p + D, later, b_wu)
+        b_x = tl.where(o_r > 0, (1.0 - b_s) * b_do, b_p[None, :])
+        b_y = tl.where(o_r > 0, -b_do * b_v * b_s * (1.0 - b_s), b_g[None, :])
+        b_b = tl.where(o_r > 0, -b_v * b_c * b_a, 0.0)
+        b_a = tl.where(o_r > 0, b_a, 0.0)
+        _, _, b_n, b_gn = tl.associative_scan((b_a, b_b, b_x, b_y), 0, _then_both)
+        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_wu)
+        b_dr = b_n * b_v * b_c * b_a
+        b_ds = b_do * b_v * b_s * (1.0 - b_s)
+        tl.store(dk_ptr + p, (b_c * b_gn + b_dr + b_ds).to(dk_ptr.dtype.element_ty), mask=m)
+        tl.store(dv_ptr + p, (b_s * b_do + b_c * b_n).to(dv_ptr.dtype.element_ty), mask=m)
+        b_dw += tl.sum(tl.where(m, b_a * b_gn - b_dr, 0.0), 0)
+        b_du += tl.sum(tl.where(m, b_ds, 0.0), 0)
+        last = o_r == tl.minimum(count - start, BT) - 1
+        b_p = tl.sum(tl.where(last, b_a * b_n + (1.0 - b_s) * b_do, 0.0), 0)
+        b_g = tl.sum(tl.where(last, b_a * b_gn - b_dr - b_ds, 0.0), 0)
+    tl.store(dw_ptr + i_n.to(tl.int64) * D + o_d, b_dw, mask=m_d)
+    tl.store(du_ptr + i_n.to(tl.int64) * D + o_d, b_du, mask=m_d)
+    tl.store(ds_in_ptr + p_s, b_p, mask=m_d)
+    tl.store(ds_in_ptr + p_s + D, b_g, mask=m_d)

@@ -1,0 +1,96 @@
+"""Launches of the running mean: one forward, one backward."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.running_mean.triton.backward import (
+    running_mean_bwd_kernel,
+    running_weights_bwd_kernel,
+)
+from slipstream.kernels.running_mean.triton.forward import running_mean_fwd_kernel
+from slipstream.runtime.backends import INTERPRETED, device_of
+from slipstream.runtime.launch_cache import cached
+
+# tokens and channels at a time
+TILE = (8, 16) if INTERPRETED else (64, 16)
+WARPS = 4
+
+
+def weights(k: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """c in k's dtype, log a float32, z after the last token."""
+    c, g, after = torch.empty_like(k), torch.empty_like(k, dtype=torch.float32), torch.empty_like(z)
+    _run(
+        running_mean_fwd_kernel, k, z, cu_seqlens, k_ptr=k, v_ptr=None, w_ptr=None, u_ptr=None,
+        s_in_ptr=z, s_out_ptr=after, o_ptr=c, g_ptr=g, r_ptr=None, mean_ptr=None,
+    )  # fmt: skip
+    return c, g, after
+
+
+def weights_backward(
+    g: Tensor, z: Tensor, cu_seqlens: Tensor | None, dc: Tensor, dg: Tensor, dafter: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k, in dc's dtype, and z."""
+    dk, dz = torch.empty_like(dc), torch.empty_like(z)
+    _run(
+        running_weights_bwd_kernel, g, z, cu_seqlens, g_ptr=g, s_in_ptr=z, dg_ptr=dg, dc_ptr=dc,
+        ds_out_ptr=dafter, dk_ptr=dk, ds_in_ptr=dz,
+    )  # fmt: skip
+    return dk, dz
+
+
+def means(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    start: Tensor,
+    cu_seqlens: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o in v's dtype, the state after the last token, and r and M before each token if kept."""
+    o, after = torch.empty_like(v), torch.empty_like(start)
+    shape = k.shape if keep else (0,)
+    r, mean = (k.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    _run(
+        running_mean_fwd_kernel, k, start, cu_seqlens, k_ptr=k, v_ptr=v, w_ptr=w, u_ptr=u,
+        s_in_ptr=start, s_out_ptr=after, o_ptr=o, g_ptr=None, r_ptr=r if keep else None,
+        mean_ptr=mean if keep else None,
+    )  # fmt: skip
+    return o, after, r, mean
+
+
+def means_backward(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    start: Tensor,
+    cu_seqlens: Tensor | None,
+    r: Tensor,
+    mean: Tensor,
+    do: Tensor,
+    dafter: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of k, v, w, u and start."""
+    dk, dv, dstart = torch.empty_like(k), torch.empty_like(v), torch.empty_like(start)
+    dw, du = (k.new_empty(start.shape[0], k.shape[2], dtype=torch.float32) for _ in range(2))
+    _run(
+        running_mean_bwd_kernel, k, start, cu_seqlens, r_ptr=r, mean_ptr=mean, v_ptr=v, w_ptr=w,
+        u_ptr=u, do_ptr=do, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=dv, dw_ptr=dw, du_ptr=du,
+        ds_in_ptr=dstart,
+    )  # fmt: skip
+    return [dk, dv, dw.sum(0).to(w.dtype), du.sum(0).to(u.dtype), dstart]
+
+
+def _run(
+    kernel: Any, x: Tensor, start: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor | None
+) -> None:
+    """x [B, T, D], all contiguous."""
+    D, (BT, BD) = x.shape[2], TILE
+    with device_of(x.device):
+        cached(kernel)[start.shape[0], triton.cdiv(D, BD)](
+            **tensors, cu_ptr=cu_seqlens, T=x.shape[1], D=D, BT=BT, BD=BD, num_warps=WARPS
+        )

@@ -1,0 +1,84 @@
+"""The kernels of the running mean under Triton's interpreter, against plain torch in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.running_mean import op
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
+
+NOTHING = -torch.inf
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_running_mean_matches_torch() -> None:
+    run(script="tests.kernels.running_mean.test_running_mean_interpreted")
+
+
+def graded(fn: Any, given: dict[str, Tensor], douts: list[Tensor]) -> list[Tensor]:
+    leaves = {n: x.clone().requires_grad_() for n, x in given.items()}
+    outs = fn(**leaves)
+    grads = torch.autograd.grad(
+        outs, [*leaves.values()], [d.to(x.dtype) for d, x in zip(douts, outs)]
+    )
+    return [*outs, *grads]
+
+
+def compare(
+    name: str, kernels: Any, plain: Any, given: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    douts = [torch.randn_like(x, dtype=torch.float64) for x in plain(**given)]
+    got = graded(kernels, given, douts)
+    want = graded(plain, {n: x.double() for n, x in given.items()}, douts)
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        limit = 2e-5 if x.dtype == torch.float32 and dtype == torch.float32 else 1e-2
+        off = error(*(torch.where(t == NOTHING, -1e3, t) for t in (x.detach(), y.detach())))
+        assert off < limit, (name, i, off, dtype)
+
+
+def check(shape: tuple[int, int, int], cu: Tensor | None, size: float, dtype: torch.dtype) -> None:
+    B, _, D = shape
+    N = B if cu is None else cu.shape[0] - 1
+    k, v = (size * torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+    start = torch.randn(N, 2 * D)
+    start[0, D : D + 3] = NOTHING
+    start[0, :3] = 0
+    w, u = -torch.rand(D), torch.randn(D)
+    w[0], w[-1] = -200.0, 0.0
+    given = {"k": k, "z": start[:, D:].contiguous()}
+    of = {"cu_seqlens": cu}
+    compare(
+        "weights",
+        lambda **x: op.running_weights(**x, **of, impl="triton"),
+        lambda **x: op._plain_weights(**x, **of),
+        given,
+        dtype,
+    )
+    compare(
+        "mean",
+        lambda **x: op.running_mean(**x, **of, impl="triton"),
+        lambda **x: op._plain_mean(**x, **of),
+        {"k": k, "v": v, "w": w, "u": u, "start": start},
+        dtype,
+    )
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    packed = torch.tensor([0, 0, 9, 10, 33, 33])
+    for shape, cu in (((2, 21, 19), None), ((1, 33, 16), packed), ((1, 1, 3), None)):
+        for size in (1.0, 30.0):
+            check(shape, cu, size, torch.float32)
+        check(shape, cu, 1.0, torch.float16)
+    x = torch.randn(1, 5, 3)
+    assert op._mismatch(x) is None
+    start, w = torch.randn(1, 6), torch.randn(3)
+    torch.library.opcheck(op._weights.overload, (x, start[:, :3].contiguous(), None, "triton"))
+    torch.library.opcheck(op._mean.overload, (x, x, w, w, start, None, True, "triton"))
+
+
+if __name__ == "__main__":
+    main()
