@@ -177,9 +177,9 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     sys.stdin.readline()
     cells: dict[str, Any] = {"parameters": sum(x.numel() for x in model.parameters())}
     cells |= {"tokens": tokens, "note": note}
-    cells["train ms"] = round(
-        1e3 * statistics.median(spent(training.step) for _ in range(steps)), 2
-    )
+    if steps:
+        seconds = statistics.median(spent(training.step) for _ in range(steps))
+        cells["train ms"] = round(1e3 * seconds, 2)
     tell(**cells)
     model.eval()
     for B in ROWS[:1] if cpu else ROWS:

@@ -21,6 +21,7 @@ from table_cells import (
     pair,
     ratio,
     read,
+    triple,
 )
 
 
@@ -399,10 +400,32 @@ def summary() -> Table:
     return Table("summary", "", headings, tuple(rows), tuple(used))
 
 
+def transformers_models() -> Table:
+    """Models of transformers as they are, with fla, and patched."""
+    ways, columns = ("torch", "fla", "patched"), ("train ms", "B1 tokens/s", "B16 tokens/s")
+    used: dict[tuple[str, str], dict[str, Row]] = {}
+    for x in read("transformers_models"):
+        used.setdefault((x.get("device"), x.get("model")), {})[x.get("way")] = x
+    rows = []
+    for (device, model), of in used.items():
+        cells = [[number(of.get(way), column, digits=4) for way in ways] for column in columns]
+        where = "CPU, four layers" if "CPU" in device else "GPU"
+        faster = ratio(cells[0][0], cells[0][2])
+        rows.append((label(f"{model}, {where}"), *(triple(*x) for x in cells), faster))
+    headings = (
+        "torch / fla / patched", "ms a step", "tokens/s, one row", "tokens/s, 16 rows",
+        "step, torch / patched",
+    )  # fmt: skip
+    shown = tuple(x for of in used.values() for x in of.values())
+    return Table(
+        "transformers_models", "bench/transformers_models.py", headings, tuple(rows), shown
+    )
+
+
 TABLES: Sequence[Callable[[], Table]] = (
     summary, linear, linear_errors, flash_qla, attention, attention_errors, packed_attention,
     cache_attention, blocks, block_errors, matmul, steps, host, first_calls, memory, training,
-    convergence, cpu,
+    convergence, transformers_models, cpu,
 )  # fmt: skip
 
 

@@ -123,6 +123,14 @@ def pair(first: Cell, second: Cell) -> Cell:
     return Cell(text, first.sources + second.sources)
 
 
+def triple(*cells: Cell) -> Cell:
+    """As `pair`, of three."""
+    if not any(x.text for x in cells):
+        return Cell("")
+    sources = tuple(y for x in cells for y in x.sources)
+    return Cell("\u00a0/\u00a0".join(x.text or "-" for x in cells), sources)
+
+
 def label(text: str) -> Cell:
     """A name or a shape."""
     return Cell(text)
