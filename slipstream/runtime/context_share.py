@@ -75,29 +75,20 @@ class Share:
         after = [min(self.offsets[n + 1], self.end) - self.begin for n in self.pieces]
         return [0, *after]
 
-    @cached_property
-    def segments(self) -> list["SegmentOfRank"]:
-        """Of all ranks in the order of tokens, at most `segment_tokens` each, counted from the
-        beginning of each sequence.
+    def expect_begin_of_segment(self) -> None:
+        """Every rank begins at a multiple of `segment_tokens` after a sequence does.
 
         Raises:
-            ValueError: a rank begins within one.
+            ValueError: one does not.
         """
         assert self.segment_tokens is not None
-        found = []
-        for n in range(self.sequences):
-            begin, end = self.offsets[n : n + 2]
-            for number, at in enumerate(range(begin, end, self.segment_tokens)):
-                stop = min(at + self.segment_tokens, end)
-                rank = bisect_right(self.begins, at) - 1
-                low, high = self.begins[rank : rank + 2]
-                if stop > high:
-                    raise ValueError(
-                        f"segment_tokens: rank {rank + 1} begins {high - begin} tokens after a "
-                        f"sequence does, no multiple of {self.segment_tokens}; give lengths"
-                    )
-                found.append(SegmentOfRank(rank, n, number, at - low, stop - low))
-        return found
+        for rank, at in enumerate(self.begins[:-1]):
+            begin = self.offsets[max(bisect_right(self.offsets, at) - 1, 0)]
+            if at < self.offsets[-1] and (at - begin) % self.segment_tokens:
+                raise ValueError(
+                    f"segment_tokens: rank {rank} begins {at - begin} tokens after a "
+                    f"sequence does, no multiple of {self.segment_tokens}; give lengths"
+                )
 
     @cached_property
     def earlier(self) -> list[int]:
@@ -122,7 +113,8 @@ class Share:
     @cached_property
     def crossings(self) -> "Crossings":
         everyone = [Share(r, self.lengths, self.offsets) for r in range(len(self.lengths))]
-        return Crossings(any(x.earlier for x in everyone), any(x.passes_through for x in everyone))
+        longest = max(len(x.earlier) for x in everyone)
+        return Crossings(longest > 0, longest)
 
     @property
     def tail_begin(self) -> int:
@@ -255,19 +247,9 @@ class Share:
         return sum_of_ranks(tie(torch.cat(found), after), self)
 
 
-class SegmentOfRank(NamedTuple):
-    """Tokens begin .. end - 1 of a rank: number `number` of a sequence."""
+class Crossings(NamedTuple):
+    """Of all ranks: whether any sequence goes from one to the next, and how often one does at most.
+    The same everywhere, so that all exchange or none does."""
 
-    rank: int
-    sequence: int
-    number: int
-    begin: int
-    end: int
-
-
-class Crossings:
-    """Of all ranks: whether any sequence goes from one to the next, and whether any goes through a
-    whole one. The same everywhere, so that all exchange or none does."""
-
-    def __init__(self, any: bool, through: bool) -> None:
-        self.any, self.through = any, through
+    any: bool
+    longest: int

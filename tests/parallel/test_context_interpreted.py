@@ -4,6 +4,7 @@ The checks run in a process of their own, this file as a script.
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -51,11 +52,29 @@ CASES = {
 }
 
 
+# The same bits for any number of ranks: tokens of ranks, which begin where segments do.
+SEGMENT = 32
+BITS_ROWS = {1: (128,), 2: (64, 64), 4: (32, 32, 0, 64)}
+BITS_SEQUENCES = (40, 0, 70, 18)
+BITS_PACKED = {1: (128,), 2: (72, 56), 4: (32, 40, 32, 24)}
+BITS = {
+    "sample": [("simple_gla", True), ("gla", False), ("gated delta", True), ("kda", False)],
+    "further": [
+        *(("retention", False), ("gv", True), ("rwkv6", True), ("delta", False)),
+        *(("kda", True), ("dplr", True), ("iplr", False), ("simple_gla", False)),
+    ],
+}
+
+
 def make(kind: str, cut: str) -> tuple:
+    lengths, sequences = CUTS[cut]
+    return terms_of(kind, sum(lengths), sequences), lengths
+
+
+def terms_of(kind: str, T: int, sequences: tuple[int, ...] | None) -> Any:
     from slipstream.kernels.linear.inputs import LinearInputs
 
-    lengths, sequences = CUTS[cut]
-    T, B = sum(lengths), 1 if sequences else 2
+    B = 1 if sequences else 2
     H, HV, K, V = 1, 2, 16, 12
     if kind in ("gla", "rwkv6", "gv", "iplr"):
         H = 2
@@ -77,8 +96,8 @@ def make(kind: str, cut: str) -> tuple:
     N = len(sequences) if sequences else B
     cu = offsets(sequences).int() if sequences else None
     state = torch.randn(N, HV, K, V)
-    terms = LinearInputs(q, k, torch.randn(B, T, HV, V), **more, initial_state=state, cu_seqlens=cu)
-    return terms, lengths
+    v = torch.randn(B, T, HV, V)
+    return LinearInputs(q, k, v, **more, initial_state=state, cu_seqlens=cu)
 
 
 def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
@@ -89,18 +108,19 @@ def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
 
     terms, lengths = make(kind, cut)
     asked: list[bool] = []
-    whole = _StateExchange.whole_segments
+    choose = _StateExchange.segments
 
-    def whole_segments(self, terms, unit, can_pass=True):
-        found = whole(self, terms, unit, can_pass and chunks == 0)
-        asked.append(found is not None)
+    def choose_segments(self, terms, chosen, chunk, unit=None, can_pass=True):
+        found = choose(self, terms, chosen, chunk, unit, can_pass and chunks == 0)
+        if chosen is None:
+            asked.append(found is not None)
         return found
 
     kept = plan.delta_tokens, backend.scalar_decay_tokens, backend.ANCHOR_INTERVAL
     plan.delta_tokens = lambda programs, T, C: chunks * C if chunks > 0 else None
     backend.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = 1
     backend.scalar_decay_tokens = launch.scalar_decay_tokens = plan.delta_tokens
-    _StateExchange.whole_segments = whole_segments
+    _StateExchange.segments = choose_segments
     try:
         do = torch.randn(terms.v.shape)
         dfinal = torch.randn(terms.state_shape) if wants_final else None
@@ -109,7 +129,7 @@ def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
     finally:
         plan.delta_tokens, backend.scalar_decay_tokens, backend.ANCHOR_INTERVAL = kept
         launch.scalar_decay_tokens, launch.ANCHOR_INTERVAL = kept[1:]
-        _StateExchange.whole_segments = whole
+        _StateExchange.segments = choose
     assert bool(asked) == (chunks <= 0), asked
     if chunks == 0 and cut != "packed":
         assert any(asked)
@@ -119,6 +139,25 @@ def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
     for name, x in want.items():
         error = relative_error(got[name], x)
         assert error <= 4e-6, f"{kind}, {cut}, {chunks}: {name} is off by {error:.1e}"
+
+
+def check_bits(kind: str, packed: bool) -> None:
+    """Of 1, 2 and 4 ranks, in one call of the kernels a rank; and the reference's numbers."""
+    lengths = BITS_PACKED if packed else BITS_ROWS
+    sequences = BITS_SEQUENCES if packed else None
+    terms = terms_of(kind, sum(lengths[1]), sequences)
+    do, dfinal = torch.randn(terms.v.shape), torch.randn(terms.state_shape)
+    scale = terms.q.shape[-1] ** -0.4  # no power of two
+    options = {"scale": scale, "impl": "triton", "segment_tokens": SEGMENT}
+    found = {n: linear_on_ranks(terms, do, dfinal, x, **options) for n, x in lengths.items()}
+    for name, x in reference(terms, scale, do, dfinal).items():
+        error = relative_error(found[1][name], x)
+        assert error <= 4e-6, f"{kind}, {packed}: {name} is off by {error:.1e}"
+        for ranks in (2, 4):
+            if name == "u":  # a parameter's gradient is a sum over ranks
+                torch.testing.assert_close(found[ranks][name], found[1][name])
+            else:
+                assert torch.equal(found[ranks][name], found[1][name]), (kind, name, ranks)
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -136,3 +175,6 @@ if __name__ == "__main__":
         for case in CASES[part]:
             check(*case)
             print(*case, "ok", flush=True)
+        for case in BITS[part]:
+            check_bits(*case)
+            print(*case, "the same bits", flush=True)

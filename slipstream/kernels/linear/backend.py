@@ -50,8 +50,21 @@ class Exchange(Protocol):
 
     @property
     def receives(self) -> bool:
-        """Whether states here come from other ranks."""
+        """Whether states here come from other ranks once these have been sent."""
         raise NotImplementedError
+
+    @property
+    def segment_tokens(self) -> int | None:
+        """Tokens of every segment where bits must not depend on the number of ranks."""
+        return None
+
+    @property
+    def local(self) -> "Exchange | None":
+        """For what backward computes once more of forward: the same without other ranks."""
+        return None
+
+    def begin(self) -> None:
+        """Before state passing: waits for states without which nothing can be sent."""
 
     def __call__(
         self,
@@ -67,11 +80,20 @@ class Exchange(Protocol):
                 [count, HV, K or 1, V or 1], None for 1.
         """
 
-    def whole_segments(
-        self, terms: LinearInputs, unit: int, can_pass: bool = True
+    def segments(
+        self,
+        terms: LinearInputs,
+        chosen: Segments | None,
+        chunk: int,
+        unit: int | None = None,
+        can_pass: bool = True,
     ) -> Segments | None:
-        """Of a call that is not cut otherwise: one a sequence, of whole units, if that takes less
-        time than one more call of the sequence that goes on, which else is made here."""
+        """Those of a call for which kernels have chosen `chosen`, of chunks of so many tokens. One
+        that is not cut gets one a sequence, of whole units (chunks if None), if that takes less
+        time than one more call of the sequence that goes on, which else is made here.
+
+        can_pass: whether kernels can pass states.
+        """
 
     def by_calls(self) -> None:
         """The same by one more call of the sequence that goes on."""
@@ -90,6 +112,8 @@ def pass_states(
     """run(states, s_out), state passing, before or after the exchange: once on a rank that only
     sends or only receives, else once for what is sent and once more. It reads what segments add
     in `states`, where it writes, or reads_others."""
+    if exchange is not None:
+        exchange.begin()
     if exchange is None or not exchange.sends:
         if exchange is not None:
             exchange(None, segments, transition)
@@ -104,3 +128,26 @@ def pass_states(
     run(states if reads_others else states.clone(), sums)
     exchange(sums, segments, transition)
     run(states, s_out)
+
+
+def unscaled(dfinal: Tensor | None, scale: float, exchange: Exchange | None) -> Tensor | None:
+    """Of kernels that have gradients of states without the scale, which state passing brings in and
+    takes out: with fixed segments once for each sequence, and not where a rank ends. So dfinal is
+    divided before, in place, and what goes out is multiplied after."""
+    if dfinal is None or exchange is None or exchange.segment_tokens is None:
+        return dfinal
+    return dfinal.mul_(1 / scale)
+
+
+def scaled(dstate: Tensor, scale: float, exchange: Exchange | None) -> Tensor:
+    """What goes out, see unscaled."""
+    if exchange is None or exchange.segment_tokens is None:
+        return dstate
+    return dstate.mul_(scale)
+
+
+def scales_of_passing(scale_in: float, scale_out: float, segments: Segments) -> dict[str, float]:
+    """What state passing multiplies states with that come in and go out."""
+    if segments.fixed:
+        return {"scale_in": 1.0, "scale_out": 1.0}
+    return {"scale_in": scale_in, "scale_out": scale_out}

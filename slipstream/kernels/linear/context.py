@@ -9,12 +9,13 @@ A call on a GPU is replayed with its exchange inside (runtime/call_replay.py): w
 from shapes and from the share.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.context_segments import linear_in_segments
+from slipstream.kernels.linear.context_in_order import BackwardInOrder, ForwardInOrder
 from slipstream.kernels.linear.context_states import (
     BackwardStates,
     ForwardStates,
@@ -47,7 +48,8 @@ def linear_across_ranks(
             rank is that of the sequences that begin there.
     """
     if share.segment_tokens is not None:
-        return linear_in_segments(terms, initial_state, share, call)
+        share.expect_begin_of_segment()
+        call = call._replace(chunk=gcd(call.chunk, share.segment_tokens) if call.chunk else 0)
     given = terms._replace(initial_state=initial_state)
     if needs_autograd(*given):
         o, final = _AcrossRanks.apply(*given, share, call)
@@ -104,9 +106,12 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     terms = terms._replace(initial_state=states)
     begins = [] if states is None else [states]
     options = call.scale, call.chunk, call.impl
-    if not share.crossings.any:
+    if share.segment_tokens is not None:
+        exchange = ForwardInOrder(terms, share, call)
+    elif share.crossings.any:
+        exchange = ForwardStates(terms, share, call)
+    else:
         return *call_forward(*terms, *options, False), *begins
-    exchange = ForwardStates(terms, share, call)
     o, after, saved = forward_across_ranks(terms, *options, save, exchange)
     passed = [exchange.transition] if save and exchange.transition is not None else []
     return o, after, *begins, *passed, *saved
@@ -126,12 +131,15 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     elif share.later:
         end = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
     options = call.scale, call.chunk, call.impl, gate_gradient
-    if not share.crossings.any:
-        grads = gradients(terms, dout, end, *options)
-    else:
+    if share.segment_tokens is not None:
+        exchange = BackwardInOrder(terms, share, call, end, dout)
+        grads = gradients_across_ranks(terms, dout, end, *options, saved, exchange)
+    elif share.crossings.any:
         transition = saved.pop(0) if share.passes_through and decays(terms) else None
         exchange = BackwardStates(terms, share, call, end, transition, dout)
         grads = gradients_across_ranks(terms, dout, end, *options, saved, exchange)
+    else:
+        grads = gradients(terms, dout, end, *options)
     return tuple(grads[name] for name in _with_gradients(terms, gate_gradient))
 
 

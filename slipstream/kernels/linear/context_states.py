@@ -45,10 +45,18 @@ class _StateExchange(Exchange):
         # what other ranks have sent, once this one has, too
         self.received: dict[int, Tensor] | None = None
 
-    def whole_segments(
-        self, terms: LinearInputs, unit: int, can_pass: bool = True
+    def segments(
+        self,
+        terms: LinearInputs,
+        chosen: Segments | None,
+        chunk: int,
+        unit: int | None = None,
+        can_pass: bool = True,
     ) -> Segments | None:
+        if chosen is not None:
+            return chosen
         begin, end = self.piece()
+        unit = unit or chunk
         if can_pass and 2 * (end - begin) >= terms.q.shape[1]:
             return split_into_segments(terms, -(-terms.q.shape[1] // unit) * unit)
         self.by_calls()

@@ -1,4 +1,4 @@
-"""What context.py and context_segments.py have in common: the call, and the terms of a piece."""
+"""What both ways to exchange states have in common: the call, and the terms of a piece."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -203,7 +203,9 @@ class DeltaBackend(ABC):
         others' states stay where they are."""
         return self
 
-    def empty_checkpoints(self, terms: LinearInputs) -> Checkpoints | None:
+    def empty_checkpoints(
+        self, terms: LinearInputs, exchange: Exchange | None
+    ) -> Checkpoints | None:
         """Memory for the states that forward leaves for backward, if that wants them."""
         return None
 
@@ -234,7 +236,7 @@ class DeltaBackend(ABC):
         )
         for_backward = None
         if save and checkpoints is None:
-            for_backward = backend.empty_checkpoints(terms)
+            for_backward = backend.empty_checkpoints(terms, exchange)
         with device_of(o.device):
             wy = backend.solve_tril(terms)
             for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
@@ -247,9 +249,10 @@ class DeltaBackend(ABC):
 
     def segments(self, terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
         segments = self.choose_segments(terms)
-        if segments is None and exchange is not None:
-            return exchange.whole_segments(terms, self.chunk(terms), self.can_pass_states(terms))
-        return segments
+        if exchange is None:
+            return segments
+        can_pass = self.can_pass_states(terms)
+        return exchange.segments(terms, segments, self.chunk(terms), can_pass=can_pass)
 
     def scan_ends(
         self,
@@ -336,7 +339,8 @@ class DeltaBackend(ABC):
         segments = self.segments(terms, exchange)
         s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
         if segments is not None:
-            s_in, M, _ = self.entry_states(terms, wy, segments, None)
+            local = None if exchange is None else exchange.local
+            s_in, M, _ = self.entry_states(terms, wy, segments, None, local)
             given = scale, dfinal, M, segments, dstate, exchange
             ds_in, _, ds_out = self.entry_dstates(terms, do, wy, *given)
             del M, given

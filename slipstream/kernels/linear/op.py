@@ -60,7 +60,7 @@ def forward_impl(
         no_states = final.new_zeros(workspace.checkpoints_shape(terms, num_slices))
         return (o, final, no_states) if count else (o, final)
     first, _, others = impl.partition("|")
-    by_token = only_by_token(terms) or (chunk == 0 and terms.q.shape[1] <= MAX_STEP_TOKENS)
+    by_token = only_by_token(terms) or (chunk == 0 and _is_short(terms, exchange))
     with Guard(
         impl,
         terms.q.device,
@@ -106,6 +106,13 @@ def forward_impl(
     slices = workspace.fwd_slices(terms, num_slices) if num_slices > 1 else [workspace.WHOLE]
     more = torch.float32 if wide else None, num_slices, out or (None, None)
     return workspace.forward(partial(_into_out, forward), terms, scale, slices, *more)
+
+
+def _is_short(terms: LinearInputs, exchange: Exchange | None) -> bool:
+    """Whether tokens one after the other take less time than chunks."""
+    if exchange is not None and exchange.segment_tokens is not None:
+        return False
+    return terms.q.shape[1] <= MAX_STEP_TOKENS
 
 
 def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:

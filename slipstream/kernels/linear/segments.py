@@ -38,10 +38,14 @@ COMBINE_COST, LAUNCH_COST = 4, 18
 
 
 class Segments(NamedTuple):
-    """Sequences cut into `count` segments of `tokens`; the last of a sequence may be shorter."""
+    """Sequences cut into `count` segments of `tokens`; the last of a sequence may be shorter.
+
+    fixed: they are a plan's (context_in_order.py), and nothing may depend on how many there are.
+    """
 
     tokens: int
     count: int
+    fixed: bool = False
 
 
 def split_into_segments(terms: LinearInputs, tokens: int | None) -> Segments | None:

@@ -26,7 +26,12 @@ from slipstream.kernels.linear.segments import (
 )
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, segment_launch
-from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule, empty_checkpoints
+from slipstream.kernels.linear.sm90.delta.bwd_schedule import (
+    BackwardSchedule,
+    choose_schedule,
+    empty_checkpoints,
+    schedule_of_segments,
+)
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
@@ -68,12 +73,21 @@ class Sm90Delta(DeltaBackend):
     def contiguous(self, x: Tensor) -> Tensor:
         return align16(x).contiguous()
 
-    def empty_checkpoints(self, terms: LinearInputs) -> Checkpoints | None:
-        # slices of packed sequences, which are active in part, go back in two kernels
-        schedule = None if self.active is not None else choose_schedule(terms)
+    def empty_checkpoints(
+        self, terms: LinearInputs, exchange: Exchange | None
+    ) -> Checkpoints | None:
+        schedule = self._schedule(terms, exchange)
         if schedule is None:
             return None
         return Checkpoints(schedule.interval, empty_checkpoints(terms, schedule))
+
+    def _schedule(self, terms: LinearInputs, exchange: Exchange | None) -> BackwardSchedule | None:
+        if self.active is not None:
+            # slices of packed sequences, which are active in part, go back in two kernels
+            return None
+        if exchange is not None and exchange.segment_tokens is not None:
+            return schedule_of_segments(terms, exchange.segment_tokens)
+        return choose_schedule(terms)
 
     def chunk(self, terms: LinearInputs) -> int:
         return CHUNK
@@ -323,13 +337,13 @@ class Sm90Delta(DeltaBackend):
         exchange: Exchange | None = None,
     ) -> dict[str, Tensor] | None:
         """Where the kernel's schedule has a place for it (bwd_schedule.py)."""
-        schedule = choose_schedule(terms) if self.active is None else None
+        schedule = self._schedule(terms, exchange)
         if schedule is None:
             return None
         grads = bwd_fused_launch.empty_grads(terms, do, out, self.heads_per_sum(terms))
         if checkpoints is None:  # forward runs once more, for these alone
             checkpoints = empty_checkpoints(terms, schedule)
-            ends = self.scan_ends(terms, wy, None)
+            ends = self.scan_ends(terms, wy, None, None if exchange is None else exchange.local)
             ends["checkpoints"] = Checkpoints(schedule.interval, checkpoints)
             self.chunk_fwd(terms, wy, scale, grads["v"], **ends)
         return bwd_fused_launch.backward(

@@ -51,7 +51,7 @@ def backward(
     """
     ds_in, segments = dfinal, schedule.segments
     if exchange is not None:
-        cut = segments or exchange.whole_segments(terms, CHUNK)
+        cut = exchange.segments(terms, segments, CHUNK)
         if cut is not None:
             ends = dfinal, cut, exchange
             dstates = segment_launch.entry_dstates(terms, do, wy, scale, *ends)

@@ -22,6 +22,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     CHUNK,
     NUM_SMS,
+    TILE_V,
     Segments,
     num_fused_bwd,
     num_sequences,
@@ -40,6 +41,8 @@ SEGMENT_SLACK = 0.125  # by which segments may grow so that they have a whole nu
 # For a chunk there and back, and for a block's beginning and end
 # (docs/dev/log/delta.md).
 CHUNK_MICROSECONDS, BLOCK_MICROSECONDS = 11.4, 9.0
+# Chunks of a block where segments are given: fewer take too long, more need too much memory.
+MIN_INTERVAL, MAX_INTERVAL = 8, 64
 # Blocks that a sequence is tried in.
 BLOCK_COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
 
@@ -109,6 +112,19 @@ def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
     return min(
         (schedule for schedule, size in sizes.items() if size <= limit), key=lambda x: times[x]
     )
+
+
+def schedule_of_segments(terms: LinearInputs, tokens: int) -> BackwardSchedule | None:
+    """Of segments whose length is given, by that and V alone: blocks of equal length, at most
+    MAX_INTERVAL chunks. None: in two kernels, where there are no such blocks."""
+    chunks = tokens // CHUNK
+    interval = max(n for n in range(1, MAX_INTERVAL + 1) if chunks % n == 0)
+    if terms.v.shape[3] != 2 * TILE_V or interval < min(chunks, MIN_INTERVAL):
+        return None
+    cut = split_into_segments(terms, tokens)
+    assert cut is not None
+    blocks = make_schedule(terms, interval).checkpoints
+    return BackwardSchedule(interval, blocks, cut._replace(fixed=True))
 
 
 def empty_checkpoints(terms: LinearInputs, schedule: BackwardSchedule) -> Tensor:

@@ -135,7 +135,7 @@ class TritonDelta(DeltaBackend):
         tile, BK = tile_of(terms)
         sequences = num_sequences(terms, segments)
         make = "ends" if m is not None else "o" if states is None else "states"
-        many = is_oversubscribed(terms, sequences)
+        many = is_oversubscribed(terms, segments)
         if make == "o":
             kernel_tile = tile.oversubscribed_fwd if many else tile.fwd
         else:
@@ -200,7 +200,7 @@ class TritonDelta(DeltaBackend):
         tile, BK = tile_of(terms)
         sequences = num_sequences(terms, segments)
         kernel_tile = (
-            tile.oversubscribed_dstate if is_oversubscribed(terms, sequences) else tile.dstate
+            tile.oversubscribed_dstate if is_oversubscribed(terms, segments) else tile.dstate
         )
         BV = kernel_tile.B
         (q, k, p, do, r, dv), tma = tma_descriptor(

@@ -11,6 +11,7 @@ from slipstream.kernels.linear.segments import (
     NUM_SMS,
     Segments,
     delta_tokens,
+    num_sequences,
     split_into_segments,
 )
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
@@ -59,8 +60,11 @@ def _shared(device: torch.device) -> int:
     return shared_memory_bytes(device.index or 0) if device.type == "cuda" else 1 << 17
 
 
-def is_oversubscribed(terms: LinearInputs, sequences: int) -> bool:
+def is_oversubscribed(terms: LinearInputs, segments: Segments | None) -> bool:
     """Whether scans with 64 rows a program are more than multiprocessors."""
+    if segments is not None and segments.fixed:
+        return False
+    sequences = num_sequences(terms, segments)
     return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * sequences > NUM_SMS
 
 

@@ -195,10 +195,10 @@ class TritonDplr:
 
     def _segments(self, terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
         segments = self.choose_segments(terms)
-        if segments is None and exchange is not None:
-            C = tile_of(terms)[0].C
-            return exchange.whole_segments(terms, C, can_pass_states(terms))
-        return segments
+        if exchange is None:
+            return segments
+        C, can_pass = tile_of(terms)[0].C, can_pass_states(terms)
+        return exchange.segments(terms, segments, C, can_pass=can_pass)
 
     def _segment_transition(
         self, terms: LinearInputs, intra: IntraChunk, segments: Segments

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, pass_states
+from slipstream.kernels.linear.backend import (
+    BackendCapabilities,
+    Exchange,
+    pass_states,
+    scaled,
+    scales_of_passing,
+    unscaled,
+)
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -116,7 +123,7 @@ class TritonScalarDecay:
         q, k, v = terms.q, terms.k, terms.v
         do = torch.zeros_like(v) if dout is None or scale == 0.0 else dout.contiguous()
         scale = scale or 1.0  # o does not depend on q, k, v then, and do is 0
-        dfinal = None if dfinal is None else dfinal.contiguous()
+        dfinal = unscaled(None if dfinal is None else dfinal.contiguous(), scale, exchange)
         B, T, H, K = q.shape
         HV = v.shape[2]
         dq, dk = (q.new_empty(B, T, HV, K) for _ in range(2))
@@ -141,7 +148,7 @@ class TritonScalarDecay:
             dq, dk = (sum_grouped_heads(x, H) for x in (dq, dk))
             grads = {"q": dq, "k": dk, "v": dv}
             if dstate is not None:
-                grads["initial_state"] = dstate
+                grads["initial_state"] = scaled(dstate, scale, exchange)
             if sums is not None:
                 grads["g"] = _gate_gradient(terms, sums, segments)
         return grads
@@ -277,9 +284,9 @@ def _choose_segments(terms: LinearInputs, exchange: Exchange | None) -> Segments
     packed = terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
     segments = split_into_segments(terms, scalar_decay_tokens(programs, T, tile.C))
-    if segments is None and exchange is not None:
-        return exchange.whole_segments(terms, _anchor_tokens(terms))
-    return segments
+    if exchange is None:
+        return segments
+    return exchange.segments(terms, segments, tile.C, _anchor_tokens(terms))
 
 
 def _anchor_tokens(terms: LinearInputs) -> int:
@@ -328,8 +335,7 @@ def _state_passing(
         s_in_ptr=chunks.s_in,
         s_out_ptr=chunks.s_out,
         cu_ptr=cu,
-        scale_in=chunks.scale_in,
-        scale_out=chunks.scale_out,
+        **scales_of_passing(chunks.scale_in, chunks.scale_out, segments),
         T=terms.q.shape[1],
         N=terms.sequences,
         HV=HV,

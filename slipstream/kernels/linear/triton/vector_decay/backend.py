@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
+from slipstream.kernels.linear.backend import (
+    BackendCapabilities,
+    Exchange,
+    scaled,
+    unscaled,
+)
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
@@ -154,8 +159,8 @@ def backward(
         assert intra.qs is not None
         states = ChunkLaunch(intra.qs, intra.ke, v, s_in=state)
         dv_chunks = ChunkLaunch(intra.ke, intra.qs, over_v, s_out=dinitial, reverse=True)
-        dv_chunks = dv_chunks._replace(s_in=None if dfinal is None else dfinal.contiguous())
-        dv_chunks = dv_chunks._replace(scale_in=1 / scale, scale_out=scale)
+        dfinal = unscaled(None if dfinal is None else dfinal.contiguous(), scale, exchange)
+        dv_chunks = dv_chunks._replace(s_in=dfinal, scale_in=1 / scale, scale_out=scale)
         if problem.segments is not None:
             states = entry_states(states, problem, intra)
             dv_chunks = entry_states(dv_chunks, problem, intra, exchange)._replace(s_out=None)
@@ -177,7 +182,7 @@ def backward(
     if u is not None and du is not None:
         grads["u"] = du.sum(0).to(u.dtype)
     if dinitial is not None:
-        grads["initial_state"] = dinitial
+        grads["initial_state"] = scaled(dinitial, scale, exchange)
     return to_input_layout(grads, given)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange, pass_states
+from slipstream.kernels.linear.backend import Exchange, pass_states, scales_of_passing
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -101,9 +101,9 @@ def choose_segments(problem: VectorDecayProblem, exchange: Exchange | None) -> S
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
     C, terms = problem.tile.C, problem.terms
     segments = split_into_segments(terms, scalar_decay_tokens(programs, T, C))
-    if segments is None and exchange is not None:
-        return exchange.whole_segments(terms, ANCHOR_INTERVAL * C)
-    return segments
+    if exchange is None:
+        return segments
+    return exchange.segments(terms, segments, C, ANCHOR_INTERVAL * C)
 
 
 def size_args(problem: VectorDecayProblem) -> dict[str, Any]:
@@ -153,8 +153,7 @@ def _state_passing(
         total_ptr=total,
         s_in_ptr=chunks.s_in,
         s_out_ptr=chunks.s_out,
-        scale_in=chunks.scale_in,
-        scale_out=chunks.scale_out,
+        **scales_of_passing(chunks.scale_in, chunks.scale_out, segments),
         segment=segments.tokens,
         **size_args(problem),
         D=K,
