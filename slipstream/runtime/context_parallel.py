@@ -33,7 +33,8 @@ class ContextParallel:
         lengths: tokens of each rank, which may be 0; None: the same number each.
         segment_tokens: the deterministic mode: linear operators and attention give equal bits for
             any number of ranks. Sequences are computed in segments of so many tokens, a multiple
-            of 64, and ranks begin where a segment does. It takes two to four times as long.
+            of 64, and ranks begin where a segment does. States go from rank to rank one after the
+            other.
 
     Attributes:
         rank, size: in the group.

@@ -49,7 +49,7 @@ def test_schedule_has_room_for_segments(shape: tuple[int, int, int, int, int]) -
     given = terms(shape)
     cut = choose_schedule(given)
     assert cut is not None
-    part, (segment, count) = cut.interval * C, cut.segments or (T, 0)
+    part, (segment, count, *_) = cut.interval * C, cut.segments or (T, 0)
     assert count == 0 or segment % part == 0
     assert cut.programs(given) == HV * (count or given.sequences)
     if not N:

@@ -291,3 +291,32 @@ def test_exchanges_of_ranks(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None
     for name, x in want.items():
         bar = 1e-6 if name in ("beta", "g") else 1e-8  # those are in float32
         torch.testing.assert_close(found[name].double(), x.detach(), rtol=bar, atol=bar)
+
+
+# Tokens of one rank, of two and of three, and rows or packed sequences.
+BITS = {
+    "rows": ((384,), (256, 128), (128, 0, 256), 2),
+    "packed": ((430,), (168, 262), (40, 128, 262), (40, 390)),
+}
+
+
+@pytest.mark.parametrize("V", [64, 128], ids=["two kernels", "one"])
+@pytest.mark.parametrize("cuts", BITS.values(), ids=BITS)
+def test_bits_do_not_depend_on_the_ranks(
+    cuts: tuple, V: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.triton.common import state_passing_launch
+    from tests.support.lockstep import linear_on_ranks
+
+    *lengths, batch = cuts
+    terms = inputs((sum(lengths[0]), 1, 1, 64, V, batch, True, True))
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    ran = as_numpy(monkeypatch)
+    monkeypatch.setattr(state_passing_launch, "_launch", passing_launch)
+    options: dict[str, Any] = {"scale": SCALE, "impl": "sm90", "segment_tokens": 128}
+    whole, *others = [linear_on_ranks(terms, do, dfinal, x, **options) for x in lengths]
+    assert ("chunk_bwd" in ran) == (V == 128)
+    for name, x in wanted(terms, do, dfinal, sum(lengths[0])).items():
+        bar = 1e-6 if name in ("beta", "g") else 1e-8  # those are in float32
+        torch.testing.assert_close(whole[name].double(), x.detach(), rtol=bar, atol=bar)
+        assert all(torch.equal(found[name], whole[name]) for found in others), name
