@@ -43,6 +43,7 @@ FOLDERS = (
     "kernels/pointwise",
     "kernels/primitives",
     "kernels/projection_step",
+    "kernels/rotation",
     "kernels/running_mean",
     "kernels/selective_scan",
 )

@@ -4,13 +4,15 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._fp32 import result_dtype, widen
+from slipstream.kernels.rotation.op import product, rotate_qk
+from slipstream.ops._fp32 import widen
 from slipstream.ops._preprocess import expect_inputs, in_time_order, scan_impl
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
@@ -39,13 +41,14 @@ def chunk_mamba3(
 ) -> tuple[Tensor, States | None]:
     """Mamba-3, chunkwise: what a token writes is its own input and the one before it.
 
-        theta_t = theta_{t-1} + angles_t;  q_t, k_t turned by theta_t
+        theta_t = theta_{t-1} + angles_t;  q_t, k_t rotated by theta_t
         S_t = exp(g_t) (S_{t-1} + (1 - trap_t) dt_t sum_r k_{t-1,r} v_{t-1,r}^T)
               + trap_t dt_t sum_r k_{t,r} v_{t,r}^T
         o_{t,r} = scale * S_t^T q_{t,r}
 
     With R inputs and outputs a token it is the form called MIMO; SISO is R = 1. It is simple_gla
-    of 2 R T tokens, those before each token and its own.
+    whose tokens write the inputs before them, all that is ever written of these, and an output has
+    what it reads of its own inputs added.
 
     Args:
         q, k: C and B, with their biases, [B, T, HV, R, K], before they are turned.
@@ -67,7 +70,7 @@ def chunk_mamba3(
         ValueError, TypeError: an argument does not fit the others; the message names it.
         NotImplementedError: reverse with a context.
 
-    Cost: that of chunk_simple_gla with 2 R T tokens, a gated scan of HV P channels, and a few
+    Cost: that of chunk_simple_gla with (2 R - 1) T tokens, a gated scan of HV P channels, and a few
     passes over q, k and v. Angles add up in float32.
     Source: Mamba-3 (2026), as mamba_ssm 2.3 has it.
     """
@@ -140,22 +143,46 @@ def _trapezoid(
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
     given = _Given(*tensors)
-    q, k, theta = _turned(given, states, cu_seqlens, options)
-    before, last = _before(k, given.v, states, cu_seqlens, options)
-    S = states[0] if states else None
-    o, S = _written(q, k, before, given, S, cu_seqlens, options, recurrent)
-    if q.shape[3] > 1:
-        o = (widen(o) + _of_itself(q, k, given, options.scale)).to(result_dtype(given.q))
-    if S is None or last is None or theta is None:
+    theta, last_theta = _angles(given, states, cu_seqlens, options)
+    q, k, dots = rotate_qk(given.q, given.k, theta)
+    previous = partial(_previous, cu_seqlens=cu_seqlens, options=options)
+    S, key, value = states[:3] if states else (None, None, None)
+    keys, key = previous(k, key)
+    values, value = previous(given.v, value)
+    own, other = (widen(x) for x in (given.trap * given.dt, (1 - given.trap) * given.dt))
+    own_before, last_own = previous(own, None)  # of a state it has been written
+    weight = widen(given.g).exp() * (own_before + other)
+    values = (weight[..., None, None] * values).to(k.dtype)
+    o, S = _written(q, keys, values, given.g, S, cu_seqlens, options, recurrent)
+    dots = dots * (own[..., None, None] * _scale(options))
+    if q.shape[3] == 1:
+        o = torch.addcmul(o, dots.to(o.dtype), given.v.to(o.dtype))
+    else:
+        o = (widen(o) + product(dots, widen(given.v))).to(o.dtype)
+    if S is None or key is None or value is None or last_own is None or last_theta is None:
         return o, None
-    keys, values = last.split([k.shape[2:].numel(), given.v.shape[2:].numel()], dim=1)
-    return o, (S, keys.unflatten(1, k.shape[2:]), values.unflatten(1, given.v.shape[2:]), theta)
+    S = S + last_own[..., None, None] * product(key.mT, value)
+    return o, (S, key, value, last_theta)
 
 
-def _turned(
+def _previous(
+    x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, options: LinearOptions
+) -> tuple[Tensor, Tensor | None]:
+    """x [B, T, ...] of the token before each, and that of the last, float32 at least."""
+    y, last = token_shift(
+        x.flatten(2),
+        initial_state=None if before is None else before.flatten(1).to(x.dtype),
+        output_final_state=options.output_final_state,
+        cu_seqlens=cu_seqlens,
+        context=options.context,
+    )
+    return y.view(x.shape), None if last is None else widen(last).unflatten(1, x.shape[2:])
+
+
+def _angles(
     given: _Given, states: States | tuple[()], cu_seqlens: Tensor | None, options: LinearOptions
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k turned, and theta after the last token [N, HV, P]."""
+) -> tuple[Tensor, Tensor | None]:
+    """theta [B, T, HV, P], and after the last token [N, HV, P]."""
     angles = widen(given.angles)
     theta, last = gated_scan(
         angles.flatten(2),
@@ -167,78 +194,41 @@ def _turned(
         scan_impl(options.impl),
         options.context,
     )
-    theta = theta.view_as(angles)[:, :, :, None]  # [B, T, HV, 1, P]
-    cos, sin = theta.cos(), theta.sin()
-    found = [_rotated(x, cos, sin) for x in (given.q, given.k)]
     last = None if last is None else last.view(-1, *angles.shape[2:])
-    return found[0], found[1], last
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channels 2 i and 2 i + 1 of x [..., K] by angle i of P, in x's dtype."""
-    width = 2 * cos.shape[-1]
-    first, second = widen(x[..., :width]).unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
-    return torch.cat([pairs.flatten(-2).to(x.dtype), x[..., width:]], -1)
-
-
-def _before(
-    k: Tensor,
-    v: Tensor,
-    states: States | tuple[()],
-    cu_seqlens: Tensor | None,
-    options: LinearOptions,
-) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-    """k turned and v of the token before each, and both of the last [N, HV R K + HV R V]."""
-    x = torch.cat([k.flatten(2), v.to(k.dtype).flatten(2)], -1)
-    start = None
-    if states:
-        start = torch.cat([states[1].flatten(1), states[2].flatten(1)], -1).to(x.dtype)
-    y, last = token_shift(
-        x, initial_state=start, output_final_state=options.output_final_state,
-        cu_seqlens=cu_seqlens, context=options.context,
-    )  # fmt: skip
-    keys, values = y.split([k.shape[2:].numel(), v.shape[2:].numel()], dim=-1)
-    last = None if last is None else widen(last)
-    return (keys.view(k.shape), values.view(v.shape)), last
+    return theta.view_as(angles), last
 
 
 def _written(
     q: Tensor,
     k: Tensor,
-    before: tuple[Tensor, Tensor],
-    given: _Given,
+    v: Tensor,
+    g: Tensor,
     S: Tensor | None,
     cu_seqlens: Tensor | None,
     options: LinearOptions,
     recurrent: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """simple_gla of 2 R tokens a token: R write the token before, then one decays and R write and
-    read, each after what those before it have written."""
+    """What q reads once k and v, of the tokens before, are written: simple_gla of 2 R - 1 tokens a
+    token, of which the first decays, the first R write and the last R read."""
     T, R = q.shape[1], q.shape[3]
-    own = widen(given.trap * given.dt)[..., None, None]
-    other = widen((1 - given.trap) * given.dt)[..., None, None]
-    keys = torch.cat([before[0], k], 3)
-    values = torch.cat([other * before[1], own * given.v], 3).to(k.dtype)
-    reads = torch.cat([torch.zeros_like(q), q], 3)
-    reads, keys, values = (x.transpose(2, 3).flatten(1, 2) for x in (reads, keys, values))
-    g = torch.nn.functional.pad(widen(given.g)[:, :, None], (0, 0, R, R - 1)).flatten(1, 2)
-    scale = 1.0 if options.scale is None else options.scale
-    context = None if options.context is None else options.context.repeated(2 * R)
-    offsets = None if cu_seqlens is None else cu_seqlens * (2 * R)
+    n = 2 * R - 1
+    if R > 1:
+        q = F.pad(q, (0, 0, R - 1, 0))
+        k, v = (F.pad(x, (0, 0, 0, R - 1)) for x in (k, v))
+    q, k, v = (x.transpose(2, 3).flatten(1, 2) for x in (q, k, v))
+    g = F.pad(widen(g)[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
+    context = None if options.context is None else options.context.repeated(n)
+    offsets = None if cu_seqlens is None else cu_seqlens * n
     o, S = run(
-        LinearInputs(reads, keys, values, g=g, initial_state=S, cu_seqlens=offsets),
-        options._replace(scale=scale, context=context),
+        LinearInputs(q, k, v, g=g, initial_state=S, cu_seqlens=offsets),
+        options._replace(scale=_scale(options), context=context),
         recurrent=recurrent,
     )
-    return o.unflatten(1, (T, 2 * R))[:, :, R:].transpose(2, 3), S
+    return o.unflatten(1, (T, n))[:, :, R - 1 :].transpose(2, 3), S
 
 
-def _of_itself(q: Tensor, k: Tensor, given: _Given, scale: float | None) -> Tensor:
-    """What a token's outputs read of those of its inputs that _written has after them."""
-    later = torch.ones(q.shape[3], q.shape[3], dtype=torch.bool, device=q.device).triu(1)
-    scores = (widen(q) @ widen(k).mT) * widen(given.trap * given.dt)[..., None, None]
-    return (scores * later * (1.0 if scale is None else scale)) @ widen(given.v)
+def _scale(options: LinearOptions) -> float:
+    return 1.0 if options.scale is None else options.scale
 
 
 def _check(

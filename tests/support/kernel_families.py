@@ -32,6 +32,7 @@ from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.projection_step import eager as projection_eager
+from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import rwkv7, token_mix
@@ -132,6 +133,12 @@ def erased() -> list[Tensor]:
 
 def _erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
     return erase_op._run_backward(da, g, k, b, "eager")
+
+
+def rotations() -> list[Tensor]:
+    q, k, theta = leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 3)
+    outs = [x.flatten(2) for x in rotation_op.rotate_qk(q, k, theta)]
+    return gradients(torch.cat(outs, 2), q, k, theta)
 
 
 def running_means() -> list[Tensor]:
@@ -406,6 +413,15 @@ FAMILIES = [
             "erase.triton.erase:backward": _erase_backward,
         },
         ("slipstream.kernels.erase.op",),
+    ),
+    Family(
+        "rotation.triton",
+        rotations,
+        {
+            "rotation.triton.rotation:forward": rotation_op.plain,
+            "rotation.triton.rotation:backward": lambda *x: rotation_op._run_backward(*x, "eager"),  # pyright: ignore
+        },
+        ("slipstream.kernels.rotation.op",),
     ),
     Family(
         "running_mean.triton",

@@ -1,0 +1,1 @@
+"""The rotation in Triton."""

@@ -1,0 +1,47 @@
+"""The rotation's kernels under Triton's interpreter, against plain torch in float64."""
+
+import pytest
+import torch
+
+from slipstream.kernels.rotation import op
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_rotation_matches_torch() -> None:
+    run(script="tests.kernels.rotation.test_rotation_interpreted")
+
+
+def check(shape: tuple[int, ...], P: int, dtype: torch.dtype) -> None:
+    """shape: [..., R, K]."""
+    tensors = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    angles = 3 * torch.randn(*shape[:-2], P)
+    found, douts = [], None
+    for kernels in (True, False):
+        leaves = [
+            (x if kernels else x.double()).clone().requires_grad_() for x in (*tensors, angles)
+        ]
+        outs = op._Rotate.apply(*leaves, "triton") if kernels else op.plain(*leaves)
+        douts = [torch.randn_like(x) for x in outs] if douts is None else douts
+        grads = torch.autograd.grad(outs, leaves, [d.to(x.dtype) for d, x in zip(douts, outs)])
+        found.append([*outs, *grads])
+    assert found[0][0].dtype == dtype and found[0][2].dtype == torch.float32
+    for got, want in zip(*found, strict=True):
+        assert error(got.detach(), want.detach()) < (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for shape, P in (((2, 19, 1, 8), 4), ((1, 3, 2, 3, 11), 2), ((1, 1, 1, 2), 1)):
+        check(shape, P, torch.float32)
+        check(shape, P, torch.float16)
+    q, k, theta = torch.randn(2, 1, 4), torch.randn(2, 1, 4), torch.randn(2, 2)
+    assert op._mismatch(q, theta) is None
+    torch.library.opcheck(op._forward.overload, (q, k, theta, "triton"))
+    grads = torch.randn(2, 1, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 1)
+    torch.library.opcheck(op._backward.overload, (q, k, theta, *grads, "triton"))
+
+
+if __name__ == "__main__":
+    main()
