@@ -36,6 +36,7 @@ def attention(
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
     impl: str | None = None,
+    consistent: bool = False,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -57,6 +58,7 @@ def attention(
     dropout_p: float = 0.0,
     return_lse: Literal[True],
     impl: str | None = None,
+    consistent: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @checks.operator
 def attention(
@@ -78,6 +80,7 @@ def attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     impl: str | None = None,
+    consistent: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention.
 
@@ -116,6 +119,9 @@ def attention(
             "triton" and "eager" and in the backward. "sm90" and "reference" have no dropout.
         return_lse: return lse too.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        consistent: the same bits for a query however many others there are, one or a whole prompt,
+            with or without gradients, and whatever else there is in the batch. Causal calls of at
+            least as many keys as queries, without context or dropout. In plain torch slow.
 
     Returns:
         o [B, T, H, DV] in q's dtype; 0 for a query that sees nothing. With return_lse also lse
@@ -133,6 +139,8 @@ def attention(
         et al., ALiBi, 2021; Lin et al., Forgetting Transformer, 2025.
     """
     if context is not None:
+        if consistent:
+            raise NotImplementedError("consistent: not with a context")
         given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths}
         for name, x in given.items():
             if x is not None:
@@ -163,7 +171,7 @@ def attention(
         q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths, seed
     )
     options = AttentionOptions(factor, left, right, float(softcap or 0.0), float(dropout_p))
-    o, lse = run(terms, options, return_lse, impl)
+    o, lse = run(terms, options, return_lse, impl, consistent)
     return o if lse is None else (o, lse)
 
 

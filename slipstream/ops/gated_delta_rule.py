@@ -5,11 +5,13 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.ops._blocks import by_blocks
 from slipstream.ops._preprocess import beta_or_ones, beta_sigmoid, delta_gate, l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
+@by_blocks
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -32,6 +34,7 @@ def chunk_gated_delta_rule(
     context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
+    consistent: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule, chunkwise: decay the state, then correct what it holds under the key.
 
@@ -59,6 +62,9 @@ def chunk_gated_delta_rule(
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        consistent: the same bits wherever a sequence is cut at a multiple of 64 tokens, with or
+            without gradients, and whatever else there is in the batch. In plain torch slow: it goes
+            64 tokens of one sequence at a time. Not with reverse or context.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -79,7 +85,9 @@ def chunk_gated_delta_rule(
         beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
+        LinearOptions(
+            scale, output_final_state, state_v_first, reverse, chunk_size, impl, context, consistent
+        ),
         recurrent=False,
     )
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.ops._blocks import by_blocks
 from slipstream.ops.dplr_delta_rule import check_promised_bound
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -12,6 +13,7 @@ _NAMES = {"q": "r", "g": "w"}
 
 
 @checks.operator
+@by_blocks
 def chunk_rwkv7(
     *,
     r: Tensor,
@@ -31,6 +33,7 @@ def chunk_rwkv7(
     context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
+    consistent: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7, chunkwise: decay each channel, read under a, add that under b, write.
 
@@ -59,6 +62,9 @@ def chunk_rwkv7(
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        consistent: the same bits wherever a sequence is cut at a multiple of 64 tokens, with or
+            without gradients, and whatever else there is in the batch. In plain torch slow: it goes
+            64 tokens of one sequence at a time. Not with reverse or context.
 
     Returns:
         o [B, T, HV, V] in r's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -73,7 +79,9 @@ def chunk_rwkv7(
     checks.expect_rank("w", w, 4, "[B, T, HV, K]")
     return run(
         LinearInputs(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
+        LinearOptions(
+            scale, output_final_state, state_v_first, reverse, chunk_size, impl, context, consistent
+        ),
         recurrent=False,
         names=_NAMES,
     )

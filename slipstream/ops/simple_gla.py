@@ -5,10 +5,12 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.ops._blocks import by_blocks
 from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
+@by_blocks
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -25,6 +27,7 @@ def chunk_simple_gla(
     context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
+    consistent: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA, chunkwise: a scalar decay for each token and head.
 
@@ -49,6 +52,9 @@ def chunk_simple_gla(
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
             kernels have their own. Chosen if None.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
+        consistent: the same bits wherever a sequence is cut at a multiple of 64 tokens, with or
+            without gradients, and whatever else there is in the batch. In plain torch slow: it goes
+            64 tokens of one sequence at a time. Not with reverse or context.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -65,7 +71,9 @@ def chunk_simple_gla(
         LinearInputs(
             q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
         ),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
+        LinearOptions(
+            scale, output_final_state, state_v_first, reverse, chunk_size, impl, context, consistent
+        ),
         recurrent=False,
     )
 

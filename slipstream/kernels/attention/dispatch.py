@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import eager, op
+from slipstream.kernels.attention import blocks, eager, op
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
@@ -13,6 +13,7 @@ from slipstream.kernels.attention.sm90.plan import unsupported_reason as sm90_un
 from slipstream.kernels.attention.triton.plan import kind, unsupported_reason
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.consistent import is_consistent
 from slipstream.runtime.dispatch import Candidate, choose
 
 NO_DROPOUT = "it has no dropout"
@@ -60,11 +61,23 @@ CACHE_CANDIDATES = (
 
 
 def run(
-    inputs: AttentionInputs, options: AttentionOptions, want_lse: bool, impl: str | None
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    want_lse: bool,
+    impl: str | None,
+    consistent: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, H, DV] in q's dtype and, if wanted, lse [B, H, T], float32 or float64."""
+    """o [B, T, H, DV] in q's dtype and, if wanted, lse [B, H, T], float32 or float64.
+
+    consistent: as ops.attention. Kernels decide nothing by sizes, and go through keys in one order.
+    """
+    consistent = consistent or is_consistent()
+    if consistent:
+        _expect_consistent(options, impl)
     plan = choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)
     chosen = plan.impl
+    if chosen == "eager" and consistent:
+        return blocks.attention(inputs, options, want_lse)
     if chosen == "reference":
         o, lse = softmax_reference(_in_compute_dtype(inputs), options)
         return o.to(inputs.q.dtype), lse if want_lse else None
@@ -75,6 +88,20 @@ def run(
         gradients = choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).impls
     o, lse = op.softmax(inputs, options, plan.impls, gradients)
     return o, lse if want_lse else None
+
+
+def _expect_consistent(options: AttentionOptions, impl: str | None) -> None:
+    """
+    Raises:
+        NotImplementedError: for what goes through keys in no fixed order.
+    """
+    if options.right != 0:
+        raise NotImplementedError("consistent: want causal attention")
+    if options.dropout:
+        raise NotImplementedError("consistent: not with dropout_p")
+    if impl == "reference" or torch.compiler.is_compiling():
+        other = "impl='reference'" if impl == "reference" else "torch.compile"
+        raise NotImplementedError(f"consistent: not with {other}")
 
 
 def plan_across_ranks(

@@ -7,13 +7,14 @@ argument checks under the user's names, default scale, autocast, reversed time, 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
-from slipstream.kernels.linear.op import Linear, call_forward
+from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call_forward
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
@@ -26,6 +27,7 @@ from slipstream.kernels.linear.wide_heads import (
     split_heads,
 )
 from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.consistent import is_consistent
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import (
     PLAIN,
@@ -43,8 +45,6 @@ CANDIDATES = (
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
-# Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/dev/log/cpu.md).
-DEFAULT_CHUNK = 32
 _PLANS = ValidationCache()
 
 
@@ -58,6 +58,7 @@ class LinearOptions(NamedTuple):
     chunk_size: int | None = None
     impl: str | None = None
     context: ContextParallel | None = None
+    consistent: bool = False
 
     def scale_of(self, q: Tensor) -> float:
         """The factor on the output: K^-0.5 if none is given."""
@@ -83,15 +84,18 @@ def run(
     if options.state_v_first and terms.initial_state is not None:
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
+    same_bits = not recurrent and (options.consistent or is_consistent())
+    if same_bits:
+        _expect_consistent(options)
     if options.context is not None:
         given = terms, options, options.context, recurrent, names or {}
         return options.context.eagerly(_run_across_ranks, *given)
-    key = signature(terms, options.chunk_size, options.impl, recurrent)
+    key = signature(terms, options.chunk_size, options.impl, recurrent, same_bits)
     dtype = None
     if key is not None and terms.q is not None:
         dtype = autocast_dtype(terms.q)
         key = (*key, dtype)
-    plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent))
+    plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent, same_bits))
     if key is None or dtype is not None:
         terms = as_autocast(terms)
     if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
@@ -103,6 +107,7 @@ def run(
         o, state = linear_reference(terms, scale)
     else:
         chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+        chunk = CONSISTENT if same_bits else chunk
         groups = None if plan.impl in PLAIN else plan.groups
         given = terms if groups is None else split_heads(terms, groups)
         arguments = scale, chunk, plan.impls, groups is not None and groups.rows > 1
@@ -117,6 +122,20 @@ def run(
     if not options.output_final_state:
         return o, None
     return o, state.transpose(-1, -2) if options.state_v_first else state
+
+
+def _expect_consistent(options: LinearOptions) -> None:
+    """
+    Raises:
+        NotImplementedError: beside an option with which no kernel keeps the promise.
+    """
+    if options.reverse or options.context is not None:
+        name = "reverse" if options.reverse else "context"
+        raise NotImplementedError(f"consistent: not with {name}")
+    if options.impl == "reference":
+        raise NotImplementedError("consistent: not with impl='reference'")
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("consistent: not under torch.compile, which decides about sums")
 
 
 class _Choice(NamedTuple):
@@ -189,16 +208,36 @@ class _Plan(NamedTuple):
 
 
 def _checked(
-    terms: LinearInputs, names: Mapping[str, str], options: LinearOptions, recurrent: bool
+    terms: LinearInputs,
+    names: Mapping[str, str],
+    options: LinearOptions,
+    recurrent: bool,
+    same_bits: bool = False,
 ) -> _Plan:
     """Looks at nothing but shapes, dtypes and devices."""
     check(terms, names, options, recurrent)
-    terms = as_autocast(terms)
+    given = terms = as_autocast(terms)
+    if same_bits:
+        terms = _of_one_token(terms)
     groups = groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
     if not recurrent and options.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
     chosen = plan_for(terms, options.impl, groups)
+    if same_bits and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
+        raise NotImplementedError(f"consistent: a call of this size has no such kernel ({reason})")
     return _Plan(chosen.impl, chosen.impls, groups)
+
+
+def _of_one_token(terms: LinearInputs) -> LinearInputs:
+    """Of which kernels say what they say of any number of tokens and sequences."""
+    if 0 in terms.q.shape[:2]:
+        return terms
+    token = {
+        name: x[:1, :1]
+        for name, x in terms._asdict().items()
+        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
+    }
+    return terms._replace(**token, initial_state=None)
 
 
 def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None:

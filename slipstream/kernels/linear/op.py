@@ -1,10 +1,11 @@
 """The linear family as torch.library operators, and its gradient.
 
 slipstream::linear_forward and slipstream::linear_backward take the terms in their order; `chunk` is
-the chunk size, 0 for token by token; `impl` names the implementation, or several to try in order,
-"triton|eager"; `wide` asks for o in float32. Outputs have a fixed number: o, the final state; and
-the gradients of the differentiable terms given, in their order. linear_spans is linear_forward that
-goes through the tokens in `spans` slices, and also returns the states between them, for backward.
+the chunk size, 0 for token by token, CONSISTENT for consistent=True; `impl` names the
+implementation, or several to try in order, "triton|eager"; `wide` asks for o in float32. Outputs
+have a fixed number: o, the final state; and the gradients of the differentiable terms given, in
+their order. linear_spans is linear_forward that goes through the tokens in `spans` slices, and also
+returns the states between them, for backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear import probe, workspace
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
+from slipstream.kernels.linear.eager.blocks import block_forward
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
@@ -25,6 +27,7 @@ from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
+from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.guarded_launch import Guard
 
@@ -32,6 +35,10 @@ from slipstream.runtime.guarded_launch import Guard
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
 # docs/dev/log/runtime.md.
 MAX_STEP_TOKENS = 16
+# Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/dev/log/cpu.md).
+DEFAULT_CHUNK = 32
+# In place of a chunk size: bits that depend neither on the batch nor on where a sequence is cut.
+CONSISTENT = -1
 
 NUM_TERMS = len(LinearInputs._fields)
 # Arguments of linear_backward, but for the states between slices.
@@ -53,6 +60,8 @@ def forward_impl(
     """
     terms, (scale, chunk, impl, wide, *count) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
     num_slices = count[0] if count else 0
+    # a slice of packed sequences begins chunks of its own
+    sliceable = chunk != CONSISTENT or terms.cu_seqlens is None
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         if exchange is not None:
             exchange.by_calls()
@@ -61,12 +70,15 @@ def forward_impl(
         return (o, final, no_states) if count else (o, final)
     first, _, others = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and _is_short(terms, exchange))
-    with Guard(
-        impl,
-        terms.q.device,
-        lambda: kind(terms, first, by_token),
-        lambda: probe.mismatch(terms, first, by_token, linear),
-    ) as usable:
+    with (
+        Guard(
+            impl,
+            terms.q.device,
+            lambda: kind(terms, first, by_token),
+            lambda: probe.mismatch(terms, first, by_token, linear),
+        ) as usable,
+        consistent(chunk == CONSISTENT),
+    ):
         if usable:
             backend = _backend_for(first, terms, by_token)
             can = backend.CAPABILITIES
@@ -79,7 +91,8 @@ def forward_impl(
                 shape = workspace.checkpoints_shape(terms, num_slices)
                 states = terms.v.new_empty(shape, dtype=torch.float32)
                 options["checkpoints"] = states
-            elif num_slices > 1 or (can.writes_out and out is None):  # with out it is a slice
+            elif sliceable and (num_slices > 1 or (can.writes_out and out is None)):
+                # with out it is a slice
                 slices = workspace.fwd_slices(given, num_slices)
             if len(slices) == 1 and out is None:
                 if wide and can.fp32_out:
@@ -137,6 +150,8 @@ def _with_states(
 def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     if chunk == 0:
         return recurrent_forward(terms, scale)
+    if chunk == CONSISTENT:
+        return block_forward(terms, scale, DEFAULT_CHUNK)
     return chunk_forward(terms, scale, chunk)
 
 
@@ -278,7 +293,8 @@ def backward_impl(
         exchange.by_calls()
     if chunk == 0:
         return workspace.copy_into(recurrent_backward(terms, dout, dfinal, scale), out)
-    return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, chunk), out)
+    size = DEFAULT_CHUNK if chunk == CONSISTENT else chunk
+    return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, size), out)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -390,7 +406,8 @@ class Linear(Function):
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
         terms = LinearInputs(*given)
-        num_slices, saved = workspace.num_slices(terms, impl), []
+        packed = chunk == CONSISTENT and terms.cu_seqlens is not None
+        num_slices, saved = 1 if packed else workspace.num_slices(terms, impl), []
         if impl.startswith("sm90") and terms.transition == "delta" and is_plain_call(terms.q):
             o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, num_slices)
         elif num_slices > 1 or workspace.fwd_unsliced(terms, impl):

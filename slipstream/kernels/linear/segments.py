@@ -4,7 +4,9 @@ One program a head and sequence leaves most of a GPU idle where these are few. I
 programs run at once: each leaves its transition, what it makes of the state (M) and what it adds
 to it (E); state passing combines these into the state before each segment; then every segment runs
 as if it were a sequence. The choice looks at shapes and dtypes alone, so that equal shapes give
-equal bits. Each family of kernels has its own costs, and so its own function here:
+equal bits; with consistent=True forward passes have no segments, for what segments add is rounded
+otherwise than what one scan leaves. Each family of kernels has its own costs, and so its own
+function here:
 
     scalar_decay_tokens   Triton, no transition: M is one number, or one a channel
     delta_tokens          Triton, delta rule and DPLR: M is [K, K]
@@ -17,6 +19,7 @@ from math import isqrt
 from typing import NamedTuple
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.runtime.consistent import is_consistent
 
 NUM_SMS = 132  # multiprocessors of the GPU that these choices were measured on
 # Programs of Triton's chunk kernels that fill it: two on each.
@@ -88,7 +91,7 @@ def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
     least triples the programs.
     """
     count, anchor = TARGET_PROGRAMS // max(programs, 1), ANCHOR_INTERVAL * C
-    if count < 3 or tokens < 2 * anchor:
+    if is_consistent() or count < 3 or tokens < 2 * anchor:
         return None
     return -(-tokens // (count * anchor)) * anchor
 
@@ -101,7 +104,7 @@ def delta_tokens(programs: int, T: int, C: int) -> int | None:
     """
     chunks = T // C
     count = min(TARGET_PROGRAMS // max(programs, 1), isqrt(2 * chunks))
-    if count < 5 or chunks < 64:
+    if is_consistent() or count < 5 or chunks < 64:
         return None
     return -(-chunks // count) * C
 
@@ -116,7 +119,7 @@ def delta_sm90(terms: LinearInputs) -> Segments | None:
     chunks = _chunks_of_a_sequence(terms)
     programs = V // TILE_V * HV * terms.sequences
     count = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
-    if count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
+    if is_consistent() or count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
         return None
     return split_into_segments(terms, -(-chunks // count) * CHUNK)
 
@@ -135,7 +138,7 @@ def dplr_sm90(terms: LinearInputs) -> Segments | None:
     HV, V = terms.v.shape[2:]
     tiles = 1 + -(-terms.q.shape[-1] // V)
     chunks = _chunks_of_a_sequence(terms)
-    n = num_dplr_sm90(HV * terms.sequences, tiles, chunks)
+    n = 1 if is_consistent() else num_dplr_sm90(HV * terms.sequences, tiles, chunks)
     return split_into_segments(terms, -(-chunks // n) * CHUNK) if n > 1 else None
 
 

@@ -39,6 +39,7 @@ from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
 from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
+from slipstream.runtime.consistent import is_consistent
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(
@@ -191,6 +192,7 @@ class Sm90Delta(DeltaBackend):
         """Whether a program takes two tiles of V: with one each they would not all run at once."""
         HV, V = terms.v.shape[2:]
         sequences = terms.sequences if self.active is None else self.active
+        sequences = 1 if is_consistent() else sequences
         return V % (2 * TILE_V) == 0 and V // TILE_V * HV * sequences > NUM_SMS
 
     def chunk_dstate(

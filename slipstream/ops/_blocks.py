@@ -1,0 +1,112 @@
+"""consistent=True of operators in plain torch: they are called for 64 tokens of one sequence at a
+time, with everything that they do before the recurrence.
+
+On a CPU torch rounds exp, softplus or sigmoid of an element by where in memory it lies. So every
+block has one shape and is a copy; what is missing of the last is padded with zeros, and with gates
+that decay nothing.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.runtime.backends import INTERPRETED
+from slipstream.runtime.consistent import BLOCK
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_plain(x: Tensor, impl: str | None) -> bool:
+    """Whether plain torch runs a call, for whose tensors no kernel would be asked."""
+    return impl == "eager" or (impl is None and not (x.is_cuda or INTERPRETED))
+
+
+def by_blocks(fn: Callable[P, R]) -> Callable[P, R]:
+    """A linear operator whose `consistent=True` in plain torch goes by blocks."""
+    names = tuple(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not kwargs.get("consistent") or torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
+        blocks = _Blocks.of(given)
+        return fn(*args, **kwargs) if blocks is None else cast(R, blocks.run(fn))
+
+    return call
+
+
+class _Blocks(NamedTuple):
+    """given: arguments by name. tokens: those with a number, or row, for each token [B, T, ...].
+    places: row, first token and end of each sequence."""
+
+    given: dict[str, Any]
+    tokens: dict[str, Tensor]
+    places: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "_Blocks | None":
+        """None where kernels run, or for arguments that fn refuses, or that have no tokens."""
+        q = given.get("q", given.get("r"))
+        if not isinstance(q, Tensor) or q.dim() != 4 or 0 in q.shape:
+            return None
+        if not is_plain(q, given.get("impl")):
+            return None
+        if given.get("context") is not None or given.get("reverse"):
+            return None
+        tensors = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.dim() > 2}
+        state = tensors.pop("initial_state", None)
+        if any(x.shape[:2] != q.shape[:2] for x in tensors.values()):
+            return None
+        offsets = given.get("cu_seqlens")
+        if offsets is None:
+            places = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
+        elif offsets.dim() == 1 and q.shape[0] == 1:
+            check_cu_seqlens_values(offsets, q.shape[1])
+            places = [(0, *ends) for ends in pairwise(offsets.tolist())]
+        else:
+            return None
+        if not places or (state is not None and state.shape[0] != len(places)):
+            return None
+        return cls(given, tensors, places)
+
+    def run(self, fn: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
+        rows, states, initial = [], [], self.given.get("initial_state")
+        for n, place in enumerate(self.places):
+            o, state = self._sequence(fn, None if initial is None else initial[n : n + 1], *place)
+            rows.append(o)
+            states.append(state)
+        packed = self.given.get("cu_seqlens") is not None
+        final = torch.cat(states) if self.given.get("output_final_state") else None
+        return torch.cat(rows, dim=1 if packed else 0), final
+
+    def _sequence(
+        self, fn: Callable[..., Any], state: Tensor | None, row: int, begin: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        parts = []
+        for at in range(begin, max(end, begin + 1), BLOCK):  # one of an empty sequence
+            stop = min(at + BLOCK, end)
+            block = {n: self._block(n, x[row : row + 1, at:stop]) for n, x in self.tokens.items()}
+            ends = {"initial_state": state, "output_final_state": True, "cu_seqlens": None}
+            o, state = fn(**{**self.given, **block, **ends})
+            parts.append(o[:, : stop - at])
+        assert state is not None
+        return torch.cat(parts, dim=1), state
+
+    def _block(self, name: str, x: Tensor) -> Tensor:
+        missing = BLOCK - x.shape[1]
+        raw = name in ("g", "gk") and self.given.get("use_gate_in_kernel", False)
+        # of which softplus and sigmoid are 0
+        value = torch.finfo(x.dtype).min / 2**16 if raw and x.dtype != torch.float16 else 0.0
+        value = -3e4 if raw and x.dtype == torch.float16 else value
+        if not missing:
+            return x.clone(memory_format=torch.contiguous_format)
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=value)

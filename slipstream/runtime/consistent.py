@@ -1,0 +1,37 @@
+"""The scope of `consistent=True`: within it nothing that decides about arithmetic looks at how many
+sequences or tokens a call has.
+
+Kernels then take every sequence as one segment, from its first chunk to its last, by the same
+program. Plain torch has no such promise of torch's own functions, whose sums depend on sizes and,
+on a CPU, on where an element lies; it works on one sequence and BLOCK tokens at a time.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Tokens between the places of a sequence at which it may be cut: a multiple of all chunks.
+BLOCK = 64
+
+
+class _Scope(threading.local):
+    on = False
+
+
+_scope = _Scope()
+
+
+def is_consistent() -> bool:
+    """Whether the caller is within a `consistent()` of this thread."""
+    return _scope.on
+
+
+@contextmanager
+def consistent(on: bool = True) -> Iterator[None]:
+    """Calls within give the bits that any other cut or batch gives; on=False changes nothing."""
+    before = _scope.on
+    _scope.on = before or on
+    try:
+        yield
+    finally:
+        _scope.on = before
