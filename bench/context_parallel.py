@@ -1,7 +1,7 @@
 """Operators whose tokens are dealt out to several GPUs, beside one GPU.
 
     torchrun --nproc-per-node 2 bench/context_parallel.py                     times and memory
-    torchrun --nproc-per-node 2 bench/context_parallel.py --segments 16384    the deterministic mode
+    torchrun --nproc-per-node 2 bench/context_parallel.py --segments 8192     the deterministic mode
     torchrun --nproc-per-node 4 bench/context_parallel.py --check             results, on a CPU too
 
 bf16, 16 heads of 128 (rwkv7: 32 of 64), as many tokens on each of N GPUs as --tokens says. fwd,
@@ -187,12 +187,12 @@ def time_one(name: str, options: Namespace, report: Report) -> None:
 
     # what one GPU takes is measured on all of them at once, so that they go on together
     for tokens in (ranks * each, each):
-        one = slowest(measured(op, make(tokens), report.runs(RUNS)))
+        one = slowest(measured(op, make(tokens), report.runs(options.runs)))
         if rank == 0:
             report.row("context_parallel", {**cells, "gpus": 1, "tokens": tokens, **rounded(one)})
-    plan = ContextParallel(None, segment_tokens=options.segments)
+    plan = ContextParallel(None, segment_tokens=options.segments and min(options.segments, each))
     args = make(each)
-    found = slowest(measured(op, args, report.runs(RUNS), context=plan))
+    found = slowest(measured(op, args, report.runs(options.runs), context=plan))
     given = parts(op, args, 0, each)
     with torch.no_grad():
         dout = torch.randn_like(first(op, given, context=plan))
@@ -275,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--tokens", type=int, default=65536, help="of each GPU")
     arguments.add_argument("--heads", type=int, default=16)
+    arguments.add_argument("--runs", type=int, default=RUNS, help="how often a call is timed")
     arguments.add_argument("--gate", default="weak", help="weak, strong, or zero, which keeps all")
     arguments.add_argument("--segments", type=int, default=None)
     arguments.add_argument("--check", action="store_true")

@@ -10,7 +10,6 @@ float32 (float64 for float64).
 """
 
 from collections.abc import Callable
-from functools import reduce
 from math import prod
 
 import torch
@@ -120,6 +119,14 @@ class _StateExchange(Exchange):
         return total
 
 
+def _product(M: Tensor) -> Tensor:
+    """The last of M [width, n, HV, K, K] times all before it, in as many products as n has bits."""
+    while (n := M.shape[1]) > 1:
+        pairs = M[:, 1::2] @ M[:, : n - 1 : 2]
+        M = torch.cat([pairs, M[:, -1:]], 1) if n % 2 else pairs
+    return M[:, 0]
+
+
 class ForwardStates(_StateExchange):
     """Writes what the ranks before come to into the first rows of the initial states.
 
@@ -181,9 +188,7 @@ class ForwardStates(_StateExchange):
             rows = transition[None, first : first + count]
         else:
             rows = transition.unflatten(0, (self.width, -1))
-        if self.matrix:
-            return reduce(lambda before, M: M @ before, rows.unbind(1))
-        return rows.prod(1)
+        return _product(rows) if self.matrix else rows.prod(1)
 
     def _send(self, E: Tensor | None, M: Tensor | None) -> None:
         """Both in one message."""

@@ -42,7 +42,7 @@ def state_passing(
     def transition() -> Tensor:
         if m_is_zero is None:
             return M
-        return M.masked_fill((m_is_zero != 0)[..., None, None], 0.0)
+        return torch.where(m_is_zero[..., None, None] == 0, M, 0.0)
 
     pass_states(run, states, s_out, terms, segments, transition, exchange, E is not None)
 
