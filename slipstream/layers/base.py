@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_floating, expect_rank, expect_tensor
-from slipstream.nn import decoding, projections
+from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.nn.linear import is_hooked
 from slipstream.ops._fp32 import widen
@@ -144,6 +144,8 @@ class Mixer(nn.Module):
     token_states: ClassVar[tuple[str, ...]] = ()
     # whether `step` takes drafts (nn/decoding.py) where it is fused
     verifies_drafts: ClassVar[bool] = False
+    # whether `step` of one token takes a recurrent state in int8 (nn/rounded.py) as it is
+    steps_rounded: ClassVar[bool] = False
     # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and
     # whether the norm of the output is over the channels of all ranks
     head_shard: HeadShard | None = None
@@ -210,7 +212,8 @@ class Mixer(nn.Module):
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Any:
         """`step` where nobody waits for a call of this module or of its convolution."""
-        if (x.shape[1] == 1 and self.mode != "chunk") or decoding.verifies():
+        short = (x.shape[1] == 1 and self.mode != "chunk") or decoding.verifies()
+        if short and (self.steps_rounded or not rounded.has_rounded(state)):
             return self.decode(x, state, positions, **options)
         return self._call_in_place(x, state, positions, **options)
 
@@ -268,7 +271,10 @@ class Mixer(nn.Module):
     def _call_in_place(
         self, x: Tensor, state: State, positions: Tensor | None, **options: Any
     ) -> Any:
-        y, after, *value = self(x, positions=positions, state=state, use_cache=True, **options)
+        start = rounded.wide(state, x.dtype)
+        y, after, *value = self(x, positions=positions, state=start, use_cache=True, **options)
+        if start is not state:
+            after = rounded.rounded(after)
         for name, tensor in after.items():
             used = tensor[:, : state[name].shape[1]] if name in self.token_states else tensor
             state[name].copy_(used)

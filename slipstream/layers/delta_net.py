@@ -51,6 +51,7 @@ class DeltaNet(Mixer):
     """
 
     verifies_drafts = True
+    steps_rounded = True
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class DeltaNet(Mixer):
         if self.conv is not None or self.qk_activation == "silu":
             qkv = decoding.convolution(self.conv, qkv, state.get("conv"))
         q, k, v = self._heads(qkv)
-        o = decoding.recurrence(q, k, v, state["recurrent"], beta=self._beta(x))
+        o = decoding.recurrence(q, k, v, state, beta=self._beta(x))
         gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps)
         return self.o_proj(o.flatten(-2))

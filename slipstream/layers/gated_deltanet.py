@@ -50,6 +50,7 @@ class GatedDeltaNet(DeltaHeads):
     """
 
     verifies_drafts = True
+    steps_rounded = True
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class GatedDeltaNet(DeltaHeads):
             q,
             k,
             v,
-            state["recurrent"],
+            state,
             g=decoding.decay_gate(a, self.A_log, self.dt_bias),
             beta=2 * beta if self.allow_neg_eigval else beta,
         )

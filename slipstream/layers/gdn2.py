@@ -47,6 +47,7 @@ class GatedDeltaNet2(DeltaHeads):
     """
 
     verifies_drafts = True
+    steps_rounded = True
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class GatedDeltaNet2(DeltaHeads):
         q, k, v = self._heads_of(qkv, decoding.unit)
         g, b, w = self._gates(x)
         o = decoding.recurrence(
-            q, k, w * v, state["recurrent"],
+            q, k, w * v, state,
             g=self._of_values(g), a=(g.exp() * b * k).to(k.dtype), b=-k,
         )  # fmt: skip
         return self._output(o, self._gate_of(x))

@@ -57,6 +57,7 @@ class GatedLinearAttention(Mixer):
     norm_weight: nn.Parameter | None
 
     verifies_drafts = True
+    steps_rounded = True
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class GatedLinearAttention(Mixer):
             qkv = decoding.convolution(self.conv, torch.cat([q, k, v], dim=-1), state["conv"])
             q, k, v = qkv.split(self.channels, dim=-1)
         q, k, v, g = self._heads(q, k, v, self._log_decay(self.gk_down(x)))
-        o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
+        o = decoding.recurrence(q, k, v, state, g=g)
         gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))

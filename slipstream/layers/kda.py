@@ -53,6 +53,7 @@ class KimiDeltaAttention(DeltaHeads):
     """
 
     verifies_drafts = True
+    steps_rounded = True
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class KimiDeltaAttention(DeltaHeads):
             q,
             k,
             v,
-            state["recurrent"],
+            state,
             g=decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound),
             beta=2 * beta if self.allow_neg_eigval else beta,
         )

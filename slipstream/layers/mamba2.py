@@ -55,6 +55,7 @@ class Mamba2(Mixer):
     norm_weight: nn.Parameter | None
 
     verifies_drafts = True
+    steps_rounded = True
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class Mamba2(Mixer):
         b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
         step, g = self._step(dt)
         v = u * step.to(u.dtype)[..., None]
-        o = decoding.recurrence(c, b, v, state["recurrent"], g=g, scale=1.0)
+        o = decoding.recurrence(c, b, v, state, g=g, scale=1.0)
         o = torch.addcmul(o, u, self.D.to(u.dtype).view(self.num_heads, -1)).flatten(-2)
         if self.norm_weight is None or self.norm_before_gate:
             return self.out_proj(self._gated(o, z))

@@ -83,11 +83,15 @@ def preconditioned_step(
     decay = g.exp() if g.dim() == 4 else g.exp()[..., None]
     beta = beta[..., None]
     a, b = (decay * k).to(k.dtype), (-beta * written).to(k.dtype)
-    return decoding.recurrence(q, written, (beta * v).to(v.dtype), state, g=g, a=a, b=b)
+    return decoding.recurrence(
+        q, written, (beta * v).to(v.dtype), {"recurrent": state}, g=g, a=a, b=b
+    )
 
 
 class _Preconditioned(DeltaHeads):
     """What both layers share. The class behind it in theirs has the other projections."""
+
+    steps_rounded = False
 
     conv: Any
     qkv_proj: Any

@@ -60,6 +60,8 @@ class MultiScaleRetention(Mixer):
 
     norm_weight: nn.Parameter | None
 
+    steps_rounded = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -190,7 +192,7 @@ class MultiScaleRetention(Mixer):
                 norm_eps=self.norm_eps,
             )
             return self.o_proj(o)
-        o = decoding.recurrence(q, k, v, state["recurrent"], g=g)
+        o = decoding.recurrence(q, k, v, state, g=g)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 

@@ -52,6 +52,7 @@ class RWKV7(Mixer):
     """
 
     takes_first_value = True
+    steps_rounded = True
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class RWKV7(Mixer):
         r, v, gate, make = self._project(x, state["shift"][:, None], first_value)
         w, k, a, b, v, *_ = _with_values(make(), v)
         state["shift"].copy_(x[:, 0])
-        o = decoding.recurrence(r, k, v, state["recurrent"], g=w, a=a, b=b, scale=1.0)
+        o = decoding.recurrence(r, k, v, state, g=w, a=a, b=b, scale=1.0)
         y = self.o_proj(self._gated(o, r, k, v, gate))
         return (y, v.flatten(-2)) if output_value else y
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from slipstream.layers import Mixer
 from slipstream.models.rollback import MLP_SHIFT, Record, Rollback
+from slipstream.nn import rounded
 
 # What outputs of models call it: past_key_values before transformers 5.24.
 CACHE = next(
@@ -33,16 +34,23 @@ class LayerState(CacheLayerMixin):
 
     Args:
         max_length: S; None begins with what the first call needs and grows.
+        state_dtype: torch.int8 keeps recurrent states of matrices in int8, with what rounding
+            leaves over (ops.quantize_state): `recurrent` with `recurrent_scale` and
+            `recurrent_residual`. None is the dtype that the layer returns.
     """
 
     is_sliding = False
     is_compileable = True
 
-    def __init__(self, max_length: int | None = None) -> None:
+    def __init__(
+        self, max_length: int | None = None, state_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length: want 1 or more, or None, got {max_length}")
-        self.max_length = max_length
+        if state_dtype not in (None, torch.int8):
+            raise ValueError(f"state_dtype: want torch.int8 or None, got {state_dtype}")
+        self.max_length, self.state_dtype = max_length, state_dtype
         self.seen = 0  # columns of the batch so far, padding included
         self.token_states: tuple[str, ...] = ()
         self.rollback: Rollback | None = None
@@ -69,6 +77,15 @@ class LayerState(CacheLayerMixin):
         end = self.seen + tokens if room is None else room
         return {n: x[:, :end] if n in self.token_states else x for n, x in self._tensors.items()}
 
+    @property
+    def rounds(self) -> bool:
+        """Whether a tensor is kept in 8 bits."""
+        return self._tensors is not None and rounded.has_rounded(self._tensors)
+
+    def wide(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """As `view` of no more tokens, for a layer's forward: nothing in 8 bits."""
+        return rounded.wide(self.view(0), dtype)
+
     def write(self, state: dict[str, Tensor], mixer: Mixer) -> bool:
         """Takes over what a layer returned: into the tensors there are, if it fits into them.
 
@@ -78,9 +95,16 @@ class LayerState(CacheLayerMixin):
         self.token_states = mixer.token_states
         old = self._tensors
         moved = True
-        if torch.is_grad_enabled() and any(x.requires_grad for x in state.values()):
+        with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in state.values())
+        if self.state_dtype is not None and not with_gradients:
+            state = rounded.rounded(state)
+        if with_gradients:
             self._tensors = dict(state)
-        elif old is None or not all(self._fits(name, x) for name, x in state.items()):
+        elif (
+            old is None
+            or old.keys() != state.keys()
+            or not all(self._fits(name, x) for name, x in state.items())
+        ):
             self._tensors = {name: self._with_room(name, x) for name, x in state.items()}
         else:
             moved = False
@@ -139,7 +163,7 @@ class LayerState(CacheLayerMixin):
 
     def copied(self, row: int) -> "LayerState":
         """One row alone, with no more room than it uses."""
-        made = LayerState()
+        made = LayerState(state_dtype=self.state_dtype)
         made.seen, made.token_states = self.seen, self.token_states
         if self.state is not None:
             part = {n: x[row : row + 1] for n, x in self.view(0).items()}
@@ -150,7 +174,7 @@ class LayerState(CacheLayerMixin):
     def empty_rows(self, rows: int, max_length: int | None) -> "LayerState":
         """Of so many rows, with tensors like these, all zero."""
         assert self._tensors is not None
-        made = LayerState(max_length)
+        made = LayerState(max_length, self.state_dtype)
         made.token_states, made.is_initialized, made._tensors = self.token_states, True, {}
         for name, x in self._tensors.items():
             sizes = list(x.shape[1:])
@@ -304,13 +328,20 @@ class StateCache(Cache):
         num_layers: of the model.
         max_length: tokens that softmax layers get room for at once; None lets them grow. Recurrent
             layers need none.
+        state_dtype: torch.int8 keeps recurrent states in int8, about a third of float32's bytes
+            (LayerState); None as layers return them.
     """
 
     layers: list[LayerState]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, num_layers: int, max_length: int | None = None) -> None:
-        super().__init__(layers=[LayerState(max_length) for _ in range(num_layers)])
-        self.max_length = max_length
+    def __init__(
+        self,
+        num_layers: int,
+        max_length: int | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(layers=[LayerState(max_length, state_dtype) for _ in range(num_layers)])
+        self.max_length, self.state_dtype = max_length, state_dtype
         # of decoding steps, by what they were captured for: models/graphs.py
         self.graphs: dict[Any, Any] = {}
         self.made_for: Any = None
@@ -372,7 +403,7 @@ class StateCache(Cache):
 
     def copy(self, row: int = 0) -> "StateCache":
         """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
-        made = StateCache(0)
+        made = StateCache(0, state_dtype=self.state_dtype)
         made.layers = [layer.copied(row) for layer in self.layers]
         if self.lengths is not None:
             for layer in made.layers:
@@ -389,7 +420,7 @@ class StateCache(Cache):
         token for every row steps all, and `copy` takes one out. What a row holds that nobody needs
         does not matter, but it counts: `put(row, None)` empties it.
         """
-        made = StateCache(0, max_length)
+        made = StateCache(0, max_length, self.state_dtype)
         made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
         made.lengths = [0] * rows
         return made

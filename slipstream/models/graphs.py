@@ -141,14 +141,21 @@ class Decoding:
             cache.graphs.clear()
             cache.drafts, cache.made_for = None, now
 
-    def lend(self, model: nn.Module, rows: int, max_length: int) -> StateCache:
+    def lend(
+        self,
+        model: nn.Module,
+        rows: int,
+        max_length: int,
+        state_dtype: torch.dtype | None = None,
+    ) -> StateCache:
         """An empty cache, the one of the last generate with as many rows if it is large enough."""
         cache = self.caches.pop(rows, None)
         if cache is not None and _of_inference(cache) and not torch.is_inference_mode_enabled():
             cache = None  # such tensors may be written in that mode alone
-        if cache is None or (cache.max_length or 0) < max_length:
+        small = cache is not None and (cache.max_length or 0) < max_length
+        if cache is None or small or cache.state_dtype != state_dtype:
             layers = len(model.model.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-            cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE)
+            cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE, state_dtype)
         self.claim(model, cache)
         cache.reset()
         self._lent = rows, cache

@@ -98,12 +98,10 @@ def _without_constants(calls: list[Call]) -> list[Call]:
 def _written(call: Call) -> list[Any]:
     if call.op is None:
         return [call.args, call.kwargs]  # as far as anybody knows
-    if call.results:
-        return [*call.results]
     arguments = call.op._schema.arguments
     given = dict(zip((x.name for x in arguments), call.args)) | call.kwargs
     names = [x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write]
-    return [given.get(name) for name in names]
+    return [*(given.get(name) for name in names), *call.results]
 
 
 def _memory(tree: Any) -> set[int]:
@@ -219,10 +217,17 @@ class _Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        if func._schema.is_mutable:
-            self.calls.append(Call(func._op, func, args, kwargs))  # without OpOverload's own call
-            return
         outputs, inputs = _tensors(result), _tensors((args, kwargs))
+        if func._schema.is_mutable:
+            # what it returns beside the tensors that it writes to
+            made = [x for x in func._schema.returns if x.alias_info is None]
+            if made and len(made) != len(outputs):
+                raise RuntimeError(f"{func} returns a tensor that it was given, and another")
+            results = tuple(outputs) if made else ()
+            self._made.update(x.untyped_storage().data_ptr() for x in results)
+            # _op: without OpOverload's own call
+            self.calls.append(Call(func._op, func, args, kwargs, results=results))
+            return
         memory = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
         if all(x.untyped_storage().data_ptr() in memory or not x.numel() for x in outputs):
             return  # views, whose memory stays

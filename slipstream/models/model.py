@@ -344,7 +344,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 every.append(h)
             state = None
             if cache is not None and cache.layers[i].is_initialized:
-                state = cache.layers[i].view(0)
+                state = cache.layers[i].wide(h.dtype)
             y, state, value = block(
                 h,
                 first_value,

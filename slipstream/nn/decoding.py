@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from slipstream.nn import rounded
 from slipstream.nn.conv import ShortConvolution
 from slipstream.nn.host import host_rms_norm, inverse_norm, on_host
 from slipstream.nn.linear import Embedding, is_hooked
@@ -72,8 +73,8 @@ def mixer(
     if drafts is not None:
         tokens = {"q": q, "k": k, "v": v}
         tokens |= {name: options.pop(name) for name in OF_TOKENS if options.get(name) is not None}
-        return drafts.mixer(state["recurrent"], tokens, **options).flatten(-2)
-    return mixer_step(q, k, v, state=state["recurrent"], **options).flatten(-2)
+        return drafts.mixer(tokens, **rounded.of_step(state), **options).flatten(-2)
+    return mixer_step(q, k, v, **rounded.of_step(state), **options).flatten(-2)
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -87,7 +88,7 @@ def recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: Tensor,
+    state: Mapping[str, Tensor],
     *,
     g: Tensor | None = None,
     beta: Tensor | None = None,
@@ -95,12 +96,14 @@ def recurrence(
     b: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """As ops.recurrent_step: q, k, a, b [N, 1, H, K], v [N, 1, HV, V], state [N, HV, K, V], g
-    [N, 1, HV] or [N, 1, HV, K], beta [N, 1, HV] -> o [N, 1, HV, V]"""
-    if not on_host(q) or state.dtype != q.dtype or not state.is_contiguous():
-        return recurrent_step(q, k, v, state=state, g=g, beta=beta, a=a, b=b, scale=scale)
-    N, HV, K, V = state.shape
-    S = state.view(N * HV, K, V)
+    """As ops.recurrent_step: q, k, a, b [N, 1, H, K], v [N, 1, HV, V], the recurrent state
+    [N, HV, K, V] of a layer's, g [N, 1, HV] or [N, 1, HV, K], beta [N, 1, HV] -> o [N, 1, HV, V]"""
+    S = state[rounded.RECURRENT]
+    if not on_host(q) or S.dtype != q.dtype or not S.is_contiguous():
+        options: dict[str, Any] = {"g": g, "beta": beta, "a": a, "b": b, "scale": scale}
+        return recurrent_step(q, k, v, **rounded.of_step(state), **options)
+    N, HV, K, V = S.shape
+    S = S.view(N * HV, K, V)
 
     def rows(x: Tensor) -> Tensor:
         if x.shape[0] == x.shape[2] == 1:
@@ -177,7 +180,7 @@ class Drafts:
         """Whether all are of these states."""
         return self._of_layer.keys() <= {x.data_ptr() for x in states}
 
-    def mixer(self, state: Tensor, tokens: dict[str, Tensor], **options: Any) -> Tensor:
+    def mixer(self, tokens: dict[str, Tensor], *, state: Tensor, **options: Any) -> Tensor:
         """mixer_step of tokens that follow those accepted. tokens: tensors [N, T, ...] by name."""
         drafts = self._of_layer.setdefault(state.data_ptr(), {})
         both = {}

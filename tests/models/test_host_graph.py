@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.models.host_graph import Call, CannotRepeat, HostGraph, _scripted
-from slipstream.ops import embedding
+from slipstream.ops import embedding, recurrent_step
 
 
 @torch.no_grad()
@@ -51,6 +51,20 @@ def test_host_graph_is_one_function_of_torchscript() -> None:
         assert torch.equal(out, step())
     refused = Call(torch.relu_, torch.ops.aten.relu_.default, (x, x, x), {})
     assert len(_scripted([refused, refused])) == 2
+
+
+@torch.no_grad()
+def test_host_graph_copies_results_of_in_place_operators() -> None:
+    state = torch.zeros(1, 2, 16, 16)
+    q, k, v = (torch.randn(1, 1, 2, 16) for _ in "qkv")
+    graph = HostGraph()
+    out = graph.capture(lambda: 2 * recurrent_step(q, k, v, state=state))
+    for _ in range(3):
+        v.normal_()
+        before = state.clone()
+        graph.replay()
+        torch.testing.assert_close(out, 2 * recurrent_step(q, k, v, state=before))
+        torch.testing.assert_close(state, before)
 
 
 @torch.no_grad()
