@@ -7,12 +7,11 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.running_mean.triton"
-STATES = ("s_in", "s_out")
-WEIGHTS = {"k": 16, "o": 16, "g": 32, "s_in": 32, "s_out": 32}
+WEIGHTS = {"k": 16, "c": 16, "g": 32, "s_in": 32, "s_out": 32}
 MEANS = {"k": 16, "v": 16, "o": 16} | dict.fromkeys(("w", "u", "s_in", "s_out", "r", "mean"), 32)
 KERNELS = {
-    "forward:running_mean_fwd_kernel weights": WEIGHTS,
-    "forward:running_mean_fwd_kernel means": MEANS,
+    "forward:running_weights_fwd_kernel": WEIGHTS,
+    "forward:running_mean_fwd_kernel": MEANS,
     "backward:running_weights_bwd_kernel": {"dc": 16, "dk": 16}
     | dict.fromkeys(("g", "s_in", "dg", "ds_out", "ds_in"), 32),
     "backward:running_mean_bwd_kernel": {"v": 16, "do": 16, "dk": 16, "dv": 16}
@@ -27,7 +26,7 @@ def test_running_mean_compiles(name: str, packed: bool, target: str) -> None:
     tensors = {f"{x}_ptr": "*bf16" if bits == 16 else "*fp32" for x, bits in KERNELS[name].items()}
     if packed:
         tensors["cu_ptr"] = "*i64"
-    kernel = f"{MODULE}.{name.split()[0]}"
+    kernel = f"{MODULE}.{name}"
     constants = {"D": 1024, "BT": 64, "BD": 16}
-    got = compile_kernel(kernel, tensors, constants, scalars={"T": "i32"}, warps=4, target=target)
+    got = compile_kernel(kernel, tensors, constants, scalars={"T": "i32"}, warps=8, target=target)
     assert got.stack == 0

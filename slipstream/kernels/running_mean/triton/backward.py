@@ -98,8 +98,8 @@ def running_mean_bwd_kernel(
     r_ptr,  # [tokens, D]: k - w - z before; so are mean (M before), v, do, dk, dv
     mean_ptr,
     v_ptr,
-    w_ptr,  # [D], or none
-    u_ptr,  # [D]
+    w_ptr,  # [D]; so is u
+    u_ptr,
     do_ptr,
     ds_out_ptr,  # [N, 2 D], or none
     dk_ptr,
@@ -119,9 +119,7 @@ def running_mean_bwd_kernel(
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     p_s = i_n.to(tl.int64) * (2 * D) + o_d
-    b_wu = load(u_ptr + o_d, m_d)
-    if w_ptr is not None:
-        b_wu += load(w_ptr + o_d, m_d)
+    b_wu = load(u_ptr + o_d, m_d) + load(w_ptr + o_d, m_d)
     b_p, b_g = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if ds_out_ptr is not None:

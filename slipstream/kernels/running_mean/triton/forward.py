@@ -1,6 +1,11 @@
 """The running mean forward: a program goes through all tokens of BD channels, BT at a time.
 
-z_{t-1} and M_{t-1} of a tile's tokens come from one associative scan of the tokens before each,
+Scans of a tile are of maxima, and then of sums relative to the running maximum m, which need no
+exponential but those of each element:
+
+    m_t = max(m_{t-1} + w, k_t)        S_t = exp(w + m_{t-1} - m_t) S_{t-1} + exp(k_t - m_t)
+
+z = m + log S, where S is at least 1. What is before a token is a scan of the tokens before each,
 which are loaded one row lower, with what came before the tile in the first row. Symbols: op.py.
 """
 
@@ -42,40 +47,100 @@ def softplus(x):
 
 
 @triton.jit
-def _add_logs(d_a, z_a, d_b, z_b):
-    """Two runs of tokens, one after the other: sum of log decays, z."""
-    z_a += d_b
-    high = tl.maximum(z_a, z_b)
-    z = high + tl.log(1.0 + tl.exp(-tl.abs(z_b - z_a)))
-    return d_a + d_b, tl.where(z_b == NONE, z_a, z)
+def _larger_decayed(d_a, m_a, n_a, d_b, m_b, n_b):
+    """Two runs of tokens, one after the other: sum of log decays, and two maxima."""
+    return d_a + d_b, tl.maximum(m_a + d_b, m_b), tl.maximum(n_a + d_b, n_b)
 
 
 @triton.jit
-def _add_means(d_a, z_a, m_a, d_b, z_b, m_b):
-    """The same, and M."""
-    z_a += d_b
-    high = tl.maximum(z_a, z_b)
-    z = high + tl.log(1.0 + tl.exp(-tl.abs(z_b - z_a)))
-    weight = sigmoid(z_b - z_a)
-    nothing = z_b == NONE
-    return (
-        d_a + d_b,
-        tl.where(nothing, z_a, z),
-        tl.where(nothing, m_a, m_a + weight * (m_b - m_a)),
-    )
+def _add(a_a, x_a, a_b, x_b):
+    return a_a * a_b, a_b * x_a + x_b
+
+
+@triton.jit
+def _add_both(a_a, x_a, y_a, a_b, x_b, y_b):
+    return a_a * a_b, a_b * x_a + x_b, a_b * y_a + y_b
+
+
+@triton.jit
+def _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D: tl.constexpr):
+    """z and, of values, M before each token of a tile; b_z, b_mean: before the first."""
+    # of the token before and the one before that
+    b_k1 = load(k_ptr + p - D, m & (o_r > 0), NONE)
+    b_k2 = load(k_ptr + p - 2 * D, m & (o_r > 1), NONE)
+    b_m1 = tl.where(o_r > 0, b_k1, b_z[None, :])
+    b_m2 = tl.where(o_r > 1, b_k2, tl.where(o_r > 0, b_z[None, :], NONE))
+    b_d = tl.where(o_r > 0, b_w[None, :], 0.0)
+    _, b_m1, b_m2 = tl.associative_scan((b_d, b_m1, b_m2), 0, _larger_decayed)
+    # the first row's sum is 1 beside its z, or 0
+    b_x = tl.where(o_r > 0, tl.exp(b_k1 - b_m1), tl.where(b_z == NONE, 0.0, 1.0)[None, :])
+    b_a = tl.where(o_r > 0, tl.exp(b_m2 + b_w[None, :] - b_m1), 0.0)
+    if v_ptr is None:
+        _, b_x = tl.associative_scan((b_a, b_x), 0, _add)
+        b_m = b_x
+    else:
+        b_v1 = load(v_ptr + p - D, m & (o_r > 0))
+        b_y = b_x * tl.where(o_r > 0, b_v1, b_mean[None, :])
+        _, b_x, b_y = tl.associative_scan((b_a, b_x, b_y), 0, _add_both)
+        b_m = tl.where(b_x > 0.0, b_y / b_x, b_y)  # 0 of nothing, and NaN stays
+    return b_m1 + tl.log(b_x), b_m
+
+
+@triton.jit
+def _after(b_before, b_k):
+    """z after a token, from that before it, decayed."""
+    b_m = tl.maximum(b_before, b_k)
+    return b_m + tl.log(tl.exp(b_before - b_m) + tl.exp(b_k - b_m))
+
+
+@triton.jit(do_not_specialize=["T"])
+def running_weights_fwd_kernel(
+    k_ptr,  # [tokens, D]
+    s_in_ptr,  # [N, D]: z before the first token
+    s_out_ptr,  # after the last
+    c_ptr,  # [tokens, D]
+    g_ptr,  # [tokens, D]: log a, 0 where nothing is before
+    cu_ptr,  # [N + 1]
+    T,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """grid (N, ceil(D / BD))"""
+    i_n = tl.program_id(0)
+    begin, count = tokens_of(cu_ptr, i_n, T)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    p_s = i_n.to(tl.int64) * D + o_d
+    b_z, b_none = load(s_in_ptr + p_s, m_d), tl.zeros((BD,), tl.float32)
+    o_r = tl.arange(0, BT)[:, None]
+    for start in range(0, count, BT):
+        o_t = start + o_r
+        m = (o_t < count) & m_d[None, :]
+        p = (begin + o_t) * D + o_d[None, :]
+        b_before, _ = _before(k_ptr, None, p, m, o_r, b_z, b_z, b_none, D)
+        nothing = b_before == NONE
+        b_r = tl.where(nothing, float("inf"), load(k_ptr + p, m) - b_before)
+        tl.store(c_ptr + p, sigmoid(b_r).to(c_ptr.dtype.element_ty), mask=m)
+        # a state of nothing need not decay
+        tl.store(g_ptr + p, tl.where(nothing, 0.0, -softplus(b_r)), mask=m)
+        # after the last token there is
+        end = tl.minimum(count - start, BT) - 1
+        b_k = load(k_ptr + (begin + start + end) * D + o_d, m_d)
+        b_z = _after(tl.sum(tl.where(o_r == end, b_before, 0.0), 0), b_k)
+    tl.store(s_out_ptr + p_s, b_z, mask=m_d)
 
 
 @triton.jit(do_not_specialize=["T"])
 def running_mean_fwd_kernel(
-    k_ptr,  # [tokens, D]; so is v
-    v_ptr,  # none: the weights alone
-    w_ptr,  # [D], none is 0
-    u_ptr,  # [D], with v
-    s_in_ptr,  # [N, D]: z before the first token; with v [N, 2 D]: M, then z
+    k_ptr,  # [tokens, D]; so are v, o
+    v_ptr,
+    w_ptr,  # [D]; so is u
+    u_ptr,
+    s_in_ptr,  # [N, 2 D]: M and z before the first token
     s_out_ptr,  # after the last
-    o_ptr,  # [tokens, D]: o, or without v c
-    g_ptr,  # [tokens, D]: without v log a, 0 where nothing is before
-    r_ptr,  # [tokens, D]: with v r, for backward
+    o_ptr,
+    r_ptr,  # [tokens, D]: r, for backward, or none
     mean_ptr,  # and M before the token
     cu_ptr,  # [N + 1]
     T,
@@ -88,49 +153,28 @@ def running_mean_fwd_kernel(
     begin, count = tokens_of(cu_ptr, i_n, T)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    W: tl.constexpr = D if v_ptr is None else 2 * D
-    p_s = i_n.to(tl.int64) * W + o_d
-    b_z = load(s_in_ptr + p_s + (W - D), m_d)
-    if v_ptr is not None:
-        b_m = load(s_in_ptr + p_s, m_d)
-        b_u = load(u_ptr + o_d, m_d)
-    b_w = tl.zeros((BD,), tl.float32)
-    if w_ptr is not None:
-        b_w += load(w_ptr + o_d, m_d)
+    p_s = i_n.to(tl.int64) * (2 * D) + o_d
+    b_mean, b_z = load(s_in_ptr + p_s, m_d), load(s_in_ptr + p_s + D, m_d)
+    b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
     o_r = tl.arange(0, BT)[:, None]
     for start in range(0, count, BT):
         o_t = start + o_r
         m = (o_t < count) & m_d[None, :]
         p = (begin + o_t) * D + o_d[None, :]
-        b_k = load(k_ptr + p, m)
-        earlier = m & (o_r > 0)
-        b_x = tl.where(o_r > 0, load(k_ptr + p - D, earlier, NONE), b_z[None, :])
-        b_decay = tl.where(o_r > 0, b_w[None, :], 0.0)
-        if v_ptr is not None:
-            b_y = tl.where(o_r > 0, load(v_ptr + p - D, earlier), b_m[None, :])
-            _, b_before, b_mean = tl.associative_scan((b_decay, b_x, b_y), 0, _add_means)
-        else:
-            _, b_before = tl.associative_scan((b_decay, b_x), 0, _add_logs)
-        nothing = b_before == NONE
-        b_r = tl.where(nothing, float("inf"), b_k - (b_before + b_w[None, :]))
-        b_c, b_rise = sigmoid(b_r), softplus(b_r)
-        b_after = tl.where(nothing, b_k, b_before + b_w[None, :] + b_rise)
-        # of the last token there is
-        last = o_r == tl.minimum(count - start, BT) - 1
-        b_z = tl.sum(tl.where(last, b_after, 0.0), 0)
-        if v_ptr is not None:
-            b_v = load(v_ptr + p, m)
-            b_share = sigmoid(b_r + (b_w + b_u)[None, :])
-            b_o = b_mean + b_share * (b_v - b_mean)
-            b_m = tl.sum(tl.where(last, b_mean + b_c * (b_v - b_mean), 0.0), 0)
-            if r_ptr is not None:
-                tl.store(r_ptr + p, b_r, mask=m)
-                tl.store(mean_ptr + p, b_mean, mask=m)
-        else:
-            b_o = b_c
-            # a state of nothing need not decay
-            tl.store(g_ptr + p, tl.where(nothing, 0.0, -b_rise), mask=m)
+        b_k, b_v = load(k_ptr + p, m), load(v_ptr + p, m)
+        b_before, b_m = _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D)
+        b_r = tl.where(b_before == NONE, float("inf"), b_k - (b_before + b_w[None, :]))
+        b_o = b_m + sigmoid(b_r + (b_w + b_u)[None, :]) * (b_v - b_m)
         tl.store(o_ptr + p, b_o.to(o_ptr.dtype.element_ty), mask=m)
-    tl.store(s_out_ptr + p_s + (W - D), b_z, mask=m_d)
-    if v_ptr is not None:
-        tl.store(s_out_ptr + p_s, b_m, mask=m_d)
+        if r_ptr is not None:
+            tl.store(r_ptr + p, b_r, mask=m)
+            tl.store(mean_ptr + p, b_m, mask=m)
+        # after the last token there is
+        end = tl.minimum(count - start, BT) - 1
+        p = (begin + start + end) * D + o_d
+        b_k = load(k_ptr + p, m_d)
+        b_z = _after(tl.sum(tl.where(o_r == end, b_before, 0.0), 0) + b_w, b_k)
+        b_mean = tl.sum(tl.where(o_r == end, b_m, 0.0), 0)
+        b_mean += tl.exp(b_k - b_z) * (load(v_ptr + p, m_d) - b_mean)
+    tl.store(s_out_ptr + p_s, b_mean, mask=m_d)
+    tl.store(s_out_ptr + p_s + D, b_z, mask=m_d)

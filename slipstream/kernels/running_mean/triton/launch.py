@@ -10,21 +10,24 @@ from slipstream.kernels.running_mean.triton.backward import (
     running_mean_bwd_kernel,
     running_weights_bwd_kernel,
 )
-from slipstream.kernels.running_mean.triton.forward import running_mean_fwd_kernel
+from slipstream.kernels.running_mean.triton.forward import (
+    running_mean_fwd_kernel,
+    running_weights_fwd_kernel,
+)
 from slipstream.runtime.backends import INTERPRETED, device_of
 from slipstream.runtime.launch_cache import cached
 
 # tokens and channels at a time
 TILE = (8, 16) if INTERPRETED else (64, 16)
-WARPS = 4
+WARPS = 8
 
 
 def weights(k: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """c in k's dtype, log a float32, z after the last token."""
     c, g, after = torch.empty_like(k), torch.empty_like(k, dtype=torch.float32), torch.empty_like(z)
     _run(
-        running_mean_fwd_kernel, k, z, cu_seqlens, k_ptr=k, v_ptr=None, w_ptr=None, u_ptr=None,
-        s_in_ptr=z, s_out_ptr=after, o_ptr=c, g_ptr=g, r_ptr=None, mean_ptr=None,
+        running_weights_fwd_kernel, k, z, cu_seqlens, k_ptr=k, s_in_ptr=z, s_out_ptr=after,
+        c_ptr=c, g_ptr=g,
     )  # fmt: skip
     return c, g, after
 
@@ -56,7 +59,7 @@ def means(
     r, mean = (k.new_empty(shape, dtype=torch.float32) for _ in range(2))
     _run(
         running_mean_fwd_kernel, k, start, cu_seqlens, k_ptr=k, v_ptr=v, w_ptr=w, u_ptr=u,
-        s_in_ptr=start, s_out_ptr=after, o_ptr=o, g_ptr=None, r_ptr=r if keep else None,
+        s_in_ptr=start, s_out_ptr=after, o_ptr=o, r_ptr=r if keep else None,
         mean_ptr=mean if keep else None,
     )  # fmt: skip
     return o, after, r, mean
