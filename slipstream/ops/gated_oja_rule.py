@@ -7,12 +7,14 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.ops._fp32 import widen
 from slipstream.ops._preprocess import (
     beta_or_ones,
     expect_inputs,
     for_value_heads,
     l2_normalised,
 )
+from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -60,8 +62,9 @@ def chunk_gated_oja_rule(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
-    Cost: that of chunk_kda, whose keys have V + 16 channels or fewer, and of chunk_gla; above
-    V = 240 the first runs in plain torch. State HV K V floats.
+    Cost: that of chunk_kda and of chunk_gla, and a few passes over k and v; with reverse or a
+    context chunk_kda's keys have V + 16 channels or fewer, and above V = 240 it runs in plain
+    torch. State HV K V floats.
     Source: Oja, "A Simplified Neuron Model as a Principal Component Analyzer" (1982), as an update
     of a state in Irie, Faccio, Schmidhuber, "Neural Differential Equations for Learning to Program
     Neural Nets Through Continuous Learning Rules" (2022); with a decay in fla-core 0.6.0,
@@ -141,12 +144,49 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     once = options._replace(scale=1.0, output_final_state=False, state_v_first=True)
     state = terms.initial_state
-    of_keys = None if state is None else _transposed_state(state, options, terms.v.shape[-1])
-    keys, _ = run(_written_keys(terms, of_keys), once, recurrent=recurrent, names=_NAMES)
+    if state is not None and options.state_v_first:
+        state = state.mT
+    if recurrent or options.reverse or options.context is not None:
+        more = _more_channels(terms.v.shape[-1])
+        state = None if state is None else F.pad(state, (0, more))
+        keys, _ = run(_written_keys(terms, state), once, recurrent=recurrent, names=_NAMES)
+    else:
+        keys = _keys_after_reads(terms, state, once)
     return run(terms._replace(k=keys, beta=None), options, recurrent=recurrent)
 
 
 _NAMES = {"k": "v", "v": "k", "g": "gv"}
+
+
+def _keys_after_reads(terms: LinearInputs, state: Tensor | None, once: LinearOptions) -> Tensor:
+    """beta_t (k_t - S'_t v_t) [B, T, HV, K], by KDA's recurrence with the next token's read as
+    query: S'_{t+1} v_{t+1} = S_t (exp(gv_{t+1}) * v_{t+1}).
+
+    At a sequence's end it reads what nobody wants. state: [N, HV, K, V].
+    """
+    v, gv, beta, cu_seqlens = terms.v, terms.gv, terms.beta, terms.cu_seqlens
+    assert gv is not None and beta is not None
+    reads = (widen(gv).exp() * v).to(v.dtype)
+    keys = LinearInputs(
+        reads.roll(-1, 1), v, terms.k, g=gv, beta=beta,
+        initial_state=state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    o, _ = run(keys, once, recurrent=False, names=_NAMES)
+    first = None if state is None else _first_reads(reads, state, cu_seqlens).to(o.dtype)
+    old, _ = token_shift(o.flatten(2), initial_state=first, cu_seqlens=cu_seqlens)
+    return (beta[..., None] * (widen(terms.k) - widen(old.view(o.shape)))).to(o.dtype)
+
+
+def _first_reads(reads: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """What the first token of each sequence reads of its state, [N, HV K]; without a token, any."""
+    T = reads.shape[1]
+    if T == 0:
+        return state.new_zeros(state.shape[:3]).flatten(1)
+    if cu_seqlens is None:
+        first = reads[:, 0]
+    else:
+        first = reads[0].index_select(0, cu_seqlens[:-1].long().clamp(max=T - 1))
+    return (widen(state) * widen(first)[:, :, None]).sum(-1).flatten(1)
 
 
 def _written_keys(terms: LinearInputs, state: Tensor | None) -> LinearInputs:
@@ -174,9 +214,3 @@ def _written_keys(terms: LinearInputs, state: Tensor | None) -> LinearInputs:
 def _more_channels(V: int) -> int:
     """So many that V and they are a multiple of 16."""
     return 16 - V % 16
-
-
-def _transposed_state(state: Tensor, options: LinearOptions, V: int) -> Tensor:
-    """[N, HV, K, V plus more]: the state that _written_keys starts from, V-first."""
-    state = state.mT if options.state_v_first else state
-    return F.pad(state, (0, _more_channels(V)))
