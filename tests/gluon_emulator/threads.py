@@ -364,6 +364,7 @@ def _language() -> SimpleNamespace:
         max=lambda x, axis: tensor(np.max(x, axis)),
         sum=lambda x, axis: tensor(np.sum(x, axis)),
         exp2=lambda x: tensor(np.exp2(x)),
+        floor=lambda x: tensor(np.floor(x)),
         log2=lambda x: tensor(np.log2(x)),
         abs=lambda x: tensor(np.abs(x)),
         cdiv=lambda x, y: tensor(np.asarray(x) + y - 1) // y,

@@ -28,7 +28,7 @@ CASES = {
 SAMPLE = {False: ("kda_narrow", "dplr", "iplr"), True: ("kda",)}
 # bytes of stack a thread of dplr_intra_safe with free a and b, whose scores of four kinds wait in
 # registers while the levels are made
-STACK = {"dplr": 88, "rwkv7": 88}
+STACK = {"dplr": 96, "rwkv7": 96}
 
 
 def terms(case: tuple, device: torch.device) -> LinearInputs:

@@ -41,8 +41,8 @@ class Buffer(emulator.Buffer):
     def permute(self, order: tuple[int, ...]) -> "Buffer":
         return Buffer(self.data.transpose(order))
 
-    def slice(self, start: int, length: int) -> "Buffer":
-        return Buffer(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
+        return Buffer(super().slice(start, length, dim).data)
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
         """Memory of its own, if it has another shape."""
@@ -198,7 +198,7 @@ def pointers(*given: Tensor | None) -> list[Any]:
 LIMITS = {"levels": 1.0, "blocks": 80.0}
 
 
-def gradients(walked: Walked, kernel: str) -> dict[str, Tensor]:
+def gradients(walked: Walked, kernel: str, apart: float) -> dict[str, Tensor]:
     """By a kernel: of q, k, a, b and g for each value head, and of beta what it knows of it."""
     terms, do = walked.terms, walked.do
     B, T, HV, V = terms.v.shape
@@ -222,14 +222,14 @@ def gradients(walked: Walked, kernel: str) -> dict[str, Tensor]:
     )  # fmt: skip
     flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
     sizes = (T, terms.sequences, HV, H, B * T)
-    marks = {"whole": 0, "both": 1}.get(kernel, 3)  # of three chunks
+    marks = {"whole": 0, "together": 0, "both": 1}.get(kernel, 3)  # of three chunks
     strong = torch.arange(chunks * HV, dtype=torch.int32).view(chunks, HV) % 3 < marks
-    strong = strong.int()
-    if kernel in ("whole", "both"):
+    strong = 2 * strong.int()
+    if marks < 3:
         heads = [*(tiles(x, H * K, C, BK) for x in given), tiles(terms.g, HV * K, C, BK)]
         args = (*heads, *read, *pointers(strong), *rest, SCALE, chunks * HV, *sizes)
-        threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, **flags)
-    if kernel != "whole":
+        threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, APART=apart, **flags)
+    if marks > 0:
         flags |= {"LIMIT": LIMITS.get(kernel, 80.0), "SHIFT": 80.0}
         args = (*pointers(*given, terms.g), *read, *pointers(strong), *rest, SCALE, *sizes)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
@@ -237,7 +237,7 @@ def gradients(walked: Walked, kernel: str) -> dict[str, Tensor]:
     return made
 
 
-@pytest.mark.parametrize("kernel", ["whole", "both", *LIMITS])
+@pytest.mark.parametrize("kernel", ["whole", "together", "both", *LIMITS])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_reference(case: tuple, kernel: str) -> None:
     terms = inputs(case)
@@ -245,7 +245,7 @@ def test_gradients_match_reference(case: tuple, kernel: str) -> None:
     B = terms.q.shape[0]
     end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
     do = torch.randn_like(terms.v)
-    got = gradients(Walked(terms, do), kernel)
+    got = gradients(Walked(terms, do), kernel, 55.0 * (kernel != "together"))
     names = [n for n in ("q", "k", "a", "b", "g", "beta") if getattr(terms, n) is not None]
     live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
     for n in (*names, "v"):

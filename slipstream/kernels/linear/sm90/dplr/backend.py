@@ -24,7 +24,7 @@ from slipstream.kernels.linear.triton.dplr.backend import (
     TritonDplr,
 )
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk, token_args
-from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, SHIFT
+from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, SHIFT
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -62,7 +62,7 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
         "CHANNEL": terms.decay == "channel",
         "PACKED": terms.cu_seqlens is not None,
         "LIMIT": ANCHORED_TILES[terms.v.dtype],
-        "SHIFT": SHIFT[terms.v.dtype],
+        "APART": APART[terms.v.dtype] if terms.g is not None else 0.0,
     }
     run: Any = cached(dplr_wy_sm90_kernel)[(programs,)]
     run(
@@ -75,7 +75,8 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
     if terms.g is not None:
         most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
         run = cached(dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
-        run(**pointers(terms, "qkab"), total=programs, **common, **SAFE_OPTIONS)
+        shift = SHIFT[terms.v.dtype]
+        run(**pointers(terms, "qkab"), total=programs, SHIFT=shift, **common, **SAFE_OPTIONS)
 
 
 def chunk_fwd(
@@ -226,6 +227,7 @@ class Sm90Dplr(TritonDplr):
             total=chunks * HV,
             NK=1 if dbeta is None else dbeta.shape[0] - 1,
             WIDE=WIDE,
+            APART=APART[terms.v.dtype],
             **common,
             num_warps=4 * WIDE,
             maxnreg=168,  # of 12 warps: what all partitions share

@@ -8,7 +8,11 @@ u = k N, in 16 bits,
     dw = exp(late) x dS'^T + dqb^T r + dab^T s          db = N (dw + own r)
     du = exp(late) v dS'^T + dqk^T r + dak^T s          dk = N (du + own' r)
 
-where own and own' are the gradients of the scores of pairs (i, i), whose P N is 1, and
+Halves of a chunk are APART, as in wy.py: P and N have exp2(-APART) and exp2(APART) in the first
+half, and the other way round in the second. So dr and ds take what comes of writes in the first
+half, then rows of the second half are multiplied by 2^(-2 APART), then comes the rest; dw and du
+take what was read in the second half first. own and own' are the gradients of the scores of pairs
+(i, i), whose P N is 1, and
 
     dg_t = z + sum over i >= t of (r dr - w dw - u du)_i + sum over i > t of (s ds)_i
     z    = exp(G_C) sum over V of S dS' + sum over i of (w exp(late) x dS'^T + u ...)_i
@@ -69,7 +73,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 def decays(
     gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows, dg_ptr,
     stride, zero,
-    C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
+    C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Gates, E, early and late; the gradients of the gates before them are written."""
     cl: gl.constexpr = zero.type.layout
@@ -92,6 +96,8 @@ def decays(
     b_e = warpgroup_mma(from_middle, gate_terms.index(0), b_e, is_async=True)
     b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
+    if APART > 0:
+        b_e += gl.where(o_c + none < C // 2, -APART, APART)[:, None]
     mbarrier.arrive(empty.index(GATES), count=1)
     return b_g, b_e, b_early, b_late
 
@@ -125,14 +131,39 @@ def decay_operands(
 
 
 @gluon.jit
+def half_product(b, score, rhs, at: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """b and a half of score rhs, or of score^T rhs: what comes of 32 tokens, from `at` on."""
+    if TRANSPOSED:
+        lhs = score.slice(at, 32).permute((1, 0))
+    else:
+        lhs = score.slice(at, 32, 1)
+    return warpgroup_mma(lhs, rhs.slice(at, 32), b, is_async=True)
+
+
+@gluon.jit
+def back(layout: gl.constexpr, none, C: gl.constexpr, LATER: gl.constexpr, APART: gl.constexpr):
+    """[C, 1]: 2^(-2 APART) for tokens of the later half, or of the other, and 1 for the rest."""
+    later = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none >= C // 2
+    BACK: gl.constexpr = 2.0 ** (-2 * APART)
+    if LATER:
+        b = gl.where(later, BACK, 1.0)
+    else:
+        b = gl.where(later, 1.0, BACK)
+    return b
+
+
+@gluon.jit
 def gradients_of_reads(
     ss, ds, os, ys, ops, at, scores, full, empty, i_tile, last, none, b_early, b_late, scale, zero,
     V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     """dr and ds [C, BK], and the sum over V of S dS', decayed."""
     W: gl.constexpr = 1 if DELTA else 3
+    C: gl.constexpr = zero.shape[0]
+    cl: gl.constexpr = zero.type.layout
     b_z = products_of_states(ss, ds, V, BK, wide)
-    b_z = gl.convert_layout(b_z, gl.SliceLayout(0, zero.type.layout))
+    b_z = gl.convert_layout(b_z, gl.SliceLayout(0, cl))
     b_z *= gl.exp2(b_early + b_late)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
@@ -140,31 +171,69 @@ def gradients_of_reads(
     mbarrier.arrive(empty.index(STATE), count=1)
     if last:
         mbarrier.arrive(empty.index(READS), count=1)
-    b_early = gl.exp2(b_early)[None, :]
+    b_early = gl.exp2(b_early + APART)[None, :]
     b_dr *= b_early * scale
     b_ds *= b_early
     mbarrier.wait(full.index(SCORES), i_tile & 1)
-    b_dr = warpgroup_mma(scores.index(none), ops.index(at + W), b_dr, is_async=True)
-    b_ds = warpgroup_mma(scores.index(none + 1), ops.index(at + W), b_ds, is_async=True)
-    if not DELTA:
-        b_dr = warpgroup_mma(scores.index(none + 2), ops.index(at + 1), b_dr, is_async=True)
-        b_ds = warpgroup_mma(scores.index(none + 3), ops.index(at + 1), b_ds, is_async=True)
-    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    w = ops.index(at + W)
+    if APART > 0:
+        for half in gl.static_range(2):
+            b_dr = half_product(b_dr, scores.index(none), w, 32 * half, False)
+            b_ds = half_product(b_ds, scores.index(none + 1), w, 32 * half, False)
+            if not DELTA:
+                u = ops.index(at + 1)
+                b_dr = half_product(b_dr, scores.index(none + 2), u, 32 * half, False)
+                b_ds = half_product(b_ds, scores.index(none + 3), u, 32 * half, False)
+            b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+            if half == 0:
+                b_back = back(cl, none, C, True, APART)
+                b_dr *= b_back
+                b_ds *= b_back
+    else:
+        b_dr = warpgroup_mma(scores.index(none), w, b_dr, is_async=True)
+        b_ds = warpgroup_mma(scores.index(none + 1), w, b_ds, is_async=True)
+        if not DELTA:
+            b_dr = warpgroup_mma(scores.index(none + 2), ops.index(at + 1), b_dr, is_async=True)
+            b_ds = warpgroup_mma(scores.index(none + 3), ops.index(at + 1), b_ds, is_async=True)
+        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
     return b_dr, b_ds, b_z
 
 
 @gluon.jit
+def by_scores(b_dw, b_du, ops, at, scores, none, half: gl.constexpr, DELTA: gl.constexpr):
+    """dw and du, with what comes of a half of the tokens by way of the scores; under way."""
+    r = ops.index(at)
+    s = ops.index(at + 2)
+    if half is None:
+        b_dw = warpgroup_mma(scores.index(none).permute((1, 0)), r, b_dw, is_async=True)
+        b_dw = warpgroup_mma(scores.index(none + 1).permute((1, 0)), s, b_dw, is_async=True)
+        if not DELTA:
+            b_du = warpgroup_mma(scores.index(none + 2).permute((1, 0)), r, b_du, is_async=True)
+            b_du = warpgroup_mma(scores.index(none + 3).permute((1, 0)), s, b_du, is_async=True)
+    else:
+        b_dw = half_product(b_dw, scores.index(none), r, 32 * half, True)
+        b_dw = half_product(b_dw, scores.index(none + 1), s, 32 * half, True)
+        if not DELTA:
+            b_du = half_product(b_du, scores.index(none + 2), r, 32 * half, True)
+            b_du = half_product(b_du, scores.index(none + 3), s, 32 * half, True)
+    return b_dw, b_du
+
+
+@gluon.jit
 def gradients_of_writes(
-    ds, xs, vs, ops, at, scores, empty, last, none, b_late, b_z, zero, DELTA: gl.constexpr
-):
+    ds, xs, vs, ops, at, scores, empty, last, none, b_late, b_z, zero, DELTA: gl.constexpr,
+    APART: gl.constexpr,
+):  # fmt: skip
     """dw and du [C, BK]; z with what they have of dS'."""
     cl: gl.constexpr = zero.type.layout
+    C: gl.constexpr = zero.shape[0]
     W: gl.constexpr = 1 if DELTA else 3
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
     b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
-    b_late = gl.exp2(b_late)[None, :]
+    b_late = gl.exp2(b_late + APART)[None, :]
     b_dw *= b_late
     b_sum = ops.index(at + W).load(cl).to(gl.float32) * b_dw
+    b_du = b_dw
     if not DELTA:
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
         b_du = warpgroup_mma_wait(0, deps=(b_du,))
@@ -173,17 +242,19 @@ def gradients_of_writes(
     mbarrier.arrive(empty.index(DSTATE), count=1)
     if last:
         mbarrier.arrive(empty.index(WRITES), count=1)
-    b_dw = warpgroup_mma(scores.index(none).permute((1, 0)), ops.index(at), b_dw, is_async=True)
-    b_dw = warpgroup_mma(
-        scores.index(none + 1).permute((1, 0)), ops.index(at + 2), b_dw, is_async=True
-    )
-    if not DELTA:
-        b_du = warpgroup_mma(
-            scores.index(none + 2).permute((1, 0)), ops.index(at), b_du, is_async=True
-        )
-        b_du = warpgroup_mma(
-            scores.index(none + 3).permute((1, 0)), ops.index(at + 2), b_du, is_async=True
-        )
+    if APART > 0:
+        b_dw, b_du = by_scores(b_dw, b_du, ops, at, scores, none, 1, DELTA)
+        b_back = back(cl, none, C, False, APART)
+        b_sum *= b_back
+        if DELTA:
+            b_dw = warpgroup_mma_wait(0, deps=(b_dw,)) * b_back
+        else:
+            b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
+            b_dw *= b_back
+            b_du *= b_back
+        b_dw, b_du = by_scores(b_dw, b_du, ops, at, scores, none, 0, DELTA)
+    else:
+        b_dw, b_du = by_scores(b_dw, b_du, ops, at, scores, none, None, DELTA)
     b_z += gl.sum(b_sum, 0)
     if DELTA:
         b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
@@ -236,7 +307,7 @@ def dqkg_partition(
     strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
     scale, total, tokens, T, N, HV,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
-    wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
+    wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     act: gl.constexpr = ss.dtype
     W: gl.constexpr = 1 if DELTA else 3
@@ -257,7 +328,7 @@ def dqkg_partition(
         n = pid + i * programs
         strong = strong_next
         strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
-        if strong == 0:
+        if strong < 2:
             row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
             i_h = n % HV
             first = row.to(gl.int64) * HV + i_h
@@ -281,7 +352,7 @@ def dqkg_partition(
                     b_qk = gl.load(p_diag + C)[:, None]
                 b_g, b_e, b_early, b_late = decays(
                     gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows,
-                    dg_ptr, HV * K, zero, C, BK, wide,
+                    dg_ptr, HV * K, zero, C, BK, wide, APART,
                 )  # fmt: skip
                 b_p = fast_exp2(b_e)
                 b_n = fast_exp2(-b_e)
@@ -300,7 +371,7 @@ def dqkg_partition(
                 b_dr, b_ds, b_z = gradients_of_reads(
                     ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
                     full, empty, i_tile, last, none, b_early, b_late, scale, zero,
-                    V, BK, wide, DELTA,
+                    V, BK, wide, DELTA, APART,
                 )  # fmt: skip
                 o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
                 o_o = (o_c + none)[:, None] * (HV * K) + o_n[None, :]
@@ -326,7 +397,7 @@ def dqkg_partition(
                 # by way of the state after it, and what was read
                 b_dw, b_du, b_z = gradients_of_writes(
                     ds.index(none), xs.index(none), vs.index(none), ops, at, scores, empty, last,
-                    none, b_late, b_z, zero, DELTA,
+                    none, b_late, b_z, zero, DELTA, APART,
                 )  # fmt: skip
                 b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
                 if not DELTA:
@@ -390,6 +461,7 @@ def dplr_dqkg_sm90_kernel(
     WIDE: gl.constexpr,
     DELTA: gl.constexpr,
     PACKED: gl.constexpr,
+    APART: gl.constexpr,
 ):
     """grid (programs,), 4 WIDE warps: each does every programs-th of the chunks and value heads.
 
@@ -415,7 +487,8 @@ def dplr_dqkg_sm90_kernel(
             (dqkg_partition, (
                 ss, ds, os, ys, xs, vs, ops, gs, gate_terms, scores, full, empty,
                 strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr,
-                cu_ptr, scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED)),
+                cu_ptr, scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED,
+                APART)),
             (load_partition, (
                 q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
                 states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,

@@ -87,7 +87,7 @@ def load_partition(
         n = pid + i * programs
         strong = strong_next
         strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
-        if strong == 0:
+        if strong < 2:
             row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
             i_h = n % HV
             # phases: of a chunk, of a block of channels, of a stage of two

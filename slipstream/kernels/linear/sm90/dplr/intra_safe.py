@@ -16,7 +16,13 @@ memory for delta, whose programs have room for it; else in the tiles of x and y,
 
 from slipstream.kernels.linear.sm90.common.device import locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
-from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
+from slipstream.kernels.linear.sm90.dplr.solve_tril import (
+    put,
+    ready,
+    scores,
+    solve,
+    together,
+)
 from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
     BLOCK,
     END,
@@ -107,29 +113,63 @@ def load_tiles(
 
 
 @gluon.jit
-def from_start(
-    p, stride, num_rows, none, q, a, b, k, layout: gl.constexpr, CHANNEL: gl.constexpr,
-    LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr, BLOCK: gl.constexpr = False,
-):  # fmt: skip
-    """wy.py's operands of 64 channels in place, and G + SHIFT of their lowest, by tokens.
-
-    BLOCK: G is that from the start of each 16 tokens.
-    """
-    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+def load_gates(p, stride, num_rows, none, CHANNEL: gl.constexpr):
+    """64 channels' gates [4, 16, 64] as wy.py has them."""
     three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None] + none
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
     p += o_t * stride + o_n * CHANNEL
     b_g = gl.load(p, mask=o_t < num_rows + 0 * o_n, other=0.0).to(gl.float32)
-    b_g = gl.maximum(b_g * LOG2E, LOWEST)
-    if BLOCK:
-        b_e = gl.associative_scan(b_g, 1, add) + SHIFT
-    else:
-        b_e, _, _ = gates_of(b_g, three, SHIFT)
-    b_lowest = gl.reshape(gl.min(b_e, 2), [64])
-    decay_operands(b_e, b_e - b_g, q, a, b, k, flat, LIMIT, SHIFT, DELTA, True)
+    return gl.maximum(b_g * LOG2E, LOWEST)
+
+
+@gluon.jit
+def from_block(
+    b_g, q, a, b, k, layout: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """Operands of 64 channels in place, relative to the start of each 16 tokens, and the least sum
+    of gates from there on, by tokens."""
+    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    b_e = gl.associative_scan(b_g, 1, add) + SHIFT
+    b_lowest = gl.reshape(gl.min(b_e, 2), [64]) - SHIFT
+    HIGHEST: gl.constexpr = 2 * LIMIT + ROUNDING - SHIFT
+    decay_operands(b_e, b_e - b_g, q, a, b, k, flat, HIGHEST, DELTA)
     return gl.convert_layout(b_lowest, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def from_middle(
+    b_g, q, a, b, k, middle, layout: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """wy.py's operands of 64 channels in place, and m; the least sum of gates by tokens, that of
+    the first half or from there on."""
+    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    three: gl.constexpr = b_g.type.layout
+    b_e, b_before, b_n, b_middle, b_early, _ = gates_of(b_g, LIMIT, APART)
+    quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
+    b_sum = b_e + b_n
+    if APART > 0:
+        b_sum = gl.where(quarter < 2, b_sum, gl.minimum(b_sum - b_early, b_early))
+    b_lowest = gl.reshape(gl.min(b_sum, 2), [64])
+    middle.store(gl.reshape(b_middle, [64]))
+    decay_operands(b_e, b_before, q, a, b, k, flat, 2 * LIMIT + 1 - APART, DELTA)
+    return gl.convert_layout(b_lowest, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def from_start(tiles, middles, none, NK: gl.constexpr, APART: gl.constexpr):
+    """Tiles of reads relative to the start, without APART: less code than solve's way, and this
+    kernel does not fit the instruction cache."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    later = gl.arange(0, 64, gl.SliceLayout(1, rows)) + none >= 32
+    b_apart = gl.where(later, -APART, APART)[:, None]
+    for n in range(NK):
+        b_n = middles.index(none + n).load(gl.SliceLayout(0, rows))[None, :] + b_apart
+        b = tiles.index(none + n).load(rows) * gl.exp2(b_n)
+        tiles.index(none + n).store(b.to(tiles.dtype))
 
 
 @gluon.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H"])
@@ -151,7 +191,7 @@ def dplr_intra_safe_sm90_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [slots, HV]
+    strong_ptr,  # [slots, HV]: 2 where the chunk is
     cu_ptr,  # [N + 1]
     scale,
     keep,
@@ -167,6 +207,7 @@ def dplr_intra_safe_sm90_kernel(
     PACKED: gl.constexpr,
     LIMIT: gl.constexpr,
     SHIFT: gl.constexpr,
+    APART: gl.constexpr,
 ):
     """grid (any,), 4 warps: every num_programs-th chunk a program, so that all have something to do
     where chunks are few and all of them strong. total: slots * HV."""
@@ -176,13 +217,13 @@ def dplr_intra_safe_sm90_kernel(
     while at < total:  # a chunk needs all registers: one number, `at`, is what outlives it
         b_at = at + o_m * gl.num_programs(0)
         b_strong = gl.load(strong_ptr + b_at, mask=b_at < total, other=0)
-        ahead = gl.min(gl.where(b_strong > 0, o_m, FLAGS_PER_LOAD), 0)
+        ahead = gl.min(gl.where(b_strong > 1, o_m, FLAGS_PER_LOAD), 0)
         if ahead < FLAGS_PER_LOAD:
             one_chunk(
                 q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
                 b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
                 cu_ptr, scale, keep, at + ahead * gl.num_programs(0), T, N, HV, H,
-                K, V, DELTA, CHANNEL, PACKED, LIMIT, SHIFT,
+                K, V, DELTA, CHANNEL, PACKED, LIMIT, SHIFT, APART,
             )  # fmt: skip
         # with 0, so that the step is made here
         at += (gl.minimum(ahead + 1, FLAGS_PER_LOAD) + (T + at >> 31)) * gl.num_programs(0)
@@ -194,6 +235,7 @@ def one_chunk(
     u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr, scale, keep, pid, T, N, HV, H,
     K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
     CHANNEL: gl.constexpr, PACKED: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 64
     NK: gl.constexpr = K // 64
@@ -227,18 +269,18 @@ def one_chunk(
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
     begin = (row.to(gl.int64) * H + i_h // (HV // H)) * K
-    zero = gl.zeros([64, 64], gl.float32, al)
-    writes = xs if DELTA else bs
+    zero, writes = gl.zeros([64, 64], gl.float32, al), xs if DELTA else bs
     load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, num_rows, none, qs, reads, bs, keys,
                NK, DELTA)  # fmt: skip
-    b_lowest = gl.full([C], SHIFT, gl.float32, gl.SliceLayout(1, al))
+    b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     for n in range(NK):
-        b_low = from_start(
-            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, num_rows, none,
-            qs.index(none + n), reads.index(none + n), writes.index(none + n),
-            keys.index(none + n), al, CHANNEL, LIMIT, SHIFT, DELTA, True)  # fmt: skip
+        p_g = g_ptr + (token + none) * GK + n * (64 * CHANNEL)
+        b_low = from_block(
+            load_gates(p_g, HV * GK, num_rows, none, CHANNEL), qs.index(none + n),
+            reads.index(none + n), writes.index(none + n), keys.index(none + n), al, LIMIT, SHIFT,
+            DELTA)  # fmt: skip
         b_lowest = gl.minimum(b_lowest, b_low)
-    by_block = (b_lowest >= SHIFT - 2 * LIMIT).to(gl.int32)
+    by_block = (b_lowest >= -2 * LIMIT).to(gl.int32)
     first = BLOCK * gl.min(by_block, 0)
     ready()
     pairs = (o_i >> BLOCK == o_j >> BLOCK) & (o_i > o_j) & (by_block > 0)[:, None]
@@ -303,7 +345,7 @@ def one_chunk(
     finish(
         b_ab, None if DELTA else b_ak, qs, reads, xs if DELTA else bs, keys, v_ptr, g_ptr, beta_ptr,
         w_out_ptr, u_out_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, scale, keep, index, token, num_rows,
-        T + pid + LEVELS + 1 >> 31 << 10, HV, K, V, DELTA, CHANNEL, LIMIT, SHIFT,
+        T + pid + LEVELS + 1 >> 31 << 10, HV, K, V, DELTA, CHANNEL, LIMIT, APART,
     )  # fmt: skip
 
 
@@ -312,7 +354,7 @@ def finish(
     b_ab, b_ak, qs, reads, writes, keys, v_ptr, g_ptr, beta_ptr, w_out_ptr, u_out_ptr, qb_ptr,
     qk_ptr, ak_ptr, r_ptr, scale, keep, index, token, num_rows, none, HV,
     K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, CHANNEL: gl.constexpr,
-    LIMIT: gl.constexpr, SHIFT: gl.constexpr,
+    LIMIT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Rows of scores as wy.py makes them, where tokens allow that; W and U of all."""
     C: gl.constexpr = 64
@@ -323,28 +365,35 @@ def finish(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     zero = gl.zeros([64, 64], gl.float32, al)
     i_a = index * (C * C)
-    b_lowest = gl.full([C], SHIFT, gl.float32, gl.SliceLayout(1, al))
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    middles = gl.allocate_shared_memory(gl.float32, [NK, 64], plain)
+    b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     for n in range(NK):
-        b_low = from_start(
-            g_ptr + (token + none) * GK + n * (64 * CHANNEL), HV * GK, num_rows, none,
-            qs.index(none + n), reads.index(none + n), writes.index(none + n),
-            keys.index(none + n), al, CHANNEL, LIMIT, SHIFT, DELTA)  # fmt: skip
+        p_g = g_ptr + (token + none) * GK + n * (64 * CHANNEL)
+        b_low = from_middle(
+            load_gates(p_g, HV * GK, num_rows, none, CHANNEL), qs.index(none + n),
+            reads.index(none + n), writes.index(none + n), keys.index(none + n),
+            middles.index(none + n), al, LIMIT, APART, DELTA)  # fmt: skip
         b_lowest = gl.minimum(b_lowest, b_low)
-    as_weak = b_lowest >= SHIFT - (2 * LIMIT + ROUNDING)
+    as_weak = b_lowest >= -(2 * LIMIT + ROUNDING)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
     seen = o_i >= o_j
     past = (o_i > o_j) & as_weak[:, None]
     ready()
-    b_whole = gl.where(seen, scores(qs, writes, NK, zero, none) * scale, 0.0).to(act)
+    b_whole = together(scores(qs, writes, NK, zero, none), none, APART) * scale
+    b_whole = gl.where(seen, b_whole, 0.0).to(act)
     put(qb_ptr + i_a, b_whole, C, rows, none, as_weak)
     if not DELTA:
-        b_whole = gl.where(seen, scores(qs, keys, NK, zero, none) * scale, 0.0).to(act)
+        b_whole = together(scores(qs, keys, NK, zero, none), none, APART) * scale
+        b_whole = gl.where(seen, b_whole, 0.0).to(act)
         put(qk_ptr + i_a, b_whole, C, rows, none, as_weak)
-        b_ak = gl.where(past, scores(reads, keys, NK, zero, none).to(act), b_ak)
+        b_weak = together(scores(reads, keys, NK, zero, none), none, APART)
+        b_ak = gl.where(past, b_weak.to(act), b_ak)
         if keep != 0:
             put(ak_ptr + i_a, b_ak, C, rows, none)
-    b_ab = gl.where(past, scores(reads, writes, NK, zero, none), b_ab)
+    b_weak = together(scores(reads, writes, NK, zero, none), none, APART)
+    b_ab = gl.where(past, b_weak, b_ab)
     if DELTA:
         o_b = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
         b_beta = gl.load(beta_ptr + token + o_b * HV, mask=o_b < num_rows, other=0.0)
@@ -352,13 +401,15 @@ def finish(
     else:
         b_ab = -b_ab
     aks = qs.index(none)
+    gl.thread_barrier()
     if not DELTA:
-        gl.thread_barrier()
         aks.store(b_ak)
+    if APART > 0:
+        from_start(reads, middles, none, NK, APART)
     ready()
     solve(
-        b_ab, None if DELTA else aks, reads, SHIFT, beta_ptr + token if DELTA else None,
+        b_ab, None if DELTA else aks, reads, None, beta_ptr + token if DELTA else None,
         v_ptr + token * V, w_out_ptr + index * (C * K), u_out_ptr + index * (V * C), r_ptr + i_a,
-        keep, num_rows, HV, K, V, DELTA, none,
+        keep, num_rows, HV, K, V, DELTA, 0.0, none,
     )  # fmt: skip
     gl.thread_barrier()

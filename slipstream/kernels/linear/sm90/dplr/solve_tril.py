@@ -12,6 +12,21 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# The inverse's columns of a chunk's first half are 2^HEADROOM of what they are, and the others
+# 2^(HEADROOM - 2 APART), which is what both halves of A differ by: the latter have to stay normal.
+HEADROOM = gl.constexpr(4.0)
+
+
+@gluon.jit
+def together(b, none, APART: gl.constexpr):
+    """Scores [64, 64] of operands whose halves are APART (wy.py)."""
+    if APART > 0:
+        layout: gl.constexpr = b.type.layout
+        o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + none
+        o_j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+        b *= gl.where((o_i >= 32) & (o_j < 32), 2.0 ** (-2 * APART), 1.0)
+    return b
+
 
 @gluon.jit
 def split(b, dtype: gl.constexpr):
@@ -55,13 +70,13 @@ def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0, row_mask=None):
 
 @gluon.jit
 def solve(
-    b_a, aks, reads, SHIFT: gl.constexpr, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep,
+    b_a, aks, reads, middles, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep,
     num_rows,
-    HV, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, none=0,
+    HV, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, APART: gl.constexpr, none=0,
 ):  # fmt: skip
     """W and U of a chunk, and R if keep, from I + b_a [64, 64].
 
-    reads: tiles [64, 64] of 2^SHIFT A. aks: ak, of dplr.
+    reads: tiles [64, 64] of A, if APART relative to middles [NK, 64], m of wy.py. aks: ak, of dplr.
     Pointers are those of the chunk. none: as put has it.
     """
     C: gl.constexpr = 64
@@ -88,6 +103,8 @@ def solve(
     if DELTA:
         b_beta = gl.load(beta_ptr + o_j * HV, mask=o_j < num_rows, other=0.0).to(gl.float32)
         b_r = b_r * b_beta[None, :]
+    if APART > 0:
+        b_r *= gl.where(o_j < 32, 2.0**HEADROOM, 2.0 ** (HEADROOM - 2 * APART))[None, :]
     # R in two parts of 16 bits: else its rounding would be in W and U
     r_high, r_low = split(b_r, act)
     # from registers as left operands, which takes no shared memory
@@ -98,10 +115,19 @@ def solve(
         b_w = warpgroup_mma(lhs_low, reads.index(none + n), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma(lhs_high, reads.index(none + n), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        # SHIFT kept A's decays within 16 bits (tiles.py)
-        b_w = b_w * (-(2.0**-SHIFT) if DELTA else 2.0**-SHIFT)
+        if APART > 0:
+            b_m = middles.index(none + n).load(gl.SliceLayout(0, al))
+            b_w = b_w * gl.exp2(b_m + (APART - HEADROOM))[None, :]
+        if DELTA:
+            b_w = -b_w
         put(w_out_ptr + n * 64, b_w.to(act), K, rows, none)
+    if APART > 0:
+        b_back = gl.where(o_j < 32, 2.0**-HEADROOM, 2.0 ** (2 * APART - HEADROOM))[None, :]
+        r_high = (r_high * b_back).to(act)
+        r_low = (r_low * b_back).to(act)
     if not DELTA:
+        lhs_high = gl.convert_layout(r_high, aa)
+        lhs_low = gl.convert_layout(r_low, aa)
         b_r = warpgroup_mma(lhs_low, aks, zero, use_acc=False, is_async=True)
         b_r = warpgroup_mma(lhs_high, aks, b_r, is_async=True)
         b_r = warpgroup_mma_wait(0, deps=(b_r,))

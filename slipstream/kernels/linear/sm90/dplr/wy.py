@@ -1,7 +1,17 @@
 """Decays per channel, or free a and b, on sm_90: what needs no state, but of strong chunks.
 
-As triton/dplr/wy.py, whose results these are; decays are those of triton/dplr/intra_anchored.py,
-but G comes from running sums: a thread has 16 tokens of two channels, and adds their gates up.
+As triton/dplr/wy.py, whose results these are. Decays are relative to the middle of the chunk: with
+G_i the sum of a channel's gates in base 2 from the chunk's start to token i, and m that of its
+first half, rounded down,
+
+    reads exp2(G_i - n)    writes exp2(n - G_j)    n = m + APART in the first half, then m - APART
+
+A pair of one half has its decay, and a read of the second half with a write of the first one
+2^(2 APART) times its decay, which `together` takes off. So all of them fit bf16, and scores
+float32, unless a half decays by more than 2^(-2 LIMIT), and a chunk may decay by twice that. m
+depends on later gates, but no bit of a result does: G is a multiple of 2^-14 and n a whole number,
+so that n moves exponents alone. float16 has no room for it: n is 0 there, and a half decays by no
+more than 2^-LIMIT. Other chunks are strong, and left to intra_safe.py.
 
     A = q~ b~^T, a~ b~^T, q~ k~^T, a~ k~^T        R = (I + beta ab)^-1 or (I - ab)^-1
     W = -R beta (k exp(G)) or R (a exp(G_prev))   U^T = v^T (R beta)^T or v^T (R ak)^T
@@ -17,7 +27,13 @@ from slipstream.kernels.linear.sm90.common.device import (
     locate_sequence,
     zero_tail_rows,
 )
-from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
+from slipstream.kernels.linear.sm90.dplr.solve_tril import (
+    put,
+    ready,
+    scores,
+    solve,
+    together,
+)
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -28,6 +44,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-256.0)
+FAR = gl.constexpr(1000.0)  # float32 beside it are multiples of 2^-14
 # in a chunk that is not strong all tokens are above the bound, however their sums are rounded
 ROUNDING = gl.constexpr(0.125)
 
@@ -38,35 +55,52 @@ def add(a, b):
 
 
 @gluon.jit
-def gates_of(b_g, three: gl.constexpr, SHIFT: gl.constexpr):
-    """G + SHIFT [4, 16, 64] of gates in base 2; early, late [1, 1, 64]."""
+def gates_of(b_g, LIMIT: gl.constexpr, APART: gl.constexpr):
+    """Of gates in base 2 [4, 16, 64], quarters of a chunk: G - n, that without a token's own gate;
+    n [4, 1, 64]; m, the sums of both halves [1, 1, 64].
+
+    A thread has 16 tokens of two channels, and adds their gates up.
+    """
+    three: gl.constexpr = b_g.type.layout
     four: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     i_quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
     other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     b_e = gl.associative_scan(b_g, 1, add)
     # of each block of 16 tokens, known to all threads
     b_all = gl.convert_layout(gl.sum(b_g, 1), gl.SliceLayout(0, four))[None, :, :]
-    b_base = gl.sum(gl.where(other < i_quarter, b_all, 0.0), 1) + SHIFT
+    b_base = gl.sum(gl.where(other < i_quarter, b_all, 0.0), 1) + FAR
     b_early = gl.sum(gl.where(other < 2, b_all, 0.0), 1)
     b_late = gl.sum(gl.where(other < 2, 0.0, b_all), 1)
-    b_e += gl.convert_layout(b_base[:, None, :], three)
+    b_base = gl.convert_layout(b_base[:, None, :], three)
     b_early = gl.convert_layout(b_early[:, None, :], three)
-    return b_e, b_early, gl.convert_layout(b_late[:, None, :], three)
+    b_late = gl.convert_layout(b_late[:, None, :], three)
+    b_middle = 0.0 * b_early
+    b_n = 0.0 * b_base
+    if APART > 0:
+        # of strong chunks less, so that the first reads are finite
+        b_middle = gl.floor(gl.maximum(b_early, -(2 * LIMIT + 5)))
+        quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
+        b_n = b_middle + gl.where(quarter < 2, APART, -APART)
+    # a sum with FAR is a multiple of 2^-14, and a whole number less is exact
+    b_before = (b_e - b_g + b_base) - (b_n + FAR)
+    return (b_e + b_base) - (b_n + FAR), b_before, b_n, b_middle, b_early, b_late
 
 
 @gluon.jit
 def decay_operands(
-    b_e, b_before, q, a, b, k, flat: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
-    DELTA: gl.constexpr, STRONG: gl.constexpr,
-):  # fmt: skip
-    """Operands of products of 64 channels in place; those of q, b and k besides in float32."""
+    b_e, b_before, q, a, b, k, flat: gl.constexpr, HIGHEST: gl.constexpr, DELTA: gl.constexpr
+):
+    """Operands of products of 64 channels in place; those of q, b and k besides in float32.
+
+    HIGHEST: of a write's exponent, so that it is finite where none is read.
+    """
     b_a = a.load(flat)
     b_q = q.load(flat)
     b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), flat)
     b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
     b_write = -b_e
-    if STRONG:
-        b_write = gl.minimum(b_write, 2 * LIMIT + ROUNDING - SHIFT)  # finite, where none is read
+    if HIGHEST is not None:
+        b_write = gl.minimum(b_write, HIGHEST)
     b_write = gl.exp2(b_write)
     b_read = gl.exp2(b_e)
     if DELTA:
@@ -88,21 +122,29 @@ def decay_operands(
 
 
 @gluon.jit
+def of_tokens(b, b_g, flat: gl.constexpr):
+    """b [4, 1, 64] for each token [64, 64]."""
+    b, _ = gl.broadcast(b, b_g)
+    return gl.convert_layout(gl.reshape(b, [64, 64]), flat)
+
+
+@gluon.jit
 def decay(
-    b_g, q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
-    flat: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr,
+    b_g, q, a, b, k, middle, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
+    flat: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """64 channels: operands of products in place, q~, b^, k^ and the chunk's decay; how strong."""
-    three: gl.constexpr = b_g.type.layout
+    """64 channels: operands of products in place, q~, b^, k^, the chunk's decay and middle; how
+    strong."""
     line: gl.constexpr = gl.SliceLayout(0, flat)
-    START: gl.constexpr = 2.0**-SHIFT
-    b_e, b_early, b_late = gates_of(b_g, three, SHIFT)
+    b_e, b_before, b_n, b_middle, b_early, b_late = gates_of(b_g, LIMIT, APART)
     strong = gl.max(-gl.minimum(b_early, b_late))
-    b_total = gl.convert_layout(gl.reshape(b_early + b_late, [64]), line)
-    gl.store(p_total, gl.exp2(b_total))
-    b_q, b_b, b_k = decay_operands(b_e, b_e - b_g, q, a, b, k, flat, LIMIT, SHIFT, DELTA, False)
-    b_end = gl.exp2(b_total + SHIFT)[None, :]
-    gl.store(q_out_ptr + o_w, (b_q * (START * scale)).to(q.dtype))
+    b_total = b_early + b_late
+    gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
+    middle.store(gl.reshape(b_middle, [64]))
+    b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, None, DELTA)
+    b_end = of_tokens(gl.exp2(b_total - b_n), b_g, flat)
+    b_q = b_q * of_tokens(gl.exp2(b_n) * scale, b_g, flat)
+    gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
     gl.store(b_out_ptr + o_w, (b_b * b_end).to(b.dtype))
     if not DELTA:
         gl.store(k_out_ptr + o_w, (b_k * b_end).to(b.dtype))
@@ -128,7 +170,7 @@ def dplr_wy_sm90_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [slots, HV]: whether the chunk is
+    strong_ptr,  # [slots, HV]: 1 if a half decays by more than LIMIT, 2 if the chunk is strong
     cu_ptr,  # [N + 1]
     scale,
     keep,
@@ -144,7 +186,7 @@ def dplr_wy_sm90_kernel(
     CHANNEL: gl.constexpr,
     PACKED: gl.constexpr,
     LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr,
+    APART: gl.constexpr,
 ):
     """grid (slots * HV,), 4 warps."""
     NK: gl.constexpr = K // 64
@@ -163,6 +205,10 @@ def dplr_wy_sm90_kernel(
     keys = reads
     if not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    middles = reads
+    if HAS_GATE:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        middles = gl.allocate_shared_memory(gl.float32, [NK, 64], plain)
     pid = gl.program_id(0)
     i_h = pid % HV
     row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
@@ -202,8 +248,8 @@ def dplr_wy_sm90_kernel(
             b_g = gl.maximum(b_g * LOG2E, LOWEST)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             strong = decay(
-                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n),
-                q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, LIMIT, SHIFT, DELTA,
+                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), middles.index(n),
+                q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, LIMIT, APART, DELTA,
             )  # fmt: skip
             strongest = gl.maximum(strongest, strong)
         else:
@@ -217,8 +263,10 @@ def dplr_wy_sm90_kernel(
             gl.store(b_out_ptr + o_w, b_b)
     invalidate_mbarriers(full)
     if HAS_GATE:
-        gl.store(strong_ptr + i_chunk_head, (strongest > LIMIT).to(gl.int32))
-        if strongest > LIMIT:
+        too_strong = strongest > (2 * LIMIT if APART > 0 else LIMIT)
+        strength = gl.where(too_strong, 2, gl.where(strongest > LIMIT, 1, 0))
+        gl.store(strong_ptr + i_chunk_head, strength)
+        if too_strong:
             return
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))
@@ -230,18 +278,18 @@ def dplr_wy_sm90_kernel(
         p_beta = beta_ptr + token
         b_beta = gl.load(p_beta + o_i * HV, mask=o_i < num_rows, other=0.0).to(gl.float32)
     ready()
-    b_qb = scores(qs, bs, NK, zero)
+    b_qb = together(scores(qs, bs, NK, zero), 0, APART)
     put(qb_ptr + i_a, gl.where(seen, b_qb * scale, 0.0).to(act), C, rows)
     if not DELTA:
-        b_qk = scores(qs, keys, NK, zero)
+        b_qk = together(scores(qs, keys, NK, zero), 0, APART)
         put(qk_ptr + i_a, gl.where(seen, b_qk * scale, 0.0).to(act), C, rows)
-        b_ak = gl.where(past, scores(reads, keys, NK, zero), 0.0).to(act)
+        b_ak = gl.where(past, together(scores(reads, keys, NK, zero), 0, APART), 0.0).to(act)
         aks = gl.allocate_shared_memory(act, [64, 64], tile)
         aks.store(b_ak)
         fence_async_shared()
         if keep != 0:
             put(ak_ptr + i_a, b_ak, C, rows)
-    b_a = gl.where(past, scores(reads, bs, NK, zero), 0.0)
+    b_a = gl.where(past, together(scores(reads, bs, NK, zero), 0, APART), 0.0)
     if DELTA:
         b_a = b_a * b_beta[:, None]
     else:
@@ -250,7 +298,7 @@ def dplr_wy_sm90_kernel(
         token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
     gl.thread_barrier()
     solve(
-        b_a, None if DELTA else aks, reads, SHIFT if HAS_GATE else 0.0,
+        b_a, None if DELTA else aks, reads, middles,
         beta_ptr + token if DELTA else None, v_ptr + token * V, w_out_ptr + i_chunk_head * (C * K),
-        u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA,
+        u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA, APART,
     )  # fmt: skip
