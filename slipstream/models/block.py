@@ -76,10 +76,12 @@ class Block(GradientCheckpointingLayer):
             return self._advance(h, first_value, layer, positions, room)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
         mixing = options | {"positions": positions, "state": state, "use_cache": use_cache}
-        x = h
         if self.residual_in_fp32:
-            x, h = h.to(self.mixer_norm.weight.dtype), h.float()
-        x, value = self.mixer_norm(x), None
+            x, h = self.mixer_norm(h.to(self.mixer_norm.weight.dtype)), h.float()
+        else:
+            # h by way of the norm, whose backward adds up its gradients
+            x, h = self.mixer_norm(h, prenorm=True)
+        value = None
         if not self.mixer.takes_first_value:
             y, after = self.mixer(x, **mixing)
         elif first_value is not None:

@@ -43,9 +43,8 @@ def norm(
 ) -> tuple[Tensor, Tensor | None]:
     """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
     if needs_autograd(x, weight, bias, gate, residual):
-        y, h = _Norm.apply(x, weight, bias, gate, residual, n, impl)
-    else:
-        y, h, _ = _forward(x, weight, bias, gate, residual, *n, False, impl)
+        return _Norm.apply(x, weight, bias, gate, residual, n, impl)
+    y, h, _ = _forward(x, weight, bias, gate, residual, *n, False, impl)
     return y, h if stores_h(x, residual, n, False) else None
 
 
@@ -145,6 +144,9 @@ class _Norm(Function):
         ctx.norm, ctx.impl, ctx.dtype = n, impl, x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
+        if h is None and n.keep_h and not torch.compiler.is_compiling():
+            # x goes on through here, so that its gradients are added up within the backward
+            h = x.detach()
         return y, h if n.keep_h else None
 
     @staticmethod
@@ -212,7 +214,7 @@ def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     """As slipstream::norm_forward is called."""
     n = NormOptions(*args[5:-2])
     y, h = _Norm.apply(*args[:5], n, args[-1])
-    return (y,) if h is None else (y, h)
+    return (y, h) if n.keep_h and stores_h(args[0], args[4], n, True) else (y,)
 
 
 _forward.set_gradient(_of_operator)
