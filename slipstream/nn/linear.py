@@ -172,8 +172,18 @@ class _Linears(Function):
         needs_x, *needed = ctx.needs_input_grad
         save(ctx, x if any(needed[::2]) else None, *(w if needs_x else None for w in weights))
         ctx.shape = x.shape
+        ctx.rows = [w.shape[0] for w in weights]
+        ctx.narrow = narrow = _narrow(weights, biases)
         ctx.set_materialize_grads(False)
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        ys: list[Any] = [
+            None if i in narrow else F.linear(x, w, b)
+            for i, (w, b) in enumerate(zip(weights, biases, strict=True))
+        ]
+        if narrow:
+            y = F.linear(x, _joined([weights[i] for i in narrow], 0))
+            for i, part in zip(narrow, y.split_with_sizes(_sizes(ctx.rows, narrow), -1)):
+                ys[i] = part
+        return tuple(ys)
 
     @staticmethod
     @once_differentiable
@@ -182,20 +192,65 @@ class _Linears(Function):
         needs_x, *needed = ctx.needs_input_grad
         dx: Any = None
         rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
+        flat = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        dweights: list[Any] = [None] * len(dys)
+        narrow = [i for i in ctx.narrow if flat[i] is not None]
+        alone = [i for i in range(len(dys)) if i not in narrow and flat[i] is not None]
+        parts: list[list[int]] = [*([i] for i in alone), *([narrow] if narrow else [])]
+        for part in parts:
+            dy: Any = flat[part[0]] if len(part) == 1 else _joined([flat[i] for i in part], 1)
+            if needs_x:
+                w = weights[part[0]] if len(part) == 1 else _joined([weights[i] for i in part], 0)
+                if dx is None:
+                    dx = dy @ w
+                elif dx.dtype == w.dtype:
+                    dx = dx.addmm_(dy, w)
+                else:  # of two dtypes under autocast, which knows no addmm_
+                    dx = torch.addmm(dx, dy, w)
+            if any(needed[2 * i] for i in part):
+                dw = (dy.t() @ rows).split_with_sizes(_sizes(ctx.rows, part, dy.shape[1]), 0)
+                for i, one in zip(part, dw):
+                    dweights[i] = one if needed[2 * i] else None
         found: list[Tensor | None] = []
-        for i, (w, dy) in enumerate(zip(weights, dys, strict=True)):
-            if dy is None:
-                found += [None, None]
-                continue
-            dy = dy.reshape(-1, dy.shape[-1])
-            if needs_x and dx is None:
-                dx = dy @ w
-            elif needs_x:
-                # of two dtypes under autocast, which knows no addmm_
-                dx = dx.addmm_(dy, w) if dx.dtype == w.dtype else torch.addmm(dx, dy, w)
-            found.append(dy.t() @ rows if needed[2 * i] else None)
-            found.append(dy.sum(0) if needed[2 * i + 1] else None)
+        for i, (dw, dy) in enumerate(zip(dweights, flat, strict=True)):
+            found += [dw, dy.sum(0) if dy is not None and needed[2 * i + 1] else None]
         return None if dx is None else dx.view(ctx.shape), *found
+
+
+# Columns up to which a product takes as long as reading x does, whatever their number.
+NARROW = 256
+# x's columns for each of them, so that what the products write is little beside x.
+WIDER = 4
+# Columns of narrow layers side by side: their rows begin at multiples of 16 bytes.
+ALIGNED = 8
+
+
+def _narrow(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[int]:
+    """Which layers are one product: the widest first, so that all but the last are aligned."""
+    found = [
+        i
+        for i, (w, b) in enumerate(zip(weights, biases))
+        if b is None and w.shape[0] <= min(NARROW, w.shape[1] // WIDER)
+    ]
+    found.sort(key=lambda i: -weights[i].shape[0])
+    return found if len(found) > 1 else []
+
+
+def _joined(parts: Sequence[Any], dim: int) -> Tensor:
+    """The parts side by side, with zeros up to a multiple of ALIGNED."""
+    missing = -sum(x.shape[dim] for x in parts) % ALIGNED
+    if missing:
+        shape = [*parts[0].shape]
+        shape[dim] = missing
+        parts = [*parts, parts[0].new_zeros(shape)]
+    return torch.cat([*parts], dim)
+
+
+def _sizes(rows: Sequence[int], part: Sequence[int], total: int | None = None) -> list[int]:
+    """Of each layer of a product its columns, then what _joined has added."""
+    sizes = [rows[i] for i in part]
+    missing = -sum(sizes) % ALIGNED if total is None else total - sum(sizes)
+    return [*sizes, missing] if missing else sizes
 
 
 def plain_linear(layer: nn.Module) -> bool:

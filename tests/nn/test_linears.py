@@ -39,6 +39,40 @@ def test_linears_are_the_layers(shape: tuple[int, ...], dtype: torch.dtype) -> N
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("widths", [(100, 7, 16, 3), (16, 16), (100, 5), (7, 1)])
+@pytest.mark.parametrize("unused", [None, 1])
+def test_narrow_layers_are_one_product(
+    widths: tuple[int, ...], unused: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Any = nn.ModuleList([nn.Linear(64, n, bias=False) for n in widths]).double()
+    made[0].weight.requires_grad_(widths[0] != 100)
+    x = torch.randn(2, 9, 64, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(p for p in made.parameters() if p.requires_grad)]
+    calls: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        calls.append(w.shape[0])
+        return linear(x, w, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", product)
+        found = linears(x, made)
+    narrow = [n for n in widths if n <= 16]
+    wide = [n for n in widths if n > 16]
+    joined = [-(-sum(narrow) // 8) * 8] if len(narrow) > 1 else narrow
+    assert calls == [*wide, *joined]
+    want = [layer(x) for layer in made]
+    for ys in (found, want):
+        if unused is not None:
+            ys[unused] = ys[0]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b)
+    used = [p for p in leaves if unused is None or p is not made[unused].weight]
+    for a, b in zip(gradients(found, *used), gradients(want, *used), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_frozen_parts_and_unused_results_have_no_gradient() -> None:
     made, x = layers(), torch.randn(4, 5)
     made[0].weight.requires_grad_(False)
