@@ -29,14 +29,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.common.checks import expect_floating, expect_rank, expect_tensor
+from slipstream.common.checks import autocast_dtype, expect_floating, expect_rank, expect_tensor
+from slipstream.kernels.decay_gate.op import decay_gate
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
-from slipstream.nn.linear import is_hooked
+from slipstream.nn.linear import is_hooked, plain_linear
 from slipstream.ops._fp32 import widen
-from slipstream.ops.conv import split_convolution
+from slipstream.ops.conv import split_convolution, unit_heads
 from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.ops.rotary import packed_positions
+from slipstream.runtime.autograd import by_operation
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.rank_sums import HeadShard, norm_of_parts
 
@@ -351,26 +353,45 @@ def convolution_in_parts(
     use_cache: bool,
     cu_seqlens: Tensor | None,
     context: ContextParallel | None,
+    unit: int = 0,
 ) -> tuple[Callable[[Tensor], Parts], int]:
     """A function that convolves x as `convolved` does, with y in three tensors, and the number of
     elements for Recompute, 0 where the function must not be called again.
 
-    sizes: channels of the three tensors. The weight, bias and state are read here, not in the
-    function, because the module may have others by the time of the backward.
+    sizes: channels of the three tensors. unit: as split_convolution. The weight, bias and state are
+    read here, not in the function, because the module may have others by the time of the backward.
     """
     once = use_cache or context is not None
     if conv is None:
-        return lambda x: ([*F.silu(x).split(sizes, -1)], None), 0 if once else x.numel()
+
+        def activate(x: Tensor) -> Parts:
+            parts = [*F.silu(x).split(sizes, -1)]
+            return unit_heads(parts, unit) if unit else parts, None
+
+        return activate, 0 if once else x.numel()
     before = past(state, "conv")
     if once or x.shape[1] == 1 or is_hooked(conv) or torch.compiler.is_compiling():
-        return lambda x: conv.split(x, sizes, before, use_cache, cu_seqlens, context), 0
+        return lambda x: conv.split(x, sizes, before, use_cache, cu_seqlens, context, unit), 0
     weight, bias = conv.weight, conv.bias
-    options: dict[str, Any] = {"activation": conv.activation, "initial_state": before}
+    options: dict[str, Any] = {"activation": conv.activation, "initial_state": before, "unit": unit}
 
     def convolve(x: Tensor) -> Parts:
         return split_convolution(x, weight, bias, sizes, cu_seqlens=cu_seqlens, **options)
 
     return convolve, x.numel()
+
+
+def log_sigmoid_decay(layer: nn.Linear, x: Tensor, heads: int, normalizer: float) -> Tensor:
+    """logsigmoid(layer(x)) / normalizer as [B, T, heads, channels], in float32 at least."""
+    bias, narrow = layer.bias, x.dtype.itemsize == 2
+    usual = x.shape[1] > 1 and normalizer > 0 and not by_operation() and autocast_dtype(x) is None
+    if not (narrow and usual and layer.weight.dtype == x.dtype and plain_linear(layer)):
+        raw = widen(layer(x)).unflatten(-1, (heads, -1))
+        return F.logsigmoid(raw) / normalizer
+    # -softplus(-y) / normalizer: the decay gate's kernel, once y's sign is the weight's
+    raw = F.linear(x, -layer.weight).unflatten(-1, (heads, -1))
+    A_log = torch.full((heads,), -math.log(normalizer), device=x.device)
+    return decay_gate(raw, A_log, None if bias is None else -bias, None)
 
 
 def expect_gate_activation(activation: str) -> None:

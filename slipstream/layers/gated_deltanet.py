@@ -20,7 +20,6 @@ from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -95,14 +94,13 @@ class GatedDeltaNet(DeltaHeads):
         qkv, ab, z = linears(x, (self.qkv_proj, self.ab_proj, self.z_proj))
         sizes = (self.keys, self.keys, self.values)
         convolve, elements = convolution_in_parts(
-            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
+            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context, self.head_dim
         )
 
         def prepare() -> list[Tensor]:
             nonlocal conv
-            (q, k, v), conv = convolve(qkv)
-            units = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
-            return [q, k, *units, v]
+            (q, k, v, *before), conv = convolve(qkv)
+            return [*before, q, k, v]
 
         a, b = ab.chunk(2, dim=-1)  # [B, T, HV]
         rule = (
@@ -111,9 +109,10 @@ class GatedDeltaNet(DeltaHeads):
             else chunk_gated_delta_rule
         )
         with Recompute(prepare, elements) as (*_, q, k, v):
+            heads = (self.num_heads, self.head_dim)
             o, recurrent = rule(
-                q,
-                k,
+                q.unflatten(-1, heads),
+                k.unflatten(-1, heads),
                 v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
                 g=a,
                 beta=b,

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
@@ -17,6 +16,7 @@ from slipstream.layers.base import (
     expect_divisor,
     expect_feature_map,
     expect_gate_activation,
+    log_sigmoid_decay,
     new_state,
     past,
 )
@@ -204,7 +204,6 @@ class GatedLinearAttention(Mixer):
 
     def _log_decay(self, narrow: Tensor) -> Tensor:
         """[B, T, channels of the keys] of what gk_down makes."""
-        raw = self.gk_up(narrow)
-        raw = raw if raw.dtype.itemsize > 2 else raw.float()
-        g = F.logsigmoid(raw) / self.gate_logit_normalizer
+        g = log_sigmoid_decay(self.gk_up, narrow, self.num_kv_heads, self.gate_logit_normalizer)
+        g = g.flatten(-2)
         return g if self.clamp_min is None else g.clamp_min(self.clamp_min)

@@ -10,6 +10,7 @@ from slipstream.layers.base import (
     State,
     XavierLinear,
     expect_divisor,
+    log_sigmoid_decay,
     new_state,
 )
 from slipstream.ops.gsa import chunk_gsa, fused_recurrent_gsa
@@ -77,9 +78,7 @@ class GatedSlotAttention(Mixer):
         heads = (self.num_kv_heads, -1)
         q = F.silu(self.q_proj(x)).unflatten(-1, (self.num_heads, -1))
         k, v = (F.silu(f(x)).unflatten(-1, heads) for f in (self.k_proj, self.v_proj))
-        raw = self.f_proj(x).unflatten(-1, heads)
-        raw = raw if raw.dtype == torch.float64 else raw.float()
-        g = F.logsigmoid(raw) / self.gate_logit_normalizer  # [B, T, H, M]
+        g = log_sigmoid_decay(self.f_proj, x, self.num_kv_heads, self.gate_logit_normalizer)
         gsa = fused_recurrent_gsa if self.recurrent(x, context) else chunk_gsa
         o, states = gsa(
             q,

@@ -20,7 +20,6 @@ from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
-from slipstream.ops.norm import l2_norm
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -108,22 +107,22 @@ class KimiDeltaAttention(DeltaHeads):
         sizes = (self.keys, self.keys, self.values)
         A_log, dt_bias = self.A_log, self.dt_bias
         convolve, elements = convolution_in_parts(
-            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context
+            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context, self.head_dim
         )
 
         def prepare() -> list[Tensor]:
             nonlocal conv
-            (q, k, v), conv = convolve(qkv)
-            units = (l2_norm(y.unflatten(-1, (self.num_heads, self.head_dim))) for y in (q, k))
+            (q, k, v, *before), conv = convolve(qkv)
             raw = f.unflatten(-1, (self.num_v_heads, self.head_dim))
             g = delta_gate(raw, A_log, dt_bias, self.lower_bound)
-            return [q, k, *units, v, g]
+            return [*before, q, k, v, g]
 
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
         with Recompute(prepare, elements) as (*_, q, k, v, g):
+            heads = (self.num_heads, self.head_dim)
             o, recurrent = kda(
-                q,
-                k,
+                q.unflatten(-1, heads),
+                k.unflatten(-1, heads),
                 v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
                 g,
                 beta,

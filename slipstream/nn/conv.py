@@ -7,7 +7,12 @@ from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import is_hooked
-from slipstream.ops.conv import short_convolution, short_convolution_update, split_convolution
+from slipstream.ops.conv import (
+    short_convolution,
+    short_convolution_update,
+    split_convolution,
+    unit_heads,
+)
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -77,12 +82,14 @@ class ShortConvolution(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         context: ContextParallel | None = None,
+        unit: int = 0,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """As a call, with y in three tensors [B, T, n], n of sizes."""
+        """As a call, with y in three tensors [B, T, n], n of sizes; unit: as split_convolution."""
         one = x.shape[1] == 1 and not torch.is_grad_enabled()
         if is_hooked(self) or one or torch.compiler.is_compiling():
             y, after = self(x, state, use_cache, cu_seqlens, context)
-            return [*y.split(sizes, -1)], after
+            parts = [*y.split(sizes, -1)]
+            return unit_heads(parts, unit) if unit else parts, after
         return split_convolution(
             x,
             self.weight,
@@ -93,6 +100,7 @@ class ShortConvolution(nn.Module):
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
             context=context,
+            unit=unit,
         )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:

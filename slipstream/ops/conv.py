@@ -8,7 +8,9 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
+from slipstream.kernels.conv.inputs import UNIT_TENSORS
 from slipstream.kernels.conv.reference import conv_reference
+from slipstream.ops.norm import l2_norm
 from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.context_exchange import states_of_pieces, tie
 from slipstream.runtime.context_parallel import ContextParallel
@@ -85,11 +87,17 @@ def split_convolution(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     context: ContextParallel | None = None,
+    unit: int = 0,
 ) -> tuple[list[Tensor], Tensor | None]:
     """short_convolution whose channels come as three tensors [B, T, n], n of sizes, not as views of
-    one: so what follows reads each in one piece, as kernels want it, without a copy."""
+    one: so what follows reads each in one piece, as kernels want it, without a copy.
+
+    unit: channels of a head of the first two tensors, each of which l2_norm makes one long, within
+    the convolution where its kernels do; else what they were before follows the three. 0 leaves
+    them as they are.
+    """
     given = (x, weight, bias, activation, None, initial_state, output_final_state)
-    return _convolve(*given, cu_seqlens, context, None, sizes)
+    return _convolve(*given, cu_seqlens, context, None, sizes, unit)
 
 
 def _convolve(
@@ -104,6 +112,7 @@ def _convolve(
     context: ContextParallel | None,
     impl: str | None,
     sizes: tuple[int, ...] | None,
+    unit: int = 0,
 ) -> tuple[list[Tensor], Tensor | None]:
     """y, or its channels in tensors of so many, and the final state."""
     checks.expect_rank("x", x, 3, "[B, T, D]")
@@ -134,13 +143,18 @@ def _convolve(
     if is_triton(impl):
         # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
         apart = sizes is not None and past is None and not any(n % 8 for n in sizes)
-        ys = op.convolution(*given, impl, sizes if apart else None)
+        parts = sizes if apart else None
+        within = parts is not None and op.normalises(parts, unit, initial_state, cu_seqlens)
+        ys = op.convolution(*given, impl, parts, unit if within else 0)
+        unit = 0 if within else unit
     else:
         ys = [fallback.convolution(*given, *([_by_definition] if impl == "reference" else []))]
     if past is not None:
         ys = [tie(ys[0], past)]
     if sizes is not None and len(ys) == 1:
         ys = [*ys[0].split(sizes, -1)]
+    if unit:
+        ys = unit_heads(ys, unit)
     if not output_final_state:
         return ys, None
     state = None if initial_state is None else initial_state.to(x.dtype)
@@ -212,6 +226,12 @@ def short_convolution_update(
     traced = (torch.compiler.is_compiling() and not wants_gradient(*given[:-1])) or x.is_meta
     y = op.update(*given, impl) if traced or is_triton(impl) else fallback.update(*given)
     return y.view(x.shape)
+
+
+def unit_heads(ys: list[Tensor], unit: int) -> list[Tensor]:
+    """The tensors, heads of `unit` channels of the first two made one long, and these two."""
+    heads = (l2_norm(y.unflatten(-1, (-1, unit))).flatten(-2) for y in ys[:UNIT_TENSORS])
+    return [*heads, *ys[UNIT_TENSORS:], *ys[:UNIT_TENSORS]]
 
 
 def _by_definition(*args: Any) -> Tensor:

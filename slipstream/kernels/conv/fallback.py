@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.conv.eager import convolve
+from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS
 from slipstream.runtime.guarded_launch import run_isolated
 from slipstream.runtime.token_ids import expect_below
 
@@ -39,13 +40,30 @@ def forward(
     cu_seqlens: Tensor | None,
     silu: bool,
     sizes: Sequence[int] | None = None,
+    unit: int = 0,
 ) -> list[Tensor]:
     """As the launch; `backward` does not look at where a token stands."""
     y = convolution(x, weight, bias, residual, state, cu_seqlens, silu)
-    ys = [channels.contiguous() for channels in y.split(list(sizes or y.shape[-1:]), -1)]
+    tensors = normalised(y, sizes or y.shape[-1:], unit)
+    ys = [channels.contiguous() for channels in tensors]
     if cu_seqlens is None:
         return ys
     return [*ys, torch.zeros(2, x.shape[1], dtype=torch.int32, device=x.device)]
+
+
+def normalised(y: Tensor, sizes: Sequence[int], unit: int) -> list[Tensor]:
+    """y in tensors of so many channels; of the first two each run of `unit` is divided by its norm,
+    where that is not 0."""
+    tensors = [*y.split(list(sizes), -1)]
+    if unit:
+        tensors[:UNIT_TENSORS] = [_unit(x, unit) for x in tensors[:UNIT_TENSORS]]
+    return tensors
+
+
+def _unit(y: Tensor, unit: int) -> Tensor:
+    runs = y.unflatten(-1, (-1, unit)).to(torch.promote_types(y.dtype, torch.float32))
+    runs = runs * (runs.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
+    return runs.flatten(-2).to(y.dtype)
 
 
 def backward(
@@ -57,6 +75,7 @@ def backward(
     cu_seqlens: Tensor | None,
     positions: Tensor | None,
     silu: bool,
+    unit: int = 0,
 ) -> list[Tensor]:
     """dx, dweight and, where they are there, dbias and dstate."""
     detached = [None if t is None else t.detach() for t in (x, weight, bias, state)]
@@ -65,7 +84,8 @@ def backward(
         leaves = [None if t is None else t.clone().requires_grad_() for t in detached]
         y = convolution(*leaves[:3], None, leaves[3], cu_seqlens, silu)  # type: ignore[arg-type]
         requested = [t for t in leaves if t is not None]
-        grads = torch.autograd.grad(y, requested, torch.cat([*dys], -1))
+        tensors = normalised(y, [dy.shape[-1] for dy in dys], unit)
+        grads = torch.autograd.grad(tensors, requested, [*dys])
         return [torch.empty_like(t).copy_(g) for t, g in zip(requested, grads)]
 
     return run_isolated(run, x.device)

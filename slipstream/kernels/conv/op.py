@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.conv import fallback
+from slipstream.kernels.conv.inputs import UNIT_TENSORS, UNIT_WIDTHS
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -66,15 +67,33 @@ def convolution(
     silu: bool,
     impl: str,
     sizes: tuple[int, ...] | None = None,
+    unit: int = 0,
 ) -> list[Tensor]:
-    """y, or one of each of up to three sizes channels. impl: triton, or triton|eager."""
+    """y, or one of each of up to three sizes channels. impl: triton, or triton|eager.
+
+    unit: of the first two of three tensors each run of so many channels is divided by its norm; 0
+    for none. As `normalises` allows, and without a residual.
+    """
     tensors = (x, weight, bias, residual, state)
     if needs_autograd(*tensors):
         # here, so that what the Function saves are its inputs
         x, weight, bias, state = _contiguous(x, weight, bias, state)
-        options = cu_seqlens, sizes, silu, impl
+        options = cu_seqlens, sizes, unit, silu, impl
         return [*_Convolution.apply(x, weight, bias, residual, state, *options)]
-    return _call(*tensors, cu_seqlens, sizes, silu, impl)[: len(sizes or (1,))]
+    return _call(*tensors, cu_seqlens, sizes, unit, silu, impl)[: len(sizes or (1,))]
+
+
+def normalises(
+    sizes: tuple[int, ...], unit: int, state: Tensor | None, cu_seqlens: Tensor | None
+) -> bool:
+    """Whether kernels take `unit`."""
+    return (
+        unit in UNIT_WIDTHS
+        and len(sizes) > UNIT_TENSORS
+        and not any(n % unit for n in sizes[:UNIT_TENSORS])
+        and state is None
+        and cu_seqlens is None
+    )
 
 
 def update(
@@ -92,8 +111,8 @@ def update(
 
 
 def _forward(*args: Any) -> list[Tensor]:
-    *tensors, sizes, silu, impl = args
-    kernel_args: Any = (*_contiguous(*tensors), silu, sizes)
+    *tensors, sizes, unit, silu, impl = args
+    kernel_args: Any = (*_contiguous(*tensors), silu, sizes, unit)
     with _guard(impl, kernel_args[0], kernel_args[1]) as usable:
         if usable:
             return _launch().forward(*kernel_args)
@@ -101,9 +120,9 @@ def _forward(*args: Any) -> list[Tensor]:
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    *tensors, silu, impl = args
+    *tensors, unit, silu, impl = args
     dys = [t.contiguous() for t in tensors[:3] if t is not None]
-    kernel_args: Any = (*_contiguous(*tensors[3:]), silu)
+    kernel_args: Any = (*_contiguous(*tensors[3:]), silu, unit)
     with _guard(impl, kernel_args[0], kernel_args[1]) as usable:
         if usable:
             return _launch().backward(dys, *kernel_args)
@@ -142,10 +161,31 @@ def _mismatch(x: Tensor, weight: Tensor) -> str | None:
     }
     probe_inputs |= {"state": numeric_probe.random_like(x, 2, D, W)}
     probe_inputs["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
-    return numeric_probe.mismatch(
+    mismatch = numeric_probe.mismatch(
         lambda t: convolution(**t, silu=True, impl="triton|eager")[0],
         lambda t: fallback.convolution(**t, silu=True),
         probe_inputs,
+    )
+    return mismatch or _mismatch_of_unit(x, weight)
+
+
+def _mismatch_of_unit(x: Tensor, weight: Tensor) -> str | None:
+    """The probe of heads that are normalised, and of a tensor that is not."""
+    unit = UNIT_WIDTHS[-1]
+    sizes = (unit, 2 * unit, 72)
+    probe_inputs = {
+        "x": numeric_probe.random_like(x, 1, 150, sum(sizes)),
+        "weight": numeric_probe.random_like(weight, sum(sizes), weight.shape[1]),
+    }
+
+    def convolve(t: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
+        arguments: Any = [t["x"], t["weight"], None, None, None, None, True]
+        if impl:
+            return tuple(convolution(*arguments, impl=impl, sizes=sizes, unit=unit))
+        return tuple(fallback.normalised(fallback.convolution(*arguments), sizes, unit))
+
+    return numeric_probe.mismatch(
+        lambda t: convolve(t, "triton|eager"), lambda t: convolve(t, ""), probe_inputs
     )
 
 
@@ -184,14 +224,15 @@ class _Convolution(Function):
         state: Tensor | None,
         cu_seqlens: Tensor | None,
         sizes: Sequence[int] | None,
+        unit: int,
         silu: bool,
         impl: str,
     ) -> tuple[Tensor, ...]:
         sizes = None if sizes is None else tuple(sizes)
-        results = _call(x, weight, bias, residual, state, cu_seqlens, sizes, silu, impl)
+        results = _call(x, weight, bias, residual, state, cu_seqlens, sizes, unit, silu, impl)
         count = len(sizes or (1,))
         save(ctx, x, weight, bias, state, cu_seqlens, *(results[count:] or (None,)))
-        ctx.options = silu, impl
+        ctx.options = unit, silu, impl
         ctx.residual_dtype = None if residual is None else residual.dtype
         return tuple(results[:count])
 
@@ -204,7 +245,7 @@ class _Convolution(Function):
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         dbias = None if bias is None else options[0]
         dstate = None if state is None else options[-1]
-        return dx, dweight, dbias, dresidual, dstate, None, None, None, None
+        return dx, dweight, dbias, dresidual, dstate, *(None,) * 5
 
 
 def _contiguous(*tensors: Any) -> Any:
@@ -238,7 +279,7 @@ def _fake_update(x: Tensor, *_: Any) -> Tensor:
 _call = KernelOp(
     "short_convolution",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? cu_seqlens, "
-    "int[]? sizes, bool silu, str impl) -> Tensor[]",
+    "int[]? sizes, int unit, bool silu, str impl) -> Tensor[]",
     _forward,
     _fake,
     replay=True,
@@ -246,7 +287,7 @@ _call = KernelOp(
 _call_backward = KernelOp(
     "short_convolution_backward",
     "(Tensor dy, Tensor? dy1, Tensor? dy2, Tensor x, Tensor weight, Tensor? bias, Tensor? state, "
-    "Tensor? cu_seqlens, Tensor? where, bool silu, str impl) -> Tensor[]",
+    "Tensor? cu_seqlens, Tensor? where, int unit, bool silu, str impl) -> Tensor[]",
     _backward,
     _fake_backward,
     replay=True,

@@ -3,6 +3,7 @@
 import pytest
 
 from slipstream.compiler.aot import Compiled, compile_kernel
+from slipstream.kernels.conv.inputs import UNIT_WIDTHS
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -11,9 +12,10 @@ WALK = "slipstream.kernels.conv.triton.bwd_rolling"
 
 
 def compile_conv(
-    arch: str, W: int, backward: bool, full: bool, dtype: str, D: int = 4096
+    arch: str, W: int, backward: bool, full: bool, dtype: str, D: int = 4096, unit: int = 0
 ) -> Compiled:
-    """Full is with everything, and backward of packed sequences. D: channels of 4096."""
+    """Full is with everything, and backward of packed sequences. D: channels of 4096; unit: of a
+    head that is normalised."""
     from slipstream.kernels.conv.triton import launch
 
     tile, kernel = launch.FORWARD, f"{MODULE}:conv_fwd_kernel"
@@ -26,13 +28,23 @@ def compile_conv(
     tensors |= {"partial_ptr": "*fp32"} if backward else {}
     tensors |= {"positions_ptr": "*i32"} if full else {}
     BT = tile.BT if W <= 4 or tile.BT == 8 else tile.BT // 2
+    tile, _ = launch._tile_of_output(tile, 0, unit)
+    packed = {} if backward and full else {"UNIT": unit > 0}
     return compile_kernel(
         kernel,
         tensors,
-        {"D": D, "SX": 4096, "W": W, "BT": BT, "BD": tile.BD, "SILU": True},
+        {"D": D, "SX": 4096, "W": W, "BT": BT, "BD": tile.BD, "SILU": True, **packed},
         target=arch,
         warps=tile.warps,
     )
+
+
+@pytest.mark.parametrize("unit", UNIT_WIDTHS)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_normalised_heads_stay_within_a_warp(arch: str, backward: bool, unit: int) -> None:
+    got = compile_conv(arch, 4, backward, False, "*bf16", D=1024, unit=unit)
+    assert (got.stack, got.shared) == (0, 0)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -103,6 +103,37 @@ def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(got, want)
 
 
+def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool) -> None:
+    """Heads that are normalised within the convolution, against l2_norm after it."""
+    from slipstream.kernels.conv import fallback, op
+
+    sizes, unit = (64, 128, 24), 64
+    assert op.normalises(sizes, unit, None, None)
+    D = sum(sizes)
+    inputs = [torch.randn(2, T, D).to(dtype), torch.randn(D, W)]
+    inputs += [torch.randn(D)] if bias else []
+    dy, found = torch.randn(2, T, D).to(dtype), []
+    for kernels in (True, False):
+        leaves = [t.to(dtype if kernels and t.dim() > 2 else t.dtype) for t in inputs]
+        leaves = [(t if kernels else t.double()).clone().requires_grad_() for t in leaves]
+        x, weight, b = (*leaves, None)[:3]
+        assert x is not None
+        assert weight is not None
+        if kernels:
+            given = (x, weight, b, None, None, None, True, "triton", sizes, unit)
+            ys = op.convolution(*given)
+            with torch.no_grad():
+                again = op.convolution(*given)
+            assert all(torch.equal(y, z) for y, z in zip(ys, again, strict=True))
+        else:
+            y = fallback.convolution(x, weight, b, None, None, None, True)
+            ys = fallback.normalised(y, sizes, unit)
+        dys = [t.to(y.dtype) for y, t in zip(ys, dy.split(sizes, -1))]
+        found.append([*ys, *torch.autograd.grad(ys, leaves, dys)])
+    for got, want in zip(*found, strict=True):
+        assert error(got, want) < (2e-5 if dtype == torch.float32 else 8e-3)
+
+
 def check_update(W: int, dtype: torch.dtype) -> None:
     N, D = 5, 7
     x, bias = torch.randn(N, 1, D).to(dtype), torch.randn(D)
@@ -139,6 +170,9 @@ def main() -> None:
         check(1, sum(lengths), 20, W, lengths, True)
     check_apart(4, (), torch.float32)
     check_apart(3, lengths, torch.float16)
+    check_unit(4, 21, torch.float32, True)
+    check_unit(3, 8, torch.float16, False)
+    check_unit(4, 1, torch.float32, False)
     check_neighbours()
     check_offsets_past_the_end()
     for W in (1, 2, 3, 4):

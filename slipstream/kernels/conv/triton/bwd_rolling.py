@@ -11,7 +11,16 @@ tile wants dz of the rows that follow, which the next program makes once more.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.conv.triton.conv import _add, _before, _bias, _dot, _dz, _taps, _tile
+from slipstream.kernels.conv.triton.conv import (
+    _add,
+    _before,
+    _bias,
+    _dot,
+    _dz,
+    _taps,
+    _through_norm,
+    _tile,
+)
 
 
 @triton.jit
@@ -32,9 +41,9 @@ def _last(xs, FIRST: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "tiles", "tiles_each"])
 def conv_bwd_rolling_kernel(
-    dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, dx_ptr, partial_ptr, T, tiles, tiles_each,
+    dy_ptr, x_ptr, w_ptr, b_ptr, s_ptr, dx_ptr, partial_ptr, T, tiles, tiles_each, eps,
     D: tl.constexpr, SX: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    SILU: tl.constexpr,
+    SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (P D / BD), each with so many of the tiles. part [P, W + 1, D]: sums for dw, by column
     of weight, and for dbias."""
@@ -66,10 +75,12 @@ def conv_bwd_rolling_kernel(
         m_older = m_d & (t > 0) & (i > first)  # else another program's, or none
         rows, dzs = older + xs, older_dz
         for r in tl.static_range(BT):
-            b_z = b_b
-            if SILU:
+            b_z, b_dy = b_b, dys[r].to(tl.float32)
+            if SILU or UNIT:
                 b_z = _dot(ws, rows, b_b, r, W)
-            b_dz = _dz(dys[r].to(tl.float32), b_z, SILU)
+            if UNIT:
+                b_dy = _through_norm(b_dy, b_z, eps, SILU)
+            b_dz = _dz(b_dy, b_z, SILU)
             dzs = dzs + (b_dz,)
             sums = _add(sums, b_dz, rows, r, W)
             b_db += b_dz
@@ -90,9 +101,11 @@ def conv_bwd_rolling_kernel(
                     o_dy = (row + BT + r) * D + o_d
                 after = after + (tl.load(x_ptr + o, mask=m, other=0.0).to(tl.float32),)
                 b_z = b_b
-                if SILU:
+                if SILU or UNIT:
                     b_z = _dot(ws, after, b_b, r, W)
                 b_dy = tl.load(dy_ptr + o_dy, mask=m, other=0.0).to(tl.float32)
+                if UNIT:
+                    b_dy = _through_norm(b_dy, b_z, eps, SILU)
                 after_dz = after_dz + (_dz(b_dy, b_z, SILU),)
                 m = m_d & (t + BT + r - W + 1 < T)
                 _store_dx(dx_ptr, ws, after_dz, row + BT + r - W + 1, m, o_d, r, SX, W)

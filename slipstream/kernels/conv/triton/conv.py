@@ -11,6 +11,9 @@ are all loaded before the first store, so a row is read about once and nothing m
 threads. Backward, and in packed sequences, that is for tiles inside of a sequence; at its ends
 tokens go one by one.
 
+UNIT: y is each run of BD channels divided by its norm, y / sqrt(sum(y^2) + eps), and a warp has the
+run, so that its sums are shuffles.
+
 The D channels may be part of SX in x, dx, the states and the sums of backward; y and dy have D.
 
 Packed, `where` [2, T] has each token's age, its distance from the start of its sequence, and the
@@ -73,9 +76,13 @@ def _dot(ws, xs, b_z, FIRST: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _store_y(y_ptr, b_z, b_r, row, o_d, m_d, D: tl.constexpr, SILU: tl.constexpr):
+def _store_y(
+    y_ptr, b_z, b_r, row, o_d, m_d, eps, D: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr
+):
     if SILU:
         b_z *= tl.sigmoid(b_z)
+    if UNIT:
+        b_z *= tl.rsqrt(tl.sum(b_z * b_z, 0) + eps)
     tl.store(y_ptr + row * D + o_d, (b_z + b_r).to(y_ptr.dtype.element_ty), mask=m_d)
 
 
@@ -110,9 +117,9 @@ def _tile(x_ptr, i, tiles, T, o_d, m_d, D: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "tiles", "tiles_each"])
 def conv_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, r_ptr, s_ptr, positions_ptr, y_ptr, T, tiles, tiles_each,
+    x_ptr, w_ptr, b_ptr, r_ptr, s_ptr, positions_ptr, y_ptr, T, tiles, tiles_each, eps,
     D: tl.constexpr, SX: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    SILU: tl.constexpr,
+    SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (P D / BD), each with so many of the tiles, one after the other, the next of which is on
     its way while one is at work. tiles: of all rows of the batch, the last of a row may be short.
@@ -153,7 +160,8 @@ def conv_fwd_kernel(
         if inside:
             for r in tl.static_range(BT):
                 b_z = _dot(ws, rows, b_b, r, W)
-                _store_y(y_ptr, b_z, rs[r], row + r, o_d, m_d & (t + r < T), D, SILU)
+                m = m_d & (t + r < T)
+                _store_y(y_ptr, b_z, rs[r], row + r, o_d, m, eps, D, SILU, UNIT)
         else:
             # a sequence begins in this tile: each token looks for its own window
             for one in range(tl.minimum(T - t, BT)):
@@ -162,12 +170,24 @@ def conv_fwd_kernel(
                 b_r = 0.0
                 if r_ptr is not None:
                     b_r = tl.load(r_ptr + (row + one) * D + o_d, mask=m_d, other=0.0)
-                _store_y(y_ptr, _dot(ws, window, b_b, 0, W), b_r, row + one, o_d, m_d, D, SILU)
+                b_z = _dot(ws, window, b_b, 0, W)
+                _store_y(y_ptr, b_z, b_r, row + one, o_d, m_d, eps, D, SILU, UNIT)
         # the last W - 1 rows go on to the next tile in registers
         older = ()
         for j in tl.static_range(W - 1):
             older = older + (rows[BT + j].to(tl.float32),)
         xs = following
+
+
+@triton.jit
+def _through_norm(b_dy, b_z, eps, SILU: tl.constexpr):
+    """Of the gradient of a run divided by its norm that of the run."""
+    b_y = b_z
+    if SILU:
+        b_y *= tl.sigmoid(b_z)
+    b_r = tl.rsqrt(tl.sum(b_y * b_y, 0) + eps)
+    b_y *= b_r
+    return b_r * (b_dy - b_y * tl.sum(b_dy * b_y, 0))
 
 
 @triton.jit

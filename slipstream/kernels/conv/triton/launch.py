@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS
 from slipstream.kernels.conv.triton.bwd_rolling import conv_bwd_rolling_kernel
 from slipstream.kernels.conv.triton.conv import (
     conv_bwd_kernel,
@@ -47,19 +48,20 @@ def forward(
     cu_seqlens: Tensor | None,
     silu: bool,
     sizes: Sequence[int] | None,
+    unit: int = 0,
 ) -> list[Tensor]:
     """y [B, T, D], or one of each of sizes channels, and `where` of packed sequences for backward.
-    All contiguous."""
+    All contiguous. unit: as op.convolution."""
     T, D = x.shape[1:]
     W = weight.shape[1]
     ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes or (D,)]
     with device_of(x.device):
         positions = None if cu_seqlens is None else _positions(cu_seqlens, T)
-        tile, P, tiles = _programs(FORWARD, x, W)
+        plain, P, tiles = _programs(FORWARD, x, W, max(y.shape[-1] for y in ys))
         tiles_each = max(-(-tiles // P), 1)
         begin = 0
-        for y in ys:
-            n = y.shape[-1]
+        for i, y in enumerate(ys):
+            n, tile, is_unit = y.shape[-1], *_tile_of_output(plain, i, unit)
             cached(conv_fwd_kernel)[(-(-tiles // tiles_each) * -(-n // tile.BD),)](
                 x_ptr=x.narrow(2, begin, n),
                 w_ptr=weight.narrow(0, begin, n),
@@ -71,12 +73,14 @@ def forward(
                 T=T,
                 tiles=tiles,
                 tiles_each=tiles_each,
+                eps=UNIT_EPS,
                 D=n,
                 SX=D,
                 W=W,
                 BT=tile.BT,
                 BD=tile.BD,
                 SILU=silu,
+                UNIT=is_unit,
                 num_warps=tile.warps,
             )
             begin += n
@@ -92,22 +96,26 @@ def backward(
     cu_seqlens: Tensor | None,
     positions: Tensor | None,
     silu: bool,
+    unit: int = 0,
 ) -> list[Tensor]:
     """dx, dweight and, where they are there, dbias and dstate."""
     T, D = x.shape[1:]
     W = weight.shape[1]
     dx, dstate = torch.empty_like(x), None if state is None else torch.empty_like(state)
     with device_of(x.device):
-        tile, P, tiles = _programs(BACKWARD if positions is not None else BACKWARD_ROLLING, x, W)
+        table = BACKWARD if positions is not None else BACKWARD_ROLLING
+        plain, P, tiles = _programs(table, x, W, max(dy.shape[-1] for dy in dys))
         tiles_each = max(-(-tiles // P), 1)
         if positions is None:
             P = -(-tiles // tiles_each)
         partial = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
         kernel: Any = conv_bwd_kernel if positions is not None else conv_bwd_rolling_kernel
-        where = {"tiles_each": tiles_each} if positions is None else {"positions_ptr": positions}
         begin = 0
-        for dy in dys:
-            n = dy.shape[-1]
+        for i, dy in enumerate(dys):
+            n, tile, is_unit = dy.shape[-1], *_tile_of_output(plain, i, unit)
+            where: Any = {"positions_ptr": positions}
+            if positions is None:
+                where = {"tiles_each": tiles_each, "eps": UNIT_EPS, "UNIT": is_unit}
             inputs = {
                 "dy_ptr": dy,
                 "x_ptr": x.narrow(2, begin, n),
@@ -187,9 +195,17 @@ def update(
     return y
 
 
-def _programs(tile: Tile, x: Tensor, width: int) -> tuple[Tile, int, int]:
-    """The tile cut to the channels and taps, programs for each block of channels, tiles in all."""
-    B, T, D = x.shape
+def _tile_of_output(tile: Tile, output: int, unit: int) -> tuple[Tile, bool]:
+    """Of the tensors that y comes in; and whether its runs are normalised, each by a warp."""
+    if unit == 0 or output >= UNIT_TENSORS:
+        return tile, False
+    return tile._replace(BD=unit, warps=1), True
+
+
+def _programs(tile: Tile, x: Tensor, width: int, D: int) -> tuple[Tile, int, int]:
+    """The tile cut to the channels of a launch and the taps, programs for each block of channels,
+    tiles in all."""
+    B, T, _ = x.shape
     BD = min(tile.BD, max(32, 1 << (D - 1).bit_length()))
     warps = max(tile.warps * BD // tile.BD, 1)
     BT = tile.BT if width <= 4 or tile.BT == 8 else tile.BT // 2

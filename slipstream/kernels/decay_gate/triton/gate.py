@@ -65,7 +65,8 @@ def decay_gate_bwd_kernel(
     i_p, P = tl.program_id(0), tl.num_programs(0)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     b_r, b_bias = _parameters(a_ptr, bias_ptr, o_c, o_c < C, K, BC)
-    b_dbias, b_da = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
+    # each thread adds up its own elements, and all of them once, at the end
+    b_dbias, b_da = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
     for i in range(i_p, tl.cdiv(R, BR), P):
         o_r = i * BR + tl.arange(0, BR)
         m = (o_r < R)[:, None] & (o_c < C)[None, :]
@@ -76,15 +77,15 @@ def decay_gate_bwd_kernel(
         if BOUNDED:
             b_s = tl.sigmoid(b_r * b_z)
             b_dz = b_dg * lower_bound * b_s * (1 - b_s) * b_r
-            b_da += tl.sum(b_dz * b_z, 0)
+            b_da += b_dz * b_z
         else:
             b_dz = -b_dg * b_r * tl.sigmoid(b_z)
-            b_da -= tl.sum(b_dg * b_r * softplus(b_z), 0)
-        b_dbias += tl.sum(b_dz, 0)
+            b_da -= b_dg * b_r * softplus(b_z)
+        b_dbias += b_dz
         tl.store(dx_ptr + o, b_dz.to(dx_ptr.dtype.element_ty), mask=m)
     p_partial = partial_ptr + i_p * 2 * C + o_c
-    tl.store(p_partial, b_dbias, mask=o_c < C)
-    tl.store(p_partial + C, b_da, mask=o_c < C)
+    tl.store(p_partial, tl.sum(b_dbias, 0), mask=o_c < C)
+    tl.store(p_partial + C, tl.sum(b_da, 0), mask=o_c < C)
 
 
 @triton.jit(do_not_specialize=["P", "C"])

@@ -20,7 +20,9 @@ from slipstream.runtime.launch_cache import cached
 # Elements of a tile, and its channels where a head has many or one gate.
 ELEMENTS, CHANNELS, HEADS = 2048, 512, 32
 # Programs of backward at a time on each multiprocessor.
-PER_PROCESSOR = 8
+PER_PROCESSOR = 4
+# Elements of a tile where the programs' sums are added up.
+SUMMED = 16384
 
 
 def forward(
@@ -84,9 +86,9 @@ def backward(
                 P=P,
                 C=C,
                 K=K,
-                BP=max(min(ELEMENTS // BK, 256), 1),
+                BP=max(min(SUMMED // BK, 256), 1),
                 BK=BK,
-                num_warps=4,
+                num_warps=16,
             )
     return [t for t in (dx, dA, dbias) if t is not None]
 
