@@ -19,7 +19,7 @@ from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.ops.attention import attention
-from slipstream.ops.rotary import rotary_embedding
+from slipstream.ops.rotary import rotary_embedding, rotary_heads
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -158,9 +158,15 @@ class Attention(Mixer):
 
     def _heads(self, qkv: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of what qkv_proj returns, normalised and rotated."""
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         x = qkv
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
+        tables: Any = None
+        if self.rotary_dim and not on_host(x):
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            tables = decoding.tables(at, self.rotary_dim, self.rotary_base, wide)
+        if self.q_norm is None and tables is not None:
+            return rotary_heads(qkv, tables, heads)
         if self.q_norm is None:
             qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         else:
@@ -169,12 +175,10 @@ class Attention(Mixer):
             q = decoding.norm(q, self.q_norm, self.norm_eps, zero_centered)
             k = decoding.norm(k, self.k_norm, self.norm_eps, zero_centered)
             qk = torch.cat([q, k], dim=2)
-        if self.rotary_dim and on_host(x):
-            qk = decoding.rotary(qk, at, self.rotary_dim, self.rotary_base)
+        if tables is not None:
+            qk = rotary_embedding(qk, *tables)
         elif self.rotary_dim:
-            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-            cos, sin = decoding.tables(at, self.rotary_dim, self.rotary_base, wide)
-            qk = rotary_embedding(qk, cos, sin)
+            qk = decoding.rotary(qk, at, self.rotary_dim, self.rotary_base)
         q, k = qk.split(heads[:2], dim=2)
         return q, k, v
 

@@ -8,9 +8,11 @@ from slipstream.kernels.pointwise.rotary import (
     rotary,
     rotary_by_table,
     rotary_reference,
+    split_rotary,
     table_rows,
     unsupported_reason,
 )
+from slipstream.runtime.autograd import by_operation, needs_autograd
 from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
 from slipstream.runtime.token_ids import clamped, expect_ids, expect_offsets
 
@@ -76,6 +78,22 @@ def rotary_embedding(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = run(x.to(wide), cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], interleaved)
     return y.to(x.dtype)
+
+
+def rotary_heads(
+    qkv: Tensor, tables: tuple[Tensor, Tensor], sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of qkv [B, T, H, D], sizes[i] heads of each, the first two turned as
+    rotary_embedding does; tables: cos and sin [B or 1, T, R/2]."""
+    cos, sin = tables
+    if needs_autograd(qkv) and not by_operation():
+        call = (qkv, cos.shape[-1], False)
+        impl = choose(_CANDIDATES, call, None, "rotary_embedding", qkv).impls
+        if is_triton(impl):
+            return split_rotary(qkv, cos, sin, sizes, impl)
+    qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], dim=2)
+    q, k = rotary_embedding(qk, cos, sin).split(sizes[:2], dim=2)
+    return q, k, v
 
 
 @checks.operator

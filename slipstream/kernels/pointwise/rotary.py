@@ -6,6 +6,7 @@ The pair is (i, i + R/2) of the first R features, or (2i, 2i + 1) if interleaved
 the same turn backwards, so nothing is kept but cos and sin.
 
 slipstream::rotary is the operator of the Triton kernel, and its own gradient.
+slipstream::split_rotary_backward joins the gradients of queries, keys and values.
 """
 
 from typing import Any
@@ -119,6 +120,77 @@ class _RotaryByTable(Function):
         return dx, None, None, None, None, None
 
 
+def split_rotary(
+    qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int], impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of qkv [B, T, H, D] the heads of queries and keys, turned, and those of values, sizes[i] of
+    each; cos, sin [B or 1, T, R/2]. Backward writes their gradients side by side at once."""
+    return _SplitRotary.apply(qkv, cos, sin, sizes, impl)
+
+
+class _SplitRotary(Function):
+    operator = "slipstream::rotary"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        sizes: tuple[int, int, int],
+        impl: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        save(ctx, cos, sin)
+        ctx.impl = impl
+        qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], 2)
+        q, k = _call(qk, cos, sin, None, False, False, impl).split(sizes[:2], 2)
+        return q, k, v.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, saved: Saved, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return _join(dq, dk, dv, *saved, ctx.impl), None, None, None, None
+
+
+def _join_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, impl: str
+) -> Tensor:
+    sizes = [x.shape[2] for x in (dq, dk, dv)]
+    dqkv = dq.new_empty(*dq.shape[:2], sum(sizes), dq.shape[3])
+    outputs = dqkv.split(sizes, 2)
+    with Guard(
+        impl,
+        dq.device,
+        lambda: _kind(dq, cos.shape[-1], False),
+        lambda: _mismatch(dq, cos, False),
+    ) as usable:
+        for dx, dy in zip(outputs, (dq, dk)):
+            if usable:
+                from slipstream.kernels.pointwise.triton.rotary import rotate
+
+                rotate(dy, cos, sin, None, False, True, dx)
+            else:
+                dx.copy_(_eager(dy, cos, sin, None, False, True))
+        _copy(outputs[2], dv)
+    return dqkv
+
+
+def _copy(x: Tensor, y: Tensor) -> None:
+    """x.copy_(y), by words of 8 bytes: torch's own copy of 2 at a time reaches half of the
+    memory's bandwidth."""
+    each = 8 // x.element_size()
+    even = not any(n % each for t in (x, y) for n in (*t.stride()[:-1], t.storage_offset()))
+    if even and x.shape[-1] % each == 0 and x.stride(-1) == y.stride(-1) == 1:
+        x, y = x.view(torch.int64), y.view(torch.int64)
+    x.copy_(y)
+
+
+def _fake_join(dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> Tensor:
+    return dq.new_empty(*dq.shape[:2], sum(x.shape[2] for x in (dq, dk, dv)), dq.shape[3])
+
+
 def _eager(
     x: Tensor,
     cos: Tensor,
@@ -196,6 +268,15 @@ _call = KernelOp(
     _rotary,
     _fake,
     replay=not SYNC,
+)
+
+
+_join = KernelOp(
+    "split_rotary_backward",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str impl) -> Tensor",
+    _join_backward,
+    _fake_join,
+    replay=True,
 )
 
 

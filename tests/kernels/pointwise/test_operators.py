@@ -36,21 +36,30 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
         rotary._call.overload,
         (heads, cos[None, :5], cos[None, :5], None, True, True),
     )
+    yield (
+        "rotary joined",
+        rotary._join.overload,
+        (heads, heads[:, :, :1], other[:, :5, None, :1].expand(1, 5, 1, 8), *(cos[None, :5],) * 2),
+    )
     state = torch.randn(3, 6)
     for back in (False, True):
         yield f"token_shift {back}", token_shift._call.overload, (x, state[:1], None, back)
         yield f"token_shift packed {back}", token_shift._call.overload, (x, state, CU, back)
     weight, bias, past = torch.randn(6, 4), torch.randn(6), torch.randn(3, 6, 4)
-    yield "conv", conv._call.overload, (x, weight, None, None, None, None, None, True)
-    yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, None, True)
-    yield "conv apart", conv._call.overload, (x, weight, bias, None, past, CU, (3, 2, 1), True)
+    yield "conv", conv._call.overload, (x, weight, None, None, None, None, None, 0, True)
+    yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, None, 0, True)
+    yield "conv apart", conv._call.overload, (x, weight, bias, None, past, CU, (3, 2, 1), 0, True)
     where = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 2, 2, 2, 2, 2]]).int()
     yield (
         "conv backward",
         conv._call_backward.overload,
-        (other, None, None, x, weight, None, None, None, None, False),
+        (other, None, None, x, weight, None, None, None, None, 0, False),
     )
-    packed = (*other.split(2, -1), x, weight, bias, past, CU, where, True)
+    wide, taps, sizes = torch.randn(1, 9, 192), torch.randn(192, 3), (64, 64, 64)
+    yield "conv units", conv._call.overload, (wide, taps, *(None,) * 4, sizes, 64, True)
+    given = (*wide.cos().split(sizes, -1), wide, taps, None, None, None, None, 64, True)
+    yield "conv units backward", conv._call_backward.overload, given
+    packed = (*other.split(2, -1), x, weight, bias, past, CU, where, 0, True)
     yield "conv packed backward", conv._call_backward.overload, packed
     slots = torch.tensor([2, -1, 0])
     yield (

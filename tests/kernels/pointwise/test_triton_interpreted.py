@@ -50,6 +50,27 @@ def main() -> None:
                 )  # fmt: skip
                 found.append([y, *torch.autograd.grad(y.sin().sum(), packed)])
             assert max(error(x, y) for x, y in zip(*found)) < 1e-5
+    check_heads()
+
+
+def check_heads() -> None:
+    """q, k and v of one tensor, whose gradients are written into one, against rotary_embedding."""
+    from slipstream.kernels.pointwise.rotary import split_rotary
+
+    wide, sizes = torch.randn(2, 7, 3 * 6 * 12, requires_grad=True), (3, 2, 1)
+    for features, rows in ((12, 1), (8, 2)):
+        cos, sin = rotary_tables(torch.randint(0, 20, (rows, 7)), features)
+        qkv = wide.unflatten(-1, (-1, 12))[:, :, 5:11]
+        dq, dk, dv = torch.randn(2, 7, 6, 12).split(sizes, 2)
+        found = []
+        for ours in (True, False):
+            if ours:
+                q, k, v = split_rotary(qkv, cos, sin, sizes, "triton")
+            else:
+                q, k, v = qkv.split(sizes, 2)
+                q, k = (rotary_embedding(x, cos, sin, impl="eager") for x in (q, k))
+            found.append([q, k, v, *torch.autograd.grad((q, k, v), wide, (dq, dk, dv))])
+        assert max(error(x, y) for x, y in zip(*found)) < 1e-5
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ ELEMENTS = 2048
 @triton.jit(do_not_specialize=["T", "S", "stride_cos", "stride_position"])
 def rotary_kernel(
     x_ptr, cos_ptr, sin_ptr, position_ptr, y_ptr, records_ptr,
-    stride_b, stride_t, stride_h, stride_cos, stride_position, T, S,
+    stride_b, stride_t, stride_h, stride_y, stride_cos, stride_position, T, S,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, RECORDS: tl.constexpr, NAME: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B T, H / BH). x [B, T, H, D], y the same contiguous; cos, sin [S, HALF], or
-    [B or 1, T, HALF] without position [B or 1, T]."""
+    """Grid (B T, H / BH). x [B, T, H, D], y the same, a token's heads in a row, the tokens evenly
+    spaced; cos, sin [S, HALF], or [B or 1, T, HALF] without position [B or 1, T]."""
     i_b, i_t = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
     o_h = (tl.program_id(1) * BH + tl.arange(0, BH))[:, None]
     o_p = tl.arange(0, BP)
@@ -46,7 +46,7 @@ def rotary_kernel(
     if BACK:
         b_sin = -b_sin
     p_x = x_ptr + i_b * stride_b + i_t * stride_t + o_h * stride_h
-    p_y = y_ptr + (tl.program_id(0).to(tl.int64) * H + o_h) * D
+    p_y = y_ptr + tl.program_id(0).to(tl.int64) * stride_y + o_h * D
     # pairs (2i, 2i + 1) are split from one wide load; halves are two loads
     if INTERLEAVED:
         o = tl.arange(0, 2 * BP)[None, :]
@@ -80,15 +80,16 @@ def rotate(
     positions: Tensor | None,
     interleaved: bool,
     back: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """As rotary_kernel; positions [1 or B, T]."""
+    """As rotary_kernel; positions [1 or B, T]. out: y, heads of a wider contiguous tensor."""
     B, T, H, D = x.shape
     HALF = cos.shape[-1]
     if x.stride(-1) != 1:
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     positions = None if positions is None else positions.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     BP = 1 << (HALF - 1).bit_length()
     BH = max(min(1 << (H - 1).bit_length(), ELEMENTS // BP), 1)
     stride_cos = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
@@ -102,6 +103,7 @@ def rotate(
             y_ptr=y,
             records_ptr=None if positions is None else slots_for(positions),
             **dict(zip(("stride_b", "stride_t", "stride_h"), x.stride())),
+            stride_y=y.stride(1),
             stride_cos=stride_cos,
             stride_position=stride_position,
             T=T,
