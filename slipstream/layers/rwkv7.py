@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_tensor
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
@@ -132,13 +133,7 @@ class RWKV7(Mixer):
         output_value: bool = False,
     ) -> Any:
         """As Mixer: y and state, and with `output_value` v [B, T, D] as a third."""
-        before, shift = token_shift(
-            x,
-            initial_state=past(state, "shift"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        before, shift = shifted(x, past(state, "shift"), use_cache, cu_seqlens, context)
         r, v, gate, make = self._project(x, before, first_value)
         operator = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
         with Recompute(make, x.numel()) as made:
@@ -176,7 +171,7 @@ class RWKV7(Mixer):
         return (y, v.flatten(-2)) if output_value else y
 
     def _project(
-        self, x: Tensor, before: Tensor, first_value: Tensor | None
+        self, x: Tensor, before: Tensor | None, first_value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[], list[Tensor]]]:
         """r and v [B, T, H, K], the gate [B, T, D], and what recurrence_terms makes."""
         values: list[Lora | nn.Linear] = [self.v_proj]
@@ -189,11 +184,16 @@ class RWKV7(Mixer):
             values.append(self.v_lora)
         # of each mix what it goes through, in the order of MIX_POWERS
         layers = [self.r_proj], [self.w_lora], [self.k_proj], values, [self.a_lora], [self.g_lora]
-        r, w, k, v, *v_gate, a, gate = project_mixes(x, before, self.mix, layers)
+        loras = (self.w_lora, self.a_lora, None if first_value is None else self.v_lora)
+        # with what reads them, whose backward adds up their gradients
+        apart = [lora for lora in loras if lora is not None and plain_module(lora)]
+        r, w, k, v, *v_gate, a, gate = project_mixes(x, before, self.mix, layers, apart)
+        biases = [lora.bias if lora in apart else None for lora in loras]
         mixed, heads = (None, None, None), (self.num_heads, self.head_dim)
         if first_value is not None:
             mixed = v, v_gate[0], first_value.to(v.dtype)
-        make = partial(rwkv7.recurrence_terms, w, k, a, *mixed, self.k_k, self.k_a, heads[0])
+        given = (w, k, a, *mixed, self.k_k, self.k_a, heads[0])
+        make = partial(rwkv7.recurrence_terms, *given, biases=biases)
         return r.unflatten(-1, heads), v.unflatten(-1, heads), gate, make
 
     def _gated(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
@@ -253,13 +253,7 @@ class RWKV7ChannelMix(nn.Module):
         context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], the state [N, D] or None -> y [B, T, D] and the next state, if wanted."""
-        before, after = token_shift(
-            x,
-            initial_state=state,
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        before, after = shifted(x, state, use_cache, cu_seqlens, context)
         (key,) = project_mixes(x, before, self.mix[None], [[self.key]])
         return self.value(F.relu(key).square()), after
 
@@ -298,31 +292,66 @@ class Lora(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.from_inner(x @ self.down)
 
-    def from_inner(self, inner: Tensor) -> Tensor:
-        """Of x W_down."""
+    def from_inner(self, inner: Tensor, biased: bool = True) -> Tensor:
+        """Of x W_down, without the bias if it is not wanted."""
         inner = inner if self.f is None else self.f(inner)
-        return inner @ self.up if self.bias is None else F.linear(inner, self.up.t(), self.bias)
+        if self.bias is None or not biased:
+            return inner @ self.up
+        return F.linear(inner, self.up.t(), self.bias)
+
+
+def shifted(
+    x: Tensor,
+    state: Tensor | None,
+    use_cache: bool,
+    cu_seqlens: Tensor | None,
+    context: ContextParallel | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The tokens before those of x, None where project_mixes finds them by itself, and the next
+    state, if wanted."""
+    expect_tensor("x", x)
+    if state is None and not use_cache and cu_seqlens is None and context is None:
+        return None, None
+    return token_shift(
+        x,
+        initial_state=state,
+        output_final_state=use_cache,
+        cu_seqlens=cu_seqlens,
+        context=context,
+    )
 
 
 def project_mixes(
-    x: Tensor, before: Tensor, mu: Tensor, layers: Sequence[Sequence[Lora | nn.Linear]]
+    x: Tensor,
+    before: Tensor | None,
+    mu: Tensor,
+    layers: Sequence[Sequence[Lora | nn.Linear]],
+    unbiased: Sequence[Lora] = (),
 ) -> list[Tensor]:
-    """layer(x + (before - x) mu_m) of the layers of each mix m: x, before [B, T, D], mu [M, D]"""
+    """layer(x + (before - x) mu_m) of the layers of each mix m: x, before [B, T, D], mu [M, D];
+    before None is x a token earlier. unbiased: plain modules whose bias is left out."""
     flat = [layer for row in layers for layer in row]
     if all(plain_module(x) if isinstance(x, Lora) else _plain_matrix(x) for x in flat):
         weights = [[x.down.t() if isinstance(x, Lora) else x.weight for x in row] for row in layers]
         found = mixed_projections(x, before, mu, weights)
         if found is not None:
             return [
-                layer.from_inner(y) if isinstance(layer, Lora) else y
+                layer.from_inner(y, layer not in unbiased) if isinstance(layer, Lora) else y
                 for layer, y in zip(flat, found)
             ]
+    before = token_shift(x)[0] if before is None else before
     delta = before - x
     if on_host(x):
         mixes = torch.addcmul(x, delta, mu[:, None, None]).unbind()
     else:
         mixes = (torch.addcmul(x, delta, row) for row in mu)
-    return [layer(mix) for mix, row in zip(mixes, layers) for layer in row]
+    return [
+        layer.from_inner(mix @ layer.down, False)
+        if isinstance(layer, Lora) and layer in unbiased
+        else layer(mix)
+        for mix, row in zip(mixes, layers)
+        for layer in row
+    ]
 
 
 def _plain_matrix(layer: nn.Module) -> bool:

@@ -449,9 +449,9 @@ FAMILIES = [
         "rwkv7.triton",
         rwkv7_parts,
         {
-            "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:9]),
+            "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:12]),
             "time_mix.triton.rwkv7:terms_backward": lambda *x: rwkv7.terms_grads(
-                x[:7], x[7:15], x[15]
+                x[:7], x[7:18], x[18]
             ),
             "time_mix.triton.rwkv7:output": rwkv7.plain_output,
             "time_mix.triton.rwkv7:output_backward": lambda dy, *x: rwkv7._plain_backward(

@@ -1,8 +1,8 @@
 """What lies around RWKV-7's recurrence, each part one operator: its terms, and what becomes of it.
 
-    w' = slowest sigmoid(w)                 a = sigmoid(a)
+    w' = slowest sigmoid(w + w_bias)        a = sigmoid(a + a_bias)
     kk = l2_norm_per_head(k k_k)            k' = k (1 + (a - 1) k_a)
-    a' = -kk        b' = kk a               v' = v + (first_value - v) sigmoid(v_gate)
+    a' = -kk        b' = kk a               v' = v + (first_value - v) sigmoid(v_gate + v_bias)
 
     y = (group_norm_per_head(o) + sum(r k r_k) v) gate
 
@@ -50,21 +50,22 @@ def recurrence_terms(
     k_a: Tensor,
     heads: int,
     impl: str | None = None,
+    biases: Sequence[Tensor | None] = (None, None, None),
 ) -> list[Tensor]:
     """w', k', a', b' and, if v is given, v', each [B, T, H, K]; then k' and v' for `output`.
 
     Args:
         w, k, a, v, v_gate, first_value: [B, T, D], as projected; the last three or none of them.
-        k_k, k_a: [D]. impl: as runtime.dispatch.choose.
+        k_k, k_a: [D]. impl: as runtime.dispatch.choose. biases: of w, a and v_gate, [D] or None.
     """
-    inputs = (w, k, a, v, v_gate, first_value, k_k, k_a)
+    inputs: Any = (w, k, a, v, v_gate, first_value, k_k, k_a, *biases)
     by_kernels = False
     if not by_operation():
         impl = choose(_TERMS, inputs, impl, "rwkv7", w).impls
         by_kernels = is_triton(impl)
     if by_kernels and needs_autograd(*inputs):
         return [*_Terms.apply(*inputs, heads, impl)]
-    found = _terms(*inputs, heads, impl) if by_kernels else plain_terms(*inputs, heads)
+    found = _terms(*inputs, heads, impl) if by_kernels else plain_terms(*inputs, heads=heads)
     return [*found, found[1], *found[4:]]
 
 
@@ -104,17 +105,20 @@ def plain_terms(
     first_value: Tensor | None,
     k_k: Tensor,
     k_a: Tensor,
+    w_bias: Tensor | None,
+    a_bias: Tensor | None,
+    v_bias: Tensor | None,
     heads: int,
 ) -> list[Tensor]:
     dtype, shape = k.dtype, (heads, -1)
-    w, k, a, k_k, k_a = (_wide(x) for x in (w, k, a, k_k, k_a))
-    a = torch.sigmoid(a)
+    k, k_k, k_a = (_wide(x) for x in (k, k_k, k_a))
+    w, a = _biased(w, w_bias), torch.sigmoid(_biased(a, a_bias))
     unit = (k * k_k).unflatten(-1, shape)
     unit = unit * (unit.square().sum(-1, keepdim=True) + EPS).rsqrt()
     k = k * torch.addcmul(1 - k_a, a, k_a)
     found = [k.unflatten(-1, shape), -unit, unit * a.unflatten(-1, shape)]
     if v is not None and v_gate is not None and first_value is not None:
-        v = torch.lerp(_wide(v), _wide(first_value), torch.sigmoid(_wide(v_gate)))
+        v = torch.lerp(_wide(v), _wide(first_value), torch.sigmoid(_biased(v_gate, v_bias)))
         found.append(v.unflatten(-1, shape))
     w = SLOWEST_LOG_DECAY * torch.sigmoid(w)
     return [w.unflatten(-1, shape), *(x.to(dtype) for x in found)]
@@ -137,6 +141,10 @@ def plain_output(
     o = torch.addcmul(bias.view(heads), o, weight.view(heads))
     bonus = (r * k * r_k).sum(-1, keepdim=True) * v
     return ((o + bonus).flatten(-2) * gate).to(dtype)
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    return _wide(x) if bias is None else _wide(x) + _wide(bias)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -232,11 +240,12 @@ def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
     }
     probe_inputs |= {
         name: numeric_probe.random_like(parameter, D)
-        for name in ("k_k", "k_a", "weight", "bias", "r_k")
+        for name in ("k_k", "k_a", "w_bias", "a_bias", "v_bias", "weight", "bias", "r_k")
     }
 
     def run(t: numeric_probe.Given, terms: Callable, output: Callable) -> tuple[Tensor, ...]:
         names = ("w", "k", "a", "v", "v_gate", "first_value", "k_k", "k_a")
+        names += ("w_bias", "a_bias", "v_bias")
         w, k, a, b, v, *_ = terms(*(t[name] for name in names), heads)
         shape = (heads, -1)
         o, r = (t[name].unflatten(-1, shape) for name in ("w", "r"))
@@ -344,7 +353,7 @@ def _output_backward_fake(dy: Tensor, *others: Any) -> list[Tensor]:
 
 _TERMS_ARGS = (
     "Tensor w, Tensor k, Tensor a, Tensor? v, Tensor? v_gate, Tensor? first_value, Tensor k_k, "
-    "Tensor k_a, int heads, str impl"
+    "Tensor k_a, Tensor? w_bias, Tensor? a_bias, Tensor? v_bias, int heads, str impl"
 )
 _DOUTS = (
     "Tensor dw_out, Tensor dk_out, Tensor da_out, Tensor db_out, Tensor? dv_out, "

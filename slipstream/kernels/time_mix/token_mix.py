@@ -9,7 +9,7 @@ all mixes at once, slipstream::token_mix_backward the gradients of x, before and
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +34,13 @@ Weights = Sequence[Sequence[Tensor]]
 
 
 def mixed_projections(
-    x: Tensor, before: Tensor, mu: Tensor, weights: Weights, impl: str | None = None
+    x: Tensor, before: Tensor | None, mu: Tensor, weights: Weights, impl: str | None = None
 ) -> list[Tensor] | None:
     """y of each weight in turn, or None where kernels do not take the call.
 
     Args:
-        x, before: [B, T, D] of one dtype. mu: [M, D].
+        x: [B, T, D]. before: the same, of one dtype; None is x a token earlier, 0 before the first.
+        mu: [M, D].
         weights: of each mix, matrices [F, D] of x's dtype. impl: as runtime.dispatch.choose.
     """
     matrices = [w for row in weights for w in row]
@@ -63,8 +64,9 @@ def _mix_of(counts: Sequence[int]) -> list[int]:
     return [m for m, count in enumerate(counts) for _ in range(count)]
 
 
-def plain(x: Tensor, before: Tensor, mu: Tensor) -> Tensor:
+def plain(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
     """[M, B, T, D]"""
+    before = F.pad(x[:, :-1], (0, 0, 1, 0)) if before is None else before
     delta = before - x
     return torch.stack([torch.addcmul(x, delta, row) for row in mu])
 
@@ -76,7 +78,7 @@ class _MixedProjections(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        before: Tensor,
+        before: Tensor | None,
         mu: Tensor,
         counts: tuple[int, ...],
         impl: str,
@@ -108,14 +110,14 @@ class _MixedProjections(Function):
             dmatrices.append(dw)
         for m in set(range(len(mixes))) - begun:
             dmixes[m].zero_()
-        dx, dbefore, dmu = _backward(dmixes, x, before, mu, ctx.impl)
-        return dx, dbefore, dmu, None, None, *dmatrices
+        dx, *dbefore, dmu = _backward(dmixes, x, before, mu, ctx.impl)
+        return dx, *(dbefore or [None]), dmu, None, None, *dmatrices
 
 
-def _unsupported_reason(x: Tensor, before: Tensor, mu: Tensor) -> str | None:
+def _unsupported_reason(x: Tensor, before: Tensor | None, mu: Tensor) -> str | None:
     if x.numel() == 0:
         return "there are no tokens"
-    if before.dtype != x.dtype or mu.dtype == torch.float64:
+    if (before is not None and before.dtype != x.dtype) or mu.dtype == torch.float64:
         return "it takes tokens of one dtype, and computes in float32"
     return known_failure(lambda: _kind(x, mu), x.device)
 
@@ -128,7 +130,7 @@ def _kind(x: Tensor, mu: Tensor) -> KernelKey:
 
 
 def _mismatch(x: Tensor, mu: Tensor) -> str | None:
-    """The probe: a few rows of the same width."""
+    """The probe: a few rows of the same width, with a `before` and without."""
     width = x.shape[-1]
     probe_inputs = {
         "x": numeric_probe.random_like(x, 1, 37, width),
@@ -136,18 +138,25 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
         "mu": numeric_probe.random_like(mu, *mu.shape),
     }
 
-    def kernels(t: numeric_probe.Given) -> tuple[Tensor, ...]:
-        mixes = _forward(*t.values(), TRITON_OR_EAGER)
-        return mixes, *_backward(mixes, *t.values(), TRITON_OR_EAGER)
+    def run(forward: Any, backward: Any) -> Any:
+        def call(t: numeric_probe.Given) -> tuple[Tensor, ...]:
+            found: list[Tensor] = []
+            for before in (t["before"], None):
+                mixes = forward(t["x"], before, t["mu"])
+                found += [mixes, *backward(mixes, t["x"], before, t["mu"])]
+            return tuple(found)
 
-    def in_torch(t: numeric_probe.Given) -> tuple[Tensor, ...]:
-        mixes = plain(*cast(Any, t.values()))
-        return mixes, *_plain_backward(mixes, *cast(Any, t.values()))
+        return call
 
+    kernels = run(
+        lambda *args: _forward(*args, TRITON_OR_EAGER),
+        lambda *args: _backward(*args, TRITON_OR_EAGER),
+    )
+    in_torch = run(plain, _plain_backward)
     return numeric_probe.mismatch(kernels, in_torch, probe_inputs, gradients=False)
 
 
-def _run_forward(x: Tensor, before: Tensor, mu: Tensor, impl: str) -> Tensor:
+def _run_forward(x: Tensor, before: Tensor | None, mu: Tensor, impl: str) -> Tensor:
     with Guard(impl, x.device, lambda: _kind(x, mu), lambda: _mismatch(x, mu)) as usable:
         if usable:
             from slipstream.kernels.time_mix.triton import token_mix
@@ -156,7 +165,9 @@ def _run_forward(x: Tensor, before: Tensor, mu: Tensor, impl: str) -> Tensor:
     return plain(x, before, mu)
 
 
-def _run_backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor, impl: str) -> list[Tensor]:
+def _run_backward(
+    dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor, impl: str
+) -> list[Tensor]:
     with Guard(impl, x.device, lambda: _kind(x, mu), lambda: _mismatch(x, mu)) as usable:
         if usable:
             from slipstream.kernels.time_mix.triton import token_mix
@@ -165,32 +176,37 @@ def _run_backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor, impl: str) 
     return _plain_backward(dy, x, before, mu)
 
 
-def _plain_backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor) -> list[Tensor]:
+def _plain_backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[Tensor]:
     def run() -> list[Tensor]:
-        leaves = [t.detach().clone().requires_grad_() for t in (x, before, mu)]
-        return [*torch.autograd.grad(plain(*leaves), leaves, dy)]
+        leaves: list[Any] = [
+            None if t is None else t.detach().clone().requires_grad_() for t in (x, before, mu)
+        ]
+        requested = [t for t in leaves if t is not None]
+        return [*torch.autograd.grad(plain(*leaves), requested, dy)]
 
     return run_isolated(run, x.device)
 
 
-def _forward_fake(x: Tensor, before: Tensor, mu: Tensor, impl: str) -> Tensor:
+def _forward_fake(x: Tensor, before: Tensor | None, mu: Tensor, impl: str) -> Tensor:
     return x.new_empty(mu.shape[0], *x.shape)
 
 
-def _backward_fake(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor, impl: str) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (x, before, mu)]
+def _backward_fake(
+    dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor, impl: str
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (x, before, mu) if t is not None]
 
 
 _forward = KernelOp(
     "token_mix",
-    "(Tensor x, Tensor before, Tensor mu, str impl) -> Tensor",
+    "(Tensor x, Tensor? before, Tensor mu, str impl) -> Tensor",
     _run_forward,
     _forward_fake,
     replay=True,
 )
 _backward = KernelOp(
     "token_mix_backward",
-    "(Tensor dy, Tensor x, Tensor before, Tensor mu, str impl) -> Tensor[]",
+    "(Tensor dy, Tensor x, Tensor? before, Tensor mu, str impl) -> Tensor[]",
     _run_backward,
     _backward_fake,
     replay=True,

@@ -8,6 +8,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.time_mix.triton.rwkv7"
 TERMS = ("w_ptr", "k_ptr", "a_ptr", "v_ptr", "v_gate_ptr", "first_ptr", "k_k_ptr", "k_a_ptr")
+TERMS += ("w_bias_ptr", "a_bias_ptr", "v_bias_ptr")
 MADE = ("k_out_ptr", "a_out_ptr", "b_out_ptr", "v_out_ptr")
 OUTPUT = ("o_ptr", "r_ptr", "k_ptr", "v_ptr", "gate_ptr", "weight_ptr", "bias_ptr", "r_k_ptr")
 GRADS = ("dw_ptr", "dk_ptr", "da_ptr", "dv_ptr", "dv_gate_ptr", "dfirst_ptr")
@@ -42,7 +43,7 @@ def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_rwkv7_sums_compile(arch: str) -> None:
-    given = dict.fromkeys(("x_ptr", "y_ptr", "z_ptr"), "*bf16")
+    given = dict.fromkeys((f"out{i}_ptr" for i in range(3)), "*bf16")
     given |= {"partial_ptr": "*fp32", "P": "i32"}
     flags = {"D": 1024, "M": 3, "BP": 64}
     name = f"{MODULE}:rwkv7_sums_kernel"

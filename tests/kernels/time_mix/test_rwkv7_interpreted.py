@@ -47,17 +47,19 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
     w, k, a, gate = (tokens() for _ in range(4))
     values = (None, None, None) if first else (tokens(), tokens(), tokens())
     parameters = torch.rand(H * K), torch.rand(H * K)
+    biases = torch.randn(H * K), torch.randn(H * K), None if first else torch.randn(H * K)
 
     def plain(*args: Any) -> list[Tensor]:
         found = rwkv7.plain_terms(*args, H)
         return [*found, found[1], *found[4:]]
 
-    compare(
-        lambda *args: rwkv7.recurrence_terms(*args, H, "triton"),
-        plain,
-        (w, k, a, *values, *parameters),
-        dtype,
-    )
+    for more in (biases, (None, None, None)):
+        compare(
+            lambda *args: rwkv7.recurrence_terms(*args[:8], H, "triton", args[8:]),
+            plain,
+            (w, k, a, *values, *parameters, *more),
+            dtype,
+        )
     heads = [tokens().unflatten(-1, (H, K)) for _ in range(4)]
     others = torch.rand(H * K), torch.randn(H * K), torch.randn(H, K)
     compare(
@@ -86,7 +88,8 @@ def check_parts() -> None:
 def check_operators() -> None:
     """Of torch.library, and the probe that stands before their kernels."""
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
-    terms: Any = (x, x.clone(), x.clone(), None, None, None, weight, weight.clone(), 2, "triton")
+    terms: Any = (x, x.clone(), x.clone(), None, None, None, weight, weight.clone())
+    terms += (weight.clone(), None, None, 2, "triton")
     heads = [torch.randn(2, 3, 2, 4) for _ in range(4)]
     output: Any = (*heads, x, weight, weight.clone(), torch.randn(2, 4), 1e-5, "triton")
     torch.library.opcheck(rwkv7._terms.overload, terms)

@@ -17,7 +17,9 @@ def test_triton_token_mix_matches_operations() -> None:
     run(script="tests.kernels.time_mix.test_token_mix_interpreted")
 
 
-def one_by_one(x: Tensor, before: Tensor, mu: Tensor, weights: token_mix.Weights) -> list[Tensor]:
+def one_by_one(
+    x: Tensor, before: Tensor | None, mu: Tensor, weights: token_mix.Weights
+) -> list[Tensor]:
     mixes = token_mix.plain(x, before, mu)
     return [F.linear(mix, w) for mix, row in zip(mixes, weights) for w in row]
 
@@ -26,8 +28,15 @@ def by_kernels(*args: Any) -> list[Tensor] | None:
     return token_mix.mixed_projections(*args, impl="triton")
 
 
-def check(B: int, T: int, D: int, outputs: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
-    """outputs: of each mix the rows of its weights."""
+def check(
+    B: int,
+    T: int,
+    D: int,
+    outputs: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    shifted: bool = False,
+) -> None:
+    """outputs: of each mix the rows of its weights. shifted: x itself is what came before."""
     given = [torch.randn(B, T, D), torch.randn(B, T, D), torch.rand(len(outputs), D)]
     given += [torch.randn(n, D) / D**0.5 for row in outputs for n in row]
     dys = [torch.randn(B, T, n) for row in outputs for n in row]
@@ -36,9 +45,11 @@ def check(B: int, T: int, D: int, outputs: tuple[tuple[int, ...], ...], dtype: t
         x, before, mu, *matrices = (t.to(dtype).to(as_dtype).requires_grad_() for t in given)
         left = iter(matrices)
         weights = [[next(left) for _ in row] for row in outputs]
+        leaves = [x, *([] if shifted else [before]), mu, *matrices]
+        before = None if shifted else before
         ys = call(x, before, mu, weights)
         assert ys is not None
-        grads = torch.autograd.grad(ys, [x, before, mu, *matrices], [t.to(as_dtype) for t in dys])
+        grads = torch.autograd.grad(ys, leaves, [t.to(as_dtype) for t in dys])
         with torch.no_grad():
             again = call(x, before, mu, weights)
         assert again is not None
@@ -71,10 +82,16 @@ def main() -> None:
     check(1, 3, 1030, ((4,), (2, 3)), torch.float32)
     check(2, 5, 8, ((), (4,)), torch.float32)
     check(2, 9, 33, ((4,), (2, 3)), torch.float16)
+    check(3, 7, 20, ((12,), (3, 2)), torch.float32, shifted=True)
+    check(1, 300, 6, ((4,),), torch.float32, shifted=True)
+    check(5, 1, 1030, ((4,), (2,)), torch.float32, shifted=True)
+    check(2, 9, 33, ((4,), (2, 3)), torch.float16, shifted=True)
     x, mu = torch.randn(2, 3, 8), torch.rand(3, 8)
     mixes = torch.randn(3, 2, 3, 8)
     torch.library.opcheck(token_mix._forward.overload, (x, x.clone(), mu, "triton"))
     torch.library.opcheck(token_mix._backward.overload, (mixes, x, x.clone(), mu, "triton"))
+    torch.library.opcheck(token_mix._forward.overload, (x, None, mu, "triton"))
+    torch.library.opcheck(token_mix._backward.overload, (mixes, x, None, mu, "triton"))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,14 @@ def _load(p, o, m):
 
 
 @triton.jit
+def _bias(p, o_d, m_d):
+    b = 0.0
+    if p is not None:
+        b = _load(p, o_d, m_d)
+    return b
+
+
+@triton.jit
 def _store(p, o, x, m):
     tl.store(p + o, x.to(p.dtype.element_ty), mask=m)
 
@@ -61,20 +69,24 @@ def _normed(x, m, eps, K: tl.constexpr):
 @triton.jit(do_not_specialize=["R"])
 def rwkv7_terms_fwd_kernel(
     w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_ptr, k_k_ptr, k_a_ptr,
+    w_bias_ptr, a_bias_ptr, v_bias_ptr,
     w_out_ptr, k_out_ptr, a_out_ptr, b_out_ptr, v_out_ptr, R, slowest, eps,
     D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R / BR, H). Tensors [R, D], parameters [D]; v, v_gate, first and v_out may be None."""
+    """Grid (R / BR, H). Tensors [R, D], parameters [D]; v, v_gate, first, v_out and the biases may
+    be None."""
     o_d, m_d = _channels(K, BK)
     o, m = _tile(tl.program_id(0), o_d, m_d, R, D, BR)
-    b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m))
-    _store(w_out_ptr, o, slowest * tl.sigmoid(_load(w_ptr, o, m)), m)
+    b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m) + _bias(a_bias_ptr, o_d, m_d))
+    b_w = tl.sigmoid(_load(w_ptr, o, m) + _bias(w_bias_ptr, o_d, m_d))
+    _store(w_out_ptr, o, slowest * b_w, m)
     b_unit, _ = _unit(b_k * _load(k_k_ptr, o_d, m_d), eps)
     _store(a_out_ptr, o, -b_unit, m)
     _store(b_out_ptr, o, b_unit * b_a, m)
     _store(k_out_ptr, o, b_k * (1 + (b_a - 1) * _load(k_a_ptr, o_d, m_d)), m)
     if v_ptr is not None:
-        b_v, b_s = _load(v_ptr, o, m), tl.sigmoid(_load(v_gate_ptr, o, m))
+        b_s = tl.sigmoid(_load(v_gate_ptr, o, m) + _bias(v_bias_ptr, o_d, m_d))
+        b_v = _load(v_ptr, o, m)
         _store(v_out_ptr, o, b_v + (_load(first_ptr, o, m) - b_v) * b_s, m)
 
 
@@ -82,41 +94,58 @@ def rwkv7_terms_fwd_kernel(
 def rwkv7_terms_bwd_kernel(
     dw_out_ptr, dk_out_ptr, da_out_ptr, db_out_ptr, dv_out_ptr, dk_read_ptr, dv_read_ptr,
     w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_ptr, k_k_ptr, k_a_ptr,
+    w_bias_ptr, a_bias_ptr, v_bias_ptr,
     dw_ptr, dk_ptr, da_ptr, dv_ptr, dv_gate_ptr, dfirst_ptr, partial_ptr, R, slowest, eps,
     D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, H). dk_read, dv_read: more of the gradients of k and v, or None. partial [P, 2, D]:
-    of k_k and k_a"""
+    """Grid (P, H). dk_read, dv_read: more of the gradients of k and v, or None. partial [P, 5, D]:
+    of k_k, k_a and the biases"""
     o_d, m_d = _channels(K, BK)
     b_kk, b_ka = _load(k_k_ptr, o_d, m_d), _load(k_a_ptr, o_d, m_d)
-    b_dkk, b_dka = tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32)
+    # each thread adds up its own elements, and all of them once, at the end
+    b_dkk, b_dka = tl.zeros([BR, BK], tl.float32), tl.zeros([BR, BK], tl.float32)
+    b_sum_w, b_sum_a, b_sum_v = b_dkk, b_dkk, b_dkk
+    b_w0, b_a0 = _bias(w_bias_ptr, o_d, m_d), _bias(a_bias_ptr, o_d, m_d)
+    b_v0 = _bias(v_bias_ptr, o_d, m_d)
     for i in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         o, m = _tile(i, o_d, m_d, R, D, BR)
-        b_w = tl.sigmoid(_load(w_ptr, o, m))
-        _store(dw_ptr, o, _load(dw_out_ptr, o, m) * slowest * b_w * (1 - b_w), m)
-        b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m))
+        # past the last row what comes in is 0, and so are all gradients
+        b_w = tl.sigmoid(_load(w_ptr, o, m) + b_w0)
+        b_dw = _load(dw_out_ptr, o, m) * slowest * b_w * (1 - b_w)
+        _store(dw_ptr, o, b_dw, m)
+        b_sum_w += b_dw
+        b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m) + b_a0)
         b_unit, b_r = _unit(b_k * b_kk, eps)
         b_db, b_dk = _load(db_out_ptr, o, m), _load(dk_out_ptr, o, m)
         if dk_read_ptr is not None:
             b_dk += _load(dk_read_ptr, o, m)
-        b_da = b_db * b_unit + b_dk * b_k * b_ka
-        _store(da_ptr, o, b_da * b_a * (1 - b_a), m)
-        b_dka += tl.sum(b_dk * b_k * (b_a - 1), 0, keep_dims=True)
+        b_da = (b_db * b_unit + b_dk * b_k * b_ka) * b_a * (1 - b_a)
+        _store(da_ptr, o, b_da, m)
+        b_sum_a += b_da
+        b_dka += b_dk * b_k * (b_a - 1)
         b_dunit = b_db * b_a - _load(da_out_ptr, o, m)
         b_dz = b_r * (b_dunit - b_unit * tl.sum(b_dunit * b_unit, 1, keep_dims=True))
-        b_dkk += tl.sum(b_dz * b_k, 0, keep_dims=True)
+        b_dkk += b_dz * b_k
         _store(dk_ptr, o, b_dz * b_kk + b_dk * (1 + (b_a - 1) * b_ka), m)
         if v_ptr is not None:
-            b_dv, b_s = _load(dv_out_ptr, o, m), tl.sigmoid(_load(v_gate_ptr, o, m))
+            b_dv, b_s = _load(dv_out_ptr, o, m), tl.sigmoid(_load(v_gate_ptr, o, m) + b_v0)
             if dv_read_ptr is not None:
                 b_dv += _load(dv_read_ptr, o, m)
             b_delta = _load(first_ptr, o, m) - _load(v_ptr, o, m)
             _store(dv_ptr, o, b_dv * (1 - b_s), m)
             _store(dfirst_ptr, o, b_dv * b_s, m)
-            _store(dv_gate_ptr, o, b_dv * b_delta * b_s * (1 - b_s), m)
-    p_partial = partial_ptr + tl.program_id(0) * 2 * D
-    _store(p_partial, o_d, b_dkk, m_d)
-    _store(p_partial + D, o_d, b_dka, m_d)
+            b_dgate = b_dv * b_delta * b_s * (1 - b_s)
+            _store(dv_gate_ptr, o, b_dgate, m)
+            b_sum_v += b_dgate
+    p_partial = partial_ptr + tl.program_id(0) * 5 * D
+    _store(p_partial, o_d, tl.sum(b_dkk, 0, keep_dims=True), m_d)
+    _store(p_partial + D, o_d, tl.sum(b_dka, 0, keep_dims=True), m_d)
+    if w_bias_ptr is not None:
+        _store(p_partial + 2 * D, o_d, tl.sum(b_sum_w, 0, keep_dims=True), m_d)
+    if a_bias_ptr is not None:
+        _store(p_partial + 3 * D, o_d, tl.sum(b_sum_a, 0, keep_dims=True), m_d)
+    if v_bias_ptr is not None:
+        _store(p_partial + 4 * D, o_d, tl.sum(b_sum_v, 0, keep_dims=True), m_d)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -144,8 +173,9 @@ def rwkv7_output_bwd_kernel(
     o_d, m_d = _channels(K, BK)
     b_weight, b_bias = _load(weight_ptr, o_d, m_d), _load(bias_ptr, o_d, m_d)
     b_r_k = _load(r_k_ptr, o_d, m_d)
-    b_dweight, b_dbias = tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32)
-    b_dr_k = tl.zeros([1, BK], tl.float32)
+    # as in rwkv7_terms_bwd_kernel
+    b_dweight, b_dbias = tl.zeros([BR, BK], tl.float32), tl.zeros([BR, BK], tl.float32)
+    b_dr_k = tl.zeros([BR, BK], tl.float32)
     for i in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         o, m = _tile(i, o_d, m_d, R, D, BR)
         b_dy, b_v = _load(dy_ptr, o, m), _load(v_ptr, o, m)
@@ -154,8 +184,8 @@ def rwkv7_output_bwd_kernel(
         b_s = tl.sum(b_r * b_k * b_r_k, 1, keep_dims=True)
         _store(dgate_ptr, o, b_dy * (b_n * b_weight + b_bias + b_s * b_v), m)
         b_dy = b_dy * _load(gate_ptr, o, m)
-        b_dweight += tl.sum(b_dy * b_n, 0, keep_dims=True)
-        b_dbias += tl.sum(b_dy, 0, keep_dims=True)
+        b_dweight += b_dy * b_n
+        b_dbias += b_dy
         b_dn = b_dy * b_weight
         b_mean = tl.sum(b_dn, 1, keep_dims=True) / K
         b_along = tl.sum(b_dn * b_n, 1, keep_dims=True) / K
@@ -164,28 +194,31 @@ def rwkv7_output_bwd_kernel(
         b_ds = tl.sum(b_dy * b_v, 1, keep_dims=True)
         _store(dr_ptr, o, b_ds * b_k * b_r_k, m)
         _store(dk_ptr, o, b_ds * b_r * b_r_k, m)
-        b_dr_k += tl.sum(b_ds * b_r * b_k, 0, keep_dims=True)
+        b_dr_k += b_ds * b_r * b_k
     p_partial = partial_ptr + tl.program_id(0) * 3 * D
-    _store(p_partial, o_d, b_dweight, m_d)
-    _store(p_partial + D, o_d, b_dbias, m_d)
-    _store(p_partial + 2 * D, o_d, b_dr_k, m_d)
+    _store(p_partial, o_d, tl.sum(b_dweight, 0, keep_dims=True), m_d)
+    _store(p_partial + D, o_d, tl.sum(b_dbias, 0, keep_dims=True), m_d)
+    _store(p_partial + 2 * D, o_d, tl.sum(b_dr_k, 0, keep_dims=True), m_d)
 
 
 @triton.jit(do_not_specialize=["P"])
 def rwkv7_sums_kernel(
-    partial_ptr, x_ptr, y_ptr, z_ptr, P, D: tl.constexpr, M: tl.constexpr, BP: tl.constexpr
-):
-    """Grid (D / 32). partial [P, M, D]; x, y and, of three, z: the sums over P, [D]"""
+    partial_ptr, out0_ptr, out1_ptr, out2_ptr, out3_ptr, out4_ptr, P,
+    D: tl.constexpr, M: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Grid (D / 32, M). partial [P, M, D]; out_m, if it is given: the sum over P, [D]"""
     o_d = tl.program_id(0) * 32 + tl.arange(0, 32)
-    outs = (x_ptr, y_ptr, z_ptr)
+    outs = (out0_ptr, out1_ptr, out2_ptr, out3_ptr, out4_ptr)
     for i in tl.static_range(M):
-        b_sum = tl.zeros([32], tl.float32)
-        for p in range(0, P, BP):
-            o_p = p + tl.arange(0, BP)
-            m = (o_p < P)[:, None] & (o_d < D)[None, :]
-            p_partial = partial_ptr + (o_p[:, None] * M + i) * D + o_d[None, :]
-            b_sum += tl.sum(tl.load(p_partial, mask=m, other=0.0), 0)
-        _store(outs[i], o_d, b_sum, o_d < D)
+        if tl.program_id(1) == i:
+            b_sum = tl.zeros([BP, 32], tl.float32)
+            for p in range(0, P, BP):
+                o_p = p + tl.arange(0, BP)
+                m = (o_p < P)[:, None] & (o_d < D)[None, :]
+                p_partial = partial_ptr + (o_p[:, None] * M + i) * D + o_d[None, :]
+                b_sum += tl.load(p_partial, mask=m, other=0.0)
+            if outs[i] is not None:
+                _store(outs[i], o_d, tl.sum(b_sum, 0), o_d < D)
 
 
 def terms(
@@ -197,12 +230,16 @@ def terms(
     first: Tensor | None,
     k_k: Tensor,
     k_a: Tensor,
+    w_bias: Tensor | None,
+    a_bias: Tensor | None,
+    v_bias: Tensor | None,
     heads: int,
     slowest: float,
     eps: float,
 ) -> list[Tensor]:
     """w, k, a, b and, if it is given, v, each [B, T, H, K]."""
     tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
+    tensors |= _contiguous(w_bias=w_bias, a_bias=a_bias, v_bias=v_bias)
     sizes = _sizes(w, heads, FORWARD)
     w_out = _heads(w, heads, torch.float32)
     k_out, a_out, b_out = (_heads(k, heads) for _ in range(3))
@@ -239,6 +276,9 @@ def terms_backward(
     first: Tensor | None,
     k_k: Tensor,
     k_a: Tensor,
+    w_bias: Tensor | None,
+    a_bias: Tensor | None,
+    v_bias: Tensor | None,
     heads: int,
     slowest: float,
     eps: float,
@@ -254,13 +294,14 @@ def terms_backward(
         dv_read=dv_read,
     )
     tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
+    tensors |= _contiguous(w_bias=w_bias, a_bias=a_bias, v_bias=v_bias)
     elements, per_processor = TERMS_BACKWARD
     sizes = _sizes(w, heads, elements)
     P = _programs(w, sizes, heads, per_processor)
     grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-             for x in (w, k, a, v, v_gate, first, k_k, k_a)]  # fmt: skip
-    dw, dk, da, dv, dv_gate, dfirst, dk_k, dk_a = grads
-    partial = torch.empty(P, 2, sizes["D"], dtype=torch.float32, device=w.device)
+             for x in (w, k, a, v, v_gate, first, k_k, k_a, w_bias, a_bias, v_bias)]  # fmt: skip
+    dw, dk, da, dv, dv_gate, dfirst, *parameters = grads
+    partial = torch.empty(P, len(parameters), sizes["D"], dtype=torch.float32, device=w.device)
     with device_of(w.device):
         cached(rwkv7_terms_bwd_kernel)[(P, heads)](
             **douts,
@@ -277,7 +318,7 @@ def terms_backward(
             **sizes,
             num_warps=4,
         )
-    _sums(partial, dk_k, dk_a, None)
+    _sums(partial, *parameters)
     return [x for x in grads if x is not None]
 
 
@@ -342,11 +383,12 @@ def output_backward(
     return grads
 
 
-def _sums(partial: Tensor, x: Tensor | None, y: Tensor | None, z: Tensor | None) -> None:
+def _sums(partial: Tensor, *outs: Tensor | None) -> None:
     P, M, D = partial.shape
+    given = {f"out{i}_ptr": outs[i] if i < M else None for i in range(5)}
     with device_of(partial.device):
-        cached(rwkv7_sums_kernel)[(-(-D // 32),)](
-            partial_ptr=partial, x_ptr=x, y_ptr=y, z_ptr=z, P=P, D=D, M=M, BP=64, num_warps=4
+        cached(rwkv7_sums_kernel)[(-(-D // 32), M)](
+            partial_ptr=partial, **given, P=P, D=D, M=M, BP=64, num_warps=8
         )
 
 

@@ -3,8 +3,13 @@
     dx = sum_m dy_m (1 - mu_m)        dbefore = sum_m dy_m mu_m
     dmu_m = sum over tokens of dy_m (before - x)
 
-R tokens of D channels. A program takes BD channels of every P-th token, so that mu and its gradient
-stay in registers; another kernel adds up the programs' sums, in an order that does not change.
+R tokens of D channels. A program takes BD channels of so many tokens in a row, so that mu and its
+gradient stay in registers; another kernel adds up the programs' sums, in an order that does not
+change.
+
+Without `before` it is the token before in a row of T, 0 at its start: forward the last one read,
+and backward gives x's whole gradient, dx_t + dbefore_{t+1}, of which the second part comes with the
+next token.
 """
 
 import torch
@@ -28,27 +33,58 @@ def _mu(mu_ptr, o_d, m_d, D: tl.constexpr, M: tl.constexpr):
     return mus
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit
+def _row(p, row, o_d, m, D: tl.constexpr):
+    return tl.load(p + tl.cast(row, tl.int64) * D + o_d, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["R", "T", "rows_each"])
 def token_mix_fwd_kernel(
-    x_ptr, before_ptr, mu_ptr, y_ptr, R,
+    x_ptr, before_ptr, mu_ptr, y_ptr, R, T, rows_each,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (P, D / BD). x, before [R, D], mu [M, D], y [M, R, D]"""
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     mus = _mu(mu_ptr, o_d, m_d, D, M)
-    for row in range(tl.program_id(0), R, tl.num_programs(0)):
-        o = tl.cast(row, tl.int64) * D + o_d
-        b_x = tl.load(x_ptr + o, mask=m_d, other=0.0).to(tl.float32)
-        b_delta = tl.load(before_ptr + o, mask=m_d, other=0.0).to(tl.float32) - b_x
+    first = tl.program_id(0) * rows_each
+    b_last = tl.zeros([BD], tl.float32)
+    if before_ptr is None:
+        b_last = _row(x_ptr, first - 1, o_d, m_d & (first % T != 0), D)
+    for row in range(first, tl.minimum(first + rows_each, R)):
+        b_x = _row(x_ptr, row, o_d, m_d, D)
+        if before_ptr is None:
+            b_before = tl.where(row % T == 0, 0.0, b_last)
+            b_last = b_x
+        else:
+            b_before = _row(before_ptr, row, o_d, m_d, D)
+        b_delta = b_before - b_x
         for m in tl.static_range(M):
-            p_y = y_ptr + tl.cast(R, tl.int64) * (m * D) + o
+            p_y = y_ptr + (tl.cast(R, tl.int64) * m + row) * D + o_d
             tl.store(p_y, (b_x + b_delta * mus[m]).to(y_ptr.dtype.element_ty), mask=m_d)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit
+def _rows_of_mixes(p, row, R, o_d, m_d, D: tl.constexpr, M: tl.constexpr):
+    rows = ()
+    for m in tl.static_range(M):
+        rows = rows + (
+            tl.load(p + (tl.cast(R, tl.int64) * m + row) * D + o_d, mask=m_d, other=0.0),
+        )
+    return rows
+
+
+@triton.jit
+def _of_before(dys, mus, BD: tl.constexpr, M: tl.constexpr):
+    b_dbefore = tl.zeros([BD], tl.float32)
+    for m in tl.static_range(M):
+        b_dbefore += dys[m].to(tl.float32) * mus[m]
+    return b_dbefore
+
+
+@triton.jit(do_not_specialize=["R", "T", "rows_each"])
 def token_mix_bwd_kernel(
-    dy_ptr, x_ptr, before_ptr, mu_ptr, dx_ptr, dbefore_ptr, partial_ptr, R,
+    dy_ptr, x_ptr, before_ptr, mu_ptr, dx_ptr, dbefore_ptr, partial_ptr, R, T, rows_each,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (P, D / BD). dy [M, R, D]; x, before, dx, dbefore [R, D]; partial [P, M, D]"""
@@ -56,24 +92,45 @@ def token_mix_bwd_kernel(
     m_d = o_d < D
     mus = _mu(mu_ptr, o_d, m_d, D, M)
     sums = (tl.zeros([BD], tl.float32),) * M
-    for row in range(tl.program_id(0), R, tl.num_programs(0)):
-        o = tl.cast(row, tl.int64) * D + o_d
-        b_x = tl.load(x_ptr + o, mask=m_d, other=0.0).to(tl.float32)
-        b_delta = tl.load(before_ptr + o, mask=m_d, other=0.0).to(tl.float32) - b_x
-        dys = ()
-        for m in tl.static_range(M):
-            p_dy = dy_ptr + tl.cast(R, tl.int64) * (m * D) + o
-            dys = dys + (tl.load(p_dy, mask=m_d, other=0.0),)
-        b_dx, b_dbefore = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    first = tl.program_id(0) * rows_each
+    last = tl.minimum(first + rows_each, R)
+    # of the token before: itself, and its gradient but for what this one adds
+    b_last, b_waiting = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if before_ptr is None:
+        b_last = _row(x_ptr, first - 1, o_d, m_d & (first % T != 0), D)
+    for row in range(first, last):
+        b_x = _row(x_ptr, row, o_d, m_d, D)
+        dys = _rows_of_mixes(dy_ptr, row, R, o_d, m_d, D, M)
+        if before_ptr is None:
+            b_before = tl.where(row % T == 0, 0.0, b_last)
+            b_last = b_x
+        else:
+            b_before = _row(before_ptr, row, o_d, m_d, D)
+        b_delta = b_before - b_x
+        b_dbefore = _of_before(dys, mus, BD, M)
+        b_dx = tl.zeros([BD], tl.float32)
         new = ()
         for m in tl.static_range(M):
-            b_dy = dys[m].to(tl.float32)  # pyright: ignore[reportAttributeAccessIssue]
-            b_dbefore += b_dy * mus[m]
+            b_dy = dys[m].to(tl.float32)
             b_dx += b_dy * (1 - mus[m])
             new = new + (sums[m] + b_dy * b_delta,)
         sums = new
-        tl.store(dx_ptr + o, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
-        tl.store(dbefore_ptr + o, b_dbefore.to(dbefore_ptr.dtype.element_ty), mask=m_d)
+        o = tl.cast(row, tl.int64) * D + o_d
+        if before_ptr is None:
+            b_done = b_waiting + tl.where(row % T == 0, 0.0, b_dbefore)
+            p_dx = dx_ptr + o - D
+            tl.store(p_dx, b_done.to(dx_ptr.dtype.element_ty), mask=m_d & (row > first))
+            b_waiting = b_dx
+        else:
+            tl.store(dx_ptr + o, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
+            tl.store(dbefore_ptr + o, b_dbefore.to(dbefore_ptr.dtype.element_ty), mask=m_d)
+    if before_ptr is None:
+        # the token after the last is another program's, which does not give its part here
+        m_after = m_d & (last < R) & (last % T != 0)
+        dys = _rows_of_mixes(dy_ptr, last, R, o_d, m_after, D, M)
+        b_done = b_waiting + _of_before(dys, mus, BD, M)
+        p_dx = dx_ptr + (tl.cast(last, tl.int64) - 1) * D + o_d
+        tl.store(p_dx, b_done.to(dx_ptr.dtype.element_ty), mask=m_d & (last > first))
     for m in tl.static_range(M):
         p_partial = partial_ptr + (tl.program_id(0) * M + m) * D + o_d
         tl.store(p_partial, sums[m], mask=m_d)
@@ -83,23 +140,23 @@ def token_mix_bwd_kernel(
 def token_mix_sums_kernel(partial_ptr, dmu_ptr, P, C: tl.constexpr, BP: tl.constexpr):
     """Grid (C / 32). partial [P, C], dmu [C]"""
     o_c = tl.program_id(0) * 32 + tl.arange(0, 32)
-    b_sum = tl.zeros([32], tl.float32)
+    b_sum = tl.zeros([BP, 32], tl.float32)
     for p in range(0, P, BP):
         o_p = p + tl.arange(0, BP)
         m = (o_p < P)[:, None] & (o_c < C)[None, :]
         p_partial = partial_ptr + o_p[:, None] * C + o_c[None, :]
-        b_sum += tl.sum(tl.load(p_partial, mask=m, other=0.0), 0)
-    tl.store(dmu_ptr + o_c, b_sum.to(dmu_ptr.dtype.element_ty), mask=o_c < C)
+        b_sum += tl.load(p_partial, mask=m, other=0.0)
+    tl.store(dmu_ptr + o_c, tl.sum(b_sum, 0).to(dmu_ptr.dtype.element_ty), mask=o_c < C)
 
 
-def forward(x: Tensor, before: Tensor, mu: Tensor) -> Tensor:
+def forward(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
     """[M, B, T, D]"""
     y = torch.empty(mu.shape[0], *x.shape, dtype=x.dtype, device=x.device)
     P, sizes = _sizes(x, mu)
     with device_of(x.device):
         cached(token_mix_fwd_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
             x_ptr=x.contiguous(),
-            before_ptr=before.contiguous(),
+            before_ptr=None if before is None else before.contiguous(),
             mu_ptr=mu.contiguous(),
             y_ptr=y,
             **sizes,
@@ -108,9 +165,10 @@ def forward(x: Tensor, before: Tensor, mu: Tensor) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor) -> list[Tensor]:
-    """dx, dbefore, dmu."""
-    dx, dbefore = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+def backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[Tensor]:
+    """dx, dbefore if there is a `before`, dmu."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dbefore = None if before is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     P, sizes = _sizes(x, mu)
     partial = torch.empty(P, *mu.shape, dtype=torch.float32, device=x.device)
     dmu = torch.empty(mu.shape, dtype=mu.dtype, device=x.device)
@@ -118,7 +176,7 @@ def backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor) -> list[Tensor]:
         cached(token_mix_bwd_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
             dy_ptr=dy.contiguous(),
             x_ptr=x.contiguous(),
-            before_ptr=before.contiguous(),
+            before_ptr=None if before is None else before.contiguous(),
             mu_ptr=mu.contiguous(),
             dx_ptr=dx,
             dbefore_ptr=dbefore,
@@ -127,9 +185,9 @@ def backward(dy: Tensor, x: Tensor, before: Tensor, mu: Tensor) -> list[Tensor]:
             num_warps=4,
         )
         cached(token_mix_sums_kernel)[(-(-mu.numel() // 32),)](
-            partial_ptr=partial, dmu_ptr=dmu, P=P, C=mu.numel(), BP=128, num_warps=4
+            partial_ptr=partial, dmu_ptr=dmu, P=P, C=mu.numel(), BP=128, num_warps=8
         )
-    return [dx, dbefore, dmu]
+    return [t for t in (dx, dbefore, dmu) if t is not None]
 
 
 def _sizes(x: Tensor, mu: Tensor) -> tuple[int, dict[str, int]]:
@@ -138,4 +196,6 @@ def _sizes(x: Tensor, mu: Tensor) -> tuple[int, dict[str, int]]:
     BD = min(max(1 << (D - 1).bit_length(), 128), CHANNELS)
     R = x.numel() // D
     P = max(sm_count(x.get_device()) * PER_PROCESSOR // -(-D // BD), 1)
-    return min(P, R), {"R": R, "D": D, "M": M, "BD": BD}
+    rows_each = -(-R // min(P, R))
+    sizes = {"R": R, "T": x.shape[1], "rows_each": rows_each, "D": D, "M": M, "BD": BD}
+    return -(-R // rows_each), sizes
