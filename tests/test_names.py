@@ -41,6 +41,7 @@ FOLDERS = (
     "kernels/mixer_step",
     "kernels/norm",
     "kernels/pointwise",
+    "kernels/preconditioner",
     "kernels/primitives",
     "kernels/projection_step",
     "kernels/rotation",

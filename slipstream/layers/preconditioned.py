@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.preconditioner.op import CENTRE, squashed
 from slipstream.layers.base import (
     Mixed,
     NormalLinear,
@@ -19,7 +20,6 @@ from slipstream.layers.gated_deltanet import GatedDeltaNet
 from slipstream.layers.kda import KimiDeltaAttention
 from slipstream.nn import decoding
 from slipstream.ops._fp32 import widen
-from slipstream.ops._preconditioner import CENTRE, squashed
 from slipstream.ops.norm import l2_norm
 from slipstream.ops.precond_gated_delta_rule import (
     chunk_precond_gated_delta_rule,

@@ -2,21 +2,19 @@
 of preconditioned keys, which both operators call.
 """
 
-import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.erase.op import erase
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.preconditioner import op
 from slipstream.ops._fp32 import widen
 from slipstream.ops._preprocess import expect_inputs, for_value_heads, l2_normalised, scan_impl
+from slipstream.runtime.token_ids import expect_offsets
 
-# The centre of log A that stands for None, fla's.
-CENTRE = -0.2
 States = tuple[Tensor, Tensor]
 
 
@@ -34,6 +32,13 @@ class Preconditioner(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """k by its factors, [B, T, H, K] in k's dtype, and the final state [N, H, K]."""
         B, T, H, K = k.shape
+        if options.context is None and not options.reverse:
+            inputs = k, self.g_atk, self.beta_atk, self.centre, state
+            impl = op.chosen(scan_impl(options.impl), *inputs)
+            if impl is not None:
+                if cu_seqlens is not None:
+                    expect_offsets("cu_seqlens", cu_seqlens, T)
+                return op.precondition(*inputs, cu_seqlens, self.x, self.eps, impl)
         wide = widen(k)
         squares = widen(self.beta_atk)[..., None] * wide.square()
         sums, final = gated_scan(
@@ -46,14 +51,8 @@ class Preconditioner(NamedTuple):
             scan_impl(options.impl),
             options.context,
         )
-        factors = squashed(sums.view(B, T, H, K), self.centre, self.x, self.eps)
+        factors = op.squashed(sums.view(B, T, H, K), self.centre, self.x, self.eps)
         return (wide * factors).to(k.dtype), None if final is None else final.unflatten(1, (H, K))
-
-
-def squashed(sums: Tensor, centre: Tensor | None, x: float, eps: float) -> Tensor:
-    """x^-s, s = r / (1 + |r|), r = log(A + eps) - centre: A [..., H, K] -> factors in [1/x, x]"""
-    r = torch.log(sums + eps) - (CENTRE if centre is None else centre.to(sums.dtype)[:, None])
-    return torch.exp(-math.log(x) * r / (1 + r.abs()))
 
 
 def run_preconditioned(

@@ -26,6 +26,7 @@ from slipstream.kernels.norm import fallback
 from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.pointwise import activation, embedding, rotary, token_shift
+from slipstream.kernels.preconditioner import op as preconditioner
 from slipstream.kernels.rotation import op as rotation
 from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
@@ -163,6 +164,24 @@ ROWS: dict[str, tuple[Any, Row]] = {
         Row(lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"), 1),
     ),
     "erase": (erase._forward.overload, Row(lambda: (*rand(3, 1, 4, 2), "eager"), 1)),
+    "precondition": (
+        preconditioner._forward.overload,
+        Row(
+            lambda: (
+                rand(1, 4, 1, 3),
+                -rand(1, 4, 1).abs(),
+                rand(1, 4, 1).abs(),
+                rand(1),
+                rand(1, 1, 3).abs(),
+                None,
+                1.5,
+                0.1,
+                True,
+                "eager",
+            ),
+            2,
+        ),
+    ),
     "rotate_qk": (
         rotation._forward.overload,
         Row(lambda: (*rand(2, 1, 4, 2, 3), rand(1, 4, 1), "eager"), 3),

@@ -266,6 +266,7 @@ GUARDED = {
     "projection_step/op.py": ("projection_step.triton",),
     "decay_gate/op.py": ("decay_gate.triton",),
     "erase/op.py": ("erase.triton",),
+    "preconditioner/op.py": ("preconditioner.triton",),
     "rotation/op.py": ("rotation.triton",),
     "running_mean/op.py": ("running_mean.triton",),
     "time_mix/token_mix.py": ("token_mix.triton",),

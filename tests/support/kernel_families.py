@@ -31,6 +31,7 @@ from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
+from slipstream.kernels.preconditioner import op as preconditioner_op
 from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
@@ -133,6 +134,14 @@ def erased() -> list[Tensor]:
 
 def _erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
     return erase_op._run_backward(da, g, k, b, "eager")
+
+
+def preconditioned() -> list[Tensor]:
+    k, g, beta = leaf(1, 20, 2, 16), leaf(1, 20, 2), leaf(1, 20, 2)
+    impl = preconditioner_op.chosen(None, k) or "eager"
+    rest = beta.square(), None, None, None, 1.5, 1e-2
+    y, final = preconditioner_op.precondition(k, -g.square(), *rest, impl)
+    return gradients(torch.cat([y, final[:, None]], 1), k, g, beta)
 
 
 def rotations() -> list[Tensor]:
@@ -413,6 +422,21 @@ FAMILIES = [
             "erase.triton.erase:backward": _erase_backward,
         },
         ("slipstream.kernels.erase.op",),
+    ),
+    Family(
+        "preconditioner.triton",
+        preconditioned,
+        {
+            "preconditioner.triton.launch:forward": lambda *x: preconditioner_op._run_forward(
+                *x,  # pyright: ignore
+                "eager",
+            ),
+            "preconditioner.triton.launch:backward": lambda *x: preconditioner_op._run_backward(
+                *x,  # pyright: ignore
+                "eager",
+            ),
+        },
+        ("slipstream.kernels.preconditioner.op",),
     ),
     Family(
         "rotation.triton",

@@ -1,0 +1,256 @@
+"""Keys times factors that follow the decayed sums of their squares, as operators.
+
+    A_t = exp(g_t) A_{t-1} + beta_t k_t^2
+    y_t = k_t x^(-r_t / (1 + |r_t|))                 r_t = log(A_t + eps) - centre
+
+slipstream::precondition gives y and the last A; in plain torch it takes a scan and eight passes.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.gated_scan.op import scan
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    needs_autograd,
+    once_differentiable,
+    save,
+    transformed,
+)
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+
+# The centre of log A that stands for None, fla's.
+CENTRE = -0.2
+
+
+def chosen(impl: str | None, k: Tensor, *others: Tensor | None) -> str | None:
+    """What precondition takes as impl, or None where plain torch is to do it."""
+    if impl == "reference" or transformed():
+        return None
+    impls = choose(_CANDIDATES, (k, *others), impl, "precond_delta_rule", k).impls
+    return impls if is_triton(impls) else None
+
+
+def precondition(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    centre: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    x: float,
+    eps: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, K] in k's dtype, and A after the last token [N, H, K], float32.
+
+    Args:
+        k: [B, T, H, K]. g, beta: [B, T, H]. centre: [H], None is -0.2. state: A before, [N, H, K].
+    """
+    inputs = [None if t is None else t.contiguous() for t in (k, g, beta, centre, state)]
+    if needs_autograd(*inputs):
+        return _Precondition.apply(*inputs, cu_seqlens, x, eps, impl)
+    return _forward(*inputs, cu_seqlens, x, eps, False, impl)[:2]
+
+
+def squashed(sums: Tensor, centre: Tensor | None, x: float, eps: float) -> Tensor:
+    """The factors [..., H, K], from A."""
+    r = torch.log(sums + eps) - (CENTRE if centre is None else centre.to(sums.dtype)[:, None])
+    return torch.exp(-math.log(x) * r / (1 + r.abs()))
+
+
+class _Precondition(Function):
+    operator = "slipstream::precondition"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        centre: Tensor | None,
+        state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        x: float,
+        eps: float,
+        impl: str,
+    ) -> tuple[Tensor, Tensor]:
+        y, final, sums = _forward(k, g, beta, centre, state, cu_seqlens, x, eps, True, impl)
+        save(ctx, k, g, beta, centre, state, cu_seqlens, sums)
+        ctx.options = x, eps, impl
+        ctx.set_materialize_grads(False)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *inputs, sums = saved
+        x, eps, impl = ctx.options
+        dy = torch.zeros_like(inputs[0]) if dy is None else dy.contiguous()
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        grads = iter(_backward(*inputs, x, eps, sums, dy, dfinal, impl))
+        return *(None if t is None else next(grads) for t in inputs[:5]), None, None, None, None
+
+
+def _unsupported_reason(k: Tensor, *others: Tensor | None) -> str | None:
+    """Why the Triton kernels can't take a call, or None if they can."""
+    if k.numel() == 0:
+        return "there are no tokens or channels"
+    if torch.float64 in (k.dtype, *(t.dtype for t in others if t is not None)):
+        return "it computes in float32"
+    if k.shape[-1] % 16:
+        return "K has to be a multiple of 16"
+    if torch.version.hip:
+        return "its kernels have not been tried on AMD's GPUs"
+    return known_failure(lambda: _kind(k), k.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
+
+
+def _kind(k: Tensor) -> KernelKey:
+    return ("preconditioner.triton", k.dtype)
+
+
+def _mismatch(k: Tensor) -> str | None:
+    """The probe: packed sequences of more than a tile, with states."""
+    inputs = {
+        "k": numeric_probe.random_like(k, 1, 150, 2, 32),
+        "g": -torch.rand(1, 150, 2, device=k.device),
+        "beta": torch.rand(1, 150, 2, device=k.device),
+        "centre": torch.randn(2, device=k.device),
+        "state": torch.rand(2, 2, 32, device=k.device),
+    }
+    options = {
+        "cu_seqlens": torch.tensor([0, 40, 150], device=k.device),
+        "x": 1.5,
+        "eps": 1e-2,
+    }
+    return numeric_probe.mismatch(
+        lambda t: precondition(**t, **options, impl=TRITON_OR_EAGER),
+        lambda t: plain(**t, **options),
+        inputs,
+    )
+
+
+def plain(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    centre: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    x: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    wide = k if k.dtype == torch.float64 else k.float()
+    squares = beta.to(wide.dtype)[..., None] * wide.square()
+    gates = g.to(wide.dtype)[..., None].expand_as(wide).flatten(2)
+    before = None if state is None else state.flatten(1)
+    sums, final = scan(squares.flatten(2), gates, before, cu_seqlens, "eager")
+    y = wide * squashed(sums.view(k.shape), centre, x, eps)
+    return y.to(k.dtype), final.unflatten(1, k.shape[2:])
+
+
+def _run_forward(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    centre: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    x: float,
+    eps: float,
+    keep: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, A after the last token, and that of each, of no elements unless `keep`."""
+    with _guard(impl, k) as usable:
+        if usable:
+            return _kernels().forward(k, g, beta, centre, state, cu_seqlens, x, eps, keep)
+    y, final = plain(k, g, beta, centre, state, cu_seqlens, x, eps)
+    # backward by torch needs no sums
+    sums = final.new_zeros(k.shape if keep else (0,))
+    return y.contiguous(), final.contiguous(), sums
+
+
+def _run_backward(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    centre: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    x: float,
+    eps: float,
+    sums: Tensor,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    impl: str,
+) -> list[Tensor]:
+    """Gradients of k, g, beta, and of centre and state if they are given."""
+    inputs = k, g, beta, centre, state
+    with _guard(impl, k) as usable:
+        if usable:
+            return _kernels().backward(*inputs, cu_seqlens, x, eps, sums, dy, dfinal)
+    run = partial(plain, cu_seqlens=cu_seqlens, x=x, eps=eps)
+
+    def grads() -> list[Tensor]:
+        leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        outs = run(*leaves)
+        douts = [dy, torch.zeros_like(outs[1]) if dfinal is None else dfinal]
+        return [*torch.autograd.grad(outs, [t for t in leaves if t is not None], douts)]
+
+    return [t.contiguous() for t in run_isolated(grads, k.device)]
+
+
+def _kernels() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.preconditioner.triton import launch
+
+    return launch
+
+
+def _guard(impl: str, k: Tensor) -> Guard:
+    return Guard(impl, k.device, lambda: _kind(k), partial(_mismatch, k))
+
+
+def _fake(
+    k: Tensor, g: Tensor, beta: Tensor, centre: Any, state: Any, cu: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    N = k.shape[0] if cu is None else cu.shape[0] - 1
+    wide = torch.promote_types(k.dtype, torch.float32)
+    final = k.new_empty(N, *k.shape[2:], dtype=wide)
+    return k.new_empty(k.shape), final, k.new_empty(k.shape if rest[2] else (0,), dtype=wide)
+
+
+_INPUTS = (
+    "Tensor k, Tensor g, Tensor beta, Tensor? centre, Tensor? state, Tensor? cu_seqlens, float x, "
+    "float eps"
+)
+_forward = KernelOp(
+    "precondition",
+    f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor)",
+    _run_forward,
+    _fake,
+    replay=True,
+)
+_backward = KernelOp(
+    "precondition_backward",
+    f"({_INPUTS}, Tensor sums, Tensor dy, Tensor? dfinal, str impl) -> Tensor[]",
+    _run_backward,
+    lambda *args: [t.new_empty(t.shape) for t in args[:5] if t is not None],
+    replay=True,
+)
+_forward.set_gradient(lambda *args: _Precondition.apply(*args[:8], args[9]))

@@ -1,0 +1,1 @@
+"""The preconditioner in Triton."""

@@ -1,0 +1,162 @@
+"""The preconditioner forward and backward: a program goes through all tokens of BD channels of a
+head, BT at a time, backward from the last. MATH.md has the formulas.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(p, m):
+    return tl.load(p, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _then(a, x, b, y):
+    """y -> a y + x, and after it y -> b y + y."""
+    return a * b, b * x + y
+
+
+@triton.jit
+def _tokens(cu_ptr, i_n, T):
+    """First token of sequence n, and how many it has."""
+    if cu_ptr is not None:
+        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
+        count = tl.maximum(end - begin, 0).to(tl.int32)
+    else:
+        count = T
+        begin = i_n.to(tl.int64) * T
+    return begin, count
+
+
+@triton.jit
+def _factors(b_s, b_c, log_x, eps):
+    """m, and (1 + |r|)^2."""
+    b_r = tl.log(b_s + eps) - b_c
+    b_d = 1.0 + tl.abs(b_r)
+    return tl.exp(-log_x * b_r / b_d), b_d * b_d
+
+
+@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre"])
+def precondition_fwd_kernel(
+    k_ptr,  # [tokens, H, K]; so are y, sums
+    g_ptr,  # [tokens, H]; so is beta
+    beta_ptr,
+    centre_ptr,  # [H], or none: `centre`
+    s_in_ptr,  # [N, H, K], or none
+    s_out_ptr,
+    y_ptr,
+    sums_ptr,  # A, for backward, or none
+    cu_ptr,  # [N + 1]
+    log_x,
+    eps,
+    centre,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """grid (N, H * K / BD)"""
+    i_n, i_d = tl.program_id(0), tl.program_id(1)
+    i_h = i_d // (K // BD)
+    begin, count = _tokens(cu_ptr, i_n, T)
+    o_d = i_d * BD + tl.arange(0, BD)
+    p_s = i_n.to(tl.int64) * (H * K) + o_d
+    b_s = tl.zeros((BD,), tl.float32)
+    if s_in_ptr is not None:
+        b_s += tl.load(s_in_ptr + p_s).to(tl.float32)
+    b_c = centre
+    if centre_ptr is not None:
+        b_c = tl.load(centre_ptr + i_h).to(tl.float32)
+    o_r = tl.arange(0, BT)
+    for start in range(0, count, BT):
+        m = start + o_r < count
+        row = begin + start + o_r
+        b_a = tl.exp(_load(g_ptr + row * H + i_h, m))[:, None]
+        b_beta = _load(beta_ptr + row * H + i_h, m)[:, None]
+        p = row[:, None] * (H * K) + o_d[None, :]
+        b_k = _load(k_ptr + p, m[:, None])
+        b_x = b_beta * b_k * b_k
+        b_x += tl.where((o_r > 0)[:, None], 0.0, b_a * b_s[None, :])
+        b_a = tl.broadcast_to(b_a, (BT, BD))
+        _, b_sums = tl.associative_scan((b_a, b_x), 0, _then)
+        b_m, _ = _factors(b_sums, b_c, log_x, eps)
+        tl.store(y_ptr + p, (b_k * b_m).to(y_ptr.dtype.element_ty), mask=m[:, None])
+        if sums_ptr is not None:
+            tl.store(sums_ptr + p, b_sums, mask=m[:, None])
+        last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
+        b_s = tl.sum(tl.where(last, b_sums, 0.0), 0)
+    tl.store(s_out_ptr + p_s, b_s)
+
+
+@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre"])
+def precondition_bwd_kernel(
+    k_ptr,  # [tokens, H, K]; so are sums, dy, dk
+    g_ptr,  # [tokens, H]; so is beta
+    beta_ptr,
+    centre_ptr,  # [H], or none: `centre`
+    s_in_ptr,  # [N, H, K], or none
+    sums_ptr,
+    dy_ptr,
+    ds_out_ptr,  # [N, H, K], or none
+    dk_ptr,
+    dg_ptr,  # [K / BD, tokens, H]: shares; so is dbeta
+    dbeta_ptr,
+    dcentre_ptr,  # [N, H, K]: shares
+    ds_in_ptr,
+    cu_ptr,
+    log_x,
+    eps,
+    centre,
+    T,
+    tokens,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """grid (N, H * K / BD)"""
+    i_n, i_d = tl.program_id(0), tl.program_id(1)
+    i_h, i_share = i_d // (K // BD), i_d % (K // BD)
+    begin, count = _tokens(cu_ptr, i_n, T)
+    o_d = i_d * BD + tl.arange(0, BD)
+    p_s = i_n.to(tl.int64) * (H * K) + o_d
+    b_first, b_d = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    if s_in_ptr is not None:
+        b_first += tl.load(s_in_ptr + p_s).to(tl.float32)
+    if ds_out_ptr is not None:
+        b_d += tl.load(ds_out_ptr + p_s).to(tl.float32)
+    b_c = centre
+    if centre_ptr is not None:
+        b_c = tl.load(centre_ptr + i_h).to(tl.float32)
+    b_dc = tl.zeros((BD,), tl.float32)
+    o_r = tl.arange(0, BT)
+    for start in range(0, count, BT):
+        o_t = count - 1 - start - o_r
+        m, m_later = o_t >= 0, (o_t >= 0) & (o_r > 0)
+        row = begin + o_t
+        p_h = row * H + i_h
+        p = row[:, None] * (H * K) + o_d[None, :]
+        b_k, b_dy = _load(k_ptr + p, m[:, None]), _load(dy_ptr + p, m[:, None])
+        b_sums = _load(sums_ptr + p, m[:, None])
+        b_m, b_square = _factors(b_sums, b_c, log_x, eps)
+        b_e = b_dy * b_k * b_m * log_x / b_square
+        b_dc += tl.sum(tl.where(m[:, None], b_e, 0.0), 0)
+        b_x = tl.where(m[:, None], -b_e / (b_sums + eps), 0.0)
+        b_x += tl.where((o_r > 0)[:, None], 0.0, b_d[None, :])
+        b_a = tl.exp(_load(g_ptr + p_h + H, m_later))[:, None]
+        _, b_ds = tl.associative_scan((tl.broadcast_to(b_a, (BT, BD)), b_x), 0, _then)
+        b_a, b_beta = tl.exp(_load(g_ptr + p_h, m))[:, None], _load(beta_ptr + p_h, m)[:, None]
+        b_dk = b_dy * b_m + 2.0 * b_beta * b_k * b_ds
+        tl.store(dk_ptr + p, b_dk.to(dk_ptr.dtype.element_ty), mask=m[:, None])
+        b_before = _load(sums_ptr + p - H * K, (o_t > 0)[:, None])
+        b_before = tl.where((o_t == 0)[:, None], b_first[None, :], b_before)
+        p_h += i_share.to(tl.int64) * tokens * H
+        tl.store(dbeta_ptr + p_h, tl.sum(b_k * b_k * b_ds, 1), mask=m)
+        tl.store(dg_ptr + p_h, tl.sum(b_a * b_before * b_ds, 1), mask=m)
+        last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
+        b_d = tl.sum(tl.where(last, b_a * b_ds, 0.0), 0)
+    tl.store(dcentre_ptr + p_s, b_dc)
+    tl.store(ds_in_ptr + p_s, b_d)

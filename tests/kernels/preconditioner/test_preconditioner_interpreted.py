@@ -1,0 +1,51 @@
+"""The preconditioner's kernels under Triton's interpreter, against plain torch in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.preconditioner import op
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.interpreted import error, run
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_preconditioner_matches_torch() -> None:
+    run(script="tests.kernels.preconditioner.test_preconditioner_interpreted")
+
+
+def check(B: int, T: int, K: int, cu: Tensor | None, rest: bool, dtype: torch.dtype) -> None:
+    """rest: with a centre and a state."""
+    N, H = B if cu is None else cu.shape[0] - 1, 2
+    tensors = [torch.randn(B, T, H, K).to(dtype), -torch.rand(B, T, H), torch.rand(B, T, H)]
+    tensors += [torch.randn(H), torch.rand(N, H, K)] if rest else []
+    found, douts = [], None
+    for kernels in (True, False):
+        leaves = [(x if kernels else x.double()).clone().requires_grad_() for x in tensors]
+        given = [*leaves, *[None] * (5 - len(leaves)), cu, 1.5, 1e-3]
+        outs = op.precondition(*given, "triton") if kernels else op.plain(*given)  # pyright: ignore
+        douts = [torch.randn_like(x) for x in outs] if douts is None else douts
+        grads = torch.autograd.grad(outs, leaves, [d.to(x.dtype) for d, x in zip(douts, outs)])
+        found.append([*outs, *grads])
+    assert found[0][0].dtype == dtype
+    for i, (got, want) in enumerate(zip(*found, strict=True)):
+        limit = 1e-5 if dtype == torch.float32 else 4e-3
+        assert error(got.detach(), want.detach()) < limit, (i, T, K, rest, dtype)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    packed = torch.tensor([0, 0, 9, 10, 33, 33])
+    for B, T, K, cu in ((2, 21, 16, None), (1, 33, 32, packed), (1, 1, 16, None)):
+        check(B, T, K, cu, True, torch.float32)
+        check(B, T, K, cu, False, torch.float32)
+        check(B, T, K, cu, True, torch.float16)
+    k, g = torch.randn(1, 5, 1, 16), -torch.rand(1, 5, 1)
+    assert op._mismatch(k) is None
+    options = (None, None, None, 1.5, 1e-3)
+    torch.library.opcheck(op._forward.overload, (k, g, -g, *options, True, "triton"))
+    torch.library.opcheck(op._backward.overload, (k, g, -g, *options, k * k, k, None, "triton"))
+
+
+if __name__ == "__main__":
+    main()
