@@ -39,6 +39,7 @@ from slipstream.ops.conv import split_convolution, unit_heads
 from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.autograd import by_operation
+from slipstream.runtime.consistent import is_consistent
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.rank_sums import HeadShard, norm_of_parts
 
@@ -170,7 +171,10 @@ class Mixer(nn.Module):
         method for theirs."""
 
     def recurrent(self, x: Tensor, context: ContextParallel | None = None) -> bool:
-        """Whether to run token by token: if mode says so, or x is short and needs no gradient."""
+        """Whether to run token by token: if mode says so, or x is short and needs no gradient; not
+        where bits have to be those of chunks."""
+        if is_consistent():
+            return False
         if self.mode is not None:
             return self.mode == "fused_recurrent"
         return context is None and x.shape[1] <= RECURRENT_UP_TO and not torch.is_grad_enabled()

@@ -13,6 +13,7 @@ from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
 from slipstream.nn import decoding
+from slipstream.nn.consistent import product
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.nn.recompute import Recompute
@@ -290,14 +291,12 @@ class Lora(nn.Module):
             assign(self.bias, self.initial_bias(channel / max(size - 1, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.from_inner(x @ self.down)
+        return self.from_inner(product(x, self.down))
 
     def from_inner(self, inner: Tensor, biased: bool = True) -> Tensor:
         """Of x W_down, without the bias if it is not wanted."""
         inner = inner if self.f is None else self.f(inner)
-        if self.bias is None or not biased:
-            return inner @ self.up
-        return F.linear(inner, self.up.t(), self.bias)
+        return product(inner, self.up, self.bias if biased else None)
 
 
 def shifted(
@@ -346,7 +345,7 @@ def project_mixes(
     else:
         mixes = (torch.addcmul(x, delta, row) for row in mu)
     return [
-        layer.from_inner(mix @ layer.down, False)
+        layer.from_inner(product(mix, layer.down), False)
         if isinstance(layer, Lora) and layer in unbiased
         else layer(mix)
         for mix, row in zip(mixes, layers)

@@ -17,6 +17,7 @@ from slipstream.models.mlps import make_mlp
 from slipstream.models.rollback import MLP_SHIFT, Record
 from slipstream.nn import LayerNorm, SwiGLU, projections
 from slipstream.nn import RMSNorm as RMSNorm
+from slipstream.runtime.consistent import consistent
 from slipstream.runtime.context_parallel import ContextParallel
 
 State = dict[str, Tensor]
@@ -34,7 +35,7 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         name, options = config.mixer(layer_idx)
         options = {"num_heads": config.num_heads, **options}
-        self.residual_in_fp32 = config.residual_in_fp32
+        self.residual_in_fp32, self.consistent = config.residual_in_fp32, config.consistent
         self.mixer_norm = make_norm(config)
         turned = {x: options.pop(x) for x in ("bidirectional", "block_size") if x in options}
         self.mixer = getattr(layers, MIXERS[name])(
@@ -65,7 +66,7 @@ class Block(GradientCheckpointingLayer):
         room: int | None = None,
     ) -> tuple[Tensor, State | None, Tensor | None]:
         """Returns h, the next state and, if the mixer takes a first_value but there is none yet,
-        that value for later blocks.
+        that value for later blocks. Called again for its gradients, it is as consistent.
 
         With `layer`, whose tokens h follows, that is updated in place and no state returned; `room`
         is how much of it the mixer sees (LayerState.view).
@@ -76,6 +77,20 @@ class Block(GradientCheckpointingLayer):
             return self._advance(h, first_value, layer, positions, room)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
         mixing = options | {"positions": positions, "state": state, "use_cache": use_cache}
+        if not self.consistent:
+            return self._mix(h, first_value, mixing, options)
+        with consistent():
+            return self._mix(h, first_value, mixing, options)
+
+    def _mix(
+        self,
+        h: Tensor,
+        first_value: Tensor | None,
+        mixing: dict[str, Any],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, State | None, Tensor | None]:
+        """options: those of mixer and MLP; mixing: the mixer's."""
+        state, use_cache = mixing["state"], mixing["use_cache"]
         if self.residual_in_fp32:
             x, h = self.mixer_norm(h.to(self.mixer_norm.weight.dtype)), h.float()
         else:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from slipstream.layers import Mixer
+from slipstream.models.open_rows import OpenRows
 from slipstream.models.rollback import MLP_SHIFT, Record, Rollback
 from slipstream.nn import rounded
 
@@ -318,7 +319,7 @@ class LayerState(CacheLayerMixin):
             self.rollback.map(move)
 
 
-class StateCache(Cache):
+class StateCache(OpenRows):
     """The states of all layers; `cache` of the model, made by its first call.
 
     A pool: its tensors keep their addresses, and every call of the model without gradients updates
@@ -355,6 +356,8 @@ class StateCache(Cache):
     @property
     def rows(self) -> int:
         """N; 0 before the first call."""
+        if self.open_rows is not None:
+            return len(self.open_rows)
         for layer in self.layers:
             for x in (layer.state or {}).values():
                 return x.shape[0]
@@ -372,7 +375,7 @@ class StateCache(Cache):
 
     def bytes(self) -> int:
         """Memory of all states; of a model without softmax attention, the same at any length."""
-        return sum(layer.bytes() for layer in self.layers)
+        return self.bytes_of_rows() + sum(layer.bytes() for layer in self.layers)
 
     def reserve(self, tokens: int) -> None:
         """Room for T more tokens in the softmax layers; graphs go if that moved tensors."""
@@ -405,6 +408,8 @@ class StateCache(Cache):
         """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
         made = StateCache(0, state_dtype=self.state_dtype)
         made.layers = [layer.copied(row) for layer in self.layers]
+        if self.open_rows is not None:  # whose tensors no call changes
+            made.open_rows = [self.open_rows[row]]
         if self.lengths is not None:
             for layer in made.layers:
                 layer.seen = self.lengths[row]
@@ -420,6 +425,7 @@ class StateCache(Cache):
         token for every row steps all, and `copy` takes one out. What a row holds that nobody needs
         does not matter, but it counts: `put(row, None)` empties it.
         """
+        self._expect_tensors("pool")
         made = StateCache(0, max_length, self.state_dtype)
         made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
         made.lengths = [0] * rows

@@ -46,6 +46,22 @@ MIXERS = {
 MLPS = ("swiglu", "rwkv7", "qwen3_next_moe", "kimi_linear_moe", "none")
 """Names in a config; slipstream/models/mlps.py makes them."""
 
+CONSISTENT_MIXERS = (
+    "attention",
+    "delta_net",
+    "gated_deltanet",
+    "gla",
+    "kda",
+    "lightning_attn",
+    "mamba2",
+    "retention",
+    "rwkv7",
+)
+"""With consistent=True: all of whose products round by no size (models/consistent.py)."""
+
+CONSISTENT_MLPS = ("none", "rwkv7", "swiglu")
+"""The same of MLPs."""
+
 NORMS = ("rms", "zero_centered_rms", "layer", "layer_without_bias")
 
 TP_STYLE = "slipstream_heads"
@@ -112,6 +128,9 @@ class SlipstreamConfig(PreTrainedConfig):
         norm_eps: inside every norm of the residual stream.
         initializer_range: standard deviation of the embedding, MLP and head weights at the start.
         use_cache: forward returns a StateCache unless it is told otherwise, when not training.
+        consistent: a token's logits have the same bits in training, in a prompt, in a piece of it
+            and decoded, whatever the batch (docs/guides/consistent.md); slower. For mixers of
+            CONSISTENT_MIXERS.
         tie_word_embeddings: the head is the embedding, transposed.
         pad_token_id: the token that generate pads with.
         bos_token_id: the token that generate begins with if there is no prompt.
@@ -145,6 +164,7 @@ class SlipstreamConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     use_cache: bool = True
+    consistent: bool = False
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -178,8 +198,19 @@ class SlipstreamConfig(PreTrainedConfig):
                 f"attention_residuals: want at least 1 layer, got {self.attention_residuals}"
             )
         for i in range(len(self.mixers)):
-            self.mixer(i)
-            self.mlp(i)
+            (mixer, options), (mlp, _) = self.mixer(i), self.mlp(i)
+            if self.consistent:
+                self._expect_consistent(i, mixer, options, mlp)
+
+    @staticmethod
+    def _expect_consistent(layer: int, mixer: str, options: dict[str, Any], mlp: str) -> None:
+        both = options.get("bidirectional", "block_size" in options)
+        if mixer not in CONSISTENT_MIXERS or both:
+            known = ", ".join(CONSISTENT_MIXERS)
+            raise ValueError(f"mixers[{layer}]: want one of {known} with consistent, got {mixer!r}")
+        if mlp not in CONSISTENT_MLPS:
+            known = ", ".join(CONSISTENT_MLPS)
+            raise ValueError(f"mlps[{layer}]: want one of {known} with consistent, got {mlp!r}")
 
     @classmethod
     def _refuse_unknown(cls, given: dict[str, Any]) -> None:

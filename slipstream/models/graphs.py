@@ -270,6 +270,8 @@ def room_of_graph(cache: StateCache, device: torch.device) -> int:
 
 def why_not(model: nn.Module) -> str | None:
     """Why no step of the model can be a graph, or None."""
+    if getattr(getattr(model, "config", None), "consistent", False):
+        return "a consistent model runs the chunk that a token is in"
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         return f"its parameters are on {len(devices)} devices"

@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from slipstream.models import consistent as blocks
 from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_context
 from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
@@ -147,6 +148,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         self.embed_norm = make_norm(config) if config.embedding_norm else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
+        blocks.prepare(self)
         self.post_init()
 
     @can_return_tuple
@@ -195,8 +197,10 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 position_ids = sequences.pack(position_ids.expand(batch, -1))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        keep = bool(output_hidden_states)
-        if cache is None or torch.is_grad_enabled():
+        keep, every = bool(output_hidden_states), []
+        if self.config.consistent:
+            h = blocks.run(self, h, cu_seqlens, cache, position_ids, context, keep)
+        elif cache is None or torch.is_grad_enabled():
             h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
         else:
             h, every = self._continue(h, cu_seqlens, cache, keep, position_ids, tokens)
@@ -311,7 +315,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return self._first_normed(table(input_ids))
 
     def _first_normed(self, h: Tensor) -> Tensor:
-        return h if self.embed_norm is None else self.embed_norm(h)
+        return h if self.embed_norm is None or self.config.consistent else self.embed_norm(h)
 
     def _sources(self, h: Tensor) -> list[Tensor]:
         """What attention residuals mix, if there are such."""
@@ -450,7 +454,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
             skip_logits = self.training and labels is not None and logits_to_keep is None
         if not skip_logits:
             keep = 0 if logits_to_keep is None else logits_to_keep
-            logits = self.lm_head(h[:, -keep:] if isinstance(keep, int) else h[:, keep])
+            logits = blocks.logits_of(self, h[:, -keep:] if isinstance(keep, int) else h[:, keep])
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,262 @@
+"""Models with consistent=True: equal bits whatever the batch, the cut and the step.
+
+A sequence is a row of blocks of 64 tokens. A state is kept at the end of whole blocks alone; the
+tokens after it are kept as they come out of the embedding, and a call runs them again together with
+its own. So every token, in training, in a prompt, in a piece of it or decoded, is computed by the
+chunk that it is in, from the state before that chunk.
+
+On a CPU one block of one sequence is a call of the layers, padded to 64 tokens with zeros: every
+call of torch has one shape. On CUDA, whose kernels round by no size (nn/consistent.py,
+runtime/consistent.py), whole blocks of all sequences are one call, and what is left is another.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.layers import Mixer
+from slipstream.nn.consistent import linear, use_consistent_products
+from slipstream.nn.linear import plain_linear
+from slipstream.runtime.consistent import BLOCK
+
+# up to so many tokens layers have other forms, but where gradients are wanted
+FEW_TOKENS = 16
+
+State = dict[str, Tensor]
+
+
+class _Layer:
+    """A layer's states as SlipstreamModel._run takes them: those after a call are apart."""
+
+    def __init__(self, before: State | None = None) -> None:
+        self.before, self.after = before, None
+        self.token_states: tuple[str, ...] = ()
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.before is not None
+
+    def wide(self, dtype: torch.dtype) -> State:
+        assert self.before is not None
+        return self.before
+
+    def write(self, state: State, mixer: Mixer) -> bool:
+        self.after: State | None = state
+        self.token_states = mixer.token_states
+        return False
+
+
+class _States:
+    """The layers' states of some sequences, in place of a StateCache."""
+
+    def __init__(self, layers: list[_Layer]) -> None:
+        self.layers, self.graphs = layers, {}
+
+
+class Row(NamedTuple):
+    """A sequence: its layers' states [1, ...] after whole blocks, None before the first, and the
+    tokens after them: rows of the embedding [1, c, D], and positions [1, c]."""
+
+    states: tuple[State, ...] | None
+    h: Tensor
+    positions: Tensor
+    blocks: int = 0
+
+    @staticmethod
+    def empty(h: Tensor) -> "Row":
+        return Row(None, h[:1, :0], torch.empty(1, 0, dtype=torch.int64, device=h.device))
+
+    def with_tokens(self, h: Tensor, positions: Tensor | None) -> "Row":
+        if positions is None:
+            begin = self.blocks * BLOCK + self.h.shape[1]
+            positions = torch.arange(begin, begin + h.shape[1], device=h.device)[None]
+        together = torch.cat([self.positions, positions.to(self.positions.dtype)], 1)
+        return self._replace(h=torch.cat([self.h, h], 1), positions=together)
+
+    def bytes(self) -> int:
+        tensors = [self.h, self.positions, *(x for s in self.states or () for x in s.values())]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def prepare(model: Any) -> None:
+    """A new SlipstreamModel, if it is to be consistent."""
+    if model.config.consistent:
+        use_consistent_products(model)
+
+
+def logits_of(model: Any, h: Tensor) -> Tensor:
+    """A head with an adapter, hook or wrapper is called as it is, of all rows."""
+    head = model.lm_head
+    if model.config.consistent and plain_linear(head):
+        return linear(h, head.weight, head.bias)
+    return head(h)
+
+
+def run(
+    model: Any,
+    h: Tensor,
+    cu_seqlens: Tensor | None,
+    cache: Any,
+    positions: Tensor | None,
+    context: Any = None,
+    hidden_states: bool = False,
+) -> Tensor:
+    """As SlipstreamModel._run; cache.open_rows is read, and replaced. Reads the offsets. The norm
+    of the embedding is applied here.
+
+    Raises:
+        NotImplementedError: a context, or hidden states that are wanted, or a cache in 8 bits.
+    """
+    if context is not None or hidden_states:
+        name = "output_hidden_states" if context is None else "context"
+        raise NotImplementedError(f"{name}: not with consistent")
+    if cu_seqlens is None:
+        parts = list(h.split(1))
+        places = [None] * len(parts)
+        if positions is not None:
+            places = list(positions.expand(h.shape[0], -1).split(1))
+    else:
+        ends = list(pairwise(cu_seqlens.tolist()))
+        parts = [h[:, begin:end] for begin, end in ends]
+        places = [None if positions is None else positions[:, begin:end] for begin, end in ends]
+    if cache is not None and cache.state_dtype is not None:
+        raise NotImplementedError("state_dtype: not with consistent")
+    rows = (None if cache is None else cache.open_rows) or [Row.empty(h)] * len(parts)
+    if len(rows) != len(parts):
+        raise ValueError(f"cache: want {len(rows)} sequences as before, got {len(parts)}")
+    new = [x.shape[1] for x in parts]
+    rows = [row.with_tokens(*given) for row, given in zip(rows, zip(parts, places))]
+    if _kernels_run(h):
+        outputs, rows = _together(model, rows, cache is not None)
+    else:
+        pairs = [_by_blocks(model, row) for row in rows]
+        outputs, rows = [y for y, _ in pairs], [row for _, row in pairs]
+    if cache is not None:
+        cache.open_rows = rows
+    y = [x[:, x.shape[1] - count :] for x, count in zip(outputs, new)]
+    return torch.cat(y, 0 if cu_seqlens is None else 1)
+
+
+def _kernels_run(h: Tensor) -> bool:
+    return h.is_cuda
+
+
+def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
+    """What comes out for the tokens of a row, and the row after its whole blocks.
+
+    Raises:
+        NotImplementedError: with gradient checkpointing, whose layers return no states.
+    """
+    if model.gradient_checkpointing and model.training:
+        raise NotImplementedError("consistent: on a CPU not with gradient checkpointing")
+    outputs, grad = [], torch.is_grad_enabled()
+    for at in range(0, row.h.shape[1], BLOCK):
+        block = row.h[:, at : at + BLOCK], row.positions[:, at : at + BLOCK]
+        # fused layers round otherwise where no gradient is wanted
+        with torch.inference_mode(False), torch.enable_grad():
+            y, states = _run_block(model, row.states, *block)
+            if not grad:
+                y = y.detach()
+                states = tuple({name: x.detach() for name, x in s.items()} for s in states)
+        count = block[0].shape[1]
+        outputs.append(y[:, :count])
+        if count == BLOCK:
+            row = row._replace(states=states, blocks=row.blocks + 1)
+    whole = row.h.shape[1] // BLOCK * BLOCK
+    y = torch.cat(outputs, 1) if outputs else row.h
+    return y, row._replace(h=row.h[:, whole:], positions=row.positions[:, whole:])
+
+
+def _run_block(
+    model: Any, states: tuple[State, ...] | None, h: Tensor, positions: Tensor
+) -> tuple[Tensor, tuple[State, ...]]:
+    """Of up to 64 tokens."""
+    missing = BLOCK - h.shape[1]
+    h = F.pad(h, (0, 0, 0, missing)) if missing else h.clone()
+    if not h.requires_grad:
+        h.requires_grad_()
+    last = positions[:, -1:]
+    more = last + 1 + torch.arange(missing, device=positions.device)
+    held = _States([_Layer(x) for x in states or [None] * len(model.layers)])
+    together = torch.cat([positions, more], 1)
+    y, _ = model._run(_normed(model, h), None, held, False, together, None)
+    return y, tuple(layer.after or {} for layer in held.layers)
+
+
+def _normed(model: Any, h: Tensor) -> Tensor:
+    return h if model.embed_norm is None else model.embed_norm(h)
+
+
+def _together(model: Any, rows: list[Row], keep: bool) -> tuple[list[Tensor], list[Row]]:
+    """As _by_blocks, of all rows in a few calls; keep: whether the rows after it are wanted."""
+    if not keep:
+        y, _ = _call(model, rows, [row.h.shape[1] for row in rows], [0] * len(rows), False)
+        return y, rows
+    counts = [row.h.shape[1] // BLOCK * BLOCK for row in rows]
+    first, after = _call(model, rows, counts, [0] * len(rows), True)
+    rest = [
+        row._replace(states=states, blocks=row.blocks + count // BLOCK)
+        for row, states, count in zip(rows, after, counts)
+    ]
+    second, _ = _call(model, rest, [x.h.shape[1] - n for x, n in zip(rest, counts)], counts, False)
+    cut = [
+        row._replace(h=row.h[:, n:], positions=row.positions[:, n:]) for row, n in zip(rest, counts)
+    ]
+    return [torch.cat(pair, 1) for pair in zip(first, second)], cut
+
+
+def _call(
+    model: Any, rows: list[Row], counts: Sequence[int], begins: Sequence[int], keep: bool
+) -> tuple[list[Tensor], list[tuple[State, ...] | None]]:
+    """Of each row `counts` tokens from `begins` on, packed: those that have states, and those that
+    begin. Returns what comes out of each row, and its states after it."""
+    outputs, after = [row.h[:, :0] for row in rows], [row.states for row in rows]
+    for begun in (True, False):
+        which = [n for n, x in enumerate(rows) if counts[n] and (x.states is not None) == begun]
+        if not which:
+            continue
+        cut = [(n, slice(begins[n], begins[n] + counts[n])) for n in which]
+        grad, held = torch.is_grad_enabled(), None
+        with torch.inference_mode(False):
+            offsets = torch.tensor([0, *(counts[n] for n in which)]).cumsum(0).int()
+            h = torch.cat([rows[n].h[:, tokens] for n, tokens in cut], 1)
+            positions = torch.cat([rows[n].positions[:, tokens] for n, tokens in cut], 1)
+            if begun or keep:
+                held = _States(_gathered([rows[n].states for n in which], len(model.layers)))
+            with torch.set_grad_enabled(grad or h.shape[1] <= FEW_TOKENS):
+                y, _ = model._run(
+                    _normed(model, h), offsets.to(h.device), held, False, positions, None
+                )
+            y = y if grad else y.detach()
+        for n, part in zip(which, y.split([counts[n] for n in which], 1)):
+            outputs[n] = part
+        if keep and held is not None:
+            for i, n in enumerate(which):
+                after[n] = tuple(
+                    {name: x[i : i + 1] for name, x in (layer.after or {}).items()}
+                    for layer in held.layers
+                )
+    return outputs, after
+
+
+def _gathered(states: list[tuple[State, ...] | None], layers: int) -> list[_Layer]:
+    """The states of rows as one batch; caches of keys as long as the longest."""
+    given = [x for x in states if x is not None]
+    if not given:
+        return [_Layer() for _ in range(layers)]
+    return [
+        _Layer({name: _stacked([x[i][name] for x in given]) for name in given[0][i]})
+        for i in range(layers)
+    ]
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].dim() > 1:
+        length = max(x.shape[1] for x in tensors)
+        if any(x.shape[1] != length for x in tensors):  # keys, [1, S, ...]
+            tensors = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, length - x.shape[1])) for x in tensors]
+    return torch.cat(tensors)

@@ -1,0 +1,67 @@
+"""Linear layers of models with consistent=True: a row's product does not depend on other rows.
+
+On CUDA one tile and one order of sums whatever the number of rows; elsewhere BLOCK rows at a time,
+which torch multiplies in one way.
+"""
+
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.kernels.matmul import op
+from slipstream.kernels.matmul.config import MatmulConfig, choose
+from slipstream.kernels.matmul.inputs import MatmulInputs
+from slipstream.ops.matmul import matmul
+from slipstream.runtime.consistent import BLOCK, is_consistent
+
+# of which the tile is the best, whatever a call's are
+_ROWS = 4096
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of x [..., in], weight [out, in] and bias [out]; each row's bits are its own.
+
+    On CUDA float64 and layers of which the library has no kernel raise NotImplementedError.
+    """
+    if x.is_cuda:
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        config = _config(dtype, *weight.shape, x.device)
+        y = matmul(x if x.dim() > 1 else x[None], weight.t(), bias=bias, config=config)
+        return y if x.dim() > 1 else y[0]
+    rows = x.flatten(0, -2)
+    padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % BLOCK))
+    blocks = [F.linear(block.clone(), weight, bias) for block in padded.split(BLOCK)]
+    y = torch.cat(blocks) if blocks else F.linear(padded, weight, bias)
+    return y[: rows.shape[0]].view(*x.shape[:-1], weight.shape[0])
+
+
+@cache
+def _config(dtype: torch.dtype, N: int, K: int, device: torch.device) -> MatmulConfig:
+    """By shapes alone."""
+    a, b = (torch.empty(n, K, dtype=dtype, device="meta") for n in (_ROWS, N))
+    t = MatmulInputs(a, b.t(), None, None, None, None, "", "tf32x3", dtype)
+    arch, problem = op.arch_of(device), op.problem(t)
+    tma = bool(arch.tma and arch.wgmma) and op.tma_unsupported_reason(t) is None
+    return choose(problem, arch, _ROWS, N, K, tma)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] weight [in, out] + bias, as `linear` where a model wants that."""
+    if is_consistent() and x.is_cuda:
+        return linear(x, weight.t(), bias)
+    return x @ weight if bias is None else F.linear(x, weight.t(), bias)
+
+
+def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    if input.is_cuda:
+        return linear(input, layer.weight, layer.bias)
+    return F.linear(input, layer.weight, layer.bias)  # of rows that the model has made BLOCK
+
+
+def use_consistent_products(module: nn.Module) -> None:
+    """Gives each linear layer within a forward of its own, so that nothing fused reads it."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.forward = partial(_forward, layer)

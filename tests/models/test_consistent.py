@@ -1,0 +1,214 @@
+"""SlipstreamConfig(consistent=True): equal logits whatever the batch, the cut and the step."""
+
+import copy
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.models import PrefixCache, SlipstreamConfig, SlipstreamForCausalLM, StateCache
+from slipstream.models import consistent as consistent_models
+from slipstream.models.config import CONSISTENT_MIXERS
+from slipstream.nn.consistent import linear
+
+LENGTH = 150
+
+
+def model_of(*mixers: str, **options: Any) -> SlipstreamForCausalLM:
+    torch.manual_seed(0)
+    if "rwkv7" in mixers:
+        options.setdefault("mlps", ["rwkv7"] * len(mixers))
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_heads": 2}
+    config = SlipstreamConfig(**sizes, mixers=[*mixers], consistent=True, **options)
+    return SlipstreamForCausalLM(config).eval()
+
+
+def sequences(count: int = 3) -> Tensor:
+    return torch.randint(1, 61, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(model: SlipstreamForCausalLM, ids: Tensor, **options: Any) -> Tensor:
+    logits = model(ids, **options).logits
+    assert logits is not None
+    return logits
+
+
+def differing(model: SlipstreamForCausalLM, trials: int) -> int:
+    """Logits that differ in random batches: packed with gradients or without, padded, or a prompt
+    and its rest in random pieces, of one token and more."""
+    ids, rng = sequences(), random.Random(0)
+    whole = [logits_of(model, row[None])[0] for row in ids]
+    wrong = 0
+    for _ in range(trials):
+        which = [rng.randrange(len(ids)) for _ in range(rng.randint(1, 3))]
+        kind = rng.choice(["packed", "padded", "pieces"])
+        ends = [rng.randint(1, LENGTH) for _ in which]
+        with torch.set_grad_enabled(rng.random() < 0.3):
+            if kind == "packed":
+                packed = torch.cat([ids[n, :end] for n, end in zip(which, ends)])[None]
+                offsets = torch.tensor([0, *ends]).cumsum(0)
+                found = logits_of(model, packed, cu_seqlens=offsets, use_cache=False)[0]
+                parts = found.split(ends)
+            elif kind == "padded":
+                longest = max(ends)
+                rows, masks = torch.zeros(2, len(which), longest, dtype=torch.int64)
+                for i, (n, end) in enumerate(zip(which, ends)):
+                    rows[i, longest - end :], masks[i, longest - end :] = ids[n, :end], 1
+                found = logits_of(model, rows, attention_mask=masks, use_cache=False)
+                parts = [x[longest - end :] for x, end in zip(found, ends)]
+            else:
+                parts = _in_pieces(model, ids[which, : ends[0]], rng)
+                ends = ends[:1] * len(which)
+        for n, end, part in zip(which, ends, parts):
+            wrong += int((part != whole[n][:end]).sum())
+    return wrong
+
+
+@torch.no_grad()
+def _in_pieces(model: SlipstreamForCausalLM, ids: Tensor, rng: random.Random) -> list[Tensor]:
+    cache, at, parts = StateCache(len(model.model.layers)), 0, []
+    while at < ids.shape[1]:
+        end = at + rng.choice([1, 1, 1, 5, 64, 100])
+        parts.append(logits_of(model, ids[:, at:end], cache=cache, use_cache=True))
+        at = end
+    return list(torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("mixer", CONSISTENT_MIXERS)
+def test_logits_have_equal_bits(mixer: str) -> None:
+    assert differing(model_of(mixer, mixer), 3) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixers", [("gated_deltanet", "attention"), ("kda", "mamba2")], ids=str)
+def test_thousand_batches_have_equal_bits(mixers: tuple[str, ...]) -> None:
+    assert differing(model_of(*mixers), 1000) == 0
+
+
+def test_options_keep_equal_bits() -> None:
+    options = {"residual_in_fp32": True, "embedding_norm": True, "attention_residuals": 1}
+    model = model_of("gla", {"type": "attention", "window_size": 70}, **options)  # pyright: ignore[reportArgumentType]
+    assert differing(model, 3) == 0
+    for parameter in model.parameters():  # as in a reference policy
+        parameter.requires_grad_(False)
+    assert torch.equal(logits_of(model, sequences(1)), logits_of(trained_copy(model), sequences(1)))
+
+
+def trained_copy(model: SlipstreamForCausalLM, *, consistent: bool = True) -> Any:
+    """Another model with its weights, in training."""
+    config = copy.deepcopy(model.config)
+    config.consistent = consistent
+    other: Any = type(model)(config)  # pyright: ignore[reportArgumentType]
+    other.load_state_dict(model.state_dict())
+    return other.requires_grad_().train()
+
+
+def test_default_model_differs() -> None:
+    model = model_of("gated_deltanet", "attention")
+    assert differing(trained_copy(model, consistent=False).eval(), 5) > 0
+
+
+def test_values_are_those_of_the_default() -> None:
+    model = model_of("gated_deltanet", "attention")
+    plain = trained_copy(model, consistent=False)
+    ids = sequences(2)
+    for one in (model, plain):
+        loss = one(ids, labels=ids).loss
+        loss.backward()
+    pairs = zip(model.named_parameters(), plain.parameters())
+    for (name, x), y in pairs:
+        assert x.grad is not None and y.grad is not None
+        torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_generate_equals_prompts_again() -> None:
+    model, prompt = model_of("kda", "attention"), sequences(2)[:, :60]
+    made = model.generate(prompt, max_new_tokens=10, do_sample=False)
+    assert isinstance(made, Tensor)
+    again = prompt
+    with torch.no_grad():
+        for _ in range(10):
+            again = torch.cat([again, logits_of(model, again)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(made, again)
+    assert model.decoding.reason == "a consistent model runs the chunk that a token is in"
+    beams = model.generate(prompt, max_new_tokens=10, num_beams=2, do_sample=False)
+    plain = model.generate(prompt, max_new_tokens=10, num_beams=2, do_sample=False, use_cache=False)
+    assert torch.equal(beams, plain)  # pyright: ignore[reportArgumentType]
+
+
+def test_prefixes_and_rows_of_a_cache() -> None:
+    model, ids = model_of("gla", "attention"), sequences(1)
+    prefixes = PrefixCache(model)
+    want = logits_of(model, ids)
+    for _ in range(2):
+        cache = prefixes.prefill(ids)
+        with torch.no_grad():
+            found = logits_of(model, ids[:, cache.get_seq_length() :], cache=cache)
+        assert torch.equal(found, want[:, 128:])
+    assert prefixes.reused == 128 and cache.bytes() > 0 and cache.rows == 1
+    with pytest.raises(NotImplementedError, match="consistent"):
+        cache.crop(-1)
+    with pytest.raises(NotImplementedError, match="consistent"):
+        cache.pool(2)
+    cache.batch_repeat_interleave(2)
+    assert cache.rows == 2
+    cache.batch_select_indices(torch.tensor([True, False]))
+    assert cache.rows == 1
+
+
+@pytest.mark.parametrize("mixers", [("gated_deltanet", "attention"), ("rwkv7", "mamba2")], ids=str)
+def test_packed_calls_are_near(mixers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where all sequences are one call."""
+    model, ids = model_of(*mixers), sequences()
+    want = logits_of(model, ids)
+    monkeypatch.setattr(consistent_models, "_kernels_run", lambda h: True)
+    with torch.inference_mode():
+        cache = StateCache(2)
+        cuts = (0, 40, 41, 60, 130, 131, 145, LENGTH)
+        parts = [
+            logits_of(model, ids[:, a:b], cache=cache, use_cache=True) for a, b in pairwise(cuts)
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), want, atol=1e-5, rtol=1e-4)
+    mask = torch.ones(3, LENGTH, dtype=torch.int64)
+    mask[0, :70] = 0
+    with torch.no_grad():
+        cache = StateCache(2)
+        first = logits_of(model, ids[:, :100], attention_mask=mask[:, :100], cache=cache)
+        second = logits_of(model, ids[:, 100:], attention_mask=mask, cache=cache)
+    alone = logits_of(model, ids[:1, 70:])
+    found = torch.cat([first, second], 1)
+    torch.testing.assert_close(found[:1, 70:], alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[1:], want[1:], atol=1e-5, rtol=1e-4)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="mixers"):
+        SlipstreamConfig(consistent=True, mixers=["mla"])
+    with pytest.raises(ValueError, match="mixers"):
+        SlipstreamConfig(consistent=True, mixers=[{"type": "gla", "bidirectional": True}])
+    with pytest.raises(ValueError, match="mlps"):
+        SlipstreamConfig(consistent=True, mixers=["gla"], mlps=["qwen3_next_moe"])
+    model = model_of("gla")
+    with pytest.raises(NotImplementedError, match="consistent"):
+        model(sequences(1), output_hidden_states=True)
+    with pytest.raises(NotImplementedError, match="consistent"):
+        model(sequences(1), cache=StateCache(1, state_dtype=torch.int8))
+    model.train()
+    model.model.gradient_checkpointing = True
+    with pytest.raises(NotImplementedError, match="gradient checkpointing"):
+        model(sequences(1))
+
+
+def test_linear_rows_are_their_own() -> None:
+    x, weight, bias = torch.randn(150, 40), torch.randn(30, 40), torch.randn(30)
+    whole = linear(x, weight, bias)
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias))
+    for n in (1, 3, 64, 100):
+        assert torch.equal(linear(x[7 : 7 + n], weight, bias), whole[7 : 7 + n])
+    assert linear(x[:0], weight, bias).shape == (0, 30)
