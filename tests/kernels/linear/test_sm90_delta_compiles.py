@@ -200,17 +200,24 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
 def test_state_passing_across_ranks_compiles(reverse: bool) -> None:
     """With M beside E, and of some segments not written."""
     from slipstream.compiler.trace import trace
-    from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
+    from slipstream.kernels.linear.context_in_order import LocalSegments
+    from slipstream.kernels.linear.sm90.delta.segment_launch import states_across_ranks
+
+    class Sends(LocalSegments):
+        """Which wants what sequences end with."""
+
+        @property
+        def sends(self) -> bool:
+            return True
 
     def call(device: torch.device) -> None:
         given = terms(SPLIT, device)
         HV, (K, V) = given.v.shape[2], SPLIT[1:3]
         made = torch.ones(8, HV, K, V + K, device=device)
         far = torch.ones(8, HV, dtype=torch.int32, device=device)
-        states, state = made.new_empty(8, HV, K, V), given.initial_state
-        E, M = made.split([V, K], -1)
-        ends: dict[str, Any] = {"reverse": reverse, "E": E, "m_is_zero": far}
-        state_passing(given, Segments(64, 8), states, M, state, state, **ends)
+        (E, M), state = made.split([V, K], -1), given.initial_state
+        more = far, state, Sends(64)
+        states_across_ranks(given, Segments(64, 8), E, M, *more, reverse=reverse)
 
     (job,) = trace(call, "sm_90", backward=False)
     got = job.compile()

@@ -67,6 +67,26 @@ def state_passing(
     return entry
 
 
+def state_passing_across(
+    e_ptr: Tensor, m_ptr: Tensor, m_is_zero_ptr: Tensor, s_in_ptr: Tensor | None,
+    entry_ptr: Tensor, s_out_ptr: Tensor | None, cu_ptr: Tensor | None, BACK: bool, **sizes: int,
+) -> None:  # fmt: skip
+    """As the kernel of this name, which Triton compiles."""
+    T, N, segment = sizes["T"], sizes["N"], sizes["segment"]
+    cu = [0, T] if cu_ptr is None else cu_ptr.tolist()
+    for n in range(N):
+        begin, length = (0, T) if cu_ptr is None else (cu[n], cu[n + 1] - cu[n])
+        count = -(-length // segment)
+        first = n * count if cu_ptr is None else begin // segment + n
+        order = list(range(first, first + count))
+        S = torch.zeros_like(entry_ptr[0]) if s_in_ptr is None else s_in_ptr[n]
+        for i in order[::-1] if BACK else order:
+            entry_ptr[i], M = S, m_ptr[i].mT if BACK else m_ptr[i]
+            S = torch.where(m_is_zero_ptr[i, :, None, None] > 0, e_ptr[i], M @ S + e_ptr[i])
+        if s_out_ptr is not None:
+            s_out_ptr[n] = S
+
+
 def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has launches run the kernels as numpy; names of those that ran, by and by."""
     from slipstream.kernels.linear.sm90.delta import backend, bwd_fused_launch, segment_launch
@@ -78,6 +98,9 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def on(grid: tuple[int, ...], *args: Any, **flags: Any) -> None:
             ran.append(name)
+            if name == "state_passing_across":
+                state_passing_across(**flags)
+                return
             given = tuple(Pointer(x) if isinstance(x, Tensor) else x for x in args)
             flags = {
                 n: Pointer(x) if isinstance(x, Tensor) else x
@@ -234,33 +257,6 @@ def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(o[:, 70:], want[0][:, :250], rtol=1e-8, atol=1e-8)
 
 
-def passing_launch(
-    terms: LinearInputs,
-    segments: Segments,
-    states: Tensor,
-    M: Tensor,
-    s_in: Tensor | None,
-    s_out: Tensor | None,
-    reverse: bool,
-    E: Tensor | None,
-    m_is_zero: Tensor | None,
-) -> None:
-    """As state_passing_launch.py has it of Triton."""
-    E = states if E is None else E
-    if m_is_zero is not None:
-        M = M.masked_fill((m_is_zero != 0)[..., None, None], 0.0)
-    for n, (begin, length) in enumerate(sequences(terms)):
-        count = -(-length // segments.tokens)
-        first = n * count if terms.cu_seqlens is None else begin // segments.tokens + n
-        order = list(range(first, first + count))
-        S = torch.zeros_like(states[0]) if s_in is None else s_in[n]
-        for i in order[::-1] if reverse else order:
-            added, states[i] = E[i].clone(), S
-            S = (M[i].mT if reverse else M[i]) @ S + added
-        if s_out is not None:
-            s_out[n] = S
-
-
 # how, tokens of ranks, and T, H, HV, K, V, batch or lengths of packed sequences, gated, state
 EXCHANGES = {
     "segments": (both_in_segments, (160, 150, 80), (390, 1, 1, 64, 128, 1, False, True)),
@@ -273,7 +269,6 @@ EXCHANGES = {
 @pytest.mark.parametrize("way", EXCHANGES.values(), ids=EXCHANGES)
 def test_exchanges_of_ranks(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks make of their parts of sequences, put together, is what one makes of all."""
-    from slipstream.kernels.linear.triton.common import state_passing_launch
     from tests.support.lockstep import linear_on_ranks
 
     chosen, lengths, size = way
@@ -283,7 +278,6 @@ def test_exchanges_of_ranks(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None
     want["o"], want["final"] = linear_reference(terms, SCALE)
     chosen(monkeypatch)
     ran = as_numpy(monkeypatch)
-    monkeypatch.setattr(state_passing_launch, "_launch", passing_launch)
     found = linear_on_ranks(terms, do, dfinal, lengths, scale=SCALE, impl="sm90")
     assert {"segment_transition", "segment_transition_bwd"} <= set(ran)
     if terms.initial_state is None:
@@ -305,14 +299,12 @@ BITS = {
 def test_bits_do_not_depend_on_the_ranks(
     cuts: tuple, V: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.kernels.linear.triton.common import state_passing_launch
     from tests.support.lockstep import linear_on_ranks
 
     *lengths, batch = cuts
     terms = inputs((sum(lengths[0]), 1, 1, 64, V, batch, True, True))
     do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
     ran = as_numpy(monkeypatch)
-    monkeypatch.setattr(state_passing_launch, "_launch", passing_launch)
     options: dict[str, Any] = {"scale": SCALE, "impl": "sm90", "segment_tokens": 128}
     whole, *others = [linear_on_ranks(terms, do, dfinal, x, **options) for x in lengths]
     assert ("chunk_bwd" in ran) == (V == 128)

@@ -80,29 +80,38 @@ def check(case: tuple, back: bool, decays: bool) -> None:
     assert not met[: sequences(case)[0][0]].isnan().any()  # nobody's, before the first sequence
 
 
-def check_across_ranks(case: tuple, back: bool) -> None:
-    """The kernel of triton/common, where no segment counts as first or last."""
-    from slipstream.kernels.linear.triton.common import state_passing
+def check_across_ranks(case: tuple, back: bool, ends: bool) -> None:
+    """E and M of every segment, and the states that sequences end with."""
+    from slipstream.kernels.linear.sm90.delta import state_passing
 
-    launch: Any = state_passing.delta_state_passing_kernel
+    launch: Any = state_passing.delta_state_passing_across_sm90_kernel
     packed, N, T = case[0] != "batch", len(sequences(case)), case[-1]
     slots = T // SEGMENT + N if packed else N * -(-T // SEGMENT)
     made = torch.randn(slots, HV, K, V + K) / 4
     far = (torch.rand(slots, HV) < 0.3).int()
     s_in, s_out = torch.randn(N, HV, K, V), torch.zeros(N, HV, K, V)
     met, cu = torch.zeros(slots, HV, K, V), None
+    E = made[..., :V].contiguous() if back else made
     if packed:
         cu = torch.tensor(case, dtype=torch.int32)
     unwritten = made.clone()
     unwritten[..., V:][far.bool()] = torch.nan
-    launch[(V // 16 * HV * N,)](
-        met, unwritten, unwritten[..., V:], far, s_in, s_out, cu, T, HV, SEGMENT,
-        K=K, V=V, BK=16, BV=16, E_WIDTH=V + K, M_WIDTH=V + K, MASKED=True, REVERSE=back,
-        HAS_S_IN=True, HAS_S_OUT=True, PACKED=packed, INNER="ieee",
+    launch[(V // 16 * HV * (N + slots if ends else slots),)](
+        E, unwritten[..., V:], far, s_in, met, s_out if ends else None, cu, T, N, HV, SEGMENT,
+        K=K, V=V, BV=16, E_WIDTH=E.stride(2), M_WIDTH=V + K, BACK=back, HAS_S_IN=True,
+        HAS_S_OUT=ends, PACKED=packed,
     )  # fmt: skip
-    for slot, state in wanted(case, made, made, far, s_in, back).items():
+    found = wanted(case, made, made, far, s_in, back)
+    for slot, state in found.items():
         torch.testing.assert_close(met[slot], state, rtol=1e-4, atol=1e-4)
-    assert s_out.isfinite().all()
+    for n, (first, count) in enumerate(sequences(case) if ends else []):
+        state = s_in[n]
+        if count:
+            last = first if back else first + count - 1
+            M = made[last, ..., V:].mT if back else made[last, ..., V:]
+            led = M @ found[last] + made[last, ..., :V]
+            state = torch.where(far[last, :, None, None] > 0, made[last, ..., :V], led)
+        torch.testing.assert_close(s_out[n], state, rtol=1e-4, atol=1e-4)
 
 
 if __name__ == "__main__":
@@ -114,6 +123,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     for case in CASES:
         for back in (False, True):
-            check_across_ranks(case, back)
-            for decays in (False, True):
-                check(case, back, decays)
+            for yes in (False, True):
+                check_across_ranks(case, back, yes)
+                check(case, back, yes)

@@ -38,7 +38,6 @@ from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd
 from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
-from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
 from slipstream.runtime.consistent import is_consistent
 from slipstream.runtime.launch_cache import cached
 
@@ -296,10 +295,8 @@ class Sm90Delta(DeltaBackend):
             )
             K, V = terms.q.shape[-1], terms.v.shape[-1]
             E, M = made.split([V, K], -1)
-            states = made.new_empty(segments.count, terms.v.shape[2], K, V)
-            ends: dict[str, Any] = {"exchange": exchange, "E": E, "m_is_zero": m_is_zero}
-            state_passing(terms, segments, states, M, state, None, **ends)
-            return EntryStates(states, None, final)
+            given = terms, segments, E, M, m_is_zero, state, exchange
+            return EntryStates(segment_launch.states_across_ranks(*given), None, final)
         M, m_is_zero = segment_launch.segment_transition(terms, wy, state, segments)
         # E is beside M
         states = segment_launch.state_passing(terms, M, M, m_is_zero, state, segments)

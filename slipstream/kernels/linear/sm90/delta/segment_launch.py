@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.backend import Exchange, pass_states
 from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, size_args
@@ -16,8 +16,10 @@ from slipstream.kernels.linear.sm90.delta.segment_transition import (
     delta_segment_transition_bwd_sm90_kernel,
     delta_segment_transition_sm90_kernel,
 )
-from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
-from slipstream.kernels.linear.triton.common import state_passing_launch
+from slipstream.kernels.linear.sm90.delta.state_passing import (
+    delta_state_passing_across_sm90_kernel,
+    delta_state_passing_sm90_kernel,
+)
 from slipstream.runtime.launch_cache import cached
 
 BASE = 16  # rows of the blocks that the inverse begins with
@@ -102,9 +104,62 @@ def entry_dstates(
     what dfinal has from other ranks."""
     M, m_is_zero = segment_transition(terms, wy, None, segments, alone=True, every=True)
     dE = segment_transition_bwd(terms, do, wy, scale, None, segments, every=True)
-    ends: dict[str, Any] = {"reverse": True, "exchange": exchange, "m_is_zero": m_is_zero}
-    state_passing_launch.state_passing(terms, segments, dE, M, dfinal, None, **ends)
-    return dE
+    return states_across_ranks(terms, segments, dE, M, m_is_zero, dfinal, exchange, reverse=True)
+
+
+def states_across_ranks(
+    terms: LinearInputs,
+    segments: Segments,
+    E: Tensor,
+    M: Tensor,
+    m_is_zero: Tensor,
+    s_in: Tensor | None,
+    exchange: Exchange,
+    reverse: bool = False,
+) -> Tensor:
+    """As state_passing, of E and M of every segment, and of what other ranks say of s_in.
+
+    Args:
+        E, M: [count, HV, K, V] and [count, HV, K, K]; there may be others beside their rows.
+    """
+    HV, V = terms.v.shape[2:]
+    K = terms.q.shape[-1]
+    entry = E.new_empty(segments.count, HV, K, V)
+
+    def run(states: Tensor, s_out: Tensor | None) -> None:
+        sequences = 0 if s_out is None else terms.sequences
+        programs = V // TILE_V * HV * (segments.count + sequences)
+        launch: Any = cached(delta_state_passing_across_sm90_kernel)[(programs,)]
+        launch(
+            e_ptr=E,
+            m_ptr=M,
+            m_is_zero_ptr=m_is_zero,
+            s_in_ptr=s_in,
+            entry_ptr=states,
+            s_out_ptr=s_out,
+            cu_ptr=terms.cu_seqlens,
+            T=terms.v.shape[1],
+            N=terms.sequences,
+            HV=HV,
+            segment=segments.tokens,
+            K=K,
+            V=V,
+            BV=TILE_V,
+            E_WIDTH=E.stride(2),
+            M_WIDTH=M.stride(2),
+            BACK=reverse,
+            HAS_S_IN=s_in is not None,
+            HAS_S_OUT=s_out is not None,
+            PACKED=terms.cu_seqlens is not None,
+            num_warps=8,
+            num_stages=1,
+        )
+
+    def transition() -> Tensor:
+        return torch.where(m_is_zero[..., None, None] == 0, M, 0.0)
+
+    pass_states(run, entry, None, terms, segments, transition, exchange, reads_others=True)
+    return entry
 
 
 def state_passing(

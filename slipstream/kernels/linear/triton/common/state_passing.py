@@ -2,8 +2,7 @@
 
     S <- M S + E, segment after segment; for gradients, from the last to the first, dS <- M^T dS + E
 
-with V as the rows, as the scans have it, and in float32. sm_90 has E and M side by side, and says
-of which segments M is zero and not written.
+with V as the rows, as the scans have it, and in float32.
 """
 
 import triton
@@ -15,10 +14,8 @@ from slipstream.kernels.linear.triton.delta.solve_tril import tile_product
 
 @triton.jit(do_not_specialize=["T", "HV", "segment"])
 def delta_state_passing_kernel(
-    s_ptr,  # [segments, HV, K, V]: the state that the segment meets
-    e_ptr,  # [segments, HV, K, E_WIDTH]: E and what is beside it; may be s_ptr
-    m_ptr,  # [segments, HV, K, M_WIDTH]: M and what is beside it
-    m_is_zero_ptr,  # [segments, HV]
+    s_ptr,  # [segments, HV, K, V]: E, which becomes the state that the segment meets
+    m_ptr,  # [segments, HV, K, K]
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]
     cu_ptr,  # [N + 1]
@@ -29,9 +26,6 @@ def delta_state_passing_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    E_WIDTH: tl.constexpr,
-    M_WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
     REVERSE: tl.constexpr,
     HAS_S_IN: tl.constexpr,
     HAS_S_OUT: tl.constexpr,
@@ -50,11 +44,10 @@ def delta_state_passing_kernel(
     m_s = (o_v < V)[:, None] & m_k[None, :]
     m_m = m_k[:, None] & m_k[None, :]
     o_s = o_k[None, :] * V + o_v[:, None]
-    o_e = o_k[None, :] * E_WIDTH + o_v[:, None]
     if REVERSE:
-        o_m = o_k[:, None] * M_WIDTH + o_k[None, :]
+        o_m = o_k[:, None] * K + o_k[None, :]
     else:
-        o_m = o_k[None, :] * M_WIDTH + o_k[:, None]
+        o_m = o_k[None, :] * K + o_k[:, None]
     o_n = (i_n * HV + i_h) * (K * V) + o_s
     if HAS_S_IN:
         b_s = tl.load(s_in_ptr + o_n, mask=m_s, other=0.0).to(tl.float32)  # [BV, BK]
@@ -64,12 +57,10 @@ def delta_state_passing_kernel(
     for i in range(count):
         i_seg = first + (count - 1 - i if REVERSE else i)
         i_s = i_seg * HV + i_h
-        b_e = tl.load(e_ptr + i_s * (K * E_WIDTH) + o_e, mask=m_s, other=0.0)
-        tl.store(s_ptr + i_s * (K * V) + o_s, b_s, mask=m_s)
-        goes_on = m_m
-        if MASKED:
-            goes_on = m_m & (tl.load(m_is_zero_ptr + i_s) == 0)
-        b_m = tl.load(m_ptr + i_s * (K * M_WIDTH) + o_m, mask=goes_on, other=0.0)  # [BK, BK]
+        p_s = s_ptr + i_s * (K * V) + o_s
+        b_e = tl.load(p_s, mask=m_s, other=0.0)
+        tl.store(p_s, b_s, mask=m_s)
+        b_m = tl.load(m_ptr + i_s * (K * K) + o_m, mask=m_m, other=0.0)  # [BK, BK]
         b_s = tile_product(b_s, b_m, INNER) + b_e
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_n, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)
