@@ -69,10 +69,41 @@ def test_selective_scan_refuses_by_name() -> None:
     args = scan_inputs(None)
     with pytest.raises(NotImplementedError, match="complex"):
         selective_scan_fn(**{**args, "A": args["A"] * 1j})
-    with pytest.raises(NotImplementedError, match="B and C that are of no token"):
-        selective_scan_fn(**{**args, "B": normal(6, 3)})
     with pytest.raises(TypeError, match="cu_seqlens"):
         selective_scan_fn(**args, cu_seqlens=torch.tensor([0, 40]))
+
+
+@pytest.mark.parametrize("constant", ["B", "C", "BC"])
+def test_constant_b_and_c_are_those_of_every_token(constant: str) -> None:
+    args = scan_inputs(None)
+    given = {x: normal(6, 3).requires_grad_() for x in constant}
+    every = {x: given[x][None, :, :, None] if x in given else args[x][:, None] for x in ("B", "C")}
+    every = {x: y.expand(2, 6, 3, 40) for x, y in every.items()}
+    got = selective_scan_fn(**{**args, **given}), selective_scan_ref(**{**args, **given})
+    want = selective_scan_fn(**{**args, **every})
+    for y in got:
+        torch.testing.assert_close(y, want)
+        grads = [
+            torch.autograd.grad(x.sum(), list(given.values()), retain_graph=True) for x in (y, want)
+        ]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("constant", ["B", "C", "BC"])
+def test_inner_with_constant_b_or_c(constant: str) -> None:
+    """x_proj has no rows of what is given."""
+    D, N, R, M, W = 6, 3, 2, 5, 4
+    rows = R + (2 - len(constant)) * N
+    shapes = [(2, 2 * D, 30), (D, 1, W), (D,), (rows, D), (D, R), (M, D), (M,)]
+    tensors = [normal(*x) for x in shapes]
+    options = {"A": -normal(D, N).abs(), **{x: normal(D, N) for x in constant}}
+    got, want = (inner(*tensors, **options) for inner in (mamba_inner_fn, mamba_inner_ref))
+    torch.testing.assert_close(got, want)
+    x_proj = torch.zeros(R + 2 * N, D, dtype=torch.float64)
+    kept = [i for i in range(R + 2 * N) if i < R or ("B" if i < R + N else "C") not in constant]
+    x_proj[kept] = tensors[3]
+    other = mamba_inner_fn(*tensors[:3], x_proj, *tensors[4:], **options)
+    torch.testing.assert_close(got, other)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -30,16 +30,17 @@ def selective_scan_fn(
 
     Args:
         u, delta, z: [B, D, T]. A: [D, N], real. B, C: [B, N, T], or [B, G, N, T] of G groups of
-            channels. D, delta_bias: [D].
+            channels; or [D, N], the same for all tokens, at the cost of D groups. D, delta_bias:
+            [D].
         return_last_state: also return h after the last token, which has a gradient here.
 
     Returns:
         y [B, D, T]; or y, h [B, D, N].
 
     Raises:
-        NotImplementedError: complex states, or a B or C [D, N] that no token decides.
+        NotImplementedError: complex states.
     """
-    _check_scan(u, delta, A, B, C, D, z, delta_bias)
+    B, C = _check_scan(u, delta, A, B, C, D, z, delta_bias)
     return linear_mixers.selective_scan_fn(
         u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
     )
@@ -59,8 +60,7 @@ def selective_scan_ref(
     return_last_state: bool = False,
 ) -> Any:
     """selective_scan_fn token by token."""
-    _check_scan(u, delta, A, B, C, D, z, delta_bias)
-    B, C = (x[:, None] if x.dim() == 3 else x for x in (B, C))
+    B, C = _check_scan(u, delta, A, B, C, D, z, delta_bias)
     B, C = (x.permute(0, 3, 1, 2) for x in (B, C))
     z = None if z is None else z.mT
     inputs = ScanInputs(u.mT, delta.mT, A, B, C, D, z, delta_bias, None, None)
@@ -95,7 +95,8 @@ def mamba_inner_fn(
 
     Args:
         xz: [B, 2 D, T], the inputs of the scan and its gates. conv1d_weight: [D, 1, W].
-        x_proj_weight: [R + 2 N, D], of delta's R numbers, B and C. delta_proj_weight: [D, R].
+        x_proj_weight: [R + 2 N, D], of delta's R numbers, B and C, without what is given.
+        delta_proj_weight: [D, R].
         out_proj_weight: [M, D]. A: [D, N]. B, C: as selective_scan_fn; None is out of x_proj.
         b_rms_weight, c_rms_weight, dt_rms_weight: norms of B, C and delta, as FalconMamba has
             them.
@@ -125,7 +126,7 @@ def mamba_inner_fn(
     x, z = xz.chunk(2, dim=1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     projected = F.linear(x.mT, x_proj_weight)  # [B, T, R + 2 N]
-    low, b, c = projected.split([rank, projected.shape[-1] - rank - N, N], -1)
+    low, b, c = projected[..., :rank], projected[..., rank : rank + N], projected[..., -N:]
     delta = F.linear(low, delta_proj_weight)
     if B is None:
         b = b if B_proj_bias is None else b + B_proj_bias.to(b.dtype)
@@ -180,7 +181,7 @@ def mamba_inner_ref(
         F.pad(x, (conv1d_weight.shape[-1] - 1, 0)), conv1d_weight, conv1d_bias, groups=x.shape[1],
     ))  # fmt: skip
     projected = F.linear(x.mT, x_proj_weight)
-    low, b, c = projected.split([rank, projected.shape[-1] - rank - N, N], -1)
+    low, b, c = projected[..., :rank], projected[..., rank : rank + N], projected[..., -N:]
     B = (b if B_proj_bias is None else b + B_proj_bias).mT if B is None else B
     C = (c if C_proj_bias is None else c + C_proj_bias).mT if C is None else C
     delta = F.linear(low, delta_proj_weight).mT
@@ -197,8 +198,8 @@ def _check_scan(
     D: Tensor | None,
     z: Tensor | None,
     delta_bias: Tensor | None,
-) -> None:
-    """Shapes of real B and C that tokens decide; the scan itself refuses the others."""
+) -> tuple[Tensor, Tensor]:
+    """B and C [B, G, N, T], of each channel where one is the same for all tokens."""
     checks.expect_layouts(
         u=(u, "B D T"),
         delta=(delta, "B D T"),
@@ -207,14 +208,23 @@ def _check_scan(
         z=(z, "B D T"),
         delta_bias=(delta_bias, "D"),
     )
+    if A.is_complex():
+        raise NotImplementedError("complex A, and complex states with it")
+    batch, channels, T = u.shape
+    sizes = [batch, A.shape[1], T]
+    found = []
     for name, x in {"B": B, "C": C}.items():
-        if not A.is_complex() and x.shape != A.shape:
-            sizes = [*u.shape[:1], *A.shape[1:], *u.shape[2:]]
-            if x.dim() not in (3, 4) or [x.shape[0], *x.shape[-2:]] != sizes:
-                raise ValueError(
-                    f"{name}: want {sizes}, or groups between its first two sizes, "
-                    f"got shape {tuple(x.shape)}"
-                )
+        if x.shape == A.shape:
+            x = x[None, :, :, None].expand(batch, channels, A.shape[1], T)
+        if x.dim() not in (3, 4) or [x.shape[0], *x.shape[-2:]] != sizes:
+            raise ValueError(
+                f"{name}: want {sizes}, or groups between its first two sizes, or "
+                f"{list(A.shape)}, got shape {tuple(x.shape)}"
+            )
+        found.append(x if x.dim() == 4 else x[:, None])
+    if A.shape in (B.shape, C.shape):
+        found = [x.repeat_interleave(channels // x.shape[1], 1) for x in found]
+    return found[0], found[1]
 
 
 def _like(bias: Tensor | None, y: Tensor) -> Tensor | None:

@@ -1,0 +1,269 @@
+"""Runs a peer's own tests on slipstream.compat's module of its name.
+
+    git clone https://github.com/Dao-AILab/causal-conv1d
+    python tools/peer_suites.py causal-conv1d                all of SUITES, on a GPU if there is one
+    python tools/peer_suites.py causal-conv1d --sample 200   so many cases of each file
+    python tools/peer_suites.py mamba --only test_ssd --csv bench/results/peer_suites.csv
+
+CHECKOUT is a clone of causal-conv1d, flash-attention, flash-linear-attention or mamba. Test
+files are taken as they are, but that
+
+- references (selective_scan_ref) and other names that slipstream.compat does not have come from the
+  checkout where they are plain torch; a test that calls another such name is skipped,
+- without a GPU "cuda" in them is "cpu".
+
+Each file is a process of pytest, without the peers' own configuration. Printed are counts and the
+tests that fail, with the first line of why. Needs pytest and einops.
+"""
+
+import argparse
+import ast
+import csv
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# by package: where tests are of what slipstream.compat has
+SUITES = {
+    "causal_conv1d": ("tests/test_causal_conv1d.py",),
+    "flash_attn": (
+        "tests/test_flash_attn.py", "tests/test_rotary.py", "tests/losses/test_cross_entropy.py",
+        "tests/ops/triton/test_layer_norm.py",
+    ),
+    "mamba_ssm": (
+        "tests/ops/test_selective_scan.py", "tests/ops/triton/test_layernorm_gated.py",
+        "tests/ops/triton/test_selective_state_update.py", "tests/ops/triton/test_ssd.py",
+        "tests/ops/triton/test_mamba3_siso.py",
+    ),
+    "fla": ("tests/ops/test_*.py", "tests/modules/test_*.py", "tests/layers/test_*.py"),
+}  # fmt: skip
+COLUMNS: tuple[str, ...] = (
+    "date",
+    "device",
+    "torch",
+    "package",
+    "commit",
+    "file",
+    "cases",
+    "passed",
+    "failed",
+)
+COLUMNS += ("skipped", "seconds")
+CHECKOUT = "SLIPSTREAM_PEER_CHECKOUT"
+_RUN = (ast.Import, ast.ImportFrom, ast.Try, ast.FunctionDef, ast.Assign)
+
+
+class _Rewrite(ast.NodeTransformer):
+    """Imports of a peer's names as calls of `wanted`; "cuda" as the device there is."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        module = node.module or ""
+        if node.level or module.partition(".")[0] not in SUITES:
+            return node
+        lines = [
+            f"{x.asname or x.name} = __import__('peer_suites').wanted({module!r}, {x.name!r})"
+            for x in node.names
+        ]
+        return ast.parse("\n".join(lines)).body
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        if node.value == "cuda" and not torch.cuda.is_available():
+            return ast.Constant("cpu")
+        return node
+
+
+def rewritten(path: Path) -> ast.Module:
+    return ast.fix_missing_locations(_Rewrite().visit(ast.parse(path.read_text("utf-8"))))
+
+
+def wanted(module: str, name: str) -> Any:
+    """A peer's name: slipstream.compat's, or the checkout's where that is plain torch."""
+    if (module, name) == ("fla.utils", "device"):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.endswith("_ref") and name in plain(module):
+        return plain(module)[name]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return plain(module).get(name) or _skips(f"{module}.{name}")
+
+
+def _skips(name: str) -> Callable[..., None]:
+    def skip(*_: Any, **__: Any) -> None:
+        import pytest
+
+        pytest.skip(f"slipstream.compat has no {name}")
+
+    return skip
+
+
+@cache
+def plain(module: str) -> dict[str, Any]:
+    """What of a checkout's module runs by itself: imports that there are, constants, functions
+    that have no decorators and launch no kernels; but slipstream.compat's functions, where it has
+    one that is no reference."""
+    base = Path(os.environ[CHECKOUT], *module.split("."))
+    path = next((x for x in (base.with_suffix(".py"), base / "__init__.py") if x.exists()), None)
+    try:
+        ours = vars(importlib.import_module(module))
+    except ImportError:
+        ours = {}
+    names: dict[str, Any] = {"__name__": module}
+    for statement in rewritten(path).body if path else ():
+        if isinstance(statement, ast.FunctionDef):
+            name = statement.name
+            if name in ours and not name.endswith("_ref"):
+                names[name] = ours[name]
+                continue
+            if not _is_plain(statement):
+                names[name] = _skips(f"{module}.{name}")
+                continue
+        if isinstance(statement, _RUN):
+            try:
+                exec(compile(ast.Module([statement], []), str(path), "exec"), names)
+            except Exception:  # of a part that is not plain torch, which nobody asks for then
+                continue
+    return names
+
+
+def _is_plain(function: ast.FunctionDef) -> bool:
+    calls = (x.func for x in ast.walk(function) if isinstance(x, ast.Call))
+    return not function.decorator_list and not any(isinstance(x, ast.Subscript) for x in calls)
+
+
+# as pytest's plugin
+
+
+def pytest_configure() -> None:
+    import slipstream.compat
+
+    slipstream.compat.install(*os.environ["SLIPSTREAM_PEERS"].split(","))
+    if not torch.cuda.is_available():
+        for name in ("synchronize", "manual_seed_all", "manual_seed", "empty_cache"):
+            setattr(torch.cuda, name, lambda *_: None)
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        torch.cuda.is_bf16_supported = lambda *_, **__: True
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    count = int(os.environ["SLIPSTREAM_PEER_SAMPLE"])
+    if count and len(items) > count:
+        items[:] = [items[i * len(items) // count] for i in range(count)]
+
+
+_FOUND: Counter[str] = Counter()
+_FAILED: list[str] = []
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        _FOUND[report.outcome] += 1
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = str(crash.message if crash else report.longrepr).strip().splitlines()
+        _FAILED.append(f"{report.nodeid.partition('::')[2]}: {why[0][:160] if why else ''}")
+    # after each: a file may run out of time
+    Path(os.environ["SLIPSTREAM_PEER_FOUND"]).write_text(json.dumps([_FOUND, _FAILED]))
+
+
+def run_file(checkout: Path, package: str, path: Path, sample: int, seconds: float) -> Counter[str]:
+    """Counts of one file's tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy, found = Path(folder, path.name), Path(folder, "found.json")
+        copy.write_text(ast.unparse(rewritten(path)), "utf-8")
+        tools = Path(__file__).parent
+        packages = {package, *({"causal_conv1d"} if package in ("fla", "mamba_ssm") else ())}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(tools.parent), str(tools), *sys.path[1:]]),
+            "SLIPSTREAM_PEERS": ",".join(sorted(packages)),
+            "SLIPSTREAM_PEER_SAMPLE": str(sample),
+            "SLIPSTREAM_PEER_FOUND": str(found),
+            CHECKOUT: str(checkout),
+        }
+        options = f"-q -p peer_suites -p no:cacheprovider --tb=short -W ignore -rN -c {os.devnull}"
+        command = [sys.executable, "-m", "pytest", *options.split(), "--rootdir", folder, str(copy)]
+        try:
+            run = subprocess.run(
+                command,
+                env=environment,
+                cwd=folder,
+                timeout=seconds,
+                capture_output=True,
+                text=True,
+            )
+            if run.returncode not in (0, 1):  # 1: of tests that fail
+                print(run.stdout[-1500:], run.stderr[-1500:])
+        except subprocess.TimeoutExpired:
+            print(f"{path.name}: out of time")
+        if not found.exists():
+            return Counter(failed=1)
+        counts, failures = json.loads(found.read_text())
+        print(*(f"failed: {x}" for x in failures), sep="\n")
+        return Counter(counts)
+
+
+def commit_of(checkout: Path) -> str:
+    asked = ["git", "-C", str(checkout), "rev-parse", "--show-toplevel", "--short", "HEAD"]
+    top, _, commit = subprocess.run(asked, capture_output=True, text=True).stdout.partition("\n")
+    return commit.strip() if top == str(checkout) else ""
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+    options.add_argument("checkout", type=Path)
+    options.add_argument("--only", default="", help="files with this in their name")
+    options.add_argument("--sample", type=int, default=0, help="so many cases of each file")
+    options.add_argument("--seconds", type=float, default=3600, help="a file may take")
+    options.add_argument("--jobs", type=int, default=1, help="files at a time")
+    options.add_argument("--commit", help="of a checkout that is no clone")
+    options.add_argument("--csv", type=Path, help="where rows are appended")
+    given = options.parse_args()
+    checkout = given.checkout.resolve()
+    package = next((x for x in SUITES if (checkout / x).is_dir()), None)
+    if package is None:
+        options.error(f"{checkout}: no package of {', '.join(SUITES)} is there")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    row = {"date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__}
+    row |= {"package": package, "commit": given.commit or commit_of(checkout)}
+
+    def measure(path: Path) -> dict[str, Any]:
+        begin = time.perf_counter()
+        found = run_file(checkout, package, path, given.sample, given.seconds)
+        cells = row | {"file": str(path.relative_to(checkout)), "cases": given.sample or "all"}
+        cells |= {x: found[x] for x in ("passed", "failed", "skipped")}
+        return cells | {"seconds": round(time.perf_counter() - begin)}
+
+    paths = sorted(x for pattern in SUITES[package] for x in checkout.glob(pattern))
+    failed = 0
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for cells in pool.map(measure, [x for x in paths if given.only in x.name]):
+            print(*(f"{x} {cells[x]}" for x in COLUMNS[3:]), sep=", ", flush=True)
+            failed += cells["failed"]
+            if given.csv:
+                write_row(given.csv, cells)
+    return 1 if failed else 0
+
+
+def write_row(path: Path, cells: dict[str, Any]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerow(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
