@@ -15,10 +15,11 @@ from slipstream.layers.base import (
     next_lengths,
     token_positions,
 )
-from slipstream.nn import decoding, projections
+from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.ops.attention import attention
+from slipstream.ops.flash_attn import flash_attn_with_kvcache
 from slipstream.ops.rotary import rotary_embedding, rotary_heads
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -49,8 +50,9 @@ class Attention(Mixer):
     """
 
     token_states = ("k", "v")
-
     verifies_drafts = True
+    steps_rounded = True
+    rounded_keys = ("k", "v")
 
     def __init__(
         self,
@@ -143,6 +145,9 @@ class Attention(Mixer):
         at = token_positions(x, None, positions, state)
         qkv, gate = projections.linears(x, (self.qkv_proj, self.g_proj), norm)
         q, k, v = self._heads(qkv, at)
+        if rounded.has_rounded(state):
+            o = self._on_rounded(q, k, v, state)
+            return projections.projected(self._gated(o, gate), self.o_proj, residual)
         append({"k": k, "v": v}, state)
         keys, values = state["k"], state["v"]
         o = None
@@ -151,6 +156,23 @@ class Attention(Mixer):
         if o is None:
             o = attention(q, keys, values, window_size=self.window_size, key_lengths=lengths)
         return projections.projected(self._gated(o, gate), self.o_proj, residual)
+
+    def _on_rounded(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
+        """o of a cache in 8 bits, with the new keys behind it."""
+        given = rounded.rounded({"k": k, "v": v}, rounded.rounding_of(state), self.rounded_keys)
+        append(given, state)
+        o = flash_attn_with_kvcache(
+            q,
+            state["k"],
+            state["v"],
+            cache_seqlens=state["length"],
+            causal=True,
+            window_size=(-1 if self.window_size is None else self.window_size - 1, 0),
+            k_scale=state["k_scale"],
+            v_scale=state["v_scale"],
+        )
+        assert isinstance(o, Tensor)
+        return o
 
     def _gated(self, o: Tensor, gate: Tensor | None) -> Tensor:
         o = o.flatten(-2)

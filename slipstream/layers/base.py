@@ -149,6 +149,8 @@ class Mixer(nn.Module):
     verifies_drafts: ClassVar[bool] = False
     # whether `step` of one token takes a recurrent state in int8 (nn/rounded.py) as it is
     steps_rounded: ClassVar[bool] = False
+    # tensors of token_states that a cache may keep in 8 bits
+    rounded_keys: ClassVar[tuple[str, ...]] = ()
     # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and
     # whether the norm of the output is over the channels of all ranks
     head_shard: HeadShard | None = None
@@ -280,9 +282,10 @@ class Mixer(nn.Module):
         start = rounded.wide(state, x.dtype)
         y, after, *value = self(x, positions=positions, state=start, use_cache=True, **options)
         if start is not state:
-            after = rounded.rounded(after)
+            after = rounded.rounded(after, rounded.rounding_of(state), self.rounded_keys)
         for name, tensor in after.items():
-            used = tensor[:, : state[name].shape[1]] if name in self.token_states else tensor
+            of_tokens = name.removesuffix(rounded.SCALE) in self.token_states
+            used = tensor[:, : state[name].shape[1]] if of_tokens else tensor
             state[name].copy_(used)
         return (y, *value) if value else y
 

@@ -26,6 +26,7 @@ class ForgettingAttention(Attention):
     """
 
     token_states = ("k", "v", "f")
+    rounded_keys = ()
 
     def __init__(
         self,

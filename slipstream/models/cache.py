@@ -38,20 +38,24 @@ class LayerState(CacheLayerMixin):
         state_dtype: torch.int8 keeps recurrent states of matrices in int8, with what rounding
             leaves over (ops.quantize_state): `recurrent` with `recurrent_scale` and
             `recurrent_residual`. None is the dtype that the layer returns.
+        key_dtype: torch.int8 or torch.float8_e4m3fn keeps keys and values of `attention` so, each
+            with a scale of its token and head: `k` with `k_scale`.
     """
 
     is_sliding = False
     is_compileable = True
 
     def __init__(
-        self, max_length: int | None = None, state_dtype: torch.dtype | None = None
+        self,
+        max_length: int | None = None,
+        state_dtype: torch.dtype | None = None,
+        key_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length: want 1 or more, or None, got {max_length}")
-        if state_dtype not in (None, torch.int8):
-            raise ValueError(f"state_dtype: want torch.int8 or None, got {state_dtype}")
-        self.max_length, self.state_dtype = max_length, state_dtype
+        self.max_length, self.rounding = max_length, rounded.Rounding(state_dtype, key_dtype)
+        self.rounding.check()
         self.seen = 0  # columns of the batch so far, padding included
         self.token_states: tuple[str, ...] = ()
         self.rollback: Rollback | None = None
@@ -93,12 +97,13 @@ class LayerState(CacheLayerMixin):
         Returns whether there are others now. With gradients wanted the returned tensors become the
         state, for the graph of autograd.
         """
-        self.token_states = mixer.token_states
         old = self._tensors
         moved = True
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in state.values())
-        if self.state_dtype is not None and not with_gradients:
-            state = rounded.rounded(state)
+        if not with_gradients:
+            state = rounded.rounded(state, self.rounding, mixer.rounded_keys)
+        scales = (name + rounded.SCALE for name in mixer.rounded_keys)
+        self.token_states = (*mixer.token_states, *(name for name in scales if name in state))
         if with_gradients:
             self._tensors = dict(state)
         elif (
@@ -164,7 +169,7 @@ class LayerState(CacheLayerMixin):
 
     def copied(self, row: int) -> "LayerState":
         """One row alone, with no more room than it uses."""
-        made = LayerState(state_dtype=self.state_dtype)
+        made = LayerState(None, *self.rounding)
         made.seen, made.token_states = self.seen, self.token_states
         if self.state is not None:
             part = {n: x[row : row + 1] for n, x in self.view(0).items()}
@@ -175,7 +180,7 @@ class LayerState(CacheLayerMixin):
     def empty_rows(self, rows: int, max_length: int | None) -> "LayerState":
         """Of so many rows, with tensors like these, all zero."""
         assert self._tensors is not None
-        made = LayerState(max_length, self.state_dtype)
+        made = LayerState(max_length, *self.rounding)
         made.token_states, made.is_initialized, made._tensors = self.token_states, True, {}
         for name, x in self._tensors.items():
             sizes = list(x.shape[1:])
@@ -331,6 +336,8 @@ class StateCache(OpenRows):
             layers need none.
         state_dtype: torch.int8 keeps recurrent states in int8, about a third of float32's bytes
             (LayerState); None as layers return them.
+        key_dtype: torch.int8 or torch.float8_e4m3fn keeps keys and values of softmax attention in 8
+            bits (LayerState); None as layers return them.
     """
 
     layers: list[LayerState]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -340,9 +347,10 @@ class StateCache(OpenRows):
         num_layers: int,
         max_length: int | None = None,
         state_dtype: torch.dtype | None = None,
+        key_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(layers=[LayerState(max_length, state_dtype) for _ in range(num_layers)])
-        self.max_length, self.state_dtype = max_length, state_dtype
+        self.max_length, self.rounding = max_length, rounded.Rounding(state_dtype, key_dtype)
+        super().__init__(layers=[LayerState(max_length, *self.rounding) for _ in range(num_layers)])
         # of decoding steps, by what they were captured for: models/graphs.py
         self.graphs: dict[Any, Any] = {}
         self.made_for: Any = None
@@ -406,7 +414,7 @@ class StateCache(OpenRows):
 
     def copy(self, row: int = 0) -> "StateCache":
         """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
-        made = StateCache(0, state_dtype=self.state_dtype)
+        made = StateCache(0, None, *self.rounding)
         made.layers = [layer.copied(row) for layer in self.layers]
         if self.open_rows is not None:  # whose tensors no call changes
             made.open_rows = [self.open_rows[row]]
@@ -426,7 +434,7 @@ class StateCache(OpenRows):
         does not matter, but it counts: `put(row, None)` empties it.
         """
         self._expect_tensors("pool")
-        made = StateCache(0, max_length, self.state_dtype)
+        made = StateCache(0, max_length, *self.rounding)
         made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
         made.lengths = [0] * rows
         return made

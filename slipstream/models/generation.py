@@ -10,6 +10,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from slipstream.models import greedy, lookup
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
+from slipstream.nn.rounded import Rounding
 
 DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
 # GenerationMixin comes after it: transformers looks for it among the bases of the model's class
@@ -29,7 +30,7 @@ class Generation(_Base):
         there was no graph (`reason`), turns them off (`enabled`) and gives memory back (`free`).
 
         cache_config={"state_dtype": "int8"} keeps recurrent states in int8, about a third of the
-        bytes (StateCache).
+        bytes, and {"key_dtype": "int8"} or "float8_e4m3fn" keys and values (StateCache).
         """
         # not where another thread's runs, or this is one inside of a streamer
         if not self.decoding.begin(self):  # pyright: ignore[reportArgumentType]
@@ -62,13 +63,13 @@ class Generation(_Base):
         drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if drafted and not self._looks_up(generation_config):
             self.decoding.refuse(self.decoding.drafts_failure or DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
-        dtype = state_dtype(generation_config)
+        rounding = rounding_of(generation_config)
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
         if whose or not self.decoding.can_lend:
-            cache = StateCache(len(self.model.layers), max_cache_length, dtype)  # pyright: ignore[reportAttributeAccessIssue]
+            cache = StateCache(len(self.model.layers), max_cache_length, *rounding)  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            cache = self.decoding.lend(self, batch_size * copies, max_cache_length, dtype)  # pyright: ignore[reportArgumentType]
+            cache = self.decoding.lend(self, batch_size * copies, max_cache_length, rounding)  # pyright: ignore[reportArgumentType]
         if getattr(generation_config, "is_assistant", False):
             cache.activate_past_recording()
         model_kwargs[CACHE] = cache
@@ -191,7 +192,7 @@ class Generation(_Base):
         ):
             if isinstance(cache, StateCache) and self.decoding.lends(cache):
                 # what it keeps of the tokens for `crop` is no part of a cache with graphs
-                kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, cache.state_dtype)
+                kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, *cache.rounding)
                 self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
             return by_transformers()
         names = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
@@ -207,7 +208,7 @@ class Generation(_Base):
         except Exception as e:  # of any kind: transformers' loop needs no graph
             self.decoding.fail_drafts(e)
         # here, where the error no longer keeps what ran when it came
-        kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, cache.state_dtype)
+        kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, *cache.rounding)
         del cache, out, rest, logits
         return by_transformers()
 
@@ -241,15 +242,17 @@ class Generation(_Base):
         return inputs
 
 
-def state_dtype(generation_config: Any) -> torch.dtype | None:
+def rounding_of(generation_config: Any) -> Rounding:
     """What `cache_config` says of a StateCache."""
     given = getattr(generation_config, "cache_config", None) or {}
-    if not isinstance(given, dict) or given.keys() - {"state_dtype"}:
-        raise ValueError(f"cache_config: want {{'state_dtype': 'int8'}} or None, got {given}")
-    name = given.get("state_dtype")
-    if name not in (None, "int8", torch.int8):
-        raise ValueError(f"cache_config: want 'int8' or None for state_dtype, got {name!r}")
-    return None if name is None else torch.int8
+    known = {"state_dtype": ("int8",), "key_dtype": ("int8", "float8_e4m3fn")}
+    if not isinstance(given, dict) or given.keys() - known.keys():
+        raise ValueError(f"cache_config: want a dict of {', '.join(known)}, got {given}")
+    for name, x in given.items():
+        if x not in (None, *known[name]):
+            raise ValueError(f"cache_config: want one of {known[name]} for {name}, got {x!r}")
+    dtypes = {name: None if x is None else getattr(torch, x) for name, x in given.items()}
+    return Rounding(dtypes.get("state_dtype"), dtypes.get("key_dtype"))
 
 
 class Flag:

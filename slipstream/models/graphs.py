@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from slipstream.models.cache import StateCache
 from slipstream.models.host_graph import CannotRepeat, HostGraph
+from slipstream.nn.rounded import AS_RETURNED, Rounding
 
 # caches that a model keeps for its next generate, each of another number of rows
 MAX_CACHES = 4
@@ -146,16 +147,16 @@ class Decoding:
         model: nn.Module,
         rows: int,
         max_length: int,
-        state_dtype: torch.dtype | None = None,
+        rounding: Rounding = AS_RETURNED,
     ) -> StateCache:
         """An empty cache, the one of the last generate with as many rows if it is large enough."""
         cache = self.caches.pop(rows, None)
         if cache is not None and _of_inference(cache) and not torch.is_inference_mode_enabled():
             cache = None  # such tensors may be written in that mode alone
         small = cache is not None and (cache.max_length or 0) < max_length
-        if cache is None or small or cache.state_dtype != state_dtype:
+        if cache is None or small or cache.rounding != rounding:
             layers = len(model.model.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-            cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE, state_dtype)
+            cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE, *rounding)
         self.claim(model, cache)
         cache.reset()
         self._lent = rows, cache

@@ -19,7 +19,7 @@ class PrefixCache:
         model: a SlipstreamForCausalLM, whose weights stay as they are.
         every: tokens from one stored state to the next, a multiple of 64.
         max_bytes: of all stored states; the least recently used go first.
-        state_dtype: of recurrent states, as StateCache.
+        state_dtype, key_dtype: as StateCache.
 
     Cost: a copy of the states every so many tokens; a softmax layer's grows with the prefix.
     """
@@ -30,11 +30,12 @@ class PrefixCache:
         every: int = 64,
         max_bytes: int = 1 << 30,
         state_dtype: torch.dtype | None = None,
+        key_dtype: torch.dtype | None = None,
     ) -> None:
         if every < 1 or every % 64:
             raise ValueError(f"every: want a multiple of 64, got {every}")
         self.model, self.every, self.max_bytes = model, every, max_bytes
-        self.state_dtype = state_dtype
+        self.rounding = state_dtype, key_dtype
         self.caches: OrderedDict[tuple[int, ...], StateCache] = OrderedDict()
         self.reused = 0  # tokens that no prefill had to run again
 
@@ -50,7 +51,7 @@ class PrefixCache:
         ids = tuple(input_ids[0].tolist())
         end = (len(ids) - 1) // self.every * self.every
         at = next((n for n in range(end, 0, -self.every) if ids[:n] in self.caches), 0)
-        cache = StateCache(len(self.model.model.layers), state_dtype=self.state_dtype)
+        cache = StateCache(len(self.model.model.layers), None, *self.rounding)
         if at:
             self.caches.move_to_end(ids[:at])
             cache = self.caches[ids[:at]].copy()

@@ -11,6 +11,7 @@ from slipstream.layers import GatedDeltaNet
 from slipstream.models import PrefixCache, SlipstreamConfig, SlipstreamForCausalLM, StateCache
 from slipstream.models.cache import LayerState
 from slipstream.nn import rounded
+from slipstream.nn.rounded import Rounding
 from tests.support.language_models import model, tokens
 
 INT8 = {"state_dtype": "int8"}
@@ -52,12 +53,49 @@ def test_generate_on_int8_states(name: str) -> None:
     got = generate(m, ids, cache_config=INT8)
     assert m.decoding.reason is None
     assert m.decoding.captures == 2
-    assert m.decoding.caches[2].state_dtype == torch.int8
+    assert m.decoding.caches[2].rounding.states == torch.int8
     m.decoding.enabled = False
     assert torch.equal(generate(m, ids, cache_config=INT8), got)
     m.decoding.enabled = True
     assert torch.equal(generate(m, ids), plain)
-    assert m.decoding.caches[2].state_dtype is None
+    assert m.decoding.caches[2].rounding == Rounding()
+
+
+@pytest.mark.parametrize("key_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_size": 5, "num_kv_heads": 1, "qk_norm": True}])
+@torch.no_grad()
+def test_steps_on_keys_in_8_bits(options: dict[str, Any], key_dtype: torch.dtype) -> None:
+    config = SlipstreamConfig(
+        vocab_size=97,
+        hidden_size=64,
+        mixers=[{"type": "attention", **options}, "gated_deltanet"],
+        num_heads=2,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    m, ids = SlipstreamForCausalLM(config).eval(), tokens(2, 90)
+    cache = cache_of(m, key_dtype=key_dtype)
+    m(ids[:, :70], cache=cache)
+    state = cache.layers[0].state or {}
+    assert state["k"].dtype == key_dtype
+    cuts = (70, 71, 72, 80, 89, 90)  # past the room for 128 at 72, one by one and several
+    got = [m(ids[:, i:j], cache=cache).logits for i, j in itertools.pairwise(cuts)]
+    want = m(ids).logits[:, 70:]
+    bar = 1e-2 if key_dtype == torch.int8 else 4e-2
+    assert (torch.cat(got, 1) - want).norm() < bar * want.norm()
+
+
+@pytest.mark.parametrize("key_dtype", ["int8", "float8_e4m3fn"])
+def test_generate_on_keys_in_8_bits(key_dtype: str) -> None:
+    m, ids = model("hybrid"), tokens(2, 9)
+    given = {"cache_config": {"key_dtype": key_dtype, **INT8}}
+    got = generate(m, ids, **given)
+    assert m.decoding.reason is None
+    assert m.decoding.captures == 1
+    m.decoding.enabled = False
+    assert torch.equal(generate(m, ids, **given), got)
+    got = generate(m, ids, **given, num_beams=2)
+    assert got.shape == (2, 21)
 
 
 def test_drafts_on_int8_states() -> None:
@@ -86,7 +124,7 @@ def test_int8_states_are_cropped_copied_and_reordered() -> None:
     pool = cache.pool(3)
     pool.put(2, cache.copy(1))
     after = cache.copy(1)
-    assert pool.state_dtype == after.state_dtype == torch.int8
+    assert pool.rounding == after.rounding == Rounding(torch.int8)
     step = torch.zeros(3, 1, dtype=torch.long)
     got = m(step, cache=pool).logits[2:]
     torch.testing.assert_close(got, m(step[:1], cache=after).logits, rtol=1e-4, atol=1e-4)
@@ -99,7 +137,7 @@ def test_int8_states_are_cropped_copied_and_reordered() -> None:
 def test_int8_states_of_prefixes() -> None:
     m, ids = model("gated_deltanet"), tokens(1, 150)
     cache = PrefixCache(m, state_dtype=torch.int8).prefill(ids)
-    assert cache.state_dtype == torch.int8
+    assert cache.rounding == Rounding(torch.int8)
     assert cache.get_seq_length() == 128
     got, want = m(ids[:, 128:], cache=cache).logits, m(ids).logits[:, 128:]
     assert (got - want).norm() < 2e-2 * want.norm()
@@ -127,7 +165,7 @@ def test_layer_steps_on_int8_states() -> None:
     layer = GatedDeltaNet(32, 2).eval()
     x = torch.randn(2, 6, 32)
     _, state = layer(x[:, :4], use_cache=True)
-    state = rounded.rounded(state)
+    state = rounded.rounded(state, Rounding(torch.int8))
     got = torch.cat([layer.step(x[:, 4:5], state), layer.step(x[:, 5:], state)], 1)
     want = layer(x)[0][:, 4:]
     assert (got - want).norm() < 1e-2 * want.norm()
@@ -146,7 +184,9 @@ def test_gradients_want_wide_states() -> None:
 def test_unknown_cache_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="state_dtype: want"):
         LayerState(state_dtype=torch.float16)
+    with pytest.raises(ValueError, match="key_dtype: want"):
+        StateCache(1, key_dtype=torch.uint8)
     m, ids = model("gla"), tokens(1, 3)
-    for wrong in ({"state_dtype": "int4"}, {"bits": 8}, "int8"):
+    for wrong in ({"state_dtype": "int4"}, {"bits": 8}, {"key_dtype": "fp8"}, "int8"):
         with pytest.raises(ValueError, match="cache_config: want"):
             generate(m, ids, cache_config=wrong)

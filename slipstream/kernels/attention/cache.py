@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common import rounded_keys
 from slipstream.kernels.attention.inputs import AttentionInputs
 from slipstream.runtime.token_ids import expect_below
 
@@ -26,6 +27,8 @@ class Cache(NamedTuple):
     table: Tensor | None = None  # [B, pages]
     sinks: Tensor | None = None  # [H]
     slopes: Tensor | None = None  # [H] or [B, H]
+    k_scale: Tensor | None = None  # as k without D, of keys in 8 bits (common/rounded_keys.py)
+    v_scale: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -75,25 +78,30 @@ def present(call: Cache) -> Tensor:
 
 
 def gather(call: Cache) -> AttentionInputs:
-    """The same as terms: a copy of the keys if they are not in order."""
-    k, v, lengths = call.k, call.v, call.lengths
+    """The same as terms: a copy of the keys if they are not in order, or in 8 bits."""
+    lengths, size = call.lengths, call.k.shape[0]
     B = call.q.shape[0]
+    keys = [x for x in (call.k, call.v, call.k_scale, call.v_scale) if x is not None]
     if call.table is not None:
-        pages = call.table.long().masked_fill(missing_pages(call.table, k.shape[0]), 0)
-        k, v = (x[pages].flatten(1, 2) for x in (k, v))
+        pages = call.table.long().masked_fill(missing_pages(call.table, size), 0)
+        keys = [x[pages].flatten(1, 2) for x in keys]
     elif call.rows is not None:
-        missing = (call.rows < 0) | (call.rows >= k.shape[0])
+        missing = (call.rows < 0) | (call.rows >= size)
         lengths = torch.full_like(call.rows, call.capacity) if lengths is None else lengths
         lengths = lengths.masked_fill(missing, 0)
-        k, v = (x[call.rows.long().masked_fill(missing, 0)] for x in (k, v))
+        keys = [x[call.rows.long().masked_fill(missing, 0)] for x in keys]
     else:
-        k, v = k[:B], v[:B]
+        keys = [x[:B] for x in keys]
     if call.leftpad is not None:
         pad = call.leftpad.long().clamp(min=0)
-        at = (torch.arange(k.shape[1], device=k.device) + pad[:, None]).clamp(max=k.shape[1] - 1)
-        row = torch.arange(B, device=k.device)[:, None]
-        k, v = k[row, at], v[row, at]
+        capacity, device = keys[0].shape[1], pad.device
+        at = (torch.arange(capacity, device=device) + pad[:, None]).clamp(max=capacity - 1)
+        row = torch.arange(B, device=device)[:, None]
+        keys = [x[row, at] for x in keys]
         lengths = (torch.full_like(pad, call.capacity) if lengths is None else lengths) - pad
+    k, v, *scales = keys
+    if scales:
+        k, v = (rounded_keys.decode(x, s, call.q.dtype) for x, s in zip((k, v), scales))
     return AttentionInputs(call.q, k, v, sinks=call.sinks, slopes=call.slopes, lengths=lengths)
 
 

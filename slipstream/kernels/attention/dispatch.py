@@ -10,7 +10,11 @@ from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.kernels.attention.sm90.plan import unsupported_reason as sm90_unsupported
-from slipstream.kernels.attention.triton.plan import kind, unsupported_reason
+from slipstream.kernels.attention.triton.plan import (
+    cache_unsupported_reason,
+    kind,
+    unsupported_reason,
+)
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.consistent import is_consistent
@@ -55,7 +59,7 @@ OF_GRADIENTS = (
     CANDIDATES[2],
 )
 CACHE_CANDIDATES = (
-    Candidate("triton", "kernels for any CUDA device", unsupported_reason),
+    Candidate("triton", "kernels for any CUDA device", cache_unsupported_reason),
     CANDIDATES[2],
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common import rounded_keys
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime import numeric_probe
@@ -93,6 +94,11 @@ def mismatch_of_cache(call: Cache, options: AttentionOptions, decode: Callable) 
         lengths=torch.tensor([17, 40], device=q.device, dtype=torch.int32),
         table=table,
     )
+
+    if call.k_scale is not None:
+        k, k_scale = rounded_keys.encode(probe_inputs.k, k.dtype)
+        v, v_scale = rounded_keys.encode(probe_inputs.v, v.dtype)
+        probe_inputs = probe_inputs._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
         return lambda args: decode(*Cache(**args), *options, impl)

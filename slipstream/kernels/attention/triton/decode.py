@@ -55,6 +55,8 @@ def softmax_decode_kernel(
     rows_ptr,  # [B]
     leftpad_ptr,  # [B]
     table_ptr,  # [B, pages]
+    k_scale_ptr,  # [N, S, HKV], or pages [M, PAGE, HKV], by strides; of keys in 8 bits, else None
+    v_scale_ptr,  # the same, by the same strides
     factor,
     cap,
     T,
@@ -78,6 +80,8 @@ def softmax_decode_kernel(
     stride_vb,
     stride_vt,
     stride_vh,
+    stride_sb,  # of scales
+    stride_st,
     D: tl.constexpr,
     DV: tl.constexpr,
     BD: tl.constexpr,
@@ -133,6 +137,13 @@ def softmax_decode_kernel(
     k_ptr += i_kv * stride_kh * UNIT
     v_ptr += i_kv * stride_vh * UNIT
     p_table = table_ptr
+    IN_8_BITS: tl.constexpr = k_scale_ptr is not None
+    if IN_8_BITS:
+        k_scale_ptr += i_kv
+        v_scale_ptr += i_kv
+        if PAGE == 0:
+            k_scale_ptr += i_kb * stride_sb + (i_kb * 0 + pad) * stride_st
+            v_scale_ptr += i_kb * stride_sb + (i_kb * 0 + pad) * stride_st
     if PAGE == 0:
         k_ptr += i_kb * stride_kb + (i_kb * 0 + pad) * stride_kt
         v_ptr += i_kb * stride_vb + (i_kb * 0 + pad) * stride_vt
@@ -173,7 +184,12 @@ def softmax_decode_kernel(
         after = pages_of(j + BN, keys, o_n, p_table, PAGE, BN)
         p_k = rows_of_keys(k_ptr, stride_kb, stride_kt, j, o_n, page, PAGE, BN)
         b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+        # 8 bits are exact in the dtype of q
+        b_k = b_k.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+        if IN_8_BITS:
+            p_s = rows_of_keys(k_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
+            b_s *= tl.trans(tl.load(p_s, mask=m_n[:, None], other=0.0))
         age = position[:, None] - (j + o_n)[None, :]
         b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
         is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
@@ -187,8 +203,12 @@ def softmax_decode_kernel(
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
         b_o *= b_shrink[:, None]
         p_v = rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, page, PAGE, BN)
+        if IN_8_BITS:
+            p_s = rows_of_keys(v_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
+            b_p *= tl.trans(tl.load(p_s, mask=m_n[:, None], other=0.0))
         page = after
         b_v = tl.load(p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)
+        b_v = b_v.to(b_q.dtype)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
 
     has_no_key = b_l == 0.0

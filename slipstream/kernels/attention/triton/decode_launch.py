@@ -59,6 +59,10 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     unit, strides = unit_and_strides(q, k, v)
     factor, cap = factor_and_cap(options)
     slopes, table = call.slopes, call.table
+    k_scale, v_scale = call.k_scale, call.v_scale
+    if k_scale is not None and v_scale is not None:
+        same = k_scale.stride() == v_scale.stride() and k_scale.stride(2) == 1
+        k_scale, v_scale = (x if same else x.contiguous() for x in (k_scale, v_scale))
     slopes = None if slopes is None else slopes.float().contiguous()
     with device_of(q.device):
         cached(softmax_decode_kernel)[(splits * tiles * HKV * B,)](
@@ -72,6 +76,8 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             rows_ptr=call.rows,
             leftpad_ptr=call.leftpad,
             table_ptr=table,
+            k_scale_ptr=k_scale,
+            v_scale_ptr=v_scale,
             factor=factor,
             cap=cap,
             T=T,
@@ -87,6 +93,8 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             stride_slope=H if slopes is not None and slopes.dim() == 2 else 0,
             stride_table=0 if table is None else table.stride(0),
             **dict(zip(STRIDES, strides)),
+            stride_sb=None if k_scale is None else k_scale.stride(0),
+            stride_st=None if k_scale is None else k_scale.stride(1),
             D=D,
             DV=DV,
             BD=BD,

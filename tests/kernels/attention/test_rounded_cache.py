@@ -1,0 +1,118 @@
+"""A cache of keys and values in 8 bits: its error, and the kernel beside plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.common import rounded_keys
+from slipstream.kernels.attention.triton.plan import HAVE_TRITON
+from slipstream.ops import attention
+from slipstream.ops import flash_attn_with_kvcache as attend
+from tests.support.interpreted import run
+from tests.support.operators import relative_error
+
+DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+# of o, with normal keys and values: of one rounding of both
+BARS = {"int8": 1e-2, "float8": 4e-2}
+PAGE = 16
+
+
+def caches(name: str, k: Tensor, v: Tensor) -> dict[str, Any]:
+    (k, k_scale), (v, v_scale) = (rounded_keys.encode(x, DTYPES[name]) for x in (k, v))
+    return {"k_cache": k, "v_cache": v, "k_scale": k_scale, "v_scale": v_scale}
+
+
+def paged(given: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """The same in pages out of order."""
+    B, S = given["k_cache"].shape[:2]
+    count = S // PAGE
+    table = torch.randperm(B * count, generator=torch.Generator().manual_seed(0)).view(B, count)
+    pages = {}
+    for name, x in given.items():
+        rows = x.reshape(B * count, PAGE, *x.shape[2:])
+        made = torch.empty_like(rows)
+        made[table.flatten()] = rows
+        pages[name] = made
+    return pages, table.int()
+
+
+def check(impl: str) -> None:
+    """Rows, pages, padding and windows; with new keys that are rounded on the way in."""
+    torch.manual_seed(0)
+    B, S, H, HKV, D = 2, 48, 4, 2, 32
+    q, new_k, new_v = torch.randn(B, 2, H, D), torch.randn(B, 2, HKV, D), torch.randn(B, 2, HKV, D)
+    k, v = torch.randn(B, S, HKV, D), 0.1 * torch.randn(B, S, HKV, D)
+    lengths = torch.tensor([9, 40], dtype=torch.int32)
+    for name in DTYPES:
+        given = caches(name, k, v)
+        wide = {x: rounded_keys.decode(given[x], given[s], q.dtype) for x, s in SCALES.items()}
+        pages, table = paged(given)
+        ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+            "rows": (given, {}),
+            "padded": (given, {"cache_leftpad": torch.tensor([3, 5], dtype=torch.int32)}),
+            "window": (given, {"window_size": (7, 0)}),
+            "pages": (pages, {"block_table": table}),
+        }
+        for way, (cache, options) in ways.items():
+            options = {"cache_seqlens": lengths, "causal": True, **options}
+            own = {x: y.clone() for x, y in cache.items()}
+            o: Any = attend(q, **own, k=new_k, v=new_v, **options, impl=impl)
+            # the new keys as they are in the cache now
+            rounded = [rounded_keys.encode(x, DTYPES[name]) for x in (new_k, new_v)]
+            news = [rounded_keys.decode(*x, q.dtype) for x in rounded]
+            plain = {x: y for x, y in options.items() if x != "block_table"}
+            copies = {x: y.clone() for x, y in wide.items()}
+            want: Any = attend(q, **copies, k=news[0], v=news[1], **plain, impl="eager")
+            assert relative_error(o, want) <= 1e-5, (name, way)
+
+
+SCALES = {"k_cache": "k_scale", "v_cache": "v_scale"}
+
+
+def test_cache_in_8_bits() -> None:
+    check("eager")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_cache_in_8_bits_when_interpreted() -> None:
+    run("sample", script="tests.kernels.attention.test_rounded_cache")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_error_of_keys_in_8_bits(name: str) -> None:
+    """Of o beside float64's, and it stays where it is as keys come."""
+    torch.manual_seed(0)
+    for S in (64, 4096):
+        q, k, v = (torch.randn(2, n, 2, 64, dtype=torch.float64) for n in (1, S, S))
+        want = attention(q, k, v)
+        lengths = torch.full((2,), S, dtype=torch.int32)
+        got: Any = attend(q.float(), **caches(name, k, v), cache_seqlens=lengths, causal=True)
+        assert relative_error(got, want) <= BARS[name]
+
+
+def test_rounded_keys_of_odd_numbers() -> None:
+    x = torch.tensor([[0.0, 0.0], [1e-38, -1e-38], [3e38, 1.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+    for dtype in DTYPES.values():
+        got = rounded_keys.decode(*rounded_keys.encode(x, dtype), torch.float32)
+        torch.testing.assert_close(got[:3], x[:3], rtol=0.07, atol=1.2e36)
+        assert got[0].eq(0).all()
+        assert got[3:].isnan().all()
+
+
+def test_scales_that_do_not_fit_are_refused() -> None:
+    q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16)
+    given = caches("int8", k, k)
+    for change, error, message in (
+        ({"k_scale": None}, ValueError, "k_scale: want it beside"),
+        ({"k_scale": given["k_scale"][:, :3]}, ValueError, "k_scale: want shape"),
+        ({"v_scale": given["v_scale"].half()}, TypeError, "v_scale: want torch.float32"),
+        ({"k_cache": k, "v_cache": k}, TypeError, "k_cache: want int8 or float8_e4m3fn"),
+    ):
+        with pytest.raises(error, match=message):
+            attend(q, **{**given, **change}, cache_seqlens=4)
+
+
+if __name__ == "__main__":
+    check("triton")
