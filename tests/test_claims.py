@@ -126,8 +126,9 @@ def test_number_shows_no_digits_that_are_not_there(given: str, digits: int, show
 
 
 def test_docs_plots_are_there() -> None:
-    text = (ROOT / STATED).read_text(encoding="utf-8")
-    drawn = set(re.findall(r"\]\(plots/(\w+\.svg)\)", text))
+    pages = (ROOT / STATED, *(ROOT / "docs/guides").glob("*.md"))
+    texts = [x.read_text(encoding="utf-8") for x in pages]
+    drawn = {y for x in texts for y in re.findall(r"\]\((?:\.\./)?plots/(\w+\.svg)\)", x)}
     assert drawn == {x.name for x in (ROOT / "docs/plots").glob("*.svg")}
 
 

@@ -5,6 +5,7 @@ docs/plots/time.svg, memory.svg: against the length, of lengths.csv; the newest 
 operator, provider and length counts.
 docs/plots/first_calls.svg: the rows of its table.
 docs/plots/convergence.svg: the losses of convergence.csv.
+docs/plots/scaling.svg: of context_parallel.csv, as many tokens on each GPU.
 """
 
 from collections import defaultdict
@@ -20,6 +21,7 @@ from linear_tables import LINEAR, flash_qla_rows, linear_row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from performance_tables import first_calls
+from scaling_tables import forecast, measured, one_and_two, settings
 from table_cells import Row, is_number, read
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
@@ -180,6 +182,48 @@ def plot_convergence() -> Path:
     return save(figure, "convergence", top=0.93)
 
 
+def plot_scaling() -> Path:
+    """The share of one GPU's speed that each of several has, points, and by the model, lines; and
+    the memory of one GPU of two as a share of that of one with all tokens."""
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(WIDTH_INCHES, 4.2))
+    names, shares = [], defaultdict(list)
+    for operator, heads, gate, tokens in settings():
+        if (heads, gate, tokens) not in (("16", "weak", "65536"), ("32", "weak", "65536")):
+            continue
+        name = operator.removeprefix("chunk_").removesuffix("-narrow")
+        one, two = one_and_two(operator, heads, gate, int(tokens), False)
+        if one.get("both_GiB") and two.get("both_GiB"):
+            names.append(name)
+            for part in ("fwd", "both"):
+                shares[part].append(value(two, f"{part}_GiB") / value(one, f"{part}_GiB"))
+        if operator == "attention":
+            continue
+        one, two = one_and_two(operator, heads, gate, int(tokens), True)
+        pairs = {2: (one, two)}
+        if (four := measured(operator, heads, gate, tokens, "4")) is not None:
+            pairs[4] = four
+        points = {1: 1.0} | {n: value(a, "both") / value(b, "both") for n, (a, b) in pairs.items()}
+        (drawn,) = speed.plot([*points], [*points.values()], "o", label=name)
+        model = [forecast(one, two, "both", n) for n in (2, 4, 8)]
+        speed.plot([1, 2, 4, 8], [1.0, *model], "--", color=drawn.get_color(), lw=1)
+    speed.set_xscale("log", base=2)
+    speed.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    speed.set_ylim(0.75, 1.05)
+    speed.set_xlabel("GPUs, 65,536 tokens on each")
+    speed.set_ylabel("time of one / time, with backward")
+    speed.legend(loc="lower left")
+    for i, (part, label) in enumerate((("fwd", "forward"), ("both", "with backward"))):
+        places = [x + 0.4 * (i - 0.5) for x in range(len(names))]
+        memory.bar(places, shares[part], width=0.4, label=label)
+    memory.axhline(0.5, color="k", lw=1)
+    memory.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    memory.set_ylabel("memory of a GPU of two / of one")
+    memory.legend(loc="lower right")
+    for axes in (speed, memory):
+        axes.grid(alpha=0.3)
+    return save(figure, "scaling")
+
+
 def main() -> None:
     found = curves()
     print(against_length(found, "time", "ms", time))
@@ -188,6 +232,7 @@ def main() -> None:
     print(beside_fla())
     print(plot_first_calls())
     print(plot_convergence())
+    print(plot_scaling())
 
 
 if __name__ == "__main__":

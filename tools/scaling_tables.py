@@ -61,29 +61,50 @@ def context_parallel() -> Table:
     return Table("context_parallel", script, headings, tuple(rows), tuple(used))
 
 
+def forecast(one: Row, two: Row, column: str, gpus: int) -> float:
+    """The share of one GPU's speed that each of so many has."""
+    operator, heads = two.get("operator"), int(two.get("heads"))
+    alone, together, each = float(one.get(column)), float(two.get(column)), 0.0
+    if gpus > 2:
+        width = 64 if "rwkv7" in operator else 128
+        entries = width + FACTORS.get(operator, lambda k: k * k)(width) / width
+        sent = 4 * heads * width * entries
+        each = 1e3 * sent / (1e9 * ASSUMED[gpus]) + 1e-3 * MICROSECONDS
+    count = 1 if column == "fwd" else 2
+    return alone / (together + count * (gpus - 2) * each)
+
+
+def measured(
+    operator: str, heads: str, gate: str, tokens: str, gpus: str
+) -> tuple[Row, Row] | None:
+    """The newest row of so many GPUs with as many tokens on each, and that of one from its run."""
+    named = {"operator": operator, "heads": heads, "gate": gate, "segments": ""}
+    found = matching(FILE, gpus=gpus, tokens=str(int(gpus) * int(tokens)), **named)
+    if not found:
+        return None
+    alone = [x for x in matching(FILE, gpus="1", tokens=tokens, **named) if x.line < found[-1].line]
+    return alone[-1], found[-1]
+
+
 def context_forecast() -> Table:
     rows, used = [], []
     for operator, heads, gate, tokens in settings():
         if operator == "attention":  # each rank's work grows with the number of ranks
             continue
         one, two = one_and_two(operator, heads, gate, int(tokens), True)
-        used += [one, two]
+        four = measured(operator, heads, gate, tokens, "4")
+        used += [one, two, *(four or ())]
         line = [label(operator), label(heads), label(gate), label(f"{int(tokens):,}")]
         for column in ("fwd", "both"):
-            alone, together = float(one.get(column)), float(two.get(column))
             sources = number(one, column).sources + number(two, column).sources
-            for gpus in (2, *GPUS):
-                each = 0.0
-                if gpus > 2:
-                    width = 64 if "rwkv7" in operator else 128
-                    entries = width + FACTORS.get(operator, lambda k: k * k)(width) / width
-                    sent = 4 * int(heads) * width * entries
-                    each = 1e3 * sent / (1e9 * ASSUMED[gpus]) + 1e-3 * MICROSECONDS
-                count = 1 if column == "fwd" else 2
-                time = together + count * (gpus - 2) * each
-                line.append(Cell(f"{alone / time:.2f}", sources))
+            line.append(ratio(number(one, column), number(two, column)))
+            share = label("-")
+            if four is not None:
+                share = ratio(number(four[0], column), number(four[1], column))
+            line.append(share)
+            line += [Cell(f"{forecast(one, two, column, n):.2f}", sources) for n in GPUS]
         rows.append(tuple(line))
-    shown = ("2 GPUs", *(f"{n}" for n in GPUS))
+    shown = ("2 GPUs", "4", *(f"{n} by the model" for n in GPUS))
     headings = (
         "operator", "heads", "gate", "tokens a GPU", *(f"forward, {x}" for x in shown),
         *(f"with backward, {x}" for x in shown),
@@ -93,7 +114,8 @@ def context_forecast() -> Table:
 
 
 def parallel_training() -> Table:
-    """Whole steps, and a layer of a million tokens."""
+    """Whole steps, and a layer of a million tokens; a row for each number of GPUs, beside one GPU
+    of the same run."""
     names = {
         "fsdp2": "a model of 0.35 B, FSDP2, 32,768 tokens a GPU",
         "context": "the same, one sequence of 262,144 tokens, checkpointed",
@@ -101,18 +123,22 @@ def parallel_training() -> Table:
     }
     rows, used = [], []
     for case, name in names.items():
-        found = {gpus: matching("parallel_training", case=case, gpus=gpus) for gpus in ("1", "2")}
-        two = found["2"][-1]
-        line: list[Cell] = [label(name)]
-        one = found["1"][-1] if found["1"] else None
-        used += [two] if one is None else [one, two]
-        line.append(label("-") if one is None else number(one, "ms"))
-        line.append(number(two, "ms"))
-        speeds = None if one is None else (number(two, "tokens/s"), number(one, "tokens/s"))
-        line.append(label("-") if speeds is None else ratio(*speeds))
-        line.append(number(two, "peak_GiB"))
-        rows.append(tuple(line))
-    headings = ("step", "one GPU, ms", "two, ms", "tokens/s, x", "GiB a GPU of two")
+        alone = matching("parallel_training", case=case, gpus="1")
+        for gpus in ("2", "4"):
+            found = matching("parallel_training", case=case, gpus=gpus)
+            if not found:
+                continue
+            many = found[-1]
+            one = next((x for x in reversed(alone) if x.line < many.line), None)
+            used += [many] if one is None else [one, many]
+            line: list[Cell] = [label(name), label(gpus)]
+            line.append(label("-") if one is None else number(one, "ms"))
+            line.append(number(many, "ms"))
+            speeds = None if one is None else (number(many, "tokens/s"), number(one, "tokens/s"))
+            line.append(label("-") if speeds is None else ratio(*speeds))
+            line.append(number(many, "peak_GiB"))
+            rows.append(tuple(line))
+    headings = ("step", "GPUs", "one GPU, ms", "all, ms", "tokens/s, x", "GiB a GPU of all")
     script = "bench/parallel_training.py"
     return Table("parallel_training", script, headings, tuple(rows), tuple(used))
 
