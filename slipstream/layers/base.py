@@ -325,7 +325,7 @@ def token_positions(
     start = past(state, "length")
     if cu_seqlens is not None:
         return packed_positions(cu_seqlens, x.shape[1], offsets=start)
-    at = torch.arange(x.shape[1], device=x.device)[None]
+    at = decoding.first_positions(x.shape[1], x.device)
     return at if start is None else at + start[:, None]
 
 

@@ -137,7 +137,10 @@ class RWKV7(Mixer):
         before, shift = shifted(x, past(state, "shift"), use_cache, cu_seqlens, context)
         r, v, gate, make = self._project(x, before, first_value)
         operator = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
-        with Recompute(make, x.numel()) as made:
+        # of every other layer: the terms take six times the memory of x, and of all kernels here
+        # those that make them are the slowest but for the recurrence
+        elements = x.numel() if self.layer_idx % 2 else 0
+        with Recompute(make, elements) as made:
             w, k, a, b, v, k_read, v_read = _with_values(made, v)
             o, recurrent = operator(
                 r=r,

@@ -21,6 +21,7 @@ from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
+from slipstream.models.first_step import forward_of
 from slipstream.models.generation import Generation, is_step
 from slipstream.models.graphs import Decoding, room_of_graph
 from slipstream.models.mlps import Dense
@@ -182,9 +183,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         elif use_cache:
             cache = StateCache(len(self.layers))
         position_ids = text_positions(position_ids, batch, tokens)
-        if context is not None:
-            check_arguments(others)
-        elif sequences is None:
+        if context is None and sequences is None:
             sequences = self._sequences(
                 batch, tokens, attention_mask, position_ids, cache, cu_seqlens, others
             )
@@ -201,7 +200,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         if self.config.consistent:
             h = blocks.run(self, h, cu_seqlens, cache, position_ids, context, keep)
         elif cache is None or torch.is_grad_enabled():
-            h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
+            with forward_of(self, h, cu_seqlens, position_ids, alone=cache is None is context):
+                h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
         else:
             h, every = self._continue(h, cu_seqlens, cache, keep, position_ids, tokens)
         if cache is not None:

@@ -210,6 +210,28 @@ def step(drafts: Drafts | None = None) -> Iterator[None]:
         _STEP.tables = _STEP.drafts = None
 
 
+@contextmanager
+def shared_tables() -> Iterator[None]:
+    """A forward of a model's layers, within which tables of the same positions are made once."""
+    before = getattr(_STEP, "tables", None)
+    _STEP.tables = {}
+    try:
+        yield
+    finally:
+        _STEP.tables = before
+
+
+def first_positions(tokens: int, device: torch.device) -> Tensor:
+    """0, 1, ... [1, T], once where tables are."""
+    known: dict[Any, Any] | None = getattr(_STEP, "tables", None)
+    if known is None:
+        return torch.arange(tokens, device=device)[None]
+    key = (tokens, device)
+    if key not in known:
+        known[key] = torch.arange(tokens, device=device)[None]
+    return known[key]
+
+
 def verifies() -> bool:
     """Whether the step that runs is one of drafts."""
     return getattr(_STEP, "drafts", None) is not None

@@ -35,10 +35,13 @@ def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
     narrow, wide, numbers = KERNELS[kernel]
     given = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32")
     given |= dict.fromkeys(numbers, "fp32") | {"R": "i32"}
-    elements = {"rwkv7_terms_bwd": 512, "rwkv7_output_bwd": 2048}.get(kernel, 1024)
-    flags = {"D": 1024, "K": K, "BR": elements // K, "BK": K}
+    from slipstream.kernels.time_mix.triton import rwkv7
+
+    tiles = {"rwkv7_terms_bwd": rwkv7.TERMS_BACKWARD, "rwkv7_output_bwd": rwkv7.OUTPUT_BACKWARD}
+    elements, _, warps = tiles.get(kernel, (rwkv7.FORWARD, 0, 4))
+    flags = {"D": 1024, "K": K, "BR": max(elements // K, 1), "BK": K}
     name = f"{MODULE}:{kernel}_kernel"
-    assert compile_kernel(name, given, flags, target=arch, warps=4).stack == 0
+    assert compile_kernel(name, given, flags, target=arch, warps=warps).stack == 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -15,8 +15,8 @@ from slipstream.runtime.launch_cache import cached
 
 # Elements of a tile.
 FORWARD = 1024
-# Of each backward, and programs at a time on each multiprocessor.
-TERMS_BACKWARD, OUTPUT_BACKWARD = (512, 16), (2048, 8)
+# Of each backward, programs at a time on each multiprocessor, and warps.
+TERMS_BACKWARD, OUTPUT_BACKWARD = (256, 9, 4), (2048, 8, 4)
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def terms_backward(
     )
     tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
     tensors |= _contiguous(w_bias=w_bias, a_bias=a_bias, v_bias=v_bias)
-    elements, per_processor = TERMS_BACKWARD
+    elements, per_processor, warps = TERMS_BACKWARD
     sizes = _sizes(w, heads, elements)
     P = _programs(w, sizes, heads, per_processor)
     grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -316,7 +316,7 @@ def terms_backward(
             slowest=slowest,
             eps=eps,
             **sizes,
-            num_warps=4,
+            num_warps=warps,
         )
     _sums(partial, *parameters)
     return [x for x in grads if x is not None]
@@ -358,7 +358,7 @@ def output_backward(
 ) -> list[Tensor]:
     """Gradients of all other tensors, in their order."""
     tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
-    (elements, per_processor), heads = OUTPUT_BACKWARD, o.shape[2]
+    (elements, per_processor, warps), heads = OUTPUT_BACKWARD, o.shape[2]
     sizes = _sizes(gate, heads, elements)
     P = _programs(gate, sizes, heads, per_processor)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -377,7 +377,7 @@ def output_backward(
             partial_ptr=partial,
             eps=eps,
             **sizes,
-            num_warps=4,
+            num_warps=warps,
         )
     _sums(partial, *parameters)
     return grads

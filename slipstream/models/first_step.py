@@ -1,0 +1,70 @@
+"""The kernels of a model's first training step, compiled side by side.
+
+Each operator compiles its own kernels at once (runtime/parallel_compile.py), but a model calls its
+operators one after the other, and their gradients after all of them. So before the first step one
+block of each kind goes forward and backward with launches that only compile.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.nn import decoding
+from slipstream.nn.linear import plain_module
+from slipstream.runtime.parallel_compile import compile_kernels
+
+
+def forward_of(
+    model: Any, h: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None, alone: bool
+) -> AbstractContextManager:
+    """What a model's forward through its blocks is within, h [B, T, D] being the first one's.
+
+    alone: there are neither a cache nor other ranks.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    trains = model.training and torch.is_grad_enabled()
+    if alone and trains and h.is_cuda and not torch.cuda.is_current_stream_capturing():
+        compile_once(model, h, cu_seqlens, positions)
+    return decoding.shared_tables()
+
+
+def compile_once(
+    model: Any, h: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None
+) -> None:
+    """Compiles what the blocks launch in a training step, once for each dtype, packed or not.
+
+    Leaves no gradients, and random numbers as they were. A kernel that fails here fails again when
+    the step calls it, and says so then. Blocks whose modules have hooks, or parameters that are no
+    plain tensors, are left out, and all where there are several ranks: their calls may do more than
+    compute.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    known = model.__dict__.setdefault("_compiled_for", set())
+    kind = (h.device, h.dtype, cu_seqlens is None)
+    if kind in known:
+        return
+    known.add(kind)
+    blocks = {}
+    for i, block in enumerate(model.layers):
+        # a first layer may be of its own kind: others take a value that it makes
+        names = model.config.mixer(i), model.config.mlp(i), i == 0
+        if all(plain_module(x) for x in block.modules()):
+            blocks.setdefault(repr(names), block)
+
+    def run() -> None:
+        value = None
+        for block in blocks.values():
+            x = h.detach().requires_grad_()
+            # not the call, which may checkpoint: the kernels are the same
+            y, _, made = block.forward(x, value, cu_seqlens=cu_seqlens, positions=positions)
+            value = value if made is None else made.detach()
+            leaves = [x, *(p for p in block.parameters() if p.requires_grad)]
+            torch.autograd.grad(y, leaves, torch.empty_like(y), allow_unused=True)
+
+    devices = [h.device] if h.is_cuda else []
+    with torch.random.fork_rng(devices), torch.autograd.set_multithreading_enabled(False):
+        compile_kernels(run, ())

@@ -1,0 +1,81 @@
+"""What compiles a model's kernels before its first step leaves no trace but compiled kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, first_step
+
+
+def small(*mixers: str) -> Any:
+    torch.manual_seed(0)
+    config = SlipstreamConfig(vocab_size=50, hidden_size=32, num_heads=2, mixers=[*mixers])
+    return SlipstreamForCausalLM(config).train()
+
+
+def launches(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of which blocks compile_once runs forward and backward, with launches as they are."""
+    seen: list[int] = []
+
+    def compile_kernels(call: Any, args: Any) -> None:
+        for i, block in enumerate(model.model.layers):
+
+            def record(*given: Any, i: int = i, block: Any = block, **named: Any) -> Any:
+                seen.append(i)
+                return type(block).forward(block, *given, **named)
+
+            monkeypatch.setitem(block.__dict__, "forward", record)
+        call(*args)
+        for block in model.model.layers:
+            monkeypatch.delitem(block.__dict__, "forward")
+
+    monkeypatch.setattr(first_step, "compile_kernels", compile_kernels)
+    h = torch.randn(2, 20, 32)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        first_step.compile_once(model.model, h, None, None)
+    assert torch.equal(torch.get_rng_state(), state)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mixers", "blocks"),
+    [
+        (("kda", "kda", "attention", "kda", "attention"), [0, 1, 2]),
+        (("rwkv7", "rwkv7", "rwkv7"), [0, 1]),
+    ],
+)
+def test_each_kind_of_block_runs_once(
+    mixers: tuple[str, ...], blocks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(*mixers)
+    assert launches(model, monkeypatch) == blocks
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_hooked_blocks_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("gla", "kda")
+    called: list[Any] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(args))
+    assert launches(model, monkeypatch) == [1]
+    assert not called
+
+
+def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.nn import decoding
+
+    calls: list[Any] = []
+    tables = decoding.rotary_tables
+
+    def counted(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        return tables(*args, **named)
+
+    monkeypatch.setattr(decoding, "rotary_tables", counted)
+    model, ids = small("attention", "attention", "attention"), torch.randint(0, 50, (2, 20))
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(calls) == 1
+    first = model.model.layers[0].mixer(torch.randn(2, 20, 32))[0]
+    assert len(calls) == 2
+    assert loss.isfinite() and first.isfinite().all()
