@@ -1,0 +1,247 @@
+"""slipstream.integrations for engines: their calls beside the recurrence, and what registers them.
+
+tests/support/serving_peers.py compares with the engines' own functions, out of their wheels.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.integrations import sglang, vllm
+from slipstream.integrations.serving import packed, read_rows, unpacked, write_rows
+from tests.support.serving_calls import HV, SLOTS, Call, K, N, T, V
+
+KERNELS = {False: sglang.GDNKernel(), True: sglang.KDAKernel()}
+kinds = pytest.mark.parametrize("is_kda", [False, True], ids=["gdn", "kda"])
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.double(), want.double(), atol=2e-5, rtol=2e-5)
+
+
+def expect_states(call: Call, states: list[list[Tensor]], before: Tensor) -> None:
+    """The last state in each slot, and other slots as they were."""
+    want = before.clone().double()
+    for n, slot in enumerate(call.slots.tolist()):
+        if slot != call.null:
+            want[slot] = states[n][-1]
+    near(call.states, want)
+
+
+@kinds
+def test_sglang_decode(is_kda: bool) -> None:
+    for packed_call in (False, True):
+        call = Call.decode(is_kda)
+        (want, states), before = call.expected(), call.states.clone()
+        given = call.sglang()
+        if packed_call:
+            q, k, v = (given.pop(n)[0].flatten(1) for n in ("q", "k", "v"))
+            given.pop("query_start_loc")
+            sizes = {"num_v_heads": HV, "head_v_dim": V, "scale": K**-0.5}
+            got = KERNELS[is_kda].packed_decode(torch.cat([q, k, v], -1), **given, **sizes)
+        else:
+            got = KERNELS[is_kda].decode(**given)
+        valid = call.valid_rows(N)
+        near(got[:, valid], want[:, valid])
+        expect_states(call, states, before)
+
+
+def test_sglang_bounded_gates() -> None:
+    call = Call.decode(True)
+    want, _ = call.expected(-5.0)
+    got = KERNELS[True].decode(**call.sglang(), lower_bound=-5.0)
+    near(got[:, call.valid_rows(N)], want[:, call.valid_rows(N)])
+
+
+@kinds
+def test_sglang_verify(is_kda: bool) -> None:
+    call = Call.verify(is_kda)
+    (want, states), before = call.expected(), call.states.clone()
+    got = KERNELS[is_kda].target_verify(**call.sglang(), **call.sglang_verify())
+    near(got, want)
+    assert torch.equal(call.states, before) and call.buffer is not None and call.rows is not None
+    for n, row in enumerate(call.rows.tolist()):
+        near(call.buffer[row], torch.stack(states[n][1:]))
+    tree = {**call.sglang_verify(), "retrieve_parent_token": torch.zeros(N, T)}
+    with pytest.raises(NotImplementedError, match="chain"):
+        KERNELS[is_kda].target_verify(**call.sglang(), **tree)
+
+
+@kinds
+@pytest.mark.parametrize("raw", [False, True])
+def test_sglang_prefill(is_kda: bool, raw: bool) -> None:
+    call = Call.prefill(is_kda)
+    (want, states), before = call.expected(), call.states.clone()
+    given, options = call.sglang_prefill(), {}
+    if raw and is_kda:
+        given |= {"g": call.a[None], "beta": call.b[None], "beta_is_raw": True}
+        options = {"A_log": call.A_log, "dt_bias": call.dt_bias}
+    elif raw:
+        options = {"inplace_update": False}
+    found: Any = KERNELS[is_kda].extend(**given, **options)
+    near(found if is_kda else found[0], want)
+    if raw and not is_kda:
+        assert torch.equal(call.states, before)
+    else:
+        expect_states(call, states, before)
+
+
+def test_sglang_refuses_what_it_has_not() -> None:
+    call = Call.prefill(True)
+    with pytest.raises(NotImplementedError, match="return_intermediate_states"):
+        KERNELS[True].extend(**call.sglang_prefill(), return_intermediate_states=True)
+    with pytest.raises(ValueError, match="kind"):
+        sglang.register(dict, [], "mamba")
+    with pytest.raises(AttributeError):
+        sglang.OtherBackend  # noqa: B018
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, **values: dict[str, Any]) -> None:
+    """Modules of an engine that is not there; __ stands for a dot."""
+    for name, members in values.items():
+        parts = name.split("__")
+        for end in range(1, len(parts) + 1):
+            module = ModuleType(".".join(parts[:end]))
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        module.__dict__.update(members)
+
+
+def test_sglang_registers_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dispatcher:
+        decode_kernel = extend_kernel = verify_kernel = tree_verify_kernel = "triton"
+
+    class KDAAttnBackend:
+        def __init__(self, runner: str) -> None:
+            self.runner, self.kernel_dispatcher = runner, Dispatcher()
+
+    registry: list[Any] = []
+    folder = "sglang__srt__layers__attention__linear__kda_backend"
+    members = {"LinearAttnModelSpec": dict, "register_linear_attn_model": registry.append}
+    modules(monkeypatch, **{folder: {"KDAAttnBackend": KDAAttnBackend}})
+    module = ModuleType("sglang.srt.configs.linear_attn_model_registry")
+    module.__dict__.update(members)
+    monkeypatch.setitem(sys.modules, "sglang.srt.configs", ModuleType("sglang.srt.configs"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    sglang.register(dict, ["Mine"], "kda", uses_mamba_radix_cache=False)
+    (spec,) = registry
+    assert spec["backend_class_name"] == "slipstream.integrations.sglang.KDAAttnBackend"
+    assert spec["arch_names"] == ["Mine"] and not spec["uses_mamba_radix_cache"]
+    backend: Any = sglang.KDAAttnBackend("runner")
+    assert isinstance(backend, KDAAttnBackend) and backend.runner == "runner"
+    dispatcher: Any = backend.kernel_dispatcher
+    assert isinstance(dispatcher.decode_kernel, sglang.KDAKernel)
+    assert dispatcher.tree_verify_kernel == "triton" and dispatcher.supports_packed_decode
+
+
+@kinds
+def test_vllm_decode(is_kda: bool) -> None:
+    call = Call.decode(is_kda, 1)
+    (want, states), before = call.expected(), call.states.clone()
+    got, pool = vllm.delta_rule_update(**call.vllm(), is_kda=is_kda)
+    near(got[:, call.valid_rows(N)], want[:, call.valid_rows(N)])
+    assert pool is call.states
+    expect_states(call, states, before)
+
+
+@kinds
+def test_vllm_verify(is_kda: bool) -> None:
+    call = Call.drafts(is_kda)
+    want, states = call.expected()
+    got, pool = vllm.delta_rule_update(**call.vllm(), is_kda=is_kda)
+    near(got, want)
+    for n, blocks in enumerate(call.slots.tolist()):
+        for t, state in enumerate(states[n][1:]):
+            near(pool[blocks[t]], state)
+
+
+def test_vllm_prefill() -> None:
+    call = Call.prefill(False)
+    want, states = call.expected()
+    given = call.sglang_prefill()
+    tensors = [given[n] for n in ("q", "k", "v", "g", "beta")]
+    room = torch.zeros(200, HV, V)
+    o, final = vllm.chunk_gated_delta_rule(
+        *tensors,
+        initial_state=call.states[call.slots.long()],
+        output_final_state=True,
+        cu_seqlens=call.offsets,
+        core_attn_out=room,
+    )
+    near(o, want)
+    assert final is not None
+    near(final, torch.stack([x[-1] for x in states]))
+    assert torch.equal(room[: o.shape[1]], o[0])
+
+
+def test_vllm_mamba_step() -> None:
+    call, given = Call.mamba()
+    x, out = given["x"], torch.zeros_like(given["x"])
+    dt = torch.nn.functional.softplus(given["dt"] + given["dt_bias"])[..., 0]
+    before, slots = call.states.clone(), given["state_batch_indices"]
+    S = before[slots.long()] * (dt * given["A"][:, 0, 0]).exp()[..., None, None]
+    S = S + (dt[..., None] * x)[..., None] * given["B"][:, :, None]
+    want = (S * given["C"][:, :, None]).sum(-1) + given["D"] * x
+    vllm.selective_state_update(**given, out=out)
+    near(out[slots > 0], want[slots > 0])
+    near(call.states[slots[slots > 0].long()], S[slots > 0])
+    assert torch.equal(call.states[0], before[0])
+    with pytest.raises(NotImplementedError, match="drafts"):
+        vllm.selective_state_update(**given, out=out, num_accepted_tokens=torch.ones(N))
+
+
+def test_vllm_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: dict[str, Any] = {}
+
+    class CustomOp:
+        @staticmethod
+        def register_oot(name: str) -> Any:
+            return lambda cls: layers.setdefault(name, cls)
+
+    class MambaBackendEnum:
+        TRITON = "triton"
+
+    folder = "vllm__model_executor__layers__mamba__ops__ssu_dispatch"
+    registry = {"triton": None}
+    members: dict[str, Any] = {"MambaSSUBackend": object, "MambaBackendEnum": MambaBackendEnum}
+    modules(monkeypatch, **{folder: {**members, "_BACKEND_REGISTRY": registry}})
+    custom = ModuleType("vllm.model_executor.custom_op")
+    custom.__dict__["CustomOp"] = CustomOp
+    monkeypatch.setitem(sys.modules, custom.__name__, custom)
+    vllm.register()
+    call, given = Call.mamba()
+    backend: Any = registry["triton"]
+    out = torch.zeros_like(given["x"])
+    backend()(**given, out=out)
+    assert backend().name == "slipstream" and out.any() and call.states.isfinite().all()
+    assert set(layers) == {"ChunkGatedDeltaRule"}
+    given = Call.prefill(False).sglang_prefill()
+    tensors = {n: given[n] for n in ("q", "k", "v", "g", "beta")}
+    ends = {"initial_state": None, "output_final_state": False}
+    o, final = layers["ChunkGatedDeltaRule"]().forward(
+        **tensors, **ends, cu_seqlens=given["query_start_loc"]
+    )
+    assert o.shape == given["v"].shape and final is None
+
+
+def test_rows_without_a_slot_are_left() -> None:
+    pool = torch.randn(SLOTS, 2, 3)
+    before, rows = pool.clone(), torch.randn(3, 2, 3)
+    write_rows(pool, torch.tensor([-1, 4, -1]), rows)
+    before[4] = rows[1]
+    assert torch.equal(pool, before)
+    write_rows(pool, torch.tensor([-1, -1]), rows[:2])
+    write_rows(pool, torch.tensor([], dtype=torch.int64), rows[:0])
+    assert torch.equal(pool, before)
+    assert torch.equal(read_rows(pool, torch.tensor([4, -1]))[1], torch.zeros(2, 3))
+
+
+def test_tokens_are_unpacked_and_packed() -> None:
+    x, offsets = torch.randn(1, 6, 2), torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)
+    apart = unpacked(x, offsets, 3)
+    assert apart.shape == (4, 3, 2) and torch.equal(apart[3, :2], x[0, 4:])
+    assert torch.equal(packed(apart, offsets, 6), x)
