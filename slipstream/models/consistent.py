@@ -123,8 +123,8 @@ def run(
         ends = list(pairwise(cu_seqlens.tolist()))
         parts = [h[:, begin:end] for begin, end in ends]
         places = [None if positions is None else positions[:, begin:end] for begin, end in ends]
-    if cache is not None and cache.state_dtype is not None:
-        raise NotImplementedError("state_dtype: not with consistent")
+    if cache is not None and any(cache.rounding):
+        raise NotImplementedError("state_dtype, key_dtype: not with consistent")
     rows = (None if cache is None else cache.open_rows) or [Row.empty(h)] * len(parts)
     if len(rows) != len(parts):
         raise ValueError(f"cache: want {len(rows)} sequences as before, got {len(parts)}")
