@@ -78,15 +78,20 @@ class _Rotate(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, theta: Tensor, impl: str) -> Rotated:
         save(ctx, q, k, theta)
         ctx.impl = impl
+        ctx.set_materialize_grads(False)
         return _forward(q, k, theta, impl)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, saved: Saved, dq: Tensor, dk: Tensor, ddots: Tensor
+        ctx: Any, saved: Saved, dq: Tensor | None, dk: Tensor | None, ddots: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        grads = [x.contiguous() for x in (dq, dk, ddots)]
-        return *_backward(*saved, *grads, ctx.impl), None
+        q, k, _ = saved
+        dq = torch.zeros_like(q) if dq is None else dq.contiguous()
+        dk = torch.zeros_like(k) if dk is None else dk.contiguous()
+        if ddots is None:
+            ddots = saved[2].new_zeros(*q.shape[:-1], q.shape[-2])
+        return *_backward(*saved, dq, dk, ddots.contiguous(), ctx.impl), None
 
 
 def _unsupported_reason(q: Tensor, k: Tensor, theta: Tensor) -> str | None:
