@@ -17,7 +17,8 @@ class Bidirectional(Mixer):
 
         y = (layer(x) + turned(layer(turned(x)))) / 2
 
-    Both directions are one call of the layer, on packed sequences, and share its weights. With
+    Both directions are one call of the layer, on packed sequences, and share its weights; with a
+    context two, of which the second has the ranks in reverse order, or blocks of one rank. With
     block_size the second direction is of blocks, each on its own, so that a token sees its block
     whole and all blocks before: the block-causal mask of diffusion language models.
 
@@ -29,7 +30,8 @@ class Bidirectional(Mixer):
 
     Raises:
         ValueError: a state or use_cache without block_size: the second direction begins at the
-            end. NotImplementedError: a context.
+            end; with a context and block_size, a rank that begins within a block.
+        NotImplementedError: attention of whole sequences with a context.
 
     State: that of the layer, after whole blocks; only with block_size.
     Cost: that of the layer for twice as many tokens. With cu_seqlens and block_size the host waits
@@ -58,11 +60,11 @@ class Bidirectional(Mixer):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        if context is not None:
-            raise NotImplementedError("context: a layer in both directions runs on one rank")
         if self.block_size is None and (state is not None or use_cache):
             name = "use_cache" if state is None else "state"
             raise ValueError(f"{name}: without block_size there is none of both directions")
+        if context is not None:
+            return self._across_ranks(x, cu_seqlens, context, positions, state, use_cache)
         B, T, D = x.shape
         offsets, parts = self._parts(B, T, cu_seqlens, x.device)
         turned = _turned(parts, B * T)
@@ -75,12 +77,37 @@ class Bidirectional(Mixer):
             both, cu_seqlens=ends, positions=places, state=_widened(state, more),
             use_cache=use_cache,
         )  # fmt: skip
-        y = y[:, : B * T] + y[:, B * T :][:, turned]
-        if self.combine == "mean":
-            y = y / 2
         if after is not None:
             after = {name: s[:N] for name, s in after.items()}
-        return y.reshape(B, T, D), after
+        return self._combined(y[:, : B * T], y[:, B * T :][:, turned]).reshape(B, T, D), after
+
+    def _across_ranks(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        context: ContextParallel,
+        positions: Tensor | None,
+        state: State | None,
+        use_cache: bool,
+    ) -> Mixed:
+        """Two calls: sequences go on at other ranks forth, and back too unless they are blocks."""
+        context.expect_no_offsets(cu_seqlens, None)
+        forth, after = self.layer(
+            x, context=context, positions=positions, state=state, use_cache=use_cache
+        )
+        B, T, D = x.shape
+        if self.block_size is None:
+            back, _ = self.layer(x.flip(1), context=context.reversed())
+            return self._combined(forth, back.flip(1)), after
+        context.share(T).expect_begins("block_size", self.block_size)
+        _, parts = self._parts(B, T, context.offsets_on(x.device), x.device)
+        turned = _turned(parts, B * T)
+        back, _ = self.layer(x.reshape(1, B * T, D)[:, turned], cu_seqlens=parts.int())
+        return self._combined(forth, back[:, turned].reshape(B, T, D)), after
+
+    def _combined(self, forth: Tensor, back: Tensor) -> Tensor:
+        y = forth + back
+        return y / 2 if self.combine == "mean" else y
 
     def step(
         self, x: Tensor, state: State, *, positions: Tensor | None = None, **options: Any

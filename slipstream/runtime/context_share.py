@@ -82,12 +82,16 @@ class Share:
             ValueError: one does not.
         """
         assert self.segment_tokens is not None
+        self.expect_begins("segment_tokens", self.segment_tokens)
+
+    def expect_begins(self, name: str, tokens: int) -> None:
+        """The same of another number, by its name."""
         for rank, at in enumerate(self.begins[:-1]):
             begin = self.offsets[max(bisect_right(self.offsets, at) - 1, 0)]
-            if at < self.offsets[-1] and (at - begin) % self.segment_tokens:
+            if at < self.offsets[-1] and (at - begin) % tokens:
                 raise ValueError(
-                    f"segment_tokens: rank {rank} begins {at - begin} tokens after a "
-                    f"sequence does, no multiple of {self.segment_tokens}; give lengths"
+                    f"{name}: rank {rank} begins {at - begin} tokens after a "
+                    f"sequence does, no multiple of {tokens}; give lengths"
                 )
 
     @cached_property
@@ -152,7 +156,8 @@ class Share:
 
     def start_exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """Of x so many elements to each rank; what comes from each of them, for `wait`."""
-        assert not self.backwards
+        if self.backwards:
+            raise NotImplementedError("attention: not with a context that runs backwards")
         return all_to_all(x, received, sent, self.group)
 
     def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:

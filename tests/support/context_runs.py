@@ -38,6 +38,9 @@ CUTS = (
     Cut("packed-one-rank-empty", (40, 0, 10), (50,)),
 )
 _QKV, _THREES = "q=BTGK k=BTHK v=BTHV", "q=BT6K k=BT3K v=BT3V"
+MODEL_CUTS = [CUTS[0], CUTS[2], CUTS[4]]
+# where blocks of 4 begin
+BLOCK_CUTS = [Cut("rows", (8, 12, 4)), Cut("packed", (8, 12, 8), (7, 1, 20))]
 # the catalogue's have more keys than queries
 ATTENTION = (
     Sample("attention", _QKV),
@@ -306,7 +309,7 @@ def replayed(rank: int, found: Any) -> None:
         played[0] = 0
 
 
-def compare_models(rank: int, mixers: list[Any], found: Any) -> None:
+def compare_models(rank: int, mixers: list[Any], cuts: list[Cut], found: Any) -> None:
     """The losses and gradients of a model, packed and in rows; the ranks' add up to the whole's."""
     from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 
@@ -316,7 +319,7 @@ def compare_models(rank: int, mixers: list[Any], found: Any) -> None:
         initializer_range=0.2,
     )  # fmt: skip
     model = SlipstreamForCausalLM(config).double().train()
-    for cut, checkpointed in ((CUTS[0], False), (CUTS[2], True), (CUTS[4], False)):
+    for cut in cuts:
         rows = 1 if cut.sequences else 2
         ids = torch.randint(0, 31, (rows, sum(cut.lengths)))
         offsets = None
@@ -326,7 +329,7 @@ def compare_models(rank: int, mixers: list[Any], found: Any) -> None:
         grads = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
         context = ContextParallel(None, offsets, cut.lengths)
         mine = shard(ids, context)
-        if checkpointed:  # whose second forward exchanges again, in backward
+        if cut == CUTS[2]:  # whose second forward exchanges again, in backward
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss = model(mine, labels=mine, context=context).loss
         loss.backward()
