@@ -10,7 +10,7 @@ slipstream is SGLang's own with these kernels in it. Models that SGLang knows by
 the registry: there, subclass GDNAttnBackend as `_backend` does.
 
 Not taken: trees of drafts, which stay with SGLang's Triton kernel, its ring caches (ReplaySSM), and
-the states of every chunk that its "extra_buffer" strategy for prefixes reads.
+for KDA the states on the way that its "extra_buffer" strategy for prefixes reads.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.integrations.serving import prefill, step, step_drafts, unpacked
+from slipstream.integrations.serving import (
+    prefill,
+    prefill_in_pieces,
+    step,
+    step_drafts,
+    unpacked,
+)
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 
 KINDS = {"gdn": "GDNAttnBackend", "kda": "KDAAttnBackend"}
@@ -153,6 +159,8 @@ class _Kernel:
 
 
 class GDNKernel(_Kernel):
+    uses_state_checkpoints = True
+
     def extend(
         self,
         q: Tensor,
@@ -165,23 +173,22 @@ class GDNKernel(_Kernel):
         cache_indices: Tensor,
         query_start_loc: Tensor,
         inplace_update: bool = True,
+        num_state_checkpoints: int = 0,
+        state_checkpoint_every_n_tokens: int = 0,
         **others: Any,
-    ) -> tuple[Tensor, None, None]:
+    ) -> tuple[Tensor, None, Tensor | None]:
         """Packed prompts [1, T, ...] with log decays g and beta [1, T, HV]; states are read and
-        written by cache_indices. Returns o, and None for the final states and those of chunks."""
-        o = prefill(
-            chunk_gated_delta_rule,
-            q,
-            k,
-            v,
-            g,
-            beta,
-            states=ssm_states,
-            slots=cache_indices,
-            cu_seqlens=query_start_loc,
-            in_place=inplace_update,
-            use_qk_l2norm_in_kernel=True,
-        )
+        written by cache_indices. Returns o, None, and if wanted the states after every so many
+        tokens of each sequence [1, checkpoints, HV, V, K]."""
+        tensors = q, k, v, g, beta
+        options: dict[str, Any] = {"states": ssm_states, "slots": cache_indices}
+        options |= {"cu_seqlens": query_start_loc, "use_qk_l2norm_in_kernel": True}
+        if num_state_checkpoints:
+            o, h = prefill_in_pieces(
+                chunk_gated_delta_rule, *tensors, every=state_checkpoint_every_n_tokens, **options
+            )
+            return o, None, h[None]
+        o = prefill(chunk_gated_delta_rule, *tensors, in_place=inplace_update, **options)
         return o, None, None
 
 

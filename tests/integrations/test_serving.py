@@ -4,6 +4,7 @@ tests/support/serving_peers.py compares with the engines' own functions, out of 
 """
 
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch
 from torch import Tensor
 
 from slipstream.integrations import sglang, vllm
-from slipstream.integrations.serving import packed, read_rows, unpacked, write_rows
+from slipstream.integrations.serving import (
+    packed,
+    prefill,
+    prefill_in_pieces,
+    read_rows,
+    unpacked,
+    write_rows,
+)
+from slipstream.ops import chunk_gated_delta_rule
 from tests.support.serving_calls import HV, SLOTS, Call, K, N, T, V
 
 KERNELS = {False: sglang.GDNKernel(), True: sglang.KDAKernel()}
@@ -88,6 +97,32 @@ def test_sglang_prefill(is_kda: bool, raw: bool) -> None:
         assert torch.equal(call.states, before)
     else:
         expect_states(call, states, before)
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+def test_states_on_the_way(consistent: bool) -> None:
+    call = Call.prefill(False)
+    (want, states), before = call.expected(), call.states.clone()
+    given = call.sglang_prefill()
+    if consistent:
+        names = "q", "k", "v", "g", "beta"
+        rule = partial(chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, consistent=True)
+        pool: dict[str, Any] = {"states": call.states, "slots": call.slots}
+        tensors = [given[x] for x in names]
+        o, h = prefill_in_pieces(rule, *tensors, **pool, cu_seqlens=call.offsets, every=64)
+        left = call.states.clone()
+        call.states.copy_(before)
+        assert torch.equal(o, prefill(rule, *tensors, **pool, cu_seqlens=call.offsets))
+        assert torch.equal(left, call.states)
+    else:
+        wanted: Any = {"num_state_checkpoints": 2, "state_checkpoint_every_n_tokens": 64}
+        o, _, found = sglang.GDNKernel().extend(**given, **wanted)
+        assert found is not None
+        h = found[0]
+    near(o, want)
+    # of 70, 5 and 64 tokens
+    near(h, torch.stack([states[0][64], states[2][64]]))
+    expect_states(call, states, before)
 
 
 def test_sglang_refuses_what_it_has_not() -> None:
