@@ -28,7 +28,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cuda:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         config = _config(dtype, *weight.shape, x.device)
-        y = matmul(x if x.dim() > 1 else x[None], weight.t(), bias=bias, config=config)
+        rows = x.contiguous()  # other strides may want another kernel
+        y = matmul(rows if x.dim() > 1 else rows[None], weight.t(), bias=bias, config=config)
         return y if x.dim() > 1 else y[0]
     rows = x.flatten(0, -2)
     padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % BLOCK))

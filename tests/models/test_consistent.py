@@ -1,7 +1,6 @@
 """SlipstreamConfig(consistent=True): equal logits whatever the batch, the cut and the step."""
 
 import copy
-import random
 from itertools import pairwise
 from typing import Any
 
@@ -13,68 +12,7 @@ from slipstream.models import PrefixCache, SlipstreamConfig, SlipstreamForCausal
 from slipstream.models import consistent as consistent_models
 from slipstream.models.config import CONSISTENT_MIXERS
 from slipstream.nn.consistent import linear
-
-LENGTH = 150
-
-
-def model_of(*mixers: str, **options: Any) -> SlipstreamForCausalLM:
-    torch.manual_seed(0)
-    if "rwkv7" in mixers:
-        options.setdefault("mlps", ["rwkv7"] * len(mixers))
-    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_heads": 2}
-    config = SlipstreamConfig(**sizes, mixers=[*mixers], consistent=True, **options)
-    return SlipstreamForCausalLM(config).eval()
-
-
-def sequences(count: int = 3) -> Tensor:
-    return torch.randint(1, 61, (count, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-def logits_of(model: SlipstreamForCausalLM, ids: Tensor, **options: Any) -> Tensor:
-    logits = model(ids, **options).logits
-    assert logits is not None
-    return logits
-
-
-def differing(model: SlipstreamForCausalLM, trials: int) -> int:
-    """Logits that differ in random batches: packed with gradients or without, padded, or a prompt
-    and its rest in random pieces, of one token and more."""
-    ids, rng = sequences(), random.Random(0)
-    whole = [logits_of(model, row[None])[0] for row in ids]
-    wrong = 0
-    for _ in range(trials):
-        which = [rng.randrange(len(ids)) for _ in range(rng.randint(1, 3))]
-        kind = rng.choice(["packed", "padded", "pieces"])
-        ends = [rng.randint(1, LENGTH) for _ in which]
-        with torch.set_grad_enabled(rng.random() < 0.3):
-            if kind == "packed":
-                packed = torch.cat([ids[n, :end] for n, end in zip(which, ends)])[None]
-                offsets = torch.tensor([0, *ends]).cumsum(0)
-                found = logits_of(model, packed, cu_seqlens=offsets, use_cache=False)[0]
-                parts = found.split(ends)
-            elif kind == "padded":
-                longest = max(ends)
-                rows, masks = torch.zeros(2, len(which), longest, dtype=torch.int64)
-                for i, (n, end) in enumerate(zip(which, ends)):
-                    rows[i, longest - end :], masks[i, longest - end :] = ids[n, :end], 1
-                found = logits_of(model, rows, attention_mask=masks, use_cache=False)
-                parts = [x[longest - end :] for x, end in zip(found, ends)]
-            else:
-                parts = _in_pieces(model, ids[which, : ends[0]], rng)
-                ends = ends[:1] * len(which)
-        for n, end, part in zip(which, ends, parts):
-            wrong += int((part != whole[n][:end]).sum())
-    return wrong
-
-
-@torch.no_grad()
-def _in_pieces(model: SlipstreamForCausalLM, ids: Tensor, rng: random.Random) -> list[Tensor]:
-    cache, at, parts = StateCache(len(model.model.layers)), 0, []
-    while at < ids.shape[1]:
-        end = at + rng.choice([1, 1, 1, 5, 64, 100])
-        parts.append(logits_of(model, ids[:, at:end], cache=cache, use_cache=True))
-        at = end
-    return list(torch.cat(parts, 1))
+from tests.support.consistent_models import LENGTH, differing, logits_of, model_of, sequences
 
 
 @pytest.mark.parametrize("mixer", CONSISTENT_MIXERS)

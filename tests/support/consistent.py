@@ -20,6 +20,7 @@ from tests.support.operators import LINEAR, Args, Size, has_time
 BLOCK = 64
 # Tokens of the whole sequences.
 LENGTH = 200
+SIZE = Size(B=3, T=LENGTH, H=1, HV=2, K=16, V=16, gate="mixed")
 
 
 def takes_consistent(op: Sample) -> bool:
@@ -75,7 +76,7 @@ class Wanted:
         }
         state = torch.cat([self.states[n][begin // BLOCK] for n, begin, _ in pieces])
         lengths = torch.tensor([0, *(end - begin for _, begin, end in pieces)])
-        options = {"cu_seqlens": lengths.cumsum(0).int()} if packed else {}
+        options = {"cu_seqlens": lengths.cumsum(0).int().to(state.device)} if packed else {}
         if rng.random() < 0.3:
             batch = {name: x.clone().requires_grad_() for name, x in batch.items()}
         o, final = self.call(batch, state, **options)
@@ -88,13 +89,21 @@ class Wanted:
 
 
 def differing(
-    op: Sample, trials: int, impl: str | None, seed: int = 0, *, raw: bool = False, **options: Any
+    op: Sample,
+    trials: int,
+    impl: str | None,
+    seed: int = 0,
+    *,
+    raw: bool = False,
+    size: Size = SIZE,
+    device: str = "cpu",
+    **options: Any,
 ) -> int:
     """Values that differ in so many random batches. raw: with gates and norms in the operator."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    size = Size(B=3, T=LENGTH, H=1, HV=2, K=16, V=16, gate="mixed")
-    args = {name: x for name, x in op.inputs(size).items() if name != "cu_seqlens"}
+    inputs = op.inputs(size, torch.device(device))
+    args = {name: x for name, x in inputs.items() if name != "cu_seqlens"}
     if raw:
         args["g"] = torch.randn_like(args["g"])
         options |= {"A_log": torch.randn(2), "dt_bias": torch.randn(args["g"].shape[2:])}
@@ -104,12 +113,19 @@ def differing(
     return sum(wanted.differing(rng) for _ in range(trials))
 
 
-def attention_differing(trials: int, impl: str | None, seed: int = 0, **options: Any) -> int:
+def attention_differing(
+    trials: int,
+    impl: str | None,
+    seed: int = 0,
+    width: int = 16,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> int:
     """The same of attention: any queries of one or more sequences, and the keys up to them."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    q = torch.randn(3, LENGTH, 2, 16)
-    k, v = (torch.randn(3, LENGTH, 1, 16) for _ in range(2))
+    q, k, v = (torch.randn(3, LENGTH, n, width, device=device, dtype=dtype) for n in (2, 1, 1))
     options = {"impl": impl, "consistent": True, **options}
     rows = [attention(q[n : n + 1], k[n : n + 1], v[n : n + 1], **options) for n in range(3)]
     wrong = 0
@@ -122,7 +138,8 @@ def attention_differing(trials: int, impl: str | None, seed: int = 0, **options:
         queries.requires_grad_(rng.random() < 0.3)
         keys, values = (torch.cat([x[n : n + 1, :end] for n, _, end in pieces], 1) for x in (k, v))
         of_q = torch.tensor([0, *(end - begin for _, begin, end in pieces)]).cumsum(0).int()
-        of_k = torch.tensor([0, *(end for _, _, end in pieces)]).cumsum(0).int()
+        of_q = of_q.to(device)
+        of_k = torch.tensor([0, *(end for _, _, end in pieces)]).cumsum(0).int().to(device)
         o = attention(queries, keys, values, cu_seqlens=of_q, cu_seqlens_k=of_k, **options)
         want = torch.cat([rows[n][:, begin:end] for n, begin, end in pieces], 1)
         wrong += int((o != want).sum())
