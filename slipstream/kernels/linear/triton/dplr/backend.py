@@ -34,7 +34,7 @@ from slipstream.kernels.linear.triton.dplr.intra_safe import dplr_intra_safe_ker
 from slipstream.kernels.linear.triton.dplr.intra_safe_bwd import dplr_intra_safe_bwd_kernel
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk, launch_options, tile_of
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
-from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, LIMIT, SHIFT
+from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, LIMIT, SHIFT
 from slipstream.kernels.linear.triton.dplr.wy import dplr_wy_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.workspace import (
@@ -241,11 +241,11 @@ class TritonDplr:
         options |= {"enable_fp_fusion": False, **launch_options(terms, tile.intra)}
         grid, gated = (intra.u.shape[0] * HV,), terms.g is not None
         run: Any = cached(dplr_wy_kernel)[grid]
-        options |= {"LIMIT": ANCHORED_TILES[dtype], "SHIFT": SHIFT[dtype]}
+        options |= {"LIMIT": ANCHORED_TILES[dtype], "APART": APART[dtype] if gated else 0.0}
         run(**args, HAS_GATE=gated, **options)
         if gated:
             run = cached(dplr_intra_safe_kernel)[grid]
-            run(**args, ones_ptr=_ones(terms), **options)
+            run(**args, ones_ptr=_ones(terms), SHIFT=SHIFT[dtype], **options)
 
     def _score_grads(
         self,
@@ -360,7 +360,8 @@ class TritonDplr:
         options |= {**_gate_options(terms), **launch_options(terms, kernel_tile)}
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dplr_dqkg_kernel)[grid]
-        run(**args, HAS_GATE=gated, **options)
+        apart = APART[do.dtype] if gated else 0.0
+        run(**args, HAS_GATE=gated, APART=apart, **options)
         if gated:
             options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
             run = cached(dplr_intra_safe_bwd_kernel)[grid]

@@ -13,7 +13,9 @@ where delta has a = b = k and P for P_prev, so that its dk is da + db, and dbeta
 y alone would make of da). An exponent's gradient is the product of what it multiplies with its
 gradient: gate t is in those of q from t on, of a after it, of what came of dS' before it, and with
 a minus of what scores gave b and k from t on, less what is not in the decay from t to the end.
-Pairs (i, i) have no decay; they come last. Strong chunks are left to intra_safe_bwd.py.
+Pairs (i, i) have no decay; they come last. Where halves of a chunk are APART (intra_anchored.py)
+what comes of one half of the tokens is taken, rows of the other half are rescaled, then comes what
+is left. Strong chunks are left to intra_safe_bwd.py.
 """
 
 import triton
@@ -113,12 +115,73 @@ def _of_states_after(
 
 
 @triton.jit
-def _scores_grad(b_d, p_d, o_c, b_m, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """b_d + d m [C, BK], d the gradient of scores [C, C], or d^T m."""
+def _scores_grad(
+    b_d, p_d, o_c, b_m, of, HALF: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """b_d + d m [C, BK], d the gradient of scores [C, C], or d^T m; if HALF what comes `of` some
+    tokens, [C]."""
     b_a = tl.load(p_d + o_c[:, None] * o_c.shape[0] + o_c[None, :])
     if TRANSPOSED:
         b_a = tl.trans(b_a)
+    if HALF:
+        b_a = tl.where(of[None, :], b_a, 0.0)
     return tl.dot(b_a, b_m, b_d, input_precision=PRECISION)
+
+
+@triton.jit
+def _scores_grads(
+    b_d, p_1, b_1, p_2, b_2, o_c, apart,
+    TWO: tl.constexpr, TRANSPOSED: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """b_d + d_1 m_1 + d_2 m_2 [C, BK], or with d^T; without the second unless TWO.
+
+    apart: APART, or 0 in a chunk whose operands are not.
+    """
+    if APART > 0 and apart > 0:
+        of = (o_c >= o_c.shape[0] // 2) == TRANSPOSED
+        for half in tl.static_range(2):
+            b_d = _scores_grad(b_d, p_1, o_c, b_1, of, True, TRANSPOSED, PRECISION)
+            if TWO:
+                b_d = _scores_grad(b_d, p_2, o_c, b_2, of, True, TRANSPOSED, PRECISION)
+            if half == 0:
+                b_d *= tl.where(of, 1.0, 2.0 ** (-2 * APART))[:, None]
+                of = of == 0
+    else:
+        b_d = _scores_grad(b_d, p_1, o_c, b_1, None, False, TRANSPOSED, PRECISION)
+        if TWO:
+            b_d = _scores_grad(b_d, p_2, o_c, b_2, None, False, TRANSPOSED, PRECISION)
+    return b_d
+
+
+@triton.jit
+def _load_writes(p, m_k, b_e, HAS_GATE: tl.constexpr):
+    b = tl.load(p, mask=m_k, other=0.0)
+    if HAS_GATE:
+        b = (b * tl.exp2(-b_e)).to(b.dtype)
+    return b
+
+
+@triton.jit
+def _of_writes(
+    b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, apart,
+    DELTA: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and da with what comes of what tokens wrote, w and but for DELTA u."""
+    p_qk = dqb_ptr if DELTA else dqk_ptr + i_a
+    p_ak = dqb_ptr if DELTA else dak_ptr + i_a
+    b_dq = _scores_grads(
+        b_dq, dqb_ptr + i_a, b_w, p_qk, b_u, o_c, apart, not DELTA, False, APART, PRECISION
+    )
+    b_da = _scores_grads(
+        b_da, dab_ptr + i_a, b_w, p_ak, b_u, o_c, apart, not DELTA, False, APART, PRECISION
+    )
+    return b_dq, b_da
+
+
+@triton.jit
+def _of_reads(b_d, b_r, b_s, p_q, p_a, o_c, apart, APART: tl.constexpr, PRECISION: tl.constexpr):
+    """db or dk with what comes of what tokens read, r and s."""
+    return _scores_grads(b_d, p_q, b_r, p_a, b_s, o_c, apart, True, True, APART, PRECISION)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -165,6 +228,7 @@ def dplr_dqkg_kernel(
     CHANNEL: tl.constexpr,
     PACKED: tl.constexpr,
     FP32: tl.constexpr,
+    APART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
@@ -173,9 +237,12 @@ def dplr_dqkg_kernel(
     act = q_ptr.dtype.element_ty
     pid = tl.program_id(0)
     i_chunk_head = (pid // NK).to(tl.int64)
-    if HAS_GATE:  # noqa: SIM102 - there is no strong_ptr without
-        if tl.load(strong_ptr + i_chunk_head) != 0:
+    apart = 0.0
+    if HAS_GATE:  # there is no strong_ptr without
+        strength = tl.load(strong_ptr + i_chunk_head)
+        if strength == 2:
             return
+        apart = strength * APART
     i_k = pid % NK
     i_h = (pid // NK) % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
@@ -210,51 +277,45 @@ def dplr_dqkg_kernel(
     b_dq *= scale
 
     # by way of what the tokens wrote
-    b_w = tl.load(p_b, mask=m_k, other=0.0)
+    b_e = 0.0
     if HAS_GATE:
         b_e, b_before, b_early, b_late = load_anchored(
-            g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
+            g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k, apart,
             CHANNEL, not DELTA, FP32, PRECISION,
         )  # fmt: skip
         b_z *= tl.exp2(b_early + b_late)
-        b_early = tl.exp2(b_early)[None, :]
+        b_early = tl.exp2(b_early + apart)[None, :]
         b_dq *= b_early
         b_da *= b_early
-        b_w = (b_w * tl.exp2(-b_e)).to(act)
-    b_dq = _scores_grad(b_dq, dqb_ptr + i_a, o_c, b_w, False, PRECISION)
-    b_da = _scores_grad(b_da, dab_ptr + i_a, o_c, b_w, False, PRECISION)
-    if not DELTA:
-        b_w = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
-        if HAS_GATE:
-            b_w = (b_w * tl.exp2(-b_e)).to(act)
-        b_dq = _scores_grad(b_dq, dqk_ptr + i_a, o_c, b_w, False, PRECISION)
-        b_da = _scores_grad(b_da, dak_ptr + i_a, o_c, b_w, False, PRECISION)
+    b_w = _load_writes(p_b, m_k, b_e, HAS_GATE)
+    b_u = b_w if DELTA else _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE)
+    b_dq, b_da = _of_writes(
+        b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, apart,
+        DELTA, APART, PRECISION,
+    )  # fmt: skip
 
     b_a = tl.load(p_a, mask=m_k, other=0.0)
-    b_ra = b_a * b_sign
-    if HAS_GATE:
-        b_dg = tl.zeros((C, BK), tl.float32)
-        b_f = tl.exp2(b_before)
-        b_da *= b_f
-        b_ra *= b_f
-    b_ra = b_ra.to(act)
+    b_f = tl.exp2(b_before) if HAS_GATE else 1.0
+    b_ra = (b_a * b_sign * b_f).to(act)
     if DELTA:
         o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
-        tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_a, 1), mask=m_c)
-        b_da *= b_sign
-        b_t = b_a * b_da
+        tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_f * b_a, 1), mask=m_c)
+        # of the same rounded factors as the other products, so that what cancels does so exactly
+        b_t = b_ra * b_da
+        b_da *= b_f * b_sign
     else:
-        tl.store(da_ptr + o_o, b_da.to(act), mask=m_k)
+        tl.store(da_ptr + o_o, (b_da * b_f).to(act), mask=m_k)
         if HAS_GATE:
-            b_dg = add_anchored_bwd(b_dg, b_a * b_da, o_c, 1, True, FP32, PRECISION)
+            b_dg = tl.zeros((C, BK), tl.float32)
+            b_dg = add_anchored_bwd(b_dg, b_ra * b_da, o_c, 1, True, FP32, PRECISION)
             b_t = 0.0
     b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
     b_rq = b_q
     if HAS_GATE:
         b_f = tl.exp2(b_e)
-        b_dq *= b_f
         b_rq = (b_q * b_f).to(act)
-        b_t += b_q * b_dq
+        b_t += b_rq * b_dq
+        b_dq *= b_f
     b_qb = tl.load(diag_ptr + i_chunk_head * (2 * C) + o_c)[:, None]
     b_b = tl.load(p_b, mask=m_k, other=0.0)
     b_dq += b_qb * b_b
@@ -269,31 +330,34 @@ def dplr_dqkg_kernel(
         x_ptr + i_x, None if DELTA else v_ptr + i_v, HV, dstates_ptr + i_s, o_c, m_c, o_k,
         V, WIDE, BV, BK, DELTA, PRECISION,
     )  # fmt: skip
-    b_b = tl.load(p_b, mask=m_k, other=0.0)
+    b_w = _load_writes(p_b, m_k, b_e, HAS_GATE)
     if HAS_GATE:
-        b_late = tl.exp2(b_late)[None, :]
+        b_late = tl.exp2(b_late + apart)[None, :]
         b_db *= b_late
-        b_z += tl.sum(b_b * tl.exp2(-b_e) * b_db, 0)
-    b_db = _scores_grad(b_db, dqb_ptr + i_a, o_c, b_rq, True, PRECISION)
-    b_db = _scores_grad(b_db, dab_ptr + i_a, o_c, b_ra, True, PRECISION)
+        b_back = tl.exp2(tl.where(o_c >= C // 2, 0.0, -2 * apart))[:, None]
+        b_z += tl.sum(b_w * (b_db * b_back), 0)
+    b_db = _of_reads(b_db, b_rq, b_ra, dqb_ptr + i_a, dab_ptr + i_a, o_c, apart, APART, PRECISION)
     if HAS_GATE:
+        b_t -= _load_writes(p_b, m_k, b_e, HAS_GATE) * b_db  # read again: kept, it would spill
         b_db *= tl.exp2(-b_e)
-        b_t -= b_b * b_db
     b_db += b_qb * b_q
     if DELTA:
         tl.store(dk_ptr + o_o, (b_db + b_da).to(act), mask=m_k)
     else:
         tl.store(db_ptr + o_o, b_db.to(act), mask=m_k)
-        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        b_u = _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE)
         if HAS_GATE:
             b_dk *= b_late
-            b_z += tl.sum(b_k * tl.exp2(-b_e) * b_dk, 0)
-        b_dk = _scores_grad(b_dk, dqk_ptr + i_a, o_c, b_rq, True, PRECISION)
-        b_dk = _scores_grad(b_dk, dak_ptr + i_a, o_c, b_ra, True, PRECISION)
+            b_z += tl.sum(b_u * (b_dk * b_back), 0)
+        b_dk = _of_reads(
+            b_dk, b_rq, b_ra, dqk_ptr + i_a, dak_ptr + i_a, o_c, apart, APART, PRECISION
+        )
         if HAS_GATE:
+            b_t -= _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE) * b_dk
             b_dk *= tl.exp2(-b_e)
-            b_t -= b_k * b_dk
         tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
     if HAS_GATE:
+        if DELTA:
+            b_dg = tl.zeros((C, BK), tl.float32)
         b_dg = add_anchored_bwd(b_dg + b_z[None, :], b_t, o_c, 1, False, FP32, PRECISION)
         tl.store(dg_ptr + o_o, b_dg, mask=m_k)

@@ -11,13 +11,17 @@ than LIMIT, both factors are finite and lose no digits, and one product has the 
 those that nothing reads among them. A chunk with a channel beyond that is "strong": the kernels
 here leave it to those of intra_safe.py and intra_safe_bwd.py (gate_sums.py).
 
+In bfloat16, whose exponents have room for it, a chunk may decay further, each half by 2^(-2 LIMIT):
+E is then APART less in the first half and APART more in the second, and what a read of the second
+half has of a write in the first one comes out 2^(2 APART) times too large, which is taken off.
+
 That is for the gradients. An output must not depend on later tokens, not even by what its decays
-are relative to, so forward takes G, the sum of g from the start to i, and a constant in place of E,
+are relative to, so forward takes G, the sum of g from the start to i, and a whole number,
 
-    exp(G_i + SHIFT) exp(-G_j - SHIFT)      from the start exp(-SHIFT) exp(G_i + SHIFT)
+    exp(G_i - n) exp(n - G_j)      n = early, cut, + APART in the first half, - APART in the second
 
-where SHIFT, if the dtype's exponents have room for it, has both on both sides of 1. Also in strong
-chunks that is how a token reads for which G is no less than -2 LIMIT (is_read_anchored).
+where G is rounded to multiples of 2^-14, so that n moves exponents alone; without APART n is 0.
+Also in strong chunks that is how a token reads whose own gates allow it (is_read_anchored).
 """
 
 import triton
@@ -27,6 +31,7 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, produ
 
 # in a chunk that is not strong all tokens are above the bound, however their sums are rounded
 ROUNDING = tl.constexpr(0.125)
+FAR = tl.constexpr(1000.0)
 
 
 @triton.jit
@@ -37,12 +42,16 @@ def load_anchored(
     o_c,
     m_g,
     o_k,
+    apart,
     CHANNEL: tl.constexpr,
     BEFORE: tl.constexpr,
     FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late [BK]."""
+    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late [BK].
+
+    apart: what E has less in the first half, and more in the second.
+    """
     C: tl.constexpr = o_c.shape[0]
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
@@ -62,7 +71,8 @@ def load_anchored(
         ahead = (t < C // 2) & (t >= i)
         b_seen = past.to(tl.float32) - ahead.to(tl.float32)
         b_before = product_of_gates(b_seen, b_g, FP32, PRECISION)
-    return b_e, b_before, b_early, b_late
+    b_apart = tl.where(later, apart, -apart)
+    return b_e + b_apart, b_before + b_apart, b_early, b_late
 
 
 @triton.jit
@@ -75,12 +85,13 @@ def load_from_start(
     o_k,
     CHANNEL: tl.constexpr,
     BEFORE: tl.constexpr,
-    SHIFT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    APART: tl.constexpr,
     FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """G + SHIFT [C, BK], that without a token's own gate (if BEFORE, else the same), early, late
-    [BK]."""
+    """G - n [C, BK], that without a token's own gate (if BEFORE, else the same); the middle, early,
+    late [BK]."""
     C: tl.constexpr = o_c.shape[0]
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
@@ -90,23 +101,59 @@ def load_from_start(
     i = o_c[:, None]
     t = o_c[None, :]
     # from the chunk's start, which no later token moves
-    b_e = product_of_gates((t <= i).to(tl.float32), b_g, FP32, PRECISION) + SHIFT
+    b_e = product_of_gates((t <= i).to(tl.float32), b_g, FP32, PRECISION)
     b_before = b_e
     if BEFORE:
-        b_before = product_of_gates((t < i).to(tl.float32), b_g, FP32, PRECISION) + SHIFT
-    return b_e, b_before, b_early, b_late
+        b_before = product_of_gates((t < i).to(tl.float32), b_g, FP32, PRECISION)
+    b_middle = tl.zeros_like(b_early)
+    if APART > 0:
+        b_middle = tl.floor(tl.maximum(b_early, -(2 * LIMIT + 5)))
+        b_far = b_middle[None, :] + tl.where(later, FAR - APART, FAR + APART)
+        # a sum with FAR is a multiple of 2^-14, and a whole number less is exact
+        b_e = (b_e + FAR) - b_far
+        b_before = (b_before + FAR) - b_far
+    return b_e, b_before, b_middle, b_early, b_late
 
 
 @triton.jit
-def anchored_writes(b_e, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """exp(-G - SHIFT) [C, BK], and where no such read has it, something finite."""
+def by_halves(b_sum, o_c, SIGN: tl.constexpr, APART: tl.constexpr):
+    """exp(b_sum + SIGN APART) [C, BK] in the first half of a chunk, then less; b_sum [BK]."""
+    later = o_c >= o_c.shape[0] // 2
+    return tl.exp2(b_sum[None, :] + tl.where(later, -SIGN * APART, SIGN * APART)[:, None])
+
+
+@triton.jit
+def together(b_scores, o_c, APART: tl.constexpr):
+    """Scores [C, C] of operands whose halves are APART."""
+    if APART > 0:
+        later = o_c >= o_c.shape[0] // 2
+        apart = later[:, None] & (later == 0)[None, :]
+        b_scores *= tl.where(apart, 2.0 ** (-2 * APART), 1.0)
+    return b_scores
+
+
+@triton.jit
+def anchored_writes(b_e, LIMIT: tl.constexpr, APART: tl.constexpr):
+    """exp(n - G) [C, BK], and where no such read has it, something finite."""
     # such a write is multiplied by a read's decay that is 0, and inf times 0 would be NaN
-    return tl.exp2(tl.minimum(-b_e, 2 * LIMIT + ROUNDING - SHIFT))
+    return tl.exp2(tl.minimum(-b_e, 2 * LIMIT + 1 - APART))
+
+
+@triton.jit
+def lowest_read(b_e, b_middle, b_early, o_c, APART: tl.constexpr):
+    """G [C] of each token's lowest channel, or from the middle on what is lower, that or early."""
+    b_sum = b_e
+    if APART > 0:
+        later = (o_c >= o_c.shape[0] // 2)[:, None]
+        b_sum += b_middle[None, :] + tl.where(later, -APART, APART)
+        b_early = b_early[None, :]
+        b_sum = tl.where(later, tl.minimum(b_sum - b_early, b_early), b_sum)
+    return tl.min(b_sum, 1)
 
 
 @triton.jit
 def is_read_anchored(b_lowest, LIMIT: tl.constexpr):
-    """Whether tokens read as in chunks that are not strong, by G of their lowest channel."""
+    """Whether tokens read as in chunks that are not strong, by lowest_read."""
     return b_lowest >= -(2 * LIMIT + ROUNDING)
 
 

@@ -19,8 +19,11 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import (
 )
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     anchored_writes,
+    by_halves,
     is_read_anchored,
     load_from_start,
+    lowest_read,
+    together,
 )
 from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
 
@@ -103,7 +106,7 @@ def dplr_intra_safe_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [chunks, HV]
+    strong_ptr,  # [chunks, HV]: 2 where the chunk is
     ones_ptr,  # [2, C, C]: dplr_gates.triangle
     cu_ptr,  # [N + 1]
     scale,
@@ -125,18 +128,18 @@ def dplr_intra_safe_kernel(
     FP32: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
-    START: tl.constexpr = 2.0**-SHIFT
     KM: tl.constexpr = K != WIDE
     pid = tl.program_id(0)
     i_chunk_head = pid.to(tl.int64)
     # most programs end here: wy.py has made all that a weak chunk needs
-    if tl.load(strong_ptr + i_chunk_head) == 0:
+    if tl.load(strong_ptr + i_chunk_head) < 2:
         return
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
@@ -155,24 +158,25 @@ def dplr_intra_safe_kernel(
     write_ptr = k_ptr if DELTA else b_ptr
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
-    b_lowest = tl.full((C,), SHIFT, tl.float32)
+    b_lowest = tl.zeros((C,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
         o_q = i * (H * K) + o_k[None, :]
         m_k = m_c[:, None]
         if KM:
             m_k = m_k & (o_k < K)[None, :]
-        b_e, b_before, _, _ = load_from_start(
-            g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, not DELTA, SHIFT, FP32, PRECISION
+        b_e, b_before, b_middle, b_early, _ = load_from_start(
+            g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, not DELTA, LIMIT, APART, FP32, PRECISION
         )
         # of each token over all channels: rows that stay within range keep wy.py's product, bit for
         # bit
-        b_lowest = tl.minimum(b_lowest, tl.min(b_e, 1))
+        b_lowest = tl.minimum(b_lowest, lowest_read(b_e, b_middle, b_early, o_c, APART))
         b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
         b_wide = b_a * tl.exp2(b_before)
         b_a = b_wide.to(act)
-        tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], (b_wide * START).to(act))
-        b_write = anchored_writes(b_e, LIMIT, SHIFT)
+        b_wide *= by_halves(b_middle, o_c, 1, APART)
+        tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_wide.to(act))
+        b_write = anchored_writes(b_e, LIMIT, APART)
         b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)
         b_b = (b_b * b_write).to(act)
         b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
@@ -181,10 +185,10 @@ def dplr_intra_safe_kernel(
             b_k = (b_k * b_write).to(act)
             b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
     # rows whose decay from the chunk's start is in range; the others are added by sub-chunks
-    anchored = is_read_anchored(b_lowest - SHIFT, LIMIT)[:, None]
+    anchored = is_read_anchored(b_lowest, LIMIT)[:, None]
     other = anchored == 0
-    b_ab = tl.where(anchored & (i > j), b_ab, 0.0)
-    b_ak = tl.where(anchored & (i > j), b_ak, 0.0)
+    b_ab = tl.where(anchored & (i > j), together(b_ab, o_c, APART), 0.0)
+    b_ak = tl.where(anchored & (i > j), together(b_ak, o_c, APART), 0.0)
 
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)

@@ -194,7 +194,7 @@ def dplr_intra_safe_bwd_kernel(
     pid = tl.program_id(0)
     i_chunk_head = (pid // NK).to(tl.int64)
     # most programs end here: dqkg.py's gradients of a weak chunk stand
-    if tl.load(strong_ptr + i_chunk_head) == 0:
+    if tl.load(strong_ptr + i_chunk_head) < 2:
         return
     i_k = pid % NK
     i_h = (pid // NK) % HV

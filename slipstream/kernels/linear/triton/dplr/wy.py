@@ -26,7 +26,12 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import inverse, locate_chunk
-from slipstream.kernels.linear.triton.dplr.intra_anchored import anchored_writes, load_from_start
+from slipstream.kernels.linear.triton.dplr.intra_anchored import (
+    anchored_writes,
+    by_halves,
+    load_from_start,
+    together,
+)
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 
@@ -117,7 +122,7 @@ def dplr_wy_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [chunks, HV]: whether the chunk is
+    strong_ptr,  # [chunks, HV]: 1 if a half decays by more than LIMIT, 2 if it is strong
     cu_ptr,  # [N + 1]
     scale,
     keep,
@@ -138,14 +143,13 @@ def dplr_wy_kernel(
     PACKED: tl.constexpr,
     FP32: tl.constexpr,
     LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
-    START: tl.constexpr = 2.0**-SHIFT
     pid = tl.program_id(0)
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
@@ -177,23 +181,24 @@ def dplr_wy_kernel(
         b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
         b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
-            b_e, _, b_early, b_late = load_from_start(
-                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, SHIFT, FP32, PRECISION
+            b_e, _, b_middle, b_early, b_late = load_from_start(
+                g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, LIMIT, APART, FP32, PRECISION
             )
             # of the two halves of the chunk that which decays more
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
             tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
             b_read = tl.exp2(b_e)
-            b_write = anchored_writes(b_e, LIMIT, SHIFT)
-            b_end = tl.exp2(b_early + b_late + SHIFT)[None, :]
+            b_start = by_halves(b_middle, o_c, 1, APART)
             # float32 until it is stored, so that q~ and the operand are rounded once each
             b_wide = b_q * b_read
             b_q = b_wide.to(act)
-            tl.store(q_out_ptr + o_w, (b_wide * (START * scale)).to(act))
+            tl.store(q_out_ptr + o_w, (b_wide * (b_start * scale)).to(act))
             if DELTA:
                 b_wide = b_b * b_read
                 b_a = b_wide.to(act)
-                tl.store(w_out_ptr + o_w, (b_wide * START).to(act))
+                tl.store(w_out_ptr + o_w, (b_wide * b_start).to(act))
+            b_write = anchored_writes(b_e, LIMIT, APART)
+            b_end = by_halves(b_early + b_late - b_middle, o_c, -1, APART)
             b_wide = b_b * b_write
             b_b = b_wide.to(act)
             tl.store(b_out_ptr + o_w, (b_wide * b_end).to(act))
@@ -213,8 +218,12 @@ def dplr_wy_kernel(
                 tl.store(k_out_ptr + o_w, b_k)
             b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
     if HAS_GATE:
-        weak = tl.max(b_strongest, 0) <= LIMIT
-        tl.store(strong_ptr + i_chunk_head, 1 - weak.to(tl.int32))
+        strongest = tl.max(b_strongest, 0)
+        strong = (strongest > (2 * LIMIT if APART > 0 else LIMIT)).to(tl.int32)
+        tl.store(strong_ptr + i_chunk_head, strong + (strongest > LIMIT).to(tl.int32))
+        b_qb = together(b_qb, o_c, APART)
+        b_qk = together(b_qk, o_c, APART)
+        b_ab = together(b_ab, o_c, APART)
     tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
     if not DELTA:
         tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
@@ -229,18 +238,21 @@ def dplr_wy_kernel(
             b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
             b_first = b_a
             if HAS_GATE:
-                b_e, b_before, _, _ = load_from_start(
-                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, SHIFT, FP32, PRECISION
+                b_e, b_before, b_middle, _, _ = load_from_start(
+                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, LIMIT, APART, FP32, PRECISION
                 )
                 b_wide = b_a * tl.exp2(b_before)
                 b_a = b_wide.to(act)
-                b_first = (b_wide * START).to(act)
-                b_write = anchored_writes(b_e, LIMIT, SHIFT)
+                b_first = (b_wide * by_halves(b_middle, o_c, 1, APART)).to(act)
+                b_write = anchored_writes(b_e, LIMIT, APART)
                 b_b = (b_b * b_write).to(act)
                 b_k = (b_k * b_write).to(act)
             tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_first)
             b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
             b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+        if HAS_GATE:
+            b_ab = together(b_ab, o_c, APART)
+            b_ak = together(b_ak, o_c, APART)
         b_ak = tl.where(i > j, b_ak, 0.0)
     solve_chunk(
         tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
