@@ -16,7 +16,7 @@ from slipstream.runtime.launch_cache import cached
 # Elements of a tile.
 FORWARD = 1024
 # Of each backward, programs at a time on each multiprocessor, and warps.
-TERMS_BACKWARD, OUTPUT_BACKWARD = (256, 9, 4), (2048, 8, 4)
+TERMS_BACKWARD, OUTPUT_BACKWARD = (256, 9, 4), (1024, 4, 4)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from slipstream.runtime.launch_cache import cached
 
 # Channels of a program at most, and programs at a time on each multiprocessor.
 CHANNELS = 1024
-PER_PROCESSOR = 8
+PER_PROCESSOR = 4
 
 
 @triton.jit
