@@ -151,7 +151,7 @@ class CachedKernel:
         self._driver: Any = driver
         self._names = [p.name for p in kernel.params]
         self._orders: dict[tuple, tuple[Pick, list[str]]] = {}
-        self._places: dict[tuple, ArgLayout | None] = {}
+        self._places: dict[tuple, tuple[tuple, ArgLayout | None]] = {}
         self._found: dict[tuple, CompiledEntry] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -205,11 +205,14 @@ class CachedKernel:
 
     def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
         """Of all that decides which kernel it is; None where this does not tell."""
-        types = tuple(map(type, args))
+        given = tuple(map(type, args))
         try:
-            places = self._places[types]
+            types, places = self._places[given]
         except KeyError:
-            places = self._places[types] = self._places_of(types)
+            # a parameter is a tensor: records of calls (call_replay.py) have that in its place
+            types = tuple(Tensor if x is Parameter else x for x in given)
+            places = self._places_of(types)
+            self._places[given] = types, places
         if places is None:
             return None
         tensors = places.tensors(args)
@@ -235,7 +238,7 @@ class CachedKernel:
         for i, (kind, param) in enumerate(zip(types, self.kernel.params)):
             if param.is_constexpr:
                 places["values"].append(i)
-            elif kind in (Tensor, Parameter):
+            elif kind is Tensor:
                 places["tensors"].append(i)
             elif kind is int:
                 places["narrow" if param.do_not_specialize else "numbers"].append(i)

@@ -153,3 +153,25 @@ def test_replay_in_a_graph() -> None:
     graph.replay()
     with mock.patch.object(call_replay, "ENABLED", False):
         assert torch.equal(got, ops.chunk_simple_gla(q, k, v, g)[0])
+
+
+def test_norms_of_a_model_are_played() -> None:
+    """Whose weight is a parameter, and which add up a residual."""
+    weight = torch.nn.Parameter(torch.rand(256, device="cuda"))
+    for turn in range(4):
+        x, h = (torch.randn(64, 256, device="cuda", requires_grad=True) for _ in range(2))
+        found: list[list[Tensor]] = []
+        played = 0
+        for enabled in (True, False):
+            with (
+                mock.patch.object(call_replay, "ENABLED", enabled),
+                mock.patch.object(
+                    call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
+                ) as play,
+            ):
+                y, stream = ops.rms_norm(x, weight, residual=h, prenorm=True)
+                grads = torch.autograd.grad((y * stream).sum(), (x, h, weight))
+            found.append([y, stream, *grads])
+            played += play.call_count
+        assert all(map(torch.equal, *found))
+        assert turn < 2 or played == 2

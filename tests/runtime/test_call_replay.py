@@ -186,6 +186,15 @@ def test_results_may_be_missing_or_the_same() -> None:
     assert toy.calls == 2
 
 
+def test_operations_without_tensors_are_no_steps() -> None:
+    def body(x: Tensor, z: Tensor) -> Tensor:
+        y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, z.dtype))
+        launch(x, y)
+        return y
+
+    agree(Toy(body), lambda x, z: 2 * x, lambda: (torch.randn(4), torch.randn(4).half()))
+
+
 def test_constants_are_kept() -> None:
     table = torch.arange(4.0)
 

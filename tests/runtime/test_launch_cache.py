@@ -121,6 +121,14 @@ def test_same_key_is_same_kernel(gpu: list[tuple]) -> None:
     assert told > 400 and len(set(same.values())) > 50
 
 
+def test_parameters_have_the_key_of_tensors(gpu: list[tuple]) -> None:
+    """A call is recorded with the tensor in a parameter's place (call_replay.py)."""
+    x, named = torch.zeros(64), {"W": 32, "FLAG": True}
+    given = [(x, x, z, 0.5, 5, 1) for z in (torch.zeros(64), torch.nn.Parameter(torch.zeros(64)))]
+    first, second = (CachedKernel(toy_kernel).key_of(args, named) for args in given)
+    assert first is not None and first == second
+
+
 def test_launches_what_triton_would(gpu: list[tuple]) -> None:
     remembering, asked = CachedKernel(toy_kernel), 0
     x, y = torch.zeros(64), torch.zeros(65)
