@@ -36,6 +36,15 @@ LINEAR = (  # operator, shape
     ("dplr_delta_rule", "A"),
     ("rwkv7", "A"),
 )
+MORE = (
+    "gdn2",
+    "gated_oja_rule",
+    "precond_gated_delta_rule",
+    "precond_kda",
+    "lightnet",
+    "mamba3",
+    "rwkv4",
+)
 FULLY_TUNED_S = 100.0  # fla's autotuner tries all of its configurations; fewer took up to 20 s
 
 
@@ -89,6 +98,23 @@ def linear_errors() -> Table:
     )
     headings = ("operator", "outputs", "gradients", "gradients of gates and beta", "fla's largest")
     return Table("linear_errors", "bench/linear.py", headings, rows, tuple(used))
+
+
+def linear_more() -> Table:
+    """Operators without a peer's figures, of which some have been measured."""
+    found = [matching("linear_gpu_peers", operator=x, shape="A") for x in MORE]
+    used = [x[-1] for x in found if x]
+    rows = tuple(
+        (
+            label(f"{row.get('operator')} {row.get('shape')}"),
+            pair(number(row, "fwd"), number(row, "both")),
+            number(row, "peak_GiB"),
+            *(error(row, f"{x} error") for x in ("out", "grad", "gate")),
+        )
+        for row in used
+    )
+    headings = ("operator", "ms", "GiB", "outputs", "gradients", "gradients of gates and beta")
+    return Table("linear_more", "bench/linear.py --peer none", headings, rows, tuple(used))
 
 
 def flash_qla_rows() -> list[Row]:

@@ -6,7 +6,14 @@ a peer is only shown beside a row of the same run. tools/claims.py writes the ta
 
 from collections.abc import Callable, Iterable, Sequence
 
-from linear_tables import flash_qla, flash_qla_rows, linear, linear_errors, linear_row
+from linear_tables import (
+    flash_qla,
+    flash_qla_rows,
+    linear,
+    linear_errors,
+    linear_more,
+    linear_row,
+)
 from scaling_tables import SCALING
 from table_cells import (
     Cell,
@@ -423,9 +430,9 @@ def transformers_models() -> Table:
 
 
 TABLES: Sequence[Callable[[], Table]] = (
-    summary, linear, linear_errors, flash_qla, attention, attention_errors, packed_attention,
-    cache_attention, blocks, block_errors, matmul, steps, host, first_calls, memory, training,
-    convergence, transformers_models, cpu,
+    summary, linear, linear_errors, linear_more, flash_qla, attention, attention_errors,
+    packed_attention, cache_attention, blocks, block_errors, matmul, steps, host, first_calls,
+    memory, training, convergence, transformers_models, cpu,
 )  # fmt: skip
 
 
