@@ -31,6 +31,14 @@ EXCEPTIONS = {
 }
 
 
+# plain torch, where a kernel fails, of what is a scan inside
+FAMILY_EXCEPTIONS = {
+    ("running_mean/eager.py", "slipstream.kernels.gated_scan.op"),
+    ("running_mean/eager.py", "slipstream.kernels.pointwise.token_shift"),
+    ("preconditioner/op.py", "slipstream.kernels.gated_scan.op"),
+}
+
+
 def imports(path: Path) -> Iterator[str]:
     """Names of our modules that a file imports, wherever the statement stands."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -55,14 +63,15 @@ def test_parts_import_only_what_is_below() -> None:
 
 
 def test_families_do_not_import_each_other() -> None:
-    wrong = []
+    others = set()
     for path in (ROOT / "kernels").rglob("*.py"):
-        family = path.relative_to(ROOT / "kernels").parts[0]
+        name = path.relative_to(ROOT / "kernels")
+        family = name.parts[0]
         for module in imports(path):
             parts = module.split(".")
             if parts[1] == "kernels" and len(parts) > 2 and parts[2] not in (family, "primitives"):
-                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
-    assert not wrong
+                others.add((name.as_posix(), module))
+    assert others == FAMILY_EXCEPTIONS
 
 
 def test_every_part_has_a_level() -> None:
