@@ -43,6 +43,7 @@ CHANNEL_GATES = {
     "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
     "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
     "per token": lambda x: (-x[..., :1]).expand(x.shape),
+    "middling": lambda x: -6 * x,
     "bfloat16": lambda x: (-x).bfloat16(),
 }
 

@@ -31,7 +31,10 @@ from slipstream.kernels.linear.backend import (
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
-from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
+from slipstream.kernels.linear.triton.vector_decay.dqkg import (
+    vector_decay_dqkg_halves_kernel,
+    vector_decay_dqkg_kernel,
+)
 from slipstream.kernels.linear.triton.vector_decay.intra_bwd import vector_decay_intra_bwd_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
     vector_decay_intra_fwd_kernel,
@@ -60,6 +63,10 @@ BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 # By how much the exponents of both factors are shifted to lie on both sides of 0, so that blocks
 # may decay further: where 16 bits have float32's exponents, for others would lose small numbers.
 SHIFT = {torch.bfloat16: 60.0, torch.float16: 0.0, torch.float32: 0.0}
+
+# In base 2, how far both halves of a chunk are from its middle in gradients of chunks that decay
+# further (subchunk_decay.py).
+APART = {torch.bfloat16: 55.0, torch.float16: 0.0, torch.float32: 0.0}
 
 CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True, exchanges=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
@@ -322,9 +329,17 @@ def launch_grads(
     }
     options: dict[str, Any] = {**_options(problem, kernel_tile), **_bound(problem), "K": K}
     cached(vector_decay_dqkg_kernel)[total,](**args, **options)
-    options |= {"LEVELS": C.bit_length() - 1, "MAX_CHUNKS": MAX_PAIRS_SHARE}
-    options["SHIFT"] = SHIFT[problem.k.dtype]
-    cached(vector_decay_intra_bwd_kernel)[_programs(total),](**args, total=total, **options)
+    options["MAX_CHUNKS"] = MAX_PAIRS_SHARE
+    apart, halves = APART[problem.k.dtype], None
+    if apart and "dk" in named:
+        halves = problem.k.new_empty(total, dtype=torch.int32)
+        cached(vector_decay_dqkg_halves_kernel)[_programs(total),](
+            **args, halves_ptr=halves, total=total, APART=apart, **options
+        )
+    options |= {"LEVELS": C.bit_length() - 1, "SHIFT": SHIFT[problem.k.dtype]}
+    cached(vector_decay_intra_bwd_kernel)[_programs(total),](
+        **args, halves_ptr=halves, total=total, **options
+    )
 
 
 def _programs(total: int) -> int:

@@ -13,7 +13,9 @@ In a chunk that is one safe block (subchunk_decay.py; intra_bwd.py has the other
     r_i = q_i exp(G_i)     dr = (lower triangle of P) w   dq_i = scale * (dqs_i + dr_i) exp(G_i)
     w_j = k_j exp(-G_j)    dw = (upper) r                 dk_j = scale * (dke_j D + dw_j) exp(-G_j)
 
-with G from the chunk's start and D = exp(G_C), and dg is what every exponent adds to its gates:
+with G from the chunk's start and D = exp(G_C), or in chunks of which each half is one relative to n
+of subchunk_decay.py: there products of a half come before those of the other, and what one half
+has is rescaled between them. dg is what every exponent adds to its gates:
 
     dg_t = z + sum over i >= t of (r_i * (dqs_i + dr_i) - w_i * dw_i)
              + sum over j < t of w_j * dke_j D
@@ -31,8 +33,12 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
+    are_halves_safe,
     dot_with,
+    half_sums,
     is_block_safe,
+    is_chunk_safe,
+    offsets,
     prefix_span,
     prefix_span_bwd,
     spans_to_gates_bwd,
@@ -45,12 +51,39 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 
 @triton.jit
 def anchored_reads(
-    b_p, b_w, b_dqs, i, j, dtype: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr
-):
+    b_p, b_w, b_dqs, b_early, rows, dtype: tl.constexpr, BEFORE: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dqs + (lower triangle of P) w [C, BK], in float32."""
-    lower = i > j if BEFORE else i >= j
-    b_dr = dot_with(tl.where(lower, b_p, 0.0), b_w, dtype, PRECISION)
-    return b_dr + b_dqs
+    C: tl.constexpr = rows.shape[0]
+    i, j = rows[:, None], tl.arange(0, C)[None, :]
+    b_p = tl.where(i > j if BEFORE else i >= j, b_p, 0.0)
+    if APART > 0:
+        # writes of the first half are 2^(2 APART) times what they are to the other's reads
+        b_dr = b_dqs * tl.exp2(b_early + APART)[None, :]
+        b_dr += dot_with(tl.where(j < C // 2, b_p, 0.0), b_w, dtype, PRECISION)
+        b_dr *= tl.where(i < C // 2, 1.0, 2.0 ** (-2 * APART))
+        b_dr += dot_with(tl.where(j < C // 2, 0.0, b_p), b_w, dtype, PRECISION)
+    else:
+        b_dr = dot_with(b_p, b_w, dtype, PRECISION) + b_dqs
+    return b_dr
+
+
+@triton.jit
+def anchored_writes(
+    b_p, b_r, rows, BEFORE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr
+):
+    """(upper triangle of P) r [C, BK]."""
+    C: tl.constexpr = rows.shape[0]
+    j, i = rows[:, None], tl.arange(0, C)[None, :]
+    b_p = tl.where(j < i if BEFORE else j <= i, b_p, 0.0)
+    if APART > 0:
+        b_dw = tl.dot(tl.where(i < C // 2, 0.0, b_p), b_r, input_precision=PRECISION)
+        b_dw *= tl.where(j < C // 2, 2.0 ** (-2 * APART), 1.0)
+        b_dw = tl.dot(tl.where(i < C // 2, b_p, 0.0), b_r, b_dw, input_precision=PRECISION)
+    else:
+        b_dw = tl.dot(b_p, b_r, input_precision=PRECISION)
+    return b_dw
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "HK"])
@@ -89,22 +122,84 @@ def vector_decay_dqkg_kernel(
     if not GROUPED:
         HK = HV
     NK: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    if is_block_safe(decay_ptr + (pid // NK).to(tl.int64) * K, K, ALL, BOUND):
+        _tile(
+            q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr,
+            du_ptr, decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
+            K, BK, C, 0.0, BEFORE, PACKED, BF16_TERMS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
+def vector_decay_dqkg_halves_kernel(
+    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
+    decay_ptr, halves_ptr, cu_ptr, scale, total, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    C: tl.constexpr, BOUND: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
+    PACKED: tl.constexpr, GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """grid (at least total / MAX_CHUNKS,): the same of chunks that are not one safe block, where
+    each half is one.
+
+    total: tiles of K times chunks times value heads. halves: [total], 1 where that is so, else 0.
+    """
+    if not GROUPED:
+        HK = HV
+    NK: tl.constexpr = (K + BK - 1) // BK
+    if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
+        return
+    for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        at = tl.cast(i_tile // NK, tl.int64)
+        if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
+            safe = _has_safe_halves(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
+            tl.store(halves_ptr + i_tile, safe.to(tl.int32))
+            if safe:
+                _tile(
+                    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
+                    dg_ptr, du_ptr, None, cu_ptr, scale, i_tile, T, N, HV, HK,
+                    K, BK, C, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _has_safe_halves(
+    g_ptr, cu_ptr, i_tile, T, N, HV,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of BK channels of one chunk and value head."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_h = (i_tile // NK) % HV
+    begin, length, i_c = locate_chunk(cu_ptr, i_tile // NK // HV, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    o_k = (i_tile % NK) * BK + tl.arange(0, BK)
+    p_g = g_ptr + ((begin + i_c * C) * HV + i_h) * K
+    b_g = load_block(p_g, HV * K, o_c, o_c < length - i_c * C, o_k, K, K % BK != 0)  # [C, BK]
+    b_early, b_late = half_sums(b_g.to(tl.float32), C)
+    return are_halves_safe(b_early, b_late)
+
+
+@triton.jit
+def _tile(
+    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
+    decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
+    PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BK channels of one chunk and value head; APART: 0 if the chunk is one safe block."""
+    NK: tl.constexpr = (K + BK - 1) // BK
     HAS_DK: tl.constexpr = dk_ptr is not None
     ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
     TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
-    pid = tl.program_id(0)
     i_h = (pid // NK) % HV
     i_chunk = pid // NK // HV
     at = i_chunk.to(tl.int64) * HV + i_h
-    if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-        return
     begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_k = (pid % NK) * BK + tl.arange(0, BK)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
     rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
-    i, j = rows[:, None], o_c[None, :]
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_o = (row * HV + i_h) * K
     at_o = o_c[:, None] * (HV * K) + o_k[None, :]
@@ -116,16 +211,26 @@ def vector_decay_dqkg_kernel(
     if HAS_DK:
         b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
-        b_end = tl.load(decay_ptr + at * K + o_k, mask=o_k < K, other=0.0)
     if u_ptr is not None:
         b_u = tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
         b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
         b_diag = b_diagonal[:, None] * b_u[None, :]
     b_g, b_terms = split_gates(b_g, BF16_TERMS)
     b_G = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+    b_early = None
+    if APART > 0:
+        b_early, b_late = half_sums(b_g, C)
+        b_G -= offsets(b_early, rows, APART)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
-    b_e = tl.exp2(sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION) if BEFORE else b_G)
-    b_dr = anchored_reads(b_p, b_w, b_dq, i, j, b_k.dtype, BEFORE, PRECISION)  # [C, BK]
+    b_e = b_G
+    if BEFORE:
+        b_e = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
+        if APART > 0:
+            b_e -= offsets(b_early, rows, APART)
+    b_e = tl.exp2(b_e)
+    b_dr = anchored_reads(
+        b_p, b_w, b_dq, b_early, rows, b_k.dtype, BEFORE, APART, PRECISION
+    )  # [C, BK]
     b_w = b_w.to(b_k.dtype)
     if dq_ptr is not None:
         b_dq = b_dr * b_e * scale
@@ -135,8 +240,7 @@ def vector_decay_dqkg_kernel(
     if HAS_DK:
         b_r = (b_q * b_e).to(b_k.dtype)  # [C, BK]
         b_leave = b_r * b_dr
-        upper = i < j if BEFORE else i <= j
-        b_dw = tl.dot(tl.where(upper, b_p, 0.0), b_r, input_precision=PRECISION)  # [C, BK]
+        b_dw = anchored_writes(b_p, b_r, rows, BEFORE, APART, PRECISION)  # [C, BK]
         b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
         if BEFORE:
             b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, True), b_leave, b_dg, TWO, PRECISION)
@@ -144,7 +248,11 @@ def vector_decay_dqkg_kernel(
         b_leave -= b_w * b_dw
         b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, False), b_leave, b_dg, TWO, PRECISION)
         b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_enter = b_dk * b_end[None, :]
+        if APART > 0:
+            b_enter = b_dk * tl.exp2(b_late[None, :] - offsets(0.0 * b_early, rows, APART))
+        else:
+            b_end = tl.load(decay_ptr + at * K + o_k, mask=o_k < K, other=0.0)
+            b_enter = b_dk * b_end[None, :]
         b_dw += b_enter
         b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, PRECISION)
         tl.store(dg_ptr + i_o + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)

@@ -21,6 +21,11 @@ Where the gates of a block of 2^base tokens add up to no less than -BOUND, whate
 exp(G_i) and exp(-G_j) from its start are safe after all: one product takes the place of `base`
 levels. Most chunks of a trained model are one such block.
 
+In bfloat16, whose exponents have room for it, gradients take a chunk of which each half decays by
+no more than 2^-HALF as one block, too: factors are exp(G_i - n) and exp(n - G_j), n the sum up to
+the middle and APART more in the first half, less in the second. What a read of the second half has
+of a write in the first comes out 2^(2 APART) times too large, which is taken off.
+
 An output has the same bits whatever comes after it, so gates of later tokens must not choose how
 it is computed. A read i takes the whole chunk as one block while the gates up to i allow that;
 others take blocks of 2^BASE tokens, channel by channel, while the gates from the block's start to i
@@ -38,6 +43,8 @@ BASE = tl.constexpr(4)
 # A chunk whose gates add up to -BOUND is one block for all of its reads, also where the sums of
 # single reads are rounded otherwise than that of the chunk.
 ROUNDING = tl.constexpr(0.125)
+# What a half of a chunk decays by at most where both take the place of one block, in base 2.
+HALF = tl.constexpr(160.0)
 
 
 @triton.jit
@@ -206,6 +213,28 @@ def is_chunk_safe(
     p_decay += (at // each).to(tl.int64)[:, None] * K + o_k[None, :]
     b_decay = tl.load(p_decay, mask=m, other=1.0)
     return tl.min(tl.min(_mild(b_decay, BOUND), 1), 0) == 1
+
+
+@triton.jit
+def half_sums(b_g, C: tl.constexpr):
+    """The gates of both halves of a chunk added up, in base 2, [C, BK] -> [BK]."""
+    later = (tl.arange(0, C) >= C // 2)[:, None]
+    b_early = tl.sum(tl.where(later, 0.0, b_g), 0) * LOG2E
+    return b_early, tl.sum(tl.where(later, b_g, 0.0), 0) * LOG2E
+
+
+@triton.jit
+def are_halves_safe(b_early, b_late):
+    """Whether both are in all channels; not so for NaN."""
+    safe = (b_early >= -HALF) & (b_late >= -HALF)
+    return tl.min(safe.to(tl.int32), 0) == 1
+
+
+@triton.jit
+def offsets(b_early, rows, APART: tl.constexpr):
+    """n [C, BK]: the sum up to the middle, and APART more in the first half, less in the other."""
+    later = rows >= rows.shape[0] // 2
+    return b_early[None, :] + tl.where(later, -APART, APART)[:, None]
 
 
 @triton.jit
