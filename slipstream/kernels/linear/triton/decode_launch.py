@@ -35,6 +35,16 @@ TILES = {
     512: DecodeTile(32, 16),
     1024: DecodeTile(16, 16),
 }
+# of states in int8: up to 128 numbers a thread, for whose words and scales it does the same work
+INT8_TILES = {
+    16: DecodeTile(64, 1),
+    32: DecodeTile(64, 1),
+    64: DecodeTile(64, 1),
+    128: DecodeTile(64, 2),
+    256: DecodeTile(64, 4),
+    512: DecodeTile(32, 8),
+    1024: DecodeTile(16, 16),
+}
 
 
 def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
@@ -112,7 +122,7 @@ def _launch(
     b, row_b = _rows(terms.b, B, T)
     cu, u = terms.cu_seqlens, terms.u
     BK = power_of_two(K)
-    tile = TILES[BK]
+    tile = (TILES if state_scale is None else INT8_TILES)[BK]
     BV = min(tile.BV, power_of_two(V))
     stride_out, out_head = s_out.stride()[:2]
     out_v_first = not _rows_first(s_out)
