@@ -429,10 +429,23 @@ def transformers_models() -> Table:
     )
 
 
+def peer_suites() -> Table:
+    """What tools/peer_suites.py counted, a row a file."""
+    counts = ("passed", "failed", "skipped")
+    used = {(x.get("package"), x.get("file"), x.get("device")): x for x in read("peer_suites")}
+    rows = [
+        (label(package), label(f"`{file}`"), *(number(x, y) for y in counts))
+        for (package, file, _), x in used.items()
+    ]
+    shown = tuple(used.values())
+    headings = ("package", "file", *counts)
+    return Table("peer_suites", "tools/peer_suites.py", headings, tuple(rows), shown)
+
+
 TABLES: Sequence[Callable[[], Table]] = (
     summary, linear, linear_errors, linear_more, flash_qla, attention, attention_errors,
     packed_attention, cache_attention, blocks, block_errors, matmul, steps, host, first_calls,
-    memory, training, convergence, transformers_models, cpu,
+    memory, training, convergence, transformers_models, peer_suites, cpu,
 )  # fmt: skip
 
 
