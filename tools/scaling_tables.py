@@ -13,6 +13,7 @@ from table_cells import Cell, Row, Table, label, matching, number, ratio
 
 FILE = "context_parallel"
 GPUS = (4, 8, 64)
+SEGMENT = "8192"  # tokens, of the deterministic mode
 # GB/s that a GPU receives: NVLink between those of one host, and the network between hosts
 ASSUMED = {4: 200, 8: 200, 64: 25}
 MICROSECONDS = 10
@@ -75,14 +76,16 @@ def forecast(one: Row, two: Row, column: str, gpus: int) -> float:
 
 
 def measured(
-    operator: str, heads: str, gate: str, tokens: str, gpus: str
+    operator: str, heads: str, gate: str, tokens: str, gpus: str, segments: str = ""
 ) -> tuple[Row, Row] | None:
     """The newest row of so many GPUs with as many tokens on each, and that of one from its run."""
-    named = {"operator": operator, "heads": heads, "gate": gate, "segments": ""}
-    found = matching(FILE, gpus=gpus, tokens=str(int(gpus) * int(tokens)), **named)
+    named = {"operator": operator, "heads": heads, "gate": gate}
+    total = str(int(gpus) * int(tokens))
+    found = matching(FILE, gpus=gpus, tokens=total, segments=segments, **named)
     if not found:
         return None
-    alone = [x for x in matching(FILE, gpus="1", tokens=tokens, **named) if x.line < found[-1].line]
+    of_one = matching(FILE, gpus="1", tokens=tokens, **named)
+    alone = [x for x in of_one if x.line < found[-1].line]
     return alone[-1], found[-1]
 
 
@@ -111,6 +114,34 @@ def context_forecast() -> Table:
     )  # fmt: skip
     script = "bench/context_parallel.py"
     return Table("context_forecast", script, headings, tuple(rows), tuple(used))
+
+
+def context_in_order() -> Table:
+    """The deterministic mode; shares are of the speed of one GPU with as many tokens, in one run,
+    which need not be that of the calls without the mode."""
+    rows, used = [], []
+    found = [(x.get("operator"), x.get("heads"), x.get("gpus")) for x in in_segments()]
+    for operator, heads, gpus in dict.fromkeys(found):
+        named = operator, heads, "weak", "65536", gpus
+        with_mode, without = measured(*named, SEGMENT), measured(*named)
+        if with_mode is None or without is None:
+            continue
+        used += [*with_mode, *without]
+        line = [label(operator), label(heads), label(gpus)]
+        for column in ("fwd", "both"):
+            one, many = (number(x, column) for x in with_mode)
+            free = ratio(*(number(x, column) for x in without))
+            line += [one, many, ratio(one, many), free]
+        rows.append(tuple(line))
+    parts = ("one GPU, ms", "all, ms", "share", "without the mode")
+    headings = ("operator", "heads", "GPUs", *parts, *(f"with backward, {x}" for x in parts))
+    script = "bench/context_parallel.py --segments 8192"
+    return Table("context_in_order", script, headings, tuple(rows), tuple(used))
+
+
+def in_segments() -> list[Row]:
+    """Rows of several GPUs in the deterministic mode."""
+    return [x for x in matching(FILE, segments=SEGMENT) if x.get("gpus") != "1"]
 
 
 def parallel_training() -> Table:
@@ -143,4 +174,4 @@ def parallel_training() -> Table:
     return Table("parallel_training", script, headings, tuple(rows), tuple(used))
 
 
-SCALING = (context_parallel, context_forecast, parallel_training)
+SCALING = (context_parallel, context_forecast, context_in_order, parallel_training)
