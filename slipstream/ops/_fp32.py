@@ -23,6 +23,12 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All of them in float64 if one is, else as they are."""
+    wide = any(x.dtype == torch.float64 for x in tensors)
+    return tuple(x.double() for x in tensors) if wide else tensors
+
+
 def run_wide(
     terms: LinearInputs,
     options: LinearOptions,

@@ -139,6 +139,7 @@ def _normalized(
         N, HV, K, V = terms.state_shape
         N = N if options.context is None else options.context.sequences or N
         kv, z = _parts(initial_state, (N, HV, K, V), v_first)
+        checks.expect_floating({"initial_state[0]": kv, "initial_state[1]": z})
     options = options._replace(state_v_first=False)
     if _two_are_faster(terms.q) and options.context is None:
         q, first = terms.q, (kv, z)

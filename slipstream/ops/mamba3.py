@@ -12,7 +12,7 @@ from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.rotation.op import product, rotate_qk
-from slipstream.ops._fp32 import widen
+from slipstream.ops._fp32 import alike, widen
 from slipstream.ops._preprocess import expect_inputs, in_time_order, scan_impl
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
@@ -142,7 +142,7 @@ def _trapezoid(
     options: LinearOptions,
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
-    given = _Given(*tensors)
+    given = _Given(*alike(*tensors))
     theta, last_theta = _angles(given, states, cu_seqlens, options)
     q, k, dots = rotate_qk(given.q, given.k, theta)
     previous = partial(_previous, cu_seqlens=cu_seqlens, options=options)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.ops._fp32 import widen
+from slipstream.ops._fp32 import alike, widen
 from slipstream.ops._preprocess import expect_inputs, in_time_order
 from slipstream.ops._running_sums import Packing, nothing_yet, running_mean
 from slipstream.runtime.context_parallel import ContextParallel
@@ -68,6 +68,7 @@ def chunk_rwkv4(
         cu_seqlens, context, k=(k, "B T D"), v=(v, "B T D"), w=(w, "D"), u=(u, "D"),
         **{"initial_state[0]": (M, "N D"), "initial_state[1]": (z, "N D")},
     )  # fmt: skip
+    w, u, k, v = alike(w, u, k, v)
     if M is None or z is None:
         start = nothing_yet(k, True, N)
     else:  # a mean of nothing counts for nothing, whatever it is
@@ -75,7 +76,9 @@ def chunk_rwkv4(
         start = torch.cat([torch.where(z == -torch.inf, 0, M), z], -1)
     mixed = partial(_mixed, w=widen(w), u=widen(u), context=context, impl=impl)
     o, final = in_time_order(mixed, (k, v), (start,), cu_seqlens, context, reverse=reverse)
-    return o, final[0].chunk(2, -1) if output_final_state else None
+    # slices, which unlike the results of chunk may be changed in place
+    D = k.shape[-1]
+    return o, (final[0][..., :D], final[0][..., D:]) if output_final_state else None
 
 
 def _mixed(

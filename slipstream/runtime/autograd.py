@@ -19,6 +19,7 @@ Its derivatives are of first order and in reverse mode. Every other way to diffe
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from slipstream.common.checks import name_of_caller
+from slipstream.common.checks import autocast_dtype, name_of_caller
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -100,6 +101,43 @@ class Function(torch.autograd.Function):
 
     operator: str
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and cls.setup_context is torch.autograd.Function.setup_context:
+            cls.forward = staticmethod(_without_views(cls.forward))
+
+
+def _without_views(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """forward, with results that may be changed in place: torch refuses that for views of what a
+    Function has made."""
+
+    @wraps(forward)
+    def run(ctx: Any, *args: Any) -> Any:
+        results = forward(ctx, *args)
+        if torch.compiler.is_compiling():
+            return results
+        if isinstance(results, Tensor):
+            return results.data if results._is_view() and _is_alone(results, ctx, args) else results
+        if not any(isinstance(x, Tensor) and x._is_view() for x in results):
+            return results
+        return tuple(
+            x.data if isinstance(x, Tensor) and x._is_view() and _is_alone(x, ctx, args) else x
+            for x in results
+        )
+
+    return run
+
+
+def _is_alone(x: Tensor, ctx: Any, args: tuple) -> bool:
+    """Whether a change of the result x matters to no input and to nothing saved: torch has to see
+    such a change, and sees it as long as x is a view of the same tensor."""
+    saved, without_gradient = (getattr(ctx, n, None) for n in ("to_save", "non_differentiable"))
+    if any(x is y for y in without_gradient or ()):
+        return False
+    memory = x.untyped_storage()._cdata
+    others = (y for y in (*args, *(saved or ())) if isinstance(y, Tensor))
+    return all(y.untyped_storage()._cdata != memory for y in others)
+
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """ctx.save_for_backward, and the name of the public function, for errors in backward."""
@@ -120,9 +158,17 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         saved = ctx.saved_tensors
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return backward(ctx, saved, *grads)
-        with torch.no_grad():
+        given = next((x for x in grads if x is not None), None)
+        if given is None or autocast_dtype(given) is None:
+            decided = nullcontext()
+        else:  # of a backward within a block of autocast: the forward has chosen the dtypes
+            decided = torch.autocast(given.device.type, enabled=False)
+        if not torch.is_grad_enabled():
+            with decided:
+                return backward(ctx, saved, *grads)
+        with torch.no_grad(), decided:
             results = backward(ctx, saved, *grads)
         through = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
         if not through:
