@@ -58,10 +58,26 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
         _running.name = fn.__name__
         try:
             return fn(*args, **kwargs)
+        except Exception as error:
+            expect_dense({**dict(zip(names, args)), **kwargs}, error)
+            raise
         finally:
             _running.name = ""
 
     return call
+
+
+def expect_dense(args: Mapping[str, Any], error: Exception) -> None:
+    """Raises a TypeError for what a call failed at if that has another layout than torch.strided.
+    Nobody asks before a call fails, which costs nothing."""
+    for name, given in args.items():
+        for i, x in enumerate(given if isinstance(given, tuple) else (given,)):
+            if not isinstance(x, Tensor):
+                continue
+            if x.layout != torch.strided or x.is_nested or x.is_quantized:
+                place = f"{name}[{i}]" if isinstance(given, tuple) else name
+                kind = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
+                raise TypeError(f"{place}: want a dense tensor, got one that is {kind}") from error
 
 
 def apart(values: tuple, others: tuple = ()) -> tuple:

@@ -119,17 +119,29 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, x, **options)
         try:
             return forward(self, x, **options)
-        except KeyError as error:
-            raise _lacks(state, error) from error
+        except (KeyError, RuntimeError) as error:
+            _blame(self, x, state, error)
+            raise
 
     return call
 
 
-def _lacks(state: State, error: KeyError) -> Exception:
-    """The error for a state without a tensor; any other is returned as it is."""
-    if not error.args or error.args[0] in state:
-        return error
-    return ValueError(f"state: want a tensor {error.args[0]!r} too, got {sorted(state)}")
+def _blame(
+    layer: "Mixer", x: Tensor, state: State, error: Exception, written: bool = False
+) -> None:
+    """Raises what is wrong with the state that a call failed with, if that is known. Nobody asks
+    before a call fails, which costs nothing."""
+    if isinstance(error, KeyError) and error.args and error.args[0] not in state:
+        text = f"state: want a tensor {error.args[0]!r} too, got {sorted(state)}"
+        raise ValueError(text) from error
+    for name, tensor in state.items():
+        wanted = (x.dtype,) if name in layer.token_states else (torch.float32, x.dtype)
+        if tensor.is_floating_point() and tensor.dtype not in wanted:
+            names = " or ".join(dict.fromkeys(map(str, wanted)))
+            raise TypeError(f"state[{name!r}]: want {names}, got {tensor.dtype}") from error
+        if written and any(s == 0 < n - 1 for s, n in zip(tensor.stride(), tensor.shape)):
+            text = f"state[{name!r}]: want memory that a step can write into, got an expanded view"
+            raise ValueError(f"{text}; clone it") from error
 
 
 class Mixer(nn.Module):
@@ -179,7 +191,10 @@ class Mixer(nn.Module):
             return False
         if self.mode is not None:
             return self.mode == "fused_recurrent"
-        return context is None and x.shape[1] <= RECURRENT_UP_TO and not torch.is_grad_enabled()
+        if context is not None or torch.is_grad_enabled():
+            return False
+        # of any number of tokens, a graph would hold for a few of them alone
+        return x.shape[1] <= (1 if torch.compiler.is_exporting() else RECURRENT_UP_TO)
 
     def forward(
         self,
@@ -213,8 +228,9 @@ class Mixer(nn.Module):
             if is_hooked(self) or is_hooked(getattr(self, "conv", None)):
                 return self._call_in_place(x, state, positions, **options)
             return self._advance(x, state, positions, **options)
-        except KeyError as error:
-            raise _lacks(state, error) from error
+        except (KeyError, RuntimeError) as error:
+            _blame(self, x, state, error, written=True)
+            raise
 
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
