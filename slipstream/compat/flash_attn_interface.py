@@ -177,7 +177,9 @@ def flash_attn_varlen_func(
     )
     o, lse = o[0], lse[0]
     if place is not None:
-        back = torch.empty_like(place).scatter_(0, place, torch.arange(len(place)).to(place))
+        back = torch.empty_like(place).scatter_(
+            0, place, torch.arange(len(place), device=place.device).to(place)
+        )
         o, lse = o[back], lse[:, back]
     return (o, lse) if return_attn_probs else o
 

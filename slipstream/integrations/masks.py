@@ -219,7 +219,7 @@ def _cut(pattern: Pattern, mask_function: Callable, call: Query) -> Tensor:
 
 
 # transformers' mask functions with a parameter are closures: they are known by their code
-_UNUSED = torch.empty(0)
+_UNUSED = torch.empty(0, device="cpu")
 _SLIDING = masking_utils.sliding_window_overlay(1).__code__
 _SLIDING_BOTH = masking_utils.sliding_window_bidirectional_overlay(1).__code__
 _CHUNKED = masking_utils.chunked_overlay(1, _UNUSED).__code__

@@ -290,12 +290,12 @@ def _same_numbers(cls: type[Any], ours: Callable) -> bool:
     parameters = inspect.signature(cls.__init__).parameters
     options = {name: value for name, value in sizes.items() if name in parameters}
     flags = [n for n, p in parameters.items() if isinstance(p.default, bool)]
-    generator = torch.Generator().manual_seed(0)
-    weight, *inputs = torch.randn(3, 2, size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight, *inputs = torch.randn(3, 2, size, generator=generator, device="cpu")
     try:
         for on in (False, True):
-            module = cls(**options, **dict.fromkeys(flags, on))
-            with torch.no_grad():
+            with torch.device("cpu"), torch.no_grad():
+                module = cls(**options, **dict.fromkeys(flags, on))
                 module.weight.copy_(weight[0])
                 got, want = ours(module, *inputs), cls.forward(module, *inputs)
             if not torch.allclose(got, want, rtol=1e-4, atol=1e-5):

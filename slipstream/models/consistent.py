@@ -11,7 +11,7 @@ runtime/consistent.py), whole blocks of all sequences are one call, and what is 
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +222,8 @@ def _call(
         cut = [(n, slice(begins[n], begins[n] + counts[n])) for n in which]
         grad, held = torch.is_grad_enabled(), None
         with torch.inference_mode(False):
-            offsets = torch.tensor([0, *(counts[n] for n in which)]).cumsum(0).int()
+            offsets = [0, *accumulate(counts[n] for n in which)]
+            offsets = torch.tensor(offsets, dtype=torch.int32, device="cpu")
             h = torch.cat([rows[n].h[:, tokens] for n, tokens in cut], 1)
             positions = torch.cat([rows[n].positions[:, tokens] for n, tokens in cut], 1)
             if begun or keep:

@@ -270,7 +270,7 @@ class LateFlag(Flag):
 
     def __init__(self, device: torch.device) -> None:
         on_device = device.type == "cuda"
-        self.value = torch.zeros((), dtype=torch.bool, pin_memory=on_device)
+        self.value = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=on_device)
         self.copied = torch.cuda.Event() if on_device else None
 
     def set(self, unfinished: Tensor) -> bool:

@@ -47,7 +47,7 @@ class Greedy:
             ids.new_zeros(N, room),
             ids.new_zeros(1),
             torch.ones(N, dtype=torch.bool, device=ids.device),
-            torch.zeros((), dtype=torch.bool, pin_memory=on_device),
+            torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=on_device),
             None if eos is None else eos.clone(),
             ids.new_zeros(1),
             [torch.cuda.Event() for _ in range(AHEAD)] if on_device else [],

@@ -41,7 +41,7 @@ class OpenRows(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.open_rows is not None:
-            self._choose(torch.arange(len(self.open_rows))[indices.cpu()].tolist())
+            self._choose(torch.arange(len(self.open_rows), device="cpu")[indices.cpu()].tolist())
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

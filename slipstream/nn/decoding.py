@@ -268,7 +268,7 @@ def softmax_attention(
     """q [N, 1, H, K] on the first lengths [N] of the keys [N, S, HKV, K]; None off the host."""
     if not on_host(q):
         return None
-    at = torch.arange(k.shape[1])
+    at = torch.arange(k.shape[1], device=k.device)
     seen = at < lengths[:, None]
     if window is not None:
         seen &= at >= lengths[:, None] - window

@@ -24,7 +24,7 @@ def on_host(x: Tensor) -> bool:
 @cache
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):  # it outlives the caller's
-        return torch.full((), value, dtype=dtype)
+        return torch.full((), value, dtype=dtype, device="cpu")
 
 
 def inverse_norm(x: Tensor, eps: float, mean: bool = False) -> Tensor:

@@ -220,7 +220,7 @@ def _across_ranks(
     offsets = None
     if share.packed:
         last = [min(share.offsets[n + 1], end) - begin for n in share.pieces]
-        offsets = copied(torch.tensor([0, *last], dtype=torch.int32), q.device)
+        offsets = copied(torch.tensor([0, *last], dtype=torch.int32, device="cpu"), q.device)
     found = attention(
         q, *seen[:2], g=seen[2] if gates else None, causal=causal, window_size=window_size,
         cu_seqlens=context.offsets_on(q.device), cu_seqlens_k=offsets, **options,

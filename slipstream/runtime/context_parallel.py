@@ -84,7 +84,7 @@ class ContextParallel:
     def _set_offsets(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         given = cu_seqlens
         if not isinstance(given, Tensor):
-            given = torch.tensor(_integers("cu_seqlens", given), dtype=torch.int64)
+            given = torch.tensor(_integers("cu_seqlens", given), dtype=torch.int64, device="cpu")
         checks.expect_cu_seqlens(given, 1, 0)
         if given.is_meta:
             raise ValueError("cu_seqlens: want offsets, got a tensor on the meta device")
@@ -106,7 +106,7 @@ class ContextParallel:
             )
         self._offsets = offsets
         here = Share(self.rank, self._lengths, offsets)
-        self.cu_seqlens = torch.tensor(here.local_offsets, dtype=torch.int32)
+        self.cu_seqlens = torch.tensor(here.local_offsets, dtype=torch.int32, device="cpu")
         self.cu_seqlens = self.offsets_on(given.device)
 
     def whole_offsets_on(self, device: torch.device) -> Tensor | None:
@@ -114,7 +114,8 @@ class ContextParallel:
         if self._offsets is None:
             return None
         if device not in self._whole:
-            self._whole[device] = copied(torch.tensor(self._offsets, dtype=torch.int32), device)
+            offsets = torch.tensor(self._offsets, dtype=torch.int32, device="cpu")
+            self._whole[device] = copied(offsets, device)
         return self._whole[device]
 
     def offsets_on(self, device: torch.device) -> Tensor | None:

@@ -72,7 +72,9 @@ class Muon(torch.optim.AdamW):
         state = self.state[p]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(p)
-            state["step"] = torch.zeros(())  # AdamW looks for it when it loads a state
+            state["step"] = torch.zeros(
+                (), device="cpu"
+            )  # AdamW looks for it when it loads a state
         assert p.grad is not None
         state["momentum"].lerp_(p.grad, 1 - group["momentum"])
         return p.grad.lerp(state["momentum"], group["momentum"])

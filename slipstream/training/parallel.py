@@ -140,7 +140,7 @@ class ShardedTrainer(LMTrainer):
     def eval_batches(self, loader: Any) -> Iterator[tuple[dict[str, Any], bool]]:
         """As many on every rank, since forward is an exchange: whose rows have ended goes on with
         one that does not count."""
-        row = torch.zeros(1, self.eval_dataset.row_tokens, dtype=torch.int64)
+        row = torch.zeros(1, self.eval_dataset.row_tokens, dtype=torch.int64, device="cpu")
         blank = {"input_ids": row, "labels": row, "tally": Tally(Cursor(0, ()), 0, 0)}
         batches: Iterator[dict[str, Any]] = iter(loader)
         while True:

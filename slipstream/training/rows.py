@@ -80,7 +80,10 @@ class Rows(IterableDataset):
                 ended.add(lane)
                 continue
             ids, places[lane] = row
-            yield {"input_ids": torch.tensor(ids), "cursor": Cursor(turn, tuple(places))}
+            yield {
+                "input_ids": torch.tensor(ids, device="cpu"),
+                "cursor": Cursor(turn, tuple(places)),
+            }
         if places == begin:
             raise ValueError(f"data: want text for a row of {self.row_tokens} tokens, found less")
 
@@ -187,5 +190,5 @@ class Collator:
 
 
 def _offsets(begins: Tensor) -> Tensor:
-    ends = torch.tensor([begins.shape[0]])
+    ends = torch.tensor([begins.shape[0]], device=begins.device)
     return torch.cat([begins.nonzero()[:, 0], ends]).to(torch.int32)

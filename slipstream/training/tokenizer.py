@@ -76,7 +76,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
         size[i] = len(token)  # one character of the byte-level alphabet per byte
     for i, added in tokenizer.added_tokens_decoder.items():
         size[i] = 0 if added.special else len(added.content.encode())
-    return torch.tensor(size)
+    return torch.tensor(size, device="cpu")
 
 
 def _load(path: str) -> PreTrainedTokenizerFast:

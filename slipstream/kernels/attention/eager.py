@@ -71,6 +71,9 @@ def _readable(q: Tensor) -> bool:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    if _readable(q):
+        # torch's product on a CPU reads rows that overlap at other places, and says nothing
+        q, k, v = (x.contiguous() if x.stride(1) < x.shape[-1] else x for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     # branched on, not passed on: under torch.compile torch refuses symbolic comparisons
     chosen: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}

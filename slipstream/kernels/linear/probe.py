@@ -62,6 +62,5 @@ def like(terms: LinearInputs, tokens: int = TOKENS) -> LinearInputs:
     if terms.initial_state is not None:
         found["initial_state"] = 0.1 * torch.randn(sequences, HV, K, V, device=device)
     if cu is not None:
-        cuts = torch.tensor([0, tokens // 3, tokens], dtype=cu.dtype)
-        found["cu_seqlens"] = cuts.to(device)
+        found["cu_seqlens"] = torch.tensor([0, tokens // 3, tokens], dtype=cu.dtype, device=device)
     return LinearInputs(**found)

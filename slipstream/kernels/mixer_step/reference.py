@@ -31,9 +31,9 @@ def step_reference(out: Tensor, inputs: StepInputs, options: StepOptions) -> Non
         return
     B, T, *_ = inputs.sizes
     pools = [x for x in (inputs.state, inputs.conv_state) if x is not None]
-    indices = torch.arange(B) if inputs.state_indices is None else inputs.state_indices
+    indices = range(B) if inputs.state_indices is None else inputs.state_indices.tolist()
     out.zero_()
-    for n, cache_slot in enumerate(indices.tolist()):
+    for n, cache_slot in enumerate(indices):
         if 0 <= cache_slot < inputs.state.shape[0]:
             pending = options.pending
             if inputs.num_accepted is not None:

@@ -56,17 +56,21 @@ class Rows(NamedTuple):
         """[B, D, N], out of the saved ones."""
         if segment.start == 0:
             return self.first_state()
-        return states[self.places(torch.tensor([segment.start // CHUNK]))[:, 0]].mT
+        return states[self.places(segment.start // CHUNK)[:, 0]].mT
 
     def save(self, h: Tensor, segment: slice, states: Tensor) -> None:
         """Keeps the states before those chunks that follow on one that ends in the segment."""
         T = self.inputs.u.shape[1]
-        chunks = torch.arange(segment.start // CHUNK + 1, min(segment.stop, T - 1) // CHUNK + 1)
-        states[self.places(chunks)] = h[:, (chunks * CHUNK - 1 - segment.start).to(h.device)].mT
+        first, last = segment.start // CHUNK + 1, min(segment.stop, T - 1) // CHUNK
+        last_tokens = slice(first * CHUNK - 1 - segment.start, last * CHUNK - segment.start, CHUNK)
+        states[self.places(first, last)] = h[:, last_tokens].mT
 
-    def places(self, chunks: Tensor) -> Tensor:
+    def places(self, first: int, last: int | None = None) -> Tensor:
         """Of the states before these chunks, [B, chunks], as inputs.empty_states says."""
-        return (self.begin // CHUNK)[:, None] + (chunks - 1).to(self.begin.device)
+        chunks = torch.arange(
+            first, (first if last is None else last) + 1, device=self.begin.device
+        )
+        return (self.begin // CHUNK)[:, None] + chunks - 1
 
 
 def selective_scan_forward(
