@@ -1,21 +1,17 @@
 """Every operator on a CUDA device under activation checkpointing, and differentiated in the ways
 that its kernels refuse."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.runtime.dispatch import FALLBACK
-from tests.support.derivatives import CASES, WAYS, Case, Problem
+from tests.support.derivatives import ON_CUDA, WAYS, Case, Problem
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-DEVICE = "cuda"
 # the Functions of kernels, of which each refuses all but one backward
 KERNELS = {"chunk_gla", "chunk_gsa", "chunk_gated_delta_product", "chunk_hgrn", "rms_norm"}
 KERNELS |= {
@@ -29,25 +25,8 @@ KERNELS |= {"cross_entropy-none", "linear_cross_entropy-mean", "linear_cross_ent
 KERNELS |= {"attention", "linear_kl_div-mean", "short_convolution-stateless"}
 
 
-def _moved(case: Case) -> Case:
-    """In float32, which the kernels take."""
-
-    def move(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(move(y) for y in x)
-        if isinstance(x, Tensor):
-            return (x.float() if x.is_floating_point() else x).to(DEVICE)
-        return x
-
-    return Case(case.name, case.call, lambda: {name: move(x) for name, x in case.inputs().items()})
-
-
-# the other names an implementation on a CPU
-HERE = [_moved(c) for c in CASES if c.name != "short_convolution-operator"]
-
-
 @pytest.mark.filterwarnings("ignore::slipstream.runtime.dispatch.FallbackWarning")
-@pytest.mark.parametrize("case", HERE, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", ON_CUDA, ids=lambda c: c.name)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_gradient_under_activation_checkpointing(
     case: Case, reentrant: bool, monkeypatch: pytest.MonkeyPatch
@@ -66,7 +45,7 @@ def test_gradient_under_activation_checkpointing(
 
 
 @pytest.mark.parametrize("way", ["jvp", "dual", "second", "second-beside-first"])
-@pytest.mark.parametrize("case", [c for c in HERE if c.name in KERNELS], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in ON_CUDA if c.name in KERNELS], ids=lambda c: c.name)
 def test_other_derivatives_are_refused_by_name(case: Case, way: str) -> None:
     problem = Problem(case)
     with pytest.raises(NotImplementedError, match=rf"^{case.public_name}: "):

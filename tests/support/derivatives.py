@@ -114,6 +114,23 @@ CASES = [
 ]
 
 
+def _on_cuda(case: Case) -> Case:
+    """In float32, which the kernels take."""
+
+    def move(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(move(y) for y in x)
+        if isinstance(x, Tensor):
+            return (x.float() if x.is_floating_point() else x).to("cuda")
+        return x
+
+    return Case(case.name, case.call, lambda: {name: move(x) for name, x in case.inputs().items()})
+
+
+# the other names an implementation on a CPU
+ON_CUDA = [_on_cuda(c) for c in CASES if c.name != "short_convolution-operator"]
+
+
 class Problem:
     """A scalar of a case's inputs, whose gradient depends on them, and directions to go in."""
 
