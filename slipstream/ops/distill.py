@@ -1,5 +1,7 @@
 """linear_kl_div: distillation without ever holding the logits."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -86,7 +88,7 @@ def linear_kl_div(
     assert x is not None and w is not None and y is not None and u is not None
     impl = choose(_CANDIDATES, (x,), impl, "linear_kl_div", x).impls
     live = None if mask is None else mask.reshape(-1)
-    rows, others = (z.reshape(shape.numel(), z.shape[-1]) for z in (x, y))
+    rows, others = (z.reshape(math.prod(shape), z.shape[-1]) for z in (x, y))
     loss = distill.linear_kl_div(
         (rows, w, b), (others, u, c), live, float(temperature), reduction, impl
     )
@@ -108,7 +110,7 @@ def kl_div(
     shape = student_logits.shape[:-1]
     _check_options(temperature, mask, shape, reduction)
     live = None if mask is None else mask.reshape(-1)
-    s, t = (x.reshape(shape.numel(), x.shape[-1]) for x in (student_logits, teacher_logits))
+    s, t = (x.reshape(math.prod(shape), x.shape[-1]) for x in (student_logits, teacher_logits))
     loss = distill.kl_div(s, t.detach(), live, float(temperature), reduction)
     return loss.view(shape) if reduction == "none" else loss
 

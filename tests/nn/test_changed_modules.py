@@ -491,3 +491,19 @@ def test_ensemble_is_a_loop_or_refused(name: str) -> None:
     for k, module in enumerate((plain, other)):
         for x, y in zip(got, flat(module(*given)), strict=True):
             torch.testing.assert_close(x[k], y, rtol=1e-4, atol=1e-5)
+
+
+@every_subject
+@pytest.mark.sample(which=lambda name: name in ("LinearKLDivLoss", "GatedDeltaNet"))
+@torch.no_grad()
+def test_export_takes_any_number_of_rows(name: str) -> None:
+    """Of sequences, and of tokens: more than those for which a layer goes token by token."""
+    plain, changed, given = modules(name)
+    both = [x.dim() > 2 or len(x) == 2 for x in given]
+    shapes = tuple(dict.fromkeys(range(1 + x), torch.export.Dim.DYNAMIC) for x in both)
+    program = torch.export.export(changed, given, dynamic_shapes=shapes, strict=False).module()
+    more = [torch.cat([x, x, x[:1]]) for x in given]
+    more = [torch.cat([x, x, x], 1) if y else x for x, y in zip(more, both)]
+    for inputs in (given, more):
+        for x, y in zip(flat(program(*inputs)), flat(plain(*inputs)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
