@@ -71,7 +71,7 @@ def _softmax() -> tuple:
 
 def _conv() -> tuple:
     tensors = rand(1, 5, 3), rand(3, 2), rand(3), rand(1, 5, 3), rand(1, 3, 2)
-    return (*tensors, None, None, True, "eager")
+    return (*tensors, None, None, 0, True, "eager")
 
 
 def _norm() -> tuple:
@@ -157,7 +157,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
     ),
     "rwkv7_terms": (
         rwkv7._terms.overload,
-        Row(lambda: (*(rand(1, 4, 6) for _ in range(6)), rand(6), rand(6), 2, "eager"), 5),
+        Row(lambda: (*(rand(1, 4, 6) for _ in range(6)), *rand(2, 6), *[None] * 3, 2, "eager"), 5),
     ),
     "rwkv7_output": (
         rwkv7._output.overload,
@@ -259,7 +259,7 @@ def test_operator_gives_all_results_with_gradients_as_without(
 
 def test_operator_without_a_gradient_refuses_its_backward() -> None:
     q, k, v = (torch.randn(1, n, 1, 4, requires_grad=True) for n in (1, 3, 3))
-    args = (q, k, v, *[None] * 6, 0.5, -1, 0, 0.0, 0.0, "eager")
+    args = (q, k, v, *[None] * 8, 0.5, -1, 0, 0.0, 0.0, "eager")
     o, _ = attention.call_decode.overload(*args)
     with torch.no_grad():
         want, _ = attention.call_decode.overload(*args)
