@@ -19,6 +19,8 @@ from slipstream.common import int8_states
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Under this name a function may have another, which `operator` calls for consistent=True.
+CONSISTENT = "_consistent"
 
 
 def operator(fn: Callable[P, R]) -> Callable[P, R]:
@@ -37,9 +39,11 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
     # without an attribute or a call for what needs no other look
     exact = {name: types.exact for name, types in types_of.items()}
     by_place = tuple(exact[name] for name in names)
+    by_default, consistent = fn, getattr(fn, CONSISTENT, None)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        fn = consistent if consistent and kwargs.get("consistent") else by_default
         if len(args) > len(names):
             return fn(*args, **kwargs)  # Python's own error: options are given by name
         for x, types in zip(args, by_place):
@@ -55,7 +59,7 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*places[0], **dict(zip(kwargs, places[1])))
         if _running.name:
             return fn(*args, **kwargs)
-        _running.name = fn.__name__
+        _running.name = by_default.__name__
         try:
             return fn(*args, **kwargs)
         except Exception as error:

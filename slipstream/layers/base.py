@@ -39,7 +39,7 @@ from slipstream.ops.conv import split_convolution, unit_heads
 from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.autograd import by_operation
-from slipstream.runtime.consistent import is_consistent
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.rank_sums import HeadShard, norm_of_parts
 
@@ -187,7 +187,7 @@ class Mixer(nn.Module):
     def recurrent(self, x: Tensor, context: ContextParallel | None = None) -> bool:
         """Whether to run token by token: if mode says so, or x is short and needs no gradient; not
         where bits have to be those of chunks."""
-        if is_consistent():
+        if consistent_scope.on:
             return False
         if self.mode is not None:
             return self.mode == "fused_recurrent"

@@ -14,7 +14,7 @@ from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import MatmulConfig, choose
 from slipstream.kernels.matmul.inputs import MatmulInputs
 from slipstream.ops.matmul import matmul
-from slipstream.runtime.consistent import BLOCK, is_consistent
+from slipstream.runtime.consistent import BLOCK, consistent_scope
 
 # of which the tile is the best, whatever a call's are
 _ROWS = 4096
@@ -50,7 +50,7 @@ def _config(dtype: torch.dtype, N: int, K: int, device: torch.device) -> MatmulC
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] weight [in, out] + bias, as `linear` where a model wants that."""
-    if is_consistent() and x.is_cuda:
+    if consistent_scope.on and x.is_cuda:
         return linear(x, weight.t(), bias)
     return x @ weight if bias is None else F.linear(x, weight.t(), bias)
 

@@ -6,7 +6,6 @@ block has one shape and is a copy; what is missing of the last is padded with ze
 that decay nothing.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.runtime.backends import INTERPRETED
 from slipstream.runtime.consistent import BLOCK
@@ -33,15 +33,15 @@ def by_blocks(fn: Callable[P, R]) -> Callable[P, R]:
     """A linear operator whose `consistent=True` in plain torch goes by blocks."""
     names = tuple(inspect.signature(fn).parameters)
 
-    @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kwargs.get("consistent") or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
         blocks = _Blocks.of(given)
         return fn(*args, **kwargs) if blocks is None else cast(R, blocks.run(fn))
 
-    return call
+    vars(fn)[checks.CONSISTENT] = call
+    return fn
 
 
 class _Blocks(NamedTuple):

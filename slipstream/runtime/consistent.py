@@ -18,20 +18,16 @@ class _Scope(threading.local):
     on = False
 
 
-_scope = _Scope()
-
-
-def is_consistent() -> bool:
-    """Whether the caller is within a `consistent()` of this thread."""
-    return _scope.on
+# Of this thread: `on` within consistent().
+consistent_scope = _Scope()
 
 
 @contextmanager
 def consistent(on: bool = True) -> Iterator[None]:
     """Calls within give the bits that any other cut or batch gives; on=False changes nothing."""
-    before = _scope.on
-    _scope.on = before or on
+    before = consistent_scope.on
+    consistent_scope.on = before or on
     try:
         yield
     finally:
-        _scope.on = before
+        consistent_scope.on = before

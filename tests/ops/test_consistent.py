@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.ops import attention, chunk_simple_gla
-from slipstream.runtime.consistent import consistent, is_consistent
+from slipstream.runtime.consistent import consistent, consistent_scope
 from slipstream.tools.catalog import Sample
 from tests.support.consistent import OPERATORS, attention_differing, differing
 from tests.support.interpreted import run
@@ -95,14 +95,14 @@ def test_scope_ends_with_an_error() -> None:
 
     def call() -> None:
         with consistent():
-            assert is_consistent()
+            assert consistent_scope.on
             chunk_simple_gla(q, q, q, reverse=True)
 
     with pytest.raises(NotImplementedError, match="reverse"):
         call()
-    assert not is_consistent()
+    assert not consistent_scope.on
     with consistent(on=False):
-        assert not is_consistent()
+        assert not consistent_scope.on
 
 
 def test_nothing_and_one_token() -> None:

@@ -17,7 +17,7 @@ from slipstream.kernels.attention.triton.plan import (
 )
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.consistent import is_consistent
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.dispatch import Candidate, choose
 
 NO_DROPOUT = "it has no dropout"
@@ -75,7 +75,7 @@ def run(
 
     consistent: as ops.attention. Kernels decide nothing by sizes, and go through keys in one order.
     """
-    consistent = consistent or is_consistent()
+    consistent = consistent or consistent_scope.on
     if consistent:
         _expect_consistent(options, impl)
     plan = choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)

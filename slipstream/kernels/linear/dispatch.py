@@ -27,7 +27,7 @@ from slipstream.kernels.linear.wide_heads import (
     split_heads,
 )
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.consistent import is_consistent
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import (
     PLAIN,
@@ -84,7 +84,7 @@ def run(
     if options.state_v_first and terms.initial_state is not None:
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
-    same_bits = not recurrent and (options.consistent or is_consistent())
+    same_bits = not recurrent and (options.consistent or consistent_scope.on)
     if same_bits:
         _expect_consistent(options)
     if options.context is not None:

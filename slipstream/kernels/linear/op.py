@@ -9,6 +9,7 @@ returns the states between them, for backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ DEFAULT_CHUNK = 32
 CONSISTENT = -1
 
 NUM_TERMS = len(LinearInputs._fields)
+_AS_USUAL = nullcontext()
 # Arguments of linear_backward, but for the states between slices.
 NUM_BACKWARD_ARGS = NUM_TERMS + 6
 Outputs = tuple[Tensor | None, Tensor | None] | None
@@ -77,7 +79,7 @@ def forward_impl(
             lambda: kind(terms, first, by_token),
             lambda: probe.mismatch(terms, first, by_token, linear),
         ) as usable,
-        consistent(chunk == CONSISTENT),
+        consistent() if chunk == CONSISTENT else _AS_USUAL,
     ):
         if usable:
             backend = _backend_for(first, terms, by_token)

@@ -19,7 +19,7 @@ from math import isqrt
 from typing import NamedTuple
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.runtime.consistent import is_consistent
+from slipstream.runtime.consistent import consistent_scope
 
 NUM_SMS = 132  # multiprocessors of the GPU that these choices were measured on
 # Programs of Triton's chunk kernels that fill it: two on each.
@@ -91,7 +91,7 @@ def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
     least triples the programs.
     """
     count, anchor = TARGET_PROGRAMS // max(programs, 1), ANCHOR_INTERVAL * C
-    if is_consistent() or count < 3 or tokens < 2 * anchor:
+    if consistent_scope.on or count < 3 or tokens < 2 * anchor:
         return None
     return -(-tokens // (count * anchor)) * anchor
 
@@ -104,7 +104,7 @@ def delta_tokens(programs: int, T: int, C: int) -> int | None:
     """
     chunks = T // C
     count = min(TARGET_PROGRAMS // max(programs, 1), isqrt(2 * chunks))
-    if is_consistent() or count < 5 or chunks < 64:
+    if consistent_scope.on or count < 5 or chunks < 64:
         return None
     return -(-chunks // count) * C
 
@@ -119,7 +119,7 @@ def delta_sm90(terms: LinearInputs) -> Segments | None:
     chunks = _chunks_of_a_sequence(terms)
     programs = V // TILE_V * HV * terms.sequences
     count = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
-    if is_consistent() or count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
+    if consistent_scope.on or count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
         return None
     return split_into_segments(terms, -(-chunks // count) * CHUNK)
 
@@ -138,7 +138,7 @@ def dplr_sm90(terms: LinearInputs) -> Segments | None:
     HV, V = terms.v.shape[2:]
     tiles = 1 + -(-terms.q.shape[-1] // V)
     chunks = _chunks_of_a_sequence(terms)
-    n = 1 if is_consistent() else num_dplr_sm90(HV * terms.sequences, tiles, chunks)
+    n = 1 if consistent_scope.on else num_dplr_sm90(HV * terms.sequences, tiles, chunks)
     return split_into_segments(terms, -(-chunks // n) * CHUNK) if n > 1 else None
 
 

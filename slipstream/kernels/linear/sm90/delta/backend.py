@@ -38,7 +38,7 @@ from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd
 from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
-from slipstream.runtime.consistent import is_consistent
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.launch_cache import cached
 
 CAPABILITIES = BackendCapabilities(
@@ -191,7 +191,7 @@ class Sm90Delta(DeltaBackend):
         """Whether a program takes two tiles of V: with one each they would not all run at once."""
         HV, V = terms.v.shape[2:]
         sequences = terms.sequences if self.active is None else self.active
-        sequences = 1 if is_consistent() else sequences
+        sequences = 1 if consistent_scope.on else sequences
         return V % (2 * TILE_V) == 0 and V // TILE_V * HV * sequences > NUM_SMS
 
     def chunk_dstate(

@@ -19,7 +19,7 @@ from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, 
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision, shared_memory_bytes
-from slipstream.runtime.consistent import is_consistent
+from slipstream.runtime.consistent import consistent_scope
 
 # Widths of K up to which products of the scans take pairs of bf16 (docs/dev/log/delta.md).
 MIN_SPLIT_BF16_WIDTH = 32
@@ -63,7 +63,7 @@ def _shared(device: torch.device) -> int:
 
 def is_oversubscribed(terms: LinearInputs, segments: Segments | None) -> bool:
     """Whether scans with 64 rows a program are more than multiprocessors."""
-    if is_consistent() or (segments is not None and segments.fixed):
+    if consistent_scope.on or (segments is not None and segments.fixed):
         return False
     sequences = num_sequences(terms, segments)
     return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * sequences > NUM_SMS
