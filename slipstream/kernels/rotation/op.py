@@ -89,9 +89,9 @@ class _Rotate(Function):
         q, k, _ = saved
         dq = torch.zeros_like(q) if dq is None else dq.contiguous()
         dk = torch.zeros_like(k) if dk is None else dk.contiguous()
-        if ddots is None:
-            ddots = saved[2].new_zeros(*q.shape[:-1], q.shape[-2])
-        return *_backward(*saved, dq, dk, ddots.contiguous(), ctx.impl), None
+        of_dots = q.shape[:-1] + q.shape[-2:-1]
+        ddots = saved[2].new_zeros(of_dots) if ddots is None else ddots.contiguous()
+        return *_backward(*saved, dq, dk, ddots, ctx.impl), None
 
 
 def _unsupported_reason(q: Tensor, k: Tensor, theta: Tensor) -> str | None:
