@@ -30,7 +30,8 @@ class Generation(_Base):
         there was no graph (`reason`), turns them off (`enabled`) and gives memory back (`free`).
 
         cache_config={"state_dtype": "int8"} keeps recurrent states in int8, about a third of the
-        bytes, and {"key_dtype": "int8"} or "float8_e4m3fn" keys and values (StateCache).
+        bytes. {"key_dtype": "int8"} or "float8_e4m3fn" keeps keys and values in about half of
+        bfloat16's bytes, and attention is slower for it (StateCache).
         """
         # not where another thread's runs, or this is one inside of a streamer
         if not self.decoding.begin(self):  # pyright: ignore[reportArgumentType]
