@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import autocast_dtype
 from slipstream.nn import decoding
 from slipstream.nn.linear import plain_module
+from slipstream.runtime.backends import is_fake
 from slipstream.runtime.parallel_compile import compile_kernels
 
 
@@ -26,7 +28,8 @@ def forward_of(
     if torch.compiler.is_compiling():
         return nullcontext()
     trains = model.training and torch.is_grad_enabled()
-    if alone and trains and h.is_cuda and not torch.cuda.is_current_stream_capturing():
+    alone = alone and trains and h.is_cuda and not is_fake(h)
+    if alone and not torch.cuda.is_current_stream_capturing():
         compile_once(model, h, cu_seqlens, positions)
     return decoding.shared_tables()
 
@@ -37,14 +40,16 @@ def compile_once(
     """Compiles what the blocks launch in a training step, once for each dtype, packed or not.
 
     Leaves no gradients, and random numbers as they were. A kernel that fails here fails again when
-    the step calls it, and says so then. Blocks whose modules have hooks, or parameters that are no
-    plain tensors, are left out, and all where there are several ranks: their calls may do more than
-    compute.
+    the step calls it, and says so then. Blocks are left out whose modules or parameters have hooks,
+    or whose parameters are no plain tensors, and all where there are several ranks: their calls may
+    do more than compute. So are the replicas of DataParallel, which last for one step.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
+    if getattr(model, "_is_replica", False):
+        return
     known = model.__dict__.setdefault("_compiled_for", set())
-    kind = (h.device, h.dtype, cu_seqlens is None)
+    kind = (h.device, h.dtype, autocast_dtype(h), cu_seqlens is None)
     if kind in known:
         return
     known.add(kind)
@@ -52,7 +57,8 @@ def compile_once(
     for i, block in enumerate(model.layers):
         # a first layer may be of its own kind: others take a value that it makes
         names = model.config.mixer(i), model.config.mlp(i), i == 0
-        if all(plain_module(x) for x in block.modules()):
+        hooked = any(p._backward_hooks for p in block.parameters())
+        if not hooked and all(plain_module(x) for x in block.modules()):
             blocks.setdefault(repr(names), block)
 
     def run() -> None:

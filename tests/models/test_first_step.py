@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, first_step
 
@@ -79,3 +80,32 @@ def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = model.model.layers[0].mixer(torch.randn(2, 20, 32))[0]
     assert len(calls) == 2
     assert loss.isfinite() and first.isfinite().all()
+
+
+def test_blocks_with_hooked_parameters_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("gla", "kda")
+    called: list[Any] = []
+    model.model.layers[1].mixer.o_proj.weight.register_hook(called.append)
+    assert launches(model, monkeypatch) == [0]
+    assert not called
+
+
+def test_replicas_of_data_parallel_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("gla")
+    calls: list[Any] = []
+    monkeypatch.setattr(first_step, "compile_kernels", lambda *args: calls.append(args))
+    replica = model.model._replicate_for_data_parallel()
+    first_step.compile_once(replica, torch.randn(2, 20, 32), None, None)
+    assert not calls
+    first_step.compile_once(model.model, torch.randn(2, 20, 32), None, None)
+    assert len(calls) == 1
+
+
+def test_fake_tensors_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("gla").model
+    calls: list[Any] = []
+    monkeypatch.setattr(first_step, "compile_once", lambda *args: calls.append(args))
+    with FakeTensorMode():
+        h = torch.empty(2, 20, 32, device="cuda")
+        with first_step.forward_of(model, h, None, None, alone=True):
+            assert not calls
