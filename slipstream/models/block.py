@@ -17,6 +17,7 @@ from slipstream.models.mlps import make_mlp
 from slipstream.models.rollback import MLP_SHIFT, Record
 from slipstream.nn import LayerNorm, SwiGLU, projections
 from slipstream.nn import RMSNorm as RMSNorm
+from slipstream.nn.linear import is_hooked
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -93,9 +94,11 @@ class Block(GradientCheckpointingLayer):
         state, use_cache = mixing["state"], mixing["use_cache"]
         if self.residual_in_fp32:
             x, h = self.mixer_norm(h.to(self.mixer_norm.weight.dtype)), h.float()
-        else:
+        elif isinstance(self.mixer_norm, (RMSNorm, LayerNorm)) and not is_hooked(self.mixer_norm):
             # h by way of the norm, whose backward adds up its gradients
             x, h = self.mixer_norm(h, prenorm=True)
+        else:
+            x = self.mixer_norm(h)
         value = None
         if not self.mixer.takes_first_value:
             y, after = self.mixer(x, **mixing)

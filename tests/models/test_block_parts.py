@@ -167,3 +167,20 @@ def test_options_of_mlps_that_cannot_be(mlp: dict[str, Any], message: str) -> No
 def test_blocks_without_an_mlp_have_no_norm_for_it() -> None:
     block: nn.Module = model("mamba2").model.layers[0]
     assert not [n for n, _ in block.named_parameters() if n.startswith("mlp")]
+
+
+def test_norms_of_mixers_may_be_hooked_or_others() -> None:
+    made, ids = model("mamba2"), torch.randint(VOCAB, (2, 21))
+    made.model.config.residual_in_fp32 = False
+    for block in made.model.layers:
+        block.residual_in_fp32 = False
+    want, seen = made(ids).logits, []
+    norm: Any = made.model.layers[0].mixer_norm
+    hook = norm.register_forward_hook(lambda module, args, y: seen.append(y))
+    torch.testing.assert_close(made(ids).logits, want)
+    hook.remove()
+    assert [type(y) for y in seen] == [torch.Tensor]
+    other = nn.RMSNorm(32, norm.eps)
+    other.weight = norm.weight
+    made.model.layers[0].mixer_norm = other
+    torch.testing.assert_close(made(ids).logits, want)
