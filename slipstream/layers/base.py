@@ -413,7 +413,7 @@ def log_sigmoid_decay(layer: nn.Linear, x: Tensor, heads: int, normalizer: float
         return F.logsigmoid(raw) / normalizer
     # -softplus(-y) / normalizer: the decay gate's kernel, once y's sign is the weight's
     raw = F.linear(x, -layer.weight).unflatten(-1, (heads, -1))
-    A_log = torch.full((heads,), -math.log(normalizer), device=x.device)
+    A_log = torch.full((heads,), -math.log(normalizer), dtype=torch.float32, device=x.device)
     return decay_gate(raw, A_log, None if bias is None else -bias, None)
 
 

@@ -298,3 +298,16 @@ def test_rwkv7_rejects_a_first_value_for_layer_0() -> None:
 def test_layer_rejects_sizes_that_do_not_fit(name: str, options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make(name, **options)
+
+
+@every_layer
+@torch.no_grad()
+def test_default_dtype_changes_nothing(name: str) -> None:
+    layer, x = make(name).bfloat16(), torch.randn(2, 23, D).bfloat16()
+    want = run(layer, name, x)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = run(layer, name, x)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
