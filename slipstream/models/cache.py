@@ -446,6 +446,11 @@ class StateCache(OpenRows):
             raise ValueError("put: want a cache that StateCache.pool() made")
         if cache is not None and cache.rows != 1:
             raise ValueError(f"put: want a cache of one row, got {cache.rows}")
+        if cache is not None and cache.rounding != self.rounding:
+            raise ValueError(
+                f"put: want state_dtype and key_dtype as the pool's {tuple(self.rounding)}, "
+                f"got {tuple(cache.rounding)}"
+            )
         self.lengths[row] = 0 if cache is None else cache.get_seq_length()
         self._count()
         self.reserve(0)

@@ -145,3 +145,8 @@ def test_pool_refuses_what_is_none() -> None:
         cache.put(0, None)
     with pytest.raises(ValueError, match="one row, got 2"):
         cache.pool(3).put(0, cache)
+    rounded = StateCache(len(m.model.layers), state_dtype=torch.int8)
+    m(ids[:1], cache=rounded)
+    for pool, other in ((cache.pool(3), rounded), (rounded.pool(3), cache.copy())):
+        with pytest.raises(ValueError, match="state_dtype"):
+            pool.put(0, other)
