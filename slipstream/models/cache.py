@@ -356,10 +356,8 @@ class StateCache(OpenRows):
         self.made_for: Any = None
         # what greedy steps read and write: models/greedy.py
         self.greedy: Any = None
-        # of steps that verify drafts: models/lookup.py
-        self.drafts: Any = None
-        # of a pool: how many tokens each row has
-        self.lengths: list[int] | None = None
+        self.drafts: Any = None  # of steps that verify drafts: models/lookup.py
+        self.lengths: list[int] | None = None  # of a pool: how many tokens each row has
 
     @property
     def rows(self) -> int:
@@ -446,11 +444,8 @@ class StateCache(OpenRows):
             raise ValueError("put: want a cache that StateCache.pool() made")
         if cache is not None and cache.rows != 1:
             raise ValueError(f"put: want a cache of one row, got {cache.rows}")
-        if cache is not None and cache.rounding != self.rounding:
-            raise ValueError(
-                f"put: want state_dtype and key_dtype as the pool's {tuple(self.rounding)}, "
-                f"got {tuple(cache.rounding)}"
-            )
+        if cache is not None:
+            cache.rounding.expect("put", self.rounding)
         self.lengths[row] = 0 if cache is None else cache.get_seq_length()
         self._count()
         self.reserve(0)

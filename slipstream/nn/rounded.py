@@ -39,6 +39,11 @@ class Rounding(NamedTuple):
                 f"key_dtype: want torch.int8, torch.float8_e4m3fn or None, got {self.keys}"
             )
 
+    def expect(self, name: str, wanted: "Rounding") -> None:
+        if self != wanted:
+            kinds = "state_dtype and key_dtype"
+            raise ValueError(f"{name}: want {kinds} {tuple(wanted)}, got {tuple(self)}")
+
 
 AS_RETURNED = Rounding()
 
