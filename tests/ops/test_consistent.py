@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from slipstream.compiler.trace import trace
 from slipstream.ops import attention, chunk_simple_gla
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.consistent import consistent, consistent_scope
 from slipstream.tools.catalog import Sample
 from tests.support.consistent import OPERATORS, attention_differing, differing
@@ -113,3 +115,14 @@ def test_nothing_and_one_token() -> None:
         assert state is not None and final is not None
         assert o.shape == want.shape and torch.allclose(o, want) and torch.allclose(state, final)
         assert attention(q, q, q, consistent=True).shape == q.shape
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@pytest.mark.parametrize("V", [128, 256, 512])
+def test_heads_split_for_sm90_are_taken(V: int) -> None:
+    def call(device: torch.device) -> object:
+        q, k, v = (torch.randn(1, 256, 2, n, device=device).bfloat16() for n in (128, 128, V))
+        return chunk_simple_gla(q, k, v, -torch.rand(1, 256, 2, device=device), consistent=True)
+
+    names = {job.name for job in trace(call, "sm_90", False)}
+    assert names == {"scalar_decay_chunk_fwd_sm90_kernel"}

@@ -223,6 +223,7 @@ def _checked(
     if not recurrent and options.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
     chosen = plan_for(terms, options.impl, groups)
+    given = given if groups is None else shapes_of_split(given, groups)
     if same_bits and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
         raise NotImplementedError(f"consistent: a call of this size has no such kernel ({reason})")
     return _Plan(chosen.impl, chosen.impls, groups)
