@@ -21,12 +21,13 @@ def test_preconditioner_compiles(name: str, packed: bool) -> None:
     if packed:
         tensors["cu_ptr"] = "*i64"
     scalars = {"T": "i32", "log_x": "fp32", "eps": "fp32", "centre": "fp32"}
+    scalars["H"] = "i32"
     if name == "bwd":
         scalars["tokens"] = "i32"
     got = compile_kernel(
         f"{MODULE}:precondition_{name}_kernel",
         tensors,
-        {"H": 4, "K": 128, "BT": 64, "BD": 16},
+        {"K": 128, "BT": 64, "BD": 16},
         scalars=scalars,
         warps=8,
     )

@@ -36,7 +36,7 @@ def check(B: int, T: int, K: int, cu: Tensor | None, rest: bool, dtype: torch.dt
 def main() -> None:
     torch.manual_seed(0)
     packed = torch.tensor([0, 0, 9, 10, 33, 33])
-    for B, T, K, cu in ((2, 21, 16, None), (1, 33, 32, packed), (1, 1, 16, None)):
+    for B, T, K, cu in ((2, 21, 16, None), (1, 33, 32, packed), (1, 1, 16, None), (2, 9, 30, None)):
         check(B, T, K, cu, True, torch.float32)
         check(B, T, K, cu, False, torch.float32)
         check(B, T, K, cu, True, torch.float16)

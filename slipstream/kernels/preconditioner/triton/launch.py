@@ -59,7 +59,7 @@ def backward(
     B, T, H, K = k.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dk = torch.empty_like(k)
-    dg, dbeta = (k.new_empty(K // TILE[1], B, T, H, dtype=torch.float32) for _ in range(2))
+    dg, dbeta = (k.new_empty(-(-K // TILE[1]), B, T, H, dtype=torch.float32) for _ in range(2))
     dcentre, dstate = (k.new_empty(N, H, K, dtype=torch.float32) for _ in range(2))
     _run(
         precondition_bwd_kernel, k, dstate, cu_seqlens, x, eps, k_ptr=k, g_ptr=g, beta_ptr=beta,
@@ -86,7 +86,7 @@ def _run(
     H, K = k.shape[2:]
     BT, BD = TILE
     with device_of(k.device):
-        cached(kernel)[states.shape[0], H * K // BD](
+        cached(kernel)[states.shape[0], H * -(-K // BD)](
             **args, cu_ptr=cu_seqlens, log_x=math.log(x), eps=eps, centre=CENTRE, T=k.shape[1],
             H=H, K=K, BT=BT, BD=BD, num_warps=WARPS,
         )  # fmt: skip

@@ -12,6 +12,14 @@ def _load(p, m):
 
 
 @triton.jit
+def _channels(K: tl.constexpr, BD: tl.constexpr):
+    """Sequence, head, channels, and which of them there are."""
+    i_d, tiles = tl.program_id(1), tl.cdiv(K, BD)
+    o_k = i_d % tiles * BD + tl.arange(0, BD)
+    return tl.program_id(0), i_d // tiles, o_k, o_k < K
+
+
+@triton.jit
 def _then(a, x, b, y):
     """y -> a y + x, and after it y -> b y + y."""
     return a * b, b * x + y
@@ -38,7 +46,7 @@ def _factors(b_s, b_c, log_x, eps):
     return tl.exp(-log_x * b_r / b_d), b_d * b_d
 
 
-@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre"])
+@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre", "H"])
 def precondition_fwd_kernel(
     k_ptr,  # [tokens, H, K]; so are y, sums
     g_ptr,  # [tokens, H]; so is beta
@@ -53,45 +61,43 @@ def precondition_fwd_kernel(
     eps,
     centre,
     T,
-    H: tl.constexpr,
+    H,
     K: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """grid (N, H * K / BD)"""
-    i_n, i_d = tl.program_id(0), tl.program_id(1)
-    i_h = i_d // (K // BD)
+    """grid (N, H * ceil(K / BD))"""
+    i_n, i_h, o_k, m_k = _channels(K, BD)
     begin, count = _tokens(cu_ptr, i_n, T)
-    o_d = i_d * BD + tl.arange(0, BD)
-    p_s = i_n.to(tl.int64) * (H * K) + o_d
+    p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
     b_s = tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:
-        b_s += tl.load(s_in_ptr + p_s).to(tl.float32)
+        b_s += _load(s_in_ptr + p_s, m_k)
     b_c = centre
     if centre_ptr is not None:
         b_c = tl.load(centre_ptr + i_h).to(tl.float32)
     o_r = tl.arange(0, BT)
     for start in range(0, count, BT):
-        m = start + o_r < count
-        row = begin + start + o_r
-        b_a = tl.exp(_load(g_ptr + row * H + i_h, m))[:, None]
-        b_beta = _load(beta_ptr + row * H + i_h, m)[:, None]
-        p = row[:, None] * (H * K) + o_d[None, :]
-        b_k = _load(k_ptr + p, m[:, None])
+        m_t = start + o_r < count
+        p_h = (begin + start + o_r) * H + i_h
+        b_a = tl.exp(_load(g_ptr + p_h, m_t))[:, None]
+        b_beta = _load(beta_ptr + p_h, m_t)[:, None]
+        p, m = p_h[:, None] * K + o_k[None, :], m_t[:, None] & m_k[None, :]
+        b_k = _load(k_ptr + p, m)
         b_x = b_beta * b_k * b_k
         b_x += tl.where((o_r > 0)[:, None], 0.0, b_a * b_s[None, :])
         b_a = tl.broadcast_to(b_a, (BT, BD))
         _, b_sums = tl.associative_scan((b_a, b_x), 0, _then)
         b_m, _ = _factors(b_sums, b_c, log_x, eps)
-        tl.store(y_ptr + p, (b_k * b_m).to(y_ptr.dtype.element_ty), mask=m[:, None])
+        tl.store(y_ptr + p, (b_k * b_m).to(y_ptr.dtype.element_ty), mask=m)
         if sums_ptr is not None:
-            tl.store(sums_ptr + p, b_sums, mask=m[:, None])
+            tl.store(sums_ptr + p, b_sums, mask=m)
         last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
         b_s = tl.sum(tl.where(last, b_sums, 0.0), 0)
-    tl.store(s_out_ptr + p_s, b_s)
+    tl.store(s_out_ptr + p_s, b_s, mask=m_k)
 
 
-@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre"])
+@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre", "tokens", "H"])
 def precondition_bwd_kernel(
     k_ptr,  # [tokens, H, K]; so are sums, dy, dk
     g_ptr,  # [tokens, H]; so is beta
@@ -102,7 +108,7 @@ def precondition_bwd_kernel(
     dy_ptr,
     ds_out_ptr,  # [N, H, K], or none
     dk_ptr,
-    dg_ptr,  # [K / BD, tokens, H]: shares; so is dbeta
+    dg_ptr,  # [ceil(K / BD), tokens, H]: shares; so is dbeta
     dbeta_ptr,
     dcentre_ptr,  # [N, H, K]: shares
     ds_in_ptr,
@@ -112,22 +118,21 @@ def precondition_bwd_kernel(
     centre,
     T,
     tokens,
-    H: tl.constexpr,
+    H,
     K: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """grid (N, H * K / BD)"""
-    i_n, i_d = tl.program_id(0), tl.program_id(1)
-    i_h, i_share = i_d // (K // BD), i_d % (K // BD)
+    """grid (N, H * ceil(K / BD))"""
+    i_n, i_h, o_k, m_k = _channels(K, BD)
+    i_share = tl.program_id(1) % tl.cdiv(K, BD)
     begin, count = _tokens(cu_ptr, i_n, T)
-    o_d = i_d * BD + tl.arange(0, BD)
-    p_s = i_n.to(tl.int64) * (H * K) + o_d
+    p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
     b_first, b_d = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:
-        b_first += tl.load(s_in_ptr + p_s).to(tl.float32)
+        b_first += _load(s_in_ptr + p_s, m_k)
     if ds_out_ptr is not None:
-        b_d += tl.load(ds_out_ptr + p_s).to(tl.float32)
+        b_d += _load(ds_out_ptr + p_s, m_k)
     b_c = centre
     if centre_ptr is not None:
         b_c = tl.load(centre_ptr + i_h).to(tl.float32)
@@ -135,28 +140,26 @@ def precondition_bwd_kernel(
     o_r = tl.arange(0, BT)
     for start in range(0, count, BT):
         o_t = count - 1 - start - o_r
-        m, m_later = o_t >= 0, (o_t >= 0) & (o_r > 0)
-        row = begin + o_t
-        p_h = row * H + i_h
-        p = row[:, None] * (H * K) + o_d[None, :]
-        b_k, b_dy = _load(k_ptr + p, m[:, None]), _load(dy_ptr + p, m[:, None])
-        b_sums = _load(sums_ptr + p, m[:, None])
+        m_t, m_later = o_t >= 0, (o_t >= 0) & (o_r > 0)
+        p_h = (begin + o_t) * H + i_h
+        p, m = p_h[:, None] * K + o_k[None, :], m_t[:, None] & m_k[None, :]
+        b_k, b_dy, b_sums = _load(k_ptr + p, m), _load(dy_ptr + p, m), _load(sums_ptr + p, m)
         b_m, b_square = _factors(b_sums, b_c, log_x, eps)
         b_e = b_dy * b_k * b_m * log_x / b_square
-        b_dc += tl.sum(tl.where(m[:, None], b_e, 0.0), 0)
-        b_x = tl.where(m[:, None], -b_e / (b_sums + eps), 0.0)
+        b_dc += tl.sum(tl.where(m, b_e, 0.0), 0)
+        b_x = tl.where(m, -b_e / (b_sums + eps), 0.0)
         b_x += tl.where((o_r > 0)[:, None], 0.0, b_d[None, :])
         b_a = tl.exp(_load(g_ptr + p_h + H, m_later))[:, None]
         _, b_ds = tl.associative_scan((tl.broadcast_to(b_a, (BT, BD)), b_x), 0, _then)
-        b_a, b_beta = tl.exp(_load(g_ptr + p_h, m))[:, None], _load(beta_ptr + p_h, m)[:, None]
+        b_a, b_beta = tl.exp(_load(g_ptr + p_h, m_t))[:, None], _load(beta_ptr + p_h, m_t)[:, None]
         b_dk = b_dy * b_m + 2.0 * b_beta * b_k * b_ds
-        tl.store(dk_ptr + p, b_dk.to(dk_ptr.dtype.element_ty), mask=m[:, None])
-        b_before = _load(sums_ptr + p - H * K, (o_t > 0)[:, None])
+        tl.store(dk_ptr + p, b_dk.to(dk_ptr.dtype.element_ty), mask=m)
+        b_before = _load(sums_ptr + p - H * K, m & (o_t > 0)[:, None])
         b_before = tl.where((o_t == 0)[:, None], b_first[None, :], b_before)
         p_h += i_share.to(tl.int64) * tokens * H
-        tl.store(dbeta_ptr + p_h, tl.sum(b_k * b_k * b_ds, 1), mask=m)
-        tl.store(dg_ptr + p_h, tl.sum(b_a * b_before * b_ds, 1), mask=m)
+        tl.store(dbeta_ptr + p_h, tl.sum(b_k * b_k * b_ds, 1), mask=m_t)
+        tl.store(dg_ptr + p_h, tl.sum(b_a * b_before * b_ds, 1), mask=m_t)
         last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
         b_d = tl.sum(tl.where(last, b_a * b_ds, 0.0), 0)
-    tl.store(dcentre_ptr + p_s, b_dc)
-    tl.store(ds_in_ptr + p_s, b_d)
+    tl.store(dcentre_ptr + p_s, b_dc, mask=m_k)
+    tl.store(ds_in_ptr + p_s, b_d, mask=m_k)
