@@ -4,7 +4,7 @@ from slipstream.tools.catalog import SAMPLES
 
 # Samples of X heads have a fixed number of them; the others take those kernels with many programs.
 # The scan of hgrn has a kernel for one sequence alone, which others take too.
-SCANNING = ("chunk_hgrn", "chunk_precond", "chunk_lightnet", "chunk_rwkv4", "chunk_mamba3")
+SCANNING = ("chunk_hgrn", "chunk_mamba3")
 CHUNKED = [
     x
     for x in SAMPLES

@@ -27,6 +27,6 @@ def test_running_mean_compiles(name: str, packed: bool, target: str) -> None:
     if packed:
         tensors["cu_ptr"] = "*i64"
     kernel = f"{MODULE}.{name}"
-    constants = {"D": 1024, "BT": 64, "BD": 16}
-    got = compile_kernel(kernel, tensors, constants, scalars={"T": "i32"}, warps=8, target=target)
+    constants, scalars = {"BT": 64, "BD": 16}, {"T": "i32", "D": "i32:16"}
+    got = compile_kernel(kernel, tensors, constants, scalars=scalars, warps=8, target=target)
     assert got.stack == 0

@@ -15,8 +15,8 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-COLUMNS = 1024
-ELEMENTS = 4096
+# tokens and features at a time, whatever D is: models differ in it, and layers of one model
+TILE = (16, 256)
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _sequence(cu_ptr, row, N, steps):
 @triton.jit(do_not_specialize=["T", "N", "R", "blocks", "steps"])
 def token_shift_kernel(
     x_ptr, edge_ptr, cu_ptr, y_ptr, end_ptr, stride_b, stride_t, T, N, R, blocks, steps,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BACK: tl.constexpr,
+    D, BT: tl.constexpr, BD: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks + N / BT, D / BD): blocks of BT tokens, then of BT sequences."""
     o_d = (tl.program_id(1) * BD + tl.arange(0, BD))[None, :]
@@ -88,8 +88,7 @@ def shift(
     edge = None if edge is None else edge.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     end = torch.empty(N, D, dtype=x.dtype, device=x.device)
-    BD = min(1 << (D - 1).bit_length(), COLUMNS)
-    BT = ELEMENTS // BD
+    BT, BD = TILE
     blocks = -(-B * T // BT)
     with device_of(x.device):
         cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](

@@ -49,7 +49,7 @@ def running_weights_bwd_kernel(
     ds_in_ptr,
     cu_ptr,
     T,
-    D: tl.constexpr,
+    D,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -109,7 +109,7 @@ def running_mean_bwd_kernel(
     ds_in_ptr,  # [N, 2 D]
     cu_ptr,
     T,
-    D: tl.constexpr,
+    D,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):

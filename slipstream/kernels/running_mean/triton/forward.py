@@ -63,7 +63,7 @@ def _add_both(a_a, x_a, y_a, a_b, x_b, y_b):
 
 
 @triton.jit
-def _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D: tl.constexpr):
+def _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D):
     """z and, of values, M before each token of a tile; b_z, b_mean: before the first."""
     # of the token before and the one before that
     b_k1 = load(k_ptr + p - D, m & (o_r > 0), NONE)
@@ -102,7 +102,7 @@ def running_weights_fwd_kernel(
     g_ptr,  # [tokens, D]: log a, 0 where nothing is before
     cu_ptr,  # [N + 1]
     T,
-    D: tl.constexpr,
+    D,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -144,7 +144,7 @@ def running_mean_fwd_kernel(
     mean_ptr,  # and M before the token
     cu_ptr,  # [N + 1]
     T,
-    D: tl.constexpr,
+    D,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -161,8 +161,8 @@ def running_mean_fwd_kernel(
         o_t = start + o_r
         m = (o_t < count) & m_d[None, :]
         p = (begin + o_t) * D + o_d[None, :]
-        b_k, b_v = load(k_ptr + p, m), load(v_ptr + p, m)
         b_before, b_m = _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D)
+        b_k, b_v = load(k_ptr + p, m), load(v_ptr + p, m)
         b_r = tl.where(b_before == NONE, float("inf"), b_k - (b_before + b_w[None, :]))
         b_o = b_m + sigmoid(b_r + (b_w + b_u)[None, :]) * (b_v - b_m)
         tl.store(o_ptr + p, b_o.to(o_ptr.dtype.element_ty), mask=m)
