@@ -28,6 +28,8 @@ MODULES = (
     "slipstream.models.convert",
     "slipstream.training",
     "slipstream.integrations.transformers",
+    "slipstream.integrations.sglang",
+    "slipstream.integrations.vllm",
     "slipstream.compat",
 )
 ROOT = Path(str(slipstream.__file__)).parent

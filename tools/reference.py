@@ -266,11 +266,15 @@ def package() -> list[str]:
     return [*heading("slipstream"), *autosummary("slipstream", ["synchronize"])]
 
 
-def integration() -> list[str]:
-    module = "slipstream.integrations.transformers"
-    lines = [*heading(module), 'Registers ``attn_implementation="slipstream"`` when imported; see']
-    lines += [":doc:`/guides/transformers`.", ""]
-    return [*lines, *autosummary(module, [name for name, _ in public(module)])]
+def integrations() -> list[str]:
+    lines = heading("slipstream.integrations")
+    lines += ['``transformers`` registers ``attn_implementation="slipstream"`` when imported:']
+    lines += [":doc:`/guides/transformers`. The others have what these engines call:"]
+    lines += [":doc:`/guides/serving`.", ""]
+    for name in ("transformers", "sglang", "vllm"):
+        module = f"slipstream.integrations.{name}"
+        lines += autosummary(module, [x for x, _ in public(module)])
+    return lines
 
 
 def write(folder: Path) -> None:
@@ -280,7 +284,7 @@ def write(folder: Path) -> None:
         "slipstream": package(),
         "ops": operators(),
         **{name: classes(*about) for name, about in MODULES.items()},
-        "integrations": integration(),
+        "integrations": integrations(),
         "training-config": training_config(),
         "environment": environment(),
         "cli": commands(),

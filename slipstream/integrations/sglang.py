@@ -27,6 +27,7 @@ from slipstream.integrations.serving import (
 )
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 
+__all__ = ["GDNKernel", "KDAKernel", "register"]
 KINDS = {"gdn": "GDNAttnBackend", "kda": "KDAAttnBackend"}
 _REGISTRY = "sglang.srt.configs.linear_attn_model_registry"
 
@@ -159,6 +160,8 @@ class _Kernel:
 
 
 class GDNKernel(_Kernel):
+    """SGLang's calls of Gated DeltaNet: decode, drafts in a chain, prefill."""
+
     uses_state_checkpoints = True
 
     def extend(
@@ -193,6 +196,8 @@ class GDNKernel(_Kernel):
 
 
 class KDAKernel(_Kernel):
+    """SGLang's calls of KDA: decode, drafts in a chain, prefill."""
+
     def extend(
         self,
         q: Tensor,

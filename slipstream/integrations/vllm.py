@@ -9,7 +9,7 @@ others replace: the layer ChunkGatedDeltaRule, which prefills Gated DeltaNet, an
 updates Mamba-2's states. Its layers call the fused decode of Gated DeltaNet and KDA by name, with
 no place to register another; delta_rule_update has that function's arguments.
 
-Pools are [blocks, HV, V, K], with any stride between blocks. Block 0 is nobody's.
+Pools are [blocks, HV, V, K], with any stride between blocks. Block 0 belongs to no sequence.
 """
 
 from typing import Any
@@ -23,6 +23,12 @@ from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
 from slipstream.integrations.serving import packed, step, step_drafts, unpacked
 from slipstream.ops import chunk_gated_delta_rule as chunk_rule
 
+__all__ = [
+    "chunk_gated_delta_rule",
+    "delta_rule_update",
+    "register",
+    "selective_state_update",
+]
 NULL_BLOCK = 0
 
 

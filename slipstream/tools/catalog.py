@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.context_in_order import LocalSegments
+from slipstream.kernels.linear.dispatch import plan_for
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_across_ranks
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.tools.samples import CPU as CPU
@@ -273,19 +277,36 @@ def _rwkv7_output(
     return rwkv7.output(v, r, k, v, gate, weight, bias, r_k, 1e-5, impl)
 
 
+class _Sends(LocalSegments):
+    """A rank's exchange without the messages."""
+
+    @property
+    def sends(self) -> bool:
+        return True
+
+
+def _delta_across_ranks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    terms = LinearInputs(q, k, v, g=g, beta=beta)
+    options = q.shape[-1] ** -0.5, DEFAULT_CHUNK, plan_for(terms, impl).impls
+    return forward_across_ranks(terms, *options, False, _Sends(1024))[:2]
+
+
 def _of_layer(name: str, function: Any, tensors: str, variant: str = "") -> LayerSample:
     return LayerSample(name, tensors, variant=variant, tested=False, function=function)
 
 
 _RWKV7_OUTPUT = "r=BTHV k=BTHV v=BTHV gate=BTHV weight=HV bias=HV r_k=HV"
 _RWKV7_TERMS = "w=BTD k=BTD a=BTD k_k=D k_a=D"
-# as rwkv7's time and channel mix call it
+# as rwkv7's time and channel mix call it, and a context
 LAYER_SAMPLES = [
     _mixes(6),
     _mixes(1),
     _of_layer("rwkv7_terms", _rwkv7_terms, _RWKV7_TERMS, "first"),
     _of_layer("rwkv7_terms", _rwkv7_terms, f"{_RWKV7_TERMS} v=BTD v_gate=BTD first_value=BTD"),
     _of_layer("rwkv7_output", _rwkv7_output, _RWKV7_OUTPUT),
+    _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{_UNIT} g=BTG:gate beta=BTG:beta"),
 ]
 
 

@@ -339,7 +339,7 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
 
     ops = ["retention", "kda", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
     ops += ["short_convolution", "selective_scan", "mixer_step", "attnres", "projection_step"]
-    ops += ["linear_log_probs", "gdn2"]
+    ops += ["linear_log_probs", "gdn2", "rwkv4", "mamba3", "precond_kda"]
     samples = [*(x for name in ops for x in chosen([name])), *LAYER_SAMPLES]
     found = find_kernels(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
     assert not found.failures
