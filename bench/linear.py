@@ -51,7 +51,8 @@ from torch.nn.attention import SDPBackend
 from slipstream.tools.catalog import OPERATORS, Sample, Shape, chosen, family
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # fla would call FlashQLA where that is installed
-GATES = ("g", "gk", "w", "beta")
+# gradients of sums over all later tokens
+GATES = ("g", "gk", "w", "beta", "angles")
 LIMITS = {"out error": 5e-3, "grad error": 8e-3, "gate error": 2e-2}
 A, C = Shape(B=1, T=8192, H=96), Shape(B=1, T=32768, H=8)
 Q1, Q2 = Shape(B=1, T=8192, H=16, HV=64), Shape(B=1, T=32768, H=2, HV=8)

@@ -31,8 +31,22 @@ def check(shape: tuple[int, ...], P: int, dtype: torch.dtype) -> None:
         assert error(got.detach(), want.detach()) < (2e-6 if dtype == torch.float32 else 4e-3)
 
 
+def check_sums() -> None:
+    """Scores of tokens that all turn by the same angle do not change with it: of q and k rotated to
+    16 bits and the exact gradient of what is made of them, nothing is left of angles' gradient."""
+    q, k = (torch.randn(64, 1, 16).bfloat16() for _ in "qk")
+    angle = (3 * torch.randn(8)).expand(64, 8).contiguous()
+    y_q, y_k, dots = op._forward(q, k, angle, "triton")
+    x_q, x_k = y_q.float()[:, 0], y_k.float()[:, 0]
+    weights = torch.randn(64, 64)
+    d_q, d_k = ((w @ x)[:, None] for w, x in ((weights, x_k), (weights.T, x_q)))
+    of_scores = op._backward(q, k, angle, d_q, d_k, torch.zeros_like(dots), "triton")[2]
+    assert of_scores.sum(0).abs().max() < 1e-5 * of_scores.abs().sum(0).max()
+
+
 def main() -> None:
     torch.manual_seed(0)
+    check_sums()
     for shape, P in (((2, 19, 1, 8), 4), ((1, 3, 2, 3, 11), 2), ((1, 1, 1, 2), 1)):
         check(shape, P, torch.float32)
         check(shape, P, torch.float16)

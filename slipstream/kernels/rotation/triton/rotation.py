@@ -89,7 +89,10 @@ def _back(
     `across` from each other."""
     b_1, b_2 = _pair(x_ptr + p, m, m_2)
     b_d1, b_d2 = _pair(dy_ptr + p, m, m_2)
-    b_y1, b_y2 = b_1 * b_cos - b_2 * b_sin, b_1 * b_sin + b_2 * b_cos
+    # rounded as they were read: sums of dtheta over tokens cancel, if what is added up is the
+    # gradient of these
+    b_y1 = (b_1 * b_cos - b_2 * b_sin).to(x_ptr.dtype.element_ty).to(tl.float32)
+    b_y2 = (b_1 * b_sin + b_2 * b_cos).to(x_ptr.dtype.element_ty).to(tl.float32)
     b_dx1, b_dx2 = b_d1 * b_cos + b_d2 * b_sin, b_d2 * b_cos - b_d1 * b_sin
     for s in range(R):
         b_o1, b_o2 = _pair(other_ptr + p_other + s * K, m, m_2)
