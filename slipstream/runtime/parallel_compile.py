@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.compiler import triton_cache_key
 from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime.token_ids import WrongId
 
 # Of a call and its gradient, that take long to compile: there are at most about fifteen.
 MAX_THREADS = 16
@@ -41,7 +42,11 @@ PATIENCE = 120
 
 
 def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Of call(*args). What fails here fails again when it is called, and says so then."""
+    """Of call(*args). What fails here fails again when it is called, and says so then.
+
+    Raises:
+        ValueError: for a wrong index that an earlier call's kernel has found, which is told once.
+    """
     try:
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
     except ImportError:  # another release
@@ -67,8 +72,12 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
     with ThreadPoolExecutor(threads) as pool, Mode(pool, ignore_errors=True):
         of_thread.warmup = pool.submit(triton_cache_key.reuse)
         try:
-            with contextlib.suppress(Exception), _ProtectInputs():
+            with _ProtectInputs():
                 call(*args)
+        except WrongId:
+            raise
+        except Exception:
+            pass
         finally:
             of_thread.warmup = None
 

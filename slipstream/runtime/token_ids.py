@@ -20,6 +20,7 @@ from torch import Tensor
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.runtime.backends import is_fake
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.launch_cache import of_thread
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 CHECK = os.environ.get("SLIPSTREAM_CHECK", "")
@@ -129,6 +130,8 @@ def _looked_at(name: str, *given: Any) -> bool:
     """Whether the same was looked at before and is as it was; if not, it is what was last."""
     tensors = [x for x in given if isinstance(x, Tensor)]
     if any(type(x) is not Tensor or x.is_inference() for x in tensors):
+        return False
+    if of_thread.warmup is not None:  # launches only compile: nobody looks now
         return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False

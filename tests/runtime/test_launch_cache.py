@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from slipstream.runtime import call_replay, parallel_compile
+from slipstream.runtime import call_replay, parallel_compile, token_ids
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.launch_cache import CachedKernel, cached, of_thread, wrap_compiled
 
@@ -267,6 +267,28 @@ def test_sources_are_read_in_order(gpu: list[tuple]) -> None:
         parallel_compile.compile_kernels(call, (torch.zeros(64),))
     assert steps == [(step, w) for w in (16, 32, 64, 128) for step in ("begins", "ends")]
     assert launcher.call_count == 3 and of_thread.warmup is None
+
+
+def test_wrong_indices_found_meanwhile_are_raised(gpu: list[tuple]) -> None:
+    def fails(error: type[Exception]) -> None:
+        raise error("of an earlier call")
+
+    parallel_compile.compile_kernels(fails, (ValueError,))
+    with pytest.raises(token_ids.WrongId, match="of an earlier call"):
+        parallel_compile.compile_kernels(fails, (token_ids.WrongId,))
+    assert of_thread.warmup is None
+
+
+def test_indices_that_no_kernel_looked_at_are_looked_at_later(gpu: list[tuple]) -> None:
+    offsets, looked_at = torch.tensor([0, 5, 9]), []
+
+    def call(offsets: torch.Tensor) -> None:
+        for _ in range(2):
+            looked_at.append(token_ids._looked_at("cu_seqlens", offsets, 9))
+
+    parallel_compile.compile_kernels(call, (offsets,))
+    call(offsets)
+    assert looked_at == [False, False, False, True]
 
 
 def test_keeps_nothing_that_was_stopped(gpu: list[tuple]) -> None:
