@@ -253,7 +253,7 @@ def _run_mean(
     sums = eager.plain_sums(*wide, w, start, cu_seqlens)
     o = eager.outputs(u, *wide, sums).to(v.dtype)
     mean, z = (x.contiguous() if keep else x.new_empty(0) for x in sums.before.chunk(2, -1))
-    return o.contiguous(), sums.final.clone(), wide[0] - w - z if keep else z, mean
+    return o.contiguous(), sums.final.clone(), wide[0] - z if keep else z, mean
 
 
 def _run_mean_backward(

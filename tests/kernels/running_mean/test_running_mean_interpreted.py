@@ -47,7 +47,7 @@ def check(shape: tuple[int, int, int], cu: Tensor | None, size: float, dtype: to
     start[0, D : D + 3] = NOTHING
     start[0, :3] = 0
     w, u = -torch.rand(D), torch.randn(D)
-    w[0], w[-1] = -200.0, 0.0
+    w[0], w[1], w[-1] = -200.0, -torch.inf, 0.0
     given = {"k": k, "z": start[:, D:].contiguous()}
     of = {"cu_seqlens": cu}
     compare(

@@ -86,16 +86,17 @@ def running_weights_bwd_kernel(
 
 
 @triton.jit
-def _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_wu):
-    """a, c, p, v - M and do of tokens."""
-    b_r = load(r_ptr + p, m)
+def _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u):
+    """a, c, s, v - M and do of tokens."""
+    b_rw = load(r_ptr + p, m)
+    b_r = b_rw - b_w[None, :]
     b_v = load(v_ptr + p, m) - load(mean_ptr + p, m)
-    return sigmoid(-b_r), sigmoid(b_r), sigmoid(b_r + b_wu[None, :]), b_v, load(do_ptr + p, m)
+    return sigmoid(-b_r), sigmoid(b_r), sigmoid(b_rw + b_u[None, :]), b_v, load(do_ptr + p, m)
 
 
 @triton.jit(do_not_specialize=["T"])
 def running_mean_bwd_kernel(
-    r_ptr,  # [tokens, D]: k - w - z before; so are mean (M before), v, do, dk, dv
+    r_ptr,  # [tokens, D]: k - z before; so are mean (M before), v, do, dk, dv
     mean_ptr,
     v_ptr,
     w_ptr,  # [D]; so is u
@@ -119,7 +120,7 @@ def running_mean_bwd_kernel(
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     p_s = i_n.to(tl.int64) * (2 * D) + o_d
-    b_wu = load(u_ptr + o_d, m_d) + load(w_ptr + o_d, m_d)
+    b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
     b_p, b_g = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if ds_out_ptr is not None:
@@ -131,13 +132,13 @@ def running_mean_bwd_kernel(
         m = (o_t >= 0) & m_d[None, :]
         later = m & (o_r > 0)
         p = (begin + o_t) * D + o_d[None, :]
-        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p + D, later, b_wu)
+        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p + D, later, b_w, b_u)
         b_x = tl.where(o_r > 0, (1.0 - b_s) * b_do, b_p[None, :])
         b_y = tl.where(o_r > 0, -b_do * b_v * b_s * (1.0 - b_s), b_g[None, :])
         b_b = tl.where(o_r > 0, -b_v * b_c * b_a, 0.0)
         b_a = tl.where(o_r > 0, b_a, 0.0)
         _, _, b_n, b_gn = tl.associative_scan((b_a, b_b, b_x, b_y), 0, _then_both)
-        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_wu)
+        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u)
         b_dr = b_n * b_v * b_c * b_a
         b_ds = b_do * b_v * b_s * (1.0 - b_s)
         tl.store(dk_ptr + p, (b_c * b_gn + b_dr + b_ds).to(dk_ptr.dtype.element_ty), mask=m)

@@ -140,7 +140,7 @@ def running_mean_fwd_kernel(
     s_in_ptr,  # [N, 2 D]: M and z before the first token
     s_out_ptr,  # after the last
     o_ptr,
-    r_ptr,  # [tokens, D]: r, for backward, or none
+    r_ptr,  # [tokens, D]: r + w, for backward, or none
     mean_ptr,  # and M before the token
     cu_ptr,  # [N + 1]
     T,
@@ -163,8 +163,8 @@ def running_mean_fwd_kernel(
         p = (begin + o_t) * D + o_d[None, :]
         b_before, b_m = _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D)
         b_k, b_v = load(k_ptr + p, m), load(v_ptr + p, m)
-        b_r = tl.where(b_before == NONE, float("inf"), b_k - (b_before + b_w[None, :]))
-        b_o = b_m + sigmoid(b_r + (b_w + b_u)[None, :]) * (b_v - b_m)
+        b_r = tl.where(b_before == NONE, float("inf"), b_k - b_before)
+        b_o = b_m + sigmoid(b_r + b_u[None, :]) * (b_v - b_m)
         tl.store(o_ptr + p, b_o.to(o_ptr.dtype.element_ty), mask=m)
         if r_ptr is not None:
             tl.store(r_ptr + p, b_r, mask=m)
