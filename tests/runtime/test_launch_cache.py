@@ -279,7 +279,7 @@ def test_wrong_indices_found_meanwhile_are_raised(gpu: list[tuple]) -> None:
     assert of_thread.warmup is None
 
 
-def test_indices_that_no_kernel_looked_at_are_looked_at_later(gpu: list[tuple]) -> None:
+def test_unchecked_indices_are_checked_later(gpu: list[tuple]) -> None:
     offsets, looked_at = torch.tensor([0, 5, 9]), []
 
     def call(offsets: torch.Tensor) -> None:
