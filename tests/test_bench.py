@@ -198,8 +198,9 @@ def test_every_script_and_file_is_listed() -> None:
               for x in re.findall(r"^\| `(\w+)\.py`.*\| ([^|]*) \|$", README, re.M)}  # fmt: skip
     assert set(listed) == set(SCRIPTS)
     files = {x.stem for x in (BENCH / "results").glob("*.csv")}
-    of_lab_notes = {"experiments"}  # figures of docs/dev/log, which tools/lab_notes.py checks
-    assert files <= of_lab_notes.union(*listed.values()), "no script writes it: results/archive"
+    # figures of docs/dev/log, which tools/lab_notes.py checks; tools/peer_suites.py's rows
+    of_tools = {"experiments", "peer_suites"}
+    assert files <= of_tools.union(*listed.values()), "no script writes it: results/archive"
     for name, written in listed.items():
         source = (BENCH / f"{name}.py").read_text()
         assert all(f'"{x}"' in source for x in written), name

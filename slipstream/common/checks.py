@@ -43,9 +43,8 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        fn = consistent if consistent and kwargs.get("consistent") else by_default
         if len(args) > len(names):
-            return fn(*args, **kwargs)  # Python's own error: options are given by name
+            return by_default(*args, **kwargs)  # Python's own error: options are given by name
         for x, types in zip(args, by_place):
             if type(x) not in types:
                 for name, y in zip(names, args):
@@ -54,6 +53,7 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
         for name, x in kwargs.items():
             if name in exact and type(x) not in exact[name]:
                 types_of[name].expect(name, x)
+        fn = consistent if consistent and kwargs.get("consistent") else by_default
         if torch.compiler.is_compiling():
             places = apart(args), apart(tuple(kwargs.values()), args)
             return fn(*places[0], **dict(zip(kwargs, places[1])))
