@@ -134,8 +134,8 @@ def prefill_in_pieces(
     of 64, o and the states have the bits of a call for each sequence.
 
     Returns:
-        o, and the states [count, HV, V, K] in float32 after every so many tokens, of one sequence
-        after the other: of a sequence as many as there are whole pieces.
+        o, and the states in float32 [count, HV, V, K], sequence by sequence: one after each `every`
+        tokens, none after a remainder.
     """
     offsets = cu_seqlens.tolist()
     lengths = [end - begin for begin, end in pairwise(offsets)]

@@ -181,8 +181,8 @@ class GDNKernel(_Kernel):
         **others: Any,
     ) -> tuple[Tensor, None, Tensor | None]:
         """Packed prompts [1, T, ...] with log decays g and beta [1, T, HV]; states are read and
-        written by cache_indices. Returns o, None, and if wanted the states after every so many
-        tokens of each sequence [1, checkpoints, HV, V, K]."""
+        written by cache_indices. Returns o, None, and, if asked for, the states at the checkpoints
+        of each sequence [1, checkpoints, HV, V, K]."""
         tensors = q, k, v, g, beta
         options: dict[str, Any] = {"states": ssm_states, "slots": cache_indices}
         options |= {"cu_seqlens": query_start_loc, "use_qk_l2norm_in_kernel": True}

@@ -52,8 +52,8 @@ def forward(
 
 
 def normalised(y: Tensor, sizes: Sequence[int], unit: int) -> list[Tensor]:
-    """y in tensors of so many channels; of the first two each run of `unit` is divided by its norm,
-    where that is not 0."""
+    """y split into tensors of `sizes` channels. If unit is not 0, heads of `unit` channels of the
+    first two tensors are divided by their norms."""
     tensors = [*y.split(list(sizes), -1)]
     if unit:
         tensors[:UNIT_TENSORS] = [_unit(x, unit) for x in tensors[:UNIT_TENSORS]]

@@ -71,8 +71,8 @@ def convolution(
 ) -> list[Tensor]:
     """y, or one of each of up to three sizes channels. impl: triton, or triton|eager.
 
-    unit: of the first two of three tensors each run of so many channels is divided by its norm; 0
-    for none. As `normalises` allows, and without a residual.
+    unit: channels of a head of the first two of three tensors; each head is divided by its norm. 0
+    normalises nothing. As `normalises` allows, and without a residual.
     """
     tensors = (x, weight, bias, residual, state)
     if needs_autograd(*tensors):

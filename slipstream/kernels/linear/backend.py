@@ -88,10 +88,11 @@ class Exchange(Protocol):
         unit: int | None = None,
         can_pass: bool = True,
     ) -> Segments | None:
-        """Those of a call for which kernels have chosen `chosen`, of chunks of so many tokens. One
-        that is not cut gets one a sequence, of whole units (chunks if None), if that takes less
-        time than one more call of the sequence that goes on, which else is made here.
+        """The segments of a call: `chosen` by its kernels, or, for a call that is not cut, one for
+        each sequence where that takes less time than another call for the sequence that goes on;
+        otherwise that call is made here.
 
+        chunk: tokens of a chunk. unit: a segment's length is a multiple of it, None: of chunk.
         can_pass: whether kernels can pass states.
         """
 

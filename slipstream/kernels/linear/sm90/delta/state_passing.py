@@ -157,7 +157,8 @@ def delta_state_passing_across_sm90_kernel(
 
 @triton.jit
 def _first_segment(cu_ptr, i_n, T, segment, PACKED: tl.constexpr):
-    """The number of sequence i_n's first segment, or of nobody's if it has none (find_segment)."""
+    """The number of the first segment of sequence i_n. Of a sequence without segments it is a
+    number that find_segment gives to none."""
     if PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         first = (begin // segment).to(tl.int32) + i_n
