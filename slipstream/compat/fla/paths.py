@@ -46,6 +46,7 @@ ALIASES = {
     "modules.causal_conv1d.ops": "modules.convolution",
     "modules.conv": "modules.convolution",
     "modules.conv.causal_conv1d": "modules.convolution",
+    "modules.conv.long_conv": "modules.long_conv",
     "modules.conv.short_conv": "modules.convolution",
     "modules.conv.triton": "modules.convolution",
     "modules.conv.triton.ops": "modules.convolution",
@@ -62,11 +63,8 @@ ALIASES = {
 # what fla 0.6 has where Slipstream has other names; whole modules that are missing say so by
 # themselves
 MISSING: dict[str, tuple[str, ...]] = {
-    "modules": ("ImplicitLongConvolution", "LongConvolution", "NormParallel", "TokenShift"),
-    "modules.convolution": (
-        "ImplicitLongConvolution", "LongConvolution", "causal_conv1d_update_states",
-        "fast_causal_conv1d_fn",
-    ),
+    "modules": ("NormParallel",),
+    "modules.convolution": ("causal_conv1d_update_states", "fast_causal_conv1d_fn"),
     "modules.fused_linear_cross_entropy": ("LinearLossParallel",),
     "modules.layernorm": ("NormParallel",),
     "modules.mlp": ("SwiGLULinearParallel",),

@@ -25,8 +25,10 @@ from slipstream.compat.fla.modules.layernorm import (
     RMSNormLinear,
 )
 from slipstream.compat.fla.modules.layernorm_gated import LayerNormGated, RMSNormGated
+from slipstream.compat.fla.modules.long_conv import ImplicitLongConvolution, LongConvolution
 from slipstream.compat.fla.modules.mlp import GatedMLP
 from slipstream.compat.fla.modules.rotary import RotaryEmbedding
+from slipstream.compat.fla.modules.token_shift import TokenShift
 
 __all__ = [
     "BitLinear",
@@ -45,13 +47,16 @@ __all__ = [
     "GatedMLP",
     "GroupNorm",
     "GroupNormLinear",
+    "ImplicitLongConvolution",
     "L2Norm",
     "LayerNorm",
     "LayerNormGated",
     "LayerNormLinear",
+    "LongConvolution",
     "RMSNorm",
     "RMSNormGated",
     "RMSNormLinear",
     "RotaryEmbedding",
     "ShortConvolution",
+    "TokenShift",
 ]

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.compat.fla.modules.long_conv import (
+    ImplicitLongConvolution as ImplicitLongConvolution,
+)
+from slipstream.compat.fla.modules.long_conv import LongConvolution as LongConvolution
 from slipstream.ops.conv import short_convolution, short_convolution_update
 
 

@@ -24,3 +24,24 @@ def token_shift(
         x, initial_state=state, output_final_state=output_cache, cu_seqlens=cu_seqlens
     )
     return (before - x, last) if output_cache else before - x
+
+
+class TokenShift:
+    """fla's autograd.Function; here autograd sees the operator that it calls."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> tuple[Tensor, Tensor | None]:
+        return cls.forward(None, *args)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_cache: bool = False,
+        chunk_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """token_shift, and the last tokens or None."""
+        result = token_shift(x, cu_seqlens, cache, output_cache)
+        return result if output_cache else (result, None)
