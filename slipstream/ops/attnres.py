@@ -73,8 +73,8 @@ def attnres(
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
     Cost: up to 16 residuals of 8192 features are read once and o is written; backward they are
-    read and their gradients written, and what is read again comes from a cache. Beyond that plain
-    torch, in float32. 5 L D flops a token.
+    read once, with o, and their gradients written. What backward keeps is o, or the sum before
+    its norm. Beyond that plain torch, in float32. 5 L D flops a token.
     Source: Kimi Team, "Attention Residuals" (arXiv 2603.15031).
     """
     if isinstance(residuals, Tensor):

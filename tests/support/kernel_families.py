@@ -316,13 +316,17 @@ def _kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
     return distill.kl_rows(student, teacher, *rest)
 
 
-def _attnres(q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, eps: float, scale: float) -> tuple:
+def _attnres(
+    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, eps: float, scale: float, keep: bool
+) -> tuple:
     y, s = attnres_op.eager(q, rows, w, wo, eps, scale)
-    return y, s, torch.stack([(x.square().mean(-1) + eps).rsqrt() for x in rows]), s.logsumexp(0)
+    o = attnres_op.eager(q, rows, w, None, eps, scale)[0] if keep else y.new_empty(0)
+    rstd = torch.stack([(x.square().mean(-1) + eps).rsqrt() for x in rows])
+    return y, s, rstd, s.logsumexp(0), o
 
 
 def _attnres_back(
-    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, dy: Tensor, s: Tensor, *rest: Any
+    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, dy: Tensor, *rest: Any
 ) -> tuple:
     return attnres_op._eager_backward(q, rows, w, wo, dy, *rest[-2:])
 

@@ -53,7 +53,7 @@ def _run(
     if needs_autograd(*given, *rows):
         y, s, lse = _Attnres.apply(*given, eps, scale, impl, *rows)
     else:
-        y, s, _, lse = forward(given[0], rows, *given[1:], eps, scale, impl)
+        y, s, _, lse, _ = forward(given[0], rows, *given[1:], eps, scale, impl, False)
     return y.view(shape), (s - lse).exp().view(len(rows), *shape[:-1])
 
 
@@ -71,8 +71,10 @@ class _Attnres(Function):
         impl: str,
         *rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, s, rstd, lse = forward(query, list(rows), weight, output_weight, eps, scale, impl)
-        save(ctx, query, weight, output_weight, s, rstd, lse, *rows)
+        given = query, list(rows), weight, output_weight
+        y, s, rstd, lse, o = forward(*given, eps, scale, impl, True)
+        o = y if output_weight is None else o
+        save(ctx, query, weight, output_weight, o, s, rstd, lse, *rows)
         ctx.options = eps, scale, impl
         ctx.mark_non_differentiable(s, lse)
         return y, s, lse
@@ -80,10 +82,10 @@ class _Attnres(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        query, weight, output_weight, s, rstd, lse, *rows = saved
+        query, weight, output_weight, o, s, rstd, lse, *rows = saved
         eps, scale, impl = ctx.options
         da, dwo, *grads = backward(
-            query, rows, weight, output_weight, dy, s, rstd, lse, eps, scale, impl
+            query, rows, weight, output_weight, dy, o, s, rstd, lse, eps, scale, impl
         )
         dq, dw = da * weight * scale, da * query * scale
         dwo = None if output_weight is None else dwo.to(output_weight.dtype)
@@ -179,15 +181,20 @@ def _forward(
     eps: float,
     scale: float,
     impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """With keep, o, which y is the norm of, follows: of no elements where y is o."""
     with _guard(impl, residuals, output_weight) as usable:
         if usable:
             from slipstream.kernels.attnres.triton import attnres as kernels
 
-            return kernels.forward(query, residuals, weight, output_weight, eps, scale)
+            return kernels.forward(query, residuals, weight, output_weight, eps, scale, keep)
     y, s = eager(query, residuals, weight, output_weight, eps, scale)
+    o = y.new_empty(0)
+    if keep and output_weight is not None:
+        o = eager(query, residuals, weight, None, eps, scale)[0].contiguous()
     rstd = torch.stack([(x.float().square().mean(-1) + eps).rsqrt() for x in residuals])
-    return y.contiguous(), s.float(), rstd, s.float().logsumexp(0)
+    return y.contiguous(), s.float(), rstd, s.float().logsumexp(0), o
 
 
 def _backward(
@@ -196,6 +203,7 @@ def _backward(
     weight: Tensor,
     output_weight: Tensor | None,
     dy: Tensor,
+    o: Tensor,
     s: Tensor,
     rstd: Tensor,
     lse: Tensor,
@@ -210,7 +218,7 @@ def _backward(
             from slipstream.kernels.attnres.triton import attnres as kernels
 
             return kernels.backward(
-                query, residuals, weight, output_weight, dy, s, rstd, lse, eps, scale
+                query, residuals, weight, output_weight, dy, o, s, rstd, lse, eps, scale
             )
     return _eager_backward(query, residuals, weight, output_weight, dy, eps, scale)
 
@@ -225,12 +233,21 @@ def _guard(impl: str, residuals: list[Tensor], output_weight: Tensor | None) -> 
 
 
 def _forward_fake(
-    query: Tensor, residuals: list[Tensor], *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor,
+    residuals: list[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    eps: float,
+    scale: float,
+    impl: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     first = residuals[0]
     sizes = (len(residuals), first.shape[0])
     s, rstd = (first.new_empty(sizes, dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(first), s, rstd, first.new_empty(sizes[1], dtype=torch.float32)
+    lse = first.new_empty(sizes[1], dtype=torch.float32)
+    o = torch.empty_like(first) if keep and output_weight is not None else first.new_empty(0)
+    return torch.empty_like(first), s, rstd, lse, o
 
 
 def _backward_fake(
@@ -244,13 +261,14 @@ def _backward_fake(
 _TENSORS = "Tensor query, Tensor[] residuals, Tensor weight, Tensor? output_weight"
 forward = KernelOp(
     "attnres",
-    f"({_TENSORS}, float eps, float scale, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"({_TENSORS}, float eps, float scale, str impl, bool keep) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
 backward = KernelOp(
     "attnres_backward",
-    f"({_TENSORS}, Tensor dy, Tensor s, Tensor rstd, Tensor lse, float eps, float scale, "
+    f"({_TENSORS}, Tensor dy, Tensor o, Tensor s, Tensor rstd, Tensor lse, float eps, float scale, "
     "str impl) -> Tensor[]",
     _backward,
     _backward_fake,

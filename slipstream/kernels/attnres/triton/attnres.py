@@ -1,4 +1,4 @@
-"""Attention over the depth: each residual is read once forward, and once from memory backward.
+"""Attention over the depth: each residual is read once forward, and once backward.
 
     s_l = scale (q w) . v_l rstd_l        rstd_l = 1 / sqrt(mean(v_l^2) + eps)
     p = softmax(s)        o = sum_l p_l v_l        y = o, or o rstd_o w_o
@@ -10,10 +10,10 @@ Backward, with do the gradient of o, after that of its norm, and a = scale q w,
     dv_l = p_l do + ds_l rstd_l (a - s_l rstd_l / D v_l)
     da = sum over rows and l of ds_l rstd_l v_l        dw_o = sum over rows of dy o rstd_o
 
-A program takes a tile of rows, and has the next residuals on their way while it works on one.
-Backward it reads them twice, for o and for dv, the second time from the last to the first: those
-that were read last are in a cache. Its programs go on to other rows and keep da and dw_o, each over
-a fixed share of them: the same inputs, the same bits.
+A program takes a tile of rows, and has the next residuals on their way to shared memory while it
+works on one. Backward takes o from forward, as rounded there, so that no residual is read twice.
+Its programs go on to other rows and keep da and dw_o, each over a fixed share of them: the same
+inputs, the same bits.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,10 @@ from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
 STREAMS, ELEMENTS = 16, 2048
-# Elements of a row that a thread has, where the warps are no more than these: backward's of a row
-# of 8192 would spill registers with more, if it has a norm. Programs of backward a multiprocessor.
-A_THREAD, WARPS, WARPS_WITH_NORM = 16, 16, 8
+# Elements of a row that a thread has, where the warps are no more than these; residuals on their
+# way, with the one that is worked on; programs of backward a multiprocessor.
+A_THREAD, WARPS = 16, 16
+STAGES, STAGES_BACK = 4, 3
 PROGRAMS = 2
 
 
@@ -82,28 +83,14 @@ def _add2(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit
-def _with_one(b_v, b_a, b_max, b_sum, b_o, p_s, p_rstd, m_r, there, D: tl.constexpr, eps):
-    """The maximum, sum and o with one more residual, if it is there."""
-    b_square, b_s = tl.reduce((b_v * b_v, b_v * b_a), 1, _add2)
-    b_rstd = tl.rsqrt(b_square / D + eps)
-    b_s = b_s * b_rstd
-    tl.store(p_s, b_s, mask=m_r & there)
-    tl.store(p_rstd, b_rstd, mask=m_r & there)
-    b_s = tl.where(there, b_s, float("-inf"))
-    b_new = tl.maximum(b_max, b_s)
-    b_keep, b_p = tl.exp(b_max - b_new), tl.exp(b_s - b_new)
-    return b_new, b_sum * b_keep + b_p, b_o * b_keep[:, None] + b_p[:, None] * b_v
-
-
 @triton.jit(do_not_specialize=["R"])
 def attnres_fwd_kernel(
     v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
     v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr,
-    q_ptr, w_ptr, wo_ptr, y_ptr, s_ptr, rstd_ptr, lse_ptr, R, eps, scale,
-    L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    q_ptr, w_ptr, wo_ptr, y_ptr, o_ptr, s_ptr, rstd_ptr, lse_ptr, R, eps, scale,
+    L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R / BR). v, y [R, D]; s, rstd [L, R]; lse [R]."""
+    """Grid (R / BR). v, y [R, D]; s, rstd [L, R]; lse [R]; o [R, D] if backward wants it."""
     o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     m_r, m_d = o_r < R, o_d < D
     o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
@@ -111,32 +98,25 @@ def attnres_fwd_kernel(
     b_max = tl.full([BR], float("-inf"), tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
     b_o = tl.zeros([BR, BD], tl.float32)
-    # two at a time: were one handed on to the next turn, it would be awaited there
-    b_even = tl.load(v0_ptr + o, mask=m, other=0.0)
-    b_odd = tl.load((v0_ptr if L == 1 else v1_ptr) + o, mask=m & (L > 1), other=0.0)
-    for n in range(0, L, 2):
-        b_v = b_even.to(tl.float32)
+    for n in tl.range(0, L, num_stages=STAGES):
         v_ptr = _stream(
             v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 2, L,
+            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
         )  # fmt: skip
-        b_even = tl.load(v_ptr + o, mask=m & (n + 2 < L), other=0.0)
-        b_max, b_sum, b_o = _with_one(
-            b_v, b_a, b_max, b_sum, b_o, s_ptr + o_r + n * R, rstd_ptr + o_r + n * R, m_r, True,
-            D, eps,
-        )  # fmt: skip
-        b_v = b_odd.to(tl.float32)
-        v_ptr = _stream(
-            v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 3, L,
-        )  # fmt: skip
-        b_odd = tl.load(v_ptr + o, mask=m & (n + 3 < L), other=0.0)
-        at = o_r + (n + 1) * R
-        b_max, b_sum, b_o = _with_one(
-            b_v, b_a, b_max, b_sum, b_o, s_ptr + at, rstd_ptr + at, m_r, n + 1 < L, D, eps
-        )
+        b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
+        b_square, b_s = tl.reduce((b_v * b_v, b_v * b_a), 1, _add2)
+        b_rstd = tl.rsqrt(b_square / D + eps)
+        b_s = b_s * b_rstd
+        tl.store(s_ptr + o_r + n * R, b_s, mask=m_r)
+        tl.store(rstd_ptr + o_r + n * R, b_rstd, mask=m_r)
+        b_new = tl.maximum(b_max, b_s)
+        b_keep, b_p = tl.exp(b_max - b_new), tl.exp(b_s - b_new)
+        b_max, b_sum = b_new, b_sum * b_keep + b_p
+        b_o = b_o * b_keep[:, None] + b_p[:, None] * b_v
     b_o = b_o / b_sum[:, None]
     tl.store(lse_ptr + o_r, b_max + tl.log(b_sum), mask=m_r)
+    if o_ptr is not None:
+        tl.store(o_ptr + o, b_o.to(o_ptr.dtype.element_ty), mask=m)
     if wo_ptr is not None:
         b_last = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)
         b_o = b_o * b_last[:, None] * _row(wo_ptr, o_d, m_d)
@@ -149,8 +129,8 @@ def attnres_bwd_kernel(
     v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr,
     d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
     d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr,
-    q_ptr, w_ptr, wo_ptr, dy_ptr, s_ptr, rstd_ptr, lse_ptr, da_ptr, dwo_ptr, R, eps, scale,
-    L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    q_ptr, w_ptr, wo_ptr, dy_ptr, o_ptr, s_ptr, rstd_ptr, lse_ptr, da_ptr, dwo_ptr, R, eps, scale,
+    L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (P). d [R, D] are the gradients of v; da, dwo [P, D] sums over a program's rows."""
     pid, o_d = tl.program_id(0), tl.arange(0, BD)
@@ -162,19 +142,7 @@ def attnres_bwd_kernel(
         m_r = o_r < R
         o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
         b_lse = tl.load(lse_ptr + o_r, mask=m_r, other=0.0)
-        b_o = tl.zeros([BR, BD], tl.float32)
-        b_next = tl.load(v0_ptr + o, mask=m, other=0.0, eviction_policy="evict_last")
-        for n in range(L):
-            b_v = b_next.to(tl.float32)
-            v_ptr = _stream(
-                v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-                v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n + 1, L,
-            )  # fmt: skip
-            b_next = tl.load(
-                v_ptr + o, mask=m & (n + 1 < L), other=0.0, eviction_policy="evict_last"
-            )
-            b_p = tl.exp(tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0) - b_lse)
-            b_o += b_p[:, None] * b_v
+        b_o = tl.load(o_ptr + o, mask=m, other=0.0).to(tl.float32)
         b_do = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
         if wo_ptr is not None:
             b_last = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)
@@ -183,24 +151,16 @@ def attnres_bwd_kernel(
             b_do = b_do * _row(wo_ptr, o_d, m_d)
             b_do = b_last[:, None] * (b_do - b_u * (tl.sum(b_do * b_u, 1) / D)[:, None])
         b_delta = tl.sum(b_do * b_o, 1)
-        # from the last one, which was read last, so that a cache has it still
-        v_ptr = _stream(
-            v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-            v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, L - 1, L,
-        )  # fmt: skip
-        b_next = tl.load(v_ptr + o, mask=m, other=0.0, eviction_policy="evict_first")
-        for j in range(L):
-            n = L - 1 - j
-            b_v = b_next.to(tl.float32)
+        for n in tl.range(0, L, num_stages=STAGES):
             v_ptr = _stream(
                 v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
-                v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n - 1, L,
+                v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
             )  # fmt: skip
-            b_next = tl.load(v_ptr + o, mask=m & (n > 0), other=0.0, eviction_policy="evict_first")
             d_ptr = _stream(
                 d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
                 d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr, n, L,
             )  # fmt: skip
+            b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
             b_s = tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0)
             b_rstd = tl.load(rstd_ptr + o_r + n * R, mask=m_r, other=0.0)
             b_p = tl.exp(b_s - b_lse)
@@ -215,10 +175,10 @@ def attnres_bwd_kernel(
         tl.store(dwo_ptr + at, b_dwo, mask=m_d[None, :])
 
 
-def _tile(D: int, most: int) -> tuple[int, int, int]:
+def _tile(D: int) -> tuple[int, int, int]:
     """BR, BD and warps."""
     BD = triton.next_power_of_2(D)
-    return max(ELEMENTS // BD, 1), BD, min(max(BD // (32 * A_THREAD), 4), most)
+    return max(ELEMENTS // BD, 1), BD, min(max(BD // (32 * A_THREAD), 4), WARPS)
 
 
 def _named(letter: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
@@ -233,22 +193,25 @@ def forward(
     output_weight: Tensor | None,
     eps: float,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y [R, D], s and rstd [L, R], lse [R]; residuals [R, D], contiguous."""
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [R, D], s and rstd [L, R], lse [R]; residuals [R, D], contiguous. And o, if keep and y is
+    not o; else it has no elements."""
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     y = torch.empty_like(first)
+    o = torch.empty_like(first) if keep and output_weight is not None else first.new_empty(0)
     s, rstd = (first.new_empty(L, R, dtype=torch.float32) for _ in range(2))
     lse = first.new_empty(R, dtype=torch.float32)
-    BR, BD, warps = _tile(D, WARPS)
+    BR, BD, warps = _tile(D)
     if R > 0:
         with device_of(first.device):
             cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
                 **_named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
-                y_ptr=y, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse, R=R, eps=eps, scale=scale,
-                L=L, D=D, BR=BR, BD=BD, num_warps=warps,
+                y_ptr=y, o_ptr=o if o.numel() else None, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse, R=R,
+                eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD, STAGES=STAGES, num_warps=warps,
             )  # fmt: skip
-    return y, s, rstd, lse
+    return y, s, rstd, lse, o
 
 
 def backward(
@@ -257,6 +220,7 @@ def backward(
     weight: Tensor,
     output_weight: Tensor | None,
     dy: Tensor,
+    o: Tensor,
     s: Tensor,
     rstd: Tensor,
     lse: Tensor,
@@ -264,11 +228,11 @@ def backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients of scale q w [D] and of the output's weight [D] (of no elements where there is
-    none), float32, and of the residuals."""
+    none), float32, and of the residuals. o: the sum before its norm."""
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     grads = [torch.empty_like(x) for x in residuals]
-    BR, BD, warps = _tile(D, WARPS if output_weight is None else WARPS_WITH_NORM)
+    BR, BD, warps = _tile(D)
     programs = max(min(triton.cdiv(R, BR), PROGRAMS * sm_count(first.get_device())), 1)
     da = first.new_zeros(programs, D, dtype=torch.float32)
     dwo = None if output_weight is None else torch.zeros_like(da)
@@ -276,7 +240,8 @@ def backward(
         with device_of(first.device):
             cached(attnres_bwd_kernel)[(programs,)](
                 **_named("v", residuals), **_named("d", grads), q_ptr=query, w_ptr=weight,
-                wo_ptr=output_weight, dy_ptr=dy, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse, da_ptr=da,
-                dwo_ptr=dwo, R=R, eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD, num_warps=warps,
+                wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse,
+                da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
+                STAGES=STAGES_BACK, num_warps=warps,
             )  # fmt: skip
     return [da.sum(0), da.new_empty(0) if dwo is None else dwo.sum(0), *grads]
