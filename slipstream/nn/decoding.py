@@ -221,9 +221,15 @@ def shared_tables() -> Iterator[None]:
         _STEP.tables = before
 
 
+def _known_tables() -> dict[Any, Any] | None:
+    """Nothing where a layer is compiled: its graph would hold what other layers' found, and be
+    compiled anew in each place; a graph makes equal tables once anyway."""
+    return None if torch.compiler.is_compiling() else getattr(_STEP, "tables", None)
+
+
 def first_positions(tokens: int, device: torch.device) -> Tensor:
     """0, 1, ... [1, T], once where tables are."""
-    known: dict[Any, Any] | None = getattr(_STEP, "tables", None)
+    known = _known_tables()
     if known is None:
         return torch.arange(tokens, device=device)[None]
     key = (tokens, device)
@@ -239,7 +245,7 @@ def verifies() -> bool:
 
 def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As ops.rotary_tables; positions must not change within a step."""
-    known: dict[Any, Any] | None = getattr(_STEP, "tables", None)
+    known = _known_tables()
     if known is None:
         return rotary_tables(positions, dim, base=base, dtype=dtype)
     key = (id(positions), dim, base, dtype)

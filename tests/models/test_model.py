@@ -1,8 +1,11 @@
 """Properties of the language model, for every mixer of MODELS and for a hybrid of them."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from slipstream.models import (
@@ -144,6 +147,22 @@ def test_model_training_step_compiles_fullgraph(name: str) -> None:
     assert_same(compiled(ids, labels=ids).loss, m(ids, labels=ids).loss)
     compiled(ids, labels=ids).loss.backward()
     assert m.model.embed_tokens.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which Dynamo asks for
+def test_layers_compiled_one_by_one_are_compiled_once_a_kind() -> None:
+    """As torchtitan does it: the tables of positions that layers share are no part of a graph."""
+    torch.compiler.reset()
+    mixers: list[Any] = ["gated_deltanet", "attention"] * 2
+    made = SlipstreamConfig(vocab_size=VOCAB, hidden_size=16, num_heads=2, mixers=mixers)
+    m, ids = SlipstreamForCausalLM(made).train(), tokens(2, 20)
+    want = m(ids, labels=ids).loss
+    graphs = CompileCounterWithBackend("aot_eager")
+    for layer in m.model.layers:
+        layer.compile(backend=graphs, fullgraph=True)
+    for _ in range(2):
+        assert_same(m(ids, labels=ids).loss, want)
+    assert graphs.frame_count == 2
 
 
 def test_model_samples_with_a_cache() -> None:
