@@ -1,13 +1,14 @@
 """Operators whose tokens are dealt out to several GPUs, beside one GPU.
 
     torchrun --nproc-per-node 2 bench/context_parallel.py                     times and memory
-    torchrun --nproc-per-node 2 bench/context_parallel.py --segments 8192     the deterministic mode
+    torchrun --nproc-per-node 2 bench/context_parallel.py --segments 8192     with equal bits, too
     torchrun --nproc-per-node 4 bench/context_parallel.py --check             results, on a CPU too
 
 bf16, 16 heads of 128 (rwkv7: 32 of 64), as many tokens on each of N GPUs as --tokens says. fwd,
 both: milliseconds of a forward pass without gradients, and of a forward with backward, of the
 slowest GPU. The calls are queued before they run, as in a training step; of fwd_alone and
-both_alone the host waits for the device before each call. fwd_GiB, both_GiB: the most that any GPU
+both_alone the host waits for the device before each call; calls of more than a tenth of a second
+are not queued, and have the same in both. fwd_GiB, both_GiB: the most that any GPU
 holds, with inputs and gradients. messages, MB: what a GPU sends in both, by the collectives that it
 takes part in: as many bytes as it gives each of them. gpus 1 is one of the GPUs, with the tokens of
 all and with its own alone.
@@ -64,6 +65,10 @@ SEGMENT = 64  # tokens of --check's deterministic mode
 # relative root mean square; of the deterministic mode 0
 LIMIT = 1e-2 if DEVICE.type == "cuda" else 1e-9
 RUNS = 7
+# Seconds of a call beside which the host's time is nothing, so that it need not be queued:
+# attention of 256k tokens takes two on one GPU, and in_turns would keep that busy as long again for
+# each run.
+LONG, LONG_RUNS = 0.1, 3
 
 
 def sample(name: str) -> Sample:
@@ -75,7 +80,7 @@ def parts(op: Sample, args: Mapping[str, Any], begin: int, end: int) -> dict[str
     given = {}
     for name, x in args.items():
         cut = x[:, begin:end] if "T" in op.dims.get(name, "") else x
-        given[name] = cut.detach().clone().requires_grad_(x.is_floating_point())
+        given[name] = cut.detach().requires_grad_(x.is_floating_point())
     return given
 
 
@@ -116,15 +121,13 @@ def alone_ms(call: Call, runs: int) -> float:
     return statistics.median(found)
 
 
-def peak_gib(call: Call) -> float:
-    """With what was there before."""
+def peak(call: Call) -> tuple[float, float]:
+    """GiB, with what was there before, and seconds."""
     if DEVICE.type == "cpu":
-        return 0.0
-    synchronize()
+        return 0.0, seconds_of(call)
     torch.cuda.reset_peak_memory_stats()
-    call()
-    synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
+    seconds = seconds_of(call)
+    return torch.cuda.max_memory_allocated() / 2**30, seconds
 
 
 @contextmanager
@@ -149,6 +152,16 @@ def counted_messages() -> Iterator[list[int]]:
         yield found
 
 
+def messages_of(op: Sample, args: Mapping[str, Any], plan: ContextParallel) -> list[int]:
+    """Messages and bytes that this rank gives collectives in a forward with backward."""
+    given = parts(op, args, 0, args[next(iter(op.dims))].shape[1])
+    with torch.no_grad():
+        dout = torch.randn_like(first(op, given, context=plan))
+    with counted_messages() as counts:
+        backward(op, given, dout, context=plan)
+    return counts
+
+
 def measured(op: Sample, args: Mapping[str, Any], runs: int, **options: Any) -> dict[str, float]:
     """Milliseconds and GiB."""
     given = parts(op, args, 0, args[next(iter(op.dims))].shape[1])
@@ -162,14 +175,16 @@ def measured(op: Sample, args: Mapping[str, Any], runs: int, **options: Any) -> 
     def both() -> None:
         backward(op, given, dout, **options)
 
-    for call in (fwd, both):  # recorded in the second call, and played from then on
-        for _ in range(3):
-            call()
     found = {}
     for name, call in (("fwd", fwd), ("both", both)):
-        found |= {name: in_turns({"": call}, runs)[""]}
-        found[f"{name}_alone"] = alone_ms(call, runs)
-        found[f"{name}_GiB"] = peak_gib(call)
+        for _ in range(2):  # recorded in the second, and played from then on
+            call()
+        found[f"{name}_GiB"], seconds = peak(call)
+        if slowest({"": seconds})[""] > LONG:  # all ranks go the same way
+            found[name] = found[f"{name}_alone"] = alone_ms(call, min(runs, LONG_RUNS))
+        else:
+            found[name] = in_turns({"": call}, runs)[""]
+            found[f"{name}_alone"] = alone_ms(call, runs)
     return found
 
 
@@ -186,22 +201,20 @@ def time_one(name: str, options: Namespace, report: Report) -> None:
         return op.inputs(replace(shape, T=tokens), DEVICE)
 
     # what one GPU takes is measured on all of them at once, so that they go on together
-    for tokens in (ranks * each, each):
+    for tokens in dict.fromkeys((ranks * each, each)):
         one = slowest(measured(op, make(tokens), report.runs(options.runs)))
         if rank == 0:
             report.row("context_parallel", {**cells, "gpus": 1, "tokens": tokens, **rounded(one)})
-    plan = ContextParallel(None, segment_tokens=options.segments and min(options.segments, each))
-    args = make(each)
-    found = slowest(measured(op, args, report.runs(options.runs), context=plan))
-    given = parts(op, args, 0, each)
-    with torch.no_grad():
-        dout = torch.randn_like(first(op, given, context=plan))
-    with counted_messages() as counts:
-        backward(op, given, dout, context=plan)
-    if rank == 0:
-        cells |= {"gpus": ranks, "tokens": ranks * each, **rounded(found)}
-        cells |= {"messages": counts[0], "MB": round(counts[1] / 1e6, 3)}
-        report.row("context_parallel", {**cells, "segments": options.segments or ""})
+    for segments in dict.fromkeys((None, options.segments)):
+        plan = ContextParallel(None, segment_tokens=segments and min(segments, each))
+        args = make(each)
+        found = slowest(measured(op, args, report.runs(options.runs), context=plan))
+        messages, sent = messages_of(op, args, plan)
+        del args
+        if rank == 0:
+            row = {**cells, "gpus": ranks, "tokens": ranks * each, **rounded(found)}
+            row |= {"messages": messages, "MB": round(sent / 1e6, 3)}
+            report.row("context_parallel", {**row, "segments": segments or ""})
 
 
 def drawn(seed: int, ranks: int, unit: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
