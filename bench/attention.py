@@ -14,6 +14,7 @@ latents of MLA with absorbed projections (512 + 64 wide, B,S,H). Both from a CUD
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,16 +22,16 @@ from harness import (
     BF16,
     DEVICE,
     Call,
+    Measurement,
     Provider,
     Report,
-    copy_bytes_per_ms,
+    bandwidth,
     error,
-    first,
     float64_errors,
     graph_ms,
-    in_turns,
     parser,
     sdpa,
+    sweep,
 )
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -84,11 +85,7 @@ def speeds(
     calls: dict[str, Call] = {}
     for name, provider in named.items():
         calls |= {f"{name} fwd": provider.forward, f"{name} bwd": provider.backward()}
-    if report.options.once:
-        for call in calls.values():
-            first(call)
-        return {}
-    times = in_turns(calls, report.runs(12))
+    times = report.times(calls, 12)
     work = {way: {"fwd": 1.0, "bwd": 2.5}[way.split()[-1]] for way in times}
     return {way: work[way] * flops[way.split()[0]] / ms / 1e9 for way, ms in times.items()}
 
@@ -162,9 +159,13 @@ def cached(B: int, S: int, page: int, *rest: int) -> tuple[Tensor, Tensor | None
     return torch.randn(size, device=DEVICE, dtype=BF16), table
 
 
-def cell(ms: float, moved: float) -> dict[str, object]:
-    fraction = moved / ms / copy_bytes_per_ms()
-    return {"ms": round(ms, 4), "TB/s": round(moved / ms / 1e9, 2), "of copy": round(fraction, 2)}
+def replayed(call: Call, report: Report, moved: float, flops: float = 0.0) -> dict[str, object]:
+    """Of a call from a CUDA graph."""
+    call()
+    if report.options.once:
+        return {}
+    ms = graph_ms(call, report.runs(20))
+    return bandwidth(ms, moved) | ({"TFLOP/s": round(flops / ms / 1e9)} if flops else {})
 
 
 def cache_row(
@@ -177,10 +178,7 @@ def cache_row(
     lengths = torch.full((B,), S, device=DEVICE, dtype=torch.int32)
     options: dict[str, Any] = {"cache_seqlens": lengths, "block_table": table, "causal": True}
     call = partial(ops.flash_attn_with_kvcache, q, k, torch.randn_like(k), **options)
-    call()
-    if report.options.once:
-        return row
-    return row | cell(graph_ms(call, report.runs(20)), 2.0 * B * S * HKV * D * 2)
+    return row | replayed(call, report, 2.0 * B * S * HKV * D * 2)
 
 
 def latent_row(B: int, S: int, H: int, page: int, report: Report) -> dict[str, object]:
@@ -191,43 +189,25 @@ def latent_row(B: int, S: int, H: int, page: int, report: Report) -> dict[str, o
     q = torch.randn(B, 1, H, RANK + ROPE, device=DEVICE, dtype=BF16)
     lengths = torch.full((B,), S, device=DEVICE, dtype=torch.int32)
     call = partial(ops.latent_attention, q, latent, lengths, width=RANK, scale=0.05, table=table)
-    call()
-    if report.options.once:
-        return row
-    ms = graph_ms(call, report.runs(20))
     flops = 2.0 * B * S * H * (2 * RANK + ROPE)
-    row |= cell(ms, 2.0 * B * S * (RANK + ROPE))
-    return row | {"TFLOP/s": round(flops / ms / 1e9)}
+    return row | replayed(call, report, 2.0 * B * S * (RANK + ROPE), flops)
 
 
 def tiles_rows(D: int, report: Report) -> Iterator[Mapping[str, object]]:
-    """Each tile in place of the table's: speeds, and how far results are from the table's."""
+    """Each tile in place of the table's."""
     from slipstream.kernels.attention.sm90.tiles import TILES, TUNING_TILES
 
     B, T, H, *_ = next(x for x in SHAPES if x[3] == D)
-    shape = report.shape(Shape(B=B, T=T, H=H, K=D, V=D))
+    args = chosen(["attention"])[0].inputs(report.shape(Shape(B=B, T=T, H=H, K=D, V=D)), DEVICE)
     kept = TILES[D]
-    for causal in (True, False):
-        provider = Provider(
-            providers(causal)["sm90"], chosen(["attention"])[0].inputs(shape, DEVICE)
-        )
-        want = [provider.forward(), *provider.gradients()]
-        flops = 4 * shape.B * shape.H * shape.T**2 * shape.K / (2 if causal else 1)
-        for part, tiles in TUNING_TILES[D].items():
-            for tile in tiles:
-                TILES[D] = kept._replace(**{part: tile})
-                row: dict[str, object] = {"D": D, "causal": causal, "kernel": part}
-                row["tile"] = " ".join(map(str, tile))
-                try:
-                    got = [provider.forward(), *provider.gradients()]
-                    off = max(error(x, y) for x, y in zip(got, want) if y is not None)
-                    found = speeds({"sm90": provider}, {"sm90": flops}, report)
-                    row |= {name: round(x) for name, x in found.items()} | {"off": f"{off:.0e}"}
-                except Exception as e:
-                    row["note"] = f"{type(e).__name__}: {str(e)[:80]}"
-                finally:
-                    TILES[D] = kept
-                yield row
+    for causal, (part, tiles) in product((True, False), TUNING_TILES[D].items()):
+
+        def use(tile: Any, part: str = part) -> None:
+            TILES[D] = kept._replace(**{part: tile})
+
+        provider = Provider(providers(causal)["sm90"], args)
+        for row in sweep(tiles, getattr(kept, part), use, provider, report):
+            yield {"D": D, "causal": causal, "kernel": part, **row}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -236,33 +216,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--errors", action="store_true", help="against float64, no times")
     given = options.parse_args(argv)
     report = Report(given)
+    works: list[Measurement] = []
     if given.tiles:
         call_replay.ENABLED = False  # a record of a call keeps the tile that it had
         for D in (64, 128, 256):
-            if report.wants(str(D)):
-                for row in tiles_rows(D, report):
-                    report.row("attention_tiles", row)
-        return
-    if given.errors:
+            works.append((str(D), "attention_tiles", partial(tiles_rows, D, report)))
+    elif given.errors:
+        works = [(name_of(*x), "errors", partial(error_rows, *x, report)) for x in SHAPES]
+    else:
         for size in SHAPES:
-            name = name_of(*size)
-            if report.wants(name):
-                with report.going_on(name):
-                    for row in error_rows(*size, report=report):
-                        report.row("errors", row)
-        report.end()
-        return
-    work: list[tuple[str, str, Callable[..., Mapping[str, object]]]] = []
-    for size in SHAPES:
-        work.append((name_of(*size), "attention_rows", partial(shape_row, *size)))
-    work += [(f"packed {D}", "attention_packed", partial(packed_row, D)) for D in (64, 128)]
-    work += [(f"cache {x}", "attention_decode_gpu", partial(cache_row, *x)) for x in CACHES]
-    work += [(f"latent {x}", "attention_latent", partial(latent_row, *x)) for x in LATENT]
-    for name, file, measure in work:
-        if report.wants(name):
-            with report.going_on(name):
-                report.row(file, measure(report=report))
-    report.end()
+            works.append((name_of(*size), "attention_rows", partial(shape_row, *size, report)))
+        for D in (64, 128):
+            works.append((f"packed {D}", "attention_packed", partial(packed_row, D, report)))
+        for x in CACHES:
+            works.append((f"cache {x}", "attention_decode_gpu", partial(cache_row, *x, report)))
+        for x in LATENT:
+            works.append((f"latent {x}", "attention_latent", partial(latent_row, *x, report)))
+    report.measure(works)
 
 
 if __name__ == "__main__":

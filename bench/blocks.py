@@ -12,10 +12,10 @@ least. peak_gib, beyond_gib: memory of a forward and its backward, and without t
 """
 
 import importlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ import torch.nn.functional as F
 from harness import (
     BF16,
     DEVICE,
+    Measurement,
     Provider,
     Report,
-    error,
     first,
     float64_errors,
     in_turns,
     parser,
     peak_bytes,
+    sweep,
 )
 from torch import Tensor
 
@@ -39,15 +40,18 @@ from slipstream.tools.catalog import Sample, Shape
 
 @dataclass(frozen=True)
 class Work:
-    """A call of an operator. kind: by which peers know it; its tensors, in order, are what they
-    take. units: tensors as large as the first that must move, forward and backward; (0, 0): it is
-    a loss, whose forward is not timed alone."""
+    """A call of an operator. The name's first word is the kind by which peers know it; the sample's
+    tensors, in order, are what they take. units: tensors as large as the first that must move,
+    forward and backward; (0, 0): it is a loss, whose forward is not timed alone."""
 
     name: str
-    kind: str
     sample: Sample
     shape: Shape
     units: tuple[int, int] = (0, 0)
+
+    @property
+    def kind(self) -> str:
+        return self.name.split()[0]
 
 
 def _rows(T: int, **sizes: Any) -> Shape:
@@ -55,81 +59,41 @@ def _rows(T: int, **sizes: Any) -> Shape:
 
 
 _NORM, _GLU = "x=BTD weight=D:one", "gate=BTC up=BTC"
-_LOSS, _LINEAR = "logits=TZ target=T:targets", "hidden=TD weight=ZD target=T:targets"
 _SELECTIVE = "u=BTD delta=BTD A=DM:rate B=BTM C=BTM D=D z=BTD delta_bias=D"
 _KL = "student=TD student_weight=ZD teacher=TD teacher_weight=ZD"
 _WIDE = _rows(32768, D=2048)
+GATED = Sample("rms_norm_gated", "x=BTD gate=BTD weight=D:one")
+ADDED = Sample("rms_norm", "x=BTD residual=BTD weight=D:one", options={"prenorm": True})
+GROUPS = Sample("group_norm", _NORM, options={"num_groups": 32})
+CONV = Sample("short_convolution", "x=BTD weight=DW", options={"activation": "silu"})
+ROTARY = Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin")
+SCAN = Sample("selective_scan", _SELECTIVE, options={"delta_softplus": True})
+LOSS = Sample("cross_entropy", "logits=TZ target=T:targets")
+LINEAR = Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:targets")
+KL = Sample("linear_kl_div", _KL, fixed="teacher teacher_weight")
 WORKS = [
-    Work("rms_norm 32768x2048", "rms_norm", Sample("rms_norm", _NORM), _WIDE, (2, 3)),
-    Work("layer_norm 32768x2048", "layer_norm", Sample("layer_norm", _NORM), _WIDE, (2, 3)),
-    Work(
-        "rms_norm_gated 32768x2048",
-        "rms_norm_gated",
-        Sample("rms_norm_gated", "x=BTD gate=BTD weight=D:one"),
-        _WIDE,
-        (3, 5),
-    ),
-    Work(
-        "rms_norm+residual 32768x2048",
-        "rms_norm+residual",
-        Sample("rms_norm", "x=BTD residual=BTD weight=D:one", options={"prenorm": True}),
-        _WIDE,
-        (4, 3),
-    ),
-    Work(
-        "rms_norm 8192x16384", "rms_norm", Sample("rms_norm", _NORM), _rows(8192, D=16384), (2, 3)
-    ),
-    Work(
-        "rms_norm 2048x65536", "rms_norm", Sample("rms_norm", _NORM), _rows(2048, D=65536), (2, 3)
-    ),
-    Work("l2_norm 262144x128", "l2_norm", Sample("l2_norm", "x=BTHK"), _rows(8192, H=32), (2, 3)),
-    Work(
-        "group_norm 8192x32x128",
-        "group_norm",
-        Sample("group_norm", _NORM, options={"num_groups": 32}),
-        _rows(8192, D=4096),
-        (2, 3),
-    ),
-    Work(
-        "short_conv 4x4096x4096 W4",
-        "short_conv",
-        Sample("short_convolution", "x=BTD weight=DW", options={"activation": "silu"}),
-        Shape(B=4, T=4096, D=4096),
-        (2, 3),
-    ),
-    Work(
-        "rotary 4x4096x32x128",
-        "rotary",
-        Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
-        Shape(B=4, T=4096, H=32),
-        (2, 2),
-    ),
+    Work("rms_norm 32768x2048", Sample("rms_norm", _NORM), _WIDE, (2, 3)),
+    Work("layer_norm 32768x2048", Sample("layer_norm", _NORM), _WIDE, (2, 3)),
+    Work("rms_norm_gated 32768x2048", GATED, _WIDE, (3, 5)),
+    Work("rms_norm+residual 32768x2048", ADDED, _WIDE, (4, 3)),
+    Work("rms_norm 8192x16384", Sample("rms_norm", _NORM), _rows(8192, D=16384), (2, 3)),
+    Work("rms_norm 2048x65536", Sample("rms_norm", _NORM), _rows(2048, D=65536), (2, 3)),
+    Work("l2_norm 262144x128", Sample("l2_norm", "x=BTHK"), _rows(8192, H=32), (2, 3)),
+    Work("group_norm 8192x32x128", GROUPS, _rows(8192, D=4096), (2, 3)),
+    Work("short_conv 4x4096x4096 W4", CONV, Shape(B=4, T=4096, D=4096), (2, 3)),
+    Work("rotary 4x4096x32x128", ROTARY, Shape(B=4, T=4096, H=32), (2, 2)),
     *(
-        Work(f"selective_scan {b}x{t}x4096 N16", "selective_scan",
-             Sample("selective_scan", _SELECTIVE, options={"delta_softplus": True}),
-             Shape(B=b, T=t, D=4096, M=16), (4, 7))
+        Work(f"selective_scan {b}x{t}x4096 N16", SCAN, Shape(B=b, T=t, D=4096, M=16), (4, 7))
         for b, t in ((8, 2048), (1, 2048), (1, 16384))
     ),
-    Work("swiglu 16384x8192", "swiglu", Sample("swiglu", _GLU), _rows(16384, C=8192), (3, 5)),
-    Work("token_shift 16384x4096", "token_shift", Sample("token_shift", "x=BTD"),
-         _rows(16384, D=4096), (2, 2)),
-    *(
-        Work(f"cross_entropy {n}x{z}", "cross_entropy", Sample("cross_entropy", _LOSS),
-             _rows(n, Z=z))
-        for n, z in ((16384, 32000), (8192, 151936))
-    ),
-    *(
-        Work(f"linear_ce {n}x{z}", "linear_ce", Sample("linear_cross_entropy", _LINEAR),
-             _rows(n, D=2048, Z=z))
-        for n, z in ((16384, 32000), (8192, 151936))
-    ),
-    Work(
-        "linear_kl 8192x32000",
-        "linear_kl",
-        Sample("linear_kl_div", _KL, fixed="teacher teacher_weight"),
-        _rows(8192, D=2048, Z=32000),
-    ),
-]  # fmt: skip
+    Work("swiglu 16384x8192", Sample("swiglu", _GLU), _rows(16384, C=8192), (3, 5)),
+    Work("token_shift 16384x4096", Sample("token_shift", "x=BTD"), _rows(16384, D=4096), (2, 2)),
+    Work("cross_entropy 16384x32000", LOSS, _rows(16384, Z=32000)),
+    Work("cross_entropy 8192x151936", LOSS, _rows(8192, Z=151936)),
+    Work("linear_ce 16384x32000", LINEAR, _rows(16384, D=2048, Z=32000)),
+    Work("linear_ce 8192x151936", LINEAR, _rows(8192, D=2048, Z=151936)),
+    Work("linear_kl 8192x32000", KL, _rows(8192, D=2048, Z=32000)),
+]
 
 
 def of_torch() -> dict[str, Callable]:
@@ -364,34 +328,20 @@ TILES = [
 ]  # fmt: skip
 
 
-def other_tiles(tiles: Tiles, report: Report) -> list[dict[str, object]]:
-    """Milliseconds of forward and backward with each value, the fastest first; those whose results
-    differ from today's by more than rounding are marked."""
+def other_tiles(tiles: Tiles, report: Report) -> Iterator[dict[str, object]]:
     work = next(x for x in WORKS if x.name == tiles.work)
-    provider = providers(work, {}, report)["ours"]
     module = importlib.import_module(tiles.module)
     kept = getattr(module, tiles.name)
-    want = [x for x in (provider.forward(), *provider.gradients()) if x is not None]
-    rows: list[dict[str, object]] = []
-    values = [kept, *tiles.values(kept)]
-    for value in values[:2] if report.options.small else values:
+
+    def use(value: Any) -> None:
         setattr(module, tiles.name, value)
         for path in tiles.forget:
             owner, _, name = path.partition(":")
-            remembered = getattr(importlib.import_module(owner), name)
-            remembered.clear() if isinstance(remembered, dict) else remembered.cache_clear()
-        row: dict[str, object] = {"work": f"{work.name} {tiles.name}"}
-        row["setting"] = re.sub(r"[a-zA-Z_]+=", "", str(value))
-        try:
-            got = [x for x in (provider.forward(), *provider.gradients()) if x is not None]
-            worst = max(error(x, y) for x, y in zip(got, want, strict=True))
-            row["ms"] = round(in_turns({"": provider.gradients}, report.runs(20))[""], 4)
-            row["setting"] = f"{row['setting']}{'' if worst <= 0.007 else ' WRONG'}"
-        except Exception as e:  # too many registers or too much shared memory is a row too
-            row |= {"ms": float("inf"), "setting": f"{row['setting']} {type(e).__name__}"}
-        rows.append(row)
-    setattr(module, tiles.name, kept)
-    return sorted(rows, key=lambda x: float(str(x["ms"])))
+            getattr(importlib.import_module(owner), name).cache_clear()
+
+    values = islice(tiles.values(kept), 2 if report.options.small else None)
+    for row in sweep(values, kept, use, providers(work, {}, report)["ours"], report):
+        yield {"work": f"{work.name} {tiles.name}", **row}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -401,26 +351,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--tiles", action="store_true", help="other tiles than the tables'")
     options.add_argument("--errors", action="store_true", help="against float64, no times")
     given = options.parse_args(argv)
-    report = Report(given)
+    report, works = Report(given), list[Measurement]()
     if given.tiles:
         for tiles in TILES:
-            if report.wants(f"{tiles.work} {tiles.name}"):
-                with report.going_on(tiles.work):
-                    for row in other_tiles(tiles, report):
-                        report.row("blocks_sweep", row)
-        report.end()
-        return
-    known = {} if given.compile else peers(given.peers)
-    for work in WORKS:
-        if report.wants(work.name):
-            with report.going_on(work.name):
-                if given.compile:
-                    report.row("blocks_compiled", under_compile(work, report))
-                    continue
-                rows = error_rows if given.errors else beside_peers
-                for row in rows(work, known, report):
-                    report.row("errors" if given.errors else "blocks_gpu", row)
-    report.end()
+            measure = partial(other_tiles, tiles, report)
+            works.append((f"{tiles.work} {tiles.name}", "blocks_sweep", measure))
+    elif given.compile:
+        works = [(x.name, "blocks_compiled", partial(under_compile, x, report)) for x in WORKS]
+    else:
+        known = peers(given.peers)
+        file, rows = ("errors", error_rows) if given.errors else ("blocks_gpu", beside_peers)
+        works = [(x.name, file, partial(rows, x, known, report)) for x in WORKS]
+    report.measure(works)
 
 
 if __name__ == "__main__":

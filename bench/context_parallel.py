@@ -2,7 +2,6 @@
 
     torchrun --nproc-per-node 2 bench/context_parallel.py                     times and memory
     torchrun --nproc-per-node 2 bench/context_parallel.py --segments 8192     with equal bits, too
-    torchrun --nproc-per-node 4 bench/context_parallel.py --check             results, on a CPU too
 
 bf16, 16 heads of 128 (rwkv7: 32 of 64), as many tokens on each of N GPUs as --tokens says. fwd,
 both: milliseconds of a forward pass without gradients, and of a forward with backward, of the
@@ -12,15 +11,9 @@ are not queued, and have the same in both. fwd_GiB, both_GiB: the most that any 
 holds, with inputs and gradients. messages, MB: what a GPU sends in both, by the collectives that it
 takes part in: as many bytes as it gives each of them. gpus 1 is one of the GPUs, with the tokens of
 all and with its own alone.
-
---check compares results and gradients of random packings and shards of any length with one
-process's, and the bits of the deterministic mode with those of one rank; it fails where they
-differ.
 """
 
-import itertools
 import os
-import random
 import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +24,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import DEVICE, Call, Report, error, in_turns, parser, rounded, synchronize
+from harness import DEVICE, Call, Report, in_turns, parser, rounded, synchronize
 from harness import first as seconds_of
 from torch import Tensor
 
-from slipstream.parallel import ContextParallel, shard
+from slipstream.parallel import ContextParallel
 from slipstream.runtime import call_replay, context_share
 from slipstream.tools.catalog import OPERATORS, Sample, Shape
 
@@ -47,23 +40,6 @@ TIMED = (
     "chunk_rwkv7-narrow",
     "attention",
 )
-CHECKED = (
-    "chunk_retention",
-    "chunk_simple_gla",
-    "chunk_gla",
-    "chunk_delta_rule",
-    "chunk_gated_delta_rule",
-    "chunk_kda",
-    "chunk_rwkv7",
-    "chunk_dplr_delta_rule",
-    "chunk_hgrn",
-    "short_convolution",
-    "selective_scan",
-    "attention",
-)
-SEGMENT = 64  # tokens of --check's deterministic mode
-# relative root mean square; of the deterministic mode 0
-LIMIT = 1e-2 if DEVICE.type == "cuda" else 1e-9
 RUNS = 7
 # Seconds of a call beside which the host's time is nothing, so that it need not be queued:
 # attention of 256k tokens takes two on one GPU, and in_turns would keep that busy as long again for
@@ -217,61 +193,6 @@ def time_one(name: str, options: Namespace, report: Report) -> None:
             report.row("context_parallel", {**row, "segments": segments or ""})
 
 
-def drawn(seed: int, ranks: int, unit: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths of packed sequences, and tokens of ranks, which begin at a multiple of unit after a
-    sequence's first."""
-    draw = random.Random(seed)
-    sequences = tuple(draw.choice((0, 1, 40, 100, 300)) for _ in range(draw.randint(2, 6)))
-    places, at = [], 0
-    for n in sequences:
-        places += [at + i for i in range(0, n + 1, unit)]
-        at += n
-    cuts = sorted(draw.choices(places or [0], k=ranks - 1))
-    ends = (0, *cuts, at)
-    return sequences, tuple(b - a for a, b in itertools.pairwise(ends))
-
-
-def check_one(name: str, seed: int) -> list[str]:
-    """What differs from one process, on this rank."""
-    op, ranks, wrong = sample(name), dist.get_world_size(), []
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float64
-    by_segments = name not in ("chunk_hgrn", "short_convolution", "selective_scan")
-    alone = next(
-        group for r in range(ranks) if (group := dist.new_group([r])) and r == dist.get_rank()
-    )
-    for segments in (None, SEGMENT) if by_segments else (None,):
-        sequences, lengths = drawn(seed, ranks, segments or 1)
-        total, width = sum(sequences), 64 if DEVICE.type == "cuda" else 16
-        shape = Shape(B=1, T=total, H=ranks, K=width, V=width, lengths=sequences, dtype=dtype)
-        torch.manual_seed(seed)
-        args = op.inputs(shape, DEVICE)
-        args.pop("cu_seqlens")
-        offsets = [sum(sequences[:i]) for i in range(len(sequences) + 1)]
-        torch.manual_seed(1)
-        whole = parts(op, args, 0, total)
-        dout = torch.randn_like(first(op, whole, cu_seqlens=torch.tensor(offsets).int().to(DEVICE)))
-        if segments is None:
-            cu = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-            want = backward(op, whole, dout, cu_seqlens=cu)
-        else:
-            plan = ContextParallel(alone, offsets, None, segments)
-            want = backward(op, whole, dout, context=plan)
-        plan = ContextParallel(None, offsets, lengths, segments)
-        begin, end = plan.bounds(total)
-        given = parts(op, args, begin, end)
-        got = backward(op, given, shard(dout, plan), context=plan)
-        names = ["o", *(n for n, x in given.items() if x.requires_grad)]
-        for n, x, y in zip(names, got, want, strict=True):
-            if n != "o" and "T" not in op.dims[n]:
-                continue  # a parameter's: the sum over ranks is rounded in another order
-            y = y[:, begin:end]
-            off = error(x, y)
-            same = torch.equal(x, y) if segments else off < LIMIT
-            if not same:
-                wrong.append(f"{name} {sequences} {lengths} {segments} {n}: {off:.1e}")
-    return wrong
-
-
 def join() -> None:
     """The process group that torchrun says, or this process alone."""
     if DEVICE.type == "cuda":
@@ -291,27 +212,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("--runs", type=int, default=RUNS, help="how often a call is timed")
     arguments.add_argument("--gate", default="weak", help="weak, strong, or zero, which keeps all")
     arguments.add_argument("--segments", type=int, default=None)
-    arguments.add_argument("--check", action="store_true")
-    arguments.add_argument("--seeds", type=int, default=2, help="of --check")
     options = arguments.parse_args(argv)
     join()
-    report, wrong = Report(options, needs_gpu=not options.check), []
-    for name in CHECKED if options.check else TIMED:
+    report = Report(options)
+    for name in TIMED:
         late = slowest({"": 0.0 if report.wants(name) else 1.0})[""]
-        if late:  # on any rank
-            continue
-        if options.check:
-            for seed in range(options.seeds):
-                wrong += check_one(name, seed)
-            if dist.get_rank() == 0:
-                print(f"{name} checked on {dist.get_world_size()} ranks", flush=True)
-        else:
+        if not late:  # on any rank
             time_one(name, options, report)
-    print("\n".join(wrong), end="\n" if wrong else "", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    if wrong:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":

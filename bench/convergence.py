@@ -19,7 +19,6 @@ loss: of train the mean over the last 50 steps, nats a byte; of held-out over 64
 ours to fla should be no larger than that of the other seed, at the last step that all reached.
 """
 
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,11 +27,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers_models
 from harness import DEVICE, Report, parser
 from processes import Child, side_by_side, take_first_tiles, tell
 from torch import Tensor
 
-MODELS = {"gated_deltanet": "GatedDeltaNet", "kda": "KDA", "qwen3_next": "Qwen3Next"}
+# fla's names
+MODELS = {"gated_deltanet": "GatedDeltaNet", "kda": "KDA", "qwen3_next": ""}
 RUNS = ("ours", "fla", "other_seed")
 ROWS, TOKENS, EVERY, HELD_OUT_EVERY, HELD_OUT_ROWS = 8, 512, 50, 250, 64
 LEARNING_RATE, WARM_UP = 6e-4, 100
@@ -41,18 +42,9 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 OF_FLA: dict[str, Any] = {"num_heads": 6, "head_dim": 128, "expand_v": 1}
-QWEN3_NEXT: dict[str, Any] = {
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128,
-    "linear_num_key_heads": 6, "linear_num_value_heads": 6, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "num_experts": 0,
-}  # fmt: skip
+QWEN3_NEXT = {"num_attention_heads": 6, "linear_num_key_heads": 6, "linear_num_value_heads": 6}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
 SMALL_OF_FLA = {"num_heads": 2, "head_dim": 16}
-SMALL_QWEN3_NEXT = {
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}  # fmt: skip
 
 
 def text(small: bool) -> tuple[Tensor, Tensor]:
@@ -113,24 +105,15 @@ def recurrence_of_fla(
 def model_of(name: str, run: str, small: bool) -> Any:
     torch.manual_seed(int(run == "other_seed"))
     if name == "qwen3_next":
-        if fla_refuses():
-            for package in ("fla", "causal_conv1d"):
-                sys.modules[package] = None  # pyright: ignore[reportArgumentType]
-        if run == "ours":
-            from slipstream.integrations.transformers import patch
+        way = "patched" if run == "ours" else "torch" if fla_refuses() else "fla"
+        transformers_models.prepare(way)
+        if way == "torch":
+            from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
-            patch()
-        import transformers
-        from transformers.models.qwen3_next import modeling_qwen3_next as modeling
-
-        if run != "ours" and sys.modules.get("fla", "") is None:
-            modeling.torch_chunk_gated_delta_rule = in_float32(
-                modeling.torch_chunk_gated_delta_rule
-            )
-        sizes = {**SIZES, **QWEN3_NEXT, **(SMALL | SMALL_QWEN3_NEXT if small else {})}
-        config = transformers.Qwen3NextConfig(**sizes)
-        config._attn_implementation = "slipstream" if run == "ours" else "sdpa"
-        return transformers.Qwen3NextForCausalLM(config)
+            plain = modeling.torch_chunk_gated_delta_rule
+            modeling.torch_chunk_gated_delta_rule = in_float32(plain)
+        sizes = {"vocab_size": SIZES["vocab_size"]} if small else SIZES | QWEN3_NEXT
+        return transformers_models.model_of(name, way, small, torch.float32, **sizes)
     import fla.layers.gated_deltanet
     import fla.models
 

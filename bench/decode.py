@@ -1,14 +1,12 @@
 """Decoding: one token for each sequence, with a state that is updated in place; and hgrn's scan.
 
     python bench/decode.py                    beside fla, where it is installed
-    python bench/decode.py --only 'step kda'  or scan, boundary
+    python bench/decode.py --only 'step kda'  or scan
     python bench/decode.py --only generate    generate of whole models, with and without graphs
     python bench/decode.py --cpu              generate on this CPU, beside transformers' Llama
-    python bench/decode.py --tiles            tiles of the step
 
 Milliseconds of a CUDA graph, so without the host's time, and with what the L2 cache holds from the
 step before. The state is read and written once: of copy is that part of the bandwidth of a copy.
-boundary: where walking token by token stops being faster than chunks.
 """
 
 import importlib
@@ -22,13 +20,15 @@ from harness import (
     BF16,
     DEVICE,
     Call,
+    Measurement,
     Provider,
     Report,
-    copy_bytes_per_ms,
+    bandwidth,
     first,
     graph_ms,
     host_us,
     in_turns,
+    language_model,
     parser,
 )
 from torch import Tensor
@@ -53,19 +53,6 @@ NAMES = {"r": "q", "w": "g", "gk": "g"}
 SCANS = [(1, 8192, 2048), (8, 2048, 1024), (1, 65536, 1024), (64, 128, 1024)]  # B, T, D
 # mixers of whole models
 GENERATED = ("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention", "attention")
-BOUNDARY = ("gated_delta_rule", "retention", "kda")
-
-
-def cells(what: str, shape: str, ms: float, moved: float, first_s: float) -> dict[str, object]:
-    fraction = moved / ms / copy_bytes_per_ms()
-    return {
-        "what": what,
-        "shape": shape,
-        "ms": round(ms, 5),
-        "TB/s": round(moved / ms / 1e9, 3),
-        "of copy": round(fraction, 3),
-        "first s": round(first_s, 2),
-    }
 
 
 def arguments(name: str, B: int, T: int, H: int, HV: int, report: Report) -> dict[str, Tensor]:
@@ -109,7 +96,8 @@ def step_row(
     cold = first(call)
     if report.options.once:
         return {"what": what, "shape": shape}
-    row = cells(what, shape, graph_ms(call, report.runs(20)), moved, cold)
+    row = {"what": what, "shape": shape, **bandwidth(graph_ms(call, report.runs(20)), moved)}
+    row["first s"] = round(cold, 2)
     flushed = in_turns({"": call}, report.runs(20))[""]
     rounds = report.runs(10)
     return row | {"flushed ms": round(flushed, 5), "host us": round(host_us(call, rounds), 1)}
@@ -129,51 +117,15 @@ def scan_rows(
         ("fwd+bwd", provider.gradients, 22.0),
     ):
         cold = first(call)
-        if not report.options.once:
-            ms = in_turns({"": call}, report.runs(20))[""]
-            found.append(cells(f"{label} {way}", name, ms, each * elements, cold))
+        for ms in report.times({"": call}).values():
+            row = {"what": f"{label} {way}", "shape": name, **bandwidth(ms, each * elements)}
+            found.append(row | {"first s": round(cold, 2)})
     return found
 
 
-def boundary(name: str, report: Report) -> None:
-    line = []
-    for T in (16, 32, 64, 128, 256):
-        args = arguments(name, 1, T, 16, 32, report)
-        args = args if name != "retention" else {n: args[n] for n in "qkv"}
-        us = []
-        for way in ("fused_recurrent", "chunk"):
-            call = torch.no_grad()(partial(getattr(ops, f"{way}_{name}"), **args))
-            first(call)
-            us.append(1e3 * graph_ms(call, report.runs(20)))
-        line.append(f"T{T} {us[0]:.0f} / {us[1]:.0f}")
-    print(f"boundary {name}, us token by token / by chunks:", ", ".join(line), flush=True)
-
-
-def tiles(report: Report) -> None:
-    from slipstream.kernels.linear.triton import decode_launch
-
-    kept = decode_launch.TILES[128]
-    tries = [(16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8), (128, 16)]
-    for B, v_first in ((1, False), (64, False), (64, True)):
-        call, _ = step("gated_delta_rule", B, 16, 32, v_first, report)
-        line = []
-        for tile in [tuple(vars(kept).values())] + tries[: 1 if report.options.small else None]:
-            decode_launch.TILES[128] = decode_launch.DecodeTile(*tile)
-            line.append(f"{tile} {1e3 * graph_ms(call, report.runs(20)):.1f}")
-        decode_launch.TILES[128] = kept
-        print(f"step B{B} V first {v_first}, us:", ", ".join(line), flush=True)
-
-
-def language_model(mixers: list[Any], sizes: dict[str, Any]) -> Any:
-    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-
-    made: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, num_heads=4, **sizes))
-    return made.to(DEVICE, BF16 if DEVICE.type == "cuda" else torch.float32).eval()
-
-
-def generates(model: Any, B: int, tokens: int, vocab_size: int) -> Call:
+def generates(model: Any, B: int, tokens: int) -> Call:
     """Greedy generation of the given number of tokens for B prompts of 16 tokens."""
-    ids = torch.randint(1, vocab_size, (B, 16), device=DEVICE)
+    ids = torch.randint(1, model.config.vocab_size, (B, 16), device=DEVICE)
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     mask = torch.ones_like(ids)
     return partial(model.generate, ids, attention_mask=mask, max_new_tokens=tokens, **options)
@@ -182,13 +134,13 @@ def generates(model: Any, B: int, tokens: int, vocab_size: int) -> Call:
 def generate_row(mixer: str, B: int, report: Report) -> Mapping[str, object]:
     """Tokens/s of a model of about 0.35 B, its steps as they are written and as a graph."""
     small = report.options.small
-    sizes = {"vocab_size": 64 if small else 32000, "hidden_size": 32 if small else 1024}
-    model = language_model([mixer] * (1 if small else 24), sizes)
+    sizes = {"hidden_size": 1024, "num_heads": 4}
+    model = language_model([mixer] * (1 if small else 24), small, **sizes).eval()
     speeds = {}
     for way, enabled in (("eager", False), ("graph", True)):
         model.decoding.enabled = enabled
         tokens = report.runs(128 if enabled else 16)
-        call = generates(model, B, tokens, sizes["vocab_size"])
+        call = generates(model, B, tokens)
         first(call)
         speeds[f"{way} tokens/s"] = round(B * tokens / first(call), 1)
     counts = {"captures": model.decoding.captures, "replays": model.decoding.replays}
@@ -203,9 +155,9 @@ def cpu_rows(report: Report) -> list[Mapping[str, object]]:
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 4}
     models: dict[str, Any] = {"llama": LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()}
     for mixer in GENERATED:
-        models[mixer] = language_model([mixer] * 4, sizes)
+        models[mixer] = language_model([mixer] * 4, False, num_heads=4, **sizes).eval()
     tokens = report.runs(64)
-    calls = {name: generates(m, 1, tokens, sizes["vocab_size"]) for name, m in models.items()}
+    calls = {name: generates(m, 1, tokens) for name, m in models.items()}
     ms = in_turns(calls, report.runs(7))
     found = []
     for name, x in ms.items():
@@ -216,16 +168,12 @@ def cpu_rows(report: Report) -> list[Mapping[str, object]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--tiles", action="store_true", help="other tiles of the step")
     options.add_argument("--cpu", action="store_true", help="generate on this CPU")
     given = options.parse_args(argv)
     report = Report(given, needs_gpu=not given.cpu)
     if given.cpu:
         for row in cpu_rows(report):
             report.row("generate_cpu", row)
-        return
-    if given.tiles:
-        tiles(report)
         return
     steps: list[tuple[str, str, Callable]] = []
     for name, B, H, HV, v_first in STEPS:
@@ -239,25 +187,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             steps.append(("fla step gated_delta_rule", f"B{B} H16 HV32", partial(fla_step, B)))
     except ImportError as e:
         print(e)
+    works: list[Measurement] = []
     for what, shape, make in steps:
-        if report.wants(f"{what} {shape}"):
-            with report.going_on(f"{what} {shape}"):
-                report.row("step_gpu", step_row(what, shape, make, report))
-    for mixer, B in product(GENERATED, (1, 64)):
-        if report.wants(f"generate {mixer} B{B}") and not given.once:
-            with report.going_on(f"generate {mixer} B{B}"):
-                report.row("generate_gpu", generate_row(mixer, B, report))
-    for label, fn in scans:
-        for size in SCANS:
-            if report.wants(f"scan {label} {size}"):
-                with report.going_on(f"scan {label} {size}"):
-                    for row in scan_rows(label, fn, size, report):
-                        report.row("step_gpu", row)
-    for name in BOUNDARY:
-        if report.wants(f"boundary {name}") and not given.once:
-            with report.going_on(f"boundary {name}"):
-                boundary(name, report)
-    report.end()
+        measure = partial(step_row, what, shape, make, report)
+        works.append((f"{what} {shape}", "step_gpu", measure))
+    if not given.once:
+        for mixer, B in product(GENERATED, (1, 64)):
+            measure = partial(generate_row, mixer, B, report)
+            works.append((f"generate {mixer} B{B}", "generate_gpu", measure))
+    for (label, fn), size in product(scans, SCANS):
+        measure = partial(scan_rows, label, fn, size, report)
+        works.append((f"scan {label} {size}", "step_gpu", measure))
+    report.measure(works)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python bench/first_calls.py                      the linear family, attention, norms, losses
     python bench/first_calls.py --only 'chunk_kda$' --kernels    and what was compiled when
-    python bench/first_calls.py --profile            and what Python spent a warm call on
     python bench/first_calls.py --compile            and under torch.compile(fullgraph=True)
     python bench/first_calls.py --at-once 4 --steps  4 operators at a time; fused_recurrent too
 
@@ -13,22 +12,18 @@ under torch.compile. The processes of a few operators start together and call on
 """
 
 import argparse
-import contextlib
-import cProfile
-import json
-import os
-import pstats
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
 from harness import DEVICE, Report, parser, synchronize
+from processes import Child, tell
 from torch import Tensor
 
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
@@ -80,7 +75,7 @@ def measure(name: str, report: Report) -> dict[str, Any]:
     y = x.bfloat16() * 2
     torch.autograd.grad(y, x, torch.randn_like(y))
     synchronize()
-    print("ready", flush=True)
+    tell(ready=True)
     sys.stdin.readline()
     found: dict[str, Any] = {}
     noted = Compiled() if options.kernels else None
@@ -100,12 +95,10 @@ def measure(name: str, report: Report) -> dict[str, Any]:
         synchronize()
         return [x.detach() for x in (*out, *grads) if x is not None]
 
-    profiler = cProfile.Profile()
     begin = time.perf_counter()
-    with profiler if options.profile else contextlib.nullcontext():
-        want = results(call)
+    want = results(call)
     found["call_s"] = time.perf_counter() - begin
-    found["lines"] = [*(noted.lines if noted else ()), *(profiled(profiler) * options.profile)]
+    found["lines"] = noted.lines if noted else []
     noted, begin = None, time.perf_counter()
     results(call)
     found["again_ms"] = 1e3 * (time.perf_counter() - begin)
@@ -117,54 +110,33 @@ def measure(name: str, report: Report) -> dict[str, Any]:
     return found
 
 
-def profiled(profiler: cProfile.Profile, most: int = 40) -> list[str]:
-    """Seconds in all, seconds of its own, calls, and what; the longest first."""
-    stats: Any = pstats.Stats(profiler) if profiler.getstats() else argparse.Namespace(stats={})
-    rows = sorted(stats.stats.items(), key=lambda x: -x[1][3])[:most]
-    return [
-        f"{total:6.3f} {own:6.3f} {calls:6d} {'/'.join(Path(file).parts[-3:])}:{line} {name}"
-        for (file, line, name), (_, calls, own, total, _) in rows
-    ]
-
-
 def difference(x: Tensor, y: Tensor) -> float:
     size = y.double().abs().max().item()
     return (x.double() - y.double()).abs().max().item() / (size or 1.0)
 
 
-class Child:
-    """A process that has imported what it needs and waits to be told to call."""
+def processes(name: str, folder: str, flags: Mapping[str, Sequence[str]]) -> dict[str, Child]:
+    """By label, each with flags of its own on the same caches."""
+    own = {"TRITON_CACHE_DIR": folder, "SLIPSTREAM_CACHE_DIR": f"{folder}/slipstream"}
+    own |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    own |= {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return {label: Child(__file__, [name, *x], 0, **own) for label, x in flags.items()}
 
-    def __init__(self, name: str, cache: str, flags: Sequence[str]) -> None:
-        run = [sys.executable, __file__, "--child", name, *flags]
-        own = {"TRITON_CACHE_DIR": cache, "SLIPSTREAM_CACHE_DIR": f"{cache}/slipstream"}
-        own |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
-        own |= {"PYTHONPATH": str(Path(__file__).parents[1])}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            run, env={**os.environ, **own}, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-        )
 
-    def ready(self) -> None:
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
-
-    def call(self) -> dict[str, Any]:
-        try:
-            out, err = self.process.communicate("go\n", timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.communicate()
-            return {"error": f"over {SECONDS} s"}
-        if self.process.returncode:
-            failed = err.strip().splitlines() or [f"rc {self.process.returncode}"]
-            return {"error": failed[-1][:100]}
-        return json.loads(out.strip().splitlines()[-1])
+def result(child: Child) -> dict[str, Any]:
+    """Of a process that has imported what it needs and waits to be told to call."""
+    child.say()
+    try:
+        return child.next(SECONDS) or {"error": child.failure()[:100]}
+    except Empty:
+        return {"error": f"over {SECONDS} s"}
+    finally:
+        child.end()
 
 
 def row(name: str, children: dict[str, Child]) -> dict[str, object]:
     """Each child calls in turn."""
-    found = {label: child.call() for label, child in children.items()}
+    found = {label: result(child) for label, child in children.items()}
     for label, each in found.items():
         for line in each.get("lines", ()):
             print(name, label, line)
@@ -192,29 +164,27 @@ def names(steps: bool) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    for name in ("kernels", "profile", "compile", "steps"):
+    for name in ("kernels", "compile", "steps"):
         options.add_argument(f"--{name}", action="store_true")
     options.add_argument("--at-once", type=int, default=1, help="operators at a time")
     options.add_argument("--child", metavar="OPERATOR", help=argparse.SUPPRESS)
     given = options.parse_args(argv)
     report = Report(given)
     if given.child:
-        print(json.dumps(measure(given.child, report)))
+        tell(**measure(given.child, report))
         return
     same = ["--small"] * given.small
     flags = {
         "cold": same + ["--kernels"] * given.kernels,
         "warm": same + ["--compile"] * given.compile,
     }
-    if given.profile:
-        flags["profile"] = [*same, "--profile"]
     wanted = [x for x in names(given.steps) if report.wants(x)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
         for i in range(0, len(wanted), TOGETHER):
             few = wanted[i : i + TOGETHER]
-            children = [{x: Child(n, f"{folder}/{n}", y) for x, y in flags.items()} for n in few]
-            for child in [x for each in children for x in each.values()]:
-                child.ready()
+            children = [processes(x, f"{folder}/{x}", flags) for x in few]
+            for child in (x for each in children for x in each.values()):
+                child.next()
             for cells in pool.map(row, few, children):
                 report.row("first_calls", cells)
 

@@ -19,7 +19,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -43,6 +43,9 @@ BF16 = torch.bfloat16
 FLUSHED_BYTES = 256 << 20
 CYCLES_A_SECOND = 2_000_000_000
 Call = Callable[[], Any]
+Row = Mapping[str, object]
+# the name that --only is looked for in, the file of its rows, and what finds them: one, or many
+Measurement = tuple[str, str, Callable[[], Any]]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -97,6 +100,24 @@ class Report:
         """Fails where something failed on the way."""
         if self.failures:
             raise SystemExit(f"{len(self.failures)} failed: {'; '.join(self.failures)}")
+
+    def measure(self, all_of_them: Iterable[Measurement]) -> None:
+        """Those that are wanted, their rows recorded; fails at last where one failed."""
+        for name, file, measured in all_of_them:
+            if self.wants(name):
+                with self.going_on(name):
+                    found = measured()
+                    for cells in (found,) if isinstance(found, Mapping) else found:
+                        self.row(file, cells)
+        self.end()
+
+    def times(self, calls: Mapping[str, Call], runs: int = 20) -> dict[str, float]:
+        """in_turns of them; with --once each is called, and there are no times."""
+        if not self.options.once:
+            return in_turns(calls, self.runs(runs))
+        for call in calls.values():
+            first(call)
+        return {}
 
     def runs(self, count: int) -> int:
         """How often a call is timed."""
@@ -309,6 +330,12 @@ class Provider:
     def gradients(self) -> tuple[Tensor | None, ...]:
         return self.back(self.outputs()[0])
 
+    def results(self) -> list[Tensor]:
+        """The outputs and the gradients."""
+        with torch.no_grad():
+            outs = self.outputs()
+        return [*outs, *(x for x in self.gradients() if x is not None)]
+
     def backward(self) -> Call:
         """The backward alone, of a forward that is kept."""
         out = self.outputs()[0]
@@ -371,6 +398,55 @@ def sdpa(causal: bool, backend: SDPBackend) -> Callable[..., Tensor]:
         return o.transpose(1, 2)
 
     return run
+
+
+def bandwidth(ms: float, moved: float) -> dict[str, object]:
+    """Cells of a call that moves so many bytes."""
+    fraction = moved / ms / copy_bytes_per_ms()
+    return {"ms": round(ms, 5), "TB/s": round(moved / ms / 1e9, 3), "of copy": round(fraction, 3)}
+
+
+def sweep(
+    settings: Iterable[Any],
+    kept: Any,
+    use: Callable[[Any], object],
+    provider: Provider,
+    report: Report,
+) -> Iterator[dict[str, object]]:
+    """Rows of settings, each used in place of the one that is kept: milliseconds of a forward, and
+    of one with backward, and the error against the results of the one that is kept."""
+    want = provider.results()
+    for setting in (kept, *(x for x in settings if x != kept)):
+        row: dict[str, object] = {"setting": re.sub(r"[a-zA-Z_]+=", "", str(setting))}
+        use(setting)
+        try:
+            row["off"] = f"{max(map(error, provider.results(), want)):.0e}"
+            calls = {"fwd_ms": provider.forward, "both_ms": provider.gradients}
+            row |= rounded(report.times(calls))
+        except Exception as e:  # too many registers or too much shared memory is a row too
+            row["note"] = f"{type(e).__name__}: {str(e)[:80]}"
+        finally:
+            use(kept)
+        yield row
+
+
+def language_model(mixers: list[Any], small: bool, **sizes: Any) -> Any:
+    """Ours, of 16 heads and hidden size 2048 if not told otherwise;
+    narrow if small."""
+    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+    sizes = {"hidden_size": 2048, "num_heads": 16, "vocab_size": 32000, **sizes}
+    if small:
+        sizes = {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
+    model: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **sizes))
+    return model.to(DEVICE, BF16 if DEVICE.type == "cuda" else torch.float32)
+
+
+def checkpointed(model: Any) -> Any:
+    """The same model, which keeps no activations."""
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+    return model
 
 
 def rounded(cells: Mapping[str, float], digits: int = 4) -> dict[str, float]:

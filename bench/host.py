@@ -15,9 +15,7 @@ processor's time counts, at sizes that take it milliseconds. ratio is earlier ov
 faster now.
 """
 
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import DEVICE, Call, Provider, Report, first, host_us, kernels, parser, synchronize
+from harness import DEVICE, Call, Measurement, Provider, Report, first, host_us, kernels, parser
+from processes import Child, tell
 
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
@@ -85,41 +84,34 @@ def child() -> None:
             print(f"{name}: {e}", file=sys.stderr)
             continue
         found |= {f"{name}{' both' if way == 'both_us' else ''}": x for way, x in made.items()}
-    print(",".join(found), flush=True)
+    tell(calls=list(found))
     every = list(found.values())
     for line in sys.stdin:
+        call = every[int(line)]
         if DEVICE.type == "cuda":
-            print(host_us(every[int(line)], 1, 20), flush=True)
-            synchronize()
-        else:
-            start = time.process_time()
-            every[int(line)]()
-            print(1e6 * (time.process_time() - start), flush=True)
+            tell(us=host_us(call, 1, 20))
+            continue
+        start = time.process_time()
+        call()
+        tell(us=1e6 * (time.process_time() - start))
 
 
-class State:
+class State(Child):
     """A process on the sources in a directory, with this script."""
 
     def __init__(self, sources: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child"],
-            env={**os.environ, "PYTHONPATH": str(sources.resolve()), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        self.calls = self._process.stdout.readline().strip().split(",")
+        super().__init__(__file__, (), PYTHONPATH=str(sources.resolve()), OMP_NUM_THREADS="1")
+        self.calls = self.answer()["calls"]
 
     def run(self, call: str) -> float:
         """Microseconds."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        print(self.calls.index(call), file=stdin, flush=True)
-        return float(stdout.readline())
+        self.say(str(self.calls.index(call)))
+        return self.answer()["us"]
 
-    def end(self) -> None:
-        self._process.communicate()
+    def answer(self) -> dict[str, Any]:
+        if (told := self.next()) is None:
+            raise SystemExit(self.failure())
+        return told
 
 
 def beside(before: Path, name: str, starts: int, report: Report) -> None:
@@ -161,12 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.before is not None:
         beside(given.before, given.name, given.starts, report)
         return
-    for name, sample in samples().items():
-        if report.wants(name):
-            with report.going_on(name):
-                report.row("host_gpu", row(name, calls(sample, report.shape(SMALL)), report))
-    report.row("host_gpu", row(SCALE, scale(), report))
-    report.end()
+    works: list[Measurement] = [
+        (name, "host_gpu", lambda n=name, x=sample: row(n, calls(x, report.shape(SMALL)), report))
+        for name, sample in samples().items()
+    ]
+    report.measure([*works, (SCALE, "host_gpu", lambda: row(SCALE, scale(), report))])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
     python bench/linear.py --errors           ours and the peer's against float64, no times
     python bench/linear.py --peer cpu         on a CPU, beside transformers' reference code
     python bench/linear.py --lengths          time and memory against the length, 1024 to 65536
+    python bench/linear.py --memory           peaks beyond inputs and results; --packed: 4 sequences
     python bench/linear.py --warm             every first call in a process of its own, side by side
 
 bf16, K = V = 128 (64 in --lengths of rwkv7). fwd, both: milliseconds of a forward without
@@ -13,6 +14,10 @@ gradients, and of a forward with backward. first_s: seconds of the first call of
 is compiled and tuned in it. peak_GiB: of both, with inputs and gradients. Errors are relative root
 mean squares against the float64 reference at 512 tokens: of outputs and states, of gradients, of
 gradients of gates and beta, the largest of each kind.
+
+--memory: T 8192, 32 heads, or FlashQLA's shapes. Percent are of inputs and results, and for both of
+the gradients too. What fla takes does not depend on its tiles, so that one of each kernel is taken
+untried.
 
 fla's autotuner takes minutes an operator in the first call and FlashQLA's compiler as long; both
 leave what they found in their caches (TRITON_CACHE_DIR with FLA_CACHE_RESULTS=1, and
@@ -33,6 +38,7 @@ from typing import Any
 import torch
 from harness import (
     DEVICE,
+    Measurement,
     Provider,
     Report,
     error,
@@ -81,6 +87,10 @@ class Case:
     def operator(self) -> str:
         return family(self.sample.op)
 
+    @property
+    def title(self) -> str:
+        return f"{self.operator} {self.label}"
+
 
 CASES = [
     Case("chunk_linear_attn", "A", A),
@@ -118,6 +128,8 @@ FLASH_QLA_SHAPES = {"Q1": Q1, "Q2": Q2} | {
     for name, x in _LENGTHS.items()
     for h, hv in _HEADS
 }
+# of --memory
+PLAIN, PACKED = Shape(B=1, T=8192, H=32), Shape(B=4, T=8192, H=32, packed=True)
 AGAINST_LENGTH = (
     "chunk_retention",
     "chunk_simple_gla",
@@ -141,6 +153,10 @@ def fla(sample: Sample) -> Callable[..., Any]:
     if not name:
         raise ImportError("fla refuses to run it on this GPU")
     return partial(getattr(importlib.import_module(f"fla.ops.{name}"), sample.op), **sample.options)
+
+
+def flash_qla() -> Callable[..., Any]:
+    return importlib.import_module("flash_qla").chunk_gated_delta_rule
 
 
 def errors(
@@ -238,14 +254,12 @@ def beside_fla(case: Case, report: Report) -> dict[str, object]:
 
 def beside_flash_qla(name: str, shape: Shape, report: Report) -> dict[str, object]:
     """The same tensors; ours is first in the row, FlashQLA's results are compared with ours."""
-    import flash_qla  # pyright: ignore[reportMissingImports]
-
     sample = chosen(["chunk_gated_delta_rule"])[0]
     args = sample.inputs(report.shape(shape), DEVICE)
     row: dict[str, object] = {"shape": name}
     providers = {
         "slipstream": Provider(ours(sample), args),
-        "flash_qla": Provider(flash_qla.chunk_gated_delta_rule, args),
+        "flash_qla": Provider(flash_qla(), args),
     }
     made: dict[str, list[Tensor]] = {}
     dout = torch.randn_like(providers["slipstream"].forward())
@@ -274,17 +288,13 @@ def error_rows(case: Case, who: str, report: Report) -> Iterator[Mapping[str, ob
     """Ours and a peer's, on the same tensors."""
     if who == "fla":
         take_first_tiles()  # which tile it takes changes its time
-        peer = fla(case.sample)
-    else:
-        import flash_qla  # pyright: ignore[reportMissingImports]
-
-        peer = partial(flash_qla.chunk_gated_delta_rule, **case.sample.options)
+    peer = fla(case.sample) if who == "fla" else partial(flash_qla(), **case.sample.options)
     for name, fn in (("ours", ours(case.sample)), (who, peer)):
         torch.manual_seed(0)
         found = errors(case, fn, report, heads=None)
         outs = [found.pop(n) for n in list(found) if is_output(n)]
         off = {"out error": f"{max(outs):.1e}", "grad error": f"{max(found.values()):.1e}"}
-        yield {"work": f"{case.operator} {case.label}", "who": name, **off}
+        yield {"work": case.title, "who": name, **off}
 
 
 def against_length(sample: Sample, report: Report) -> Iterator[Mapping[str, object]]:
@@ -319,6 +329,52 @@ def against_length(sample: Sample, report: Report) -> Iterator[Mapping[str, obje
             cells |= {"floor_fwd_ms": floors[0], "floor_both_ms": floors[1]}
             cells |= {"peak_mib": peaks[who], "results_mib": (provider.nbytes + out.nbytes) / 2**20}
             yield {"operator": family(sample.op), "who": who, "T": T} | rounded(cells)
+
+
+def beyond(provider: Provider) -> dict[str, object]:
+    """Peaks of a forward, and of one with backward, beyond inputs and results."""
+    kept: list[Tensor | None] = []
+
+    def forward() -> None:
+        with torch.no_grad():
+            kept[:] = provider.outputs()
+
+    def both() -> None:
+        kept[:] = provider.outputs()
+        assert kept[0] is not None
+        kept.extend(provider.back(kept[0]))
+
+    found: dict[str, object] = {}
+    for name, call in (("forward", forward), ("both", both)):
+        for _ in range(2):  # the first call compiles, and may remember what it made
+            call()
+            kept.clear()
+        peak = peak_bytes(call)
+        size = sum(x.nbytes for x in kept if x is not None)
+        held = provider.nbytes + size
+        if name == "both" and provider.dout is not None:
+            held += provider.dout.nbytes
+        kept.clear()
+        found[f"{name} MiB"] = round((peak - size) / 2**20)
+        found[f"{name} %"] = round(100 * (peak - size) / held, 1)
+    return found
+
+
+def memory_row(sample: Sample, name: str, shape: Shape, report: Report) -> dict[str, object]:
+    """name: of FlashQLA's shape, "" for a row of an operator."""
+    named = {"operator": family(sample.op), "shape": name} if name else {"operator": sample.op}
+    cells: dict[str, object] = {**named, **({"shape": str(shape)} if shape.packed else {})}
+    args, options = sample.inputs(report.shape(shape), DEVICE), {"output_final_state": not name}
+    cells |= beyond(Provider(partial(ours(sample), **options), args))
+    who = {"fla": "fla", "flash_qla": "FlashQLA"}.get(report.options.peer)
+    if who is None:
+        return cells
+    try:
+        peer = fla(sample) if who == "fla" else flash_qla()
+        found = beyond(Provider(partial(peer, **options), args))
+    except Exception as e:
+        return cells | {"note": f"{who}: {type(e).__name__}: {str(e)[:80]}"}
+    return cells | {f"{who} {x}": y for x, y in found.items()}
 
 
 def by_position(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -374,7 +430,7 @@ def warm(cases: Sequence[Case], options: Namespace) -> None:
     """The first call of every case, in processes side by side: they compile on the CPU's cores."""
 
     def one(case: Case) -> str:
-        only = f"^{case.operator} {case.label}$"
+        only = f"^{case.title}$"
         command = [sys.executable, __file__, "--once", "--only", only, "--peer", options.peer]
         left = None if options.seconds == float("inf") else options.seconds
         try:
@@ -393,39 +449,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--peer", choices=("fla", "flash_qla", "cpu", "none"), default="fla")
     options.add_argument("--lengths", action="store_true", help="against the number of tokens")
     options.add_argument("--errors", action="store_true", help="of ours and of the peer")
+    options.add_argument("--memory", action="store_true", help="peaks beyond inputs and results")
+    options.add_argument("--packed", action="store_true", help="of --memory")
     options.add_argument("--warm", action="store_true", help="only fill the caches")
     given = options.parse_args(argv)
     report = Report(given, needs_gpu=given.peer != "cpu")
     if given.peer == "cpu":
         beside_transformers(report)
-    elif given.errors:
-        gated = "chunk_gated_delta_rule"
-        qla = [Case(gated, name, shape) for name, shape in FLASH_QLA_SHAPES.items()]
-        for case in qla if given.peer == "flash_qla" else CASES:
-            if report.wants(f"{case.operator} {case.label}"):
-                with report.going_on(f"{case.operator} {case.label}"):
-                    for row in error_rows(case, given.peer, report):
-                        report.row("errors", row)
-    elif given.peer == "flash_qla":
-        for name, shape in FLASH_QLA_SHAPES.items():
-            if report.wants(name):
-                with report.going_on(name):
-                    report.row("delta_peers", beside_flash_qla(name, shape, report))
+        return
+    qla = [Case("chunk_gated_delta_rule", *x) for x in FLASH_QLA_SHAPES.items()]
+    cases = qla if given.peer == "flash_qla" else CASES
+    works: list[Measurement] = []
+    if given.warm:
+        warm([x for x in cases if report.wants(x.title)], given)
+        return
+    if given.memory and cases is CASES:
+        if given.peer == "fla":
+            take_first_tiles()
+        shape = PACKED if given.packed else PLAIN
+        for op in dict.fromkeys(x.sample.op for x in CASES):
+            measure = partial(memory_row, chosen([op])[0], "", shape, report)
+            works.append((op, "memory_gpu", measure))
     elif given.lengths:
         for sample in (x for x in OPERATORS if x.name in AGAINST_LENGTH):
-            if report.wants(family(sample.op)):
-                with report.going_on(sample.op):
-                    for row in against_length(sample, report):
-                        report.row("lengths", row)
+            works.append((family(sample.op), "lengths", partial(against_length, sample, report)))
     else:
-        cases = [x for x in CASES if report.wants(f"{x.operator} {x.label}")]
-        if given.warm:
-            warm(cases, given)
-            return
-        for case in cases:
-            with report.going_on(f"{case.operator} {case.label}"):
-                report.row("linear_gpu_peers", beside_fla(case, report))
-    report.end()
+        for x in cases:
+            if given.memory:
+                file, measure = "memory_gpu", partial(memory_row, x.sample, x.label, x.shape)
+            elif given.errors:
+                file, measure = "errors", partial(error_rows, x, given.peer)
+            elif given.peer == "flash_qla":
+                file, measure = "delta_peers", partial(beside_flash_qla, x.label, x.shape)
+            else:
+                file, measure = "linear_gpu_peers", partial(beside_fla, x)
+            works.append((x.title, file, partial(measure, report=report)))
+    report.measure(works)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,23 @@ device, in turns with cuBLAS; called: cuBLAS's time over ours where the host's t
 error is against float64, of 256 rows.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-from harness import BF16, DEVICE, Call, Report, error, first, in_turns, parser, synchronize
+from harness import (
+    BF16,
+    DEVICE,
+    Call,
+    Measurement,
+    Report,
+    error,
+    first,
+    in_turns,
+    parser,
+)
 from torch import Tensor
 
 from slipstream.kernels.matmul import config as tiles
@@ -64,15 +73,8 @@ def library(a: Tensor, b: Tensor, precision: str) -> Call:
     return lambda: torch.matmul(a, b)
 
 
-def as_called(call: Call, runs: int) -> float:
-    """Milliseconds of a call in a row of them, the host's time too."""
-    call()
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(runs):
-        call()
-    synchronize()
-    return 1e3 * (time.perf_counter() - start) / runs
+def in_a_row(call: Call, count: int) -> Call:
+    return lambda: [call() for _ in range(count)]
 
 
 def configurations(problem: tiles.Problem, M: int, N: int) -> Iterator[MatmulConfig]:
@@ -131,8 +133,8 @@ def rows(case: tuple, report: Report, with_tiles: bool) -> Iterator[Mapping[str,
             ms, base = in_turns({"ours": call, "library": peer}, report.runs(20)).values()
             row |= {"ms": f"{ms:.4f}", "tflops": f"{flops / ms:.0f}"}
             row |= {"library": f"{flops / base:.0f}", "ratio": f"{base / ms:.3f}"}
-            called = as_called(peer, report.runs(50)) / as_called(call, report.runs(50))
-            row |= {"called": f"{called:.3f}"}
+            called = [first(in_a_row(x, report.runs(50))) for x in (peer, call)]
+            row |= {"called": f"{called[0] / called[1]:.3f}"}
         yield row | {"error": f"{off:.1e}{'' if off <= WRONG else ' WRONG'}"}
 
 
@@ -140,17 +142,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--tiles", action="store_true", help="other configurations too")
     given = options.parse_args(argv)
-    report = Report(given)
+    report, works = Report(given), list[Measurement]()
+    file = "matmul_sweep" if given.tiles else "matmul_gpu"
     for case in CASES:
         M, N, K, dtype, layout, _ = case
-        name = f"{M}x{N}x{K} {str(dtype)[6:]} {layout}"
-        if DEVICE.type == "cpu" and dtype in FP8:
-            continue
-        if report.wants(name):
-            with report.going_on(name):
-                for row in rows(case, report, given.tiles):
-                    report.row("matmul_sweep" if given.tiles else "matmul_gpu", row)
-    report.end()
+        if DEVICE.type != "cpu" or dtype not in FP8:
+            name = f"{M}x{N}x{K} {str(dtype)[6:]} {layout}"
+            works.append((name, file, partial(rows, case, report, given.tiles)))
+    report.measure(works)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from context_parallel import join, slowest
-from harness import BF16, DEVICE, Report, first, parser, synchronize
+from harness import BF16, DEVICE, Report, checkpointed, first, language_model, parser, synchronize
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.layers import GatedDeltaNet
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.nn import RMSNorm
 from slipstream.parallel import ContextParallel, shard
 
@@ -35,20 +34,16 @@ VOCABULARY = 32000
 CASES = ("fsdp2", "context", "million")
 
 
-def hybrid(small: bool, mesh: Any, checkpointed: bool) -> Any:
+def hybrid(small: bool, mesh: Any, with_checkpoints: bool) -> Any:
     """The model, its weights in shards over the mesh."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    sizes: dict[str, Any] = {"hidden_size": 1024, "num_heads": 8, "vocab_size": VOCABULARY}
-    if small:
-        sizes = {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
     mixers: list[Any] = [*["gated_deltanet"] * 3, "attention"] * (1 if small else 6)
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **sizes)).train()
-    if checkpointed:
-        word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        getattr(model, f"{word}_checkpointing_enable")({"use_reentrant": False})
+        model = language_model(mixers, small, hidden_size=1024, num_heads=8).float().train()
+    if with_checkpoints:
+        checkpointed(model)
     policy = MixedPrecisionPolicy(BF16 if DEVICE.type == "cuda" else None)
     for unit in (*model.model.layers, model):
         sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)

@@ -4,6 +4,7 @@ A function that is looked up when a module is imported (fla's in transformers' m
 another process, and compilers of several processes use several cores.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -22,26 +23,23 @@ def tell(**cells: Any) -> None:
 
 
 class Child:
-    """`python SCRIPT --child ARGUMENTS`, on one of the GPUs; what it tells comes to `told`."""
+    """`python SCRIPT --child ARGUMENTS`, on one of the GPUs; what it tells comes to `told`.
 
-    def __init__(self, script: str, arguments: Sequence[str], number: int) -> None:
+    number: of the GPU, modulo how many there are. variables: of its environment.
+    """
+
+    def __init__(self, script: str, arguments: Sequence[str], number: int = 0, **variables: str):
         self.name = " ".join(arguments)
-        env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+        self.gpu = 0
+        env = {"OMP_NUM_THREADS": "2", **os.environ, **variables}
         if torch.cuda.is_available():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             gpus = visible.split(",") if visible else range(torch.cuda.device_count())
             self.gpu = number % len(gpus)
             env["CUDA_VISIBLE_DEVICES"] = str(gpus[self.gpu])
-        else:
-            self.gpu = 0
-        run = [sys.executable, script, "--child", *arguments]
+        run, pipe = [sys.executable, script, "--child", *arguments], subprocess.PIPE
         self.process = subprocess.Popen(
-            run,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            run, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
         )
         self.told: Queue[dict[str, Any] | None] = Queue()
         self.errors: list[str] = []
@@ -61,18 +59,18 @@ class Child:
         assert self.process.stderr is not None
         self.errors.extend(self.process.stderr)
 
-    def go(self) -> None:
+    def say(self, line: str = "go") -> None:
         """To a process that waits for a line."""
         assert self.process.stdin is not None
-        try:
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has failed, which failure() says
+        with contextlib.suppress(BrokenPipeError):  # it has failed, which failure() says
+            print(line, file=self.process.stdin, flush=True)
 
     def next(self, seconds: float | None = None) -> dict[str, Any] | None:
         """Its next message, None at its end; queue.Empty if none comes within the seconds."""
-        return self.told.get(timeout=seconds)
+        told = self.told.get(timeout=seconds)
+        if told is None:
+            self.told.put(None)  # for who asks again
+        return told
 
     def failure(self) -> str:
         """The last lines of a process that failed; "" of one that ended well."""
@@ -108,8 +106,10 @@ def side_by_side(children: Sequence[Child], each: Callable[[Child, dict[str, Any
 
 def take_first_tiles() -> None:
     """Triton's autotuners of kernels that are defined later take one of their tiles untried."""
-    from triton.runtime.autotuner import Autotuner
-
+    try:
+        from triton.runtime.autotuner import Autotuner
+    except ImportError:
+        return
     begin: Any = Autotuner.__init__
 
     def with_one(

@@ -14,14 +14,27 @@ size 1024, 8 heads, beside the same model that keeps its activations. RetNet: th
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from harness import BF16, DEVICE, Call, Report, first, host_us, in_turns, parser, peak_bytes
+from harness import (
+    BF16,
+    DEVICE,
+    Call,
+    Report,
+    Row,
+    checkpointed,
+    first,
+    host_us,
+    language_model,
+    parser,
+    peak_bytes,
+)
 from torch import Tensor
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import MIXERS
 from slipstream.training import CapturedLoss
 
 LARGE = ("attention", "gated_deltanet", "kda", "gla", "rwkv7", "mamba2")
@@ -50,14 +63,6 @@ def captured(model: Any, ids: Tensor) -> Call:
     return run
 
 
-def ours(mixer: str, small: bool, hidden: int = 2048, heads: int = 16, layers: int = 4) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": hidden, "num_heads": heads, "vocab_size": 32000}
-    if small:
-        sizes = {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
-    mixers: list[Any] = [mixer] * (1 if small else layers)
-    return SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **sizes))
-
-
 def llama(small: bool) -> Any:
     import transformers
 
@@ -70,7 +75,8 @@ def llama(small: bool) -> Any:
     if small:
         sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    return model.to(DEVICE, BF16 if DEVICE.type == "cuda" else torch.float32)
 
 
 def steps(name: str, report: Report) -> dict[str, Call]:
@@ -79,29 +85,32 @@ def steps(name: str, report: Report) -> dict[str, Call]:
     tokens = 64 if small else TOKENS
     shape = (8, tokens // 2) if name in ("RetNet", *CHECKPOINTED) else (1, tokens)
     ids = torch.randint(1, 64 if small else 32000, shape, device=DEVICE)
-    dtype = BF16 if DEVICE.type == "cuda" else torch.float32
+
+    def ours(mixer: str, layers: int = 4, **sizes: int) -> Any:
+        return language_model([mixer] * (1 if small else layers), small, **sizes).train()
+
     if name in CHECKPOINTED:
-        model = ours(name.split()[0], small, 1024, 8).to(DEVICE, dtype).train()
-        again = copy.deepcopy(model)
-        word = "activation" if hasattr(again, "activation_checkpointing_enable") else "gradient"
-        getattr(again, f"{word}_checkpointing_enable")({"use_reentrant": False})
-        return {"kept": step(model, ids), "checkpointed": step(again, ids)}
+        model = ours(name.split()[0], hidden_size=1024, num_heads=8)
+        return {
+            "kept": step(model, ids),
+            "checkpointed": step(checkpointed(copy.deepcopy(model)), ids),
+        }
     if name in SHORT:
         ids = ids[:, : tokens // 4].contiguous()
-        made = [ours(name.split()[0], small, 1024, 8, 24).to(DEVICE, dtype).train() for _ in "ab"]
+        made = [ours(name.split()[0], 24, hidden_size=1024, num_heads=8) for _ in "ab"]
         calls = {"eager": step(made[0], ids)}
         return calls | ({"captured": captured(made[1], ids)} if DEVICE.type == "cuda" else {})
     if name == "RetNet":
         return {
-            f"{heads} heads": step(ours("retention", small, 1024, heads).to(DEVICE, dtype), ids)
-            for heads in (8, 4)
+            f"{n} heads": step(ours("retention", hidden_size=1024, num_heads=n), ids)
+            for n in (8, 4)
         }
     if not name.startswith("Llama"):
-        return {"slipstream": step(ours(name, small).to(DEVICE, dtype), ids)}
+        return {"slipstream": step(ours(name), ids)}
     inputs = {}
     if name.endswith("packed"):
         inputs["position_ids"] = (torch.arange(tokens, device=DEVICE) % (tokens // 4))[None]
-    found, model = {}, llama(small).to(DEVICE, dtype)
+    found, model = {}, llama(small)
     for who in ("slipstream", "sdpa"):
         mine = copy.deepcopy(model)
         mine.set_attn_implementation(who)
@@ -109,27 +118,25 @@ def steps(name: str, report: Report) -> dict[str, Call]:
     return found
 
 
+def rows(name: str, report: Report) -> Iterable[Row]:
+    """A row a provider."""
+    calls = steps(name, report)
+    rows: dict[str, dict[str, object]] = {}
+    for who, call in calls.items():
+        rows[who] = {"model": name, "who": who, "first_s": round(first(call), 2)}
+        rows[who]["peak_gib"] = round(peak_bytes(call) / 2**30, 2)
+    tokens = TOKENS // 4 if name in SHORT else TOKENS
+    tokens = 4 * TOKENS if name in ("RetNet", *CHECKPOINTED) else tokens
+    for who, ms in report.times(calls, 7).items():
+        host = host_us(calls[who], report.runs(5), 1) / 1e3
+        rows[who] |= {"ms": round(ms, 2), "host_ms": round(host, 2)}
+        rows[who]["tokens/s"] = round(1e3 * tokens / ms)
+    return rows.values()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     report = Report(parser(__doc__).parse_args(argv))
-    for name in CASES:
-        if not report.wants(name):
-            continue
-        with report.going_on(name):
-            calls = steps(name, report)
-            rows: dict[str, dict[str, object]] = {}
-            for who, call in calls.items():
-                rows[who] = {"model": name, "who": who, "first_s": round(first(call), 2)}
-                rows[who]["peak_gib"] = round(peak_bytes(call) / 2**30, 2)
-            if not report.options.once:
-                for who, ms in in_turns(calls, report.runs(7)).items():
-                    host = host_us(calls[who], report.runs(5), 1) / 1e3
-                    rows[who] |= {"ms": round(ms, 2), "host_ms": round(host, 2)}
-                    tokens = TOKENS // 4 if name in SHORT else TOKENS
-                    tokens = 4 * TOKENS if name in ("RetNet", *CHECKPOINTED) else tokens
-                    rows[who]["tokens/s"] = round(1e3 * tokens / ms)
-            for row in rows.values():
-                report.row("training", row)
-    report.end()
+    report.measure((name, "training", partial(rows, name, report)) for name in CASES)
 
 
 if __name__ == "__main__":

@@ -110,16 +110,15 @@ def has_fla(kind: str) -> bool:
     return kind != "nemotron_h" and find_spec("fla") is not None and DEVICE.type == "cuda"
 
 
-def model_of(kind: str, way: str, small: bool) -> Any:
+def model_of(kind: str, way: str, small: bool, dtype: torch.dtype, **other: Any) -> Any:
+    """other: sizes in place of those above."""
     import transformers
 
     prefix, sizes = MODELS[kind]
     fewer = FOUR_LAYERS[kind] if DEVICE.type == "cpu" else {}
-    sizes = {**sizes, **COMMON, **fewer, **(SMALL | SMALL_OWN[kind] if small else {})}
+    sizes = {**sizes, **COMMON, **fewer, **(SMALL | SMALL_OWN[kind] if small else {}), **other}
     config = getattr(transformers, f"{prefix}Config")(**sizes)
     config._attn_implementation = "slipstream" if way == "patched" else "sdpa"
-    torch.manual_seed(0)
-    dtype = BF16 if DEVICE.type == "cuda" else torch.float32
     return getattr(transformers, f"{prefix}ForCausalLM")(config).to(DEVICE, dtype)
 
 
@@ -167,7 +166,8 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     steps = 1 if small else 3 if cpu else 6
     decoded = 2 if small else 8 if cpu else DECODED
     prepare(way)
-    model = model_of(kind, way, small)
+    torch.manual_seed(0)
+    model = model_of(kind, way, small, torch.float32 if cpu else BF16)
     training, first_s, note = Training(model, tokens), 0.0, ""
     try:
         first_s = spent(training.step)
@@ -247,7 +247,7 @@ def measure_one(report: Report, one: Child, limit: float) -> None:
     kind, way = one.name.split()[:2]
     cells: dict[str, Any] = {"model": kind, "way": way}
     if not report.options.once:
-        one.go()
+        one.say()
         told, late = next_of(one, limit)
         while told is not None:
             cells |= told

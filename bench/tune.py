@@ -6,8 +6,6 @@
     python bench/tune.py all --seconds 220      # and no candidate is begun after that
     python bench/tune.py all --propose          # without a GPU: what was recorded, as a diff
     python bench/tune.py all --write            # the same, into the tables; also after timing
-    python bench/tune.py delta --fit            # without a GPU: what each candidate compiles to
-    python bench/tune.py delta --rows           # what was recorded, fastest first
 
 A table is a dict by (family of architectures, bytes an element, width ...), of dataclasses. A
 candidate (slipstream/tools/tile_cases.py) puts other numbers into one field of a row, the other
@@ -29,7 +27,6 @@ import difflib
 import importlib
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -40,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import device_name, error, in_turns, read, record
+from harness import DEVICE, Provider, device_name, error, in_turns, read, record
 from torch import Tensor
 from tune_choice import expected, last_runs, replaced, text, together
 
@@ -55,7 +52,6 @@ FIT = ("registers", "stack", "shared")
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 # Seconds that one candidate's kernels may take to compile.
 PATIENCE = 60.0
-RESTARTS = "SLIPSTREAM_TUNE_RESTARTS"
 START = time.perf_counter()
 Candidate = tuple[str, str, Any]  # field, numbers in words, tile
 
@@ -179,30 +175,16 @@ def refused(family: Family, key: tuple, tile: Any) -> bool:
     return False
 
 
-class Call:
-    """An operator at a shape, its results and its times."""
+class Call(Provider):
+    """An operator at a shape, by its Triton kernels."""
 
     def __init__(self, case: Case, shape: Shape) -> None:
         torch.manual_seed(0)
-        self.sample = case.sample
-        self.args = self.sample.inputs(shape, torch.device("cuda"))
-        self.given = [x.requires_grad_() for x in self.args.values() if x.is_floating_point()]
-        out = self.forward()
-        self.weights = [torch.randn_like(x) for x in out[:1]]
-
-    def forward(self) -> list[Tensor]:
-        with torch.no_grad():
-            return self.sample.call(self.args, "triton")
-
-    def both(self) -> list[Tensor]:
-        out = self.sample.call(self.args, "triton")
-        return list(torch.autograd.grad(out[:1], self.given, self.weights, allow_unused=True))
-
-    def results(self) -> list[Tensor]:
-        return [x for x in (*self.forward(), *self.both()) if x is not None]
+        args, fixed = case.sample.inputs(shape, DEVICE), case.sample.fixed
+        super().__init__(lambda **given: case.sample.call(given, "triton"), args, fixed)
 
     def times(self) -> tuple[float, float]:
-        found = in_turns({"forward": self.forward, "both": self.both}, 15)
+        found = in_turns({"forward": self.forward, "both": self.gradients}, 15)
         return found["forward"], found["both"]
 
 
@@ -302,11 +284,6 @@ def tune(options: argparse.Namespace) -> None:
     try:
         for name, key, tiles, futures in asked:
             tune_key(name, key, tiles, futures, options)
-    except Exception as e:
-        if _lost():
-            compiling.stop()
-            _again(e)
-        raise
     finally:
         compiling.stop()
 
@@ -338,8 +315,7 @@ def tune_key(
                 case.candidate(field, label, tile, fit)
         except Exception as e:
             print(f"{_now()} {name} {family.cases[place].name}: {str(e)[:150]}", flush=True)
-            if _lost():
-                raise
+            torch.cuda.synchronize()  # raises where the device is lost
     kept = family.table[key]
     better = together(family, key, kept, last_runs(read("tiles"), name, key))
     if better != kept:
@@ -349,13 +325,12 @@ def tune_key(
         case.calls, case.want = [], []
 
 
-def _late(seconds: float | None) -> bool:
-    return seconds is not None and time.perf_counter() - START > seconds
+def _late(seconds: float) -> bool:
+    return time.perf_counter() - START > seconds
 
 
-def _waited(future: Any, seconds: float | None = None) -> Fit:
-    """seconds: when nothing is begun any more."""
-    left = PATIENCE if seconds is None else START + seconds - time.perf_counter()
+def _waited(future: Any, seconds: float) -> Fit:
+    left = START + seconds - time.perf_counter()
     try:
         return future.result(max(0.0, min(PATIENCE, left)))
     except TooLong:
@@ -372,48 +347,6 @@ def _known(name: str, key: tuple, place: int, again: bool) -> list[dict[str, str
     today = (datetime.date.today().isoformat(), device_name(), str(FAMILIES[name].table[key]))
     same = run and (run[0]["date"], run[0]["device"], run[0]["tile"]) == today
     return [dict(x) for x in run] if same else []
-
-
-def _lost() -> bool:
-    try:
-        torch.cuda.synchronize()
-    except Exception:
-        return True
-    return False
-
-
-def _again(error: Exception) -> None:
-    """The same command in this process anew, which goes on after the candidate that was last."""
-    count = int(os.environ.get(RESTARTS, "0"))
-    print(f"{_now()} the device is lost: {str(error)[:100]}", flush=True)
-    if count < 3:
-        os.environ[RESTARTS] = str(count + 1)
-        arguments = [x for x in sys.argv if x != "--again"]
-        os.execv(sys.executable, [sys.executable, *arguments])
-
-
-def fit(options: argparse.Namespace) -> None:
-    """Registers, spills and shared memory of each candidate's kernels."""
-    compiling = Compiling(options.jobs)
-    asked = []
-    for name in options.families:
-        for key, places in keys_of(name, options.case).items():
-            for place in places:
-                tiles = list(tried(FAMILIES[name], key, options.most))
-                asked.append(
-                    (name, place, tiles, compiling.ask(name, place, [x[2] for x in tiles]))
-                )
-    for name, place, tiles, futures in asked:
-        case = FAMILIES[name].cases[place]
-        base = _waited(futures[0])
-        for (field, label, _), future in zip(tiles, futures[1:]):
-            found = judged(_waited(future), base)
-            what = {"family": name, "case": case.name, "field": field, "tile": label}
-            sizes = {x: getattr(found, x) for x in FIT}
-            row = {**what, "arch": case.key[0], **sizes, "fits": int(not found.note)}
-            record("tiles_fit", [{**row, "note": found.note}])
-            print(_now(), *row.values(), found.note, flush=True)
-    compiling.stop()
 
 
 def propose(names: list[str], write: bool) -> None:
@@ -452,13 +385,6 @@ def placed(source: str, table: str, key: tuple, tile: Any) -> str:
     return source[:begin] + repr(tile) + source[begin + len(segment) :]
 
 
-def show(names: list[str]) -> None:
-    rows = [x for x in read("tiles") if x["family"] in names]
-    rows.sort(key=lambda x: (x["family"], x["case"], x["field"], float(x["both_ms"] or "inf")))
-    for row in rows:
-        print(", ".join(f"{k} {v}" for k, v in row.items() if v and k not in ("torch", "key")))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -467,23 +393,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", default="", help="part of the names of the cases wanted")
     parser.add_argument("--most", type=int, help="candidates of a field")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--seconds", type=float, help="begin nothing after this")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--again", action="store_true", help="what was recorded today too")
-    parser.add_argument("--fit", action="store_true", help="compile alone, without a GPU")
-    parser.add_argument("--rows", action="store_true", help="print what was recorded")
     parser.add_argument("--propose", action="store_true", help="print what it says of the tables")
     parser.add_argument("--write", action="store_true", help="and put that into them")
     options = parser.parse_args(argv)
     if "all" in options.families:
         options.families = list(FAMILIES)
-    if options.rows:
-        show(options.families)
-    elif options.fit:
-        fit(options)
-    else:
-        if torch.cuda.is_available() and not options.propose:
-            tune(options)
-        propose(options.families, options.write)
+    if torch.cuda.is_available() and not options.propose:
+        tune(options)
+    propose(options.families, options.write)
 
 
 if __name__ == "__main__":

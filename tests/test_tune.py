@@ -161,7 +161,7 @@ def test_goes_on_where_it_was_cut_off(
     monkeypatch.setattr(tune, "Call", Stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     family, key = cases.FAMILIES["delta"], ("sm_90", 2, 128)
-    options = argparse.Namespace(again=False, seconds=None)
+    options = argparse.Namespace(again=False, seconds=float("inf"))
     tiles = list(tune.tried(family, key))
 
     def run() -> None:

@@ -319,7 +319,7 @@ def memory() -> Table:
         for name, row in used.items()
     ]
     headings = ("operator", "forward, MiB", "percent", "with backward, MiB", "percent")
-    return Table("memory", "bench/memory.py", headings, tuple(rows), tuple(used.values()))
+    return Table("memory", "bench/linear.py --memory", headings, tuple(rows), tuple(used.values()))
 
 
 def cpu() -> Table:

@@ -1,4 +1,4 @@
-"""The benchmark's own checks in four and eight processes: uneven shards, and the same bits."""
+"""context_check.py in four and eight processes: uneven shards, and the same bits."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def test_results_and_bits_of_many_ranks(ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     found = subprocess.run(
-        [*command, "bench/context_parallel.py", "--check", "--seeds", "1"],
+        [*command, "tests/parallel/context_check.py", "--seeds", "1"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -1,6 +1,6 @@
 """Every operator under compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python bench/sanitize.py --only chunk_gla
+    compute-sanitizer --tool memcheck python tools/sanitize.py --only chunk_gla
 
 Odd sizes, packed sequences and states, strong gates, forward and backward; heads of 128 take the
 kernels for sm_90. Every tensor has memory of its own, so that an access beyond its end is seen. The
@@ -12,8 +12,10 @@ checks those.
 For what another ptxas makes of the kernels: TRITON_PTXAS_PATH=... slipstream doctor.
 """
 
+import argparse
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,9 +24,8 @@ from typing import Any
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch is imported
 
 import torch
-from harness import DEVICE, Provider, Report, parser
 
-from slipstream.tools.catalog import Shape, chosen
+from slipstream.tools.catalog import Shape, chosen, flat
 
 SIZES = {
     "whole": Shape(B=1, T=130, state=True),
@@ -35,33 +36,37 @@ SIZES = {
 }
 
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--only", default=re.compile(""), type=re.compile, metavar="REGEX")
     arguments.add_argument("--impl")
     arguments.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     options = arguments.parse_args(argv)
-    report = Report(options)
+    torch.manual_seed(0)
     launched: Counter[str] = Counter()
     with contextlib.suppress(ImportError):
         from triton import knobs
 
         hook: Any = knobs.runtime.launch_enter_hook
         hook.add(lambda metadata: launched.update([metadata.get()["name"]]))
-    for sample in (x for x in chosen(None) if report.wants(x.name)):
+    for sample in (x for x in chosen(None) if options.only.search(x.name)):
         for name in options.sizes:
             for gate in ("weak", "mixed") if ":gate" in sample.tensors else ("weak",):
-                shape = replace(report.shape(SIZES[name]), gate=gate)
-                args = sample.inputs(shape, DEVICE)
-
-                def call(sample: Any = sample, **given: Any) -> Any:
-                    return sample.call(given, options.impl)
-
-                outs = [x for x in Provider(call, args, sample.fixed).outputs() if x.requires_grad]
+                args = sample.inputs(replace(SIZES[name], gate=gate), DEVICE)
+                for given, x in args.items():
+                    if x.is_floating_point() and given not in sample.fixed.split():
+                        x.requires_grad_()
+                outs = flat(sample.call(args, options.impl))
+                outs = [x for x in outs if x.requires_grad]
                 if outs:
                     torch.autograd.backward(outs, [torch.randn_like(x) for x in outs])
         print(sample.name, "ran", flush=True)
     print("launched", ", ".join(sorted(launched)))
-    report.end()
 
 
 if __name__ == "__main__":
