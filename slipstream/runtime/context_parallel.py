@@ -31,10 +31,10 @@ class ContextParallel:
             of ints; None: each row of the batch is a sequence. A tensor on a device is read once,
             here, and the host waits for it.
         lengths: tokens of each rank, which may be 0; None: the same number each.
-        segment_tokens: the deterministic mode: linear operators and attention give equal bits for
-            any number of ranks. Sequences are computed in segments of so many tokens, a multiple
-            of 64, and ranks begin where a segment does. States go from rank to rank one after the
-            other.
+        segment_tokens: the deterministic mode: linear operators, scans (hgrn, selective_scan) and
+            attention give equal bits for any number of ranks. Sequences are computed in segments of
+            so many tokens, a multiple of 64, and ranks begin where a segment does. States go from
+            rank to rank one after the other.
 
     Attributes:
         rank, size: in the group.

@@ -150,7 +150,7 @@ def test_model_training_step_compiles_fullgraph(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which Dynamo asks for
-def test_layers_compiled_one_by_one_are_compiled_once_a_kind() -> None:
+def test_layers_compile_once_a_kind() -> None:
     """As torchtitan does it: the tables of positions that layers share are no part of a graph."""
     torch.compiler.reset()
     mixers: list[Any] = ["gated_deltanet", "attention"] * 2

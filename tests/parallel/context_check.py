@@ -61,7 +61,7 @@ def check_one(name: str, seed: int) -> list[str]:
     """What differs from one process, on this rank."""
     op, ranks, wrong = sample(name), dist.get_world_size(), []
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float64
-    by_segments = name not in ("chunk_hgrn", "short_convolution", "selective_scan")
+    by_segments = name != "short_convolution"
     alone = next(
         group for r in range(ranks) if (group := dist.new_group([r])) and r == dist.get_rank()
     )

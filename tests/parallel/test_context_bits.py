@@ -1,12 +1,18 @@
 """The deterministic mode: the same bits on 1, 2 and 4 ranks, forward and gradients."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.context import softmax_by_heads
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.gated_scan import dispatch as gated_scan
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.selective_scan import dispatch as selective
+from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.runtime.context_share import Share
 from tests.support.linear_interpreted import reference
 from tests.support.lockstep import linear_on_ranks, run_ranks
@@ -95,3 +101,49 @@ def test_attention_bits_do_not_depend_on_the_ranks(lengths: tuple[int, ...]) -> 
 
     for x, y in zip(whole(lengths), whole((192,)), strict=True):
         assert torch.equal(x, y)
+
+
+def hgrn(tensors: list[Tensor], states: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    x, g = tensors
+    rows = 1 if share.packed else x.shape[0]
+    return gated_scan._scan_in_segments(x, -g.abs(), states, rows, share, "eager")
+
+
+def selective_scan(tensors: list[Tensor], states: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    u, delta = tensors
+    A = -torch.linspace(0.1, 1.0, 8).view(1, 8).expand(6, 8)
+    B, C = (x[:, :, :4].repeat(1, 1, 2).unsqueeze(2) for x in tensors)
+    inputs = ScanInputs(u, delta, A, B, C, None, delta, None, None, None)
+    rows = 1 if share.packed else u.shape[0]
+    return selective._scan_in_segments(inputs, states, rows, share, True, "eager")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("scan", [hgrn, selective_scan])
+def test_bits_of_scans_do_not_depend_on_the_ranks(scan: Callable[..., Any], packed: bool) -> None:
+    torch.manual_seed(0)
+    N = len(SEQUENCES) if packed else 2
+    tensors = [torch.randn(1 if packed else 2, 192, 6) for _ in range(2)]
+    states = torch.randn(N, 6) if scan is hgrn else torch.randn(N, 6, 8)
+    dy, dfinal = torch.randn(tensors[0].shape), torch.randn(states.shape)
+    offsets = torch.tensor([0, *SEQUENCES]).cumsum(0).tolist() if packed else None
+
+    def on(share: Share) -> list[Tensor]:
+        at = slice(share.begin, share.end)
+        mine = [x[:, at].clone().requires_grad_() for x in tensors]
+        given = states.clone().requires_grad_()
+        y, after = scan(mine, given, share)
+        final = share.whole_states(after, given, 1 if packed else 2)
+        mine_of_final = dfinal if share.rank == 0 else torch.zeros_like(dfinal)
+        grads = torch.autograd.grad([y, final], [*mine, given], [dy[:, at], mine_of_final])
+        return [y.detach(), *grads[:2], final.detach()[None], grads[2][None]]
+
+    found = {}
+    for ranks, lengths in (PACKED if packed else ROWS).items():
+        *each, final, dstates = zip(*run_ranks(on, lengths, offsets, SEGMENT))
+        assert all(torch.equal(x, final[0]) for x in final)
+        # of each state one rank has the gradient
+        found[ranks] = [*(torch.cat(x, 1) for x in each), final[0], torch.cat(dstates).sum(0)]
+    for ranks in (2, 4):
+        for x, y in zip(found[ranks], found[1], strict=True):
+            assert torch.equal(x, y), ranks

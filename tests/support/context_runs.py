@@ -189,6 +189,7 @@ def deterministic(rank: int, found: Any) -> None:
     by_name = {x.name: x for x in CALLS}
     cuts = Cut("rows", (16, 48, 0)), Cut("packed", (27, 32, 31), (11, 48, 0, 31))
     names = "chunk_kda", "chunk_gla", "chunk_gated_delta_product", "attention-heads", "chunk_gsa"
+    names += "chunk_hgrn", "selective_scan"
     for name, cut in itertools.product(names, cuts):
         for line in compare(by_name[name], cut, "mixed", 16):
             found.put(line)

@@ -5,11 +5,13 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.gated_scan.op import kind, scan
-from slipstream.kernels.gated_scan.reference import scan_reference
+from slipstream.kernels.gated_scan.reference import compute_dtype, scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.context_exchange import entry_states, tie
+from slipstream.runtime.context_in_segments import scan_in_segments
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.context_share import Share
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -85,22 +87,10 @@ def _run_across_ranks(
         if cu_seqlens is not None:
             cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
             initial_state = None if initial_state is None else initial_state.flip(0)
-    states, changes = share.local_states(initial_state, None, rows), None
-    if share.crossings.any:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        # what the tail's tokens do to h: h -> decay * h + added
-        change = x.new_zeros(2, rows, x.shape[2], dtype=wide)
-        if share.later:
-            tail, gates = x[:, share.tail_begin :], g[:, share.tail_begin :]
-            begins = share.begins_here(len(share.pieces) - 1)
-            start = states[-rows:] if begins and states is not None else None
-            change = torch.stack(
-                [scan(tail, gates, start, None, plan.impls)[1], gates.to(wide).sum(1).exp()]
-            )
-        states, changes = entry_states(tie(change, x, g), initial_state, rows, share)
-    h, after = scan(x, g, states, cu_seqlens, plan.impls)
-    if changes is not None:
-        h = tie(h, changes)
+    if share.segment_tokens is not None:
+        h, after = _scan_in_segments(x, g, initial_state, rows, share, plan.impls)
+    else:
+        h, after = _scan_of_pieces(x, g, cu_seqlens, initial_state, rows, share, plan.impls)
     final = None
     if output_final_state:
         final = share.whole_states(tie(after, x, g), initial_state, rows)
@@ -108,6 +98,50 @@ def _run_across_ranks(
         h = h.flip(1)
         final = final if cu_seqlens is None or final is None else final.flip(0)
     return h, final
+
+
+def _scan_of_pieces(
+    x: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    rows: int,
+    share: Share,
+    impls: str,
+) -> tuple[Tensor, Tensor]:
+    """h, and the states after this rank's pieces."""
+    states, changes = share.local_states(initial_state, None, rows), None
+    if share.crossings.any:
+        wide = compute_dtype(x)
+        # what the tail's tokens do to h: h -> decay * h + added
+        change = x.new_zeros(2, rows, x.shape[2], dtype=wide)
+        if share.later:
+            tail, gates = x[:, share.tail_begin :], g[:, share.tail_begin :]
+            begins = share.begins_here(len(share.pieces) - 1)
+            start = states[-rows:] if begins and states is not None else None
+            change = torch.stack(
+                [scan(tail, gates, start, None, impls)[1], gates.to(wide).sum(1).exp()]
+            )
+        states, changes = entry_states(tie(change, x, g), initial_state, rows, share)
+    h, after = scan(x, g, states, cu_seqlens, impls)
+    return h if changes is None else tie(h, changes), after
+
+
+def _scan_in_segments(
+    x: Tensor, g: Tensor, initial_state: Tensor | None, rows: int, share: Share, impls: str
+) -> tuple[Tensor, Tensor]:
+    """The same with equal bits for any number of ranks."""
+    wide = compute_dtype(x)
+
+    def change(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        gates = g.to(wide, memory_format=torch.contiguous_format)
+        return scan(x, g, None, None, impls)[1], gates.sum(1).exp()
+
+    def run(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return scan(x, g, state, None, impls)
+
+    like = x.new_empty(rows, x.shape[2], dtype=wide)
+    return scan_in_segments(change, run, (x, g), initial_state, like, share)
 
 
 def _checked(

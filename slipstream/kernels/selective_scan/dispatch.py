@@ -1,5 +1,7 @@
 """From an operator's arguments to the selective scan: checks, choice, call."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,9 @@ from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import DTYPES, triton_unsupported
 from slipstream.runtime.context_exchange import entry_states, tie
+from slipstream.runtime.context_in_segments import scan_in_segments
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.context_share import Share
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -84,38 +88,77 @@ def _run_across_ranks(
         checks.expect_shape("initial_state", initial_state, (share.sequences * rows, *A.shape))
         checks.expect_floating({"initial_state": initial_state})
         checks.expect_one_device({"u": u, "initial_state": initial_state})
-    states, changes = share.local_states(initial_state, None, rows), None
-    tensors = [x for x in inputs[:8] if x is not None]
-    if share.crossings.any:
-        change = u.new_zeros(2, rows, *A.shape, dtype=compute_dtype(u))
-        if share.later:
-            begins = share.begins_here(len(share.pieces) - 1)
-            start = states[-rows:] if begins and states is not None else None
-            change = _change_of_tail(inputs, share.tail_begin, start, delta_softplus, plan.impls)
-        states, changes = entry_states(tie(change, *tensors), initial_state, rows, share)
-    y, after = selective_scan(inputs._replace(initial_state=states), delta_softplus, plan.impls)
-    if changes is not None:
-        y = tie(y, changes)
+    in_segments = share.segment_tokens is not None
+    run = _scan_in_segments if in_segments else _scan_of_pieces
+    y, after = run(inputs, initial_state, rows, share, delta_softplus, plan.impls)
     if not output_final_state:
         return y, None
+    tensors = [x for x in inputs[:8] if x is not None]
     return y, share.whole_states(tie(after, *tensors), initial_state, rows)
 
 
-def _change_of_tail(
-    inputs: ScanInputs, begin: int, start: Tensor | None, delta_softplus: bool, impls: str
-) -> Tensor:
-    """What the tokens from `begin` on make of a state: the one they come to from `start`, and the
-    product of their decays [2, rows, D, N]."""
-    u, delta, A, B, C = (x[:, begin:] if i != 2 else x for i, x in enumerate(inputs[:5]))
-    tail = inputs._replace(u=u, delta=delta, B=B, C=C, D=None, z=None, cu_seqlens=None)
-    _, added = selective_scan(tail._replace(initial_state=start), delta_softplus, impls)
-    steps = delta.to(added.dtype)
+def _scan_of_pieces(
+    inputs: ScanInputs,
+    initial_state: Tensor | None,
+    rows: int,
+    share: Share,
+    delta_softplus: bool,
+    impls: str,
+) -> tuple[Tensor, Tensor]:
+    """y, and the states after this rank's pieces."""
+    states, changes = share.local_states(initial_state, None, rows), None
+    if share.crossings.any:
+        u, tensors = inputs.u, [x for x in inputs[:8] if x is not None]
+        change = u.new_zeros(2, rows, *inputs.A.shape, dtype=compute_dtype(u))
+        if share.later:
+            begins = share.begins_here(len(share.pieces) - 1)
+            start = states[-rows:] if begins and states is not None else None
+            names = ("u", "delta", "B", "C")
+            cut = {name: getattr(inputs, name)[:, share.tail_begin :] for name in names}
+            tail = inputs._replace(**cut, initial_state=start)
+            change = torch.stack(_change_of(tail, delta_softplus, impls))
+        states, changes = entry_states(tie(change, *tensors), initial_state, rows, share)
+    y, after = selective_scan(inputs._replace(initial_state=states), delta_softplus, impls)
+    return y if changes is None else tie(y, changes), after
+
+
+def _scan_in_segments(
+    inputs: ScanInputs,
+    initial_state: Tensor | None,
+    rows: int,
+    share: Share,
+    delta_softplus: bool,
+    impls: str,
+) -> tuple[Tensor, Tensor]:
+    """The same with equal bits for any number of ranks."""
+    names = [name for name in ("u", "delta", "B", "C", "z") if getattr(inputs, name) is not None]
+
+    def of(*tensors: Tensor) -> ScanInputs:
+        return inputs._replace(**dict(zip(names, tensors, strict=True)), cu_seqlens=None)
+
+    def change(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return _change_of(of(*tensors), delta_softplus, impls)
+
+    def run(*tensors: Any) -> tuple[Tensor, Tensor]:
+        *local, state = tensors
+        return selective_scan(of(*local)._replace(initial_state=state), delta_softplus, impls)
+
+    u, tensors = inputs.u, [getattr(inputs, name) for name in names]
+    like = u.new_empty(rows, *inputs.A.shape, dtype=compute_dtype(u))
+    return scan_in_segments(change, run, tensors, initial_state, like, share)
+
+
+def _change_of(inputs: ScanInputs, delta_softplus: bool, impls: str) -> tuple[Tensor, Tensor]:
+    """What a sequence's tokens make of a state, or what they come to from the one given; and the
+    product of their decays, [rows, D, N] each."""
+    alone = inputs._replace(D=None, z=None, cu_seqlens=None)
+    _, added = selective_scan(alone, delta_softplus, impls)
+    steps = inputs.delta.to(added.dtype, memory_format=torch.contiguous_format)
     if inputs.delta_bias is not None:
         steps = steps + inputs.delta_bias.to(added.dtype)
     if delta_softplus:
         steps = F.softplus(steps)
-    decay = (steps.sum(1)[..., None] * A.to(added.dtype)).exp()
-    return torch.stack([added, decay])
+    return added, (steps.sum(1)[..., None] * inputs.A.to(added.dtype)).exp()
 
 
 def _checked(inputs: ScanInputs, impl: str | None) -> Selection:
