@@ -69,6 +69,8 @@ class DirectCall:
                 self._expect(key, args)
         elif self._overload is not None and x.device.type not in ("cpu", "cuda"):
             return self._overload(*args)  # such as meta, which has no implementation
+        # as torch's dispatcher does
+        args = tuple(y.resolve_neg() if isinstance(y, torch.Tensor) else y for y in args)
         if torch.is_autocast_enabled(x.device.type):
             return self._without_autocast(*args)
         return self.impl(*args)

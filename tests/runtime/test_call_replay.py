@@ -101,6 +101,22 @@ def test_options_shapes_strides_dtypes_are_told_apart() -> None:
     assert toy.calls == 2 * 2 * len(cases)
 
 
+def test_negated_views_have_their_sign() -> None:
+    """The imaginary part of a conjugate has the address, shape and stride of the other's."""
+
+    def body(x: Tensor) -> Tensor:
+        y = torch.empty(1)
+        launch(x, y)
+        return y
+
+    toy = Toy(body)
+    for _ in range(4):
+        z = torch.randn(1, dtype=torch.complex64)
+        for x in (z.imag, z.conj().imag):
+            torch.testing.assert_close(toy.run(x), 2 * x)
+    assert toy.calls == 2 + 4
+
+
 def test_views_and_operations_are_played_sooner() -> None:
     """Views of memory of the call, those that change nothing, zeros, and torch's methods."""
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from slipstream.tools.catalog import Sample
 from tests.support.forked import run_script
 from tests.support.formulas import wanted
-from tests.support.operators import BLOCKS, block_size, cast, with_grads
+from tests.support.operators import BLOCKS, Args, block_size, cast, each, with_grads
+from tests.support.user_inputs import LAYOUTS
 
 SIZES = ((1, 6), (7, 12), (37, 30), (0, 6))
 # Of the largest value, outputs and gradients; the interpreter cuts 16-bit results off, which is
@@ -47,12 +48,20 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(off.nan_to_num(float("inf")))
 
 
-def check(block: Sample, T: int, D: int, dtype: torch.dtype) -> list[str]:
+def check(block: Sample, T: int, D: int, dtype: torch.dtype, layout: str = "") -> list[str]:
+    """layout: of every floating tensor, parameters too, as tests/support/user_inputs.py has it."""
     args = block.inputs(block_size(T, D, dtype))
-    found = with_grads(partial(block.call, impl="triton"), args)
+
+    def call(given: Args) -> list[Tensor]:
+        view = partial(each, lambda x: LAYOUTS[layout](x) if x.is_floating_point() else x)
+        return block.call(
+            {n: view(x) for n, x in given.items()} if layout else given, impl="triton"
+        )
+
+    found = with_grads(call, args)
     right = with_grads(partial(wanted, block), cast(args, torch.float64))
     return [
-        f"{block.name} {T, D} {dtype} {what} {i}: {e:.1e} > {limit:.1e}"
+        f"{block.name} {T, D} {dtype} {layout} {what} {i}: {e:.1e} > {limit:.1e}"
         for what, limit, got, want in zip(("output", "gradient"), LIMITS[dtype], found, right)
         for i, (x, y) in enumerate(zip(got, want, strict=True))
         if not (e := error(x, y)) <= limit
@@ -71,6 +80,12 @@ def main() -> None:
         for dtype in (torch.float32, torch.float16)
         if dtype == torch.float32 or T == 7
         for fault in check(block, T, D, dtype)
+    ]
+    faults += [
+        fault
+        for block in rows
+        for layout in ("stepped", "negated")
+        for fault in check(block, 7, 12, torch.float32, layout)
     ]
     raise SystemExit("\n".join(faults) if faults else 0)
 

@@ -49,6 +49,7 @@ def _run(
         return y, s.detach().softmax(0)
     shape = residuals[0].shape
     rows = [x.reshape(-1, shape[-1]).contiguous() for x in residuals]
+    output_weight = None if output_weight is None else output_weight.contiguous()
     given = query.contiguous(), weight.contiguous(), output_weight
     if needs_autograd(*given, *rows):
         y, s, lse = _Attnres.apply(*given, eps, scale, impl, *rows)

@@ -61,6 +61,7 @@ def forward(
     lean = lean and x.element_size() == 2 and D % 8 == 0
     tile = _tile(x.get_device(), D, x.element_size(), False, lean=lean)
     x = x.contiguous()
+    weight, bias = (None if w is None else w.contiguous() for w in (weight, bias))
     y, h, stats = torch.empty_like(x), None, None
     if stores_h(x, residual, n, save):
         h = torch.empty_like(x, dtype=sum_dtype)
@@ -115,7 +116,7 @@ def backward(
     device = h.device
     h, dy = h.contiguous(), dy.contiguous()
     dh = None if dh is None else dh.contiguous()
-    gate = None if gate is None else gate.contiguous()
+    weight, bias, gate = (None if w is None else w.contiguous() for w in (weight, bias, gate))
     heavy, needs_sums = gate is not None or needs_bias, needs_weight or needs_bias
     tile = _tile(h.get_device(), D, h.element_size(), True, heavy=heavy, sums=needs_sums)
     blocks = -(-D // tile.BD)
