@@ -232,7 +232,9 @@ class _Watch:
         self.wait()  # a program that began earlier may still be writing
         slots = self.slots[1:].view(SLOTS, WORDS)
         found = min(slots[slots[:, 0] > 0].tolist())
-        self.slots.zero_()
+        # not an operation of torch: a mode may keep those from memory that was there before
+        # (parallel_compile.py), and the same error would come once more
+        ctypes.memset(self.slots.data_ptr(), 0, self.slots.nbytes)
         _last.clear()  # the same wrong ones again are reported again
         after, i, size, last, name = found
         flat = after - 1

@@ -279,6 +279,15 @@ def test_wrong_indices_found_meanwhile_are_raised(gpu: list[tuple]) -> None:
     assert of_thread.warmup is None
 
 
+def test_wrong_indices_are_told_once(gpu: list[tuple]) -> None:
+    watch = token_ids._Watch(-1)
+    name = token_ids.NAMES.index("cu_seqlens")
+    watch.slots[:6] = torch.tensor([1, 1 + 2, 9, 8, 0, name])
+    with pytest.raises(token_ids.WrongId, match=r"got 9 at position \(2,\)"):
+        parallel_compile.compile_kernels(watch.read, ())
+    assert watch.word.value == 0 and not watch.slots.any()
+
+
 def test_unchecked_indices_are_checked_later(gpu: list[tuple]) -> None:
     offsets, looked_at = torch.tensor([0, 5, 9]), []
 
