@@ -9,6 +9,7 @@ from slipstream.common import extras
 
 try:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ModuleNotFoundError as error:
     raise extras.missing("slipstream.models", error) from None
 
@@ -27,3 +28,7 @@ from slipstream.models.tensor_parallel import whole_state_dict as whole_state_di
 AutoConfig.register(SlipstreamConfig.model_type, SlipstreamConfig, exist_ok=True)
 AutoModel.register(SlipstreamConfig, SlipstreamModel)
 AutoModelForCausalLM.register(SlipstreamConfig, SlipstreamForCausalLM)
+# Trainer looks a class up among these names to know that its labels are shifted: without the entry
+# label_smoothing_factor would compare each token's logits with that token itself. The key is no
+# model type, as the table's other readers would look for a module of transformers by it.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SlipstreamForCausalLM.__name__] = SlipstreamForCausalLM.__name__
