@@ -54,13 +54,15 @@ class _Kernel:
         dt_bias: Tensor,
         ssm_states: Tensor,
         cache_indices: Tensor,
-        query_start_loc: Tensor,
         lower_bound: float | None = None,
+        scale: float | None = None,
         **others: Any,
     ) -> Tensor:
         """One token of each sequence: q, k [1, N, H, K], v [1, N, HV, V], raw gates a [N, HV] or of
         KDA [N, HV K], b [N, HV]; ssm_states [slots, HV, V, K] by cache_indices [N], below 0 for
         none. Returns o [1, N, HV, V]."""
+        if any(others.get(f"replayssm_{name}") is not None for name in ("d", "k", "g")):
+            raise NotImplementedError("replayssm: slipstream keeps no ring of records for SGLang")
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         o = step(
             q,
@@ -72,6 +74,7 @@ class _Kernel:
             states=ssm_states,
             slots=cache_indices,
             lower_bound=lower_bound,
+            scale=scale,
         )
         return o.transpose(0, 1)
 
@@ -81,36 +84,20 @@ class _Kernel:
         a: Tensor,
         b: Tensor,
         *,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        scale: float,
         ssm_states: Tensor,
-        cache_indices: Tensor,
         num_v_heads: int,
         head_v_dim: int,
-        lower_bound: float | None = None,
-        **others: Any,
+        **options: Any,
     ) -> Tensor:
-        """As decode, of what the convolution returns [N, 2 H K + HV V]."""
-        if any(others.get(f"replayssm_{name}") is not None for name in ("d", "k", "g")):
-            raise NotImplementedError("replayssm: slipstream keeps no ring of records for SGLang")
+        """decode, with its options, of what the convolution returns [N, 2 H K + HV V]."""
         K, values = ssm_states.shape[-1], num_v_heads * head_v_dim
         keys = (mixed_qkv.shape[-1] - values) // 2
-        q, k, v = mixed_qkv[:, None].split([keys, keys, values], -1)
-        v = v.unflatten(-1, (num_v_heads, head_v_dim))
-        o = step(
-            q.unflatten(-1, (-1, K)),
-            k.unflatten(-1, (-1, K)),
-            v,
-            *self._gates(a, b, v, ssm_states),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            states=ssm_states,
-            slots=cache_indices,
-            lower_bound=lower_bound,
-            scale=scale,
+        widths = (K, K, head_v_dim)
+        q, k, v = (
+            x.unflatten(-1, (-1, width))[None]
+            for x, width in zip(mixed_qkv.split([keys, keys, values], -1), widths)
         )
-        return o.transpose(0, 1)
+        return self.decode(q, k, v, a, b, ssm_states=ssm_states, **options)
 
     def target_verify(
         self,

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.preconditioner.op import CENTRE, squashed
+from slipstream.kernels.preconditioner.inputs import CENTRE
+from slipstream.kernels.preconditioner.op import squashed
 from slipstream.layers.base import (
     Mixed,
     NormalLinear,

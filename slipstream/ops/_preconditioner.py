@@ -11,6 +11,7 @@ from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.preconditioner import op
+from slipstream.kernels.preconditioner.inputs import Inputs
 from slipstream.ops._fp32 import widen
 from slipstream.ops._preprocess import expect_inputs, for_value_heads, l2_normalised, scan_impl
 from slipstream.runtime.token_ids import expect_offsets
@@ -33,12 +34,12 @@ class Preconditioner(NamedTuple):
         """k by its factors, [B, T, H, K] in k's dtype, and the final state [N, H, K]."""
         B, T, H, K = k.shape
         if options.context is None and not options.reverse:
-            inputs = k, self.g_atk, self.beta_atk, self.centre, state
-            impl = op.chosen(scan_impl(options.impl), *inputs)
+            tensors = k, self.g_atk, self.beta_atk, self.centre, state
+            impl = op.chosen(scan_impl(options.impl), *tensors)
             if impl is not None:
                 if cu_seqlens is not None:
                     expect_offsets("cu_seqlens", cu_seqlens, T)
-                return op.precondition(*inputs, cu_seqlens, self.x, self.eps, impl)
+                return op.precondition(Inputs(*tensors, cu_seqlens, self.x, self.eps), impl)
         wide = widen(k)
         squares = widen(self.beta_atk)[..., None] * wide.square()
         sums, final = gated_scan(

@@ -32,9 +32,11 @@ from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.preconditioner import op as preconditioner_op
+from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInputs
 from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
+from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.runtime import dispatch
@@ -140,7 +142,7 @@ def preconditioned() -> list[Tensor]:
     k, g, beta = leaf(1, 20, 2, 16), leaf(1, 20, 2), leaf(1, 20, 2)
     impl = preconditioner_op.chosen(None, k) or "eager"
     rest = beta.square(), None, None, None, 1.5, 1e-2
-    y, final = preconditioner_op.precondition(k, -g.square(), *rest, impl)
+    y, final = preconditioner_op.precondition(PreconditionerInputs(k, -g.square(), *rest), impl)
     return gradients(torch.cat([y, final[:, None]], 1), k, g, beta)
 
 
@@ -154,7 +156,7 @@ def running_means() -> list[Tensor]:
     k, v, w, u, start = leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8), leaf(1, 16)
     impl = running_mean_op.chosen("rwkv4", None, k) or "eager"
     c, g, _ = running_mean_op.running_weights(k, start[:, 8:], None, impl)
-    o, after = running_mean_op.running_mean(k, v, w, u, start, None, impl)
+    o, after = running_mean_op.running_mean(MeanInputs(k, v, w, u, start, None), impl)
     return gradients(
         torch.cat([c * g, o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1),
         k,
@@ -431,13 +433,11 @@ FAMILIES = [
         "preconditioner.triton",
         preconditioned,
         {
-            "preconditioner.triton.launch:forward": lambda *x: preconditioner_op._run_forward(
-                *x,  # pyright: ignore
-                "eager",
+            "preconditioner.triton.launch:forward": lambda inputs, keep: (
+                preconditioner_op._run_forward(*inputs, keep, "eager")
             ),
-            "preconditioner.triton.launch:backward": lambda *x: preconditioner_op._run_backward(
-                *x,  # pyright: ignore
-                "eager",
+            "preconditioner.triton.launch:backward": lambda inputs, *rest: (
+                preconditioner_op._run_backward(*inputs, *rest, "eager")
             ),
         },
         ("slipstream.kernels.preconditioner.op",),
@@ -457,9 +457,11 @@ FAMILIES = [
         {
             "running_mean.triton.launch:weights": running_mean_op._plain_weights,
             "running_mean.triton.launch:weights_backward": _weights_backward,
-            "running_mean.triton.launch:means": lambda *x: running_mean_op._run_mean(*x, "eager"),
-            "running_mean.triton.launch:means_backward": lambda *x: (
-                running_mean_op._run_mean_backward(*x, "eager")
+            "running_mean.triton.launch:means": lambda inputs, keep: running_mean_op._run_mean(
+                *inputs, keep, "eager"
+            ),
+            "running_mean.triton.launch:means_backward": lambda inputs, *rest: (
+                running_mean_op._run_mean_backward(*inputs, *rest, "eager")
             ),
         },
         ("slipstream.kernels.running_mean.op",),

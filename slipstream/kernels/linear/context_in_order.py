@@ -16,9 +16,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange
-from slipstream.kernels.linear.context_terms import Call, states_per_sequence, terms_of
+from slipstream.kernels.linear.context_terms import (
+    Call,
+    head_gradient,
+    states_per_sequence,
+    tail_state,
+)
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import call_forward, gradients
 from slipstream.kernels.linear.segments import Segments, split_into_segments
 from slipstream.runtime.context_share import Share
 
@@ -163,8 +167,7 @@ class ForwardInOrder(_InOrder):
     def of_one_call(self) -> Tensor:
         states = self.terms.initial_state
         start = None if states is None else states[-self.width :]
-        tail = terms_of(self.terms, self.share.tail_begin, None)._replace(initial_state=start)
-        return call_forward(*tail, *self.call[:3], False)[1]
+        return tail_state(self.terms, self.share, self.call, start)
 
 
 class BackwardInOrder(_InOrder):
@@ -184,9 +187,5 @@ class BackwardInOrder(_InOrder):
         return sums[: self.width]
 
     def of_one_call(self) -> Tensor:
-        end, states = self.share.head_end, self.terms.initial_state
-        assert states is not None
-        head = terms_of(self.terms, 0, end)._replace(initial_state=states[: self.width])
         dfinal = None if self.dfinal is None else self.dfinal[: self.width]
-        options = self.call[:3]
-        return gradients(head, self.dout[:, :end], dfinal, *options, False)["initial_state"]
+        return head_gradient(self.terms, self.share, self.call, self.dout, dfinal)

@@ -18,13 +18,14 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.context_terms import (
     Call,
+    head_gradient,
     states_per_sequence,
+    tail_state,
     terms_of,
     transition_factors,
     transition_matrix,
 )
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import call_forward, gradients
 from slipstream.kernels.linear.segments import Segments, split_into_segments
 from slipstream.runtime.context_share import Share
 
@@ -164,12 +165,12 @@ class ForwardStates(_StateExchange):
         share, call, terms = self.share, self.call, self.terms
         E = M = None
         if share.later:
-            tail = terms_of(terms, share.tail_begin, None)
             begins = share.begins_here(len(share.pieces) - 1)
             states = terms.initial_state
             start = states[-self.width :] if begins and states is not None else None
-            E = call_forward(*tail._replace(initial_state=start), *call[:3], False)[1]
+            E = tail_state(terms, share, call, start)
             if self.passes:
+                tail = terms_of(terms, share.tail_begin, None)
                 M = (
                     transition_matrix(tail, self.width, call)
                     if self.matrix
@@ -241,14 +242,10 @@ class BackwardStates(_StateExchange):
             return
         share, ds = self.share, None
         if share.earlier:
-            assert self.terms.initial_state is not None
-            head = terms_of(self.terms, 0, share.head_end)
-            head = head._replace(initial_state=self.terms.initial_state[: self.width])
-            end = None
+            dfinal = None
             if self.dfinal is not None and share.ends_here(0):
-                end = self.dfinal[: self.width]
-            do = self.dout[:, : share.head_end]
-            ds = gradients(head, do, end, *self.call[:3], False)["initial_state"]
+                dfinal = self.dfinal[: self.width]
+            ds = head_gradient(self.terms, share, self.call, self.dout, dfinal)
         self._send(ds)
 
     def _send(self, ds: Tensor | None) -> None:

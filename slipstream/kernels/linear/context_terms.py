@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import call_forward
+from slipstream.kernels.linear.op import call_forward, gradients
+from slipstream.runtime.context_share import Share
 
 # From the terms of a call to the implementations to try for it.
 Choose = Callable[[LinearInputs], str]
@@ -36,6 +37,23 @@ def terms_of(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
         if x is not None and name not in ("u", "initial_state", "cu_seqlens")
     }
     return terms._replace(**cut, initial_state=None, cu_seqlens=None)
+
+
+def tail_state(terms: LinearInputs, share: Share, call: Call, start: Tensor | None) -> Tensor:
+    """What the sequence that goes on comes to here from a state [width, HV, K, V]."""
+    tail = terms_of(terms, share.tail_begin, None)._replace(initial_state=start)
+    return call_forward(*tail, *call[:3], False)[1]
+
+
+def head_gradient(
+    terms: LinearInputs, share: Share, call: Call, dout: Tensor, dfinal: Tensor | None
+) -> Tensor:
+    """Of the state that the sequence which comes from others begins with here, of the gradients of
+    its outputs and of the state that it ends with [width, HV, K, V]."""
+    end, states = share.head_end, terms.initial_state
+    assert states is not None
+    head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])
+    return gradients(head, dout[:, :end], dfinal, *call[:3], False)["initial_state"]
 
 
 def _identity(terms: LinearInputs, width: int) -> Tensor:

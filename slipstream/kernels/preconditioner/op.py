@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan.op import scan
+from slipstream.kernels.preconditioner.inputs import CENTRE, NUM_INPUTS, SCHEMA, Inputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -28,9 +29,6 @@ from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
-# The centre of log A that stands for None, fla's.
-CENTRE = -0.2
-
 
 def chosen(impl: str | None, k: Tensor, *others: Tensor | None) -> str | None:
     """What precondition takes as impl, or None where plain torch is to do it."""
@@ -40,26 +38,12 @@ def chosen(impl: str | None, k: Tensor, *others: Tensor | None) -> str | None:
     return impls if is_triton(impls) else None
 
 
-def precondition(
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    centre: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    x: float,
-    eps: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, K] in k's dtype, and A after the last token [N, H, K], float32.
-
-    Args:
-        k: [B, T, H, K]. g, beta: [B, T, H]. centre: [H], None is -0.2. state: A before, [N, H, K].
-    """
-    inputs = [None if t is None else t.contiguous() for t in (k, g, beta, centre, state)]
-    if needs_autograd(*inputs):
-        return _Precondition.apply(*inputs, cu_seqlens, x, eps, impl)
-    return _forward(*inputs, cu_seqlens, x, eps, False, impl)[:2]
+def precondition(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, K] in k's dtype, and A after the last token [N, H, K], float32."""
+    inputs = Inputs._make(t.contiguous() if isinstance(t, Tensor) else t for t in inputs)
+    if needs_autograd(*inputs.differentiable):
+        return _Precondition.apply(*inputs, impl)
+    return _forward(*inputs, False, impl)[:2]
 
 
 def squashed(sums: Tensor, centre: Tensor | None, x: float, eps: float) -> Tensor:
@@ -72,21 +56,11 @@ class _Precondition(Function):
     operator = "slipstream::precondition"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        k: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        centre: Tensor | None,
-        state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        x: float,
-        eps: float,
-        impl: str,
-    ) -> tuple[Tensor, Tensor]:
-        y, final, sums = _forward(k, g, beta, centre, state, cu_seqlens, x, eps, True, impl)
-        save(ctx, k, g, beta, centre, state, cu_seqlens, sums)
-        ctx.options = x, eps, impl
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        inputs, impl = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS]
+        y, final, sums = _forward(*inputs, True, impl)
+        save(ctx, *inputs[:6], sums)
+        ctx.options = inputs.x, inputs.eps, impl
         ctx.set_materialize_grads(False)
         return y, final
 
@@ -95,12 +69,13 @@ class _Precondition(Function):
     def backward(
         ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *inputs, sums = saved
-        x, eps, impl = ctx.options
-        dy = torch.zeros_like(inputs[0]) if dy is None else dy.contiguous()
+        (*tensors, sums), (x, eps, impl) = saved, ctx.options
+        inputs = Inputs._make([*tensors, x, eps])
+        dy = torch.zeros_like(inputs.k) if dy is None else dy.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
-        grads = iter(_backward(*inputs, x, eps, sums, dy, dfinal, impl))
-        return *(None if t is None else next(grads) for t in inputs[:5]), None, None, None, None
+        grads = iter(_backward(*inputs, sums, dy, dfinal, impl))
+        by_input = [None if t is None else next(grads) for t in inputs.differentiable]
+        return *by_input, None, None, None, None
 
 
 def _unsupported_reason(k: Tensor, *others: Tensor | None) -> str | None:
@@ -137,22 +112,14 @@ def _mismatch(k: Tensor) -> str | None:
         "eps": 1e-2,
     }
     return numeric_probe.mismatch(
-        lambda t: precondition(**t, **options, impl=TRITON_OR_EAGER),
-        lambda t: plain(**t, **options),
+        lambda t: precondition(Inputs(**t, **options), TRITON_OR_EAGER),
+        lambda t: plain(Inputs(**t, **options)),
         inputs,
     )
 
 
-def plain(
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    centre: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    x: float,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    k, g, beta, centre, state, cu_seqlens, x, eps = inputs
     wide = k if k.dtype == torch.float64 else k.float()
     squares = beta.to(wide.dtype)[..., None] * wide.square()
     gates = g.to(wide.dtype)[..., None].expand_as(wide).flatten(2)
@@ -162,56 +129,34 @@ def plain(
     return y.to(k.dtype), final.unflatten(1, k.shape[2:])
 
 
-def _run_forward(
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    centre: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    x: float,
-    eps: float,
-    keep: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """y, A after the last token, and that of each, of no elements unless `keep`."""
-    with _guard(impl, k) as usable:
+    inputs, (keep, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    with _guard(impl, inputs.k) as usable:
         if usable:
-            return _kernels().forward(k, g, beta, centre, state, cu_seqlens, x, eps, keep)
-    y, final = plain(k, g, beta, centre, state, cu_seqlens, x, eps)
+            return _kernels().forward(inputs, keep)
+    y, final = plain(inputs)
     # backward by torch needs no sums
-    sums = final.new_zeros(k.shape if keep else (0,))
+    sums = final.new_zeros(inputs.k.shape if keep else (0,))
     return y.contiguous(), final.contiguous(), sums
 
 
-def _run_backward(
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    centre: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    x: float,
-    eps: float,
-    sums: Tensor,
-    dy: Tensor,
-    dfinal: Tensor | None,
-    impl: str,
-) -> list[Tensor]:
+def _run_backward(*args: Any) -> list[Tensor]:
     """Gradients of k, g, beta, and of centre and state if they are given."""
-    inputs = k, g, beta, centre, state
-    with _guard(impl, k) as usable:
+    inputs, (sums, dy, dfinal, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    with _guard(impl, inputs.k) as usable:
         if usable:
-            return _kernels().backward(*inputs, cu_seqlens, x, eps, sums, dy, dfinal)
-    run = partial(plain, cu_seqlens=cu_seqlens, x=x, eps=eps)
+            return _kernels().backward(inputs, sums, dy, dfinal)
 
     def grads() -> list[Tensor]:
-        leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in inputs]
-        outs = run(*leaves)
+        leaves: list[Any] = [
+            None if t is None else t.detach().requires_grad_() for t in inputs.differentiable
+        ]
+        outs = plain(Inputs._make([*leaves, *inputs[len(leaves) :]]))
         douts = [dy, torch.zeros_like(outs[1]) if dfinal is None else dfinal]
         return [*torch.autograd.grad(outs, [t for t in leaves if t is not None], douts)]
 
-    return [t.contiguous() for t in run_isolated(grads, k.device)]
+    return [t.contiguous() for t in run_isolated(grads, inputs.k.device)]
 
 
 def _kernels() -> Any:
@@ -225,31 +170,30 @@ def _guard(impl: str, k: Tensor) -> Guard:
     return Guard(impl, k.device, lambda: _kind(k), partial(_mismatch, k))
 
 
-def _fake(
-    k: Tensor, g: Tensor, beta: Tensor, centre: Any, state: Any, cu: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    N = k.shape[0] if cu is None else cu.shape[0] - 1
-    wide = torch.promote_types(k.dtype, torch.float32)
-    final = k.new_empty(N, *k.shape[2:], dtype=wide)
-    return k.new_empty(k.shape), final, k.new_empty(k.shape if rest[2] else (0,), dtype=wide)
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, keep = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS]
+    k, wide = inputs.k, torch.promote_types(inputs.k.dtype, torch.float32)
+    final = k.new_empty(inputs.sequences, *k.shape[2:], dtype=wide)
+    return k.new_empty(k.shape), final, k.new_empty(k.shape if keep else (0,), dtype=wide)
 
 
-_INPUTS = (
-    "Tensor k, Tensor g, Tensor beta, Tensor? centre, Tensor? state, Tensor? cu_seqlens, float x, "
-    "float eps"
-)
+def _fake_backward(*args: Any) -> list[Tensor]:
+    given = Inputs(*args[:NUM_INPUTS]).differentiable
+    return [t.new_empty(t.shape) for t in given if t is not None]
+
+
 _forward = KernelOp(
     "precondition",
-    f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor)",
+    f"({SCHEMA}, bool keep, str impl) -> (Tensor, Tensor, Tensor)",
     _run_forward,
     _fake,
     replay=True,
 )
 _backward = KernelOp(
     "precondition_backward",
-    f"({_INPUTS}, Tensor sums, Tensor dy, Tensor? dfinal, str impl) -> Tensor[]",
+    f"({SCHEMA}, Tensor sums, Tensor dy, Tensor? dfinal, str impl) -> Tensor[]",
     _run_backward,
-    lambda *args: [t.new_empty(t.shape) for t in args[:5] if t is not None],
+    _fake_backward,
     replay=True,
 )
-_forward.set_gradient(lambda *args: _Precondition.apply(*args[:8], args[9]))
+_forward.set_gradient(lambda *args: _Precondition.apply(*args[:NUM_INPUTS], args[NUM_INPUTS + 1]))

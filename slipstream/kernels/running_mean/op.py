@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.running_mean import eager
+from slipstream.kernels.running_mean.inputs import NUM_INPUTS, SCHEMA, MeanInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -50,24 +51,12 @@ def running_weights(
     return (_Weights.apply if needs_autograd(k, z) else _weights)(*inputs, impl)
 
 
-def running_mean(
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    start: Tensor,
-    cu_seqlens: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """o [B, T, D] in v's dtype, and M and z after the last token.
-
-    k, v: any floating dtypes but float64. w, u: [D], float32. start: M and z [N, 2 D], float32; M
-    is 0 where z is -inf.
-    """
-    inputs = [x.contiguous() for x in (k, v, w, u, start)]
-    if needs_autograd(*inputs):
-        return _Mean.apply(*inputs, cu_seqlens, impl)
-    return _mean(*inputs, cu_seqlens, False, impl)[:2]
+def running_mean(inputs: MeanInputs, impl: str) -> tuple[Tensor, Tensor]:
+    """o [B, T, D] in v's dtype, and M and z after the last token."""
+    inputs = MeanInputs._make(None if x is None else x.contiguous() for x in inputs)
+    if needs_autograd(*inputs[:5]):
+        return _Mean.apply(*inputs, impl)
+    return _mean(*inputs, False, impl)[:2]
 
 
 class _Weights(Function):
@@ -100,18 +89,10 @@ class _Mean(Function):
     operator = "slipstream::running_mean"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        k: Tensor,
-        v: Tensor,
-        w: Tensor,
-        u: Tensor,
-        start: Tensor,
-        cu_seqlens: Tensor | None,
-        impl: str,
-    ) -> tuple[Tensor, Tensor]:
-        o, after, r, mean = _mean(k, v, w, u, start, cu_seqlens, True, impl)
-        save(ctx, k, v, w, u, start, cu_seqlens, r, mean)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *inputs, impl = args
+        o, after, r, mean = _mean(*inputs, True, impl)
+        save(ctx, *inputs, r, mean)
         ctx.impl = impl
         ctx.set_materialize_grads(False)
         return o, after
@@ -157,7 +138,7 @@ def _mismatch(k: Tensor) -> str | None:
     def both(weights: Callable, mean: Callable) -> Callable:
         return lambda t: (
             *weights(t["k"], t["start"][:, 40:], cu_seqlens),
-            *mean(t["k"], t["v"], t["w"], t["u"], t["start"], cu_seqlens),
+            *mean(MeanInputs(t["k"], t["v"], t["w"], t["u"], t["start"], cu_seqlens)),
         )
 
     return numeric_probe.mismatch(
@@ -179,12 +160,10 @@ def _plain_weights(
     return c.to(k.dtype), g, sums.final
 
 
-def _plain_mean(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, start: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    wide = _widen(k), _widen(v)
-    sums = eager.plain_sums(*wide, w, start, cu_seqlens)
-    return eager.outputs(u, *wide, sums).to(v.dtype), sums.final
+def _plain_mean(inputs: MeanInputs) -> tuple[Tensor, Tensor]:
+    wide = _widen(inputs.k), _widen(inputs.v)
+    sums = eager.plain_sums(*wide, inputs.w, inputs.start, inputs.cu_seqlens)
+    return eager.outputs(inputs.u, *wide, sums).to(inputs.v.dtype), sums.final
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -235,48 +214,29 @@ def _run_weights_backward(
     )  # fmt: skip
 
 
-def _run_mean(
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    start: Tensor,
-    cu_seqlens: Tensor | None,
-    keep: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, the state after the last token, and what backward reads, of no elements unless `keep`."""
-    with _guard(impl, k) as usable:
+    inputs, (keep, impl) = MeanInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    with _guard(impl, inputs.k) as usable:
         if usable:
-            return _kernels().means(k, v, w, u, start, cu_seqlens, keep)
-    wide = _widen(k), _widen(v)
-    sums = eager.plain_sums(*wide, w, start, cu_seqlens)
-    o = eager.outputs(u, *wide, sums).to(v.dtype)
+            return _kernels().means(inputs, keep)
+    wide = _widen(inputs.k), _widen(inputs.v)
+    sums = eager.plain_sums(*wide, inputs.w, inputs.start, inputs.cu_seqlens)
+    o = eager.outputs(inputs.u, *wide, sums).to(inputs.v.dtype)
     mean, z = (x.contiguous() if keep else x.new_empty(0) for x in sums.before.chunk(2, -1))
     return o.contiguous(), sums.final.clone(), wide[0] - z if keep else z, mean
 
 
-def _run_mean_backward(
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    start: Tensor,
-    cu_seqlens: Tensor | None,
-    r: Tensor,
-    mean: Tensor,
-    do: Tensor,
-    dafter: Tensor | None,
-    impl: str,
-) -> list[Tensor]:
+def _run_mean_backward(*args: Any) -> list[Tensor]:
     """Gradients of k, v, w, u and start."""
-    with _guard(impl, k) as usable:
+    inputs, (*grads, impl) = MeanInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    with _guard(impl, inputs.k) as usable:
         if usable:
-            return _kernels().means_backward(
-                k, v, w, u, start, cu_seqlens, r, mean, do, dafter
-            )  # fmt: skip
-    inputs = k, v, w, u, start
-    return _gradients(partial(_plain_mean, cu_seqlens=cu_seqlens), inputs, [do, dafter])
+            return _kernels().means_backward(inputs, *grads)
+    *differentiable, cu_seqlens = inputs
+    return _gradients(
+        lambda *x: _plain_mean(MeanInputs._make([*x, cu_seqlens])), tuple(differentiable), grads[2:]
+    )
 
 
 def _kernels() -> Any:
@@ -294,17 +254,10 @@ def _wide_like(x: Tensor, shape: Any) -> Tensor:
     return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _fake_mean(
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    start: Tensor,
-    cu: Tensor | None,
-    keep: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r, mean = (_wide_like(k, k.shape if keep else (0,)) for _ in range(2))
+def _fake_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs, keep = MeanInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS]
+    r, mean = (_wide_like(inputs.k, inputs.k.shape if keep else (0,)) for _ in range(2))
+    v, start = inputs.v, inputs.start
     return v.new_empty(v.shape), start.new_empty(start.shape), r, mean
 
 
@@ -323,20 +276,19 @@ _weights_backward = KernelOp(
     lambda k, g, z, *_: [k.new_empty(k.shape), z.new_empty(z.shape)],
     replay=True,
 )
-_INPUTS = "Tensor k, Tensor v, Tensor w, Tensor u, Tensor start, Tensor? cu_seqlens"
 _mean = KernelOp(
     "running_mean",
-    f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"({SCHEMA}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_mean,
     _fake_mean,
     replay=True,
 )
 _mean_backward = KernelOp(
     "running_mean_backward",
-    f"({_INPUTS}, Tensor r, Tensor mean, Tensor do, Tensor? dafter, str impl) -> Tensor[]",
+    f"({SCHEMA}, Tensor r, Tensor mean, Tensor do, Tensor? dafter, str impl) -> Tensor[]",
     _run_mean_backward,
-    lambda k, v, w, u, start, *_: [x.new_empty(x.shape) for x in (k, v, w, u, start)],
+    lambda *args: [x.new_empty(x.shape) for x in args[:5]],
     replay=True,
 )
 _weights.set_gradient(_Weights.apply)
-_mean.set_gradient(lambda *args: _Mean.apply(*args[:6], args[7]))
+_mean.set_gradient(lambda *args: _Mean.apply(*args[:NUM_INPUTS], args[NUM_INPUTS + 1]))

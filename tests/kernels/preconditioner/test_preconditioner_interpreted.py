@@ -1,10 +1,13 @@
 """The preconditioner's kernels under Triton's interpreter, against plain torch in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.preconditioner import op
+from slipstream.kernels.preconditioner.inputs import Inputs
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -22,8 +25,9 @@ def check(B: int, T: int, K: int, cu: Tensor | None, rest: bool, dtype: torch.dt
     found, douts = [], None
     for kernels in (True, False):
         leaves = [(x if kernels else x.double()).clone().requires_grad_() for x in tensors]
-        given = [*leaves, *[None] * (5 - len(leaves)), cu, 1.5, 1e-3]
-        outs = op.precondition(*given, "triton") if kernels else op.plain(*given)  # pyright: ignore
+        given: Any = [*leaves, *[None] * (5 - len(leaves))]
+        inputs = Inputs._make([*given, cu, 1.5, 1e-3])
+        outs = op.precondition(inputs, "triton") if kernels else op.plain(inputs)
         douts = [torch.randn_like(x) for x in outs] if douts is None else douts
         grads = torch.autograd.grad(outs, leaves, [d.to(x.dtype) for d, x in zip(douts, outs)])
         found.append([*outs, *grads])

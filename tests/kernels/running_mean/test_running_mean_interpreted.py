@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.running_mean import op
+from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -59,8 +60,8 @@ def check(shape: tuple[int, int, int], cu: Tensor | None, size: float, dtype: to
     )
     compare(
         "mean",
-        lambda **x: op.running_mean(**x, **of, impl="triton"),
-        lambda **x: op._plain_mean(**x, **of),
+        lambda **x: op.running_mean(MeanInputs(**x, **of), "triton"),
+        lambda **x: op._plain_mean(MeanInputs(**x, **of)),
         {"k": k, "v": v, "w": w, "u": u, "start": start},
         dtype,
     )

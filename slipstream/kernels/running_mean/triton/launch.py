@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.kernels.running_mean.triton.backward import (
     running_mean_bwd_kernel,
     running_weights_bwd_kernel,
@@ -44,16 +45,9 @@ def weights_backward(
     return dk, dz
 
 
-def means(
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    start: Tensor,
-    cu_seqlens: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def means(inputs: MeanInputs, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o in v's dtype, the state after the last token, and r and M before each token if kept."""
+    k, v, w, u, start, cu_seqlens = inputs
     o, after = torch.empty_like(v), torch.empty_like(start)
     shape = k.shape if keep else (0,)
     r, mean = (k.new_empty(shape, dtype=torch.float32) for _ in range(2))
@@ -66,18 +60,10 @@ def means(
 
 
 def means_backward(
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    start: Tensor,
-    cu_seqlens: Tensor | None,
-    r: Tensor,
-    mean: Tensor,
-    do: Tensor,
-    dafter: Tensor | None,
+    inputs: MeanInputs, r: Tensor, mean: Tensor, do: Tensor, dafter: Tensor | None
 ) -> list[Tensor]:
     """Gradients of k, v, w, u and start."""
+    k, v, w, u, start, cu_seqlens = inputs
     dk, dv, dstart = torch.empty_like(k), torch.empty_like(v), torch.empty_like(start)
     dw, du = (k.new_empty(start.shape[0], k.shape[2], dtype=torch.float32) for _ in range(2))
     _run(

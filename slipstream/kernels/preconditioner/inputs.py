@@ -1,0 +1,39 @@
+"""The inputs of the preconditioner, as one value."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """k [B, T, H, K], all contiguous.
+
+    Args:
+        g, beta: [B, T, H]. centre: [H], None is CENTRE. state: A before [N, H, K].
+    """
+
+    k: Tensor
+    g: Tensor
+    beta: Tensor
+    centre: Tensor | None
+    state: Tensor | None
+    cu_seqlens: Tensor | None
+    x: float
+    eps: float
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        return self[:5]
+
+    @property
+    def sequences(self) -> int:
+        return self.k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+SCHEMA = (
+    "Tensor k, Tensor g, Tensor beta, Tensor? centre, Tensor? state, Tensor? cu_seqlens, float x, "
+    "float eps"
+)
+NUM_INPUTS = len(Inputs._fields)
+# The centre of log A that stands for None, fla's.
+CENTRE = -0.2
