@@ -174,10 +174,12 @@ class _Terms(Function):
         dv_read = None if v is None else douts[-1]
         if all(x is None for x in douts):
             return (None,) * (len(saved) + 2)
-        zeros = k.new_zeros((*k.shape[:2], heads, k.shape[2] // heads))
-        dw = zeros.float() if dw is None else dw
-        given = (zeros if x is None else x for x in (dk, da, db, *dv))
-        grads = [dw, *given, *([None] if v is None else []), dk_read, dv_read]
+        given: list[Any] = [dw, dk, da, db, *dv]
+        if any(x is None for x in given):
+            zeros = k.new_zeros((*k.shape[:2], heads, k.shape[2] // heads))
+            given = [zeros if x is None else x for x in given]
+            given[0] = zeros.float() if dw is None else dw
+        grads = [*given, *([None] if v is None else []), dk_read, dv_read]
         found = iter(_terms_backward(*grads, *saved, *ctx.options))
         return *(None if x is None else next(found) for x in saved), None, None
 

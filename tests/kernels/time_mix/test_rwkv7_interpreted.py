@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.runtime.backends import HAVE_TRITON
@@ -85,6 +86,24 @@ def check_parts() -> None:
             torch.testing.assert_close(got, want.expand_as(got), rtol=1e-4, atol=1e-5)
 
 
+class _NoZeros(TorchDispatchMode):
+    """Nothing of the size of a tensor of tokens is filled."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "zeros" not in str(func) and "fill" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+def check_no_zeros() -> None:
+    """Where all terms have gradients."""
+    leaves = [torch.randn(2, 5, 8, requires_grad=True) for _ in range(6)]
+    leaves += [torch.rand(8, requires_grad=True) for _ in range(2)]
+    terms = rwkv7.recurrence_terms(*leaves, 2, "triton")
+    douts = [torch.randn_like(x) for x in terms]
+    with _NoZeros():
+        torch.autograd.grad(terms, leaves, douts)
+
+
 def check_operators() -> None:
     """Of torch.library, and the probe that stands before their kernels."""
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
@@ -106,6 +125,7 @@ def main() -> None:
     check(1, 5, 1, 130, False, torch.float32)
     check(2, 9, 2, 33, False, torch.float16)
     check_parts()
+    check_no_zeros()
     check_operators()
 
 

@@ -39,10 +39,10 @@ def _load(p, o, m):
 
 
 @triton.jit
-def _bias(p, o_d, m_d):
+def _maybe(p, o, m):
     b = 0.0
     if p is not None:
-        b = _load(p, o_d, m_d)
+        b = _load(p, o, m)
     return b
 
 
@@ -77,15 +77,15 @@ def rwkv7_terms_fwd_kernel(
     be None."""
     o_d, m_d = _channels(K, BK)
     o, m = _tile(tl.program_id(0), o_d, m_d, R, D, BR)
-    b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m) + _bias(a_bias_ptr, o_d, m_d))
-    b_w = tl.sigmoid(_load(w_ptr, o, m) + _bias(w_bias_ptr, o_d, m_d))
+    b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m) + _maybe(a_bias_ptr, o_d, m_d))
+    b_w = tl.sigmoid(_load(w_ptr, o, m) + _maybe(w_bias_ptr, o_d, m_d))
     _store(w_out_ptr, o, slowest * b_w, m)
     b_unit, _ = _unit(b_k * _load(k_k_ptr, o_d, m_d), eps)
     _store(a_out_ptr, o, -b_unit, m)
     _store(b_out_ptr, o, b_unit * b_a, m)
     _store(k_out_ptr, o, b_k * (1 + (b_a - 1) * _load(k_a_ptr, o_d, m_d)), m)
     if v_ptr is not None:
-        b_s = tl.sigmoid(_load(v_gate_ptr, o, m) + _bias(v_bias_ptr, o_d, m_d))
+        b_s = tl.sigmoid(_load(v_gate_ptr, o, m) + _maybe(v_bias_ptr, o_d, m_d))
         b_v = _load(v_ptr, o, m)
         _store(v_out_ptr, o, b_v + (_load(first_ptr, o, m) - b_v) * b_s, m)
 
@@ -105,36 +105,47 @@ def rwkv7_terms_bwd_kernel(
     # each thread adds up its own elements, and all of them once, at the end
     b_dkk, b_dka = tl.zeros([BR, BK], tl.float32), tl.zeros([BR, BK], tl.float32)
     b_sum_w, b_sum_a, b_sum_v = b_dkk, b_dkk, b_dkk
-    b_w0, b_a0 = _bias(w_bias_ptr, o_d, m_d), _bias(a_bias_ptr, o_d, m_d)
-    b_v0 = _bias(v_bias_ptr, o_d, m_d)
+    b_w0, b_a0 = _maybe(w_bias_ptr, o_d, m_d), _maybe(a_bias_ptr, o_d, m_d)
+    b_v0 = _maybe(v_bias_ptr, o_d, m_d)
     for i in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         o, m = _tile(i, o_d, m_d, R, D, BR)
-        # past the last row what comes in is 0, and so are all gradients
-        b_w = tl.sigmoid(_load(w_ptr, o, m) + b_w0)
-        b_dw = _load(dw_out_ptr, o, m) * slowest * b_w * (1 - b_w)
+        # all loads before the first store, which none of them may pass: else the loop waits for
+        # memory four times; past the last row what comes in is 0, and so are all gradients
+        b_w, b_dw = _load(w_ptr, o, m), _load(dw_out_ptr, o, m)
+        b_k, b_a = _load(k_ptr, o, m), _load(a_ptr, o, m)
+        b_db, b_dk, b_da_out = (
+            _load(db_out_ptr, o, m),
+            _load(dk_out_ptr, o, m),
+            _load(da_out_ptr, o, m),
+        )
+        b_dk_read = _maybe(dk_read_ptr, o, m)
+        b_dv, b_dv_read = _maybe(dv_out_ptr, o, m), _maybe(dv_read_ptr, o, m)
+        b_gate, b_first, b_v = (
+            _maybe(v_gate_ptr, o, m),
+            _maybe(first_ptr, o, m),
+            _maybe(v_ptr, o, m),
+        )
+        b_w = tl.sigmoid(b_w + b_w0)
+        b_dw = b_dw * slowest * b_w * (1 - b_w)
         _store(dw_ptr, o, b_dw, m)
         b_sum_w += b_dw
-        b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m) + b_a0)
+        b_a = tl.sigmoid(b_a + b_a0)
         b_unit, b_r = _unit(b_k * b_kk, eps)
-        b_db, b_dk = _load(db_out_ptr, o, m), _load(dk_out_ptr, o, m)
-        if dk_read_ptr is not None:
-            b_dk += _load(dk_read_ptr, o, m)
+        b_dk += b_dk_read
         b_da = (b_db * b_unit + b_dk * b_k * b_ka) * b_a * (1 - b_a)
         _store(da_ptr, o, b_da, m)
         b_sum_a += b_da
         b_dka += b_dk * b_k * (b_a - 1)
-        b_dunit = b_db * b_a - _load(da_out_ptr, o, m)
+        b_dunit = b_db * b_a - b_da_out
         b_dz = b_r * (b_dunit - b_unit * tl.sum(b_dunit * b_unit, 1, keep_dims=True))
         b_dkk += b_dz * b_k
         _store(dk_ptr, o, b_dz * b_kk + b_dk * (1 + (b_a - 1) * b_ka), m)
         if v_ptr is not None:
-            b_dv, b_s = _load(dv_out_ptr, o, m), tl.sigmoid(_load(v_gate_ptr, o, m) + b_v0)
-            if dv_read_ptr is not None:
-                b_dv += _load(dv_read_ptr, o, m)
-            b_delta = _load(first_ptr, o, m) - _load(v_ptr, o, m)
+            b_dv += b_dv_read
+            b_s = tl.sigmoid(b_gate + b_v0)
             _store(dv_ptr, o, b_dv * (1 - b_s), m)
             _store(dfirst_ptr, o, b_dv * b_s, m)
-            b_dgate = b_dv * b_delta * b_s * (1 - b_s)
+            b_dgate = b_dv * (b_first - b_v) * b_s * (1 - b_s)
             _store(dv_gate_ptr, o, b_dgate, m)
             b_sum_v += b_dgate
     p_partial = partial_ptr + tl.program_id(0) * 5 * D
@@ -178,12 +189,13 @@ def rwkv7_output_bwd_kernel(
     b_dr_k = tl.zeros([BR, BK], tl.float32)
     for i in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         o, m = _tile(i, o_d, m_d, R, D, BR)
-        b_dy, b_v = _load(dy_ptr, o, m), _load(v_ptr, o, m)
+        # as there, all loads before the first store
+        b_dy, b_v, b_gate = _load(dy_ptr, o, m), _load(v_ptr, o, m), _load(gate_ptr, o, m)
         b_n, b_rstd = _normed(_load(o_ptr, o, m), m, eps, K)
         b_r, b_k = _load(r_ptr, o, m), _load(k_ptr, o, m)
         b_s = tl.sum(b_r * b_k * b_r_k, 1, keep_dims=True)
         _store(dgate_ptr, o, b_dy * (b_n * b_weight + b_bias + b_s * b_v), m)
-        b_dy = b_dy * _load(gate_ptr, o, m)
+        b_dy = b_dy * b_gate
         b_dweight += b_dy * b_n
         b_dbias += b_dy
         b_dn = b_dy * b_weight
