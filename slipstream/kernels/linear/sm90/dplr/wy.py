@@ -77,8 +77,8 @@ def gates_of(b_g, LIMIT: gl.constexpr, APART: gl.constexpr):
     b_middle = 0.0 * b_early
     b_n = 0.0 * b_base
     if APART > 0:
-        # of strong chunks less, so that the first reads are finite
-        b_middle = gl.floor(gl.maximum(b_early, -(2 * LIMIT + 5)))
+        # of a half that decays further, what leaves both factors of safe reads the same room
+        b_middle = gl.where(b_early < -(2 * LIMIT + 1), -(LIMIT + APART), gl.floor(b_early))
         quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
         b_n = b_middle + gl.where(quarter < 2, APART, -APART)
     # a sum with FAR is a multiple of 2^-14, and a whole number less is exact

@@ -107,7 +107,9 @@ def load_from_start(
         b_before = product_of_gates((t < i).to(tl.float32), b_g, FP32, PRECISION)
     b_middle = tl.zeros_like(b_early)
     if APART > 0:
-        b_middle = tl.floor(tl.maximum(b_early, -(2 * LIMIT + 5)))
+        # of a half that decays further, what leaves both factors of safe reads the same room: near
+        # the least number small inputs would lose digits, and bits depend on gates to come
+        b_middle = tl.where(b_early < -(2 * LIMIT + 1), -(LIMIT + APART), tl.floor(b_early))
         b_far = b_middle[None, :] + tl.where(later, FAR - APART, FAR + APART)
         # a sum with FAR is a multiple of 2^-14, and a whole number less is exact
         b_e = (b_e + FAR) - b_far
