@@ -27,7 +27,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 VOCABULARY, PARTS = 64, 2
 HIDDEN, TOKENS = (512, 4096) if ON_GPU else (32, 48)
-MIXERS: list[Any] = ["gated_deltanet", "kda", "gla", "attention"]
+MIXERS: list[Any] = ["gated_deltanet", *(["kda", "gla"] if ON_GPU else []), "attention"]
 
 
 @cache
@@ -52,9 +52,7 @@ def rows(step: int, count: int) -> Tensor:
 def losses(steps: int, readers: int, mesh: Any = None) -> list[float]:
     """Of `readers` rows a step, by one process or, with a mesh, by all."""
     torch.manual_seed(0)
-    sizes: Any = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_heads": HIDDEN // 16}
-    if ON_GPU:
-        sizes["num_heads"] = 4
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_heads": 4 if ON_GPU else 2}
     model: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=MIXERS, **sizes)).to(DEVICE).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     plan, mine = None, slice(None)
