@@ -21,7 +21,7 @@ from linear_tables import LINEAR, flash_qla_rows, linear_row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from performance_tables import first_calls
-from scaling_tables import forecast, measured, one_and_two, settings
+from scaling_tables import forecast, measured, one_and_two, settings, share
 from table_cells import Row, is_number, read
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
@@ -196,13 +196,11 @@ def plot_scaling() -> Path:
             names.append(name)
             for part in ("fwd", "both"):
                 shares[part].append(value(two, f"{part}_GiB") / value(one, f"{part}_GiB"))
-        if operator == "attention":
-            continue
         one, two = one_and_two(operator, heads, gate, int(tokens), True)
         pairs = {2: (one, two)}
         if (four := measured(operator, heads, gate, tokens, "4")) is not None:
             pairs[4] = four
-        points = {1: 1.0} | {n: value(a, "both") / value(b, "both") for n, (a, b) in pairs.items()}
+        points = {1: 1.0} | {n: share(*pair, "both") for n, pair in pairs.items()}
         (drawn,) = speed.plot([*points], [*points.values()], "o", label=name)
         model = [forecast(one, two, "both", n) for n in (2, 4, 8)]
         speed.plot([1, 2, 4, 8], [1.0, *model], "--", color=drawn.get_color(), lw=1)
@@ -210,7 +208,7 @@ def plot_scaling() -> Path:
     speed.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     speed.set_ylim(0.75, 1.05)
     speed.set_xlabel("GPUs, 65,536 tokens on each")
-    speed.set_ylabel("time of one / time, with backward")
+    speed.set_ylabel("speed of one GPU, with backward")
     speed.legend(loc="lower left")
     for i, (part, label) in enumerate((("fwd", "forward"), ("both", "with backward"))):
         places = [x + 0.4 * (i - 0.5) for x in range(len(names))]

@@ -7,6 +7,11 @@ What more GPUs take is forecast from what one and two have taken, with as many t
 x = t(2) - t(1) is what two GPUs take beyond one; n is 1 forward and 2 with backward; m the bytes
 that each further rank sends the last one, E and M; b the bytes a second between two GPUs; c what
 combining one more of them takes. b and c are not measured here: ASSUMED, MICROSECONDS.
+
+A GPU's share of causal attention of R times as many tokens is R times the work, and what it
+exchanges in each of its messages goes to R - 1 of R:
+
+    t(R) = R t(1) + x' 2 (R - 1) / R b(2) / b(R)                                x' = t(2) - 2 t(1)
 """
 
 from table_cells import Cell, Row, Table, label, matching, number, ratio
@@ -62,10 +67,24 @@ def context_parallel() -> Table:
     return Table("context_parallel", script, headings, tuple(rows), tuple(used))
 
 
+def work(operator: str, gpus: int) -> int:
+    """How much more each of so many GPUs has to do than one, with as many tokens on each."""
+    return gpus if operator == "attention" else 1
+
+
+def share(one: Row, many: Row, column: str) -> float:
+    """The share of one GPU's speed that each of many has."""
+    more = work(many.get("operator"), int(many.get("gpus")))
+    return more * float(one.get(column)) / float(many.get(column))
+
+
 def forecast(one: Row, two: Row, column: str, gpus: int) -> float:
-    """The share of one GPU's speed that each of so many has."""
+    """The same of so many GPUs, from one and two."""
     operator, heads = two.get("operator"), int(two.get("heads"))
     alone, together, each = float(one.get(column)), float(two.get(column)), 0.0
+    if operator == "attention":
+        exchanges = 2 * (gpus - 1) / gpus * ASSUMED[4] / ASSUMED.get(gpus, ASSUMED[4])
+        return 1 / (1 + exchanges * (together - 2 * alone) / (gpus * alone))
     if gpus > 2:
         width = 64 if "rwkv7" in operator else 128
         entries = width + FACTORS.get(operator, lambda k: k * k)(width) / width
@@ -92,19 +111,18 @@ def measured(
 def context_forecast() -> Table:
     rows, used = [], []
     for operator, heads, gate, tokens in settings():
-        if operator == "attention":  # each rank's work grows with the number of ranks
-            continue
         one, two = one_and_two(operator, heads, gate, int(tokens), True)
         four = measured(operator, heads, gate, tokens, "4")
         used += [one, two, *(four or ())]
         line = [label(operator), label(heads), label(gate), label(f"{int(tokens):,}")]
         for column in ("fwd", "both"):
             sources = number(one, column).sources + number(two, column).sources
-            line.append(ratio(number(one, column), number(two, column)))
-            share = label("-")
-            if four is not None:
-                share = ratio(number(four[0], column), number(four[1], column))
-            line.append(share)
+            line.append(Cell(f"{share(one, two, column):.2f}", sources))
+            if four is None:
+                line.append(label("-"))
+            else:
+                found = number(four[0], column).sources + number(four[1], column).sources
+                line.append(Cell(f"{share(*four, column):.2f}", found))
             line += [Cell(f"{forecast(one, two, column, n):.2f}", sources) for n in GPUS]
         rows.append(tuple(line))
     shown = ("2 GPUs", "4", *(f"{n} by the model" for n in GPUS))
