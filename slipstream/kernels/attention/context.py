@@ -4,7 +4,8 @@ the heads, over all tokens.
 Queries, keys and values go from parts of the tokens to parts of the heads, and o back. That is the
 same work on every rank wherever sequences begin and end, the kernels are those of one rank, and so
 are the bits. Heads go in groups, one after the other: beside what a rank has of its own there is
-one group's share at a time, and the next one's exchange, which runs meanwhile. Backward exchanges
+one group's share at a time, and the exchanges of the next one's tensors and of the results of the
+one before, which run meanwhile. Backward exchanges
 all that it reads once more instead of keeping it.
 """
 
@@ -114,16 +115,25 @@ def _finish_to_heads(received: Tensor, size: tuple[int, ...], share: Share) -> T
     return torch.cat([x.view(B, n, H, D) for x, n in zip(chunks, share.lengths)], dim=1)
 
 
-def _to_tokens(x: Tensor, share: Share) -> Tensor:
-    """[B, tokens here, heads * ranks, width], of x [B, all tokens, heads, width]."""
-    (B, _, H, D), ranks = x.shape, len(share.lengths)
-    sent = x.contiguous()
-    if B > 1:
-        sent = torch.cat([y.flatten() for y in x.split(share.lengths, dim=1)])
-    T = share.lengths[share.rank]
-    sizes = [n * B * H * D for n in share.lengths]
-    received = wait(share.start_exchange(sent.flatten(), [B * T * H * D] * ranks, sizes))
-    return received.view(ranks, B, T, H, D).permute(1, 2, 0, 3, 4).reshape(B, T, ranks * H, D)
+class _Tokens:
+    """What is on its way back, from this rank's heads to parts of the tokens."""
+
+    def __init__(self, x: Tensor, share: Share) -> None:
+        """x: [B, all tokens, heads, width]"""
+        (B, _, H, D), ranks = x.shape, len(share.lengths)
+        sent = x.contiguous()
+        if B > 1:
+            sent = torch.cat([y.flatten() for y in x.split(share.lengths, dim=1)])
+        T = share.lengths[share.rank]
+        sizes = [n * B * H * D for n in share.lengths]
+        self._received = share.start_exchange(sent.flatten(), [B * T * H * D] * ranks, sizes)
+        self._size = ranks, B, T, H, D
+
+    def wait(self) -> Tensor:
+        """[B, tokens here, heads * ranks, width]"""
+        ranks, B, T, H, D = self._size
+        x = wait(self._received).view(self._size)
+        return x.permute(1, 2, 0, 3, 4).reshape(B, T, ranks * H, D)
 
 
 class _Group(NamedTuple):
@@ -193,14 +203,24 @@ def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list
     o = inputs.q.new_empty(B, T, H, inputs.v.shape[-1])
     lse = o.new_empty((B, H, T) if call.wants_lse else 0, dtype=inputs.dtype)
     lse_groups = []
+
+    def finish(group: _Group, o_tokens: _Tokens, lse_tokens: _Tokens | None) -> None:
+        o[:, :, group.queries] = o_tokens.wait()
+        if lse_tokens is not None:
+            lse[:, group.queries] = lse_tokens.wait()[..., 0].mT
+
+    before: Any = None
     for group, received in _ahead(groups, lambda x: _Heads(share, *_to_send(inputs, x))):
         inputs_of_heads = _of_heads(inputs, group, received)
         impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
         o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, impls)
-        o[:, :, group.queries] = _to_tokens(o_heads, share)
-        if call.wants_lse:
-            lse[:, group.queries] = _to_tokens(lse_heads.mT[..., None], share)[..., 0].mT
+        of_lse = _Tokens(lse_heads.mT[..., None], share) if call.wants_lse else None
+        now = group, _Tokens(o_heads, share), of_lse
+        if before is not None:
+            finish(*before)
+        before = now
         lse_groups.append(lse_heads)
+    finish(*before)
     return o, lse, lse_groups
 
 
@@ -224,6 +244,13 @@ def _backward(
         more = (o[:, :, group.queries], do[:, :, group.queries], of_lse)
         return _Heads(share, *_to_send(inputs, group), *more)
 
+    def finish(group: _Group, found: dict[str, _Tokens]) -> None:
+        for name, tokens in found.items():
+            heads = group.keys if name in "kv" else group.queries
+            x = tokens.wait()
+            grads[name][:, :, heads] = x if name != "g" else x[..., 0]
+
+    before: Any = None
     for lse, (group, (*received, o_heads, do_heads, of_lse)) in zip(
         lse_groups, _ahead(groups, send)
     ):
@@ -235,11 +262,12 @@ def _backward(
         mine = {
             n: next(of_terms) for n in DIFFERENTIABLE if getattr(inputs_of_heads, n) is not None
         }
-        for name in names:
-            heads = group.keys if name in "kv" else group.queries
-            x = mine[name] if name != "g" else mine[name][..., None]
-            x = _to_tokens(x, share)
-            grads[name][:, :, heads] = x if name != "g" else x[..., 0]
+        mine |= {"g": mine["g"][..., None]} if "g" in mine else {}
+        now = group, {name: _Tokens(mine[name], share) for name in names}
+        if before is not None:
+            finish(*before)
+        before = now
         if inputs.sinks is not None:
             grads["sinks"][group.mine] = mine["sinks"]
+    finish(*before)
     return grads
