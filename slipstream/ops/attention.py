@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
-from slipstream.kernels.attention.context import can_exchange_heads, softmax_by_heads
+from slipstream.kernels.attention.context import key_copies, softmax_by_heads
 from slipstream.kernels.attention.dispatch import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime.context_exchange import tie
@@ -206,12 +206,15 @@ def _across_ranks(
             q, k, v, g=g, causal=causal, window_size=window_size,
             cu_seqlens=context.offsets_on(q.device), **options,
         )  # fmt: skip
-    if share.segment_tokens is not None and not can_exchange_heads(k, share):
+    copies = key_copies(q, k, share)
+    if share.segment_tokens is not None and not copies:
         raise NotImplementedError(
             f"context: with segment_tokens ranks exchange heads, and {k.shape[2]} of k are not as "
             f"many for each of {len(share.lengths)}"
         )
-    if can_exchange_heads(k, share):
+    if copies:
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
         options["alibi_slopes"] = whole_slopes
         return _by_heads(q, k, v, g, context, share, causal, window_size, **options)
     begin, end = share.keys_of_pieces(to_the_end=right < 0)

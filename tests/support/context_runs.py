@@ -38,6 +38,7 @@ CUTS = (
     Cut("packed-one-rank-empty", (40, 0, 10), (50,)),
 )
 _QKV, _THREES = "q=BTGK k=BTHK v=BTHV", "q=BT6K k=BT3K v=BT3V"
+_COPIED = "q=BT6K k=BT2K v=BT2V"  # heads of k and v go to several ranks
 MODEL_CUTS = [CUTS[0], CUTS[2], CUTS[4]]
 # where blocks of 4 begin
 BLOCK_CUTS = [Cut("rows", (8, 12, 4)), Cut("packed", (8, 12, 8), (7, 1, 20))]
@@ -51,6 +52,8 @@ ATTENTION = (
     Sample("attention", _THREES, variant="heads"),
     Sample("attention", _THREES, variant="full heads", options={"causal": False}),
     Sample("attention", f"{_THREES} g=BT6:gate sinks=6", variant="gated heads"),
+    Sample("attention", _COPIED, variant="copied heads"),
+    Sample("attention", f"{_COPIED} g=BT6:gate sinks=6", variant="gated copied heads"),
 )
 _CATALOGUE = [x for x in OPERATORS if "context" in x.takes and x.op != "attention"]
 # beta for each column of v is refused

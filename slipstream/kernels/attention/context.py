@@ -10,6 +10,7 @@ all that it reads once more instead of keeping it.
 """
 
 from collections.abc import Callable, Iterator
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,15 @@ from slipstream.runtime.context_share import Share
 MIN_GROUP_ROWS = 1 << 16
 
 
-def can_exchange_heads(k: Tensor, share: Share) -> bool:
-    """Whether every rank gets as many heads of k and v."""
-    return k.shape[2] % len(share.lengths) == 0
+def key_copies(q: Tensor, k: Tensor, share: Share) -> int:
+    """How often each head of k and v goes out, so that every rank gets as many heads, each with the
+    queries that see it; 0 where that cannot be. With fixed segments once: gradients of copies are
+    added up, which one rank has no need of."""
+    queries, keys, ranks = q.shape[2], k.shape[2], len(share.lengths)
+    copies = ranks // gcd(keys, ranks)
+    if keys == 0 or queries % (keys * copies):
+        return 0
+    return copies if copies == 1 or share.segment_tokens is None else 0
 
 
 class _Call(NamedTuple):
