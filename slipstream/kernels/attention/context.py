@@ -251,8 +251,8 @@ def _backward(
         more = (o[:, :, group.queries], do[:, :, group.queries], of_lse)
         return _Heads(share, *_to_send(inputs, group), *more)
 
-    def finish(group: _Group, found: dict[str, _Tokens]) -> None:
-        for name, tokens in found.items():
+    def finish(group: _Group, results: dict[str, _Tokens]) -> None:
+        for name, tokens in results.items():
             heads = group.keys if name in "kv" else group.queries
             x = tokens.wait()
             grads[name][:, :, heads] = x if name != "g" else x[..., 0]
