@@ -218,6 +218,10 @@ def append(new: State, state: State) -> None:
     lengths.add_(tokens)
 
 
+class InPlace(dict[str, Tensor]):
+    """A state whose tensors of tokens have room for those of a call, which writes them there."""
+
+
 def extended(new: State, cu_seqlens: Tensor | None, state: State | None) -> State:
     """The cache [N, S, ...] with the tokens of [B, T, ...], each sequence's behind its old ones."""
     first = next(iter(new.values()))
@@ -245,6 +249,9 @@ def extended(new: State, cu_seqlens: Tensor | None, state: State | None) -> Stat
         inner = x.shape[(2 if cu_seqlens is None else 1) :]
         if state is None:
             old = x.new_zeros(sequences, room, *inner)
+        elif isinstance(state, InPlace):
+            grown[name] = state[name].index_put_((sequence, index), x)
+            continue
         else:
             old = F.pad(state[name], (0, 0) * len(inner) + (0, room))
         grown[name] = old.index_put((sequence, index), x)

@@ -11,6 +11,8 @@ Any other one is an error unless it is None: a misspelled argument would do noth
 
 from typing import Any
 
+from slipstream.models.cache import StateCache
+
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _WITHOUT_EFFECT = ("cache_position", "token_type_ids", "max_length_q", "max_length_k")
 
@@ -39,3 +41,27 @@ def refuse_beside_context(**given: Any) -> None:
     for name, x in given.items():
         if x is not None and x is not False:
             raise ValueError(f"{name}: want None beside a context, which says where sequences are")
+
+
+def the_cache(
+    cache: StateCache | None, past_key_values: StateCache | None, num_layers: int | None = None
+) -> StateCache | None:
+    """Of an argument with two names; of so many layers, where that is given."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache: want it or past_key_values, its older name, got both")
+    found = past_key_values if cache is None else cache
+    if found is not None and num_layers is not None:
+        _expect_cache(found, num_layers)
+    return found
+
+
+def _expect_cache(cache: object, num_layers: int) -> None:
+    if not isinstance(cache, StateCache):
+        raise TypeError(
+            "cache (past_key_values): want a slipstream.models.StateCache, got "
+            f"{type(cache).__name__}; pass None and the model makes its own"
+        )
+    if len(cache.layers) != num_layers:
+        raise ValueError(
+            f"cache (past_key_values): want a cache of {num_layers} layers, got {len(cache.layers)}"
+        )

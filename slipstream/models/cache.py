@@ -58,6 +58,7 @@ class LayerState(CacheLayerMixin):
         self.rounding.check()
         self.seen = 0  # columns of the batch so far, padding included
         self.token_states: tuple[str, ...] = ()
+        self.rounded_keys: tuple[str, ...] = ()  # of the mixer
         self.rollback: Rollback | None = None
         self._tensors: dict[str, Tensor] | None = None
 
@@ -100,10 +101,9 @@ class LayerState(CacheLayerMixin):
         old = self._tensors
         moved = True
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in state.values())
+        self.token_states, self.rounded_keys = mixer.token_states, mixer.rounded_keys
         if not with_gradients:
-            state = rounded.rounded(state, self.rounding, mixer.rounded_keys)
-        scales = (name + rounded.SCALE for name in mixer.rounded_keys)
-        self.token_states = (*mixer.token_states, *(name for name in scales if name in state))
+            state = self._rounded(state)
         if with_gradients:
             self._tensors = dict(state)
         elif (
@@ -120,6 +120,15 @@ class LayerState(CacheLayerMixin):
                     target.copy_(x)
         self.is_initialized = True
         return moved
+
+    def _rounded(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As this keeps it; token_states get the scales."""
+        if not rounded.has_rounded(state):
+            state = rounded.rounded(state, self.rounding, self.rounded_keys)
+        scales = (name + rounded.SCALE for name in self.rounded_keys)
+        more = (name for name in scales if name in state and name not in self.token_states)
+        self.token_states = (*self.token_states, *more)
+        return state
 
     def _fits(self, name: str, x: Tensor) -> bool:
         assert self._tensors is not None
@@ -154,7 +163,8 @@ class LayerState(CacheLayerMixin):
             x.requires_grad or (x.is_inference() and not inference) for x in tensors.values()
         )
         if moved:  # autograd has saved these, or inference mode does not let them be written
-            self._tensors = {name: x.detach().clone() for name, x in tensors.items()}
+            copies = {name: x.detach().clone() for name, x in tensors.items()}
+            self._tensors = self._rounded(copies)
         room = self.room
         if room is None or self.seen + tokens <= room:
             return moved
@@ -171,9 +181,10 @@ class LayerState(CacheLayerMixin):
         """One row alone, with no more room than it uses."""
         made = LayerState(None, *self.rounding)
         made.seen, made.token_states = self.seen, self.token_states
+        made.rounded_keys = self.rounded_keys
         if self.state is not None:
             part = {n: x[row : row + 1] for n, x in self.view(0).items()}
-            made._tensors = {n: x.detach().clone() for n, x in part.items()}
+            made._tensors = made._rounded({n: x.detach().clone() for n, x in part.items()})
             made.is_initialized = True
         return made
 
@@ -181,10 +192,12 @@ class LayerState(CacheLayerMixin):
         """Of so many rows, with tensors like these, all zero."""
         assert self._tensors is not None
         made = LayerState(max_length, *self.rounding)
-        made.token_states, made.is_initialized, made._tensors = self.token_states, True, {}
-        for name, x in self._tensors.items():
+        made.token_states, made.rounded_keys = self.token_states, self.rounded_keys
+        like = made._rounded({name: x.detach()[:1] for name, x in self._tensors.items()})
+        made.is_initialized, made._tensors = True, {}
+        for name, x in like.items():
             sizes = list(x.shape[1:])
-            if name in self.token_states:
+            if name in made.token_states:
                 sizes[0] = max_length or ROOM
             made._tensors[name] = x.new_zeros(rows, *sizes)
         return made
@@ -362,8 +375,8 @@ class StateCache(OpenRows):
     @property
     def rows(self) -> int:
         """N; 0 before the first call."""
-        if self.open_rows is not None:
-            return len(self.open_rows)
+        if self._rows is not None:
+            return len(self._rows)
         for layer in self.layers:
             for x in (layer.state or {}).values():
                 return x.shape[0]
@@ -398,6 +411,7 @@ class StateCache(OpenRows):
 
     def step_on(self, tokens: int) -> None:
         """Counts T tokens more, in every row."""
+        self.step_blocks_on(tokens)
         if self.lengths is not None:
             self.lengths = [n + tokens for n in self.lengths]
             self._count()
@@ -476,25 +490,6 @@ class StateCache(OpenRows):
         return all(layer.is_croppable for layer in self.layers)
 
 
-def the_cache(cache: StateCache | None, past_key_values: StateCache | None) -> StateCache | None:
-    """Of an argument with two names."""
-    if cache is not None and past_key_values is not None:
-        raise ValueError("cache: want it or past_key_values, its older name, got both")
-    return past_key_values if cache is None else cache
-
-
 def named(cache: StateCache | None) -> dict[str, Any]:
     """It as an argument of outputs."""
     return {CACHE: cache}
-
-
-def expect_cache(cache: object, num_layers: int) -> None:
-    if not isinstance(cache, StateCache):
-        raise TypeError(
-            "cache (past_key_values): want a slipstream.models.StateCache, got "
-            f"{type(cache).__name__}; pass None and the model makes its own"
-        )
-    if len(cache.layers) != num_layers:
-        raise ValueError(
-            f"cache (past_key_values): want a cache of {num_layers} layers, got {len(cache.layers)}"
-        )

@@ -29,7 +29,7 @@ FEW_TOKENS = 16
 State = dict[str, Tensor]
 
 
-class _Layer:
+class LayerStates:
     """A layer's states as SlipstreamModel._run takes them: those after a call are apart."""
 
     def __init__(self, before: State | None = None) -> None:
@@ -50,10 +50,10 @@ class _Layer:
         return False
 
 
-class _States:
+class ModelStates:
     """The layers' states of some sequences, in place of a StateCache."""
 
-    def __init__(self, layers: list[_Layer]) -> None:
+    def __init__(self, layers: list[LayerStates]) -> None:
         self.layers, self.graphs = layers, {}
 
 
@@ -76,6 +76,10 @@ class Row(NamedTuple):
             positions = torch.arange(begin, begin + h.shape[1], device=h.device)[None]
         together = torch.cat([self.positions, positions.to(self.positions.dtype)], 1)
         return self._replace(h=torch.cat([self.h, h], 1), positions=together)
+
+    @property
+    def length(self) -> int:
+        return self.blocks * BLOCK + self.h.shape[1]
 
     def bytes(self) -> int:
         tensors = [self.h, self.positions, *(x for s in self.states or () for x in s.values())]
@@ -130,7 +134,7 @@ def run(
         raise ValueError(f"cache: want {len(rows)} sequences as before, got {len(parts)}")
     new = [x.shape[1] for x in parts]
     rows = [row.with_tokens(*given) for row, given in zip(rows, zip(parts, places))]
-    if _kernels_run(h):
+    if runs_kernels(h.device):
         outputs, rows = _together(model, rows, cache is not None)
     else:
         pairs = [_by_blocks(model, row) for row in rows]
@@ -141,8 +145,9 @@ def run(
     return torch.cat(y, 0 if cu_seqlens is None else 1)
 
 
-def _kernels_run(h: Tensor) -> bool:
-    return h.is_cuda
+def runs_kernels(device: torch.device) -> bool:
+    """Whether whole blocks of all sequences are one call."""
+    return device.type == "cuda"
 
 
 def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
@@ -181,13 +186,13 @@ def _run_block(
         h.requires_grad_()
     last = positions[:, -1:]
     more = last + 1 + torch.arange(missing, device=positions.device)
-    held = _States([_Layer(x) for x in states or [None] * len(model.layers)])
+    held = ModelStates([LayerStates(x) for x in states or [None] * len(model.layers)])
     together = torch.cat([positions, more], 1)
-    y, _ = model._run(_normed(model, h), None, held, False, together, None)
+    y, _ = model._run(normed(model, h), None, held, False, together, None)
     return y, tuple(layer.after or {} for layer in held.layers)
 
 
-def _normed(model: Any, h: Tensor) -> Tensor:
+def normed(model: Any, h: Tensor) -> Tensor:
     return h if model.embed_norm is None else model.embed_norm(h)
 
 
@@ -227,10 +232,10 @@ def _call(
             h = torch.cat([rows[n].h[:, tokens] for n, tokens in cut], 1)
             positions = torch.cat([rows[n].positions[:, tokens] for n, tokens in cut], 1)
             if begun or keep:
-                held = _States(_gathered([rows[n].states for n in which], len(model.layers)))
+                held = ModelStates(_gathered([rows[n].states for n in which], len(model.layers)))
             with torch.set_grad_enabled(grad or h.shape[1] <= FEW_TOKENS):
                 y, _ = model._run(
-                    _normed(model, h), offsets.to(h.device), held, False, positions, None
+                    normed(model, h), offsets.to(h.device), held, False, positions, None
                 )
             y = y if grad else y.detach()
         for n, part in zip(which, y.split([counts[n] for n in which], 1)):
@@ -244,13 +249,13 @@ def _call(
     return outputs, after
 
 
-def _gathered(states: list[tuple[State, ...] | None], layers: int) -> list[_Layer]:
+def _gathered(states: list[tuple[State, ...] | None], layers: int) -> list[LayerStates]:
     """The states of rows as one batch; caches of keys as long as the longest."""
     given = [x for x in states if x is not None]
     if not given:
-        return [_Layer() for _ in range(layers)]
+        return [LayerStates() for _ in range(layers)]
     return [
-        _Layer({name: _stacked([x[i][name] for x in given]) for name in given[0][i]})
+        LayerStates({name: _stacked([x[i][name] for x in given]) for name in given[0][i]})
         for i in range(layers)
     ]
 

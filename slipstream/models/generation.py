@@ -57,11 +57,13 @@ class Generation(_Base):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         given = model_kwargs.get(CACHE)
+        drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if drafted and self.config.consistent:  # pyright: ignore[reportAttributeAccessIssue]
+            raise NotImplementedError("generate: a consistent model verifies no drafts")
         if isinstance(given, StateCache):
             self.decoding.claim(self, given)  # pyright: ignore[reportArgumentType]
         if given is not None or generation_config.use_cache is False:
             return made
-        drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if drafted and not self._looks_up(generation_config):
             self.decoding.refuse(self.decoding.drafts_failure or DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
         rounding = rounding_of(generation_config)
@@ -297,6 +299,6 @@ def is_step(input_ids: Tensor | None, cache: StateCache | None, others: dict[str
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not cache.records
-        and all(layer.is_initialized for layer in cache.layers)
+        and (cache.has_open_rows or all(layer.is_initialized for layer in cache.layers))
         and all(x is None for x in others.values())
     )

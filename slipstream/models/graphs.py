@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from slipstream.models.cache import StateCache
+from slipstream.models.consistent import logits_of, runs_kernels
 from slipstream.models.host_graph import CannotRepeat, HostGraph
+from slipstream.nn.consistent import has_consistent_product
 from slipstream.nn.rounded import AS_RETURNED, Rounding
 
 # caches that a model keeps for its next generate, each of another number of rows
@@ -247,6 +249,8 @@ def _of_inference(cache: StateCache) -> bool:
     """Whether tensors of the cache were made in inference mode."""
     states = (x for layer in cache.layers for x in (getattr(layer, "state", None) or {}).values())
     greedy = cache.greedy
+    if cache._blocks is not None and cache._blocks.h.is_inference():
+        return True
     return any(x.is_inference() for x in states) or (
         greedy is not None and greedy.ids.is_inference()
     )
@@ -269,19 +273,39 @@ def room_of_graph(cache: StateCache, device: torch.device) -> int:
     return (cache.get_seq_length() // MULTIPLE + 1) * MULTIPLE if cache.grows else 0
 
 
+def decoding_step(
+    model: Any, cache: StateCache, device: torch.device
+) -> tuple[Callable[..., Tensor], int]:
+    """What makes logits [N, 1, V] of ids and, if given, positions [N, 1], for a row each of a cache
+    that has some; and a number that says which graph does, for `room` of Decoding.run."""
+    if not cache.has_open_rows:
+        room = room_of_graph(cache, device)
+        return lambda ids, at=None: model.lm_head(model.model.step(ids, cache, at, room)), room
+    room = max((cache.max_length or 0) - cache.get_seq_length(), 1)
+    blocks = cache.blocks_for(model.model, room)
+    ends = blocks.closes()
+
+    def step(ids: Tensor, at: Tensor | None = None) -> Tensor:
+        return logits_of(model, blocks.step(model.model, ids, at, ends))
+
+    return step, int(ends)
+
+
 def why_not(model: nn.Module) -> str | None:
     """Why no step of the model can be a graph, or None."""
-    if getattr(getattr(model, "config", None), "consistent", False):
-        return "a consistent model runs the chunk that a token is in"
+    consistent = getattr(getattr(model, "config", None), "consistent", False)
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         return f"its parameters are on {len(devices)} devices"
     if graph_on(next(iter(devices))) is None:
         return f"there are no graphs on {next(iter(devices)).type}"
+    if consistent and not runs_kernels(next(iter(devices))):
+        return "a consistent model runs blocks of each sequence by themselves without CUDA"
     if _has_any_global_hook():
         return "there is a hook of all modules, which may do what a graph does not repeat"
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        own = "forward" in module.__dict__ and not (consistent and has_consistent_product(module))
+        if module._forward_hooks or module._forward_pre_hooks or own:
             return f"{name or 'the model'} has a hook, which may do what a graph does not repeat"
     return None
 

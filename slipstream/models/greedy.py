@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from slipstream.models.cache import StateCache
-from slipstream.models.graphs import MULTIPLE, Decoding, room_of_graph
+from slipstream.models.graphs import MULTIPLE, Decoding, decoding_step
 
 # steps on their way while the host looks at the flag
 AHEAD = 2
@@ -143,16 +143,15 @@ def decode(
     decoding: Decoding = model.decoding
     steps = 1
     while steps < count and not state.ended(steps - 1):
-        places = room_of_graph(cache, first.device)
+        logits_after, key = decoding_step(model, cache, first.device)
 
-        def step(places: int = places) -> Tensor:
-            h = model.model.step(state.ids, cache, state.positions, places)
-            state.take(model.lm_head(h)[:, -1].argmax(-1))
+        def step(logits_after: Any = logits_after) -> Tensor:
+            state.take(logits_after(state.ids, state.positions)[:, -1].argmax(-1))
             if state.positions is not None:
                 state.positions.add_(1)
             return state.ids
 
-        decoding.run(step, cache, (), places, first.device)
+        decoding.run(step, cache, (), key, first.device)
         cache.step_on(1)
         steps += 1
     return state.result(steps)

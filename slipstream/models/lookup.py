@@ -26,7 +26,7 @@ FEWEST = 2
 def verifies(model: Any) -> bool:
     """Whether all layers of the model verify drafts in one call."""
     blocks = model.model.layers
-    return not any(
+    return not model.config.consistent and not any(
         block.shifts or block.mixer.takes_first_value or not _verifies(block.mixer)
         for block in blocks
     )

@@ -16,14 +16,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.models import consistent as blocks
-from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_context
+from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_context, the_cache
 from slipstream.models.block import Block, make_norm
-from slipstream.models.cache import CACHE, StateCache, expect_cache, named, the_cache
+from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
 from slipstream.models.first_step import forward_of
 from slipstream.models.generation import Generation, is_step
-from slipstream.models.graphs import Decoding, room_of_graph
+from slipstream.models.graphs import Decoding, decoding_step
 from slipstream.models.mlps import Dense
 from slipstream.models.packing import (
     Sequences,
@@ -168,7 +168,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         context: ContextParallel | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        cache = the_cache(cache, past_key_values)
+        cache = the_cache(cache, past_key_values, len(self.layers))
         if context is not None:
             packing = {name: others.get(name) for name in PACKING}
             given = {"cu_seqlens": cu_seqlens, "cache": cache, "use_cache": use_cache}
@@ -178,9 +178,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         batch, tokens = h.shape[:2]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if cache is not None:
-            expect_cache(cache, len(self.layers))
-        elif use_cache:
+        if cache is None and use_cache:
             cache = StateCache(len(self.layers))
         position_ids = text_positions(position_ids, batch, tokens)
         if context is None and sequences is None:
@@ -239,7 +237,12 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         self, input_ids: Tensor, cache: StateCache, drafts: decoding.Drafts, room: int
     ) -> Tensor:
         """As `step`, of T tokens of which the first alone is known to be right: ids [N, T] ->
-        hidden states [N, T, D]. The next call moves the states on by drafts.accepted of them."""
+        hidden states [N, T, D]. The next call moves the states on by drafts.accepted of them.
+
+        A model with consistent=True has no states but those of whole blocks: NotImplementedError.
+        """
+        if self.config.consistent:
+            raise NotImplementedError("verify: a consistent model verifies no drafts")
         with decoding.step(drafts):
             h = self._first_normed(self.embed_tokens(input_ids))
             return self._advance(h, cache, False, None, room)[0]
@@ -469,12 +472,8 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         cache.reserve(1)
         positions = text_positions(position_ids, *input_ids.shape)
         given = (input_ids,) if positions is None else (input_ids, positions)
-        room = room_of_graph(cache, input_ids.device)
-
-        def step(ids: Tensor, positions: Tensor | None = None) -> Tensor:
-            return self.lm_head(self.model.step(ids, cache, positions, room))
-
-        logits = self.decoding.run(step, cache, given, room, input_ids.device)
+        step, key = decoding_step(self, cache, input_ids.device)
+        logits = self.decoding.run(step, cache, given, key, input_ids.device)
         cache.step_on(1)
         return CausalLMOutputWithPast(logits=logits, **named(cache))  # pyright: ignore[reportArgumentType]
 

@@ -1,5 +1,6 @@
 """The part of a StateCache that models with consistent=True use: sequences by themselves
-(consistent.py), in place of tensors of all rows."""
+(consistent.py), in place of tensors of all rows; or, while steps run, their blocks
+(block_steps.py)."""
 
 from typing import Any
 
@@ -7,22 +8,63 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from slipstream.models.block_steps import OpenBlocks
+from slipstream.models.consistent import Row
+
 
 class OpenRows(Cache):
-    """
-    Attributes:
-        open_rows: a Row of each sequence; None before the first call, and for other models.
-    """
+    graphs: dict[Any, Any]
+    # a Row of each sequence; None before the first call, and for other models
+    _rows: list[Row] | None = None
+    # tensors of steps, which graphs have read; and whether steps have gone on from _rows there
+    _blocks: OpenBlocks | None = None
+    _stepped = False
 
-    open_rows: list[Any] | None = None
+    @property
+    def open_rows(self) -> list[Row] | None:
+        """A Row of each sequence; None before the first call, and for other models."""
+        if self._stepped:
+            assert self._blocks is not None
+            self.open_rows = self._blocks.rows()
+        return self._rows
+
+    @open_rows.setter
+    def open_rows(self, rows: list[Row] | None) -> None:
+        self._rows, self._stepped = rows, False
+
+    @property
+    def has_open_rows(self) -> bool:
+        return self._rows is not None
+
+    def blocks_for(self, model: Any, tokens: int) -> OpenBlocks:
+        """The rows as tensors of fixed addresses, with room for so many more tokens; graphs go if
+        there have to be others. Whoever steps there calls step_on of the cache."""
+        blocks = self._blocks
+        if self._stepped and blocks is not None and blocks.fits(max(blocks.lengths), tokens):
+            return blocks
+        rows = self.open_rows
+        assert rows is not None
+        longest = max(row.length for row in rows)
+        if blocks is None or not blocks.takes(rows) or not blocks.fits(longest, tokens):
+            self.graphs.clear()
+            blocks = self._blocks = OpenBlocks.of(model, rows, tokens)
+        else:
+            blocks.load(rows)
+        self._stepped = True
+        return blocks
+
+    def step_blocks_on(self, tokens: int) -> None:
+        if self._stepped and self._blocks is not None:
+            self._blocks.lengths = [n + tokens for n in self._blocks.lengths]
 
     def _expect_tensors(self, what: str) -> None:
-        if self.open_rows is not None:
+        if self.has_open_rows:
             raise NotImplementedError(f"{what}: not with the cache of a consistent model")
 
     def _choose(self, rows: list[int]) -> None:
-        if self.open_rows is not None:
-            self.open_rows = [self.open_rows[n] for n in rows]
+        found = self.open_rows
+        if found is not None:
+            self.open_rows = [found[n] for n in rows]
 
     def bytes_of_rows(self) -> int:
         return sum(row.bytes() for row in self.open_rows or ())
@@ -40,8 +82,9 @@ class OpenRows(Cache):
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.open_rows is not None:
-            self._choose(torch.arange(len(self.open_rows), device="cpu")[indices.cpu()].tolist())
+        if self.has_open_rows:
+            count = len(self.open_rows or ())
+            self._choose(torch.arange(count, device="cpu")[indices.cpu()].tolist())
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -66,3 +66,9 @@ def use_consistent_products(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             layer.forward = partial(_forward, layer)
+
+
+def has_consistent_product(module: nn.Module) -> bool:
+    """Whether its forward is the one that it was given here."""
+    own = vars(module).get("forward")
+    return isinstance(own, partial) and own.func is _forward

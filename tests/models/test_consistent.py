@@ -1,6 +1,7 @@
 """SlipstreamConfig(consistent=True): equal logits whatever the batch, the cut and the step."""
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -8,10 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import PrefixCache, SlipstreamConfig, SlipstreamForCausalLM, StateCache
+from slipstream.models import (
+    PrefixCache,
+    SlipstreamConfig,
+    SlipstreamForCausalLM,
+    StateCache,
+    graphs,
+)
 from slipstream.models import consistent as consistent_models
+from slipstream.models.cache import CACHE
 from slipstream.models.config import CONSISTENT_MIXERS
 from slipstream.nn.consistent import linear
+from slipstream.nn.decoding import Drafts
 from tests.support.consistent_models import LENGTH, differing, logits_of, model_of, sequences
 
 
@@ -71,7 +80,7 @@ def test_generate_equals_prompts_again() -> None:
         for _ in range(10):
             again = torch.cat([again, logits_of(model, again)[:, -1:].argmax(-1)], 1)
     assert torch.equal(made, again)
-    assert model.decoding.reason == "a consistent model runs the chunk that a token is in"
+    assert model.decoding.reason is not None and "without CUDA" in model.decoding.reason
     beams = model.generate(prompt, max_new_tokens=10, num_beams=2, do_sample=False)
     plain = model.generate(prompt, max_new_tokens=10, num_beams=2, do_sample=False, use_cache=False)
     assert torch.equal(beams, plain)  # pyright: ignore[reportArgumentType]
@@ -102,7 +111,7 @@ def test_packed_calls_are_near(mixers: tuple[str, ...], monkeypatch: pytest.Monk
     """As on CUDA, where all sequences are one call."""
     model, ids = model_of(*mixers), sequences()
     want = logits_of(model, ids)
-    monkeypatch.setattr(consistent_models, "_kernels_run", lambda h: True)
+    monkeypatch.setattr(consistent_models, "runs_kernels", lambda device: True)
     with torch.inference_mode():
         cache = StateCache(2)
         cuts = (0, 40, 41, 60, 130, 131, 145, LENGTH)
@@ -123,6 +132,87 @@ def test_packed_calls_are_near(mixers: tuple[str, ...], monkeypatch: pytest.Monk
     loss = model(ids, labels=ids).loss
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("mixers", [("gated_deltanet", "attention"), ("rwkv7", "mamba2")], ids=str)
+@torch.no_grad()
+def test_steps_on_open_blocks(mixers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: rows of several lengths, past the ends of blocks, and a longer call after it."""
+    model, ids = model_of(*mixers), sequences()
+    whole = [logits_of(model, row[None])[0] for row in ids]
+    monkeypatch.setattr(consistent_models, "runs_kernels", lambda device: True)
+    ends, count = [5, 64, 75], 70
+    longest = max(ends)
+    rows, mask = ids.new_zeros(2, 3, longest)
+    for n, end in enumerate(ends):
+        rows[n, longest - end :], mask[n, longest - end :] = ids[n, :end], 1
+    cache = StateCache(2)
+    logits_of(model, rows, attention_mask=mask, cache=cache, use_cache=True)
+    blocks = cache.blocks_for(model.model, count)
+
+    def tokens(begin: int, length: int) -> Tensor:
+        return torch.stack(
+            [ids[n, end + begin : end + begin + length] for n, end in enumerate(ends)]
+        )
+
+    def compare(found: Tensor, begin: int) -> None:
+        for n, end in enumerate(ends):
+            want = whole[n][end + begin : end + begin + found.shape[1]]
+            torch.testing.assert_close(found[n], want, atol=1e-5, rtol=1e-4)
+
+    for t in range(count):
+        assert cache.blocks_for(model.model, count - t) is blocks
+        h = blocks.step(model.model, tokens(t, 1), None, blocks.closes())
+        cache.step_on(1)
+        compare(model.lm_head(h), t)
+    compare(logits_of(model, tokens(count, 5), cache=cache, use_cache=True), count)
+
+
+class _Again:
+    """What a graph does, by the call itself."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        self.run, self.result = run, run()
+        return self.result
+
+    def replay(self) -> None:
+        self.result.copy_(self.run())
+
+
+def test_generate_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = model_of("kda", "attention"), sequences(2)[:, :60]
+    ways: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.2}, {"num_beams": 2}]
+    options: dict[str, Any] = {"max_new_tokens": 80, "do_sample": False}
+    want = [model.generate(prompt, **options, **way) for way in ways]
+    for module in (consistent_models, graphs):
+        monkeypatch.setattr(module, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(graphs, "graph_on", lambda device: _Again())
+    for way, tokens in zip(ways, want):
+        model.decoding = graphs.Decoding()
+        for _ in range(2):  # the second has the graphs of the first
+            assert torch.equal(model.generate(prompt, **options, **way), tokens), way  # pyright: ignore[reportArgumentType]
+        assert model.decoding.reason is None
+        # a step that ends a block is another graph
+        assert model.decoding.captures == 2 and model.decoding.eager == 2
+        assert model.decoding.replays == 2 * 79 - 2
+
+
+def test_drafts_are_refused_at_once() -> None:
+    """Before the prompt runs, with graphs or without, and by whoever verifies them himself."""
+    model, prompt = model_of("gated_deltanet"), sequences(1)[:, :20]
+    drafted: list[dict[str, Any]] = [
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": model_of("gated_deltanet")},
+        {"prompt_lookup_num_tokens": 3, CACHE: StateCache(1)},
+    ]
+    calls: list[Any] = []
+    model.model.register_forward_pre_hook(lambda *given: calls.append(given))
+    for options in drafted:
+        with pytest.raises(NotImplementedError, match="verifies no drafts"):
+            model.generate(prompt, max_new_tokens=5, do_sample=False, **options)
+    assert not calls
+    with pytest.raises(NotImplementedError, match="verifies no drafts"):
+        model.model.verify(prompt, StateCache(1), Drafts(3), 64)
 
 
 def test_other_models_are_refused() -> None:

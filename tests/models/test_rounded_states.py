@@ -181,6 +181,23 @@ def test_gradients_want_wide_states() -> None:
     assert m.get_parameter("model.layers.0.mixer.qkv_proj.weight").grad is not None
 
 
+@pytest.mark.parametrize("name", ["gated_deltanet", "hybrid"])
+def test_cache_rounds_after_a_call_with_gradients(name: str) -> None:
+    """Once a call wants none; so do copies of a row and pools."""
+    m, ids = model(name), tokens(1, 12)
+    cache = StateCache(len(m.model.layers), None, torch.int8, torch.int8)
+    m(ids[:, :5], cache=cache)
+    assert not any(layer.rounds for layer in cache.layers)
+    copied, pool = cache.copy(), cache.pool(2)
+    assert all(layer.rounds for x in (copied, pool) for layer in x.layers)
+    with torch.no_grad():
+        found = [m(ids[:, 5:], cache=x).logits for x in (cache, copied)]
+        want = m(ids).logits[:, 5:]
+    assert all(layer.rounds for layer in cache.layers)
+    for logits in found:
+        assert (logits - want).norm() < 2e-2 * want.norm()
+
+
 def test_unknown_cache_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="state_dtype: want"):
         LayerState(state_dtype=torch.float16)

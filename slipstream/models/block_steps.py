@@ -1,0 +1,162 @@
+"""Decoding steps of models with consistent=True on CUDA, on tensors of fixed addresses: graphs.
+
+A step runs the block of 64 tokens that each row's next token is in, all rows in one call [N, 64].
+What comes after that token in the block, of older blocks or zero, changes no bit of it. Keys are
+written where the block is, behind those of whole blocks, and the states at a block's end are
+taken over by rows that end there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.layers.attention import InPlace
+from slipstream.models.consistent import LayerStates, ModelStates, Row, State, normed
+from slipstream.nn import decoding
+from slipstream.runtime.consistent import BLOCK
+
+
+@dataclass
+class OpenBlocks:
+    """
+    Attributes:
+        h: [N, 64, D], rows of the embedding of each row's block; positions: [N, 64].
+        counts: [N], how many of its tokens there are so far.
+        lengths: of whole rows, known to the host.
+        states: of each layer, after whole blocks; tensors of a number for every token have room.
+    """
+
+    h: Tensor
+    positions: Tensor
+    counts: Tensor
+    lengths: list[int]
+    states: list[State]
+    token_states: list[tuple[str, ...]]
+
+    @staticmethod
+    def of(model: Any, rows: list[Row], tokens: int) -> "OpenBlocks":
+        """With room for so many more tokens of each row."""
+        N, like = len(rows), rows[0].h
+        states = next((row.states for row in rows if row.states is not None), None)
+        if states is None:
+            states = _states_of_a_block(model, like)
+        room = _room(max(row.length for row in rows), tokens)
+        each = [block.mixer.token_states for block in model.layers]
+        made = OpenBlocks(
+            like.new_zeros(N, BLOCK, like.shape[2]),
+            rows[0].positions.new_zeros(N, BLOCK),
+            rows[0].positions.new_zeros(N),
+            [],
+            [
+                {
+                    name: x.new_zeros(N, room, *x.shape[2:])
+                    if name in names
+                    else x.new_zeros(N, *x.shape[1:])
+                    for name, x in state.items()
+                }
+                for state, names in zip(states, each)
+            ],
+            each,
+        )
+        made.load(rows)
+        return made
+
+    def takes(self, rows: list[Row]) -> bool:
+        """Whether rows may be loaded into these tensors."""
+        h = rows[0].h
+        same = (self.h.shape[0], self.h.dtype, self.h.device) == (len(rows), h.dtype, h.device)
+        return same and (torch.is_inference_mode_enabled() or not self.h.is_inference())
+
+    def fits(self, length: int, tokens: int) -> bool:
+        """Whether rows of that length at most have room for so many more tokens."""
+        names = zip(self.states, self.token_states)
+        rooms = [state[name].shape[1] for state, every in names for name in every]
+        return all(room >= _room(length, tokens) for room in rooms)
+
+    def load(self, rows: list[Row]) -> None:
+        """Takes over rows, a list of one sequence each."""
+        self.h.zero_()
+        after = torch.arange(1, BLOCK + 1, device=self.h.device)
+        self.lengths = [row.length for row in rows]
+        self.counts.copy_(torch.tensor([row.h.shape[1] for row in rows]))
+        for n, row in enumerate(rows):
+            count = row.h.shape[1]
+            self.h[n, :count] = row.h[0]
+            last = row.positions[0, -1] if count else row.blocks * BLOCK - 1
+            self.positions[n, :count] = row.positions[0]
+            self.positions[n, count:] = last + after[: BLOCK - count]
+            for i, own in enumerate(self.states):
+                for name, x in own.items():
+                    given = None if row.states is None else row.states[i][name]
+                    if given is None:
+                        x[n].zero_()
+                    elif name in self.token_states[i]:
+                        x[n, : given.shape[1]] = given[0]
+                    else:
+                        x[n] = given[0]
+
+    def rows(self) -> list[Row]:
+        """What was loaded, and the tokens since: copies."""
+        found = []
+        for n, length in enumerate(self.lengths):
+            blocks, count = divmod(length, BLOCK)
+            each = zip(self.states, self.token_states)
+            states = tuple(_row_of(own, n, blocks * BLOCK, names) for own, names in each)
+            h, positions = self.h[n : n + 1, :count], self.positions[n : n + 1, :count]
+            found.append(Row(states if blocks else None, h.clone(), positions.clone(), blocks))
+        return found
+
+    def closes(self) -> bool:
+        """Whether the next token is the last of some row's block."""
+        return any(n % BLOCK == BLOCK - 1 for n in self.lengths)
+
+    def step(self, model: Any, input_ids: Tensor, positions: Tensor | None, closes: bool) -> Tensor:
+        """One token for each row: ids and positions [N, 1] -> hidden states [N, 1, D].
+
+        closes: what it says before this step.
+        """
+        row = torch.arange(self.h.shape[0], device=self.h.device)
+        at = self.counts
+        self.h.index_put_((row, at), decoding.embedded(model.embed_tokens, input_ids)[:, 0])
+        if positions is not None:
+            self.positions.index_put_((row, at), positions.expand(row.shape[0], 1)[:, 0])
+        held = ModelStates([LayerStates(InPlace(x)) for x in self.states])
+        y, _ = model._run(normed(model, self.h), None, held, False, self.positions, None)
+        y = y[row, at][:, None]
+        self.counts.add_(1)
+        if closes:
+            self._close(held)
+        return y
+
+    def _close(self, held: ModelStates) -> None:
+        whole = self.counts == BLOCK
+        for own, names, layer in zip(self.states, self.token_states, held.layers):
+            for name, x in own.items():
+                if name not in names:  # those are there already
+                    each = whole.view(-1, *[1] * (x.dim() - 1))
+                    x.copy_(torch.where(each, (layer.after or {})[name], x))
+        self.positions.add_(BLOCK * whole[:, None])
+        self.counts.mul_(~whole)
+
+
+def _room(length: int, tokens: int) -> int:
+    """Of tensors of tokens: whole blocks, and the one that a step writes whole."""
+    return ((length + tokens) // BLOCK + 1) * BLOCK
+
+
+def _row_of(state: State, n: int, end: int, token_states: tuple[str, ...]) -> State:
+    return {
+        name: (x[n : n + 1, :end] if name in token_states else x[n : n + 1]).clone()
+        for name, x in state.items()
+    }
+
+
+def _states_of_a_block(model: Any, like: Tensor) -> tuple[State, ...]:
+    """Of any 64 tokens."""
+    h = like.new_zeros(1, BLOCK, like.shape[2])
+    held = ModelStates([LayerStates() for _ in model.layers])
+    positions = torch.arange(BLOCK, device=like.device)[None]
+    model._run(normed(model, h), None, held, False, positions, None)
+    return tuple(layer.after or {} for layer in held.layers)
