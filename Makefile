@@ -35,9 +35,10 @@ test-oldest: venv
 	test -d $(VENV)/oldest || $(RUN) -m pip install --quiet --target $(VENV)/oldest "$(OLDEST)"
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) tests/integrations tests/models/test_packing.py
 
-# Under the newest torch with the Triton it wants: what differs between releases of either, and a sample
-# of the rest. PyPI has it with CUDA's libraries alone: 2.6 GB, 5.2 GB unpacked.
-NEWEST ?= torch==2.14.1
+# Under the newest torch that pip may install (a constraint of the machine can hold it back) with the Triton it
+# wants: what differs between releases of either, and a sample of the rest. Passes with 2.14.1 and 2.15.0.
+# PyPI has it with CUDA's libraries alone: 2.6 GB, 5.2 GB unpacked.
+NEWEST ?= torch>=2.14.1,<2.16
 NEWEST_TESTS = tests/compiler/test_aot.py tests/compiler/test_trace.py tests/cli/test_diagnosis.py \
   tests/compiler/test_support_matrix.py::test_every_kernel_is_reached_by_the_matrix \
   tests/gluon_emulator/test_race_detector.py tests/kernels/test_gluon_compat.py \
