@@ -5,9 +5,12 @@ after `import slipstream` alone they import this where they load such a model
 (integrations/auto_models.py).
 """
 
+import sys
+
 from slipstream.common import extras
 
 try:
+    import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ModuleNotFoundError as error:
@@ -32,3 +35,8 @@ AutoModelForCausalLM.register(SlipstreamConfig, SlipstreamForCausalLM)
 # label_smoothing_factor would compare each token's logits with that token itself. The key is no
 # model type, as the table's other readers would look for a module of transformers by it.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SlipstreamForCausalLM.__name__] = SlipstreamForCausalLM.__name__
+# `transformers serve` looks the class that a config names up in transformers, of which it has made
+# a second module by then
+_SERVER = sys.modules.get("transformers.cli.serving.model_manager")
+for _module in {transformers, getattr(_SERVER, "transformers", transformers)}:
+    setattr(_module, SlipstreamForCausalLM.__name__, SlipstreamForCausalLM)

@@ -13,6 +13,8 @@ from slipstream.models.graphs import Decoding, own_modules
 from slipstream.nn.rounded import Rounding
 
 DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
+# what transformers' generate passes to its loops of steps, and these on to the model with the rest
+_OF_THE_LOOP = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 # GenerationMixin comes after it: transformers looks for it among the bases of the model's class
 _Base: Any = object
 
@@ -198,9 +200,7 @@ class Generation(_Base):
                 kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, *cache.rounding)
                 self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
             return by_transformers()
-        names = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
-        rest = {name: x for name, x in kwargs.items() if name not in names}
-        out = self._prefill(input_ids, generation_config, rest, is_first_iteration=True)
+        out = self._prefill(input_ids, generation_config, kwargs, is_first_iteration=True)
         logits = out.logits[:, -1].to(input_ids.device)
         count = generation_config.prompt_lookup_num_tokens
         ngram = generation_config.max_matching_ngram_size or lookup.NGRAM
@@ -212,7 +212,7 @@ class Generation(_Base):
             self.decoding.fail_drafts(e)
         # here, where the error no longer keeps what ran when it came
         kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, *cache.rounding)
-        del cache, out, rest, logits
+        del cache, out, logits
         return by_transformers()
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,6 +230,7 @@ class Generation(_Base):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
     ) -> dict[str, Any]:
+        kwargs = {name: x for name, x in kwargs.items() if name not in _OF_THE_LOOP}
         cache = kwargs.get(CACHE)
         if next_sequence_length != 1 or not isinstance(cache, StateCache) or not cache.rows:
             return super().prepare_inputs_for_generation(

@@ -15,38 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from tests.support.byte_tokenizer import tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"the {x} sat on the mat and the {x} ate the hat" for x in ("cat", "rat", "bat", "gnat")]
 # warnings of these libraries about one another
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {x: i for i, x in enumerate(["<end>", *alphabet])}
-    backend: Any = Tokenizer(models.BPE(vocab=ids, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<end>",
-        pad_token="<end>",
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def small(*mixers: Any) -> SlipstreamForCausalLM:

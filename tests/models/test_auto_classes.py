@@ -6,11 +6,13 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from tests.support.byte_tokenizer import tokenizer
 
 ROOT = Path(__file__).parents[2]
 LOAD = """
@@ -66,6 +68,60 @@ def test_auto_classes_load_a_saved_model(
     assert float(result.stdout.split()[-1]) == pytest.approx(want, rel=1e-9, abs=1e-9)
     for name in ("config.json", "modeling_slipstream.py"):
         assert (tmp_path / "again" / name).read_text() == (tmp_path / "run" / name).read_text()
+
+
+SERVE = """
+import sys
+import transformers.cli.add_new_model_like  # as its commands do; makes transformers a second time
+from transformers.cli.serving.model_manager import ModelManager
+model = ModelManager(device="cpu", trust_remote_code=True)._load_model(sys.argv[1])
+assert type(model).__module__ == "slipstream.models.model", type(model)
+"""
+
+
+@pytest.mark.slow
+def test_transformers_serve_loads_a_saved_model(tmp_path: Path) -> None:
+    """It looks the class up in transformers, not in the Auto classes."""
+    small().save_pretrained(tmp_path / "run")
+    tokenizer().save_pretrained(tmp_path / "run")
+    result = subprocess.run(
+        [sys.executable, "-c", SERVE, str(tmp_path / "run")],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"return_dict_in_generate": True}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_generate_takes_a_tokenizer_for_stop_strings(options: dict[str, Any]) -> None:
+    """transformers passes it on to the model's loop of steps with the model's arguments."""
+    tok = tokenizer()
+    config = SlipstreamConfig(
+        vocab_size=257, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"],
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    m = SlipstreamForCausalLM(config).eval()
+    ids = torch.tensor([tok("the cat")["input_ids"]])
+    greedy = {"do_sample": False, "max_new_tokens": 6, **options, "return_dict_in_generate": True}
+    want = m.generate(ids, **greedy).sequences
+    last = tok.decode(want[0, ids.shape[1]])
+    made = m.generate(ids, **{**greedy, **options}, tokenizer=tok, stop_strings=[last])
+    made = getattr(made, "sequences", made)
+    assert torch.equal(made[:, : ids.shape[1]], ids) and made.shape[1] <= want.shape[1]
+    made = m.generate(ids, **{**greedy, **options}, tokenizer=tok, stop_strings=["zzz"])
+    assert torch.equal(getattr(made, "sequences", made), want)
 
 
 def test_config_refuses_unknown_keys() -> None:
