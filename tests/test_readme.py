@@ -24,6 +24,13 @@ def test_snippet_runs(snippet: str) -> None:
     assert all(torch.isfinite(x).all() for x in floating)
 
 
+def test_readme_links_every_guide() -> None:
+    """But for the pages behind those on transformers, migrating and examples."""
+    pages = re.findall(r"^guides/(\w[\w-]*)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    pages = [x for x in pages if not x.startswith(("migrate_", "transformers_", "examples"))]
+    assert len(pages) > 10 and [x for x in pages if f"docs/guides/{x}.md" not in TEXT] == []
+
+
 # `make docs` checks those of the site
 PAGES = [*ROOT.glob("*.md"), *(ROOT / x / "README.md" for x in ("examples", "bench"))]
 PAGES += (ROOT / "slipstream").rglob("*.md")

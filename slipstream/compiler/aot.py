@@ -43,14 +43,15 @@ _OPTIONS = {
     **FUSION,
 }
 _DOT = r"\btt\.dot\b|\bttng\.warp_group_dot\b|\bttng\.tc_gen5_mma\b"
+_DOT_ROWS = r"\btt\.dot\b.*-> tensor<(?:\d+x)*(\d+)x\d+x[a-z]"
 
 
 @dataclass(frozen=True)
 class Compiled:
     """shared: bytes a program. registers and stack (spills, in bytes): of a thread.
 
-    instructions: how often each of INSTRUCTIONS is there. dots: products before that. hash: of the
-    entry in Triton's cache.
+    instructions: how often each of INSTRUCTIONS is there. dots: products before that, of which
+    Triton's have at most dot_rows rows. hash: of the entry in Triton's cache.
     """
 
     shared: int
@@ -58,6 +59,7 @@ class Compiled:
     stack: int
     instructions: Mapping[str, int]
     dots: int
+    dot_rows: int
     seconds: float
     hash: str
     asm: Mapping[str, Any] = field(repr=False)
@@ -152,12 +154,14 @@ def compile_kernel(
     asm = {name: compiled.asm[name] for name in compiled.asm}
     registers, stack = _resources(asm)
     text = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
+    products = str(asm.get("ttir") or asm.get("ttgir", ""))
     return Compiled(
         shared=compiled.metadata.shared,
         registers=registers,
         stack=stack,
         instructions={name: len(re.findall(x, text)) for name, x in INSTRUCTIONS.items()},
-        dots=len(re.findall(_DOT, str(asm.get("ttir") or asm.get("ttgir", "")))),
+        dots=len(re.findall(_DOT, products)),
+        dot_rows=max(map(int, re.findall(_DOT_ROWS, products)), default=0),
         seconds=seconds,
         hash=compiled.hash,
         asm=asm,

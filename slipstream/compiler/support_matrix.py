@@ -6,6 +6,7 @@ matrix is there to find before a user does.
 """
 
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +24,18 @@ STATUSES = ("ok", "slow", "refused", "hang", "crash")
 # Bytes of stack a thread beyond which a kernel counts as slow: walks keep a state in registers and
 # spill some of it outside of their loops.
 MAX_SPILL_BYTES = 1280
+# Rows from which on Triton makes a product of wgmma or tcgen05.
+MIN_ROWS = 64
+# Before the reason of an operator that is slow with float32 inputs alone.
+FLOAT32 = "float32: "
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel, one architecture, one Triton release."""
+    """One kernel, one architecture, one Triton release.
+
+    dtype: of the first tensor, as Triton names it.
+    """
 
     arch: str
     triton: str
@@ -40,6 +48,7 @@ class Row:
     warps: int
     stages: int
     constants: Mapping[str, str]
+    dtype: str = ""
     shared: int = 0
     registers: int = 0
     stack: int = 0
@@ -131,6 +140,7 @@ def compile_row(worker: Worker, task: Task, timeout: float) -> Row:
         warps=job.warps,
         stages=job.stages,
         constants={k: str(v) for k, v in job.constants.items() if v is not None},
+        dtype=dtype_of(job),
     )
     if outcome.compiled is not None:
         names = ("shared", "registers", "stack", "instructions", "seconds")
@@ -138,6 +148,12 @@ def compile_row(worker: Worker, task: Task, timeout: float) -> Row:
     if status in ("crash", "refused") and (reason := _known_bug(row)):
         row = replace(row, reason=f"{row.reason} ({reason})")
     return row
+
+
+def dtype_of(job: Job) -> str:
+    """ "bf16" of "*bf16" or "tensordesc<bf16[64, 64]>"."""
+    first = next(iter(job.tensors.values()), "")
+    return re.sub(r"^(\*|tensordesc<)|[:\[].*", "", first)
 
 
 def judge(job: Job, outcome: Outcome) -> tuple[str, str]:
@@ -159,10 +175,13 @@ def judge(job: Job, outcome: Outcome) -> tuple[str, str]:
 def _missing(arch: Arch, got: Compiled, job: Job) -> str:
     """What the products use instead of the architecture's tensor cores, if they do.
 
-    Kernels in Gluon name each product's instruction: mma.sync beside wgmma is meant.
+    Kernels in Gluon name each product's instruction: mma.sync beside wgmma is meant. So it is where
+    every product has fewer rows than wgmma and tcgen05 take.
     """
     if arch.instruction is None:
         return "no tensor cores: Triton uses this architecture's no longer"
+    if 0 < got.dot_rows < MIN_ROWS and got.instructions["mma.sync"]:
+        return ""
     if got.instructions[arch.instruction] == 0:
         instructions = [x for x in ("wgmma", "mma.sync", "tcgen05", "mfma") if got.instructions[x]]
         return f"{' and '.join(instructions) or 'no tensor cores'} instead of {arch.instruction}"
@@ -195,14 +214,18 @@ def _known_bug(row: Row) -> str:
 
 def by_operator(rows: Iterable[Row]) -> dict[str, dict[str, tuple[str, str]]]:
     """operator -> architecture -> the worst status of its kernels, with its reason."""
-    table: dict[str, dict[str, tuple[str, str]]] = {}
+    table: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         for operator in row.operators:
-            cells = table.setdefault(operator, {})
-            before = cells.get(row.arch, ("ok", ""))
-            if row.arch not in cells or STATUSES.index(row.status) > STATUSES.index(before[0]):
-                cells[row.arch] = (row.status, row.reason)
-    return table
+            table.setdefault(operator, {}).setdefault(row.arch, []).append(row)
+    return {x: {arch: _worst(of) for arch, of in y.items()} for x, y in table.items()}
+
+
+def _worst(rows: Sequence[Row]) -> tuple[str, str]:
+    worst = max(rows, key=lambda x: STATUSES.index(x.status))
+    slow = {x.dtype for x in rows if x.status == "slow"}
+    single = worst.status == "slow" and slow == {"fp32"} != {x.dtype for x in rows}
+    return worst.status, FLOAT32 + worst.reason if single else worst.reason
 
 
 def verified(rows: Iterable[Row]) -> dict[tuple[str, str, str], set[str]]:

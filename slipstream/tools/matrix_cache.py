@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.compiler.aot import Job, load
 from slipstream.compiler.compiler_state import cache_dir
-from slipstream.compiler.support_matrix import Row, Task, as_json
+from slipstream.compiler.support_matrix import Row, Task, as_json, dtype_of
 
 
 class RowCache:
@@ -39,7 +39,9 @@ class RowCache:
         for job, operators in tasks:
             digest = self._digest(job)
             if digest in self._known:
-                rows.append(Row(**{**self._known[digest], "operators": operators}))
+                # not all that a file has say their dtype
+                now = {"operators": operators, "dtype": dtype_of(job)}
+                rows.append(Row(**{**self._known[digest], **now}))
             else:
                 rest.append((job, operators))
         return rows, rest

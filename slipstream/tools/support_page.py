@@ -256,6 +256,8 @@ def _cell(known: dict, arch: str, release: str, name: str, footnotes: list[str])
     avoided = [x.name for x in applies if x.avoided]
     if status in ("ok", "slow") and avoided:
         reason += f"{'; ' if reason else ''}with workarounds for {', '.join(avoided)}"
+    if reason.startswith(support_matrix.FLOAT32):
+        status, reason = f"{status} in float32", reason.removeprefix(support_matrix.FLOAT32)
     if not reason:
         return status
     reason = _general(reason)
@@ -276,7 +278,9 @@ forward and backward, for sample shapes, compiled ahead of time without a GPU. A
 worst of its kernels.
 
 - ok: compiles, fits into shared memory, hardly spills, uses the tensor cores.
-- slow: compiles and fits, and runs slower than it could, for the reason noted.
+- slow: compiles and fits, and runs slower than it could, for the reason noted. Kernels of other
+  dtypes and widths, or of another back end, may be ok: `slipstream explain` names those of a call.
+  "in float32": with these inputs alone.
 - refused: the compiler refuses it or it does not fit; the operator runs in plain torch there.
 - crash, hang: the compiler dies or does not finish.
 - torch: no kernel takes it there, plain torch does.

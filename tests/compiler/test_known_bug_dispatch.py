@@ -161,7 +161,7 @@ def test_slow_fault_is_marked(name: str) -> None:
     fault = BY_NAME[name]
     job = Job("module:kernel", {}, {}, {}, 4, 3, {}, fault.archs[0])
     none = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
-    made = Compiled(0, 0, 0, none, dots=1, seconds=0.0, hash="", asm={})
+    made = Compiled(0, 0, 0, none, dots=1, dot_rows=0, seconds=0.0, hash="", asm={})
     status, why = support_matrix.judge(job, Outcome("ok", compiled=made))
     assert status == "slow" and "no tensor cores" in why
     here = compiler_state.CompilerState(

@@ -28,7 +28,8 @@ JOB = Job("module:some_kernel", {}, {"C": 64}, {}, 4, 3, {}, "sm_90")
 
 def outcome(**of: Any) -> Outcome:
     instructions = {**NONE, **of.pop("instructions", {})}
-    sound = {"shared": 1000, "registers": 100, "stack": 0, "dots": 1, "seconds": 1.0, "hash": ""}
+    sound = {"shared": 1000, "registers": 100, "stack": 0, "seconds": 1.0, "hash": ""}
+    sound |= {"dots": 1, "dot_rows": 64}
     return Outcome("ok", compiled=Compiled(**{**sound, **of}, instructions=instructions, asm={}))
 
 
@@ -39,6 +40,8 @@ def outcome(**of: Any) -> Outcome:
         ("sm_90", {"dots": 0}, "ok", ""),
         ("sm_90", {"instructions": {"mma.sync": 4}}, "slow", "mma.sync instead of wgmma"),
         ("sm_90", {"instructions": {"wgmma": 4, "mma.sync": 1}}, "slow", "some products"),
+        ("sm_90", {"instructions": {"mma.sync": 4}, "dot_rows": 16}, "ok", ""),
+        ("sm_90", {"dot_rows": 16}, "slow", "no tensor cores instead of wgmma"),
         ("sm_80", {}, "slow", "no tensor cores instead of mma.sync"),
         ("sm_70", {}, "slow", "no longer"),
         ("sm_80", {"instructions": {"mma.sync": 1}, "stack": 5000}, "slow", "spills 5000 bytes"),
@@ -56,6 +59,34 @@ def test_gluon_kernel_has_its_instructions() -> None:
     both, none = {"wgmma": 4, "mma.sync": 1}, {"mma.sync": 1}
     assert support_matrix.judge(job, outcome(instructions=both)) == ("ok", "")
     assert support_matrix.judge(job, outcome(instructions=none))[0] == "slow"
+
+
+@pytest.mark.parametrize(
+    ("slow", "others", "words"),
+    [
+        (["fp32"], ["bf16"], "float32: spills"),
+        (["fp32"], ["fp32"], "spills"),
+        (["fp32", "bf16"], ["bf16"], "spills"),
+    ],
+)
+def test_operator_is_slow_in_float32_alone(slow: list, others: list, words: str) -> None:
+    def row(dtype: str, status: str, reason: str) -> support_matrix.Row:
+        job = replace(JOB, tensors={"q_ptr": f"*{dtype}:1"})
+        about = {"module": "", "kernel": "", "operators": ("chunk_gla",), "constants": {}}
+        return support_matrix.Row(
+            "sm_90", "3.6.0", "13.0.88", **about, status=status, reason=reason, warps=4, stages=1,
+            dtype=support_matrix.dtype_of(job),
+        )  # fmt: skip
+
+    rows = [row(x, "slow", "spills 4096 bytes a thread") for x in slow]
+    rows += [row(x, "ok", "") for x in others]
+    status, reason = support_matrix.by_operator(rows)["chunk_gla"]["sm_90"]
+    assert status == "slow" and reason == f"{words} 4096 bytes a thread"
+    about = {"ptxas": "", "variants": "flags", "kernels": 2, "operators": {"x": [status, reason]}}
+    shown = "| x | slow in float32 [1] |" if words != "spills" else "| x | slow [1] |"
+    from slipstream.tools.support_page import page
+
+    assert shown in page({"3.8.0": {"sm_80": about}})
 
 
 class _Worker:

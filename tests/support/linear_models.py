@@ -15,13 +15,19 @@ LENGTHS = (7, 2, 3)  # of packed sequences
 
 
 def linear_classes() -> list[str]:
-    """One causal language model of each type that looks functions up in other packages."""
-    found: set[str] = set()
+    """A language model of each file that looks functions up in other packages, of causal ones the
+    first of each type."""
+    causal = set(first_of_each_type("MODEL_FOR_CAUSAL_LM_"))
+    found: list[str] = []
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         source = path.read_text(encoding="utf-8")
-        if "use_kernel_func_from_hub_with_fallback(" in source:
-            found |= set(re.findall(r"^class (\w+)\(", source, re.MULTILINE))
-    return sorted(found.intersection(first_of_each_type("MODEL_FOR_CAUSAL_LM_")))
+        if "use_kernel_func_from_hub_with_fallback(" not in source:
+            continue
+        names = re.findall(r"^class (\w+)\(", source, re.MULTILINE)
+        found += [x for x in names if x in causal] or [
+            x for x in names if x.endswith("ForConditionalGeneration")
+        ]
+    return sorted(found)
 
 
 def tiny(name: str) -> tuple[Any, Any, Any, Any, Any]:
