@@ -212,10 +212,11 @@ def _written(
     token, of which the first decays, the first R write and the last R read."""
     T, R = q.shape[1], q.shape[3]
     n = 2 * R - 1
-    if R > 1:
-        q = F.pad(q, (0, 0, R - 1, 0))
-        k, v = (F.pad(x, (0, 0, 0, R - 1)) for x in (k, v))
-    q, k, v = (x.transpose(2, 3).flatten(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+    if R > 1:  # after transpose: what torch.compile traces of a pad's gradient is contiguous
+        q = F.pad(q, (0, 0, 0, 0, R - 1, 0))
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, R - 1)) for x in (k, v))
+    q, k, v = (x.flatten(1, 2) for x in (q, k, v))
     g = F.pad(widen(g)[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
     context = None if options.context is None else options.context.repeated(n)
     offsets = None if cu_seqlens is None else cu_seqlens * n

@@ -1,5 +1,6 @@
 """torch.compile, torch.export and opcheck of every operator."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from slipstream import ops
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.tools.catalog import Sample, flat
-from tests.support.operators import LINEAR, Size, leaves, offsets, packed
+from tests.support.operators import LINEAR, Size, leaves, offsets, packed, relative_error
 
 every_operator = pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
 # one operator of each way through the common path; the rest are slow
@@ -52,6 +53,18 @@ def test_operator_compiles_fullgraph_without_recompiling(
             torch.testing.assert_close(x, y)
         for x, y in zip(_grads(got, inputs), _grads(want, inputs), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["chunk_mamba3-mimo", "chunk_gated_oja_rule", "chunk_precond_kda"])
+def test_prologues_compile_in_16_bits(name: str) -> None:
+    """What is rounded between operations of torch has the strides that were traced."""
+    (op,) = [x for x in LINEAR if x.name == name]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda args: flat(op(args)), fullgraph=True, backend="aot_eager")
+    args, inputs = leaves(op.inputs(replace(Size(T=21), dtype=torch.bfloat16)))
+    got, want = compiled(args), flat(op(args))
+    for x, y in zip([*got, *_grads(got, inputs)], [*want, *_grads(want, inputs)], strict=True):
+        assert relative_error(x, y) <= 1e-2
 
 
 def test_compiled_operators_take_one_tensor_twice() -> None:
