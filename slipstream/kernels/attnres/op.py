@@ -48,14 +48,19 @@ def _run(
         y, s = eager(query, residuals, weight, output_weight, eps, scale)
         return y, s.detach().softmax(0)
     shape = residuals[0].shape
-    rows = [x.reshape(-1, shape[-1]).contiguous() for x in residuals]
     output_weight = None if output_weight is None else output_weight.contiguous()
     given = query.contiguous(), weight.contiguous(), output_weight
-    if needs_autograd(*given, *rows):
-        y, s, lse = _Attnres.apply(*given, eps, scale, impl, *rows)
+    if needs_autograd(*given, *residuals):
+        y, s, lse = _Attnres.apply(*given, eps, scale, impl, *residuals)
     else:
-        y, s, _, lse, _ = forward(given[0], rows, *given[1:], eps, scale, impl, False)
-    return y.view(shape), (s - lse).exp().view(len(rows), *shape[:-1])
+        options = *given[1:], eps, scale, impl, False
+        y, s, _, lse, _ = forward(given[0], _rows(residuals), *options)
+    return y.view(shape), (s - lse).exp().view(len(residuals), *shape[:-1])
+
+
+def _rows(residuals: Sequence[Tensor]) -> list[Tensor]:
+    """[R, D], contiguous."""
+    return [x.reshape(-1, x.shape[-1]).contiguous() for x in residuals]
 
 
 class _Attnres(Function):
@@ -70,12 +75,13 @@ class _Attnres(Function):
         eps: float,
         scale: float,
         impl: str,
-        *rows: Tensor,
+        *residuals: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = query, list(rows), weight, output_weight
+        given = query, _rows(residuals), weight, output_weight
         y, s, rstd, lse, o = forward(*given, eps, scale, impl, True)
         o = y if output_weight is None else o
-        save(ctx, query, weight, output_weight, o, s, rstd, lse, *rows)
+        # no views of them, of whose changes torch has another error
+        save(ctx, query, weight, output_weight, o, s, rstd, lse, *residuals)
         ctx.options = eps, scale, impl
         ctx.mark_non_differentiable(s, lse)
         return y, s, lse
@@ -83,11 +89,12 @@ class _Attnres(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        query, weight, output_weight, o, s, rstd, lse, *rows = saved
+        query, weight, output_weight, o, s, rstd, lse, *residuals = saved
         eps, scale, impl = ctx.options
         da, dwo, *grads = backward(
-            query, rows, weight, output_weight, dy, o, s, rstd, lse, eps, scale, impl
+            query, _rows(residuals), weight, output_weight, dy, o, s, rstd, lse, eps, scale, impl
         )
+        grads = [g.view(x.shape) for g, x in zip(grads, residuals)]
         dq, dw = da * weight * scale, da * query * scale
         dwo = None if output_weight is None else dwo.to(output_weight.dtype)
         return dq.to(query.dtype), dw.to(weight.dtype), dwo, None, None, None, *grads

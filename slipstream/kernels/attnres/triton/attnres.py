@@ -26,12 +26,15 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
-STREAMS, ELEMENTS = 16, 2048
-# Elements of a row that a thread has, where the warps are no more than these; residuals on their
-# way, with the one that is worked on; programs of backward a multiprocessor.
-A_THREAD, WARPS = 16, 16
-STAGES, STAGES_BACK = 4, 3
-PROGRAMS = 2
+STREAMS = 16
+# Of a program, by docs/dev/log/blocks.md: elements of its rows, at least one row; of these a thread
+# has A_THREAD, or half as many backward, which holds three such tiles of float32; residuals on
+# their way, with the one that is worked on, and bytes of shared memory for them.
+ELEMENTS, A_THREAD = 4096, 64
+STAGES, WIDE_STAGES_BACK = 4, 3
+AHEAD_BYTES = 48 << 10
+# Of backward a multiprocessor: of one row at a time, or of several.
+PROGRAMS = {True: 2, False: 8}
 
 
 @triton.jit
@@ -175,10 +178,15 @@ def attnres_bwd_kernel(
         tl.store(dwo_ptr + at, b_dwo, mask=m_d[None, :])
 
 
-def _tile(D: int) -> tuple[int, int, int]:
+def _tile(D: int, a_thread: int) -> tuple[int, int, int]:
     """BR, BD and warps."""
     BD = triton.next_power_of_2(D)
-    return max(ELEMENTS // BD, 1), BD, min(max(BD // (32 * A_THREAD), 4), WARPS)
+    BR = max(ELEMENTS // BD, 1)
+    return BR, BD, BR * BD // (32 * a_thread)
+
+
+def _stages(first: Tensor, tile: int, most: int) -> int:
+    return min(most, 1 + AHEAD_BYTES // (tile * first.element_size()))
 
 
 def _named(letter: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
@@ -203,13 +211,14 @@ def forward(
     o = torch.empty_like(first) if keep and output_weight is not None else first.new_empty(0)
     s, rstd = (first.new_empty(L, R, dtype=torch.float32) for _ in range(2))
     lse = first.new_empty(R, dtype=torch.float32)
-    BR, BD, warps = _tile(D)
+    BR, BD, warps = _tile(D, A_THREAD)
     if R > 0:
         with device_of(first.device):
             cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
                 **_named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
                 y_ptr=y, o_ptr=o if o.numel() else None, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse, R=R,
-                eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD, STAGES=STAGES, num_warps=warps,
+                eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
+                STAGES=_stages(first, BR * BD, STAGES), num_warps=warps,
             )  # fmt: skip
     return y, s, rstd, lse, o
 
@@ -232,8 +241,10 @@ def backward(
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     grads = [torch.empty_like(x) for x in residuals]
-    BR, BD, warps = _tile(D)
-    programs = max(min(triton.cdiv(R, BR), PROGRAMS * sm_count(first.get_device())), 1)
+    BR, BD, warps = _tile(D, A_THREAD // 2)
+    stages = _stages(first, BR * BD, STAGES if BD <= ELEMENTS else WIDE_STAGES_BACK)
+    most = PROGRAMS[BR == 1] * sm_count(first.get_device())
+    programs = max(min(triton.cdiv(R, BR), most), 1)
     da = first.new_zeros(programs, D, dtype=torch.float32)
     dwo = None if output_weight is None else torch.zeros_like(da)
     if R > 0:
@@ -242,6 +253,6 @@ def backward(
                 **_named("v", residuals), **_named("d", grads), q_ptr=query, w_ptr=weight,
                 wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse,
                 da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
-                STAGES=STAGES_BACK, num_warps=warps,
+                STAGES=stages, num_warps=warps,
             )  # fmt: skip
     return [da.sum(0), da.new_empty(0) if dwo is None else dwo.sum(0), *grads]
