@@ -1,15 +1,18 @@
 """Gated DeltaNet-2: the gated delta rule whose decay, erase and write are gates of channels."""
 
-import torch
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.erase.op import erase
+from slipstream.kernels.linear.channel_gates import as_dplr, takes_as_they_are
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._preprocess import expect_inputs, for_value_heads, l2_normalised
+from slipstream.ops._preprocess import expect_inputs, l2_normalised
 from slipstream.ops.kda import channel_gate
 from slipstream.runtime.context_parallel import ContextParallel
+
+# of terms, for users
+NAMES = {"erase": "b", "write": "w"}
 
 
 @checks.operator
@@ -42,7 +45,8 @@ def chunk_gdn2(
         S_t = (I - k_t (b_t * k_t)^T) diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
         o_t = scale * S_t^T q_t
 
-    KDA is b = w = beta. It is dplr_delta_rule with a = -exp(g) * b * k, b = k and w * v for v.
+    KDA is b = w = beta. The kernels for sm_90 in 16 bits are KDA's with two more tensors to read;
+    elsewhere it is dplr_delta_rule with a = -exp(g) * b * k, b = k and w * v for v.
 
     Args:
         q, k: queries and keys [B, T, H, K]; keys of norm 1 keep the recurrence stable.
@@ -59,8 +63,9 @@ def chunk_gdn2(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
-    Cost: for chunks of C, about 2 T HV (4 K V + 2 C (K + V)) flops, and a tensor of the size of g;
-    where HV > H also q and k for each value head; state HV K V floats.
+    Cost: as chunk_kda on sm_90 in 16 bits with b and w of q's dtype; else as
+    chunk_dplr_delta_rule, and a tensor of the size of g, and where HV > H q and k for each value
+    head.
     Source: the recurrence of fla-core 0.6.0, fla/ops/gdn2.
     """
     if safe_gate and use_gate_in_kernel and lower_bound is None:
@@ -69,10 +74,13 @@ def chunk_gdn2(
         )
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
+    if context is not None or not takes_as_they_are(terms, impl):
+        terms = as_dplr(terms, erase)
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
         recurrent=False,
+        names=NAMES,
     )
 
 
@@ -104,7 +112,7 @@ def fused_recurrent_gdn2(
     Arguments, result and errors as chunk_gdn2. Cost: 8 T HV K V flops, one after the other.
     """
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
+    terms = as_dplr(_terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel), erase)
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
@@ -115,16 +123,10 @@ def fused_recurrent_gdn2(
 def _terms(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, normalise: bool
 ) -> LinearInputs:
-    """Those of dplr_delta_rule: what is erased is read through a before the state decays. a has the
-    minus, so that b is k itself."""
     expect_inputs(
         None, None, q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
     )  # fmt: skip
     if normalise:
         q, k = l2_normalised(q=q, k=k)
-    q, k = for_value_heads(v, q, k)
-    a, again = erase(g, k, b), k
-    if torch.compiler.is_compiling():
-        _, again = checks.apart((k, k))
-    return LinearInputs(q, k, (w * v).to(v.dtype), g=g, a=a, b=again)
+    return LinearInputs(q, k, v, g=g, erase=b, write=w)

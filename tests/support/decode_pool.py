@@ -63,7 +63,8 @@ def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> LinearIn
 
 def step(terms: LinearInputs, state: Tensor, **options: Any) -> Tensor:
     given = terms._asdict()
-    given.pop("initial_state")
+    for name in ("initial_state", "erase", "write"):
+        assert given.pop(name) is None
     return recurrent_step(**given, state=state, **options)
 
 

@@ -29,6 +29,8 @@ from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, c
 from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.token_ids import expect_below, expect_offsets
 
+# of a token's terms: erase and write are a and b by then
+_COUNT = LinearInputs._fields.index("erase")
 MAX_K = 1024  # all rows of the state are in one program's registers
 
 
@@ -113,7 +115,7 @@ def run(
         expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
         if terms.cu_seqlens is not None:
             expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
-    return _call(*pool, *terms[:-2], terms.cu_seqlens, scale, l2_norm, plan.impls)
+    return _call(*pool, *terms[:_COUNT], terms.cu_seqlens, scale, l2_norm, plan.impls)
 
 
 def plan_for(terms: LinearInputs, pool: Pool, impl: str | None) -> Selection:
@@ -190,7 +192,7 @@ def _mismatch(terms: LinearInputs, pool: Pool, l2_norm: bool) -> str | None:
             codes, residual = (_k_first(x, pool.v_first).contiguous() for x in (codes, residual))
             states = Pool(codes, scale, residual, None, pool.v_first)
             few = LinearInputs(**given)
-            o = _call(*states, *few[:-2], few.cu_seqlens, 1.0, l2_norm, impl)
+            o = _call(*states, *few[:_COUNT], few.cu_seqlens, 1.0, l2_norm, impl)
             assert states.int8 is not None
             return o, int8_states.decode(states.int8)
 
@@ -261,12 +263,12 @@ def _where_tokens(terms: LinearInputs, new: Tensor, old: Tensor) -> Tensor:
 
 def _fake(*args: Any) -> Tensor:
     count = len(Pool._fields)
-    terms = LinearInputs(*args[count : count + len(LinearInputs._fields) - 2])
+    terms = LinearInputs(*args[count : count + _COUNT])
     return terms.q.new_empty(terms.v.shape)
 
 
 _TERMS = ", ".join(
-    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields[:-2]
+    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields[:_COUNT]
 )
 _call = KernelOp(
     "linear_step",

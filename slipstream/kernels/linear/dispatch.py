@@ -295,6 +295,9 @@ def check(
         checks.expect_tensor(named["beta"], terms.beta)
         wide = recurrent and terms.beta.dim() == 4
         checks.expect_shape(named["beta"], terms.beta, (B, T, HV, V) if wide else (B, T, HV))
+    if terms.erase is not None and terms.write is not None:
+        checks.expect_shape(named["erase"], terms.erase, (B, T, HV, K))
+        checks.expect_shape(named["write"], terms.write, (B, T, HV, V))
     if terms.u is not None:
         checks.expect_shape(named["u"], terms.u, (HV, K))
     if terms.cu_seqlens is not None:
@@ -320,7 +323,7 @@ def as_autocast(terms: LinearInputs) -> LinearInputs:
         return terms
     cast = {
         name: x.to(dtype)
-        for name in ("q", "k", "v", "p", "a", "b")
+        for name in ("q", "k", "v", "p", "a", "b", "erase", "write")
         if (x := getattr(terms, name)) is not None
     }
     return terms._replace(**cast)

@@ -11,6 +11,8 @@ Which terms are given says which instance it is; None means the term is absent.
                        S_t = D_t S_{t-1} + k_t (beta_t (v_t - k_t^T D_t S_{t-1}))^T
                        or, with p given, under p_t before it, a_t = p_t:
                        S_t = D_t S_{t-1} + k_t (beta_t (v_t - p_t^T S_{t-1}))^T
+                       or, with erase and write given in the place of beta, by gates of channels:
+                       S_t = D_t S_{t-1} + k_t (write_t v_t - (erase_t k_t)^T D_t S_{t-1})^T
                 dplr   a and b given, free
     decay       none   g absent
                 scalar g [B, T, HV]
@@ -34,7 +36,8 @@ MAX_HEAD_DIM = 256
 
 
 class LinearInputs(NamedTuple):
-    """q, k, p, a, b [B, T, H, K]; v [B, T, HV, V]; u [HV, K]; initial_state [N, HV, K, V].
+    """q, k, p, a, b [B, T, H, K]; v, write [B, T, HV, V]; erase [B, T, HV, K]; u [HV, K];
+    initial_state [N, HV, K, V].
 
     g, gv and beta as above; beta may also be [B, T, HV, V], per column, on the recurrent path.
     cu_seqlens [N+1] packs N sequences in B = 1.
@@ -50,6 +53,8 @@ class LinearInputs(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
     u: Tensor | None = None
+    erase: Tensor | None = None
+    write: Tensor | None = None
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
@@ -57,7 +62,7 @@ class LinearInputs(NamedTuple):
     def transition(self) -> str:
         if self.a is not None:
             return "dplr"
-        return "delta" if self.beta is not None else "none"
+        return "none" if self.beta is None and self.erase is None else "delta"
 
     @property
     def decay(self) -> str:

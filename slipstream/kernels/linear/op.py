@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear import probe, workspace
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
+from slipstream.kernels.linear.channel_gates import as_dplr, gradients_of
 from slipstream.kernels.linear.eager.blocks import block_forward
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
@@ -61,6 +62,8 @@ def forward_impl(
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
     terms, (scale, chunk, impl, wide, *count) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
+    if terms.erase is not None and not impl.startswith("sm90"):
+        terms = as_dplr(terms)
     num_slices = count[0] if count else 0
     # a slice of packed sequences begins chunks of its own
     sliceable = chunk != CONSISTENT or terms.cu_seqlens is None
@@ -259,6 +262,10 @@ def backward_impl(
         overwrite_q: nobody wants q afterwards, so that its memory may take a gradient.
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
+    if terms.erase is not None and not impl.startswith("sm90"):
+        given = as_dplr(terms), dout, dfinal, scale, chunk, impl, True, checkpoints
+        grads = backward_impl(*given, exchange=exchange)
+        return workspace.copy_into(gradients_of(terms, grads), out)
     first, _, others = impl.partition("|")
     with Guard(
         "eager" if only_by_token(terms) else impl,

@@ -47,6 +47,8 @@ def like(terms: LinearInputs, tokens: int = TOKENS) -> LinearInputs:
         "g": lambda shape: -0.1 * torch.rand(shape, device=device),
         "gv": lambda shape: -0.1 * torch.rand(shape, device=device),
         "beta": lambda shape: torch.rand(shape, device=device),
+        "erase": lambda shape: torch.rand(shape, device=device),
+        "write": lambda shape: torch.rand(shape, device=device),
         "b": lambda shape: -0.5 * normalize(torch.randn(shape, device=device), dim=-1),
         "v": lambda shape: torch.randn(shape, device=device),
         "u": lambda shape: torch.randn(shape, device=device),

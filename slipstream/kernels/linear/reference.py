@@ -48,9 +48,9 @@ def _run(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
         None if x is None else x.to(terms.dtype).repeat_interleave(group, dim=2)
         for x in (terms.q, terms.k, terms.p, terms.a, terms.b)
     )
-    v, g, gv, beta, u = (
+    v, g, gv, beta, u, erase, write = (
         None if x is None else x.to(terms.dtype)
-        for x in (terms.v, terms.g, terms.gv, terms.beta, terms.u)
+        for x in (terms.v, terms.g, terms.gv, terms.beta, terms.u, terms.erase, terms.write)
     )
     assert q is not None and k is not None and v is not None
     if terms.initial_state is None:
@@ -69,6 +69,9 @@ def _run(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
             held = kt * S if p is None else p[:, t, :, :, None] * before
             bt = beta[:, t, :, None, None] if beta.dim() == 3 else beta[:, t, :, None, :]
             vt = bt * (vt - held.sum(-2, keepdim=True))
+        if erase is not None and write is not None:
+            held = erase[:, t, :, :, None] * kt * S
+            vt = write[:, t, :, None, :] * vt - held.sum(-2, keepdim=True)
         if a is not None and b is not None:
             S = S + b[:, t, :, :, None] * (a[:, t, :, :, None] * before).sum(-2, keepdim=True)
         S = S + kt * vt

@@ -16,23 +16,24 @@ pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-# delta, gated, 16-bit dtype, K, V, packed
+# delta, gated, 16-bit dtype, K, V, packed, erase and write by channel
 CASES = {
     "kda": (True, True, torch.bfloat16, 128, 128, False),
     "kda_narrow": (True, True, torch.float16, 64, 64, True),
     "dplr": (False, True, torch.bfloat16, 128, 128, True),
     "iplr": (False, False, torch.bfloat16, 64, 128, False),
     "rwkv7": (False, True, torch.bfloat16, 64, 64, False),
+    "gdn2": (True, True, torch.bfloat16, 128, 128, False, True),
 }
 # the transitions, and the widths, whole; walks of segments
-SAMPLE = {False: ("kda_narrow", "dplr", "iplr"), True: ("kda",)}
+SAMPLE = {False: ("kda_narrow", "dplr", "iplr", "gdn2"), True: ("kda",)}
 # bytes of stack a thread of dplr_intra_safe with free a and b, whose scores of four kinds wait in
 # registers while the levels are made
 STACK = {"dplr": 96, "rwkv7": 96}
 
 
 def terms(case: tuple, device: torch.device) -> LinearInputs:
-    delta, gated, dtype, K, V, packed = case
+    delta, gated, dtype, K, V, packed, *by_channel = case
     B, T, H, HV = 1, 192, 1, 2
 
     def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,7 +45,9 @@ def terms(case: tuple, device: torch.device) -> LinearInputs:
         k,
         ones(B, T, HV, V, dtype=dtype),
         g=ones(B, T, HV, K) if gated else None,
-        beta=ones(B, T, HV) if delta else None,
+        beta=ones(B, T, HV) if delta and not by_channel else None,
+        erase=ones(B, T, HV, K, dtype=dtype) if by_channel else None,
+        write=ones(B, T, HV, V, dtype=dtype) if by_channel else None,
         a=None if delta else a,
         b=None if delta else b,
         cu_seqlens=torch.ones(3, dtype=torch.int32, device=device) if packed else None,

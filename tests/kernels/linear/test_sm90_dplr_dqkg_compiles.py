@@ -18,6 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # transition, dtype, of gates, K, V, packed
 CASES = {
     "kda": ("kda", BF16, FP32, 128, 128, False),
+    "gdn2": ("gdn2", BF16, FP32, 128, 128, False),
     "dplr packed": ("dplr", BF16, FP32, 128, 128, True),
     "kda narrow": ("kda", FP16, FP32, 64, 128, True),
     "kda bf16 gates": ("kda", BF16, BF16, 128, 128, False),
@@ -33,13 +34,15 @@ def terms(case: tuple, device: torch.device) -> LinearInputs:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, device=device, dtype=dtype)
 
-    free = kind == "dplr"
+    free, by_channel = kind == "dplr", kind == "gdn2"
     return LinearInputs(
         empty(B, T, H, K),
         empty(B, T, H, K),
         empty(B, T, HV, V),
         g=empty(B, T, HV, K, dtype=gates),
-        beta=None if free else empty(B, T, HV, dtype=FP32),
+        beta=None if free or by_channel else empty(B, T, HV, dtype=FP32),
+        erase=empty(B, T, HV, K) if by_channel else None,
+        write=empty(B, T, HV, V) if by_channel else None,
         a=empty(B, T, H, K) if free else None,
         b=empty(B, T, H, K) if free else None,
         cu_seqlens=empty(3, dtype=torch.int32) if packed else None,

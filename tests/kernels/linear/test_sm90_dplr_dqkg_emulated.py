@@ -27,6 +27,8 @@ CASES = {  # kind, T, H, HV, K, V, batch or lengths of packed sequences
     "dplr": ("dplr", 150, 1, 2, 16, 32, 2),
     "kda packed": ("kda", 290, 2, 4, 32, 16, (5, 0, 200, 1, 64)),
     "dplr packed": ("dplr", 290, 1, 1, 32, 16, (5, 0, 200, 1, 64)),
+    "gdn2": ("gdn2", 150, 1, 2, 16, 32, 2),
+    "gdn2 packed": ("gdn2", 290, 2, 4, 32, 16, (5, 0, 200, 1, 64)),
     "dplr at 128": ("dplr", 80, 1, 1, 128, 16, 1),
 }
 
@@ -79,7 +81,7 @@ def kernels() -> SimpleNamespace:
 def inputs(case: tuple) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     kind, T, H, HV, K, V, batch = case
-    packed, free = isinstance(batch, tuple), kind == "dplr"
+    packed, free, by_channel = isinstance(batch, tuple), kind == "dplr", kind == "gdn2"
     B: Any = 1 if packed else batch
     torch.manual_seed(0)
     make: dict[str, Any] = {"dtype": torch.float64}
@@ -89,7 +91,9 @@ def inputs(case: tuple) -> LinearInputs:
         k,
         torch.randn(B, T, HV, V, **make),
         g=-0.5 * torch.rand(B, T, HV, K, **make),
-        beta=None if free else 2 * torch.rand(B, T, HV, **make),
+        beta=None if free or by_channel else 2 * torch.rand(B, T, HV, **make),
+        erase=2 * torch.rand(B, T, HV, K, **make) if by_channel else None,
+        write=torch.rand(B, T, HV, V, **make) if by_channel else None,
         a=a if free else None,
         b=-a * torch.rand(B, T, H, 1, **make) if free else None,
         cu_seqlens=torch.tensor([0, *batch]).cumsum(0).int() if packed else None,
@@ -148,10 +152,12 @@ class Walked:
         q = SCALE * q * G.exp()
         a = a * (G if t.a is None else G - g).exp()
         write, end = (-G).exp(), (G[-1] - G).exp()
+        if t.erase is not None:
+            a, v = a * rows(t.erase, h), v * rows(t.write, h)
         ab, ak = ((a @ (x * write).T).tril(-1) for x in (w, k))
         eye = torch.eye(C, dtype=v.dtype)
         if t.a is None:
-            beta = rows(t.beta, h)[:, None]
+            beta = rows(t.beta, h)[:, None] if t.erase is None else torch.ones(C, 1, dtype=v.dtype)
             r = (eye + beta * ab).inverse()
             u, from_state = r @ (beta * v), -r @ (beta * a)
         else:
@@ -208,7 +214,8 @@ def gradients(walked: Walked, kernel: str, apart: float) -> dict[str, Tensor]:
     made = {n: torch.full((B, T, HV, K), torch.nan, dtype=do.dtype) for n in "qkabg"}
     made["beta"] = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
     scores = walked.scores if free else [*walked.scores[:2], None, None]
-    given = (terms.q, terms.k, terms.a, terms.b)
+    given = (terms.q, terms.k, terms.a, terms.b if terms.erase is None else terms.erase)
+    of_b = HV if terms.erase is not None else H
     BK = K // 2
     read = [
         *(tiles(x, HV * V, C, V) for x in (terms.v if free else None, do)),
@@ -226,7 +233,8 @@ def gradients(walked: Walked, kernel: str, apart: float) -> dict[str, Tensor]:
     strong = torch.arange(chunks * HV, dtype=torch.int32).view(chunks, HV) % 3 < marks
     strong = 2 * strong.int()
     if marks < 3:
-        heads = [*(tiles(x, H * K, C, BK) for x in given), tiles(terms.g, HV * K, C, BK)]
+        heads = [*(tiles(x, H * K, C, BK) for x in given[:3]), tiles(given[3], of_b * K, C, BK)]
+        heads.append(tiles(terms.g, HV * K, C, BK))
         args = (*heads, *read, *pointers(strong), *rest, SCALE, chunks * HV, *sizes)
         threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, APART=apart, **flags)
     if marks > 0:
@@ -246,7 +254,9 @@ def test_gradients_match_reference(case: tuple, kernel: str) -> None:
     end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
     do = torch.randn_like(terms.v)
     got = gradients(Walked(terms, do), kernel, 55.0 * (kernel != "together"))
-    names = [n for n in ("q", "k", "a", "b", "g", "beta") if getattr(terms, n) is not None]
+    got["erase"] = got["b"]
+    names = ("q", "k", "a", "b", "g", "beta", "erase")
+    names = [n for n in names if getattr(terms, n) is not None]
     live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
     for n in (*names, "v"):
         live[n] = live[n][:, :end].clone().requires_grad_()
@@ -257,6 +267,6 @@ def test_gradients_match_reference(case: tuple, kernel: str) -> None:
             assert not got[n][1, :, :end].isnan().any()
             continue  # the first share is the scores' kernel's
         found = got[n][:, :end]
-        found = found if n == "g" else found.view(B, end, H, HV // H, K).sum(3)
+        found = found if n in ("g", "erase") else found.view(B, end, H, HV // H, K).sum(3)
         torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
         assert got[n][:, end:].isnan().all()

@@ -26,13 +26,15 @@ from tests.support.causality import with_other_future
 
 C = 64
 PARTS = "slipstream.kernels.linear.sm90."
-# T, H, HV, K, V, batch or lengths of packed sequences, delta, gated
+# T, H, HV, K, V, batch or lengths of packed sequences, delta, gated, erase and write by channel
 CASES: dict[str, Any] = {
     "kda": (150, 1, 2, 128, 64, 2, True, True),
     "kda_packed": (290, 1, 1, 64, 128, (5, 0, 200, 1, 64), True, True),
     "dplr": (150, 1, 2, 64, 64, 1, False, True),
     "dplr_packed": (140, 1, 1, 128, 64, (5, 0, 70, 1), False, True),
     "iplr": (70, 1, 1, 64, 64, 1, False, False),
+    "gdn2": (150, 1, 2, 128, 64, 2, True, True, True),
+    "gdn2_packed": (140, 1, 2, 64, 128, (5, 0, 70, 1), True, True, True),
 }
 
 
@@ -63,7 +65,7 @@ def kernels() -> SimpleNamespace:
 
 def inputs(case: tuple, gates: Any = None) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
-    T, H, HV, K, V, batch, of_delta, gated = case
+    T, H, HV, K, V, batch, of_delta, gated, *by_channel = case
     lengths: Any = batch if isinstance(batch, tuple) else None
     B: Any = 1 if lengths else batch
     torch.manual_seed(0)
@@ -75,7 +77,9 @@ def inputs(case: tuple, gates: Any = None) -> LinearInputs:
         k,
         torch.randn(B, T, HV, V, **make),
         g=(gates or torch.neg)(torch.rand(B, T, HV, K, **make)) if gated else None,
-        beta=2 * torch.rand(B, T, HV, **make) if of_delta else None,
+        beta=2 * torch.rand(B, T, HV, **make) if of_delta and not by_channel else None,
+        erase=2 * torch.rand(B, T, HV, K, **make) if by_channel else None,
+        write=torch.rand(B, T, HV, V, **make) if by_channel else None,
         a=None if of_delta else a,
         b=None if of_delta else -a * torch.rand(B, T, H, 1, **make),
         initial_state=torch.randn(len(lengths), HV, K, V, **make) if lengths else None,
@@ -91,7 +95,7 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     N = terms.sequences
-    of_delta, gated = terms.beta is not None, terms.g is not None
+    of_delta, gated = terms.transition == "delta", terms.g is not None
     slots = B * -(-T // C) if terms.cu_seqlens is None else T // C + N
     empty = functools.partial(torch.full, fill_value=torch.nan, dtype=torch.float64)
     shapes: dict[str, Any] = dict.fromkeys("qwbk", (C, K))
@@ -100,8 +104,11 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     absent = {"k", "qk", "ak"} if of_delta else set()
     absent |= set() if gated else {"total", "strong"}
     made = {n: None if n in absent else empty((slots, HV, *s)) for n, s in shapes.items()}
-    given = (terms.q, terms.k, terms.a, terms.b, terms.v, terms.g, terms.beta)
-    tiles = [None if x is None else emulator.Descriptor(x, H * K, C, 64) for x in given[:4]]
+    b, heads = (terms.b, H) if terms.erase is None else (terms.erase, HV)
+    given = (terms.q, terms.k, terms.a, b, terms.v, terms.write, terms.g, terms.beta)
+    widths = (H * K, H * K, H * K, heads * K)
+    pairs = zip(given, widths)
+    tiles = [None if x is None else emulator.Descriptor(x, n, C, 64) for x, n in pairs]
     rest = (*given[4:], *made.values())
     tensors = [*tiles, *(None if x is None else emulator.Pointer(x) for x in rest)]
     cu = None if terms.cu_seqlens is None else emulator.Pointer(terms.cu_seqlens)
@@ -129,7 +136,7 @@ class Walk:
         self.K, self.N = terms.q.shape[-1], terms.sequences
         split = split_into_segments(terms, segment)
         self.slots = self.N if split is None else split.count
-        self.columns, self.delta = (self.HV * V, 64), terms.beta is not None
+        self.columns, self.delta = (self.HV * V, 64), terms.transition == "delta"
         self.states = (made["q"].shape[0], self.HV, V)
         self.sizes = (T, self.N, self.HV, segment or T)
         self.ends = (self.slots, self.HV, self.K, V)
@@ -257,7 +264,7 @@ def check_sequence(
     got = made["states"][last].mT
     got = got * made["total"][last][..., None] if terms.g is not None else got
     got = got + made["b"][last].mT @ made["x"][last].mT
-    if terms.beta is None:
+    if terms.transition == "dplr":
         v = terms.v.flatten(0, 1)[begin + (last - first) * C : end].transpose(0, 1)
         got = got + made["k"][last][:, : v.shape[1]].mT @ v
     near(got, final[0])
@@ -269,7 +276,7 @@ def test_prepared_chunks_walk_to_reference(case: tuple) -> None:
     check(inputs(case))
 
 
-@pytest.mark.parametrize("case", ["kda", "dplr_packed"])
+@pytest.mark.parametrize("case", ["kda", "dplr_packed", "gdn2"])
 def test_strong_chunks_walk_to_reference(case: str) -> None:
     for gates in (
         lambda x: -50 * x,
@@ -282,7 +289,7 @@ def test_strong_chunks_walk_to_reference(case: str) -> None:
         assert made["strong"].nan_to_num().max() > 0
 
 
-@pytest.mark.parametrize("case", ["kda", "dplr"])
+@pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])
 def test_past_keeps_its_bits(case: str) -> None:
     """Whatever the future's tokens and gates; chunks change from weak to strong and back."""
     _, H, HV, K, V, _, *of = CASES[case]

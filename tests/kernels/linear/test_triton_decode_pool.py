@@ -172,9 +172,9 @@ def test_step_rejects_what_does_not_fit() -> None:
 def test_step_passes_opcheck_and_compiles() -> None:
     terms, pool = make("gated_delta_rule", 1), torch.randn(SLOTS, HV, K, V)
     at = torch.tensor(INDICES)
-    args = (pool.clone(), None, None, at, False, *terms[:-2], None, 0.3, True, "eager")
+    args = (pool.clone(), None, None, at, False, *terms[:10], None, 0.3, True, "eager")
     torch.library.opcheck(torch.ops.slipstream.linear_step.default, args)
-    args = (*quantize_state(pool), at, False, *terms[:-2], None, 0.3, True, "eager")
+    args = (*quantize_state(pool), at, False, *terms[:10], None, 0.3, True, "eager")
     torch.library.opcheck(torch.ops.slipstream.linear_step.default, args)
     want, after = expected(terms, pool, INDICES)
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -48,6 +48,8 @@ def _transition_reason(terms: LinearInputs) -> str | None:
     q, v = terms.q, terms.v
     if terms.gv is not None or terms.u is not None:
         return "it takes one gate"
+    if terms.erase is not None and (reason := _channel_gates_reason(terms)):
+        return reason
     if terms.beta is not None and (terms.p is not None or terms.beta.dim() != 3):
         return "it takes q, k, v and one beta a token"
     others = (terms.k, v, terms.a, terms.b)
@@ -57,6 +59,18 @@ def _transition_reason(terms: LinearInputs) -> str | None:
         return f"K and V have to be of {_WIDTHS}"
     if q.shape[-1] not in _WIDTHS or v.shape[-1] not in _WIDTHS_V:
         return f"K has to be one of {_WIDTHS} and V of {_WIDTHS_V}"
+    return None
+
+
+def _channel_gates_reason(terms: LinearInputs) -> str | None:
+    """Of erase and write, which Triton's kernels do not take: no gradient may be left to them."""
+    q, g, v = terms.q, terms.g, terms.v
+    if g is None or terms.decay != "channel" or g.dtype not in (*_DTYPES, torch.float32):
+        return "it takes a gate a channel of K, of float32 or 16 bits"
+    if any(x is not None and x.dtype != q.dtype for x in (terms.erase, terms.write)):
+        return f"erase and write have to be of q's dtype, {q.dtype}"
+    if v.numel() // max(v.shape[-1], 1) * 2 >= 2**31:
+        return "it counts tokens and value heads in 32 bits"
     return None
 
 

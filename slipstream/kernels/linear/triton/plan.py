@@ -58,6 +58,8 @@ def kind(terms: LinearInputs, impl: str = "triton", by_token: bool = False) -> K
         return ("linear.step", q.dtype, v.dtype, q.shape[-1], v.shape[-1], terms.decay)
     packed = terms.cu_seqlens is not None and "packed"
     extra = terms.u is not None and "u", terms.gv is not None and "gv"
+    if terms.erase is not None:
+        extra = (*extra, "channel gates")
     width = (q.dtype, q.shape[-1], v.shape[-1])
     return (f"linear.{impl}", terms.transition, terms.decay, *width, packed, *extra)
 

@@ -18,7 +18,7 @@ def align16(x: Tensor) -> Tensor:
 
 def align_for_tma(terms: LinearInputs) -> LinearInputs:
     """With all tensors that kernels read by TMA aligned."""
-    names = ("q", "k", "v", "a", "b", "g")
+    names = ("q", "k", "v", "a", "b", "g", "erase")
     given = {name: x for name in names if (x := getattr(terms, name)) is not None}
     return terms._replace(**{name: align16(x) for name, x in given.items()})
 

@@ -47,7 +47,7 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
     H, K = terms.q.shape[2:]
     programs = intra.u.shape[0] * HV
     common: dict[str, Any] = {
-        **pointers(terms, ("v", "g", "beta")),
+        **pointers(terms, ("v", "write", "g", "beta")),
         **intra.pointers(),
         "cu_ptr": terms.cu_seqlens,
         "scale": scale,
@@ -58,7 +58,7 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
         "H": H,
         "K": K,
         "V": V,
-        "DELTA": terms.beta is not None,
+        "DELTA": terms.transition == "delta",
         "CHANNEL": terms.decay == "channel",
         "PACKED": terms.cu_seqlens is not None,
         "LIMIT": ANCHORED_TILES[terms.v.dtype],
@@ -76,7 +76,7 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
         most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
         run = cached(dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
         shift = SHIFT[terms.v.dtype]
-        run(**pointers(terms, "qkab"), total=programs, SHIFT=shift, **common, **SAFE_OPTIONS)
+        run(**_pointers(terms), total=programs, SHIFT=shift, **common, **SAFE_OPTIONS)
 
 
 def chunk_fwd(
@@ -121,7 +121,7 @@ def chunk_fwd(
         **token_args(terms, segments),
         OUTPUT=make,
         ST=2 if two_stages else STAGES,
-        DELTA=terms.beta is not None,
+        DELTA=terms.transition == "delta",
         **_flags(terms, s_in, s_out, segments),
     )
 
@@ -203,7 +203,8 @@ class Sm90Dplr(TritonDplr):
             "strong_ptr": strong,
             "beta_ptr": terms.beta,
             "diag_ptr": scores.diagonal,
-            **{f"d{name}_ptr": grads.get(name) for name in "qkabg"},
+            **{f"d{name}_ptr": grads.get(name) for name in "qkag"},
+            "db_ptr": grads.get("b" if terms.erase is None else "erase"),
             "dbeta_ptr": dbeta,
             "cu_ptr": terms.cu_seqlens,
             "scale": scale,
@@ -216,7 +217,7 @@ class Sm90Dplr(TritonDplr):
             "V": V,
             "BK": TILE_K,
             "C": CHUNK,
-            "DELTA": terms.a is None,
+            "DELTA": terms.transition == "delta",
             "PACKED": terms.cu_seqlens is not None,
         }
         # the chunks that are not strong, and then those that are
@@ -234,7 +235,8 @@ class Sm90Dplr(TritonDplr):
         )
         launch = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * chunks * HV,)]
         launch(
-            **pointers(terms, "qkabg"),
+            **_pointers(terms),
+            g_ptr=terms.g,
             LIMIT=ANCHORED_TILES[terms.v.dtype],
             SHIFT=SHIFT[terms.v.dtype],
             **common,
@@ -249,7 +251,7 @@ def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or v.numel() * 2 // v.shape[-1] >= 2**31:
         return False
-    read = (q, terms.k, v, g, terms.a, terms.b, do)
+    read = (q, terms.k, v, g, terms.a, terms.b, terms.erase, do)
     return {q.shape[-1], v.shape[-1]} <= {64, 128} and not any(
         x is not None and x.data_ptr() % 16 for x in read
     )
@@ -274,9 +276,20 @@ def _flags(
 
 
 def _rows(terms: LinearInputs, columns: int) -> dict[str, Any]:
-    """Descriptors of q, k, a and b as rows of all heads, in tiles [CHUNK, columns]."""
+    """Descriptors of q, k, a and b as rows of all heads, in tiles [CHUNK, columns]; what erases by
+    gates of channels is read as b."""
     width = terms.q.shape[2] * terms.q.shape[3]
-    return {f"{n}_desc": tma_descriptor(getattr(terms, n), width, CHUNK, columns) for n in "qkab"}
+    made = {f"{n}_desc": tma_descriptor(getattr(terms, n), width, CHUNK, columns) for n in "qkab"}
+    if terms.erase is not None:
+        width = terms.v.shape[2] * terms.q.shape[3]
+        made["b_desc"] = tma_descriptor(terms.erase, width, CHUNK, columns)
+    return made
+
+
+def _pointers(terms: LinearInputs) -> dict[str, Tensor | None]:
+    """As _rows."""
+    given = pointers(terms, "qkab")
+    return given if terms.erase is None else given | {"b_ptr": terms.erase}
 
 
 def _chunks(x: Tensor | None) -> Any:

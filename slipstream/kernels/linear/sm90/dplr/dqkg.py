@@ -49,13 +49,16 @@ from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     SCORES,
     STATE,
     WRITES,
+    back,
     chunk_tiles,
     clear,
+    erase_gradients,
     fast_exp2,
     fast_reciprocal,
     load_partition,
     products_of_states,
     seen,
+    store_dbeta,
     store_gates,
     sums_of_halves,
 )
@@ -105,18 +108,24 @@ def decays(
 @gluon.jit
 def decay_operands(
     ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act: gl.constexpr, C: gl.constexpr,
-    BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
+    BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """In their places: r, s, w and u; k as it was, and P of s."""
+    """In their places: r, s, w and u; k as it was, P of s, and how much each channel erases."""
     cl: gl.constexpr = b_g.type.layout
     if num_rows < C:
         for j in gl.static_range(3 if DELTA else 4):
             clear(ops.index(at + j), num_rows, C, BK, wide)
     b_q = ops.index(at).load(cl).to(gl.float32)
     b_k = ops.index(at + 1).load(cl)
+    b_erase = b_k
     if DELTA:
         b_f = b_p
-        ops.index(at + 2).store((b_k.to(gl.float32) * b_p * b_sign).to(act))
+        b_s = b_k.to(gl.float32) * b_p
+        if GATED:
+            b_erase = ops.index(at + 2).load(cl)
+            ops.index(at + 2).store((-b_s * b_erase.to(gl.float32)).to(act))
+        else:
+            ops.index(at + 2).store((b_s * b_sign).to(act))
     else:
         b_f = fast_exp2(b_e - b_g)
         b_a = ops.index(at + 2).load(cl).to(gl.float32)
@@ -127,7 +136,7 @@ def decay_operands(
     ops.index(at + 1).store((b_k.to(gl.float32) * b_n).to(act))
     fence_async_shared()
     gl.thread_barrier()
-    return b_k, b_f
+    return b_k, b_f, b_erase
 
 
 @gluon.jit
@@ -138,18 +147,6 @@ def half_product(b, score, rhs, at: gl.constexpr, TRANSPOSED: gl.constexpr):
     else:
         lhs = score.slice(at, 32, 1)
     return warpgroup_mma(lhs, rhs.slice(at, 32), b, is_async=True)
-
-
-@gluon.jit
-def back(layout: gl.constexpr, none, C: gl.constexpr, LATER: gl.constexpr, APART: gl.constexpr):
-    """[C, 1]: 2^(-2 APART) for tokens of the later half, or of the other, and 1 for the rest."""
-    later = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none >= C // 2
-    BACK: gl.constexpr = 2.0 ** (-2 * APART)
-    if LATER:
-        b = gl.where(later, BACK, 1.0)
-    else:
-        b = gl.where(later, 1.0, BACK)
-    return b
 
 
 @gluon.jit
@@ -282,14 +279,6 @@ def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
 
 
 @gluon.jit
-def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
-    """All of it in the first of NK shares."""
-    gl.store(p, b_dbeta, mask=m_c)
-    for j in gl.static_range(1, NK):
-        gl.store(p + j * stride, gl.zeros_like(b_dbeta), mask=m_c)
-
-
-@gluon.jit
 def clear_ends(
     do, v, num_rows, C: gl.constexpr, V: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr
 ):
@@ -309,6 +298,7 @@ def dqkg_partition(
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
     wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
+    GATED: gl.constexpr = DELTA and beta_ptr is None
     act: gl.constexpr = ss.dtype
     W: gl.constexpr = 1 if DELTA else 3
     BLOCKS: gl.constexpr = K // BK
@@ -345,10 +335,10 @@ def dqkg_partition(
                 p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
                 b_qb = gl.load(p_diag)[:, None]
                 b_sign = b_qb
-                if DELTA:
+                if DELTA and not GATED:
                     o_t = first + (o_c + none) * HV
                     b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
-                else:
+                if not DELTA:
                     b_qk = gl.load(p_diag + C)[:, None]
                 b_g, b_e, b_early, b_late = decays(
                     gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows,
@@ -357,10 +347,9 @@ def dqkg_partition(
                 b_p = fast_exp2(b_e)
                 b_n = fast_exp2(-b_e)
                 mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
-                b_k, b_f = decay_operands(
-                    ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act, C, BK, wide, DELTA
+                b_k, b_f, b_erase = decay_operands(
+                    ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act, C, BK, wide, DELTA, GATED
                 )  # fmt: skip
-
                 # by way of the state before the chunk, and what was written
                 mbarrier.wait(full.index(STATE), now)
                 mbarrier.wait(full.index(DSTATE), now)
@@ -382,18 +371,20 @@ def dqkg_partition(
                 gl.store(dq_ptr + first_k + o_o, (b_dr * b_p).to(act), mask=m)
                 b_s = ops.index(at + 2).load(cl).to(gl.float32) * b_ds
                 b_ds *= b_f
-                if DELTA:
+                if GATED:
+                    b_ds = erase_gradients(db_ptr + first_k + o_o, b_ds, b_k, b_erase, m)
+                elif DELTA:
                     b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
                     if last:
                         stride = tokens.to(gl.int64) * HV
                         store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
                     b_ds *= b_sign
+                if DELTA:
                     b_t += b_s
                     b_s = b_t
                 else:
                     gl.store(da_ptr + first_k + o_o, b_ds.to(act), mask=m)
                     b_s += b_t
-
                 # by way of the state after it, and what was read
                 b_dw, b_du, b_z = gradients_of_writes(
                     ds.index(none), xs.index(none), vs.index(none), ops, at, scores, empty, last,
@@ -424,7 +415,7 @@ def dplr_dqkg_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, BK]
     k_desc,
     a_desc,  # none for delta
-    b_desc,
+    b_desc,  # [tokens, HV * K], how much each channel erases, gated delta
     g_desc,  # [tokens, HV * K] by [C, BK]
     v_desc,  # [tokens, HV * V] by [C, V], dplr
     do_desc,
@@ -437,12 +428,12 @@ def dplr_dqkg_sm90_kernel(
     dqk_desc,  # dplr
     dak_desc,
     strong_ptr,  # [chunks, HV]
-    beta_ptr,  # [tokens, HV], delta
+    beta_ptr,  # [tokens, HV], delta; none for gated delta
     diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
-    db_ptr,
+    db_ptr,  # and of what erases
     dg_ptr,  # in the gates' dtype
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
     cu_ptr,  # [N + 1]
@@ -467,6 +458,7 @@ def dplr_dqkg_sm90_kernel(
 
     One block of BK channels after the other: no sum but dbeta is over channels.
     """
+    GATED: gl.constexpr = DELTA and beta_ptr is None
     dtype: gl.constexpr = q_desc.dtype
     ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
     ops = gl.allocate_shared_memory(dtype, [6 if DELTA else 8, C, BK], q_desc.layout)
@@ -493,7 +485,7 @@ def dplr_dqkg_sm90_kernel(
                 q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
                 states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
                 ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, strong_ptr, cu_ptr, total, T,
-                N, HV, H, K, BK, V, C, DELTA, PACKED)),
+                N, HV, H, K, BK, V, C, DELTA, GATED, PACKED)),
         ],
         [1],
         [24],

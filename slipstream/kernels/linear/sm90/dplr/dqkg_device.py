@@ -67,7 +67,7 @@ def load_partition(
     dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
     ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, strong_ptr, cu_ptr, total, T, N, HV, H,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
-    PACKED: gl.constexpr,
+    GATED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Barriers: 0 of S, 1 of dS', 2 of g, 3 and 4 of q, k, a and b, of a block of channels.
 
@@ -76,7 +76,7 @@ def load_partition(
     do_bytes: gl.constexpr = do_desc.block_type.nbytes
     before_bytes: gl.constexpr = do_bytes + y_desc.block_type.nbytes
     after_bytes: gl.constexpr = x_desc.block_type.nbytes + (0 if DELTA else do_bytes)
-    input_bytes: gl.constexpr = q_desc.block_type.nbytes * (2 if DELTA else 4)
+    input_bytes: gl.constexpr = q_desc.block_type.nbytes * ((2 if DELTA else 4) + GATED)
     score_bytes: gl.constexpr = dqb_desc.block_type.nbytes * (2 if DELTA else 4)
     BLOCKS: gl.constexpr = K // BK
     pid = gl.program_id(0)
@@ -105,6 +105,9 @@ def load_partition(
                 mbarrier.expect(full.index(OPERANDS + stage), input_bytes)
                 copy_in(q_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
                 copy_in(k_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
+                if GATED:
+                    e_col = i_h * K + i_k
+                    copy_in(b_desc, [row, e_col], full.index(OPERANDS + stage), ops.index(at + 2))
                 if not DELTA:
                     copy_in(a_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
                     copy_in(b_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
@@ -193,3 +196,30 @@ def store_gates(dg_ptr, b_dg, first, num_rows, o_c, o_k, stride):
     p = dg_ptr + first
     b_dg = b_dg.to(dg_ptr.dtype.element_ty)
     gl.store(p + (o_c[:, None] * stride + o_k[None, :]), b_dg, mask=(o_c < num_rows)[:, None])
+
+
+@gluon.jit
+def back(layout: gl.constexpr, none, C: gl.constexpr, LATER: gl.constexpr, APART: gl.constexpr):
+    """[C, 1]: 2^(-2 APART) for tokens of the later half, or of the other, and 1 for the rest."""
+    later = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none >= C // 2
+    BACK: gl.constexpr = 2.0 ** (-2 * APART)
+    if LATER:
+        b = gl.where(later, BACK, 1.0)
+    else:
+        b = gl.where(later, 1.0, BACK)
+    return b
+
+
+@gluon.jit
+def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
+    """All of it in the first of NK shares."""
+    gl.store(p, b_dbeta, mask=m_c)
+    for j in gl.static_range(1, NK):
+        gl.store(p + j * stride, gl.zeros_like(b_dbeta), mask=m_c)
+
+
+@gluon.jit
+def erase_gradients(p, b_ds, b_k, b_erase, m):
+    """Of how much each channel erases; what comes to k from b_ds, the gradient of what it reads."""
+    gl.store(p, (-b_ds * b_k.to(gl.float32)).to(p.dtype.element_ty), mask=m)
+    return -b_ds * b_erase.to(gl.float32)

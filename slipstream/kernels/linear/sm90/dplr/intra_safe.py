@@ -59,13 +59,16 @@ def zero_diagonal(b_e, high, low):
 
 
 @gluon.jit
-def at_level(b_e, q, a, b, k, high, low, x, y, later, DELTA: gl.constexpr):
+def at_level(b_e, q, a, b, k, high, low, x, y, later, DELTA: gl.constexpr, GATED: gl.constexpr):
     """The tiles x and y of 64 channels; b_e: sums of gates."""
     layout: gl.constexpr = b_e.type.layout
     b_w = gl.exp2(b_e)
     if DELTA:
         x.store((q.load(layout).to(gl.float32) * b_w).to(x.dtype))
-        y.store((a.load(layout).to(gl.float32) * b_w).to(y.dtype))
+        b_y = a.load(layout).to(gl.float32)
+        if GATED:
+            b_y *= gl.where(later, k.load(layout).to(gl.float32), 1.0)
+        y.store((b_y * b_w).to(y.dtype))
     else:
         b_e = gl.where(later, zero_diagonal(b_e, high, low), b_e)
         gl.thread_barrier()  # x and y come where the gates are
@@ -97,7 +100,7 @@ def load_tiles(
     q_ptr, k_ptr, a_ptr, b_ptr, begin, stride, num_rows, none, qs, reads, bs, keys,
     NK: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """Rows of `stride` from element `begin` on."""
+    """Rows of `stride` from element `begin` on; of free a and b four tiles."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
     o_q = begin + o_r * stride + gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
@@ -110,6 +113,18 @@ def load_tiles(
             bs.index(none + j).store(gl.load(b_ptr + o_q + j * 64, mask=m_r, other=0.0))
             keys.index(none + j).store(gl.load(k_ptr + o_q + j * 64, mask=m_r, other=0.0))
     ready()
+
+
+@gluon.jit
+def load_erase(p, begin, stride, num_rows, none, tiles, NK: gl.constexpr, GATED: gl.constexpr):
+    """How much each channel erases, as it is, if that is given."""
+    if GATED:
+        rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
+        o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
+        p += begin + o_r * stride + o_c
+        for j in gl.static_range(NK):
+            tiles.index(none + j).store(gl.load(p + j * 64, mask=o_r < num_rows, other=0.0))
 
 
 @gluon.jit
@@ -127,7 +142,7 @@ def load_gates(p, stride, num_rows, none, CHANNEL: gl.constexpr):
 @gluon.jit
 def from_block(
     b_g, q, a, b, k, layout: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
-    DELTA: gl.constexpr,
+    DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Operands of 64 channels in place, relative to the start of each 16 tokens, and the least sum
     of gates from there on, by tokens."""
@@ -135,14 +150,14 @@ def from_block(
     b_e = gl.associative_scan(b_g, 1, add) + SHIFT
     b_lowest = gl.reshape(gl.min(b_e, 2), [64]) - SHIFT
     HIGHEST: gl.constexpr = 2 * LIMIT + ROUNDING - SHIFT
-    decay_operands(b_e, b_e - b_g, q, a, b, k, flat, HIGHEST, DELTA)
+    decay_operands(b_e, b_e - b_g, q, a, b, k, flat, HIGHEST, DELTA, GATED)
     return gl.convert_layout(b_lowest, gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def from_middle(
     b_g, q, a, b, k, middle, layout: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
-    DELTA: gl.constexpr,
+    DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """wy.py's operands of 64 channels in place, and m; the least sum of gates by tokens, that of
     the first half or from there on."""
@@ -155,7 +170,7 @@ def from_middle(
         b_sum = gl.where(quarter < 2, b_sum, gl.minimum(b_sum - b_early, b_early))
     b_lowest = gl.reshape(gl.min(b_sum, 2), [64])
     middle.store(gl.reshape(b_middle, [64]))
-    decay_operands(b_e, b_before, q, a, b, k, flat, 2 * LIMIT + 1 - APART, DELTA)
+    decay_operands(b_e, b_before, q, a, b, k, flat, 2 * LIMIT + 1 - APART, DELTA, GATED)
     return gl.convert_layout(b_lowest, gl.SliceLayout(1, layout))
 
 
@@ -177,10 +192,11 @@ def dplr_intra_safe_sm90_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta
-    b_ptr,
+    b_ptr,  # [tokens, HV, K], how much each channel erases, gated delta
     v_ptr,  # [tokens, HV, V]
+    write_ptr,  # [tokens, HV, V], gated delta
     g_ptr,  # [tokens, HV, K] or [tokens, HV]
-    beta_ptr,  # [tokens, HV], delta
+    beta_ptr,  # [tokens, HV], delta; none for gated delta
     q_out_ptr,  # [slots, HV, C, K]: scale q exp(G)
     w_out_ptr,  # W
     b_out_ptr,  # b exp(G_C - G)
@@ -220,7 +236,7 @@ def dplr_intra_safe_sm90_kernel(
         ahead = gl.min(gl.where(b_strong > 1, o_m, FLAGS_PER_LOAD), 0)
         if ahead < FLAGS_PER_LOAD:
             one_chunk(
-                q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
+                q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
                 b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
                 cu_ptr, scale, keep, at + ahead * gl.num_programs(0), T, N, HV, H,
                 K, V, DELTA, CHANNEL, PACKED, LIMIT, SHIFT, APART,
@@ -231,17 +247,16 @@ def dplr_intra_safe_sm90_kernel(
 
 @gluon.jit
 def one_chunk(
-    q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr, b_out_ptr, k_out_ptr,
-    u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr, scale, keep, pid, T, N, HV, H,
-    K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
-    CHANNEL: gl.constexpr, PACKED: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
-    APART: gl.constexpr,
+    q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
+    b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr, scale, keep,
+    pid, T, N, HV, H, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, CHANNEL: gl.constexpr,
+    PACKED: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 64
     NK: gl.constexpr = K // 64
     GK: gl.constexpr = K**CHANNEL
+    GATED: gl.constexpr = DELTA and beta_ptr is None
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     act: gl.constexpr = q_ptr.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
@@ -251,6 +266,7 @@ def one_chunk(
     keys = qs
     if not DELTA:
         bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    if GATED or not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     xs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     ys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
@@ -270,6 +286,7 @@ def one_chunk(
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
     begin = (row.to(gl.int64) * H + i_h // (HV // H)) * K
     zero, writes = gl.zeros([64, 64], gl.float32, al), xs if DELTA else bs
+    load_erase(b_ptr, token * K, HV * K, num_rows, none, keys, NK, GATED)
     load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, num_rows, none, qs, reads, bs, keys,
                NK, DELTA)  # fmt: skip
     b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
@@ -278,7 +295,7 @@ def one_chunk(
         b_low = from_block(
             load_gates(p_g, HV * GK, num_rows, none, CHANNEL), qs.index(none + n),
             reads.index(none + n), writes.index(none + n), keys.index(none + n), al, LIMIT, SHIFT,
-            DELTA)  # fmt: skip
+            DELTA, GATED)  # fmt: skip
         b_lowest = gl.minimum(b_lowest, b_low)
     by_block = (b_lowest >= -2 * LIMIT).to(gl.int32)
     first = BLOCK * gl.min(by_block, 0)
@@ -305,7 +322,7 @@ def one_chunk(
         gl.thread_barrier()
         now = T + pid + level >> 31 << 10
         later = ((o_i + now >> level) & 1) == 1
-        seen = gates_seen(C, aa, level, now, False, True)
+        seen = gates_seen(C, gl.DotOperandLayout(0, al, 2), level, now, False, True)
         for n in range(NK):
             if not DELTA:
                 put_gates(g_ptr + (token + now) * GK + n * (64 * CHANNEL), HV * GK, num_rows, now,
@@ -314,8 +331,7 @@ def one_chunk(
             at_level(
                 b_e, qs.index(now + n), reads.index(now + n), bs.index(now + n),
                 keys.index(now + n), highs.index(now + n), lows.index(now + n),
-                xs.index(now + n), ys.index(now + n), later, DELTA,
-            )  # fmt: skip
+                xs.index(now + n), ys.index(now + n), later, DELTA, GATED)  # fmt: skip
         ready()
         pairs = (((o_i + now >> level) ^ (o_j >> level)) == 1) & later
         pairs = pairs & ((by_block == 0)[:, None] | (level + o_j - o_j >= BLOCK))
@@ -343,16 +359,15 @@ def one_chunk(
             index * (C * K) + n * 64, none, zero, rows, K, DELTA)  # fmt: skip
     gl.thread_barrier()
     finish(
-        b_ab, None if DELTA else b_ak, qs, reads, xs if DELTA else bs, keys, v_ptr, g_ptr, beta_ptr,
+        b_ab, None if DELTA else b_ak, qs, reads, writes, keys, v_ptr, write_ptr, g_ptr, beta_ptr,
         w_out_ptr, u_out_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, scale, keep, index, token, num_rows,
-        T + pid + LEVELS + 1 >> 31 << 10, HV, K, V, DELTA, CHANNEL, LIMIT, APART,
-    )  # fmt: skip
+        T + pid + LEVELS + 1 >> 31 << 10, HV, K, V, DELTA, CHANNEL, LIMIT, APART)  # fmt: skip
 
 
 @gluon.jit
 def finish(
-    b_ab, b_ak, qs, reads, writes, keys, v_ptr, g_ptr, beta_ptr, w_out_ptr, u_out_ptr, qb_ptr,
-    qk_ptr, ak_ptr, r_ptr, scale, keep, index, token, num_rows, none, HV,
+    b_ab, b_ak, qs, reads, writes, keys, v_ptr, write_ptr, g_ptr, beta_ptr, w_out_ptr, u_out_ptr,
+    qb_ptr, qk_ptr, ak_ptr, r_ptr, scale, keep, index, token, num_rows, none, HV,
     K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, CHANNEL: gl.constexpr,
     LIMIT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
@@ -360,6 +375,7 @@ def finish(
     C: gl.constexpr = 64
     NK: gl.constexpr = K // 64
     GK: gl.constexpr = K**CHANNEL
+    GATED: gl.constexpr = DELTA and beta_ptr is None
     act: gl.constexpr = qs.dtype
     al: gl.constexpr = b_ab.type.layout
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -373,7 +389,7 @@ def finish(
         b_low = from_middle(
             load_gates(p_g, HV * GK, num_rows, none, CHANNEL), qs.index(none + n),
             reads.index(none + n), writes.index(none + n), keys.index(none + n),
-            middles.index(none + n), al, LIMIT, APART, DELTA)  # fmt: skip
+            middles.index(none + n), al, LIMIT, APART, DELTA, GATED)  # fmt: skip
         b_lowest = gl.minimum(b_lowest, b_low)
     as_weak = b_lowest >= -(2 * LIMIT + ROUNDING)
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
@@ -394,11 +410,11 @@ def finish(
             put(ak_ptr + i_a, b_ak, C, rows, none)
     b_weak = together(scores(reads, writes, NK, zero, none), none, APART)
     b_ab = gl.where(past, b_weak, b_ab)
-    if DELTA:
+    if DELTA and not GATED:
         o_b = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
         b_beta = gl.load(beta_ptr + token + o_b * HV, mask=o_b < num_rows, other=0.0)
         b_ab = b_ab * b_beta.to(gl.float32)[:, None]
-    else:
+    if not DELTA:
         b_ab = -b_ab
     aks = qs.index(none)
     gl.thread_barrier()
@@ -408,8 +424,9 @@ def finish(
         from_start(reads, middles, none, NK, APART)
     ready()
     solve(
-        b_ab, None if DELTA else aks, reads, None, beta_ptr + token if DELTA else None,
-        v_ptr + token * V, w_out_ptr + index * (C * K), u_out_ptr + index * (V * C), r_ptr + i_a,
-        keep, num_rows, HV, K, V, DELTA, 0.0, none,
+        b_ab, None if DELTA else aks, reads, None,
+        beta_ptr + token if DELTA and not GATED else None, v_ptr + token * V,
+        write_ptr + token * V if GATED else None, w_out_ptr + index * (C * K),
+        u_out_ptr + index * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA, 0.0, none,
     )  # fmt: skip
     gl.thread_barrier()

@@ -267,6 +267,7 @@ def one_chunk(
     """BK channels of one chunk and value head."""
     NK: gl.constexpr = K // BK
     NS: gl.constexpr = 2 if DELTA else 4
+    GATED: gl.constexpr = DELTA and beta_ptr is None
     act: gl.constexpr = do_desc.dtype
     n = unit // NK
     i_k = unit % NK * BK
@@ -304,7 +305,11 @@ def one_chunk(
     ins.index(0).store(gl.load(q_ptr + o_q, mask=m, other=0.0))
     p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
     b_qb = gl.load(p_diag)[:, None]
-    if DELTA:
+    if GATED:
+        b_erase = gl.load(b_ptr + o_o, mask=m, other=0.0).to(gl.float32)
+        ins.index(1).store((-b_erase * b_k.to(gl.float32)).to(act))
+        ins.index(2).store(b_k)
+    elif DELTA:
         o_t = first + o_c * HV
         b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
         ins.index(1).store((b_k * b_sign).to(act))
@@ -339,7 +344,11 @@ def one_chunk(
     b_w = rows_of(ins, none + 2, cl)
     b_dq += b_qb * b_w
     b_dw += b_qb * b_q
-    if DELTA:
+    if GATED:
+        gl.store(db_ptr + o_o, (-b_da * b_w).to(act), mask=m)
+        b_da *= gl.load(b_ptr + o_o, mask=m, other=0.0).to(gl.float32)
+        gl.store(dk_ptr + o_o, (b_dw - b_da).to(act), mask=m)
+    elif DELTA:
         b_dbeta = -gl.sum(b_da * b_w, 1)
         o_t += (1 + unit % NK) * (tokens.to(gl.int64) * HV)
         gl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
@@ -359,7 +368,7 @@ def dplr_intra_safe_bwd_sm90_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
     a_ptr,  # none for delta
-    b_ptr,
+    b_ptr,  # [tokens, HV, K], how much each channel erases, gated delta
     g_ptr,  # [tokens, HV, K]
     v_desc,  # [tokens, HV * V] by [C, V], dplr
     do_desc,
@@ -372,12 +381,12 @@ def dplr_intra_safe_bwd_sm90_kernel(
     dqk_desc,  # dplr
     dak_desc,
     strong_ptr,  # [chunks, HV]
-    beta_ptr,  # [tokens, HV], delta
+    beta_ptr,  # [tokens, HV], delta; none for gated delta
     diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
-    db_ptr,
+    db_ptr,  # and of what erases
     dg_ptr,  # in the gates' dtype
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
     cu_ptr,  # [N + 1]

@@ -69,14 +69,22 @@ def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0, row_mask=None):
 
 
 @gluon.jit
+def written(b_v, p_w, m):
+    """v times how much of it is written, rounded."""
+    b_w = gl.load(p_w, mask=m, other=0.0)
+    return (b_v.to(gl.float32) * b_w.to(gl.float32)).to(b_v.dtype)
+
+
+@gluon.jit
 def solve(
-    b_a, aks, reads, middles, beta_ptr, v_ptr, w_out_ptr, u_out_ptr, r_ptr, keep,
+    b_a, aks, reads, middles, beta_ptr, v_ptr, write_ptr, w_out_ptr, u_out_ptr, r_ptr, keep,
     num_rows,
     HV, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, APART: gl.constexpr, none=0,
 ):  # fmt: skip
     """W and U of a chunk, and R if keep, from I + b_a [64, 64].
 
     reads: tiles [64, 64] of A, if APART relative to middles [NK, 64], m of wy.py. aks: ak, of dplr.
+    write_ptr: of v, gated delta, which has no beta.
     Pointers are those of the chunk. none: as put has it.
     """
     C: gl.constexpr = 64
@@ -100,7 +108,7 @@ def solve(
     b_r, _ = inverse(b_a)
     if keep != 0:
         put(r_ptr, b_r.to(act), C, rows, none)
-    if DELTA:
+    if beta_ptr is not None:
         b_beta = gl.load(beta_ptr + o_j * HV, mask=o_j < num_rows, other=0.0).to(gl.float32)
         b_r = b_r * b_beta[None, :]
     if APART > 0:
@@ -132,6 +140,11 @@ def solve(
         b_r = warpgroup_mma(lhs_high, aks, b_r, is_async=True)
         b_r = warpgroup_mma_wait(0, deps=(b_r,))
         r_high, r_low = split(b_r, act)
+    if write_ptr is not None:  # this late, or it would be on the stack
+        p_w = write_ptr + o_r * (HV * V) + o_v
+        b_v0 = written(b_v0, p_w, o_r < num_rows)
+        if NV > 1:
+            b_v1 = written(b_v1, p_w + 64, o_r < num_rows)
     # what is allocated here may come where other warps still read
     gl.thread_barrier()
     rs = gl.allocate_shared_memory(act, [2, 64, 64], tile)

@@ -88,11 +88,13 @@ def gates_of(b_g, LIMIT: gl.constexpr, APART: gl.constexpr):
 
 @gluon.jit
 def decay_operands(
-    b_e, b_before, q, a, b, k, flat: gl.constexpr, HIGHEST: gl.constexpr, DELTA: gl.constexpr
-):
+    b_e, b_before, q, a, b, k, flat: gl.constexpr, HIGHEST: gl.constexpr, DELTA: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
     """Operands of products of 64 channels in place; those of q, b and k besides in float32.
 
-    HIGHEST: of a write's exponent, so that it is finite where none is read.
+    HIGHEST: of a write's exponent, so that it is finite where none is read. GATED: k has how much
+    each channel erases, and may be b.
     """
     b_a = a.load(flat)
     b_q = q.load(flat)
@@ -105,6 +107,8 @@ def decay_operands(
     b_read = gl.exp2(b_e)
     if DELTA:
         b_b = b_a * b_write
+        if GATED:
+            b_a = b_a.to(gl.float32) * k.load(flat).to(gl.float32)
         b_a = b_a * b_read
     else:
         b_a = b_a * gl.exp2(b_before)
@@ -132,6 +136,7 @@ def of_tokens(b, b_g, flat: gl.constexpr):
 def decay(
     b_g, q, a, b, k, middle, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
     flat: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr, DELTA: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """64 channels: operands of products in place, q~, b^, k^, the chunk's decay and middle; how
     strong."""
@@ -141,7 +146,7 @@ def decay(
     b_total = b_early + b_late
     gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
     middle.store(gl.reshape(b_middle, [64]))
-    b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, None, DELTA)
+    b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, None, DELTA, GATED)
     b_end = of_tokens(gl.exp2(b_total - b_n), b_g, flat)
     b_q = b_q * of_tokens(gl.exp2(b_n) * scale, b_g, flat)
     gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
@@ -156,10 +161,11 @@ def dplr_wy_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, 64]
     k_desc,
     a_desc,  # none for delta
-    b_desc,
+    b_desc,  # [tokens, HV * K] by [C, 64], how much each channel erases, gated delta
     v_ptr,  # [tokens, HV, V]
+    write_ptr,  # [tokens, HV, V], gated delta
     g_ptr,  # [tokens, HV, K] or [tokens, HV]
-    beta_ptr,  # [tokens, HV], delta
+    beta_ptr,  # [tokens, HV], delta; none for gated delta
     q_out_ptr,  # [slots, HV, C, K]: scale q exp(G)
     w_out_ptr,  # W
     b_out_ptr,  # b exp(G_C - G)
@@ -191,6 +197,8 @@ def dplr_wy_sm90_kernel(
     """grid (slots * HV,), 4 warps."""
     NK: gl.constexpr = K // 64
     GK: gl.constexpr = K**CHANNEL
+    GATED: gl.constexpr = DELTA and beta_ptr is None
+    OPERANDS: gl.constexpr = (2 if DELTA else 4) + GATED
     flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -203,6 +211,8 @@ def dplr_wy_sm90_kernel(
     bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     reads = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     keys = reads
+    if GATED:
+        keys = bs
     if not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     middles = reads
@@ -224,9 +234,11 @@ def dplr_wy_sm90_kernel(
     ready()
     col = i_h // (HV // H) * K
     for n in gl.static_range(NK):
-        mbarrier.expect(full.index(n), (2 if DELTA else 4) * q_desc.block_type.nbytes)
+        mbarrier.expect(full.index(n), OPERANDS * q_desc.block_type.nbytes)
         copy_in(q_desc, [row, col + n * 64], full.index(n), qs.index(n))
         copy_in((k_desc if DELTA else a_desc), [row, col + n * 64], full.index(n), reads.index(n))
+        if GATED:
+            copy_in(b_desc, [row, i_h * K + n * 64], full.index(n), bs.index(n))
         if not DELTA:
             copy_in(b_desc, [row, col + n * 64], full.index(n), bs.index(n))
             copy_in(k_desc, [row, col + n * 64], full.index(n), keys.index(n))
@@ -240,6 +252,8 @@ def dplr_wy_sm90_kernel(
         if num_rows < C:
             zero_tail_rows(qs.index(n), num_rows, C, 64)
             zero_tail_rows(reads.index(n), num_rows, C, 64)
+            if GATED:
+                zero_tail_rows(bs.index(n), num_rows, C, 64)
             if not DELTA:
                 zero_tail_rows(bs.index(n), num_rows, C, 64)
                 zero_tail_rows(keys.index(n), num_rows, C, 64)
@@ -250,6 +264,7 @@ def dplr_wy_sm90_kernel(
             strong = decay(
                 b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), middles.index(n),
                 q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, LIMIT, APART, DELTA,
+                GATED,
             )  # fmt: skip
             strongest = gl.maximum(strongest, strong)
         else:
@@ -274,7 +289,7 @@ def dplr_wy_sm90_kernel(
     past = o_i[:, None] > o_j[None, :]
     zero = gl.zeros([64, 64], gl.float32, al)
     i_a = i_chunk_head * (C * C)
-    if DELTA:
+    if DELTA and not GATED:
         p_beta = beta_ptr + token
         b_beta = gl.load(p_beta + o_i * HV, mask=o_i < num_rows, other=0.0).to(gl.float32)
     ready()
@@ -290,15 +305,16 @@ def dplr_wy_sm90_kernel(
         if keep != 0:
             put(ak_ptr + i_a, b_ak, C, rows)
     b_a = gl.where(past, together(scores(reads, bs, NK, zero), 0, APART), 0.0)
-    if DELTA:
+    if DELTA and not GATED:
         b_a = b_a * b_beta[:, None]
-    else:
+    if not DELTA:
         b_a = -b_a
         # again: it would be on the stack since the gates
         token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
     gl.thread_barrier()
     solve(
         b_a, None if DELTA else aks, reads, middles,
-        beta_ptr + token if DELTA else None, v_ptr + token * V, w_out_ptr + i_chunk_head * (C * K),
+        beta_ptr + token if DELTA and not GATED else None, v_ptr + token * V,
+        write_ptr + token * V if GATED else None, w_out_ptr + i_chunk_head * (C * K),
         u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA, APART,
     )  # fmt: skip

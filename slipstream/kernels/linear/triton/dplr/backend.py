@@ -84,7 +84,7 @@ class TritonDplr:
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         """Everything as the kernels index it."""
-        names = ("a", "b", "g", "beta")
+        names = ("a", "b", "g", "beta", "erase", "write")
         given = {name: x for name in names if (x := getattr(terms, name)) is not None}
         return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
@@ -178,10 +178,9 @@ class TritonDplr:
             del s_in, ds_in, ends
             intra = intra._replace(q=intra.qb, w=intra.qb, b=intra.qb, r=None)
             strong = intra.strong
-            scores, dv, dbeta = self._score_grads(terms, do, intra, states, scale, out)
+            scores, values, dbeta = self._score_grads(terms, do, intra, states, scale, out)
             del intra
-            grads = self._dqkg(terms, do, states, scores, dbeta, strong, scale, out)
-        grads["v"] = dv
+            grads = self._dqkg(terms, do, states, scores, dbeta, strong, scale, out) | values
         if dstate is not None:
             grads["initial_state"] = dstate
         return cast_gate_grads(grads, given, out)
@@ -255,12 +254,14 @@ class TritonDplr:
         states: ChunkStates,
         scale: float,
         out: Mapping[str, Tensor],
-    ) -> tuple[ScoreGrads, Tensor, Tensor | None]:
-        """Those, that of v, and the shares of beta's, of which the first is written."""
+    ) -> tuple[ScoreGrads, dict[str, Tensor], Tensor | None]:
+        """Those, of v and write, and the shares of beta's, of which the first is written."""
         B, T, HV, V = terms.v.shape
         tile, WIDE = tile_of(terms)
-        delta, like = terms.beta is not None, intra.qb
-        dv, dbeta = reuse_or_empty(out.get("v"), do.shape, do.dtype, do.device), None
+        delta, like = terms.transition == "delta", intra.qb
+        names = ("v",) if terms.write is None else ("v", "write")
+        grads = {n: reuse_or_empty(out.get(n), do.shape, do.dtype, do.device) for n in names}
+        dbeta = None
         scores = ScoreGrads(
             torch.empty_like(like),
             torch.empty_like(like),
@@ -268,7 +269,7 @@ class TritonDplr:
             None if delta else torch.empty_like(like),
             do.new_empty(like.shape[0], HV, 2, tile.C, dtype=torch.float32),
         )
-        if delta:
+        if terms.beta is not None:
             shares = -(-terms.q.shape[-1] // tile.grads.B)
             dbeta = do.new_empty(shares + 1, B, T, HV, dtype=torch.float32)
         run: Any = cached(dplr_scores_kernel)[(intra.qb.shape[0] * HV,)]
@@ -276,13 +277,15 @@ class TritonDplr:
             v_ptr=terms.v,
             do_ptr=do,
             beta_ptr=terms.beta,
+            write_ptr=terms.write,
             x_ptr=states.x,
             y_ptr=states.y,
             k_ptr=intra.k,
             qk_ptr=intra.qk,
             ak_ptr=intra.ak,
             dstates_ptr=None if delta else states.dstates,
-            dv_ptr=dv,
+            dv_ptr=grads["v"],
+            dwrite_ptr=grads.get("write"),
             dbeta_ptr=dbeta,
             **scores.pointers(),
             cu_ptr=terms.cu_seqlens,
@@ -297,7 +300,7 @@ class TritonDplr:
             DELTA=delta,
             **launch_options(terms, tile.scores),
         )
-        return scores, dv, dbeta
+        return scores, grads, dbeta
 
     def _dqkg(
         self,
@@ -320,6 +323,8 @@ class TritonDplr:
         if terms.g is not None:
             dtype = terms.g.dtype if terms.decay == "channel" else torch.float32
             grads["g"] = reuse_or_empty(out.get("g"), shape, dtype, do.device)
+        if terms.erase is not None:
+            grads["erase"] = reuse_or_empty(out.get("erase"), shape, do.dtype, do.device)
         self.launch_dqkg(terms, do, states, scores, strong, grads, dbeta, scale)
         for name in names:
             grads[name] = sum_grouped_heads(grads[name], H, out.get(name))
@@ -375,7 +380,7 @@ def empty_intra_chunk(
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     chunks, C, v = num_chunks(terms, tile.C), tile.C, terms.v
-    delta, gated = terms.beta is not None, terms.g is not None
+    delta, gated = terms.transition == "delta", terms.g is not None
     size, square = (chunks, HV, C, WIDE), (chunks, HV, C, C)
     qb = v.new_empty(square)
     # ak and r are not written unless backward wants them
@@ -403,7 +408,7 @@ def _empty_states(terms: LinearInputs, intra: IntraChunk) -> tuple[Tensor, Tenso
 
 def _gate_options(terms: LinearInputs) -> dict[str, Any]:
     return {
-        "DELTA": terms.beta is not None,
+        "DELTA": terms.transition == "delta",
         "CHANNEL": terms.decay == "channel",
         # bfloat16 products are wrong in the interpreter
         "FP32": terms.q.dtype == torch.float32 or INTERPRETED,

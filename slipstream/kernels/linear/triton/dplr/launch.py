@@ -111,7 +111,7 @@ def chunk_fwd(
         WIDE=WIDE,
         BV=kernel_tile.B,
         OUTPUT=make,
-        DELTA=terms.beta is not None,
+        DELTA=terms.transition == "delta",
         HAS_GATE=terms.g is not None,
         HAS_S_IN=s_in is not None,
         HAS_S_OUT=s_out is not None,

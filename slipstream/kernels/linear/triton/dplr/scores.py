@@ -1,10 +1,11 @@
 """Per-channel decay, or free a and b: from what the scans left, gradients of scores, v and beta.
 
-With dS' the gradient of the state after the chunk, x, y (chunk.py), z = -beta y for delta and
-y for dplr,
+With dS' the gradient of the state after the chunk, x, y (chunk.py), z = -beta y for delta, -y for
+gated delta and y for dplr,
 
     dqb = scale do x^T      dab = z x^T      dqk = scale do v^T      dak = z v^T
     dv  = beta y            dbeta = y . v - (dqkg.py)                                  delta
+    dv  = write y           dwrite = y v                                         gated delta
     dv  = (scale qk)^T do + ak^T y + k^ dS'                                                  dplr
 
 Scores [C, C] stay in memory between this kernel, which sums over V, and that of dqkg.py,
@@ -22,7 +23,8 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 def dplr_scores_kernel(
     v_ptr,  # [tokens, HV, V]
     do_ptr,
-    beta_ptr,  # [tokens, HV], delta
+    beta_ptr,  # [tokens, HV], delta; none for gated delta
+    write_ptr,  # [tokens, HV, V], gated delta
     x_ptr,  # [chunks, HV, V, C]
     y_ptr,
     k_ptr,  # [chunks, HV, C, WIDE]: k exp(G_C - G), dplr
@@ -30,6 +32,7 @@ def dplr_scores_kernel(
     ak_ptr,
     dstates_ptr,  # [chunks, HV, V, WIDE], dplr
     dv_ptr,  # [tokens, HV, V]
+    dwrite_ptr,  # [tokens, HV, V], gated delta
     dbeta_ptr,  # [1 + NK, tokens, HV], delta: y . v in the first
     dqb_ptr,  # [chunks, HV, C, C]
     dab_ptr,  # for delta without -beta
@@ -65,11 +68,11 @@ def dplr_scores_kernel(
     o_a = o_c[:, None] * C + o_c[None, :]
     b_dqb = tl.zeros((C, C), tl.float32)
     b_dab = tl.zeros((C, C), tl.float32)
-    if DELTA:
+    if beta_ptr is not None:
         o_t = (row + o_c) * HV + i_h
         b_beta = tl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(tl.float32)
         b_dbeta = tl.zeros((C,), tl.float32)
-    else:
+    if not DELTA:
         b_dqk = tl.zeros((C, C), tl.float32)
         b_dak = tl.zeros((C, C), tl.float32)
     for n in range(tl.cdiv(V, BV)):
@@ -84,7 +87,13 @@ def dplr_scores_kernel(
         )  # [C, BV]
         b_dqb = tl.dot(b_do, b_x, b_dqb, input_precision=PRECISION)
         b_dab = tl.dot(b_y, b_x, b_dab, input_precision=PRECISION)
-        if DELTA:
+        if write_ptr is not None:
+            b_wide = b_y.to(tl.float32)
+            p_dw = dwrite_ptr + i_v + o_c[:, None] * (HV * V) + o_v[None, :]
+            b_dw = (b_wide * b_v).to(dwrite_ptr.dtype.element_ty)
+            tl.store(p_dw, b_dw, mask=m_c[:, None] & (o_v < V)[None, :])
+            b_dv = b_wide * load_block(write_ptr + i_v, HV * V, o_c, m_c, o_v, V, VM)
+        elif DELTA:
             b_wide = b_y.to(tl.float32)
             b_dbeta += tl.sum(b_wide * b_v, 1)
             b_dv = b_wide * b_beta[:, None]
@@ -110,9 +119,9 @@ def dplr_scores_kernel(
     tl.store(p_diag, tl.sum(tl.where(same, b_dqb, 0.0), 1) * scale)
     tl.store(dqb_ptr + i_a + o_a, tl.where(earlier, b_dqb * scale, 0.0).to(act))
     tl.store(dab_ptr + i_a + o_a, tl.where(earlier, b_dab, 0.0).to(act))
-    if DELTA:
+    if beta_ptr is not None:
         tl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
-    else:
+    if not DELTA:
         tl.store(p_diag + C, tl.sum(tl.where(same, b_dqk, 0.0), 1) * scale)
         tl.store(dqk_ptr + i_a + o_a, tl.where(earlier, b_dqk * scale, 0.0).to(act))
         tl.store(dak_ptr + i_a + o_a, tl.where(earlier, b_dak, 0.0).to(act))
