@@ -44,7 +44,7 @@ def test_other_back_ends_give_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["erase", "write", "g", "K"])
-def test_what_no_kernel_would_take_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sm90_refuses_other_gates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is begun: gradients are left to no other kernel."""
     monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
     monkeypatch.setattr(plan, "known_failure", lambda make, device: None)
