@@ -21,7 +21,7 @@ from linear_tables import LINEAR, flash_qla_rows, linear_row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from performance_tables import first_calls
-from scaling_tables import forecast, measured, one_and_two, settings, share
+from scaling_tables import forecast, measured, one_and_two, settings, share, takes_all
 from table_cells import Row, is_number, read
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
@@ -196,7 +196,7 @@ def plot_scaling() -> Path:
             names.append(name)
             for part in ("fwd", "both"):
                 shares[part].append(value(two, f"{part}_GiB") / value(one, f"{part}_GiB"))
-        one, two = one_and_two(operator, heads, gate, int(tokens), True)
+        one, two = one_and_two(operator, heads, gate, int(tokens), not takes_all(operator))
         pairs = {2: (one, two)}
         if (four := measured(operator, heads, gate, tokens, "4")) is not None:
             pairs[4] = four

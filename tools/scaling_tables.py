@@ -8,10 +8,10 @@ x = t(2) - t(1) is what two GPUs take beyond one; n is 1 forward and 2 with back
 that each further rank sends the last one, E and M; b the bytes a second between two GPUs; c what
 combining one more of them takes. b and c are not measured here: ASSUMED, MICROSECONDS.
 
-A GPU's share of causal attention of R times as many tokens is R times the work, and what it
-exchanges in each of its messages goes to R - 1 of R:
+A GPU's share of causal attention of R times as many tokens is R times the work, so one GPU with all
+tokens is what several are beside; what each exchanges goes to R - 1 of R:
 
-    t(R) = R t(1) + x' 2 (R - 1) / R b(2) / b(R)                                x' = t(2) - 2 t(1)
+    t(R) = R T / 4 + x' 2 (R - 1) / R b(2) / b(R)          x' = t(2) - T / 2, T of one with two's
 """
 
 from table_cells import Cell, Row, Table, label, matching, number, ratio
@@ -67,24 +67,24 @@ def context_parallel() -> Table:
     return Table("context_parallel", script, headings, tuple(rows), tuple(used))
 
 
-def work(operator: str, gpus: int) -> int:
-    """How much more each of so many GPUs has to do than one, with as many tokens on each."""
-    return gpus if operator == "attention" else 1
+def takes_all(operator: str) -> bool:
+    """Whether several GPUs are beside one with the tokens of all."""
+    return operator == "attention"
 
 
 def share(one: Row, many: Row, column: str) -> float:
     """The share of one GPU's speed that each of many has."""
-    more = work(many.get("operator"), int(many.get("gpus")))
-    return more * float(one.get(column)) / float(many.get(column))
+    work = int(many.get("gpus")) if takes_all(many.get("operator")) else 1
+    return float(one.get(column)) / work / float(many.get(column))
 
 
 def forecast(one: Row, two: Row, column: str, gpus: int) -> float:
     """The same of so many GPUs, from one and two."""
     operator, heads = two.get("operator"), int(two.get("heads"))
     alone, together, each = float(one.get(column)), float(two.get(column)), 0.0
-    if operator == "attention":
+    if takes_all(operator):
         exchanges = 2 * (gpus - 1) / gpus * ASSUMED[4] / ASSUMED.get(gpus, ASSUMED[4])
-        return 1 / (1 + exchanges * (together - 2 * alone) / (gpus * alone))
+        return 1 / (1 + exchanges * (together - alone / 2) / (gpus * alone / 4))
     if gpus > 2:
         width = 64 if "rwkv7" in operator else 128
         entries = width + FACTORS.get(operator, lambda k: k * k)(width) / width
@@ -103,26 +103,27 @@ def measured(
     found = matching(FILE, gpus=gpus, tokens=total, segments=segments, **named)
     if not found:
         return None
-    of_one = matching(FILE, gpus="1", tokens=tokens, **named)
+    of_one = matching(FILE, gpus="1", tokens=total if takes_all(operator) else tokens, **named)
     alone = [x for x in of_one if x.line < found[-1].line]
     return alone[-1], found[-1]
+
+
+def _share(pair: tuple[Row, Row], column: str) -> Cell:
+    sources = number(pair[0], column).sources + number(pair[1], column).sources
+    return Cell(f"{share(*pair, column):.2f}", sources)
 
 
 def context_forecast() -> Table:
     rows, used = [], []
     for operator, heads, gate, tokens in settings():
-        one, two = one_and_two(operator, heads, gate, int(tokens), True)
+        one, two = one_and_two(operator, heads, gate, int(tokens), not takes_all(operator))
         four = measured(operator, heads, gate, tokens, "4")
         used += [one, two, *(four or ())]
         line = [label(operator), label(heads), label(gate), label(f"{int(tokens):,}")]
         for column in ("fwd", "both"):
-            sources = number(one, column).sources + number(two, column).sources
-            line.append(Cell(f"{share(one, two, column):.2f}", sources))
-            if four is None:
-                line.append(label("-"))
-            else:
-                found = number(four[0], column).sources + number(four[1], column).sources
-                line.append(Cell(f"{share(*four, column):.2f}", found))
+            line.append(_share((one, two), column))
+            line.append(label("-") if four is None else _share(four, column))
+            sources = line[-2].sources
             line += [Cell(f"{forecast(one, two, column, n):.2f}", sources) for n in GPUS]
         rows.append(tuple(line))
     shown = ("2 GPUs", "4", *(f"{n} by the model" for n in GPUS))
@@ -135,8 +136,8 @@ def context_forecast() -> Table:
 
 
 def context_in_order() -> Table:
-    """The deterministic mode; shares are of the speed of one GPU with as many tokens, in one run,
-    which need not be that of the calls without the mode."""
+    """The deterministic mode; shares are of the speed of one GPU with as many tokens (of attention,
+    with all)."""
     rows, used = [], []
     found = [(x.get("operator"), x.get("heads"), x.get("gpus")) for x in in_segments()]
     for operator, heads, gpus in dict.fromkeys(found):
@@ -148,8 +149,7 @@ def context_in_order() -> Table:
         line = [label(operator), label(heads), label(gpus)]
         for column in ("fwd", "both"):
             one, many = (number(x, column) for x in with_mode)
-            free = ratio(*(number(x, column) for x in without))
-            line += [one, many, ratio(one, many), free]
+            line += [one, many, _share(with_mode, column), _share(without, column)]
         rows.append(tuple(line))
     parts = ("one GPU, ms", "all, ms", "share", "without the mode")
     headings = ("operator", "heads", "GPUs", *parts, *(f"with backward, {x}" for x in parts))

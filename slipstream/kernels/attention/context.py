@@ -4,9 +4,9 @@ the heads, over all tokens.
 Queries, keys and values go from parts of the tokens to parts of the heads, and o back. That is the
 same work on every rank wherever sequences begin and end, the kernels are those of one rank, and so
 are the bits. Heads go in groups, one after the other: beside what a rank has of its own there is
-one group's share at a time, and the exchanges of the next one's tensors and of the results of the
-one before, which run meanwhile. Backward exchanges
-all that it reads once more instead of keeping it.
+one group's share at a time, and the exchanges of the next one's tensors and of the outputs of the
+one before, which run meanwhile. Backward exchanges all that it reads once more instead of keeping
+it.
 """
 
 from collections.abc import Callable, Iterator
@@ -251,13 +251,6 @@ def _backward(
         more = (o[:, :, group.queries], do[:, :, group.queries], of_lse)
         return _Heads(share, *_to_send(inputs, group), *more)
 
-    def finish(group: _Group, results: dict[str, _Tokens]) -> None:
-        for name, tokens in results.items():
-            heads = group.keys if name in "kv" else group.queries
-            x = tokens.wait()
-            grads[name][:, :, heads] = x if name != "g" else x[..., 0]
-
-    before: Any = None
     for lse, (group, (*received, o_heads, do_heads, of_lse)) in zip(
         lse_groups, _ahead(groups, send)
     ):
@@ -270,11 +263,11 @@ def _backward(
             n: next(of_terms) for n in DIFFERENTIABLE if getattr(inputs_of_heads, n) is not None
         }
         mine |= {"g": mine["g"][..., None]} if "g" in mine else {}
-        now = group, {name: _Tokens(mine[name], share) for name in names}
-        if before is not None:
-            finish(*before)
-        before = now
+        # each before the next, and all before the next heads: else these are more in memory
+        for name in names:
+            heads = group.keys if name in "kv" else group.queries
+            x = _Tokens(mine[name], share).wait()
+            grads[name][:, :, heads] = x if name != "g" else x[..., 0]
         if inputs.sinks is not None:
             grads["sinks"][group.mine] = mine["sinks"]
-    finish(*before)
     return grads
