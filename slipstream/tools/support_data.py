@@ -1,8 +1,8 @@
 """docs/support.json: what the runs of the matrix found, from which docs/SUPPORT.md is written.
 
-In memory: release -> architecture -> {"ptxas", "variants", "shapes", "kernels", "operators"}, the
-last operator -> [status, reason]. In the file each reason is there once and has a number, 0 for
-none, and an operator's cells of one release are one line.
+In memory: release -> architecture -> {"ptxas", "variants", "shapes", "kernels", "date",
+"operators"}, the last operator -> [status, reason]. In the file each reason is there once and has a
+number, 0 for none, and an operator's cells of one release are one line.
 """
 
 import json

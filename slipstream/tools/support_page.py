@@ -6,6 +6,7 @@ Runs of different releases add up in docs/support.json; SUPPORT.md is written fr
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -177,6 +178,7 @@ def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = Tru
             "variants": run.variants[arch],
             "shapes": len(run.shapes),
             "kernels": len(found),
+            "date": date.today().isoformat(),
         }
         known = data.setdefault(release, {}).setdefault(arch, about | {"operators": {}})
         known |= {**about, "operators": {}} if whole else {}
@@ -229,6 +231,8 @@ def page(data: dict) -> str:
         ptxas = ", ".join(f"{x} {y['ptxas']}" for x, y in known if y["ptxas"])
         counts = ", ".join(f"{x} {y['kernels']} ({_chosen(y)})" for x, y in known)
         lines.append(f"\nptxas: {ptxas or 'none'}. Kernels compiled: {counts}.")
+        days = sorted({y["date"] for _, y in known if "date" in y})
+        lines += [f"\nRecorded {' to '.join(dict.fromkeys([days[0], days[-1]]))}."] if days else []
     lines.append("\n## Notes\n")
     lines += [f"{i}. {x}" for i, x in enumerate(footnotes, 1)]
     lines.append("\n## In plain torch everywhere\n")
@@ -273,19 +277,26 @@ def _general(reason: str) -> str:
 
 _HEAD = """# What runs where
 
-Written by `slipstream matrix --record` (docs/tools/matrix.md): every kernel of every operator,
-forward and backward, for sample shapes, compiled ahead of time without a GPU. An operator has the
-worst of its kernels.
+Written by `slipstream matrix --record` ([slipstream matrix](tools/matrix.md)): every kernel of
+every operator, forward and backward, for sample shapes, compiled ahead of time without a GPU. The
+status of an operator is that of its worst kernel.
 
 - ok: compiles, fits into shared memory, hardly spills, uses the tensor cores.
-- slow: compiles and fits, and runs slower than it could, for the reason noted. Kernels of other
-  dtypes and widths, or of another back end, may be ok: `slipstream explain` names those of a call.
-  "in float32": with these inputs alone.
+- slow: compiles and fits, and runs slower than it could, for the reason noted. The kernels of other
+  dtypes, widths and back ends may be ok; `slipstream explain` names those of a call. "slow in
+  float32": only with float32 inputs.
 - refused: the compiler refuses it or it does not fit; the operator runs in plain torch there.
 - crash, hang: the compiler dies or does not finish.
 - torch: no kernel takes it there, plain torch does.
 - empty: the operator is newer than the record. `slipstream matrix NAME --arch ARCH` compiles it.
 
-"flags" beside a count: of each kernel's variants some that between them have every value of every
-flag; "pairs": every two values that occur together; "all": every variant of the sample shapes;
-"few": one for every operator and dtype; "2 shapes": of the first two sample shapes alone."""
+A table is of the day it was recorded. Kernels that have changed since then compile in a child
+process first: [slipstream doctor](tools/doctor.md) says which, and lists the faults of compilers
+that the notes name.
+
+The word beside a count of kernels says which of a kernel's variants were compiled:
+
+- flags: a selection that has every value of every flag;
+- pairs: a selection that has every pair of values;
+- few: one for every operator and dtype;
+- all: all variants of the sample shapes. "2 shapes": only of the first two sample shapes."""
