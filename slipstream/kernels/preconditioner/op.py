@@ -178,8 +178,8 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    given = Inputs(*args[:NUM_INPUTS]).differentiable
-    return [t.new_empty(t.shape) for t in given if t is not None]
+    tensors = Inputs(*args[:NUM_INPUTS]).differentiable
+    return [t.new_empty(t.shape) for t in tensors if t is not None]
 
 
 _forward = KernelOp(
