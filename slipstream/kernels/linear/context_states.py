@@ -29,7 +29,6 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments, split_into_segments
 from slipstream.runtime.context_share import Share
 
-
 # Of a rank's tokens, where its heads alone fill a GPU and so none are chosen.
 MANY_HEADS_SEGMENTS = 4
 
