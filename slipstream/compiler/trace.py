@@ -65,7 +65,7 @@ def trace(
                 outs = out if isinstance(out, tuple) else (out,)
                 grads = [_gradient(x) for x in outs]
                 function.backward(ctx, *grads)
-                if len([x for x in grads if x is not None]) > 1:
+                if len([x for x in grads if x is not None]) > 1 and not ctx.materializes:
                     # as most calls do, which use the first result alone
                     function.backward(ctx, grads[0], *[None] * (len(grads) - 1))
     return list(jobs.values())
@@ -109,6 +109,8 @@ class _Context:
     """What an autograd.Function keeps between forward and backward."""
 
     saved_tensors: tuple = ()
+    # whether gradients that there are not come in as zeros
+    materializes = True
 
     def __init__(self, args: tuple) -> None:
         self.needs_input_grad = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
@@ -117,7 +119,7 @@ class _Context:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        pass
+        self.materializes = value
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
         pass

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.common.checks import autocast_dtype
 from slipstream.nn import decoding
 from slipstream.nn.linear import plain_module
+from slipstream.runtime import backends
 from slipstream.runtime.backends import is_fake
 from slipstream.runtime.parallel_compile import compile_kernels
 
@@ -28,7 +29,7 @@ def forward_of(
     if torch.compiler.is_compiling():
         return nullcontext()
     trains = model.training and torch.is_grad_enabled()
-    alone = alone and trains and h.is_cuda and not is_fake(h)
+    alone = alone and trains and h.is_cuda and not is_fake(h) and not backends.TRACING
     if alone and not torch.cuda.is_current_stream_capturing():
         compile_once(model, h, cu_seqlens, positions)
     return decoding.shared_tables()

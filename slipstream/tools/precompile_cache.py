@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from rich.markup import escape
 from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.runtime.files import write_text
-from slipstream.tools.backend_query import find_kernels
-from slipstream.tools.catalog import LONG_TOKENS, Sample, Shape
+from slipstream.tools.backend_query import KernelsFound
+from slipstream.tools.catalog import LONG_TOKENS, Shape
 from slipstream.tools.terminal import bar
 
 MANIFEST = "slipstream.json"
@@ -27,6 +27,36 @@ def _size(text: str) -> bool:
     return text.isdecimal() and int(text) > 0
 
 
+def is_model(name: str) -> bool:
+    """Whether an argument names a model's configuration and not an operator."""
+    path = Path(name)
+    return path.suffix in (".json", ".yaml", ".yml") or path.is_dir()
+
+
+def batch(text: str) -> tuple[int, int]:
+    """Rows and tokens of "8x4096".
+
+    Raises:
+        ValueError: it is something else.
+    """
+    rows, _, tokens = text.partition("x")
+    if not (_size(rows) and _size(tokens)) or int(tokens) < 2:
+        raise ValueError(f"--batch: want rows and tokens, as 8x4096, got {text!r}")
+    return int(rows), int(tokens)
+
+
+def dtypes(text: str) -> list[torch.dtype]:
+    """Of "bf16,fp32".
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    for name in text.split(","):
+        if name not in DTYPES:
+            raise ValueError(f"--dtype: want one of {', '.join(DTYPES)}, got {name!r}")
+    return [DTYPES[name] for name in text.split(",")]
+
+
 class Flags(NamedTuple):
     """True: only such calls. None: with and without."""
 
@@ -35,17 +65,15 @@ class Flags(NamedTuple):
     grouped: bool | None = None
 
 
-def shapes(dtypes: Sequence[str], widths: Sequence[str], flags: Flags) -> list[Shape]:
+def shapes(dtypes: Sequence[torch.dtype], widths: Sequence[str], flags: Flags) -> list[Shape]:
     """Every combination, each for one token, for many, and for a long sequence.
 
     Raises:
-        ValueError: a dtype or a width that is none.
+        ValueError: a width that is none.
     """
     found = []
     either = [(False, True) if x is None else (x,) for x in flags]
     for dtype, width, chosen, T in product(dtypes, widths, product(*either), (1, 100, LONG_TOKENS)):
-        if dtype not in DTYPES:
-            raise ValueError(f"--dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
         K, _, V = width.partition("x")
         if not (_size(K) and _size(V or K)):
             raise ValueError(f"--head-dim: want K or KxV, as 128 or 128x256, got {width!r}")
@@ -56,7 +84,7 @@ def shapes(dtypes: Sequence[str], widths: Sequence[str], flags: Flags) -> list[S
                 T=T,
                 K=int(K),
                 V=int(V or K),
-                dtype=DTYPES[dtype],
+                dtype=dtype,
                 packed=packed,
                 state=state,
                 grouped=grouped,
@@ -66,22 +94,22 @@ def shapes(dtypes: Sequence[str], widths: Sequence[str], flags: Flags) -> list[S
 
 
 def fill(
-    samples: Sequence[Sample],
-    shapes: Sequence[Shape],
-    arch: str,
-    cache: Path | None,
-    jobs: int,
-    backward: bool = True,
+    find: Callable[[], KernelsFound], what: str, arch: str, cache: Path | None, jobs: int
 ) -> bool:
-    """Compiles into `cache`; whether all of it compiled. Says where it is and who can read it."""
+    """Compiles what `find` returns into `cache`; whether all of it compiled. Says where it is and
+    who can read it.
+
+    Args:
+        what: kernels are wanted for, in words.
+    """
     console = Console()
     place = cache or compiler_state.triton_cache()
     place.mkdir(parents=True, exist_ok=True)
     selected = toolchain.select_ptxas((arch,))
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
-    with console.status(f"finding the kernels of {len(samples)} operators"):
-        found = find_kernels(samples, shapes, arch, backward)
+    with console.status(f"finding the kernels of {what}"):
+        found = find()
     with bar() as progress:
         task = progress.add_task(f"kernels for {arch}", total=len(found.tasks))
         rows = support_matrix.run(

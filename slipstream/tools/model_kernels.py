@@ -1,0 +1,103 @@
+"""The kernels of a model's training step, found without a GPU: of its configuration alone."""
+
+import copy
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.compiler.aot import Job
+from slipstream.compiler.trace import trace
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.tools.backend_query import KernelsFound
+
+
+def read(name: str) -> SlipstreamConfig:
+    """Of a saved model's folder, its config.json, or a run's YAML file (slipstream train).
+
+    Raises:
+        ValueError: there is no such file, or it is no configuration of a Slipstream model.
+    """
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise ValueError(f"{name}: want a model's folder, its config.json or a run's YAML file")
+    if path.suffix != ".json":
+        from slipstream.training.config import load
+
+        run = load(path)
+        if run.init_from is not None:
+            return read(run.init_from)
+        return SlipstreamConfig(**{"vocab_size": run.tokenizer.vocab_size, **run.model})
+    kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    if kind != SlipstreamConfig.model_type:
+        raise ValueError(f"{path}: want model_type {SlipstreamConfig.model_type!r}, got {kind!r}")
+    return SlipstreamConfig.from_pretrained(str(path))
+
+
+def find_model_kernels(
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    batch: tuple[int, int],
+    arch: str,
+    backward: bool = True,
+) -> KernelsFound:
+    """Those of a training step of these models with weights of each dtype, or without backward of
+    their loss alone. batch: rows and tokens.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    found = KernelsFound([], {}, [])
+    jobs: dict[str, Job] = {}
+    wanted: dict[str, list[str]] = {}
+    for name in names:
+        for dtype in dtypes:
+            for job in trace_model(read(name), dtype, batch, arch, backward):
+                jobs[job.key] = job
+                if name not in wanted.setdefault(job.key, []):
+                    wanted[job.key].append(name)
+    found.tasks.extend((job, tuple(wanted[key])) for key, job in jobs.items())
+    return found
+
+
+def trace_model(
+    config: SlipstreamConfig, dtype: torch.dtype, batch: tuple[int, int], arch: str, backward: bool
+) -> list[Job]:
+    """Of two blocks of each kind: the first may be of its own."""
+    with torch.device("meta"):
+        model: Any = SlipstreamForCausalLM(_two_of_each(config))
+    model.to(dtype).train(backward)
+
+    def call(device: torch.device) -> Any:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, x in tensors.items():
+                    if x is not None:
+                        like: Any = torch.empty(x.shape, dtype=x.dtype, device=device)
+                        tensors[key] = like
+        ids = torch.empty(batch, dtype=torch.int64, device=device)
+        return model(input_ids=ids, labels=ids, use_cache=False, skip_logits=True).loss
+
+    with warnings.catch_warnings():
+        # of fake tensors' addresses, which are only compared
+        warnings.simplefilter("ignore", UserWarning)
+        return trace(call, arch, backward)
+
+
+def _two_of_each(config: SlipstreamConfig) -> SlipstreamConfig:
+    """With no more blocks than that."""
+    kinds: dict[str, int] = {}
+    layers = []
+    for i in range(config.num_hidden_layers):
+        kind = repr((config.mixer(i), config.mlp(i)))
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] <= 2:
+            layers.append(i)
+    small = copy.deepcopy(config)
+    assert config.mixers is not None
+    small.mixers = [config.mixers[i] for i in layers]
+    small.mlps = None if config.mlps is None else [config.mlps[i] for i in layers]
+    return small
