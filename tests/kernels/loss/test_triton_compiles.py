@@ -14,9 +14,10 @@ MODULE = "slipstream.kernels.loss.triton.cross_entropy"
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.sample(which=lambda arch, V, plain: (arch == "sm_90") == (V != 32000))
 def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
+    from slipstream.kernels.loss.triton import launch
     from slipstream.kernels.primitives import logit_chunks
 
-    BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
+    BV, warps = launch._tile(V, 2)
     tensors = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64"}
     tensors |= {"loss_ptr": "*fp32", "weight_ptr": "*fp32"}
     scalars = dict.fromkeys(("smoothing", "smoothing_each", "softcap", "z_loss", "scale"), "fp32")
@@ -34,6 +35,16 @@ def test_cross_entropy_compiles(arch: str, V: int, plain: bool) -> None:
         warps=warps,
     )
     assert got.stack == 0
+
+
+def test_rows_that_stay_in_the_cache_have_more_warps() -> None:
+    from slipstream.kernels.loss.triton import launch
+
+    tiles = {V: launch._tile(V, 2) for V in (100, 4000, 8191, 8192, 32000, 40960, 40961, 151936)}
+    few, many = {8191, 40961, 151936}, {8192, 32000, 40960}
+    assert {V for V, tile in tiles.items() if tile == (4096, 4)} - {4000} == few
+    assert {V for V, tile in tiles.items() if tile == launch.CACHED_TILE} == many
+    assert launch._tile(32000, 4) == (4096, 4)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

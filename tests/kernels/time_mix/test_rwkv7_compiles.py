@@ -37,7 +37,8 @@ def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
     given |= dict.fromkeys(numbers, "fp32") | {"R": "i32"}
     from slipstream.kernels.time_mix.triton import rwkv7
 
-    tiles = {"rwkv7_terms_bwd": rwkv7.TERMS_BACKWARD, "rwkv7_output_bwd": rwkv7.OUTPUT_BACKWARD}
+    terms = rwkv7._terms_tile(K)
+    tiles = {"rwkv7_terms_bwd": terms, "rwkv7_output_bwd": rwkv7.OUTPUT_BACKWARD}
     elements, _, warps = tiles.get(kernel, (rwkv7.FORWARD, 0, 4))
     flags = {"D": 1024, "K": K, "BR": max(elements // K, 1), "BK": K}
     name = f"{MODULE}:{kernel}_kernel"

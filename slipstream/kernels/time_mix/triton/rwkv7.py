@@ -15,8 +15,10 @@ from slipstream.runtime.launch_cache import cached
 
 # Elements of a tile.
 FORWARD = 1024
-# Of each backward, programs at a time on each multiprocessor, and warps.
-TERMS_BACKWARD, OUTPUT_BACKWARD = (256, 9, 4), (1024, 4, 4)
+# Of each backward, programs at a time on each multiprocessor, and warps; of the terms' by the
+# channels of a head, so that a warp has one token's, whose sums then are shuffles.
+TERMS_BACKWARD = {64: (256, 9, 4), 128: (512, 5, 4), 256: (1024, 2, 4)}
+OUTPUT_BACKWARD = (1024, 4, 4)
 
 
 @triton.jit
@@ -307,7 +309,7 @@ def terms_backward(
     )
     tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
     tensors |= _contiguous(w_bias=w_bias, a_bias=a_bias, v_bias=v_bias)
-    elements, per_processor, warps = TERMS_BACKWARD
+    elements, per_processor, warps = _terms_tile(w.shape[2] // heads)
     sizes = _sizes(w, heads, elements)
     P = _programs(w, sizes, heads, per_processor)
     grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -332,6 +334,11 @@ def terms_backward(
         )
     _sums(partial, *parameters)
     return [x for x in grads if x is not None]
+
+
+def _terms_tile(K: int) -> tuple[int, int, int]:
+    """Of terms_backward."""
+    return next((tile for k, tile in TERMS_BACKWARD.items() if k >= K), TERMS_BACKWARD[256])
 
 
 def output(
