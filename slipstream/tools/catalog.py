@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.context_in_order import LocalSegments
 from slipstream.kernels.linear.dispatch import plan_for
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_across_ranks
+from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
+from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_impl
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.tools.samples import CPU as CPU
@@ -289,8 +289,9 @@ def _delta_across_ranks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
     terms = LinearInputs(q, k, v, g=g, beta=beta)
-    options = q.shape[-1] ** -0.5, DEFAULT_CHUNK, plan_for(terms, impl).impls
-    return forward_across_ranks(terms, *options, False, _Sends(1024))[:2]
+    call = ForwardCall(q.shape[-1] ** -0.5, DEFAULT_CHUNK, plan_for(terms, impl).impls)
+    o, final, *_ = forward_impl(*terms, *call, exchange=_Sends(1024))
+    return o, final
 
 
 def _of_layer(name: str, function: Any, tensors: str, variant: str = "") -> LayerSample:

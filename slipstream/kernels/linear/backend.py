@@ -5,7 +5,7 @@ Each has a constant CAPABILITIES, which op.py and workspace.py read.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,7 +24,8 @@ class BackendCapabilities:
         fp32_out: forward takes `dtype`, that of o.
         overwrites_q: backward takes `overwrite_q`: q's memory may become a gradient's.
         skips_gate_grad: backward takes `gate_gradient`; False leaves the gate's gradient out.
-        saves_wy: forward takes `save`, and then also returns what backward takes as `saved`.
+        saves_wy: forward takes `save`, and then also returns a SavedWY, which backward takes as
+            `saved`.
         exchanges: both take `exchange`, of sequences that go on at other ranks.
     """
 
@@ -36,6 +37,16 @@ class BackendCapabilities:
     skips_gate_grad: bool = False
     saves_wy: bool = False
     exchanges: bool = False
+
+
+class SavedWY(NamedTuple):
+    """What a delta rule's forward leaves for its backward: WYFactors of delta.py, and on sm_90 the
+    states of its Checkpoints."""
+
+    r: Tensor
+    beta_gate: Tensor
+    transition_lognorm: Tensor | None
+    states: Tensor | None
 
 
 class Exchange(Protocol):

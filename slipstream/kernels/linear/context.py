@@ -22,18 +22,23 @@ from slipstream.kernels.linear.context_states import (
     decays,
 )
 from slipstream.kernels.linear.context_terms import Call, states_per_sequence
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import (
+    DIFFERENTIABLE,
+    NUM_TERMS,
+    BackwardCall,
+    ForwardCall,
+    LinearInputs,
+)
 from slipstream.kernels.linear.op import (
+    backward_impl,
+    call_backward,
     call_forward,
-    forward_across_ranks,
-    gradients,
-    gradients_across_ranks,
+    forward_impl,
+    grad_names,
 )
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.context_share import Share
 from slipstream.runtime.custom_op import DirectCall
-
-NUM_TERMS = len(LinearInputs._fields)
 
 
 def linear_across_ranks(
@@ -83,7 +88,7 @@ class _AcrossRanks(Function):
         gate_gradient = ctx.needs_input_grad[LinearInputs._fields.index("g")]
         end = dfinal if call.wants_final else None
         found = iter(_call_backward(*terms, dout, end, share, call, gate_gradient, *rest))
-        grads = {name: next(found) for name in _with_gradients(terms, gate_gradient)}
+        grads = {name: next(found) for name in grad_names(terms, gate_gradient)}
         start = grads.pop("initial_state", None)
         if ctx.has_initial:
             assert start is not None
@@ -105,20 +110,21 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     states = share.local_states(initial_state, before, width)
     terms = terms._replace(initial_state=states)
     begins = [] if states is None else [states]
-    options = call.scale, call.chunk, call.impl
+    forward = ForwardCall(*call[:3], num_slices=1 if save else None)
     if share.segment_tokens is not None:
         exchange = ForwardInOrder(terms, share, call)
     elif share.crossings.any:
         exchange = ForwardStates(terms, share, call)
     else:
-        return *call_forward(*terms, *options, False), *begins
-    o, after, saved = forward_across_ranks(terms, *options, save, exchange)
+        return *call_forward(*terms, *call[:3], False), *begins
+    o, after, *saved = forward_impl(*terms, *forward, save=save, exchange=exchange)
+    saved = saved if len(saved) > 1 else []  # checkpoints, and a SavedWY's tensors
     passed = [exchange.transition] if save and exchange.transition is not None else []
     return o, after, *begins, *passed, *saved
 
 
-def _backward(*args: Any) -> tuple[Tensor, ...]:
-    """The gradients, in the order of _with_gradients."""
+def _backward(*args: Any) -> list[Tensor]:
+    """The gradients, in the order of grad_names."""
     terms, (dout, dfinal, share, call, gate_gradient, *saved) = (
         LinearInputs(*args[:NUM_TERMS]),
         args[NUM_TERMS:],
@@ -130,26 +136,21 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
             end[-width:] = 0
     elif share.later:
         end = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
-    options = call.scale, call.chunk, call.impl, gate_gradient
+    backward = BackwardCall(dout, end, call.scale, call.chunk, call.impl, gate_gradient)
     if share.segment_tokens is not None:
         exchange = BackwardInOrder(terms, share, call, end, dout)
-        grads = gradients_across_ranks(terms, dout, end, *options, saved, exchange)
     elif share.crossings.any:
         transition = saved.pop(0) if share.passes_through and decays(terms) else None
         exchange = BackwardStates(terms, share, call, end, transition, dout)
-        grads = gradients_across_ranks(terms, dout, end, *options, saved, exchange)
     else:
-        grads = gradients(terms, dout, end, *options)
-    return tuple(grads[name] for name in _with_gradients(terms, gate_gradient))
+        return call_backward(*terms, *backward)
+    checkpoints, *saved_wy = saved or (None,)
+    backward = backward._replace(checkpoints=checkpoints)
+    return backward_impl(*terms, *backward, *saved_wy, exchange=exchange)
 
 
 # R ranks take 2 (R - 2) operations of torch to combine what they have sent
 _call_forward, _call_backward = (DirectCall(x, max_operations=None) for x in (_forward, _backward))
-
-
-def _with_gradients(terms: LinearInputs, gate_gradient: bool) -> list[str]:
-    given = [name for name in DIFFERENTIABLE if getattr(terms, name) is not None]
-    return [name for name in given if gate_gradient or name != "g"]
 
 
 def _final_states(

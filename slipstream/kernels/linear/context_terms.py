@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import call_forward, gradients
+from slipstream.kernels.linear.inputs import BackwardCall, LinearInputs
+from slipstream.kernels.linear.op import by_name, call_backward, call_forward
 from slipstream.runtime.context_share import Share
 
 # From the terms of a call to the implementations to try for it.
@@ -53,7 +53,8 @@ def head_gradient(
     end, states = share.head_end, terms.initial_state
     assert states is not None
     head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])
-    return gradients(head, dout[:, :end], dfinal, *call[:3], False)["initial_state"]
+    grads = call_backward(*head, *BackwardCall(dout[:, :end], dfinal, *call[:3], False))
+    return by_name(head, False, grads)["initial_state"]
 
 
 def _identity(terms: LinearInputs, width: int) -> Tensor:

@@ -16,13 +16,13 @@ Nothing here waits for the device, nor depends on values there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.backend import Exchange, SavedWY
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.workspace import (
@@ -218,9 +218,9 @@ class DeltaBackend(ABC):
         active: int | None = None,
         save: bool = False,
         exchange: Exchange | None = None,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and what backward
-        takes as `saved`, so that it need not compute it again.
+    ) -> tuple[Tensor, Tensor, SavedWY | None]:
+        """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and if a backward
+        follows what that need not compute again.
 
         Args:
             out: memory for o and the final state.
@@ -244,8 +244,8 @@ class DeltaBackend(ABC):
                 ends = backend.scan_ends(terms_slice, wy_slice, end, exchange)
                 ends["checkpoints"] = for_backward
                 backend.chunk_fwd(terms_slice, wy_slice, scale, o_slice, **ends)
-        saved = [*wy, for_backward and for_backward.states] if save else []
-        return o, final, [x for x in saved if x is not None]
+        saved = SavedWY(*wy, for_backward.states if for_backward else None) if save else None
+        return o, final, saved
 
     def segments(self, terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
         segments = self.choose_segments(terms)
@@ -273,7 +273,7 @@ class DeltaBackend(ABC):
         dout: Tensor | None,
         dfinal: Tensor | None,
         scale: float,
-        saved: Sequence[Tensor] = (),
+        saved: SavedWY | None = None,
         out: Mapping[str, Tensor] = NO_OUTPUTS,
         active: int | None = None,
         overwrite_q: bool = False,
@@ -297,10 +297,9 @@ class DeltaBackend(ABC):
                 dstate = terms.initial_state.new_empty(terms.state_shape)
         if overwrite_q and terms.q.shape[2] == terms.v.shape[2]:
             out = {**out, "q": terms.q}
-        count = 2 if terms.g is None else 3
         with device_of(do.device):
-            wy = WYFactors(*saved[:count]) if saved else backend.solve_tril(terms)
-            states = saved[count] if len(saved) > count else None
+            wy = WYFactors(*saved[:3]) if saved is not None else backend.solve_tril(terms)
+            states = None if saved is None else saved.states
             args = terms, do, dfinal, wy, scale, dstate, out
             grads = backend.fused_gradients(*args, states, exchange)
             grads = grads or backend.gradients(*args, exchange)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.householder import deinterleave, interleave
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.custom_op import DirectCall, KernelOp
@@ -113,7 +113,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         after = final if i == len(cuts) - 1 else checkpoints[i]
         tokens = slice(tokens.start, min(tokens.stop, o.shape[1]))
         terms = given.terms(tokens, before, impl)
-        wide, *_ = op.forward_impl(*terms, scale, chunk, impl, False, 1, out=(None, after))
+        call = ForwardCall(scale, chunk, impl, False, 1)
+        wide, *_ = op.forward_impl(*terms, *call, out=(None, after))
         deinterleave(wide, None, given.n, o[:, tokens], None, impl)
         before = after
         del terms, wide  # before there are the next slice's
@@ -142,13 +143,13 @@ def _backward(*args: Any) -> list[Tensor]:
         terms, d = given.laid(tokens, checkpoints[i - 1] if i else entry, impl, do)
         out = {name: grads[name][:, _of_steps(tokens, n)] for name in ("k", "v", "beta")}
         out["initial_state"] = grads["state"]
-        slice_grads = op.backward_impl(
-            terms, d, after, scale, chunk, impl, True, None, out, overwrite_q=True
-        )
+        call = BackwardCall(d, after, scale, chunk, impl)
+        found = op.backward_impl(*terms, *call, out=out, overwrite_q=True)
+        slice_grads = op.by_name(terms, True, found)
         g, g_to = (slice_grads["g"], grads["g"][:, tokens]) if given.g is not None else (None, None)
         deinterleave(slice_grads["q"], g, n, grads["q"][:, tokens], g_to, impl)
         after = grads["state"]
-        del terms, d, slice_grads, g  # as above
+        del terms, d, call, found, slice_grads, g  # as above
     grads["beta"] = grads["beta"].to(beta.dtype)
     return list(grads.values())
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import op, workspace
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
@@ -88,12 +88,14 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         inputs = _slice(given, tokens, *before)
         o_slice = o[:, tokens]
         out = _workspace_bytes(o_slice, inputs.s), after[0]
-        scores, _, _ = op.forward_impl(*inputs.first(), scale, chunk, first, True, 1, out=out)
+        call = ForwardCall(scale, chunk, first, True, 1)
+        scores, _, _ = op.forward_impl(*inputs.first(), *call, out=out)
         one = p[:, tokens] if keep else inputs.s.new_empty(inputs.s.shape)
         _softmax(scores, one, second)
         del scores, out
         two = inputs.second(one)
-        op.forward_impl(*two, 1.0, chunk, second, False, 1, out=(o_slice, after[1]))
+        call = ForwardCall(1.0, chunk, second, False, 1)
+        op.forward_impl(*two, *call, out=(o_slice, after[1]))
         del one, two  # before the next slice's
         before = after
     return o, *final, p, *checkpoints
@@ -151,10 +153,12 @@ def _backward(*args: Any) -> list[Tensor]:
             "g": grads_slice["g"],
             "initial_state": dstates[1],
         }
-        dp = op.backward_impl(two, d, after[1], 1.0, chunk, second, True, None, out)["q"]
+        call = BackwardCall(d, after[1], 1.0, chunk, second)
+        dp = op.by_name(two, True, op.backward_impl(*two, *call, out=out))["q"]
         _softmax_backward(two.q, dp, second)
         out = {"q": grads_slice["q"], "k": grads_slice["k"], "initial_state": dstates[0]}
-        more = op.backward_impl(one, dp, after[0], scale, chunk, first, True, None, out)
+        call = BackwardCall(dp, after[0], scale, chunk, first)
+        more = op.by_name(one, True, op.backward_impl(*one, *call, out=out))
         grads_slice["s"].add_(more["v"])
         grads_slice["g"].add_(more["gv"])
         after = dstates

@@ -88,6 +88,42 @@ class LinearInputs(NamedTuple):
         return (self.sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
 
+class ForwardCall(NamedTuple):
+    """Arguments of slipstream::linear_forward and linear_spans, behind the terms.
+
+    Attributes:
+        chunk: tokens of a chunk, 0 for token by token, op.CONSISTENT for consistent=True.
+        impl: an implementation, or several to try in order, "triton|eager".
+        wide: o in float32.
+        num_slices: where a backward follows, how many slices the tokens go in.
+    """
+
+    scale: float
+    chunk: int
+    impl: str
+    wide: bool = False
+    num_slices: int | None = None
+
+
+class BackwardCall(NamedTuple):
+    """Arguments of slipstream::linear_backward, behind the terms.
+
+    Attributes:
+        scale, chunk, impl: of ForwardCall.
+        gate_gradient: whether anybody wants that of g.
+        checkpoints: the states between slices, which forward left.
+    """
+
+    dout: Tensor | None
+    dfinal: Tensor | None
+    scale: float
+    chunk: int
+    impl: str
+    gate_gradient: bool = True
+    checkpoints: Tensor | None = None
+
+
+NUM_TERMS = len(LinearInputs._fields)
 # In the order of LinearInputs: those that have a gradient.
 DIFFERENTIABLE = LinearInputs._fields[:-1]
 

@@ -1,11 +1,10 @@
 """The linear family as torch.library operators, and its gradient.
 
-slipstream::linear_forward and slipstream::linear_backward take the terms in their order; `chunk` is
-the chunk size, 0 for token by token, CONSISTENT for consistent=True; `impl` names the
-implementation, or several to try in order, "triton|eager"; `wide` asks for o in float32. Outputs
-have a fixed number: o, the final state; and the gradients of the differentiable terms given, in
-their order. linear_spans is linear_forward that goes through the tokens in `spans` slices, and also
-returns the states between them, for backward.
+slipstream::linear_forward takes the fields of LinearInputs and of ForwardCall, in their order,
+slipstream::linear_backward those of LinearInputs and of BackwardCall. Outputs have a fixed number:
+o, the final state; and the gradients of the differentiable terms given, in their order.
+linear_spans is linear_forward that goes through the tokens in `spans` slices, and also returns the
+states between them, for backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,20 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import probe, workspace
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, SavedWY
 from slipstream.kernels.linear.channel_gates import as_dplr, gradients_of
 from slipstream.kernels.linear.eager.blocks import block_forward
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import (
+    DIFFERENTIABLE,
+    NUM_TERMS,
+    BackwardCall,
+    ForwardCall,
+    LinearInputs,
+)
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -42,29 +47,29 @@ DEFAULT_CHUNK = 32
 # In place of a chunk size: bits that depend neither on the batch nor on where a sequence is cut.
 CONSISTENT = -1
 
-NUM_TERMS = len(LinearInputs._fields)
 _AS_USUAL = nullcontext()
-# Arguments of linear_backward, but for the states between slices.
-NUM_BACKWARD_ARGS = NUM_TERMS + 6
+# Arguments of linear_backward; what forward saved comes behind them, some SavedWY.
+NUM_BACKWARD_ARGS = NUM_TERMS + len(BackwardCall._fields)
 Outputs = tuple[Tensor | None, Tensor | None] | None
 _TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields)
 
 
 def forward_impl(
     *args: Any, out: Outputs = None, save: bool = False, exchange: Exchange | None = None
-) -> tuple[Tensor, ...]:
-    """o and the final state. With how many slices the tokens go in as a last argument, a backward
-    follows: also the states between the slices, and with `save` what backward takes as `saved`, of
-    each slice as many tensors.
+) -> tuple[Any, ...]:
+    """o and the final state. With a number of slices a backward follows: also the states between
+    the slices, and with `save` the tensors of a SavedWY, of packed sequences one for each slice.
 
     Args:
+        args: of LinearInputs, then of ForwardCall.
         out: memory for o and the final state.
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
-    terms, (scale, chunk, impl, wide, *count) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
+    terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
+    scale, chunk, impl, wide, count = call
     if terms.erase is not None and not impl.startswith("sm90"):
         terms = as_dplr(terms)
-    num_slices = count[0] if count else 0
+    num_slices = count or 0
     # a slice of packed sequences begins chunks of its own
     sliceable = chunk != CONSISTENT or terms.cu_seqlens is None
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
@@ -72,7 +77,7 @@ def forward_impl(
             exchange.by_calls()
         o, final = _empty_forward(terms, wide)
         no_states = final.new_zeros(workspace.checkpoints_shape(terms, num_slices))
-        return (o, final, no_states) if count else (o, final)
+        return (o, final) if count is None else (o, final, no_states)
     first, _, others = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and _is_short(terms, exchange))
     with (
@@ -111,9 +116,9 @@ def forward_impl(
                 dtype = torch.float32 if wide else None
                 more = dtype, num_slices, out or (None, None)
                 results = workspace.forward(run, given, scale, slices, *more)
-            return results[: None if count else 2]
+            return results[:2] if count is None else results
     if others:
-        args = *terms, scale, chunk, others, wide, *count
+        args = *terms, *call._replace(impl=others)
         return forward_impl(*args, out=out, save=save, exchange=exchange)
     if exchange is not None:
         exchange.by_calls()
@@ -142,14 +147,14 @@ def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:
 
 
 def _with_states(
-    terms: LinearInputs, states: Tensor | None, saved: list, count: list[int]
-) -> list[Tensor]:
+    terms: LinearInputs, states: Tensor | None, saved: list[SavedWY | None], count: int | None
+) -> list[Any]:
     """What forward_impl returns after the final state."""
-    if not count:
+    if count is None:
         return []
     if states is None:
         states = terms.v.new_empty(workspace.checkpoints_shape(terms, 1), dtype=terms.dtype)
-    return [states, *(saved[0] if saved else ())]
+    return [states, *((saved and saved[0]) or ())]
 
 
 def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
@@ -221,52 +226,34 @@ def _empty_forward(terms: LinearInputs, wide: bool) -> tuple[Tensor, Tensor]:
     return o, state if terms.initial_state is None else state.copy_(terms.initial_state)
 
 
-def _backward(*args: Any, exchange: Exchange | None = None) -> list[Tensor]:
-    *given, dout, dfinal, scale, chunk, impl, gate_gradient = args[:NUM_BACKWARD_ARGS]
-    checkpoints, saved = (
-        args[NUM_BACKWARD_ARGS] if len(args) > NUM_BACKWARD_ARGS else None,
-        args[NUM_BACKWARD_ARGS + 1 :],
-    )
-    terms = LinearInputs(*given)
-    if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
-        if exchange is not None:
-            exchange.by_calls()
-        grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
-        if terms.initial_state is not None and dfinal is not None:
-            grads["initial_state"].copy_(dfinal)
-    else:
-        options = scale, chunk, impl, gate_gradient
-        more: dict[str, Any] = {"saved": saved, "exchange": exchange}
-        grads = backward_impl(terms, dout, dfinal, *options, checkpoints, **more)
-    return [grads[name] for name in _grad_names(terms, gate_gradient)]
-
-
 def backward_impl(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    chunk: int,
-    impl: str,
-    gate_gradient: bool,
-    checkpoints: Tensor | None,
+    *args: Any,
     out: Mapping[str, Tensor] | None = None,
-    saved: Sequence[Tensor] = (),
     overwrite_q: bool = False,
     exchange: Exchange | None = None,
-) -> dict[str, Tensor]:
-    """By the name of the term; those of `out` are there, and the others anywhere.
+) -> list[Tensor]:
+    """The gradients of grad_names, in that order; those of `out` are there, others anywhere.
 
     Args:
-        checkpoints, saved: of forward_impl.
+        args: of LinearInputs, then of BackwardCall, then what forward_impl saved.
         overwrite_q: nobody wants q afterwards, so that its memory may take a gradient.
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
+    terms = LinearInputs(*args[:NUM_TERMS])
+    call = BackwardCall(*args[NUM_TERMS:NUM_BACKWARD_ARGS])
+    dout, dfinal, scale, chunk, impl, gate_gradient, checkpoints = call
+    if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
+        if exchange is not None:
+            exchange.by_calls()
+        grads = _empty_backward(terms, dfinal)
+        return [grads[name] for name in grad_names(terms, gate_gradient)]
     if terms.erase is not None and not impl.startswith("sm90"):
-        given = as_dplr(terms), dout, dfinal, scale, chunk, impl, True, checkpoints
-        grads = backward_impl(*given, exchange=exchange)
-        return workspace.copy_into(gradients_of(terms, grads), out)
+        inner = as_dplr(terms)
+        found = backward_impl(*inner, *call._replace(gate_gradient=True), exchange=exchange)
+        grads = gradients_of(terms, by_name(inner, True, found))
+        return [workspace.copy_into(grads, out)[name] for name in grad_names(terms, gate_gradient)]
     first, _, others = impl.partition("|")
+    grads = None
     with Guard(
         "eager" if only_by_token(terms) else impl,
         terms.q.device,
@@ -279,10 +266,10 @@ def backward_impl(
             unsliced = not can.writes_out or (first == "sm90" and workspace.bwd_unsliced(terms))
             unsliced = unsliced or exchange is not None
             slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(terms, checkpoints)
-            saved = saved if can.saves_wy else ()
+            saved = _saved(args[NUM_BACKWARD_ARGS:]) if can.saves_wy else []
             if len(slices) == 1:
                 options: dict[str, Any] = {"out": out} if can.writes_out and out is not None else {}
-                options |= {"saved": saved} if saved else {}
+                options |= {"saved": saved[0]} if saved else {}
                 options |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
                 options |= (
                     {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
@@ -294,32 +281,50 @@ def backward_impl(
                 grads = workspace.backward(
                     run, terms, dout, dfinal, scale, slices, checkpoints, saved
                 )
-            return workspace.copy_into(grads, out)
-    if others and not only_by_token(terms):
-        given = terms, dout, dfinal, scale, chunk, others, gate_gradient, checkpoints, out, saved
-        return backward_impl(*given, overwrite_q, exchange)
-    if exchange is not None:
-        exchange.by_calls()
-    if chunk == 0:
-        return workspace.copy_into(recurrent_backward(terms, dout, dfinal, scale), out)
-    size = DEFAULT_CHUNK if chunk == CONSISTENT else chunk
-    return workspace.copy_into(chunk_backward(terms, dout, dfinal, scale, size), out)
+    if grads is None:
+        if others and not only_by_token(terms):
+            args = *terms, *call._replace(impl=others), *args[NUM_BACKWARD_ARGS:]
+            return backward_impl(*args, out=out, overwrite_q=overwrite_q, exchange=exchange)
+        if exchange is not None:
+            exchange.by_calls()
+        if chunk == 0:
+            grads = recurrent_backward(terms, dout, dfinal, scale)
+        else:
+            size = DEFAULT_CHUNK if chunk == CONSISTENT else chunk
+            grads = chunk_backward(terms, dout, dfinal, scale, size)
+    grads = workspace.copy_into(grads, out)
+    return [grads[name] for name in grad_names(terms, gate_gradient)]
+
+
+def _saved(tensors: Sequence[Tensor]) -> list[SavedWY]:
+    width = len(SavedWY._fields)
+    return [SavedWY(*tensors[i : i + width]) for i in range(0, len(tensors), width)]
+
+
+def _empty_backward(terms: LinearInputs, dfinal: Tensor | None) -> dict[str, Tensor]:
+    """No tokens, no sequences or no width: of the state that stays."""
+    grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
+    if terms.initial_state is not None and dfinal is not None:
+        grads["initial_state"].copy_(dfinal)
+    return grads
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    terms, (_, _, _, wide, *count) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
-    o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if wide else None)
+    terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
+    o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if call.wide else None)
     final = terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
-    return o, final, *(final.new_empty(workspace.checkpoints_shape(terms, n)) for n in count)
+    if call.num_slices is None:
+        return o, final
+    return o, final, final.new_empty(workspace.checkpoints_shape(terms, call.num_slices))
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    terms = LinearInputs(*args[:NUM_TERMS])
-    given = (getattr(terms, name) for name in _grad_names(terms, args[NUM_BACKWARD_ARGS - 1]))
+    terms, call = LinearInputs(*args[:NUM_TERMS]), BackwardCall(*args[NUM_TERMS:])
+    given = (getattr(terms, name) for name in grad_names(terms, call.gate_gradient))
     return [x.new_empty(x.shape) for x in given]
 
 
-def _grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
+def grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
     """What backward returns, in order. The gradient of g may cost as much as all others."""
     given = (name for name in DIFFERENTIABLE if getattr(terms, name) is not None)
     return [name for name in given if gate_gradient or name != "g"]
@@ -327,10 +332,11 @@ def _grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
 
 def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     """Of o alone, as most calls have it."""
-    given, options = args[:NUM_TERMS], args[NUM_TERMS : NUM_TERMS + 3]
-    g = LinearInputs(*given).g
-    gate_gradient = g is not None and g.requires_grad
-    _backward(*given, torch.empty_like(results[0]), None, *options, gate_gradient, *results[2:])
+    terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
+    gate_gradient = terms.g is not None and terms.g.requires_grad
+    o, _, checkpoints, *saved = results if len(results) > 2 else (*results, None)
+    backward = BackwardCall(torch.empty_like(o), None, *call[:3], gate_gradient, checkpoints)
+    backward_impl(*terms, *backward, *saved)
 
 
 _OPTIONS = "float scale, int chunk, str impl"
@@ -349,11 +355,11 @@ _call_slices = KernelOp(
     replay=True,
     compile_also=_compile_backward_also,
 )
-_call_backward = KernelOp(
+call_backward = KernelOp(
     "linear_backward",
     f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient, "
     "Tensor? marks=None) -> Tensor[]",
-    _backward,
+    backward_impl,
     _fake_backward,
     replay=True,
 )
@@ -363,48 +369,12 @@ _call_forward_training = call_forward.before(_compile_backward_also)
 _call_forward_saving = DirectCall(
     partial(forward_impl, save=True), compile_also=_compile_backward_also
 )
-_call_backward_saved = DirectCall(_backward)
+_call_backward_saved = DirectCall(backward_impl)
 
 
-def gradients(
-    terms: LinearInputs,
-    dout: Tensor,
-    dfinal: Tensor | None,
-    scale: float,
-    chunk: int,
-    impl: str,
-    gate_gradient: bool,
-) -> dict[str, Tensor]:
-    """By the name of each differentiable term given; without gate_gradient not that of g."""
-    grads = _call_backward(*terms, dout, dfinal, scale, chunk, impl, gate_gradient)
-    return dict(zip(_grad_names(terms, gate_gradient), grads))
-
-
-def forward_across_ranks(
-    terms: LinearInputs, scale: float, chunk: int, impl: str, save: bool, exchange: Exchange
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o, the final state, and with save what gradients_across_ranks takes."""
-    count = (1,) if save else ()
-    args = *terms, scale, chunk, impl, False, *count
-    o, final, *saved = forward_impl(*args, save=save, exchange=exchange)
-    return o, final, saved if len(saved) > 1 else []
-
-
-def gradients_across_ranks(
-    terms: LinearInputs,
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    chunk: int,
-    impl: str,
-    gate_gradient: bool,
-    saved: Sequence[Tensor],
-    exchange: Exchange,
-) -> dict[str, Tensor]:
-    """As gradients."""
-    args = *terms, dout, dfinal, scale, chunk, impl, gate_gradient, *saved
-    grads = _backward(*args, exchange=exchange)
-    return dict(zip(_grad_names(terms, gate_gradient), grads))
+def by_name(terms: LinearInputs, gate_gradient: bool, grads: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What backward returns, by the name of each differentiable term given."""
+    return dict(zip(grad_names(terms, gate_gradient), grads))
 
 
 class Linear(Function):
@@ -436,10 +406,10 @@ class Linear(Function):
         gate_gradient = ctx.needs_input_grad[4 + LinearInputs._fields.index("g")]
         args = (*given, dout, dfinal, *ctx.options, gate_gradient, *saved)
         if len(saved) <= 1:
-            grads = _call_backward(*args)
+            grads = call_backward(*args)
         else:
             grads = _call_backward_saved(*args)
-        named = dict(zip(_grad_names(terms, gate_gradient), grads))
+        named = by_name(terms, gate_gradient, grads)
         by_term = [named.get(name) for name in DIFFERENTIABLE]
         return (None, None, None, None, *by_term, None)
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, SavedWY
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
 from slipstream.kernels.linear.varlen_slices import VarlenSlices, make_varlen_slices
@@ -119,8 +119,8 @@ def forward(
     run leaves for backward, slice after slice.
 
     Args:
-        run: called as run(terms, scale, out=(o, final)), of one slice; it may return a list of what
-            it leaves after o and the final state.
+        run: called as run(terms, scale, out=(o, final)), of one slice; it may return a SavedWY
+            after o and the final state.
         dtype: of o; q's if None.
         count: 0 or 1 where nobody wants the states.
         out: memory for o and the final state.
@@ -142,7 +142,7 @@ def forward(
         if borders is not None:
             inputs = inputs._replace(cu_seqlens=borders.local[i])
         results = run(inputs, scale, out=(o[rows, tokens], after))
-        saved += results[2] if len(results) > 2 else []
+        saved += results[2] or () if len(results) > 2 else ()
         if borders is not None and leaves_state:
             borders.save_carry(final, checkpoints[i], i + 1)
         elif goes_on:
@@ -158,7 +158,7 @@ def backward(
     scale: float,
     slices: Sequence[BatchTimeSlice],
     checkpoints: Tensor | None,
-    saved: Sequence[Tensor] = (),
+    saved: Sequence[SavedWY] = (),
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term.
 
@@ -166,8 +166,7 @@ def backward(
         run: called as run(terms, dout, dfinal, scale, out=grads), of one slice; what it leaves
             elsewhere is copied to where grads say.
         checkpoints: of forward, where the slices are of tokens.
-        saved: what forward left, which run takes of each slice: of tokens, then of chunks; packed
-            sequences slice after slice.
+        saved: what forward left, which run takes of each slice; of packed sequences one a slice.
     """
     named = [(name, getattr(terms, name)) for name in DIFFERENTIABLE]
     given = {name: x for name, x in named if x is not None}
@@ -207,8 +206,9 @@ def backward(
             grads_slice["initial_state"] = dstate[rows]
         do = None if dout is None else dout[rows, tokens]
         after = None if dfinal is None else dfinal[rows]
-        packed = borders is not None
-        more = {"saved": _saved(saved, slices, i, packed)} if saved and in_time else {}
+        more = {}
+        if saved and in_time:
+            more["saved"] = _of_tokens(saved[0], tokens) if borders is None else saved[i]
         copy_into(run(inputs, do, after, scale, out=grads_slice, **more), grads_slice)
         if in_time:
             dfinal = dstate
@@ -305,15 +305,16 @@ def _borders(terms: LinearInputs, slices: Sequence[BatchTimeSlice]) -> VarlenSli
     return make_varlen_slices(terms.cu_seqlens, [x.tokens for x in slices])
 
 
-def _saved(
-    saved: Sequence[Tensor], slices: Sequence[BatchTimeSlice], i: int, packed: bool
-) -> list[Tensor]:
-    """Of slice i: packed ones have been left one after the other."""
-    if packed:
-        each = len(saved) // len(slices)
-        return list(saved[i * each : (i + 1) * each])
-    tokens, (first, *rest) = slices[i].tokens, saved
-    return [first[:, tokens], *(x[slice_chunks(tokens, first.shape[-1])] for x in rest)]
+def _of_tokens(saved: SavedWY, tokens: slice) -> SavedWY:
+    """Those of a slice of a single row, which has no states of chunks."""
+    chunks = slice_chunks(tokens, saved.r.shape[-1])
+    lognorm = saved.transition_lognorm
+    return SavedWY(
+        saved.r[:, tokens],
+        saved.beta_gate[chunks],
+        None if lognorm is None else lognorm[chunks],
+        None,
+    )
 
 
 def slice_inputs(

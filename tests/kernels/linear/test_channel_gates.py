@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.channel_gates import as_dplr
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import backward_impl, forward_impl
+from slipstream.kernels.linear.inputs import BackwardCall, LinearInputs
+from slipstream.kernels.linear.op import backward_impl, by_name, forward_impl
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90 import plan
 
@@ -36,7 +36,8 @@ def test_other_back_ends_give_the_same() -> None:
     want = torch.autograd.grad((o, state), leaves, (do, dstate))
     for got, right in zip(forward_impl(*terms, 0.3, 16, "eager", False), (o, state)):
         torch.testing.assert_close(got, right.detach())
-    got = backward_impl(terms, do, dstate, 0.3, 16, "eager", True, None)
+    call = BackwardCall(do, dstate, 0.3, 16, "eager")
+    got = by_name(terms, True, backward_impl(*terms, *call))
     for name, right in zip(NAMES, want, strict=True):
         torch.testing.assert_close(got[name], right)
     for got, right in zip(linear_reference(as_dplr(terms), 0.3), (o, state)):

@@ -12,7 +12,8 @@ from torch import Tensor
 from slipstream.common.varlen import ChunkMap, chunk_map
 from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.backend import SavedWY
+from slipstream.kernels.linear.inputs import BackwardCall, LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.memory import make
 
@@ -34,7 +35,7 @@ def test_backward_takes_saved_tensors(name: str) -> None:
     assert hasattr(module, "forward")
     if module.CAPABILITIES.saves_wy:
         assert "saved" in inspect.signature(module.backward).parameters
-        assert get_args(get_type_hints(module.forward)["return"])[-1] == list[Tensor]
+        assert get_args(get_type_hints(module.forward)["return"])[-1] == SavedWY | None
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -58,9 +59,9 @@ def test_portable_backward_after_gluon_forward(kind: str) -> None:
     def call(device: torch.device) -> None:
         terms = make(kind, (8192,), 32, device)
         o, _, checkpoints, *saved = op.forward_impl(*terms, 0.1, 64, "sm90", False, 1, save=True)
-        assert saved
-        more = {"checkpoints": checkpoints if checkpoints.numel() else None, "saved": saved}
-        grads = op.backward_impl(terms, o, None, 0.1, 64, "triton", terms.g is not None, **more)
+        assert len(saved) == len(SavedWY._fields)
+        call = BackwardCall(o, None, 0.1, 64, "triton", terms.g is not None, checkpoints)
+        grads = op.by_name(terms, True, op.backward_impl(*terms, *call, *saved))
         assert grads["q"].shape == terms.q.shape
 
     names = [x.name for x in trace(call, "sm_90", backward=False)]

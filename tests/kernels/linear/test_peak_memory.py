@@ -51,7 +51,7 @@ def trained(terms: LinearInputs) -> tuple[float, float]:
         do = torch.empty_like(o)
         del found
         options = (0.1, 64, "sm90", terms.g is not None)
-        grads = op._backward(*terms, do, None, *options, *kept)
+        grads = op.backward_impl(*terms, do, None, *options, *kept)
         made = sum(x.nbytes for x in (o, do, *grads))
     return seen.peak - made, made + sum(x.nbytes for x in given)
 
