@@ -1,0 +1,73 @@
+"""Context parallelism on two GPUs over NCCL: results, bits, and nothing that waits for a device."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from slipstream.parallel import ContextParallel
+from slipstream.tools.catalog import Shape
+
+RANKS = 2
+NAMES = (
+    "chunk_simple_gla",
+    "chunk_gla",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "chunk_rwkv7",
+    "chunk_hgrn",
+    "selective_scan",
+    "short_convolution",
+    "attention",
+)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < RANKS or not dist.is_nccl_available(),
+        reason="needs two CUDA devices and NCCL",
+    ),
+]
+
+
+@pytest.mark.parametrize("work", ["results_and_bits", "without_waiting"])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_gpus(name: str, work: str, tmp_path: Path) -> None:
+    spawn(_on_rank, (tmp_path / "store", work, name), nprocs=RANKS)
+
+
+def _on_rank(rank: int, path: Path, work: str, name: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=RANKS)
+    globals()[work](name)
+    dist.destroy_process_group()
+
+
+def _script() -> Any:
+    """It takes the benchmark's device, and so wants a rank to have chosen its own."""
+    return importlib.import_module("tests.parallel.context_check")
+
+
+def results_and_bits(name: str) -> None:
+    """Of random packings cut anywhere, beside one GPU's; with fixed segments the bits of one."""
+    assert _script().check_one(name, 0) == []
+
+
+def without_waiting(name: str) -> None:
+    script, tokens = _script(), 1024
+    op = script.sample(name)
+    args = op.inputs(Shape(B=1, T=tokens, H=2, K=64, V=64), torch.device("cuda"))
+    for segments in (None, 256):
+        options: Any = {"context": ContextParallel(segment_tokens=segments)}
+        mine = script.parts(op, args, 0, tokens)
+        with torch.no_grad():
+            dout = torch.randn_like(script.first(op, mine, **options))
+        for _ in range(3):  # compiled, recorded, played
+            script.backward(op, mine, dout, **options)
+        torch.cuda.set_sync_debug_mode("error")
+        script.backward(op, mine, dout, **options)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
