@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import slipstream
+from slipstream.common import extras
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -101,6 +102,22 @@ def test_missing_extra_is_named() -> None:
     assert done.returncode == 0, done.stderr
     for line, (module, extra) in zip(done.stdout.splitlines(), wanted.values(), strict=True):
         assert module in line and line.endswith(f"pip install 'slipstream[{extra}]'")
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        ("tokenizers.models", "'slipstream[lm]'"),
+        ("xxhash._x", "xxhash"),
+        ("yaml", "'slipstream[cli]'"),
+    ],
+)
+def test_missing_module_is_named_with_what_brings_it(module: str, what: str) -> None:
+    """One that no extra has, such as a dependency of wandb, by itself."""
+    error = extras.missing("the command", ModuleNotFoundError(name=module))
+    name = module.partition(".")[0]
+    text = f"the command needs {name}, which is not installed: pip install {what}"
+    assert str(error) == text
 
 
 @pytest.mark.parametrize("command", ["explain kda", "matrix kda", "precompile kda --arch sm_90"])
