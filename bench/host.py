@@ -15,6 +15,7 @@ processor's time counts, at sizes that take it milliseconds. ratio is earlier ov
 faster now.
 """
 
+import re
 import statistics
 import sys
 import time
@@ -73,11 +74,13 @@ def row(name: str, found: dict[str, Call], report: Report) -> dict[str, object]:
     return {**cells, "launches": len(kernels(found["us"]))}
 
 
-def child() -> None:
+def child(only: re.Pattern) -> None:
     """Says what calls it has; then, for each number on stdin, times that call once."""
     torch.set_num_threads(1)
     found: dict[str, Call] = {}
     for name, sample in samples().items():
+        if not only.search(name) and not only.search(f"{name} both"):
+            continue
         try:
             made = calls(sample, SMALL if DEVICE.type == "cuda" else LARGER)
         except Exception as e:
@@ -99,8 +102,9 @@ def child() -> None:
 class State(Child):
     """A process on the sources in a directory, with this script."""
 
-    def __init__(self, sources: Path) -> None:
-        super().__init__(__file__, (), PYTHONPATH=str(sources.resolve()), OMP_NUM_THREADS="1")
+    def __init__(self, sources: Path, only: re.Pattern) -> None:
+        variables = {"PYTHONPATH": str(sources.resolve()), "OMP_NUM_THREADS": "1"}
+        super().__init__(__file__, ("--only", only.pattern), 0, **variables)
         self.calls = self.answer()["calls"]
 
     def run(self, call: str) -> float:
@@ -117,7 +121,7 @@ class State(Child):
 def beside(before: Path, name: str, starts: int, report: Report) -> None:
     found: dict[str, list[list[tuple[float, float]]]] = {}
     for _ in range(starts):
-        states = State(before), State(Path(__file__).parents[1])
+        states = [State(x, report.options.only) for x in (before, Path(__file__).parents[1])]
         for call in states[1].calls:
             if report.wants(call) and call in states[0].calls:
                 for state in states:
@@ -147,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--child", action="store_true", help="for --before")
     given = options.parse_args(argv)
     if given.child:
-        child()
+        child(given.only)
         return
     report = Report(given, needs_gpu=given.before is None)
     if given.before is not None:
