@@ -1,12 +1,16 @@
 """mamba_ssm's name of Mamba-3 against its step, and in two calls."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream import layers
+from slipstream.compat.mamba_ssm.modules.mamba3 import Mamba3
 from slipstream.compat.mamba_ssm.ops.cute.mamba3.mamba3_step_fn import mamba3_step_fn
 from slipstream.compat.mamba_ssm.ops.tilelang.mamba3.mamba3_mimo import mamba3_mimo
 from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step import (
@@ -166,3 +170,56 @@ def test_turns_of_neighbours_with_biases() -> None:
         at = (-new if conjugate else new)[:, None]
         torch.testing.assert_close(got, (turned(q + bias, at), turned(k, at), new))
         assert all(x is y for x, y in zip(got, given))
+
+
+# ---- the module
+
+BLOCK: dict[str, Any] = {"d_model": 12, "d_state": 8, "headdim": 6, "layer_idx": 3}
+KINDS = {"siso": {}, "mimo": {"is_mimo": True, "mimo_rank": 2}, "groups": {"ngroups": 2}}
+
+
+def block(kind: str, normed: bool) -> Mamba3:
+    torch.manual_seed(0)
+    module = Mamba3(**BLOCK, **KINDS[kind], is_outproj_norm=normed).double()
+    with torch.no_grad():
+        for x in module.parameters():
+            x.add_(0.3 * torch.randn_like(x))
+    return module
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_is_its_steps(kind: str, normed: bool) -> None:
+    """Also from a cache, and in packed sequences."""
+    module, x = block(kind, normed), torch.randn(2, 7, 12).double()
+    want = module(x)
+    assert torch.autograd.grad(want.sum(), list(module.parameters()))
+    want = want.detach()
+    states = module.allocate_inference_cache(2, 7)
+    for t in range(7):
+        near(module.step(x[:, t], *states)[0].detach(), want[:, t])
+    cache = SimpleNamespace(key_value_memory_dict={}, seqlen_offset=0)
+    first = module(x[:, :4], inference_params=cache)
+    cache.seqlen_offset = 4
+    rest = [module(x[:, t : t + 1], inference_params=cache) for t in range(4, 7)]
+    near(torch.cat([first, *rest], 1), want)
+    packed = module(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, 7, 14]))
+    near(packed[0], want.flatten(0, 1))
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    """Decays, steps and gates are float32 there."""
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_block_is_the_layer() -> None:
+    """Of the same parameters, whose names are those of mamba_ssm."""
+    ours, theirs = layers.Mamba3(12, head_dim=6, state_size=8).double(), block("siso", False)
+    names = {"B_norm.weight": "B_norm", "C_norm.weight": "C_norm"}
+    ours.load_state_dict({names.get(n, n): x for n, x in theirs.state_dict().items()})
+    x = torch.randn(2, 7, 12).double()
+    near(theirs(x), ours(x)[0])
+    with pytest.raises(ValueError, match="rope_fraction: want"):
+        Mamba3(**BLOCK, rope_fraction=0.3)
+    with pytest.raises(ValueError, match="layer_idx: want"):
+        Mamba3(12, 8, headdim=6)(x.float(), inference_params=SimpleNamespace(seqlen_offset=0))

@@ -39,8 +39,8 @@ def test_installs() -> None:
         assert mamba_ssm.selective_scan_fn is selective_scan_fn
         with pytest.raises(ImportError, match=r"Slipstream has no mamba_ssm\.Mamba2"):
             from mamba_ssm import Mamba2  # noqa: F401
-        with pytest.raises(ModuleNotFoundError, match=r"Slipstream has no mamba_ssm\.modules"):
-            import mamba_ssm.modules
+        with pytest.raises(ModuleNotFoundError, match=r"Slipstream has no mamba_ssm\.models"):
+            import mamba_ssm.models
 
 
 def scan_inputs(G: int | None, B: int = 2, D: int = 6, N: int = 3, T: int = 40) -> dict[str, Any]:

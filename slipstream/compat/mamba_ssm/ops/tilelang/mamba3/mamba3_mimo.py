@@ -69,8 +69,8 @@ def mamba3_mimo(
     checks.expect_multiple("H", H, "G", Q.shape[3])
     if N % 2:
         raise ValueError(f"Q: want an even number of channels N, got {N}")
-    if (Z is None) != (MIMO_Z is None):
-        raise ValueError("Z: wants MIMO_Z too, or neither")
+    if Z is not None and MIMO_Z is None:
+        raise ValueError("Z: wants MIMO_Z too")
     # chunk_mamba3 turns neighbours: both halves of the channels, in turns
     order = torch.arange(N, device=Q.device).view(2, -1).T.flatten()
     q, k = (

@@ -1,0 +1,1 @@
+"""mamba_ssm.modules: Mamba-3's block."""
