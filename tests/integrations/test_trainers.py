@@ -5,10 +5,12 @@
 transformers' own Trainer is in tests/models/test_trainer_contracts.py; here its rows are packed.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from transformers import (
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.byte_tokenizer import tokenizer
+from tests.support.trainer_runs import MODELS
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"the {x} sat on the mat and the {x} ate the hat" for x in ("cat", "rat", "bat", "gnat")]
@@ -48,20 +51,20 @@ def small(*mixers: Any) -> SlipstreamForCausalLM:
 
 
 def arguments(folder: Path, cls: Any = TrainingArguments, **options: Any) -> Any:
-    return cls(
-        output_dir=str(folder),
-        max_steps=6,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        bf16=False,
-        **options,
-    )
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "bf16": False,
+    }
+    return cls(**{**given, **options})
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -123,6 +126,82 @@ def test_trl_sft_with_packing(tmp_path: Path, strategy: str) -> None:
     trainer.train()
     found = losses(trainer)
     assert found[-1] < found[0] - 0.5
+
+
+# plain descent, on rows in order
+PLAIN: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0}
+PLAIN |= {"train_sampling_strategy": "sequential", "gradient_checkpointing": False, "max_steps": 3}
+SFT: dict[str, dict[str, Any]] = {
+    "padding free": {"padding_free": True, "max_length": None},
+    "padding free, checkpointed": {
+        "padding_free": True,
+        "max_length": None,
+        "gradient_checkpointing": True,
+    },
+    "loss of its own": {"loss_type": "nll"},
+    "loss in chunks": {"loss_type": "chunked_nll"},
+    "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1},
+    "bf16": {"bf16": True},
+}
+
+
+@functools.cache
+def sft_losses(way: str | None) -> list[float]:
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    options = {**PLAIN, **(SFT[way] if way else {})}
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(Path(folder), trl.SFTConfig, **options)
+        trainer = trl.SFTTrainer(
+            small(*MODELS["every"]),
+            args,
+            train_dataset=datasets.Dataset.from_dict({"text": TEXTS * 4}),
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+    return losses(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SFT)
+def test_trl_sft_in_a_way_is_the_same(way: str) -> None:
+    """Of every mixer: the losses of padded rows."""
+    near = 3e-2 if way == "bf16" else 1e-3
+    np.testing.assert_allclose(sft_losses(way), sft_losses(None), rtol=near)
+
+
+def _lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(x)) for x in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
+def test_trl_of_preferences(kind: str, checkpointed: bool, tmp_path: Path) -> None:
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointed}
+    others: dict[str, Any] = {"ref_model": small(*MODELS["every"])}
+    rows: dict[str, Any] = {"prompt": ["the "] * 4}
+    if kind == "DPO":
+        rows |= {"chosen": ["cat sat"] * 4, "rejected": ["dog"] * 4}
+    elif kind == "KTO":
+        rows |= {"completion": ["cat sat", "dog", "cat", "x"], "label": [True, False] * 2}
+    else:
+        others = {"reward_funcs": _lengths}
+        options |= {"num_generations": 2, "max_completion_length": 5}
+    trainer = getattr(trl, f"{kind}Trainer")(
+        small(*MODELS["every"]),
+        args=arguments(tmp_path, getattr(trl, f"{kind}Config"), **options),
+        train_dataset=datasets.Dataset.from_dict(rows),
+        processing_class=tokenizer(),
+        **others,
+    )
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert all(np.isfinite(losses(trainer)))
+    assert any(not torch.equal(p, q) for p, q in zip(trainer.model.parameters(), before))
+    if kind == "DPO":  # of two equal models, before the first step
+        assert losses(trainer)[0] == pytest.approx(np.log(2), rel=1e-4)
+        assert losses(trainer)[-1] < 0.6
 
 
 @pytest.mark.slow

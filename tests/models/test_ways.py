@@ -1,22 +1,28 @@
 """Models in the ways that trainers run them, alone and together: each gives the loss and the
-gradients of the untouched model. What may be refused is a row of REFUSED, with its reason."""
+gradients of the untouched model. What may be refused is a row of REFUSED, model_ways.py."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch import nn
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from tests.support.model_ways import (
+    MODELS,
+    TOGETHER,
+    VOCAB,
+    WAYS,
+    Narrow,
+    Rounded,
+    check,
+    gradients,
+    make,
+    narrow,
+    trained,
+)
 from tests.support.processes import in_processes
 
 pytestmark = [
@@ -26,235 +32,6 @@ pytestmark = [
     # of Dynamo, where FSDP's hooks made a tensor
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
-VOCAB, WIDTH = 53, 32
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
-    "mamba2": {"state_size": 8},
-}
-MODELS: dict[str, list[Any]] = {n: [{"type": n, **OPTIONS.get(n, {})}] * 2 for n in MIXERS}
-# RWKV-7's first value goes past layers that do not use it, and on to a last one
-MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention", "rwkv7"]
-
-# a step of training: the loss of some tokens, and gradients in the parameters
-Step = Callable[[Tensor], Tensor]
-# changes a model, and returns how to train it
-Way = Callable[[SlipstreamForCausalLM], Step]
-
-
-def make(name: str) -> SlipstreamForCausalLM:
-    torch.manual_seed(0)
-    config = SlipstreamConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_heads=2,
-        intermediate_size=48,
-        mixers=MODELS[name],
-        initializer_range=0.2,
-    )
-    return SlipstreamForCausalLM(config).train()
-
-
-def narrow(x: Tensor) -> Tensor:
-    """Rounded to 8 bits, with the gradient of x."""
-    return x + (x.detach().to(torch.float8_e4m3fn).to(x.dtype) - x.detach())
-
-
-class Narrow(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return narrow(x)
-
-
-class Rounded(nn.Linear):
-    """As torchao's Float8Linear: a Linear that multiplies in another way."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.linear(narrow(input), narrow(self.weight), self.bias)
-
-
-def trained(model: nn.Module) -> Step:
-    def step(ids: Tensor) -> Tensor:
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        return loss
-
-    return step
-
-
-# ---- the ways of training
-
-
-def checkpointed(model: SlipstreamForCausalLM, **options: Any) -> Step:
-    # the method has another name before transformers 5.20
-    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": options})
-    return trained(model)
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps products and attention, as torchtitan does, and every second of the rest."""
-    name = str(op)
-    save = "mm" in name or "slipstream" in name
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selective(model: SlipstreamForCausalLM) -> Step:
-    context = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpointed(model, use_reentrant=False, context_fn=context)
-
-
-def compiled(model: SlipstreamForCausalLM) -> Step:
-    torch._dynamo.reset()
-    for block in model.model.layers:
-        block.compile(backend="aot_eager")
-    return trained(model)
-
-
-def functional(model: SlipstreamForCausalLM) -> Step:
-    """As trained, with the weights handed in."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-
-    def step(ids: Tensor) -> Tensor:
-        loss = torch.func.functional_call(model, weights, (ids,), {"labels": ids}).loss
-        loss.backward()
-        return loss
-
-    return step
-
-
-def hooked(model: SlipstreamForCausalLM) -> Step:
-    """Hooks that make new tensors of what goes in and comes out."""
-
-    def copied(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(copied, x))
-        return x.clone() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.register_forward_pre_hook(lambda module, args: copied(args))
-            module.register_forward_hook(lambda module, args, y: copied(y))
-    return trained(model)
-
-
-def run_blocks(blocks: list[Any], h: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    for block in blocks:
-        h, _, value = block(h, first)
-        first = value if first is None else first
-    return h, first
-
-
-def staged(model: SlipstreamForCausalLM) -> Step:
-    """Two stages of a pipeline: what crosses are leaves on the other side."""
-    layers = list(model.model.layers)
-    half = len(layers) // 2
-
-    def step(ids: Tensor) -> Tensor:
-        out = run_blocks(layers[:half], model.model.embed_tokens(ids), None)
-        sent = [x for x in out if x is not None]
-        received = [x.detach().requires_grad_() for x in sent]
-        h, _ = run_blocks(layers[half:], received[0], *(received[1:] or [None]))
-        logits = model.lm_head(model.model.norm(h))[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
-        loss.backward()
-        used = [(x, y.grad) for x, y in zip(sent, received) if y.grad is not None]
-        torch.autograd.backward(*map(list, zip(*used)))
-        return loss
-
-    return step
-
-
-def _mesh(*sizes: int, names: tuple[str, ...]) -> Any:
-    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-
-def ddp(model: SlipstreamForCausalLM) -> Step:
-    # as transformers' Trainer has it: RWKV-7's first layer does not use all that it has
-    return trained(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True))
-
-
-def fsdp(model: SlipstreamForCausalLM) -> Step:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = _mesh(dist.get_world_size(), names=("shard",))
-    for unit in [*model.model.layers, model]:
-        fully_shard(unit, mesh=mesh)
-    return trained(model)
-
-
-def hsdp(model: SlipstreamForCausalLM) -> Step:
-    """Copies of shards: two by two processes, or one by as many as there are."""
-    from torch.distributed.fsdp import fully_shard
-
-    ranks = dist.get_world_size()
-    mesh = _mesh(2, ranks // 2, names=("copy", "shard")) if ranks == 4 else _mesh(
-        1, ranks, names=("copy", "shard")
-    )  # fmt: skip
-    for unit in [*model.model.layers, model]:
-        fully_shard(unit, mesh=mesh)
-    return trained(model)
-
-
-def tensor_parallel(model: SlipstreamForCausalLM) -> Step:
-    """DTensors in every linear layer: columns of each on one process, whose outputs are joined."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = _mesh(dist.get_world_size(), names=("tp",))
-    plan: dict[str, Any] = {
-        name: ColwiseParallel(output_layouts=Replicate())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not model.lm_head
-    }
-    parallelize_module(model, mesh, plan)
-    return trained(model)
-
-
-WAYS: dict[str, Way] = {
-    "checkpointed": partial(checkpointed, use_reentrant=False),
-    "reentrant": partial(checkpointed, use_reentrant=True),
-    "selective": selective,
-    "compiled": compiled,
-    "functional": functional,
-    "hooked": hooked,
-    "staged": staged,
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-    "tensor parallel": tensor_parallel,
-}
-# those that go together, in the order in which trainers apply them
-TOGETHER = ("hooked", "tensor parallel", "checkpointed", "selective", "compiled", "fsdp", "hsdp")
-# ways that go together: what is raised, and why
-REFUSED: dict[tuple[str, ...], tuple[type[Exception], str]] = {}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for n, p in model.named_parameters():
-        if p.grad is not None:
-            # a copy: DTensor's may be a view
-            found[n] = getattr(p.grad, "full_tensor", p.grad.clone)()
-    return found
-
-
-def check(name: str, *ways: str) -> None:
-    ids = torch.arange(18).mul(7).remainder(VOCAB).view(2, 9)
-    plain, model = make(name), make(name)
-    loss, step = trained(plain)(ids), trained(model)
-    for way in ways:
-        step = WAYS[way](model)
-    if ways in REFUSED:
-        error, words = REFUSED[ways]
-        with pytest.raises(error, match=words):
-            step(ids)
-        return
-    torch.testing.assert_close(step(ids), loss, rtol=1e-4, atol=1e-5)
-    got, want = gradients(model), gradients(plain)
-    assert got.keys() == want.keys(), ways
-    for n, grad in want.items():
-        torch.testing.assert_close(
-            got[n], grad, rtol=1e-3, atol=1e-5, msg=lambda text, n=n: f"{ways}, {n}: {text}"
-        )
 
 
 @pytest.fixture
@@ -271,6 +48,7 @@ SINGLES = [
     )
     for name in MODELS
     for way in WAYS
+    if name != "every"
 ]
 EXCLUSIVE = [{"checkpointed", "selective"}, {"fsdp", "hsdp"}, {"tensor parallel", "fsdp"}]
 EXCLUSIVE += [{"tensor parallel", "hsdp"}]

@@ -1,0 +1,71 @@
+"""Models on a CUDA device in the ways that trainers run them, a layer of every mixer in one: the
+loss and the gradients of the untouched model (tests/models/test_ways.py is this table on a CPU)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.models import SlipstreamForCausalLM
+from tests.support.model_ways import WAYS, check
+from tests.support.trainer_runs import IDS, generated, losses, make, own_loop, trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not dist.is_nccl_available(),
+        reason="needs a CUDA device and NCCL",
+    ),
+    pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+# float32 sums in another order, through 25 layers
+NEAR = 20.0
+TOGETHER = [("checkpointed", "compiled", "fsdp"), ("selective", "hsdp"), ("hooked", "checkpointed")]
+
+
+@pytest.fixture
+def process() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize("ways", [*((x,) for x in WAYS), *TOGETHER], ids=", ".join)
+def test_model_in_a_way_is_the_same_on_cuda(ways: tuple[str, ...]) -> None:
+    name = "hybrid" if "compiled" in ways else "every"
+    check(name, *ways, device="cuda", near=NEAR)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "accumulated, checkpointed": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+    },
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "workers": {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers about one another
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("run", RUNS)
+def test_trainer_is_the_plain_loop_on_cuda(run: str, side: str, tmp_path: Path) -> None:
+    want = own_loop(make("every"), RUNS[run].get("label_smoothing_factor", 0.0))
+    model = make("every")
+    found = trainer(model, tmp_path, side, use_cpu=False, **RUNS[run])
+    found.train()
+    assert losses(found) == pytest.approx(want, rel=3e-2 if "16" in run else 2e-3)
+    model.save_pretrained(tmp_path / "saved")
+    again = SlipstreamForCausalLM.from_pretrained(tmp_path / "saved").cuda().eval()
+    ids = IDS[:, :4].cuda()
+    assert torch.equal(generated(again, ids), generated(model.eval(), ids))
