@@ -27,7 +27,7 @@ from slipstream.kernels.linear.wide_heads import (
     split_heads,
 )
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime.consistent import consistent, consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import (
     PLAIN,
@@ -222,10 +222,12 @@ def _checked(
     groups = groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
     if not recurrent and options.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
-    chosen = plan_for(terms, options.impl, groups)
     given = given if groups is None else shapes_of_split(given, groups)
-    if same_bits and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
-        raise NotImplementedError(f"consistent: a call of this size has no such kernel ({reason})")
+    with consistent(same_bits):  # segments are another matter there
+        chosen = plan_for(terms, options.impl, groups)
+        if same_bits and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
+            text = f"consistent: a call of this size has no such kernel ({reason})"
+            raise NotImplementedError(text)
     return _Plan(chosen.impl, chosen.impls, groups)
 
 

@@ -4,10 +4,11 @@ One program a head and sequence leaves most of a GPU idle where these are few. I
 programs run at once: each leaves its transition, what it makes of the state (M) and what it adds
 to it (E); state passing combines these into the state before each segment; then every segment runs
 as if it were a sequence. The choice looks at shapes and dtypes alone, so that equal shapes give
-equal bits; with consistent=True forward passes have no segments, for what segments add is rounded
-otherwise than what one scan leaves. Each family of kernels has its own costs, and so its own
+equal bits; with consistent=True forward passes have none whose states are rounded otherwise than
+one scan's. Each family of kernels has its own costs, and so its own
 function here:
 
+    state_scan_sm90       sm_90, scalar decay, the one that consistent=True has
     scalar_decay_tokens   Triton, no transition: M is one number, or one a channel
     delta_tokens          Triton, delta rule and DPLR: M is [K, K]
     delta_sm90            sm_90, delta rule
@@ -33,6 +34,8 @@ TILE_V = 64  # columns of V a program of the delta rule's kernels on sm_90
 MIN_SEGMENT_CHUNKS = 8
 # Chunks that a cut has to take off a program's loop: about 30 us, the time of its launches.
 MIN_CHUNKS_SAVED = 18
+# How much faster a chunk of a scan without outputs is, and that scan's launch in chunks.
+SCAN_SPEEDUP, MIN_CHUNKS_SCANNED = 4, 4
 # Value heads of all sequences from which on the fused backward takes whole sequences.
 FUSED_BWD_MIN_HEADS = 96
 FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
@@ -94,6 +97,19 @@ def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
     if consistent_scope.on or count < 3 or tokens < 2 * anchor:
         return None
     return -(-tokens // (count * anchor)) * anchor
+
+
+def state_scan_sm90(terms: LinearInputs) -> Segments | None:
+    """Those of consistent=True, whose states are of one scan (sm90/scalar_decay/state_scan.py): as
+    many as find a multiprocessor, where they save more than the scan takes."""
+    chunks = _chunks_of_a_sequence(terms)
+    count = NUM_SMS // (terms.v.shape[2] * terms.sequences)
+    if not consistent_scope.on or count < 2:
+        return None
+    each = -(-chunks // count)
+    if chunks - each < chunks / SCAN_SPEEDUP + MIN_CHUNKS_SCANNED:
+        return None
+    return split_into_segments(terms, each * CHUNK)
 
 
 def delta_tokens(programs: int, T: int, C: int) -> int | None:

@@ -58,7 +58,7 @@ def emulated() -> Iterator[None]:
 @functools.cache
 def module(name: str) -> ModuleType:
     with emulated():
-        for file in ("chunk_fwd", "chunk_bwd", "chunk_wide"):
+        for file in ("chunk_fwd", "chunk_bwd", "chunk_wide", "state_scan"):
             sys.modules.pop(f"{MODULES}.{file}", None)  # which come back after this
         return importlib.import_module(f"{MODULES}.{name}")
 
@@ -274,6 +274,38 @@ def test_segments_equal_whole(case: tuple, width: int) -> None:
     split = run.walk((do, terms.v, terms.k), met, None, transposed=True, qk="q")
     torch.testing.assert_close(split, dq, equal_nan=True)
     torch.testing.assert_close(run.rows["q"], whole.rows["q"], equal_nan=True)
+
+
+def scanned_states(run: Run, BD: int) -> tuple[Tensor, Tensor]:
+    """Those before segments, zero where there is none, and the final ones, by state_scan.py."""
+    t, width, segment = run.terms, run.width, run.segment
+    assert segment is not None
+    states = torch.zeros(run.slots, run.HV, width, width, dtype=torch.float64)
+    final = run.empty(*t.state_shape)
+    tiles = (t.k, BD), (t.v, 64)
+    made = [emulator.Descriptor(x, x.shape[2] * width, C, columns) for x, columns in tiles]
+    given = t.g, t.initial_state, final, states, t.cu_seqlens
+    pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
+    sizes = run.T, t.sequences, run.HV, run.H, run.HV, segment
+    strides = (0, 0, 0) if t.g is None else t.g.stride()
+    flags: dict[str, Any] = {"D": width, "X": width, "BD": BD, "C": C, "ST": 3}
+    flags |= {"HAS_GATE": t.g is not None, "HAS_S_IN": t.initial_state is not None}
+    flags |= {"HAS_S_OUT": True, "PACKED": run.packed}
+    programs = width // 64 * (width // BD) * run.HV * t.sequences
+    threads.launch(kernel("state_scan"), programs, (*made, *pointers, *sizes, *strides), **flags)
+    return states, final
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_segments_from_scanned_states_equal_whole(case: tuple) -> None:
+    terms = inputs(case)
+    whole, run = Run(terms), Run(terms, segment=C)
+    want_final = torch.empty(terms.state_shape, dtype=torch.float64)
+    want = whole.walk(terms[:3], terms.initial_state, want_final)
+    states, final = scanned_states(run, 64)
+    torch.testing.assert_close(final, want_final, rtol=1e-10, atol=1e-10)
+    got = run.walk(terms[:3], states, None)
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-10, atol=1e-10)
 
 
 def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

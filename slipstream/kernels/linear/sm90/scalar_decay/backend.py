@@ -11,12 +11,21 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK, Segments, num_sequences
+from slipstream.kernels.linear.segments import (
+    ANCHOR_INTERVAL,
+    CHUNK,
+    Segments,
+    num_sequences,
+    state_scan_sm90,
+)
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import scalar_decay_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import scalar_decay_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_wide import (
     scalar_decay_chunk_wide_sm90_kernel,
+)
+from slipstream.kernels.linear.sm90.scalar_decay.state_scan import (
+    scalar_decay_state_scan_sm90_kernel,
 )
 from slipstream.kernels.linear.triton.scalar_decay import backend as triton
 from slipstream.kernels.linear.triton.scalar_decay.backend import (
@@ -24,11 +33,13 @@ from slipstream.kernels.linear.triton.scalar_decay.backend import (
     GateSums,
     TritonScalarDecay,
     common_args,
+    gate_strides,
 )
 from slipstream.runtime.launch_cache import cached
 
 HALF = 64
 STAGES, BACK_STAGES = 3, 2
+SCAN_STAGES = 6  # of 16 KB
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)
 WIDE, WIDE_ROWS, WIDE_STAGES = 256, 64, 2  # chunk_wide.py
 # of 16 warps: what all parts of a program share
@@ -138,6 +149,47 @@ class Sm90ScalarDecay(TritonScalarDecay):
         if terms.q.dtype == torch.float32:
             return triton.forward(terms, scale, exchange)
         return super().forward(terms, scale, exchange)
+
+    def segments_of_equal_bits(self, terms: LinearInputs) -> Segments | None:
+        return None if terms.q.shape[-1] == WIDE else state_scan_sm90(terms)
+
+    def states_before(
+        self, chunks: ChunkLaunch, terms: LinearInputs, segments: Segments
+    ) -> ChunkLaunch:
+        """As what it replaces, by a scan that makes no y."""
+        k, v, g = terms.k, terms.v, terms.g
+        (H, K), (HV, V) = k.shape[2:], v.shape[2:]
+        shape = segments.count, HV, K, V
+        states = torch.empty(shape, dtype=torch.float32, device=k.device)
+        tiles = V // HALF * (K // HALF)
+        launch: Any = cached(scalar_decay_state_scan_sm90_kernel)[(tiles * HV * terms.sequences,)]
+        launch(
+            w_desc=_tiles(k, HALF),
+            x_desc=_tiles(v, HALF),
+            g_ptr=g,
+            s_in_ptr=chunks.s_in,
+            s_out_ptr=chunks.s_out,
+            states_ptr=states,
+            cu_ptr=terms.cu_seqlens,
+            T=v.shape[1],
+            N=terms.sequences,
+            HV=HV,
+            HR=H,
+            HX=HV,
+            segment=segments.tokens,
+            **gate_strides(g),
+            D=K,
+            X=V,
+            BD=HALF,
+            C=CHUNK,
+            ST=SCAN_STAGES,
+            HAS_GATE=g is not None,
+            HAS_S_IN=chunks.s_in is not None,
+            HAS_S_OUT=chunks.s_out is not None,
+            PACKED=terms.cu_seqlens is not None,
+            **_PROGRAM,
+        )
+        return chunks._replace(s_in=states, s_out=None)
 
     def backward(
         self,

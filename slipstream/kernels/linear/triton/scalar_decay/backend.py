@@ -91,6 +91,16 @@ class TritonScalarDecay:
         """Whether one program makes all of dk, rather than one a tile of K."""
         return False
 
+    def segments_of_equal_bits(self, terms: LinearInputs) -> Segments | None:
+        """Of consistent=True, if there is a kernel for states_before."""
+        return None
+
+    def states_before(
+        self, chunks: ChunkLaunch, terms: LinearInputs, segments: Segments
+    ) -> ChunkLaunch:
+        """As _entry_states, by the sums that a scan of whole sequences makes; s_out is written."""
+        raise NotImplementedError
+
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return contiguous(terms)
 
@@ -106,6 +116,8 @@ class TritonScalarDecay:
             segments = _choose_segments(terms, exchange)
             if segments is not None:
                 chunks = _entry_states(chunks, terms, segments, exchange)._replace(s_out=None)
+            elif (segments := self.segments_of_equal_bits(terms)) is not None:
+                chunks = self.states_before(chunks, terms, segments)
             self.launch_chunks(chunks, terms, scale, segments)
         return o, final
 
