@@ -115,6 +115,49 @@ def test_attention_with_everything_compiles(arch: str, D: int, DV: int) -> None:
     check(arch, attention_call(D, DV, torch.float16, full=True), None)
 
 
+def rounded_call(D: int, dtype: torch.dtype, page: int) -> Any:
+    def call(device: torch.device) -> None:
+        from slipstream.kernels.attention.triton import decode_launch
+
+        def make(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        table = make(2, 40, dtype=torch.int32) if page else None
+        shape = (90, page, 2) if page else (2, 3000, 2)
+        k, scale = make(*shape, D), make(*shape, dtype=torch.float32)
+        q, lengths = make(2, 1, 8, D, dtype=torch.bfloat16), make(2, dtype=torch.int32)
+        cache = Cache(q, k, k, lengths, table=table, k_scale=scale, v_scale=scale)
+        decode_launch.decode(cache, AttentionOptions(0.1, -1, 0))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arch", "D", "page"), [("sm_90", 64, 0), ("sm_90", 128, 128), ("sm_80", 128, 30)]
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_decoding_from_8_bits_compiles(arch: str, D: int, page: int, dtype: torch.dtype) -> None:
+    """By few instructions a key: most of what was once converted by the compiler (decode.py)."""
+    from slipstream.compiler.trace import trace
+
+    job, *_ = trace(rounded_call(D, dtype, page), arch, backward=False)
+    got = job.compile()
+    assert job.name == "softmax_decode_rounded_kernel"
+    assert got.shared <= ARCHS[arch].shared and got.stack == 0
+    assert got.instructions["mma.sync"] and not got.instructions["wgmma"]
+    assert "cvt.rn.bf16" not in got.ptx  # nothing is converted by way of float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_decoding_from_wide_heads_of_8_bits_compiles(dtype: torch.dtype) -> None:
+    from slipstream.compiler.trace import trace
+
+    for arch in ("sm_75", "sm_90", "sm_100"):
+        job, *_ = trace(rounded_call(256, dtype, 0), arch, backward=False)
+        assert job.compile().shared <= ARCHS[arch].shared, arch
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("page", [0, 128, 30])
 def test_decoding_compiles(arch: str, page: int) -> None:

@@ -14,9 +14,21 @@ import triton.language as tl
 
 from slipstream.kernels.attention.triton.scores import LN2, LOG2E, finite, in_window, scores
 
-_SIZES = ["T", "HKV", "B", "tiles", "splits", "left", "right", "group", "capacity", "cache_rows"]
-_SIZES += ["stride_slope"]
-_STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
+SIZES = ["T", "HKV", "B", "tiles", "splits", "left", "right", "group", "capacity", "cache_rows"]
+SIZES += ["stride_slope"]
+STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
+
+
+# what probabilities times a tile's largest scale of values are at most: float16 holds twice that
+LARGEST = tl.constexpr(2.0**15)
+
+
+@triton.jit
+def factors_of_values(b_scale):
+    """Factors of probabilities instead of their values' scales [BN], which the dtype of the product
+    may not hold, and what the product is multiplied with after that."""
+    unit = tl.max(b_scale, 0)
+    return b_scale * (LARGEST / tl.where(unit == 0.0, 1.0, unit)), unit / LARGEST
 
 
 @triton.jit
@@ -43,7 +55,7 @@ def rows_of_keys(p, stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl
     return p + row[:, None]
 
 
-@triton.jit(do_not_specialize=["factor", "cap", "stride_table", *_SIZES, *_STRIDES])
+@triton.jit(do_not_specialize=["factor", "cap", "stride_table", *SIZES, *STRIDES])
 def softmax_decode_kernel(
     q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
     k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides
@@ -189,7 +201,7 @@ def softmax_decode_kernel(
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         if IN_8_BITS:
             p_s = rows_of_keys(k_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
-            b_s *= tl.trans(tl.load(p_s, mask=m_n[:, None], other=0.0))
+            b_s *= tl.load(tl.reshape(p_s, (BN,)), mask=m_n, other=0.0)[None, :]
         age = position[:, None] - (j + o_n)[None, :]
         b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
         is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
@@ -205,11 +217,16 @@ def softmax_decode_kernel(
         p_v = rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, page, PAGE, BN)
         if IN_8_BITS:
             p_s = rows_of_keys(v_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
-            b_p *= tl.trans(tl.load(p_s, mask=m_n[:, None], other=0.0))
+            b_scale = tl.load(tl.reshape(p_s, (BN,)), mask=m_n, other=0.0)
+            b_scale, unit = factors_of_values(b_scale)
+            b_p *= b_scale[None, :]
         page = after
         b_v = tl.load(p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)
         b_v = b_v.to(b_q.dtype)
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
+        if IN_8_BITS:
+            b_o += unit * tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+        else:
+            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
 
     has_no_key = b_l == 0.0
     b_l = tl.where(has_no_key, 1.0, b_l)
@@ -274,7 +291,7 @@ def softmax_combine_kernel(
     tl.store(lse_ptr + at, tl.where(has_no_key, float("-inf"), (top + tl.log2(total)) * LN2))
 
 
-@triton.jit(do_not_specialize=["T", "HKV", "capacity", "cache_rows", "stride_table", *_STRIDES[3:]])
+@triton.jit(do_not_specialize=["T", "HKV", "capacity", "cache_rows", "stride_table", *STRIDES[3:]])
 def softmax_append_kernel(
     k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides
     v_ptr,

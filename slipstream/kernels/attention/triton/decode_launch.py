@@ -1,5 +1,7 @@
 """Launches over a cache: how many shares the keys are cut into, and where new keys go."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,17 +12,21 @@ from slipstream.kernels.attention.triton.decode import (
     softmax_combine_kernel,
     softmax_decode_kernel,
 )
+from slipstream.kernels.attention.triton.decode_rounded import softmax_decode_rounded_kernel
 from slipstream.kernels.attention.triton.launch_utils import (
     STRIDES,
     bound,
     device_of,
     factor_and_cap,
+    family_of,
     fp32_dot_precision,
     multiprocessors,
     positive,
     tiles_for,
     unit_and_strides,
 )
+from slipstream.kernels.attention.triton.tiles import rounded
+from slipstream.runtime.backends import INTERPRETED
 from slipstream.runtime.launch_cache import cached
 
 # queries times heads of a group up to which cutting the keys is worth it
@@ -35,10 +41,12 @@ def is_supported(inputs: AttentionInputs) -> bool:
     return inputs.cu_q is None and inputs.g is None and rows <= MAX_DECODE_ROWS
 
 
-def choose_splits(device: torch.device, programs: int, capacity: int, BN: int, width: int) -> int:
-    """From the size of the cache alone, so that no length is waited for. As many programs as fit:
-    two a multiprocessor, or four with narrow heads (bench/results/attention_decode_gpu.csv)."""
-    splits_to_fill = (4 if width <= 64 else 2) * multiprocessors(device) // programs
+def choose_splits(
+    device: torch.device, programs: int, capacity: int, BN: int, per_multiprocessor: int
+) -> int:
+    """From the size of the cache alone, so that no length is waited for. As many programs as
+    fit."""
+    splits_to_fill = per_multiprocessor * multiprocessors(device) // programs
     return max(1, min(splits_to_fill, capacity // (MIN_SPLIT_TILES * BN), MAX_SPLITS))
 
 
@@ -48,14 +56,26 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     B, T, H, D = q.shape
     HKV, DV = k.shape[2], v.shape[-1]
     all_tiles, BD, BV = tiles_for(q.device, D, DV, q.element_size())
+    in_words = call.k_scale is not None and _fit_words(q, k, v)
     tile = all_tiles.decode
+    if in_words:
+        tile = rounded(family_of(q.device), max(BD, BV), tile)
     group = H // HKV
     tiles = -(-T * group // tile.BM)
-    splits = choose_splits(q.device, tiles * HKV * B, call.capacity, tile.BN, max(BD, BV))
+    # two a multiprocessor, or four with narrow heads (bench/results/attention_decode_gpu.csv)
+    fill = 8 // tile.warps if in_words else 4 if max(BD, BV) <= 64 else 2
+    splits = choose_splits(q.device, tiles * HKV * B, call.capacity, tile.BN, fill)
     partial_o = torch.empty(splits, B, T, H, DV, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
     o, lse = q.new_empty(B, T, H, DV), partial_lse.new_empty(B, H, T)
     q, options, _ = positive(q, options)
+    kernel: Any = softmax_decode_kernel
+    options_of_kernel: dict[str, Any] = {"PRECISION": fp32_dot_precision()}
+    if in_words:
+        kernel = softmax_decode_rounded_kernel
+        in_asm = not INTERPRETED and torch.version.hip is None
+        options_of_kernel = {"FLOAT8": k.dtype == torch.float8_e4m3fn, "ASM": in_asm}
+        k, v = k.view(torch.int32), v.view(torch.int32)
     unit, strides = unit_and_strides(q, k, v)
     factor, cap = factor_and_cap(options)
     slopes, table = call.slopes, call.table
@@ -65,7 +85,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         k_scale, v_scale = (x if same else x.contiguous() for x in (k_scale, v_scale))
     slopes = None if slopes is None else slopes.float().contiguous()
     with device_of(q.device):
-        cached(softmax_decode_kernel)[(splits * tiles * HKV * B,)](
+        cached(kernel)[(splits * tiles * HKV * B,)](
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
@@ -110,7 +130,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             HAS_LENGTHS=call.lengths is not None,
             HAS_ROWS=call.rows is not None and table is None,
             HAS_LEFTPAD=call.leftpad is not None,
-            PRECISION=fp32_dot_precision(),
+            **options_of_kernel,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -130,6 +150,12 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             HAS_SINKS=call.sinks is not None,
         )
     return o, lse
+
+
+def _fit_words(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether decode_rounded.py takes a cache in 8 bits."""
+    sizes = [n for x in (k, v) for n in (x.shape[-1], x.storage_offset(), *x.stride()[:3])]
+    return q.element_size() == 2 and all(n % 4 == 0 for n in sizes)
 
 
 def append(

@@ -21,10 +21,15 @@ STRIDES = tuple(f"stride_{name}{dim}" for name in "qkv" for dim in "bth")
 def tiles_for(
     device: torch.device, D: int, DV: int, bytes_each: int, has_bias: bool = False
 ) -> tuple[Tiles, int, int]:
+    has_bias &= not INTERPRETED
+    return choose(family_of(device), D, DV, bytes_each, has_bias)
+
+
+@cache
+def family_of(device: torch.device) -> str:
     if INTERPRETED:
-        return choose("interpreter", D, DV, bytes_each)
-    of = family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
-    return choose(of, D, DV, bytes_each, has_bias)
+        return "interpreter"
+    return family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
 
 
 def multiprocessors(device: torch.device) -> int:

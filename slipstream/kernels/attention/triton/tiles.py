@@ -110,6 +110,13 @@ LATENT = {
     "sm_90": Tile(64, 64, 8, 2),
     "interpreter": Tile(16, 16, 4, 1),
 }
+# (family, widest head) -> tile of decode_rounded.py, where it is not that of decode: few rows, for
+# every one costs as much as those that there are, and warps enough to share a row of values.
+ROUNDED = {
+    ("sm_90", 64): Tile(16, 32, 1, 3),
+    ("sm_90", 128): Tile(16, 64, 2, 3),
+    ("sm_90", 256): Tile(16, 64, 4, 3),
+}
 # Families that use another's rows where they have none of their own.
 FALLBACK_FAMILY = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 
@@ -125,6 +132,12 @@ def family(capability: tuple[int, int], hip: bool = False) -> str:
     if capability[0] == 9:
         return "sm_90"
     return "sm_100" if capability[0] in (10, 11) else "sm_86"
+
+
+def rounded(family: str, widest: int, decode: Tile) -> Tile:
+    """Of decode_rounded.py for heads of at most 64, 128 or 256."""
+    row = FALLBACK_FAMILY.get(family, family)
+    return ROUNDED.get((row, max(64, widest)), decode)
 
 
 def choose(
