@@ -122,7 +122,8 @@ def attention_differing(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> int:
-    """The same of attention: any queries of one or more sequences, and the keys up to them."""
+    """The same of attention: any queries of one or more sequences, and the keys up to them, packed;
+    or as many of each, as rows, with keys in a cache with room."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     q, k, v = (torch.randn(3, LENGTH, n, width, device=device, dtype=dtype) for n in (2, 1, 1))
@@ -134,6 +135,17 @@ def attention_differing(
         for _ in range(rng.randint(1, 3)):
             end = rng.randint(1, LENGTH)
             pieces.append((rng.randrange(3), rng.choice([end - 1, rng.randrange(end)]), end))
+        want = [rows[n][:, begin:end] for n, begin, end in pieces]
+        if rng.random() < 0.4:
+            count = rng.choice([1, 1, 5, 64])
+            ends = [rng.randint(count, LENGTH) for _ in pieces]
+            which = [n for n, _, _ in pieces]
+            queries = torch.cat([q[n : n + 1, end - count : end] for n, end in zip(which, ends)])
+            lengths = torch.tensor(ends, dtype=torch.int32, device=device)
+            o = attention(queries, k[which], v[which], key_lengths=lengths, **options)
+            for n, end, row in zip(which, ends, o):
+                wrong += int((row != rows[n][0, end - count : end]).sum())
+            continue
         queries = torch.cat([q[n : n + 1, begin:end] for n, begin, end in pieces], 1)
         queries.requires_grad_(rng.random() < 0.3)
         keys, values = (torch.cat([x[n : n + 1, :end] for n, _, end in pieces], 1) for x in (k, v))
@@ -141,8 +153,7 @@ def attention_differing(
         of_q = of_q.to(device)
         of_k = torch.tensor([0, *(end for _, _, end in pieces)]).cumsum(0).int().to(device)
         o = attention(queries, keys, values, cu_seqlens=of_q, cu_seqlens_k=of_k, **options)
-        want = torch.cat([rows[n][:, begin:end] for n, begin, end in pieces], 1)
-        wrong += int((o != want).sum())
+        wrong += int((o != torch.cat(want, 1)).sum())
     return wrong
 
 

@@ -17,7 +17,7 @@ from slipstream.kernels.attention.triton.plan import (
 )
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime.consistent import BLOCK, consistent_scope
 from slipstream.runtime.dispatch import Candidate, choose
 
 NO_DROPOUT = "it has no dropout"
@@ -87,11 +87,30 @@ def run(
         return o.to(inputs.q.dtype), lse if want_lse else None
     if chosen == "eager" and not want_lse and eager.torch_takes(inputs, options):
         return eager.with_torch(inputs, options), None
+    # rows of few queries have kernels that cut the keys into shares (triton/decode_launch.py)
+    rows = consistent and inputs.cu_q is None and inputs.g is None
+    rows = rows and 0 < inputs.q.shape[1] <= BLOCK
+    B, T = inputs.q.shape[:2]
+    inputs = _packed_rows(inputs) if rows else inputs
     gradients = None
     if not op.has_gradients(chosen, inputs) and needs_autograd(*inputs):
         gradients = choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).impls
     o, lse = op.softmax(inputs, options, plan.impls, gradients)
+    if rows:
+        o, lse = o.view(B, T, *o.shape[2:]), lse.view(-1, B, T).transpose(0, 1)
     return o, lse if want_lse else None
+
+
+def _packed_rows(inputs: AttentionInputs) -> AttentionInputs:
+    """Queries [B, T] as B packed sequences, keys as they are."""
+    (B, T), S, device = inputs.q.shape[:2], inputs.k.shape[1], inputs.q.device
+    lengths = inputs.lengths
+    if lengths is None:
+        lengths = torch.full((B,), S, dtype=torch.int32, device=device)
+    offsets = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
+    return inputs._replace(
+        q=inputs.q.reshape(1, B * T, *inputs.q.shape[2:]), cu_q=offsets, lengths=lengths
+    )
 
 
 def _expect_consistent(options: AttentionOptions, impl: str | None) -> None:
