@@ -1,5 +1,7 @@
 """What transformers' generate asks of a model, for one whose cache is a pool of states."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class Generation(_Base):
         # not where another thread's runs, or this is one inside of a streamer
         if not self.decoding.begin(self):  # pyright: ignore[reportArgumentType]
             return super().generate(*args, **kwargs)
+        self.decoding.assistant = kwargs.get("assistant_model")
         try:
             return super().generate(*args, **kwargs)
         finally:
@@ -157,9 +160,12 @@ class Generation(_Base):
         return input_ids
 
     def _looks_up(self, generation_config: Any) -> bool:
-        """Whether graphs verify drafts: words of the prompt, beside greedy choices."""
+        """Whether graphs verify drafts: words of the prompt, or an assistant's, beside greedy
+        choices."""
+        assistant = self.decoding.assistant
+        known = lookup.assists(assistant, self)
         return (
-            bool(generation_config.prompt_lookup_num_tokens)
+            (known or (assistant is None and bool(generation_config.prompt_lookup_num_tokens)))
             and not generation_config.do_sample
             and not generation_config.return_dict_in_generate
             and self.decoding.drafts_failure is None
@@ -176,7 +182,7 @@ class Generation(_Base):
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' loop, or greedy steps that verify words of the prompt by graphs."""
+        """transformers' loop, or greedy steps that verify drafts by graphs."""
         cache, wanted = kwargs.get(CACHE), greedy.criteria(stopping_criteria)
         given = synced_gpus or streamer is not None or len(logits_processor) > 0
         options = ("attention_mask", "position_ids")
@@ -202,11 +208,15 @@ class Generation(_Base):
             return by_transformers()
         out = self._prefill(input_ids, generation_config, kwargs, is_first_iteration=True)
         logits = out.logits[:, -1].to(input_ids.device)
-        count = generation_config.prompt_lookup_num_tokens
+        prompt, assistant = input_ids[0].tolist(), self.decoding.assistant
         ngram = generation_config.max_matching_ngram_size or lookup.NGRAM
-        prompt = input_ids[0].tolist()
+        count = generation_config.prompt_lookup_num_tokens
+        drafts: Any = nullcontext((partial(lookup.drafts_after, ngram=ngram), count))
+        if assistant is not None:
+            drafts = lookup.assistant_of(assistant, input_ids, wanted[0])
         try:
-            tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, ngram)
+            with drafts as (guess, count):
+                tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, guess)
             return torch.cat([input_ids, tokens], dim=-1)
         except Exception as e:  # of any kind: transformers' loop needs no graph
             self.decoding.fail_drafts(e)

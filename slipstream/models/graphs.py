@@ -92,6 +92,8 @@ class Decoding:
     # held by the generate that uses graphs: one at a time, of one thread
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
     _thread: int | None = field(default=None, init=False, repr=False)
+    # of the generate that runs
+    assistant: Any = field(default=None, init=False, repr=False)
     drafts_failure: str | None = field(default=None, init=False, repr=False)
     _failure: str | None = field(default=None, repr=False)
     _warned: bool = field(default=False, repr=False)
@@ -117,7 +119,7 @@ class Decoding:
 
     def end(self) -> None:
         """After it: the cache that it was lent is kept for the next."""
-        self.active, self._thread = False, None
+        self.active, self._thread, self.assistant = False, None, None
         if self._lent is not None:
             rows, cache = self._lent
             self._lent = None

@@ -1,18 +1,22 @@
-"""Greedy decoding with drafts from the prompt, verified by graphs of a few tokens.
+"""Greedy decoding with drafts from the prompt or an assistant, verified by graphs of a few tokens.
 
 A step takes the last token and the drafts behind it. It first moves the states on by as many of its
 last call's tokens as were right (nn/decoding.py:Drafts, mixer_step's num_accepted), so that wrong
 drafts cost no copy of a state; softmax layers shorten their caches by what was wrong.
+
+An assistant goes on in the same way: for each draft it runs over all tokens of which it is not yet
+known whether they are right, so that none of them has to be taken back.
 """
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.models.cache import StateCache
-from slipstream.models.graphs import MULTIPLE, Decoding
+from slipstream.models.cache import CACHE, StateCache
+from slipstream.models.graphs import MULTIPLE, Decoding, why_not
 from slipstream.models.packing import text_positions
 from slipstream.nn.decoding import Drafts
 from slipstream.nn.linear import is_hooked
@@ -21,6 +25,8 @@ from slipstream.nn.linear import is_hooked
 NGRAM = 2
 # a step without drafts: layers take a step of one token by other ways
 FEWEST = 2
+# of an assistant at once: each is a call of it
+MAX_GUESSES = 5
 
 
 def verifies(model: Any) -> bool:
@@ -58,6 +64,100 @@ def drafts_after(tokens: list[int], count: int, ngram: int) -> list[int]:
     return []
 
 
+class Verifier:
+    """Calls of a model with up to `pending` tokens after those that proved right: accept says how
+    many of the last call's did, none if it is not called."""
+
+    def __init__(self, model: Any, cache: StateCache, pending: int, device: torch.device) -> None:
+        self.model, self.cache, self.device = model, cache, device
+        self.drafts = _drafts_of(cache, pending)
+        self.size = self.accepted = self.dropped = 0
+
+    def __call__(self, ids: list[int], size: int) -> list[int]:
+        """What the model chooses after each of ids, by a graph of `size` tokens."""
+        cache, model = self.cache, self.model
+        cache.reserve(size)
+        places = _places(cache, size, self.device)
+
+        def step(ids: Tensor, counts: Tensor, places: int = places) -> Tensor:
+            self.drafts.accepted = counts[:1]
+            for layer in cache.layers:
+                if "length" in (layer.state or {}):
+                    layer.view(0)["length"].sub_(counts[1])
+            h = model.model.verify(ids, cache, self.drafts, places)
+            return model.lm_head(h).argmax(-1)
+
+        padded = [*ids, *[0] * (size - len(ids))]
+        counts = [self.accepted, self.dropped]
+        given = tuple(torch.tensor(x, device=self.device) for x in ([padded], counts))
+        decoding: Decoding = model.decoding
+        chosen = decoding.run(step, cache, given, places, self.device, required=True)
+        self.size, self.accepted, self.dropped = size, 0, size
+        return chosen[0, : len(ids)].tolist()
+
+    def accept(self, count: int) -> None:
+        self.accepted, self.dropped = count, self.size - count
+        self.cache.step_on(count)
+
+
+# what tokens may come after these, so many at most
+Guess = Callable[[list[int], int], list[int]]
+
+
+class Assistant:
+    """Guesses of a smaller model: its greedy tokens. prompt: [1, T]. count: of guesses at most."""
+
+    def __init__(self, model: Any, cache: StateCache, prompt: Tensor, count: int) -> None:
+        model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        self.verify = Verifier(model, cache, count + 1, prompt.device)
+        # tokens that its states have, and those of its last call
+        self.known, self.last = prompt.shape[1], []
+
+    def __call__(self, tokens: list[int], count: int) -> list[int]:
+        right = 0
+        for mine, token in zip(self.last, tokens[self.known :]):
+            if mine != token:
+                break
+            right += 1
+        self.verify.accept(right)
+        self.known += right
+        new, guesses = tokens[self.known :], []
+        for _ in range(count):
+            self.last = [*new, *guesses]
+            guesses.append(self.verify(self.last, self.verify.drafts.pending)[-1])
+        return guesses
+
+
+def assists(assistant: Any, model: Any) -> bool:
+    """Whether a model's drafts are those of an Assistant."""
+    return (
+        isinstance(assistant, type(model))
+        and assistant is not model
+        and assistant.device == model.device
+        and assistant.config.vocab_size == model.config.vocab_size
+        and verifies(assistant)
+        and why_not(assistant) is None
+    )
+
+
+@contextmanager
+def assistant_of(assistant: Any, prompt: Tensor, length: int) -> Iterator[tuple[Guess, int]]:
+    """Its guesses after a prompt, up to `length` tokens together, and how many at once at most.
+
+    Raises:
+        RuntimeError: it generates elsewhere.
+    """
+    wanted = getattr(assistant.generation_config, "num_assistant_tokens", None) or MAX_GUESSES
+    count, decoding = min(int(wanted), MAX_GUESSES), assistant.decoding
+    if not decoding.begin(assistant):
+        raise RuntimeError("the assistant generates elsewhere")
+    try:
+        cache = decoding.lend(assistant, 1, length + count + 1)
+        yield Assistant(assistant, cache, prompt, count), count
+    finally:
+        decoding.end()
+
+
 def decode(
     model: Any,
     cache: StateCache,
@@ -66,38 +166,20 @@ def decode(
     length: int,
     eos: Tensor | None,
     count: int,
-    ngram: int,
+    guess: Guess,
 ) -> Tensor:
     """Tokens [1, ...] after a prompt, up to `length` or the first of eos: logits [1, V] after it.
 
-    count: drafts of a call at most. ngram: tokens that are looked for.
+    guess: drafts, up to `count` for a call.
     """
-    device = logits.device
     ends = set() if eos is None else set(eos.tolist())
     tokens = [*prompt, int(logits.float().argmax(-1))]
-    decoding: Decoding = model.decoding
-    drafts = _drafts_of(cache, count + 1)
-    accepted, dropped = 0, 0
+    verify = Verifier(model, cache, count + 1, logits.device)
     while len(tokens) < length and tokens[-1] not in ends:
         # the token after the last draft is another one
         most = min(count, length - len(tokens) - 1)
-        guesses = drafts_after(tokens, most, ngram) if most > 0 else []
-        size = count + 1 if guesses else FEWEST
-        ids = [tokens[-1], *guesses]
-        ids += [0] * (size - len(ids))
-        cache.reserve(size)
-        places = _places(cache, size, device)
-
-        def step(ids: Tensor, counts: Tensor, places: int = places) -> Tensor:
-            drafts.accepted = counts[:1]
-            for layer in cache.layers:
-                if "length" in (layer.state or {}):
-                    layer.view(0)["length"].sub_(counts[1])
-            h = model.model.verify(ids, cache, drafts, places)
-            return model.lm_head(h).argmax(-1)
-
-        given = torch.tensor([ids], device=device), torch.tensor([accepted, dropped], device=device)
-        chosen = decoding.run(step, cache, given, places, device, required=True)[0].tolist()
+        guesses = guess(tokens, most) if most > 0 else []
+        chosen = verify([tokens[-1], *guesses], count + 1 if guesses else FEWEST)
         right = 0
         while right < len(guesses) and guesses[right] == chosen[right]:
             right += 1
@@ -107,9 +189,8 @@ def decode(
                 new = new[: i + 1]
                 break
         tokens += new
-        accepted, dropped = len(new), size - len(new)
-        cache.step_on(len(new))
-    return torch.tensor([tokens[len(prompt) :]], device=device)
+        verify.accept(len(new))
+    return torch.tensor([tokens[len(prompt) :]], device=logits.device)
 
 
 def _drafts_of(cache: StateCache, pending: int) -> Drafts:

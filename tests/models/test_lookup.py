@@ -1,5 +1,6 @@
 """Prompt lookup whose drafts are verified within graphs: the tokens are those of greedy steps."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -39,6 +40,43 @@ def test_lookup_gives_greedy_tokens(mixers: tuple[str, ...]) -> None:
     options = {**GREEDY, "eos_token_id": eos}
     want = model.generate(prompt, **options)
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), want)
+
+
+@pytest.mark.parametrize(
+    "mixers", [("gated_deltanet", "attention"), ("kda", "mamba2")], ids="-".join
+)
+def test_assistant_gives_greedy_tokens(mixers: tuple[str, ...]) -> None:
+    """One whose guesses are mostly wrong, and one whose all are right; both by graphs."""
+    model, prompt = make(*mixers)
+    options = {**GREEDY, "eos_token_id": None}
+    want = model.generate(prompt, **options)
+    other, _ = make("gla", "attention")
+    for assistant in (other, copy.deepcopy(model)):
+        for count in (1, 3, 3):
+            assistant.generation_config.num_assistant_tokens = count
+            model.decoding.replays = 0
+            assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
+            assert model.decoding.reason is None and assistant.decoding.reason is None
+        assert model.decoding.captures and assistant.decoding.captures
+    # four of 29 tokens a call, where all guesses are right
+    assert model.decoding.replays == 8
+    eos = int(want[0, -7])
+    want = model.generate(prompt, **{**options, "eos_token_id": eos})
+    found = model.generate(prompt, assistant_model=other, **{**options, "eos_token_id": eos})
+    assert torch.equal(found, want)
+    # which is still there for calls of its own
+    assert other.generate(prompt, **options).shape == (1, prompt.shape[1] + 30)
+
+
+def test_assistant_that_verifies_nothing_is_called_by_transformers() -> None:
+    model, prompt = make("gated_deltanet", "attention")
+    options = {**GREEDY, "eos_token_id": None}
+    want = model.generate(prompt, **options)
+    assistant, _ = make("retention")
+    assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
+    assert model.decoding.reason == DRAFTS
+    assert torch.equal(model.generate(prompt, **options), want)
+    assert model.decoding.reason is None
 
 
 def test_wrong_drafts_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
