@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from slipstream.ops import short_convolution
+from slipstream.ops import chunk_simple_gla, short_convolution
 from tests.support.consistent import LENGTH, OPERATORS, Sample, attention_differing, differing
 from tests.support.consistent_models import differing as logits_differing
-from tests.support.consistent_models import model_of
+from tests.support.consistent_models import model_of, sequences
 from tests.support.operators import Size
 
 pytestmark = [
@@ -32,6 +32,43 @@ def test_attention_on_cuda_gives_equal_bits(impl: str | None) -> None:
 def test_model_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:
     model = model_of(*mixers, hidden_size=256, num_heads=2).to("cuda", BF16)
     assert logits_differing(model, 6) == 0
+
+
+def test_few_heads_on_cuda_give_equal_bits() -> None:
+    """In segments from scanned states, and in pieces too short for any."""
+    torch.manual_seed(0)
+    T, H, K = 4096 + 37, 4, 128
+    q, k, v = (torch.randn(1, T, H, K, device="cuda", dtype=BF16) for _ in range(3))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    g = -torch.rand(1, T, H, device="cuda")
+    options = {"consistent": True, "output_final_state": True}
+    for gates in ((g,), ()):
+        whole, final = chunk_simple_gla(q, k, v, *gates, **options)
+        parts, state = [], None
+        for begin in range(0, T, 448):
+            piece = [x[:, begin : begin + 448] for x in (q, k, v, *gates)]
+            o, state = chunk_simple_gla(*piece, initial_state=state, **options)
+            parts.append(o)
+        assert torch.equal(torch.cat(parts, 1), whole)
+        assert torch.equal(state, final)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "mixers", [("gated_deltanet", "attention"), ("kda", "mamba2"), ("rwkv7", "gla")], ids=str
+)
+@torch.no_grad()
+def test_generate_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:
+    """By graphs, past the ends of blocks: the tokens of prompts that have them."""
+    model = model_of(*mixers, hidden_size=256, num_heads=2).to("cuda", BF16)
+    ids = sequences(3)[:, :60].cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    options = {"max_new_tokens": 140, "do_sample": False, "attention_mask": mask}
+    made = model.generate(ids, **options)
+    logits = model(made, attention_mask=torch.cat([mask, torch.ones_like(made[:, 60:])], 1)).logits
+    assert torch.equal(logits[:, 59:-1].argmax(-1), made[:, 60:])
+    assert model.decoding.reason is None
+    assert (model.decoding.captures, model.decoding.eager) == (2, 2)
 
 
 def test_convolution_on_cuda_gives_equal_bits() -> None:
