@@ -2,10 +2,12 @@
 
 Each operator compiles its own kernels at once (runtime/parallel_compile.py), but a model calls its
 operators one after the other, and their gradients after all of them. So before the first step one
-block of each kind goes forward and backward with launches that only compile.
+block of each kind and the loss go forward and backward with launches that only compile.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +15,41 @@ from torch import Tensor
 
 from slipstream.common.checks import autocast_dtype
 from slipstream.nn import decoding
-from slipstream.nn.linear import plain_module
+from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.runtime import backends
 from slipstream.runtime.backends import is_fake
 from slipstream.runtime.parallel_compile import compile_kernels
+
+
+class _Next(threading.local):
+    loss: Callable[[Tensor], Tensor] | None = None
+
+
+_next = _Next()
+
+
+@contextmanager
+def before_loss(
+    model: Any, labels: Tensor | None, num_items: Tensor | int | None
+) -> Iterator[None]:
+    """A forward whose hidden states go on to the loss of a language model, whose kernels then are
+    compiled beside those of the blocks."""
+    outer, _next.loss = _next.loss, loss_of(model, labels, num_items)
+    try:
+        yield
+    finally:
+        _next.loss = outer
+
+
+def loss_of(
+    model: Any, labels: Tensor | None, num_items: Tensor | int | None
+) -> Callable[[Tensor], Tensor] | None:
+    """A loss of hidden states [B, T, D] by the same kernels; None if there is none, or the head may
+    do more than multiply."""
+    head = model.lm_head
+    if labels is None or not plain_linear(head) or head.weight._backward_hooks:
+        return None
+    return lambda h: model._loss(h, labels.new_zeros(h.shape[:2]), num_items)
 
 
 def forward_of(
@@ -62,6 +95,8 @@ def compile_once(
         if not hooked and all(plain_module(x) for x in block.modules()):
             blocks.setdefault(repr(names), block)
 
+    loss = _next.loss
+
     def run() -> None:
         value = None
         for block in blocks.values():
@@ -71,6 +106,9 @@ def compile_once(
             value = value if made is None else made.detach()
             leaves = [x, *(p for p in block.parameters() if p.requires_grad)]
             torch.autograd.grad(y, leaves, torch.empty_like(y), allow_unused=True)
+        if loss is not None:
+            x = h.detach().requires_grad_()
+            torch.autograd.grad(loss(x), x)
 
     devices = [h.device] if h.is_cuda else []
     with torch.random.fork_rng(devices), torch.autograd.set_multithreading_enabled(False):

@@ -21,7 +21,7 @@ from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
-from slipstream.models.first_step import forward_of
+from slipstream.models.first_step import before_loss, forward_of
 from slipstream.models.generation import Generation, is_step
 from slipstream.models.graphs import Decoding, decoding_step
 from slipstream.models.mlps import Dense
@@ -430,19 +430,20 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
             )
             others = {name: x for name, x in others.items() if name not in PACKING}
             attention_mask = cu_seqlens = None
-        out = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            output_hidden_states=output_hidden_states,
-            sequences=sequences,
-            context=context,
-            **others,
-        )
+        with before_loss(self, labels, num_items_in_batch):
+            out = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                cu_seqlens=cu_seqlens,
+                output_hidden_states=output_hidden_states,
+                sequences=sequences,
+                context=context,
+                **others,
+            )
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:

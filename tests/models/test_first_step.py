@@ -1,5 +1,6 @@
 """What compiles a model's kernels before its first step leaves no trace but compiled kernels."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -99,6 +100,42 @@ def test_replicas_of_data_parallel_do_not_run(monkeypatch: pytest.MonkeyPatch) -
     assert not calls
     first_step.compile_once(model.model, torch.randn(2, 20, 32), None, None)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_loss_is_compiled_beside_blocks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = small("gla"), torch.randint(0, 50, (2, 20))
+    losses: list[Any] = []
+    plain = model._loss
+
+    def counted(h: Any, target: Any, num_items: Any) -> Any:
+        losses.append((h.shape, target.shape, h.requires_grad))
+        return plain(h, target, num_items)
+
+    model._loss = counted
+
+    def forward_of(inner: Any, h: Any, *args: Any, **named: Any) -> Any:
+        first_step.compile_once(inner, h, None, None)
+        return nullcontext()
+
+    monkeypatch.setattr(first_step, "compile_kernels", lambda call, args: call(*args))
+    monkeypatch.setattr("slipstream.models.model.forward_of", forward_of)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[0, 15:] = 0
+    loss = model(input_ids=ids, labels=ids, attention_mask=mask if packed else None).loss
+    loss.backward()
+    rows = (1, 35) if packed else (2, 20)
+    assert losses[0] == ((*rows, 32), rows, True) and len(losses) == 2
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    again = model(input_ids=ids, labels=ids, attention_mask=mask if packed else None).loss
+    again.backward()
+    assert len(losses) == 3 and torch.equal(loss, again)
+    assert all(map(torch.equal, grads, (p.grad for p in model.parameters())))
+    # of a head with hooks nothing is known
+    model.lm_head.register_forward_hook(lambda *args: None)
+    assert first_step.loss_of(model, ids, None) is None
+    assert first_step.loss_of(small("gla"), None, None) is None
 
 
 def test_fake_tensors_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
