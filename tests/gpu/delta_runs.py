@@ -40,7 +40,7 @@ BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
 def channels(
     kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None, size: tuple = (2, 150, 2, 2)
 ) -> LinearInputs:
-    """A gate a channel, and free a and b for dplr; strong gates are in chunks of their own ways,
+    """A gate a channel, and free a and b for dplr, erase and write for gdn2; strong gates are in chunks of their own ways,
     middling ones in chunks that only their halves allow."""
     B, T, H, HV, K = (1, 270, 1, 2, 128) if lengths else (*size, 128)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -59,8 +59,10 @@ def channels(
         torch.randn(B, T, HV, 128, **make),
         g=g.to(dtype),
         beta=2 * torch.rand(B, T, HV, device="cuda") if kind == "kda" else None,
-        a=None if kind == "kda" else a,
-        b=None if kind == "kda" else b,
+        a=a if kind in ("dplr", "iplr") else None,
+        b=b if kind in ("dplr", "iplr") else None,
+        erase=torch.rand(B, T, HV, K, **make) if kind == "gdn2" else None,
+        write=torch.rand(B, T, HV, 128, **make) if kind == "gdn2" else None,
         initial_state=torch.randn(B if cu is None else len(cu) - 1, HV, K, 128, device="cuda"),
         cu_seqlens=cu,
     )

@@ -137,7 +137,7 @@ def test_gradients_of_shared_heads_match_reference(heads: int, together: int) ->
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gates", ["weak", "middling", "strong"])
-@pytest.mark.parametrize("kind", ["kda", "dplr"])
+@pytest.mark.parametrize("kind", ["kda", "dplr", "gdn2"])
 def test_gates_a_channel_match_reference(
     kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None
 ) -> None:
