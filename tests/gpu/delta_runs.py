@@ -40,8 +40,8 @@ BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
 def channels(
     kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None, size: tuple = (2, 150, 2, 2)
 ) -> LinearInputs:
-    """A gate a channel, and free a and b for dplr, erase and write for gdn2; strong gates are in chunks of their own ways,
-    middling ones in chunks that only their halves allow."""
+    """A gate a channel, and free a and b for dplr, erase and write for gdn2; strong gates are in
+    chunks of their own ways, middling ones in chunks that only their halves allow."""
     B, T, H, HV, K = (1, 270, 1, 2, 128) if lengths else (*size, 128)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     k, a = (F.normalize(torch.randn(B, T, H, K, **make), dim=-1) for _ in range(2))
