@@ -256,5 +256,7 @@ def _entry(
     options = {} if isinstance(entry, str) else dict(entry)
     name = entry if isinstance(entry, str) else options.pop("type", None)
     if name not in known:
-        raise ValueError(f"{place}: want one of {', '.join(known)}, got {entry!r}")
+        close = difflib.get_close_matches(str(name), known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{place}: want one of {', '.join(known)}, got {entry!r}{hint}")
     return name, options

@@ -281,6 +281,7 @@ def test_recurrent_model_state_size() -> None:
         ([], "want one entry per layer"),
         (["gated_deltanet", "nonesuch"], r"mixers\[1\].*nonesuch"),
         ([{"num_heads": 2}], r"mixers\[0\]"),
+        (["gated_deltane"], r"mixers\[0\].*did you mean gated_deltanet\?"),
     ],
 )
 def test_config_rejects_mixers(mixers: list, message: str) -> None:
