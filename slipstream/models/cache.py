@@ -39,7 +39,7 @@ class LayerState(CacheLayerMixin):
             leaves over (ops.quantize_state): `recurrent` with `recurrent_scale` and
             `recurrent_residual`. None is the dtype that the layer returns.
         key_dtype: torch.int8 or torch.float8_e4m3fn keeps keys and values of `attention` so, each
-            with a scale of its token and head, `k_scale`: half of bfloat16's bytes, slower steps.
+            with a scale of its token and head, `k_scale`: half of bfloat16's bytes.
     """
 
     is_sliding = False
@@ -350,7 +350,7 @@ class StateCache(OpenRows):
         state_dtype: torch.int8 keeps recurrent states in int8, about a third of float32's bytes
             (LayerState); None as layers return them.
         key_dtype: torch.int8 or torch.float8_e4m3fn keeps keys and values of softmax attention in 8
-            bits (LayerState), for memory: steps are slower than with None, as layers return them.
+            bits (LayerState); None as layers return them.
     """
 
     layers: list[LayerState]  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -35,7 +35,7 @@ class Generation(_Base):
 
         cache_config={"state_dtype": "int8"} keeps recurrent states in int8, about a third of the
         bytes. {"key_dtype": "int8"} or "float8_e4m3fn" keeps keys and values in about half of
-        bfloat16's bytes, and attention is slower for it (StateCache).
+        bfloat16's bytes (StateCache).
         """
         # not where another thread's runs, or this is one inside of a streamer
         if not self.decoding.begin(self):  # pyright: ignore[reportArgumentType]
