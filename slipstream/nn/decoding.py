@@ -223,8 +223,11 @@ def shared_tables() -> Iterator[None]:
 
 def _known_tables() -> dict[Any, Any] | None:
     """Nothing where a layer is compiled: its graph would hold what other layers' found, and be
-    compiled anew in each place; a graph makes equal tables once anyway."""
-    return None if torch.compiler.is_compiling() else getattr(_STEP, "tables", None)
+    compiled anew in each place; a graph makes equal tables once anyway. And nothing where a mode
+    looks at each operation: selective checkpointing wants the same ones again, of a layer alone."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    return getattr(_STEP, "tables", None)
 
 
 def first_positions(tokens: int, device: torch.device) -> Tensor:

@@ -50,6 +50,8 @@ SINGLES = [
     for way in WAYS
     if name != "every"
 ]
+# whose layers share tables of positions, in forward alone
+SINGLES += [pytest.param("every", "selective")]
 EXCLUSIVE = [{"checkpointed", "selective"}, {"fsdp", "hsdp"}, {"tensor parallel", "fsdp"}]
 EXCLUSIVE += [{"tensor parallel", "hsdp"}]
 PAIRS = [x for x in combinations(TOGETHER, 2) if set(x) not in EXCLUSIVE]
