@@ -9,7 +9,7 @@ implementation at once: the dispatcher would take as long as a launch.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -19,6 +19,25 @@ from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+# of the fields of a NamedTuple
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    bool: "bool",
+    str: "str",
+}
+
+
+def schema_of(inputs: type, count: int | None = None) -> str:
+    """The fields of a NamedTuple, or so many of them, as arguments of a schema, "Tensor q, int n":
+    a new field is written down once."""
+    hints = list(get_type_hints(inputs).items())[:count]
+    return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in hints)
 
 
 class DirectCall:

@@ -15,13 +15,11 @@ from slipstream.kernels.attention import cache, cache_probe, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
-_TERMS = ", ".join(
-    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in AttentionInputs._fields
-)
-_OPTIONS = "float scale, int left, int right, float softcap, float dropout, str impl"
+_TERMS = schema_of(AttentionInputs)
+_OPTIONS = f"{schema_of(AttentionOptions)}, str impl"
 _COUNT = len(AttentionInputs._fields)
 # the options and impl, at the end of the arguments
 _TAIL = len(AttentionOptions._fields) + 1
@@ -198,9 +196,7 @@ def _distinct(inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs(*distinct)
 
 
-_CACHE = ", ".join(
-    f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in cache.Cache._fields
-)
+_CACHE = schema_of(cache.Cache)
 
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.token_ids import expect_below, expect_offsets
@@ -267,9 +267,7 @@ def _fake(*args: Any) -> Tensor:
     return terms.q.new_empty(terms.v.shape)
 
 
-_TERMS = ", ".join(
-    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields[:_COUNT]
-)
+_TERMS = schema_of(LinearInputs, _COUNT)
 _call = KernelOp(
     "linear_step",
     "(Tensor(a!) state, Tensor(b!)? state_scale, Tensor(c!)? state_residual, "

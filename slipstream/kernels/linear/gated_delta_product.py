@@ -18,7 +18,7 @@ from slipstream.kernels.linear.householder import deinterleave, interleave
 from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
-from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 
 # Steps of a slice, at least, where scans leave half of a GPU idle unless cut into segments.
 MIN_SLICE_STEPS = 4096
@@ -160,7 +160,7 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [*of, given.v.new_empty(given.state_shape, dtype=torch.float32)]
 
 
-_TENSORS = ", ".join(f"Tensor{'?' if n in ('g', 'state') else ''} {n}" for n in Steps._fields)
+_TENSORS = schema_of(Steps)
 _OPTIONS = "float scale, int chunk, str impl"
 _call_forward = KernelOp(
     "steps_forward",

@@ -24,7 +24,7 @@ from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearIn
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
-from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard
 
@@ -54,7 +54,7 @@ class GSAInputs(NamedTuple):
 
 
 _NAMES = GSAInputs._fields
-_TENSORS = ", ".join(f"Tensor{'?' if i > 4 else ''} {name}" for i, name in enumerate(_NAMES))
+_TENSORS = schema_of(GSAInputs)
 _OPTIONS = "float scale, int chunk, str first, str second"
 
 

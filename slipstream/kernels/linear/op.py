@@ -35,7 +35,7 @@ from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.consistent import consistent
-from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
 # Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
@@ -51,7 +51,7 @@ _AS_USUAL = nullcontext()
 # Arguments of linear_backward; what forward saved comes behind them, some SavedWY.
 NUM_BACKWARD_ARGS = NUM_TERMS + len(BackwardCall._fields)
 Outputs = tuple[Tensor | None, Tensor | None] | None
-_TERMS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in LinearInputs._fields)
+_TERMS = schema_of(LinearInputs)
 
 
 def forward_impl(
@@ -339,17 +339,17 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     backward_impl(*terms, *backward, *saved)
 
 
-_OPTIONS = "float scale, int chunk, str impl"
+_OPTIONS = schema_of(ForwardCall, 4)  # all but the number of slices
 call_forward = KernelOp(
     "linear_forward",
-    f"({_TERMS}, {_OPTIONS}, bool wide) -> (Tensor, Tensor)",
+    f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)",
     forward_impl,
     _fake_forward,
     replay=True,
 )
 _call_slices = KernelOp(
     "linear_spans",
-    f"({_TERMS}, {_OPTIONS}, bool wide, int spans) -> (Tensor, Tensor, Tensor)",
+    f"({_TERMS}, {_OPTIONS}, int spans) -> (Tensor, Tensor, Tensor)",
     forward_impl,
     _fake_forward,
     replay=True,
@@ -357,8 +357,7 @@ _call_slices = KernelOp(
 )
 call_backward = KernelOp(
     "linear_backward",
-    f"({_TERMS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}, bool gate_gradient, "
-    "Tensor? marks=None) -> Tensor[]",
+    f"({_TERMS}, {schema_of(BackwardCall, 6)}, Tensor? marks=None) -> Tensor[]",
     backward_impl,
     _fake_backward,
     replay=True,

@@ -22,13 +22,10 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
-_NORM = (
-    "float eps, bool centre, bool l2, int groups, bool zero_centered, str activation, "
-    "bool gate_first, bool wide_h, bool keep_h"
-)
+_NORM = schema_of(NormOptions)
 _OPTIONAL_TENSORS = "Tensor? weight, Tensor? bias, Tensor? gate"
 
 

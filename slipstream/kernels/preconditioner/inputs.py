@@ -30,10 +30,6 @@ class Inputs(NamedTuple):
         return self.k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
 
-SCHEMA = (
-    "Tensor k, Tensor g, Tensor beta, Tensor? centre, Tensor? state, Tensor? cu_seqlens, float x, "
-    "float eps"
-)
 NUM_INPUTS = len(Inputs._fields)
 # The centre of log A that stands for None, fla's.
 CENTRE = -0.2

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan.op import scan
-from slipstream.kernels.preconditioner.inputs import CENTRE, NUM_INPUTS, SCHEMA, Inputs
+from slipstream.kernels.preconditioner.inputs import CENTRE, NUM_INPUTS, Inputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -25,7 +25,7 @@ from slipstream.runtime.autograd import (
     save,
     transformed,
 )
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
@@ -182,16 +182,17 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in tensors if t is not None]
 
 
+_INPUTS = schema_of(Inputs)
 _forward = KernelOp(
     "precondition",
-    f"({SCHEMA}, bool keep, str impl) -> (Tensor, Tensor, Tensor)",
+    f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor)",
     _run_forward,
     _fake,
     replay=True,
 )
 _backward = KernelOp(
     "precondition_backward",
-    f"({SCHEMA}, Tensor sums, Tensor dy, Tensor? dfinal, str impl) -> Tensor[]",
+    f"({_INPUTS}, Tensor sums, Tensor dy, Tensor? dfinal, str impl) -> Tensor[]",
     _run_backward,
     _fake_backward,
     replay=True,

@@ -21,5 +21,4 @@ class MeanInputs(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-SCHEMA = "Tensor k, Tensor v, Tensor w, Tensor u, Tensor start, Tensor? cu_seqlens"
 NUM_INPUTS = len(MeanInputs._fields)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.running_mean import eager
-from slipstream.kernels.running_mean.inputs import NUM_INPUTS, SCHEMA, MeanInputs
+from slipstream.kernels.running_mean.inputs import NUM_INPUTS, MeanInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -29,7 +29,7 @@ from slipstream.runtime.autograd import (
     save,
     transformed,
 )
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
@@ -261,6 +261,7 @@ def _fake_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return v.new_empty(v.shape), start.new_empty(start.shape), r, mean
 
 
+_TENSORS = schema_of(MeanInputs)
 _weights = KernelOp(
     "running_weights",
     "(Tensor k, Tensor z, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor, Tensor)",
@@ -278,14 +279,14 @@ _weights_backward = KernelOp(
 )
 _mean = KernelOp(
     "running_mean",
-    f"({SCHEMA}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"({_TENSORS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_mean,
     _fake_mean,
     replay=True,
 )
 _mean_backward = KernelOp(
     "running_mean_backward",
-    f"({SCHEMA}, Tensor r, Tensor mean, Tensor do, Tensor? dafter, str impl) -> Tensor[]",
+    f"({_TENSORS}, Tensor r, Tensor mean, Tensor do, Tensor? dafter, str impl) -> Tensor[]",
     _run_mean_backward,
     lambda *args: [x.new_empty(x.shape) for x in args[:5]],
     replay=True,

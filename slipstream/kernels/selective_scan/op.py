@@ -21,7 +21,7 @@ from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, 
 from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
 
@@ -153,10 +153,7 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in args[:9] if x is not None]
 
 
-_TENSORS = (
-    "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-    "Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens"
-)
+_TENSORS = schema_of(ScanInputs)
 _call_forward = KernelOp(
     "selective_scan_forward",
     f"({_TENSORS}, bool delta_softplus, bool for_backward, str impl) -> (Tensor, Tensor, Tensor)",
