@@ -4,9 +4,9 @@ the heads, over all tokens.
 Queries, keys and values go from parts of the tokens to parts of the heads, and o back. That is the
 same work on every rank wherever sequences begin and end, the kernels are those of one rank, and so
 are the bits. Heads go in groups, one after the other: beside what a rank has of its own there is
-one group's share at a time, and the exchanges of the next one's tensors and of the outputs of the
-one before, which run meanwhile. Backward exchanges all that it reads once more instead of keeping
-it.
+one group's share at a time and, where gradients are wanted, the exchanges of the next one's tensors
+and of the outputs of the one before, which run meanwhile. Backward exchanges all that it reads once
+more instead of keeping it.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ def softmax_by_heads(
     call = _Call(options, impl, share, wants_lse)
     if needs_autograd(*inputs):
         return _ByHeads.apply(call, *inputs)
-    return _forward(inputs, call)[:2]
+    return _forward(inputs, call, False)[:2]
 
 
 class _ByHeads(Function):
@@ -69,7 +69,7 @@ class _ByHeads(Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *args: Any) -> tuple[Tensor, Tensor]:
         inputs = AttentionInputs(*args)
-        o, lse, lse_groups = _forward(inputs, call)
+        o, lse, lse_groups = _forward(inputs, call, True)
         ctx.call = call
         ctx.set_materialize_grads(False)
         save(ctx, *args, o, *lse_groups)
@@ -171,10 +171,14 @@ def _groups(inputs: AttentionInputs, share: Share) -> list[_Group]:
     return groups
 
 
-def _ahead(
-    groups: list[_Group], send: Callable[[_Group], _Heads]
+def _each(
+    groups: list[_Group], send: Callable[[_Group], _Heads], ahead: bool
 ) -> Iterator[tuple[_Group, list[Any]]]:
-    """Each group and its tensors, while those of the next are on their way."""
+    """Each group and its tensors; ahead: while those of the next are on their way."""
+    if not ahead:
+        for group in groups:
+            yield group, send(group).wait()
+        return
     heads = send(groups[0])
     for group, after in zip(groups, [*groups[1:], None]):
         following = None if after is None else send(after)
@@ -203,8 +207,14 @@ def _to_send(inputs: AttentionInputs, group: _Group) -> list[Tensor | None]:
     return [*queries, None if g is None else g[:, :, group.queries, None]]
 
 
-def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o, lse or nothing, and lse of the heads that this rank has computed, by group."""
+def _forward(
+    inputs: AttentionInputs, call: _Call, ahead: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o, lse or nothing, and lse of the heads that this rank has computed, by group.
+
+    ahead: exchanges run beside the heads before and after. Without gradients they do not: it would
+    be most of the memory beyond inputs and outputs.
+    """
     share, groups = call.share, _groups(inputs, call.share)
     B, T, H, _ = inputs.q.shape
     o = inputs.q.new_empty(B, T, H, inputs.v.shape[-1])
@@ -216,19 +226,27 @@ def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list
         if lse_tokens is not None:
             lse[:, group.queries] = lse_tokens.wait()[..., 0].mT
 
-    before: Any = None
-    for group, received in _ahead(groups, lambda x: _Heads(share, *_to_send(inputs, x))):
-        inputs_of_heads = _of_heads(inputs, group, received)
-        impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
-        o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, impls)
+    waiting: list[tuple[_Group, _Tokens, _Tokens | None]] = []
+    for group, received in _each(groups, lambda x: _Heads(share, *_to_send(inputs, x)), ahead):
+        o_heads, lse_heads = _of_group(inputs, call, group, received)
         of_lse = _Tokens(lse_heads.mT[..., None], share) if call.wants_lse else None
-        now = group, _Tokens(o_heads, share), of_lse
-        if before is not None:
-            finish(*before)
-        before = now
+        waiting.append((group, _Tokens(o_heads, share), of_lse))
         lse_groups.append(lse_heads)
-    finish(*before)
+        del received, o_heads  # before the next heads come
+        if len(waiting) > ahead:
+            finish(*waiting.pop(0))
+    for each in waiting:
+        finish(*each)
     return o, lse, lse_groups
+
+
+def _of_group(
+    inputs: AttentionInputs, call: _Call, group: _Group, received: list[Any]
+) -> tuple[Tensor, Tensor]:
+    """o and lse of this rank's heads, over all tokens."""
+    inputs_of_heads = _of_heads(inputs, group, received)
+    impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
+    return op.call_forward(*inputs_of_heads, *call.options, impls)
 
 
 def _backward(
@@ -252,7 +270,7 @@ def _backward(
         return _Heads(share, *_to_send(inputs, group), *more)
 
     for lse, (group, (*received, o_heads, do_heads, of_lse)) in zip(
-        lse_groups, _ahead(groups, send)
+        lse_groups, _each(groups, send, True)
     ):
         inputs_of_heads = _of_heads(inputs, group, received)
         _, impls = plan_across_ranks(inputs_of_heads, call.options, call.impl)
