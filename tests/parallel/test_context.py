@@ -22,6 +22,7 @@ from tests.support.context_runs import (
     MODEL_CUTS,
     RANKS,
     Cut,
+    attention_bytes,
     attention_lse,
     bytes_exchanged,
     compare_all,
@@ -90,6 +91,12 @@ def test_deterministic_mode_equals_one_rank(tmp_path: Path) -> None:
 def test_bytes_exchanged_do_not_depend_on_the_tokens(tmp_path: Path) -> None:
     found = dict(in_processes(RANKS, tmp_path, bytes_exchanged))
     assert found and all(few == many > 0 for few, many in found.values()), found
+
+
+def test_attention_holds_some_heads_of_other_ranks(tmp_path: Path) -> None:
+    shares = in_processes(2, tmp_path, attention_bytes)
+    # 0.595, and more while gloo's threads still hold what has been sent
+    assert len(shares) == 2 and all(0.5 < x <= 0.66 for x in shares)
 
 
 def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.kernels.attention import context as attention_across_ranks
+from slipstream.kernels.attention import op as attention_op
 from slipstream.ops import attention
 from slipstream.parallel import ContextParallel, shard
 from slipstream.runtime import context_exchange, context_share
 from slipstream.tools.catalog import OPERATORS, Sample, flat
+from tests.support.memory import Allocated
 from tests.support.operators import Size, has_time, over_time, packed
 
 RANKS = 3
@@ -240,6 +243,25 @@ def cast_down(args: dict[str, Any]) -> dict[str, Any]:
         n: x if not x.is_floating_point() else x.float() if n in wide else x.bfloat16()
         for n, x in args.items()
     }
+
+
+def attention_bytes(rank: int, found: Any) -> None:
+    """What a rank of two holds in a forward pass without gradients, of what one with all has."""
+
+    def outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        return q.new_empty(*q.shape[:3], v.shape[-1]), lse
+
+    context = ContextParallel()
+    q, k, v = (torch.randn(1, 1024, 16, 128, dtype=torch.bfloat16) for _ in range(3))
+    with (
+        mock.patch.object(attention_across_ranks, "MIN_GROUP_ROWS", 1),
+        mock.patch.object(attention_op, "call_forward", outputs),
+        torch.no_grad(),
+        Allocated([q, k, v]) as counted,
+    ):
+        attention(q, k, v, context=context, impl="eager")
+    found.put((counted.peak + 3 * q.nbytes) / (8 * q.nbytes))
 
 
 def bytes_exchanged(rank: int, found: Any) -> None:

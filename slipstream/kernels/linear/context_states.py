@@ -29,9 +29,6 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments, split_into_segments
 from slipstream.runtime.context_share import Share
 
-# Of a rank's tokens, where its heads alone fill a GPU and so none are chosen.
-MANY_HEADS_SEGMENTS = 4
-
 
 def decays(terms: LinearInputs) -> bool:
     """Whether M is not 1."""
@@ -61,10 +58,7 @@ class _StateExchange(Exchange):
         begin, end = self.piece()
         unit = unit or chunk
         if can_pass and 2 * (end - begin) >= terms.q.shape[1]:
-            # what a second pass reads is read faster by several programs a head; with a transition
-            # each segment more has to be combined
-            count = 1 if self.matrix else MANY_HEADS_SEGMENTS
-            return split_into_segments(terms, -(-terms.q.shape[1] // (count * unit)) * unit)
+            return split_into_segments(terms, -(-terms.q.shape[1] // unit) * unit)
         self.by_calls()
         return None
 
