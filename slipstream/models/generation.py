@@ -185,6 +185,7 @@ class Generation(_Base):
         """transformers' loop, or greedy steps that verify drafts by graphs."""
         cache, wanted = kwargs.get(CACHE), greedy.criteria(stopping_criteria)
         given = synced_gpus or streamer is not None or len(logits_processor) > 0
+        given = given or kwargs.get("inputs_embeds") is not None
         options = ("attention_mask", "position_ids")
 
         def by_transformers() -> Any:
@@ -238,17 +239,24 @@ class Generation(_Base):
         return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,  # by its name here generate knows that it may be given
+        **kwargs: Any,
     ) -> dict[str, Any]:
         kwargs = {name: x for name, x in kwargs.items() if name not in _OF_THE_LOOP}
         cache = kwargs.get(CACHE)
         if next_sequence_length != 1 or not isinstance(cache, StateCache) or not cache.rows:
             return super().prepare_inputs_for_generation(
-                input_ids, next_sequence_length=next_sequence_length, **kwargs
+                input_ids,
+                next_sequence_length=next_sequence_length,
+                inputs_embeds=inputs_embeds,
+                **kwargs,
             )
         # a step: transformers' way of the same takes longer than a layer
         positions = kwargs.get("position_ids")
-        unused = ("attention_mask", "inputs_embeds", "is_first_iteration", "token_type_ids")
+        unused = ("attention_mask", "is_first_iteration", "token_type_ids")
         inputs = {name: x for name, x in kwargs.items() if name not in unused and x is not None}
         inputs["input_ids"] = input_ids[:, -1:]
         if positions is not None:

@@ -183,6 +183,24 @@ def test_model_samples_with_a_cache() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{}, {"padded": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str
+)
+def test_model_generates_from_embeddings(options: dict) -> None:
+    """The tokens that follow the ids with these embeddings."""
+    m, lookup = model("kda"), "prompt_lookup_num_tokens" in options
+    ids = tokens(1 if lookup else 2, 9)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **options}
+    if options.pop("padded", False):
+        options["attention_mask"] = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    want = m.generate(ids, **options)[:, 9:]
+    embeddings = m.get_input_embeddings()(ids)
+    assert torch.equal(m.generate(inputs_embeds=embeddings, **options), want)
+    # beside the ids the result has both
+    both = m.generate(ids, inputs_embeds=embeddings, **options)
+    assert torch.equal(both, torch.cat([ids, want], 1))
+
+
 def test_model_generation_continues_from_a_cache() -> None:
     m, ids = model("hybrid"), tokens(1, 6)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
