@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache, graphs, lookup
+from slipstream.models.cache import CACHE
 from slipstream.nn import decoding
 from slipstream.ops import rotary_tables
 from tests.support.language_models import MODELS, assert_same, model, tokens
