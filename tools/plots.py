@@ -208,7 +208,7 @@ def plot_scaling() -> Path:
     speed.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     speed.set_ylim(0.75, 1.05)
     speed.set_xlabel("GPUs, 65,536 tokens on each")
-    speed.set_ylabel("speed of one GPU, with backward")
+    speed.set_ylabel("share of one GPU's speed, with backward")
     speed.legend(loc="lower left")
     for i, (part, label) in enumerate((("fwd", "forward"), ("both", "with backward"))):
         places = [x + 0.4 * (i - 0.5) for x in range(len(names))]
