@@ -434,11 +434,11 @@ def peer_suites() -> Table:
     counts = ("passed", "failed", "skipped")
     used = {(x.get("package"), x.get("file"), x.get("device")): x for x in read("peer_suites")}
     rows = [
-        (label(package), label(f"`{file}`"), *(number(x, y) for y in counts))
-        for (package, file, _), x in used.items()
+        (label(package), label(f"`{file}`"), label(device), *(number(x, y) for y in counts))
+        for (package, file, device), x in used.items()
     ]
     shown = tuple(used.values())
-    headings = ("package", "file", *counts)
+    headings = ("package", "file", "device", *counts)
     return Table("peer_suites", "tools/peer_suites.py", headings, tuple(rows), shown)
 
 
