@@ -5,6 +5,7 @@ argument checks under the user's names, default scale, autocast, reversed time, 
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -223,7 +224,8 @@ def _checked(
     if not recurrent and options.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
     given = given if groups is None else shapes_of_split(given, groups)
-    with consistent(same_bits):  # segments are another matter there
+    # segments are another matter there
+    with consistent() if same_bits else nullcontext():
         chosen = plan_for(terms, options.impl, groups)
         if same_bits and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
             text = f"consistent: a call of this size has no such kernel ({reason})"
