@@ -73,8 +73,9 @@ def attnres(
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
     Cost: up to 16 residuals of 8192 features are read once and o is written; backward they are
-    read once, with o, and their gradients written. What backward keeps is o, or the sum before
-    its norm. Beyond that plain torch, in float32. 5 L D flops a token.
+    read once, with o, and their gradients written. For backward the sum before its norm is kept,
+    and in 16 bits what rounding leaves of it. Beyond that plain torch, in float32. 5 L D flops a
+    token.
     Source: Kimi Team, "Attention Residuals" (arXiv 2603.15031).
     """
     if isinstance(residuals, Tensor):

@@ -319,12 +319,19 @@ def _kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
 
 
 def _attnres(
-    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, eps: float, scale: float, keep: bool
+    q: Tensor,
+    rows: list[Tensor],
+    w: Tensor,
+    wo: Any,
+    eps: float,
+    scale: float,
+    o: Tensor,
+    rest: Any,
 ) -> tuple:
     y, s = attnres_op.eager(q, rows, w, wo, eps, scale)
-    o = attnres_op.eager(q, rows, w, None, eps, scale)[0] if keep else y.new_empty(0)
+    o = attnres_op.eager(q, rows, w, None, eps, scale)[0] if o.numel() else o
     rstd = torch.stack([(x.square().mean(-1) + eps).rsqrt() for x in rows])
-    return y, s, rstd, s.logsumexp(0), o
+    return y, s, rstd, s.logsumexp(0), o, rest
 
 
 def _attnres_back(

@@ -54,7 +54,7 @@ def _run(
         y, s, lse = _Attnres.apply(*given, eps, scale, impl, *residuals)
     else:
         options = *given[1:], eps, scale, impl, False
-        y, s, _, lse, _ = forward(given[0], _rows(residuals), *options)
+        y, s, _, lse, *_ = forward(given[0], _rows(residuals), *options)
     return y.view(shape), (s - lse).exp().view(len(residuals), *shape[:-1])
 
 
@@ -78,10 +78,10 @@ class _Attnres(Function):
         *residuals: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = query, _rows(residuals), weight, output_weight
-        y, s, rstd, lse, o = forward(*given, eps, scale, impl, True)
+        y, s, rstd, lse, o, rest = forward(*given, eps, scale, impl, True)
         o = y if output_weight is None else o
         # no views of them, of whose changes torch has another error
-        save(ctx, query, weight, output_weight, o, s, rstd, lse, *residuals)
+        save(ctx, query, weight, output_weight, o, rest, s, rstd, lse, *residuals)
         ctx.options = eps, scale, impl
         ctx.mark_non_differentiable(s, lse)
         return y, s, lse
@@ -89,11 +89,12 @@ class _Attnres(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        query, weight, output_weight, o, s, rstd, lse, *residuals = saved
+        query, weight, output_weight, o, rest, s, rstd, lse, *residuals = saved
         eps, scale, impl = ctx.options
         da, dwo, *grads = backward(
-            query, _rows(residuals), weight, output_weight, dy, o, s, rstd, lse, eps, scale, impl
-        )
+            query, _rows(residuals), weight, output_weight, dy, o, rest, s, rstd, lse, eps, scale,
+            impl,
+        )  # fmt: skip
         grads = [g.view(x.shape) for g, x in zip(grads, residuals)]
         dq, dw = da * weight * scale, da * query * scale
         dwo = None if output_weight is None else dwo.to(output_weight.dtype)
@@ -181,6 +182,13 @@ def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str 
     )
 
 
+def _kept(first: Tensor, output_weight: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the sum before its norm, where y is not that, and for what rounding leaves."""
+    wanted = output_weight is not None, first.dtype in (torch.bfloat16, torch.float16)
+    o, rest = (torch.empty_like(first) if keep and x else first.new_empty(0) for x in wanted)
+    return o, rest
+
+
 def _forward(
     query: Tensor,
     residuals: list[Tensor],
@@ -190,19 +198,21 @@ def _forward(
     scale: float,
     impl: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """With keep, o, which y is the norm of, follows: of no elements where y is o."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """With keep, o, which y is the norm of, and what rounding has left of it follow, of no elements
+    where y is o, and where o is not rounded."""
     with _guard(impl, residuals, output_weight) as usable:
         if usable:
             from slipstream.kernels.attnres.triton import attnres as kernels
 
-            return kernels.forward(query, residuals, weight, output_weight, eps, scale, keep)
+            more = _kept(residuals[0], output_weight, keep)
+            return kernels.forward(query, residuals, weight, output_weight, eps, scale, *more)
     y, s = eager(query, residuals, weight, output_weight, eps, scale)
-    o = y.new_empty(0)
+    o, rest = (x.zero_() for x in _kept(residuals[0], output_weight, keep))
     if keep and output_weight is not None:
         o = eager(query, residuals, weight, None, eps, scale)[0].contiguous()
     rstd = torch.stack([(x.float().square().mean(-1) + eps).rsqrt() for x in residuals])
-    return y.contiguous(), s.float(), rstd, s.float().logsumexp(0), o
+    return y.contiguous(), s.float(), rstd, s.float().logsumexp(0), o, rest
 
 
 def _backward(
@@ -212,6 +222,7 @@ def _backward(
     output_weight: Tensor | None,
     dy: Tensor,
     o: Tensor,
+    rest: Tensor,
     s: Tensor,
     rstd: Tensor,
     lse: Tensor,
@@ -226,7 +237,7 @@ def _backward(
             from slipstream.kernels.attnres.triton import attnres as kernels
 
             return kernels.backward(
-                query, residuals, weight, output_weight, dy, o, s, rstd, lse, eps, scale
+                query, residuals, weight, output_weight, dy, o, rest, s, rstd, lse, eps, scale
             )
     return _eager_backward(query, residuals, weight, output_weight, dy, eps, scale)
 
@@ -249,13 +260,12 @@ def _forward_fake(
     scale: float,
     impl: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     first = residuals[0]
     sizes = (len(residuals), first.shape[0])
     s, rstd = (first.new_empty(sizes, dtype=torch.float32) for _ in range(2))
     lse = first.new_empty(sizes[1], dtype=torch.float32)
-    o = torch.empty_like(first) if keep and output_weight is not None else first.new_empty(0)
-    return torch.empty_like(first), s, rstd, lse, o
+    return torch.empty_like(first), s, rstd, lse, *_kept(first, output_weight, keep)
 
 
 def _backward_fake(
@@ -270,14 +280,14 @@ _TENSORS = "Tensor query, Tensor[] residuals, Tensor weight, Tensor? output_weig
 forward = KernelOp(
     "attnres",
     f"({_TENSORS}, float eps, float scale, str impl, bool keep) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
 backward = KernelOp(
     "attnres_backward",
-    f"({_TENSORS}, Tensor dy, Tensor o, Tensor s, Tensor rstd, Tensor lse, float eps, float scale, "
-    "str impl) -> Tensor[]",
+    f"({_TENSORS}, Tensor dy, Tensor o, Tensor rest, Tensor s, Tensor rstd, Tensor lse, float eps, "
+    "float scale, str impl) -> Tensor[]",
     _backward,
     _backward_fake,
 )

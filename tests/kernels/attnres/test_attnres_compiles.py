@@ -19,9 +19,10 @@ def test_attnres_compiles(L: int, D: int, backward: bool) -> None:
     tensors |= {f"{name}_ptr": "*bf16" for name in ("q", "w", "wo")}
     if backward:
         tensors |= {f"d{i}_ptr": "*bf16" for i in range(L)} | {"dy_ptr": "*bf16"}
-        tensors |= {"da_ptr": "*fp32", "dwo_ptr": "*fp32", "o_ptr": "*bf16"}
+        tensors |= {"da_ptr": "*fp32", "dwo_ptr": "*fp32"}
     else:
-        tensors |= {"y_ptr": "*bf16", "o_ptr": "*bf16"}
+        tensors["y_ptr"] = "*bf16"
+    tensors |= {"o_ptr": "*bf16", "rest_ptr": "*bf16"}
     BR, BD, warps = attnres._tile(D, attnres.A_THREAD // (1 + backward))
     got = compile_kernel(
         f"{MODULE}:attnres_{'bwd' if backward else 'fwd'}_kernel",

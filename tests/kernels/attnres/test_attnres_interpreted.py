@@ -1,11 +1,40 @@
 """The kernels of attention over the depth under Triton's interpreter, beside float64."""
 
 import pytest
+import torch
 
+from slipstream.kernels.attnres import op
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import run
 
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+
 def test_attnres_interpreted() -> None:
     run("attnres")
+
+
+def test_one_residual_with_all_the_weight() -> None:
+    run(script="tests.kernels.attnres.test_attnres_interpreted")
+
+
+def check(normed: bool) -> None:
+    """Scores far apart: gradients of scores are differences of what o's rounding would leave."""
+    torch.manual_seed(0)
+    rows = [torch.randn(6, 512).half() for _ in range(5)]
+    query, weight, last = torch.randn(3, 512).unbind()
+    leaves = [x.requires_grad_() for x in rows]
+    y, _ = op._run(query, leaves, weight, last if normed else None, 1e-6, 1.0, "triton")
+    wide = [x.detach().double().requires_grad_() for x in rows]
+    given = query.double(), wide, weight.double(), last.double() if normed else None
+    want, p = op.eager(*given, 1e-6, 1.0)
+    assert p.softmax(0).max() > 0.999
+    dy = torch.randn_like(y)
+    got = torch.autograd.grad(y, leaves, dy)
+    for x, right in zip(got, torch.autograd.grad(want, wide, dy.double()), strict=True):
+        assert (x.double() - right).norm() < 5e-4 * right.norm()
+
+
+if __name__ == "__main__":
+    for with_norm in (False, True):
+        check(with_norm)

@@ -11,7 +11,8 @@ Backward, with do the gradient of o, after that of its norm, and a = scale q w,
     da = sum over rows and l of ds_l rstd_l v_l        dw_o = sum over rows of dy o rstd_o
 
 A program takes a tile of rows, and has the next residuals on their way to shared memory while it
-works on one. Backward takes o from forward, as rounded there, so that no residual is read twice.
+works on one. Backward takes o from forward, as a rounded number and the rest, so that no residual
+is read twice: where one has nearly all of p, do . v_l - do . o cancels.
 Its programs go on to other rows and keep da and dw_o, each over a fixed share of them: the same
 inputs, the same bits.
 """
@@ -90,10 +91,10 @@ def _add2(a, b, c, d):
 def attnres_fwd_kernel(
     v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
     v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr,
-    q_ptr, w_ptr, wo_ptr, y_ptr, o_ptr, s_ptr, rstd_ptr, lse_ptr, R, eps, scale,
+    q_ptr, w_ptr, wo_ptr, y_ptr, o_ptr, rest_ptr, s_ptr, rstd_ptr, lse_ptr, R, eps, scale,
     L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R / BR). v, y [R, D]; s, rstd [L, R]; lse [R]; o [R, D] if backward wants it."""
+    """Grid (R / BR). v, y [R, D]; s, rstd [L, R]; lse [R]; o, rest [R, D], if backward wants it."""
     o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     m_r, m_d = o_r < R, o_d < D
     o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
@@ -120,6 +121,9 @@ def attnres_fwd_kernel(
     tl.store(lse_ptr + o_r, b_max + tl.log(b_sum), mask=m_r)
     if o_ptr is not None:
         tl.store(o_ptr + o, b_o.to(o_ptr.dtype.element_ty), mask=m)
+    if rest_ptr is not None:
+        b_rest = b_o - b_o.to(rest_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(rest_ptr + o, b_rest.to(rest_ptr.dtype.element_ty), mask=m)
     if wo_ptr is not None:
         b_last = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)
         b_o = b_o * b_last[:, None] * _row(wo_ptr, o_d, m_d)
@@ -132,7 +136,8 @@ def attnres_bwd_kernel(
     v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr,
     d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
     d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr,
-    q_ptr, w_ptr, wo_ptr, dy_ptr, o_ptr, s_ptr, rstd_ptr, lse_ptr, da_ptr, dwo_ptr, R, eps, scale,
+    q_ptr, w_ptr, wo_ptr, dy_ptr, o_ptr, rest_ptr, s_ptr, rstd_ptr, lse_ptr, da_ptr, dwo_ptr,
+    R, eps, scale,
     L: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (P). d [R, D] are the gradients of v; da, dwo [P, D] sums over a program's rows."""
@@ -146,6 +151,8 @@ def attnres_bwd_kernel(
         o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
         b_lse = tl.load(lse_ptr + o_r, mask=m_r, other=0.0)
         b_o = tl.load(o_ptr + o, mask=m, other=0.0).to(tl.float32)
+        if rest_ptr is not None:
+            b_o += tl.load(rest_ptr + o, mask=m, other=0.0).to(tl.float32)
         b_do = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)
         if wo_ptr is not None:
             b_last = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)
@@ -194,6 +201,10 @@ def _named(letter: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
     return {f"{letter}{i}_ptr": x for i, x in enumerate(given)}
 
 
+def _given(x: Tensor) -> Tensor | None:
+    return x if x.numel() else None
+
+
 def forward(
     query: Tensor,
     residuals: Sequence[Tensor],
@@ -201,14 +212,14 @@ def forward(
     output_weight: Tensor | None,
     eps: float,
     scale: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [R, D], s and rstd [L, R], lse [R]; residuals [R, D], contiguous. And o, if keep and y is
-    not o; else it has no elements."""
+    o: Tensor,
+    rest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [R, D], s and rstd [L, R], lse [R]; residuals [R, D], contiguous. o and rest are
+    written, if they have elements: the sum before its norm, and what is left of it."""
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     y = torch.empty_like(first)
-    o = torch.empty_like(first) if keep and output_weight is not None else first.new_empty(0)
     s, rstd = (first.new_empty(L, R, dtype=torch.float32) for _ in range(2))
     lse = first.new_empty(R, dtype=torch.float32)
     BR, BD, warps = _tile(D, A_THREAD)
@@ -216,11 +227,12 @@ def forward(
         with device_of(first.device):
             cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
                 **_named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
-                y_ptr=y, o_ptr=o if o.numel() else None, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse, R=R,
+                y_ptr=y, o_ptr=_given(o), rest_ptr=_given(rest), s_ptr=s, rstd_ptr=rstd,
+                lse_ptr=lse, R=R,
                 eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
                 STAGES=_stages(first, BR * BD, STAGES), num_warps=warps,
             )  # fmt: skip
-    return y, s, rstd, lse, o
+    return y, s, rstd, lse, o, rest
 
 
 def backward(
@@ -230,6 +242,7 @@ def backward(
     output_weight: Tensor | None,
     dy: Tensor,
     o: Tensor,
+    rest: Tensor,
     s: Tensor,
     rstd: Tensor,
     lse: Tensor,
@@ -237,7 +250,7 @@ def backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients of scale q w [D] and of the output's weight [D] (of no elements where there is
-    none), float32, and of the residuals. o: the sum before its norm."""
+    none), float32, and of the residuals. o, rest: of forward, o the sum before its norm."""
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     grads = [torch.empty_like(x) for x in residuals]
@@ -251,8 +264,8 @@ def backward(
         with device_of(first.device):
             cached(attnres_bwd_kernel)[(programs,)](
                 **_named("v", residuals), **_named("d", grads), q_ptr=query, w_ptr=weight,
-                wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, s_ptr=s, rstd_ptr=rstd, lse_ptr=lse,
-                da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
-                STAGES=stages, num_warps=warps,
+                wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, rest_ptr=_given(rest), s_ptr=s,
+                rstd_ptr=rstd, lse_ptr=lse, da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale,
+                L=L, D=D, BR=BR, BD=BD, STAGES=stages, num_warps=warps,
             )  # fmt: skip
     return [da.sum(0), da.new_empty(0) if dwo is None else dwo.sum(0), *grads]
