@@ -35,7 +35,9 @@ MIN_SEGMENT_CHUNKS = 8
 # Chunks that a cut has to take off a program's loop: about 30 us, the time of its launches.
 MIN_CHUNKS_SAVED = 18
 # How much faster a chunk of a scan without outputs is, and that scan's launch in chunks.
-SCAN_SPEEDUP, MIN_CHUNKS_SCANNED = 4, 4
+SCAN_SPEEDUP, MIN_CHUNKS_SCANNED = 3, 4
+# With fewer, of more heads, that scan is bound by memory.
+MIN_SCANNED_SEGMENTS = 4
 # Value heads of all sequences from which on the fused backward takes whole sequences.
 FUSED_BWD_MIN_HEADS = 96
 FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
@@ -104,7 +106,7 @@ def state_scan_sm90(terms: LinearInputs) -> Segments | None:
     many as find a multiprocessor, where they save more than the scan takes."""
     chunks = _chunks_of_a_sequence(terms)
     count = NUM_SMS // (terms.v.shape[2] * terms.sequences)
-    if not consistent_scope.on or count < 2:
+    if not consistent_scope.on or count < MIN_SCANNED_SEGMENTS:
         return None
     each = -(-chunks // count)
     if chunks - each < chunks / SCAN_SPEEDUP + MIN_CHUNKS_SCANNED:

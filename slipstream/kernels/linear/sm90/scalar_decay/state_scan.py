@@ -50,21 +50,33 @@ def load_partition(
 
 
 @gluon.jit
+def load_gates(p, stride, t, length):
+    """Of tokens t, zero past the end."""
+    return gl.load(p + t.to(gl.int64) * stride, mask=t < length, other=0.0)
+
+
+@gluon.jit
 def gate_partition(
     factors, g_full, g_empty, p_g, stride_g, length, n, C: gl.constexpr, HAS_GATE: gl.constexpr
 ):
     """exp(G) and exp(G_C - G), as chunk_fwd.py's gates_of has them."""
     if HAS_GATE:
         o_c = gl.arange(0, C, gl.BlockedLayout([2], [32], [1], [0]))
-        b_g = gl.load(p_g + o_c.to(gl.int64) * stride_g, mask=o_c < length, other=0.0)
+        # those of four chunks are on their way, for they come from further than a chunk takes
+        b_g = load_gates(p_g, stride_g, o_c, length)
+        b_g1 = load_gates(p_g, stride_g, o_c + C, length)
+        b_g2 = load_gates(p_g, stride_g, o_c + 2 * C, length)
+        b_g3 = load_gates(p_g, stride_g, o_c + 3 * C, length)
         for i in range(n):
             a = i % 2
+            b_g4 = load_gates(p_g, stride_g, o_c + (i + 4) * C, length)
             b_g = b_g.to(gl.float32)
             b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
             G_C = gl.sum(gl.where(o_c == C - 1, b_G, 0.0), 0)
-            # the next chunk's, which come from afar
-            t = (i + 1) * C + o_c
-            b_g = gl.load(p_g + t.to(gl.int64) * stride_g, mask=t < length, other=0.0)
+            b_g = b_g1
+            b_g1 = b_g2
+            b_g2 = b_g3
+            b_g3 = b_g4
             mbarrier.wait(g_empty.index(a), ((i // 2) & 1) ^ 1)
             factors.index(2 * a).store(gl.exp2(b_G))
             factors.index(2 * a + 1).store(gl.exp2(G_C - b_G))
