@@ -1,6 +1,7 @@
 """Linear layers of models with consistent=True: a row's product does not depend on other rows.
 
-On CUDA one tile and one order of sums whatever the number of rows; elsewhere BLOCK rows at a time,
+On CUDA one order of sums whatever the number of rows: by one tile, or on sm_90 in 16 bits by three,
+which a GPU has shown to give equal bits (docs/dev/log/runtime.md). Elsewhere BLOCK rows at a time,
 which torch multiplies in one way.
 """
 
@@ -18,6 +19,11 @@ from slipstream.runtime.consistent import BLOCK, consistent_scope
 
 # of which the tile is the best, whatever a call's are
 _ROWS = 4096
+# and tiles with the same order of sums for so many rows at most: of steps and short prompts
+_FEWER_ROWS = (
+    (512, MatmulConfig(64, 64, 64, 4, 4, 8, "pointer")),
+    (2048, MatmulConfig(128, 128, 64, 8, 6, 8, "tma")),
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,6 +35,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         config = _config(dtype, *weight.shape, x.device)
         rows = x.contiguous()  # other strides may want another kernel
+        if config.kernel == "tma" and dtype.itemsize == 2 and bias is None:
+            count = x.numel() // max(x.shape[-1], 1)
+            config = next((fewer for most, fewer in _FEWER_ROWS if count <= most), config)
         y = matmul(rows if x.dim() > 1 else rows[None], weight.t(), bias=bias, config=config)
         return y if x.dim() > 1 else y[0]
     rows = x.flatten(0, -2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slipstream.nn.consistent import linear
 from slipstream.ops import chunk_simple_gla, short_convolution
 from tests.support.consistent import LENGTH, OPERATORS, Sample, attention_differing, differing
 from tests.support.consistent_models import differing as logits_differing
@@ -69,6 +70,17 @@ def test_generate_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:
     assert torch.equal(logits[:, 59:-1].argmax(-1), made[:, 60:])
     assert model.decoding.reason is None
     assert (model.decoding.captures, model.decoding.eager) == (2, 2)
+
+
+@pytest.mark.parametrize(("N", "K"), [(256, 512), (1000, 1048)])
+def test_products_on_cuda_give_equal_bits(N: int, K: int) -> None:
+    """By all tiles that calls of some numbers of rows have."""
+    x = torch.randn(4500, K, device="cuda", dtype=BF16)
+    weight, bias = torch.randn(N, K, device="cuda", dtype=BF16), torch.randn(N, device="cuda")
+    for b in (None, bias.to(BF16)):
+        whole = linear(x, weight, b)
+        for rows in (1, 3, 64, 512, 513, 2048, 2049):
+            assert torch.equal(linear(x[7 : 7 + rows], weight, b), whole[7 : 7 + rows]), rows
 
 
 def test_convolution_on_cuda_gives_equal_bits() -> None:

@@ -21,6 +21,7 @@ from slipstream.models.cache import CACHE
 from slipstream.models.config import CONSISTENT_MIXERS
 from slipstream.nn.consistent import linear
 from slipstream.nn.decoding import Drafts
+from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.consistent_models import LENGTH, differing, logits_of, model_of, sequences
 
 
@@ -240,3 +241,24 @@ def test_linear_rows_are_their_own() -> None:
     for n in (1, 3, 64, 100):
         assert torch.equal(linear(x[7 : 7 + n], weight, bias), whole[7 : 7 + n])
     assert linear(x[:0], weight, bias).shape == (0, 30)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_products_on_sm90_have_tiles_by_rows() -> None:
+    """Of the same slices of K, so that sums have one order; one tile in float32 and with a bias."""
+    from slipstream.compiler.trace import trace
+
+    def tiles(rows: int, dtype: torch.dtype, biased: bool) -> set[tuple[str, int, int]]:
+        def call(device: torch.device) -> None:
+            x, weight = (torch.empty(n, 1024, dtype=dtype, device=device) for n in (rows, 2048))
+            linear(x, weight, torch.empty(2048, dtype=dtype, device=device) if biased else None)
+
+        found = trace(call, "sm_90", backward=False)
+        return {(job.name, job.constants["BN"], job.constants["BK"]) for job in found}
+
+    bf16 = [tiles(rows, torch.bfloat16, False) for rows in (1, 64, 600, 5000)]
+    assert bf16[0] == bf16[1] == {("matmul_kernel", 64, 64)}
+    assert bf16[2] == {("matmul_sm90_kernel", 128, 64)}
+    assert bf16[3] == {("matmul_sm90_kernel", 256, 64)}
+    for dtype, biased in ((torch.float32, False), (torch.bfloat16, True)):
+        assert tiles(64, dtype, biased) == tiles(5000, dtype, biased), dtype
