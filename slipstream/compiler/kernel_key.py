@@ -16,6 +16,7 @@ CORE = "core"
 _FAMILIES = {
     "glu": "pointwise",
     "glu_bwd_recompute": "pointwise",
+    "glu_products": "pointwise",
     "rotary": "pointwise",
     "token_shift": "pointwise",
     "token_mix": "time_mix",
@@ -39,6 +40,7 @@ _16 = ("float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _TRITON = ("linear.triton", "attention.triton", "attention.decode")
 _MATMUL = ("matmul.triton", "matmul.sm90", "projection_step.triton")
+_GLU = "glu_products.sm90"
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to
 FEATURE_RULES = (
     FeatureRule("linear.triton", (), ("dot", "decayed_dot", "chained_64_dots")),
@@ -47,8 +49,8 @@ FEATURE_RULES = (
     FeatureRule("attention.decode", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.sm90", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
-    *(FeatureRule(x, (), ("dot",)) for x in _MATMUL),
-    *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_MATMUL) for y in _16),
+    *(FeatureRule(x, (), ("dot",)) for x in (*_MATMUL, _GLU)),
+    *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_MATMUL, _GLU) for y in _16),
     *(FeatureRule(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
     FeatureRule("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
 )

@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype, expect_tensor
 from slipstream.kernels.matmul.inputs import activated
+from slipstream.kernels.pointwise.gated_mlp import IMPLS, gated_mlp, unsupported_reason
 from slipstream.nn.host import on_host
-from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
+from slipstream.ops.activation import ACTIVATIONS, geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
 from slipstream.ops.matmul import matmul
+from slipstream.runtime import backends
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -24,6 +26,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
+from slipstream.runtime.consistent import consistent_scope
 
 GATES = {"swiglu": swiglu, "geglu": geglu, "sigmoid_glu": sigmoid_glu}
 
@@ -112,13 +115,29 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         expect_tensor("x", x)
-        (gate, up), down = linears(x, (self.gate_proj, self.up_proj)), self.down_proj
+        down = self.down_proj
+        if self._fuses(x):
+            weights = self.gate_proj.weight, self.up_proj.weight, down.weight
+            return gated_mlp(x, *weights, down.bias, ACTIVATIONS[self.activation][0], IMPLS)
+        gate, up = linears(x, (self.gate_proj, self.up_proj))
         # without gradients nothing is kept
         if not torch.is_grad_enabled() or not plain_linear(down):
             if self.activation == "swiglu" and on_host(gate):
                 return down(F.silu(gate) * up)
             return down(GATES[self.activation](gate, up))
         return glu_linear(gate, up, down.weight, down.bias, activation=self.activation)
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether gradients are wanted, and kernels have the activation within the products."""
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        if not torch.is_grad_enabled() or consistent_scope.on or not _all_plain(x, layers):
+            return False
+        if self.gate_proj.bias is not None or self.up_proj.bias is not None:
+            return False
+        gate, up, down = (y.weight for y in layers)
+        if not needs_autograd(x, gate, up, down, self.down_proj.bias):
+            return False
+        return unsupported_reason(x, gate, up, down, ACTIVATIONS[self.activation][0]) is None
 
 
 class SwiGLU(GatedMLP):
@@ -147,17 +166,22 @@ def linears(x: Tensor, layers: Sequence[nn.Module | None]) -> list[Any]:
 
 
 def _linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    plain = (
-        type(x) is Tensor
-        and not by_operation()
-        and autocast_dtype(x) is None
-        and all(type(y).forward is nn.Linear.forward and plain_linear(y) for y in layers)
-    )
+    plain = _all_plain(x, layers)
     parameters: list[Any] = [p for y in layers for p in (y.weight, y.bias)] if plain else []
     dtypes = {p.dtype for p in parameters if p is not None}
     if dtypes == {x.dtype} and needs_autograd(x, *parameters):
         return _Linears.apply(x, *parameters)
     return [layer(x) for layer in layers]
+
+
+def _all_plain(x: Tensor, layers: Sequence[nn.Module]) -> bool:
+    """Whether a Function may multiply x by the layers' weights in the place of their calls."""
+    return (
+        (type(x) is Tensor or backends.TRACING)
+        and not by_operation()
+        and autocast_dtype(x) is None
+        and all(type(y).forward is nn.Linear.forward and plain_linear(y) for y in layers)
+    )
 
 
 class _Linears(Function):

@@ -14,8 +14,10 @@ from slipstream.kernels.linear.context_in_order import LocalSegments
 from slipstream.kernels.linear.dispatch import plan_for
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_impl
+from slipstream.kernels.pointwise import gated_mlp
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.tools.samples import CPU as CPU
 from slipstream.tools.samples import LayerSample
 from slipstream.tools.samples import Sample as Sample
@@ -277,6 +279,17 @@ def _rwkv7_output(
     return rwkv7.output(v, r, k, v, gate, weight, bias, r_k, 1e-5, impl)
 
 
+def _gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, impl: str | None = None
+) -> Tensor:
+    """By the kernel of sm_90 where that is chosen, else as by its layers."""
+    reason = gated_mlp.unsupported_reason(x, gate, up, down, "silu")
+    if impl == "sm90" and reason is not None:
+        raise NotImplementedError(reason)
+    impls = impl or (gated_mlp.IMPLS if reason is None else TRITON_OR_EAGER)
+    return gated_mlp.gated_mlp(x, gate, up, down, None, "silu", impls)
+
+
 class _Sends(LocalSegments):
     """A rank's exchange without the messages."""
 
@@ -300,13 +313,14 @@ def _of_layer(name: str, function: Any, tensors: str, variant: str = "") -> Laye
 
 _RWKV7_OUTPUT = "r=BTHV k=BTHV v=BTHV gate=BTHV weight=HV bias=HV r_k=HV"
 _RWKV7_TERMS = "w=BTD k=BTD a=BTD k_k=D k_a=D"
-# as rwkv7's time and channel mix call it, and a context
+# as rwkv7's time and channel mix call it, a gated MLP and a context
 LAYER_SAMPLES = [
     _mixes(6),
     _mixes(1),
     _of_layer("rwkv7_terms", _rwkv7_terms, _RWKV7_TERMS, "first"),
     _of_layer("rwkv7_terms", _rwkv7_terms, f"{_RWKV7_TERMS} v=BTD v_gate=BTD first_value=BTD"),
     _of_layer("rwkv7_output", _rwkv7_output, _RWKV7_OUTPUT),
+    _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{_UNIT} g=BTG:gate beta=BTG:beta"),
 ]
 

@@ -39,6 +39,15 @@ def test_kernels_of_a_step() -> None:
 
 
 @needs_compiler
+def test_many_tokens_have_activations_in_products() -> None:
+    config = SlipstreamConfig(vocab_size=512, hidden_size=512, num_heads=4, mixers=["attention"])
+    many = {x.name for x in trace_model(config, BF16, (8, 2048), "sm_90", True)}
+    few = {x.name for x in trace_model(config, BF16, (1, 512), "sm_90", True)}
+    assert "glu_products_sm90_kernel" in many and "glu_kernel" not in many
+    assert "glu_products_sm90_kernel" not in few and "glu_kernel" in few
+
+
+@needs_compiler
 def test_models_that_share_kernels_name_them_once(tmp_path: Path) -> None:
     small("retention").save_pretrained(tmp_path)
     names = [str(tmp_path), f"{CONFIGS}/retention.yaml"]

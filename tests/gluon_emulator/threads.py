@@ -164,7 +164,8 @@ class Barrier:
 
 
 class Product:
-    """Under way: its operands in shared memory are read when it is waited for."""
+    """Under way: its operands in shared memory are read when it is waited for. Anything else that
+    is done with it is an error, since it is no tensor."""
 
     type = SimpleNamespace(layout=None)
 
@@ -189,8 +190,8 @@ def _mma_wait(left: int, deps: tuple) -> Any:
     while len(_LOCAL.queue) > left:
         _LOCAL.queue.pop(0).finish()
     _LOCAL.part.waits(_LOCAL.part.products, left)
-    found = tuple(x.done if isinstance(x, Product) else x for x in deps)
-    assert all(x is not None for x in found), "a product is used before it is waited for"
+    # one that is still under way can only be what the next product adds to
+    found = tuple(x.done if isinstance(x, Product) and x.done is not None else x for x in deps)
     return found[0] if len(found) == 1 else found
 
 
@@ -338,6 +339,9 @@ def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
     where the others ascend, and the first where the next is of so many from another on."""
     if "%ctaid" in asm:
         return tensor(_LOCAL.program[0])
+    if asm.startswith("prefetch"):  # of places that there are
+        assert x[0].at.min() >= 0 and x[0].at.max() < x[0].data.size
+        return tensor(0)
     if asm.startswith("rcp"):
         return tensor(1.0 / x[0])
     if len(x) == 3:

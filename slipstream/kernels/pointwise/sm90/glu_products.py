@@ -1,0 +1,235 @@
+"""The products that make a gated MLP's gate and up, with the activation where their sums are.
+
+    gate = x W_gate^T    up = x W_up^T    h = f(gate) up
+
+x [M, D]; W_gate, W_up [F, D]; gate, up, h [M, F], of which h is made without reading the others.
+
+A persistent program takes every P-th tile of 128 rows and 128 columns of each.
+
+    _load_partition, 1 warp         _warpgroup_0, _warpgroup_1: 4 warps and 64 rows of the tile each
+      slices of x and of  -- full -->   both sums += x w^T; the slice before is returned
+      both weights                      arrive at empty
+      waits for empty                   64 columns at a time: gate, up and h, through two buffers a
+                                        warpgroup, by TMA to memory
+
+    buffers            stages       arrivals a phase: full / empty
+    x [64, BK] x 2     STAGES       1 (TMA), with both w / 2
+    w [128, BK] x 2    STAGES
+    out [64, 64]       2 each       no barrier: store_wait
+
+A slice's products are waited for after the next one's were issued, so that the tensor cores always
+have some. The loads of a tile run ahead while the one before it is written. Tiles go in groups of
+GROUP rows of tiles, column by column, so that those at work at one time share what they read in
+the L2 cache. TMA skips what is beyond the edges, and reads 0 there.
+
+Symbols: c warpgroup, i_m and i_n a tile's row and column, i_step the slice over all tiles.
+"""
+
+from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _locate_tile(i, m_tiles, n_tiles, GROUP: gl.constexpr):
+    """Row and column of tile i."""
+    group = GROUP * n_tiles
+    first = i // group * GROUP
+    rows = gl.minimum(m_tiles - first, GROUP)
+    return first + i % group % rows, i % group // rows
+
+
+@gluon.jit
+def _load_partition(
+    x_desc, gate_w_desc, up_w_desc, x_s, w_s, full, empty, M, N, K,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    # what one phase of `full` waits for: both warpgroups' x, and both weights
+    nbytes: gl.constexpr = 2 * x_desc.block_type.nbytes + 2 * gate_w_desc.block_type.nbytes
+    m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, 128), gl.cdiv(K, BK)
+    # counts on over tiles: the next one's slices are loaded while this one is written
+    i_step = 0
+    for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
+        for i_k in range(k_tiles):
+            stage = i_step % STAGES
+            mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, nbytes)
+            for c in gl.static_range(2):
+                copy_in(x_desc, [i_m * 128 + c * 64, i_k * BK], bar, x_s.index(2 * stage + c))
+            copy_in(gate_w_desc, [i_n * 128, i_k * BK], bar, w_s.index(2 * stage))
+            copy_in(up_w_desc, [i_n * 128, i_k * BK], bar, w_s.index(2 * stage + 1))
+            i_step += 1
+
+
+@gluon.jit
+def _multiply_slices(
+    c: gl.constexpr, x_s, w_s, full, empty, b_gate, b_up, i_step, k_tiles, STAGES: gl.constexpr
+):
+    """Both sums plus the products of a tile's slices, from `i_step` on."""
+    for i_k in range(k_tiles):
+        stage = i_step % STAGES
+        mbarrier.wait(full.index(stage), (i_step // STAGES) & 1)
+        x = x_s.index(2 * stage + c)
+        gate_w = w_s.index(2 * stage).permute((1, 0))
+        up_w = w_s.index(2 * stage + 1).permute((1, 0))
+        gate_token = warpgroup_mma(x, gate_w, b_gate, is_async=True)
+        up_token = warpgroup_mma(x, up_w, b_up, is_async=True)
+        # these two stay in flight; the slice of those before has been read
+        b_gate, b_up = warpgroup_mma_wait(2, deps=(gate_token, up_token))
+        mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
+        i_step += 1
+    # the last slice too, before the sums are read
+    b_gate, b_up = warpgroup_mma_wait(0, deps=(b_gate, b_up))
+    mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1)
+    return b_gate, b_up
+
+
+@gluon.jit
+def _sigmoid(x):
+    """Two instructions of the unit that has exponentials, which a tile's end waits for."""
+    e = gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=r,r",
+        [x * -1.4426950408889634],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _activation(x, ACTIVATION: gl.constexpr):
+    """f, as triton/glu.py has it."""
+    if ACTIVATION == "relu2":
+        r = gl.maximum(x, 0.0)
+        f = r * r
+    elif ACTIVATION == "gelu":
+        f = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "silu":
+        f = x * _sigmoid(x)
+    else:
+        f = _sigmoid(x)
+    return f
+
+
+@gluon.jit
+def _halves(b_x):
+    """The left and the right columns; registers stay where they are."""
+    # split takes the last of the dimensions, so that the one of the halves goes there
+    rows: gl.constexpr = b_x.shape[0]
+    half: gl.constexpr = b_x.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(b_x, (rows, 2, half)), (0, 2, 1)))
+
+
+@gluon.jit
+def _write(b_x, desc, buffer, row, col):
+    # all of this warpgroup's stores but the last have left their buffer
+    store_wait(1)
+    buffer.store(b_x.to(desc.dtype))
+    fence_async_shared()
+    copy_out(desc, [row, col], buffer)
+
+
+@gluon.jit
+def _multiply(
+    c: gl.constexpr, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]
+    )
+    m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, 128), gl.cdiv(K, BK)
+    i_step = 0
+    for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
+        # a warpgroup has 64 rows of the tile and all its columns: both read w from one copy
+        b_gate = gl.zeros([64, 128], gl.float32, layout)
+        b_up = gl.zeros([64, 128], gl.float32, layout)
+        b_gate, b_up = _multiply_slices(
+            c, x_s, w_s, full, empty, b_gate, b_up, i_step, k_tiles, STAGES
+        )
+        i_step += k_tiles
+        row = i_m * 128 + c * 64
+        gates, ups = _halves(b_gate), _halves(b_up)
+        # three results of 64 columns through two buffers, which change places with each
+        for j in gl.static_range(2):
+            col, first, second = (
+                i_n * 128 + j * 64,
+                out_s.index(2 * c + j),
+                out_s.index(2 * c + 1 - j),
+            )
+            _write(gates[j], gate_desc, first, row, col)
+            _write(ups[j], up_desc, second, row, col)
+            _write(_activation(gates[j], ACTIVATION) * ups[j], h_desc, first, row, col)
+    # shared memory is to outlive the last stores
+    store_wait(0)
+
+
+@gluon.jit
+def _warpgroup_0(
+    gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    _multiply(
+        0, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+        BK, GROUP, STAGES, ACTIVATION,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _warpgroup_1(
+    gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    _multiply(
+        1, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+        BK, GROUP, STAGES, ACTIVATION,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K"])
+def glu_products_sm90_kernel(
+    x_desc, gate_w_desc, up_w_desc, gate_desc, up_desc, h_desc, M, N, K,
+    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Grid (P). Descriptors of [64, BK], [128, BK] and, of results, [64, 64]. N is F, K is D."""
+    x_s = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, BK], x_desc.layout)
+    w_s = gl.allocate_shared_memory(gate_w_desc.dtype, [2 * STAGES, 128, BK], gate_w_desc.layout)
+    out_s = gl.allocate_shared_memory(h_desc.dtype, [4, 64, 64], h_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)  # both warpgroups have read it
+    gl.warp_specialize(
+        [
+            (_warpgroup_0, (
+                gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+                BK, GROUP, STAGES, ACTIVATION,
+            )),
+            (_warpgroup_1, (
+                gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+                BK, GROUP, STAGES, ACTIVATION,
+            )),
+            (_load_partition, (
+                x_desc, gate_w_desc, up_w_desc, x_s, w_s, full, empty, M, N, K,
+                BK, GROUP, STAGES,
+            )),
+        ],
+        # warps and registers a thread: what one warp that loads leaves over holds 64 x 256 sums
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
