@@ -50,10 +50,10 @@ def kernels() -> SimpleNamespace:
     with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
         for name in [x for x in sys.modules if x.startswith(PARTS)]:
             del sys.modules[name]
-        own = ("wy", "solve_tril", "intra_safe", "chunk_fwd", "chunk_dstate")
+        own = ("wy", "solve_tril", "blocks", "intra_safe", "chunk_fwd", "chunk_dstate")
         names = ["common.tril_inverse", *(f"dplr.{name}" for name in own)]
         made = {name: importlib.import_module(PARTS + name) for name in names}
-        for name in ("common.tril_inverse", "dplr.intra_safe"):
+        for name in ("common.tril_inverse",):
             vars(made[name])["halves"] = lambda b: (b, 0.0 * b)
         return SimpleNamespace(
             weak=made["dplr.wy"].dplr_wy_sm90_kernel,
@@ -121,7 +121,7 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     if gated:
         tensors[:4] = [None if x is None else emulator.Pointer(x) for x in given[:4]]
         args = (*tensors, cu, 0.3, int(keep), slots * HV, T, N, HV, H)
-        threads.launch(kernels().strong, 2, args, **of_all, SHIFT=80.0)
+        threads.launch(kernels().strong, 2, args, **of_all)
     return made
 
 
