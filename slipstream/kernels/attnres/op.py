@@ -182,7 +182,7 @@ def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str 
     )
 
 
-def _kept(first: Tensor, output_weight: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+def _for_backward(first: Tensor, output_weight: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """Memory for the sum before its norm, where y is not that, and for what rounding leaves."""
     wanted = output_weight is not None, first.dtype in (torch.bfloat16, torch.float16)
     o, rest = (torch.empty_like(first) if keep and x else first.new_empty(0) for x in wanted)
@@ -205,10 +205,10 @@ def _forward(
         if usable:
             from slipstream.kernels.attnres.triton import attnres as kernels
 
-            more = _kept(residuals[0], output_weight, keep)
+            more = _for_backward(residuals[0], output_weight, keep)
             return kernels.forward(query, residuals, weight, output_weight, eps, scale, *more)
     y, s = eager(query, residuals, weight, output_weight, eps, scale)
-    o, rest = (x.zero_() for x in _kept(residuals[0], output_weight, keep))
+    o, rest = (x.zero_() for x in _for_backward(residuals[0], output_weight, keep))
     if keep and output_weight is not None:
         o = eager(query, residuals, weight, None, eps, scale)[0].contiguous()
     rstd = torch.stack([(x.float().square().mean(-1) + eps).rsqrt() for x in residuals])
@@ -265,7 +265,7 @@ def _forward_fake(
     sizes = (len(residuals), first.shape[0])
     s, rstd = (first.new_empty(sizes, dtype=torch.float32) for _ in range(2))
     lse = first.new_empty(sizes[1], dtype=torch.float32)
-    return torch.empty_like(first), s, rstd, lse, *_kept(first, output_weight, keep)
+    return torch.empty_like(first), s, rstd, lse, *_for_backward(first, output_weight, keep)
 
 
 def _backward_fake(
