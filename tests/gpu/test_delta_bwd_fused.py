@@ -50,7 +50,7 @@ def test_parts_match_reference(
 
     def made() -> dict[str, Tensor]:
         o, final, left = backend.forward(terms, SCALE, save=True)
-        found = left if kept.pop() else ()
+        found = left if kept.pop() else None
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=found)}
 
     expect(made, want, {}, 2 * LIMIT)

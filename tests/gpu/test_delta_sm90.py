@@ -115,7 +115,7 @@ def test_delta_segments_match_reference(
 
     def both() -> dict[str, Tensor]:
         o, final, solved = backend.forward(terms, SCALE, save=True)
-        given = solved if kept else ()
+        given = solved if kept else None
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=given)}
 
     expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)
