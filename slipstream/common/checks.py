@@ -97,7 +97,9 @@ def apart(values: tuple, others: tuple = ()) -> tuple:
 class _Running(threading.local):
     """The public function that this thread is inside of, and "" outside of all."""
 
-    name = ""
+    def __init__(self) -> None:
+        # in each thread's own dictionary from the start: torch.compile guards on its being there
+        self.name = ""
 
 
 _running = _Running()

@@ -22,7 +22,9 @@ from slipstream.runtime.parallel_compile import compile_kernels
 
 
 class _Next(threading.local):
-    loss: Callable[[Tensor], Tensor] | None = None
+    def __init__(self) -> None:
+        # in each thread's own dictionary from the start: torch.compile guards on its being there
+        self.loss: Callable[[Tensor], Tensor] | None = None
 
 
 _next = _Next()

@@ -15,7 +15,9 @@ BLOCK = 64
 
 
 class _Scope(threading.local):
-    on = False
+    def __init__(self) -> None:
+        # in each thread's own dictionary from the start: torch.compile guards on its being there
+        self.on = False
 
 
 # Of this thread: `on` within consistent().

@@ -169,8 +169,8 @@ def test_trl_sft_in_a_way_is_the_same(way: str) -> None:
     np.testing.assert_allclose(sft_losses(way), sft_losses(None), rtol=near)
 
 
-def _lengths(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(x)) for x in completions]
+def _scores(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, x)) % 7) for x in completions]
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_trl_of_preferences(kind: str, checkpointed: bool, tmp_path: Path) -> No
     elif kind == "KTO":
         rows |= {"completion": ["cat sat", "dog", "cat", "x"], "label": [True, False] * 2}
     else:
-        others = {"reward_funcs": _lengths}
+        others = {"reward_funcs": _scores}
         options |= {"num_generations": 2, "max_completion_length": 5}
     trainer = getattr(trl, f"{kind}Trainer")(
         small(*MODELS["every"]),

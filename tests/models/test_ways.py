@@ -163,3 +163,24 @@ def test_model_trains_with_float8_linears_of_torchao(name: str) -> None:
     assert called == wanted and len(wanted) > 4
     assert got != want
     torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "every"])
+def test_model_compiles_for_any_size(name: str) -> None:
+    """Loss and gradients of other numbers of rows and tokens, by one graph."""
+    torch.compiler.reset()
+    plain, model = make(name), make(name)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n, (rows, tokens) in enumerate([(2, 9), (2, 14), (3, 21)]):
+        ids = torch.arange(rows * tokens).mul(7).remainder(VOCAB).view(rows, tokens)
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            loss = compiled(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.testing.assert_close(loss, trained(plain)(ids), rtol=1e-4, atol=1e-5)
+        got, want = gradients(model), gradients(plain)
+        assert got.keys() == want.keys()
+        for key, grad in want.items():
+            torch.testing.assert_close(got[key], grad, rtol=2e-3, atol=1e-4, msg=key)
+        model.zero_grad()
+        plain.zero_grad()

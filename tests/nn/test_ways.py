@@ -65,9 +65,9 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compiled(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+def compiled(plain: torch.nn.Module, changed: torch.nn.Module, **options: Any) -> Call:
     torch.compiler.reset()
-    return torch.compile(changed, fullgraph=True, backend="aot_eager")
+    return torch.compile(changed, fullgraph=True, backend="aot_eager", **options)
 
 
 def functional(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
@@ -239,8 +239,12 @@ WAYS: dict[str, Way] = {
     "hooked, fsdp": together(hooked, fsdp),
     "fsdp, checkpointed": together(fsdp, partial(checkpointed, use_reentrant=False)),
 }
-TRACED: dict[str, Way] = {"compiled": compiled}
-
+TRACED: dict[str, Way] = {
+    "compiled": compiled,
+    "compiled, dynamic": partial(compiled, dynamic=True),
+}
+# those of which a test in `make test` is a sample
+COMPILED = {("SwiGLU", "compiled"), ("GatedRMSNorm", "compiled, dynamic")}
 
 # what torch does not do, and why
 EXEMPT = {("Embedding", "reentrant"): "a reentrant checkpoint whose inputs have no gradients"}
@@ -280,9 +284,10 @@ def test_module_in_a_way_is_the_same(name: str, way: str) -> None:
 
 
 @every_subject
-@pytest.mark.sample(which=lambda name: name in ("SwiGLU", "GatedRMSNorm"))
-def test_module_compiles_with_gradients(name: str) -> None:
-    check(name, "compiled")
+@pytest.mark.parametrize("way", TRACED)
+@pytest.mark.sample(which=lambda name, way: (name, way) in COMPILED)
+def test_module_compiles_with_gradients(name: str, way: str) -> None:
+    check(name, way)
 
 
 @every_subject
