@@ -25,6 +25,9 @@ from tests.gluon_emulator import threads
 from tests.support.causality import with_other_future
 
 C = 64
+# what decays may be in bfloat16, and in float16
+ROOM = {"LIMIT": 80.0, "APART": 55.0}
+IN_FLOAT16 = {"LIMIT": 3.0, "APART": 0.0}
 PARTS = "slipstream.kernels.linear.sm90."
 # T, H, HV, K, V, batch or lengths of packed sequences, delta, gated, erase and write by channel
 CASES: dict[str, Any] = {
@@ -114,7 +117,7 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     cu = None if terms.cu_seqlens is None else emulator.Pointer(terms.cu_seqlens)
     threads._LOCAL.queue, threads._LOCAL.errors = [], []
     of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
-    of_all |= {"PACKED": cu is not None, "LIMIT": 80.0, "APART": 55.0 * gated}
+    of_all |= {"PACKED": cu is not None, "LIMIT": ROOM["LIMIT"], "APART": ROOM["APART"] * gated}
     args = (*tensors, cu, 0.3, int(keep), T, N, HV, H)
     with np.errstate(all="ignore"):  # of strong chunks
         threads.launch(kernels().weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated)
@@ -290,7 +293,15 @@ def test_strong_chunks_walk_to_reference(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])
-def test_past_keeps_its_bits(case: str) -> None:
+def test_strong_chunks_walk_to_reference_in_float16(case: str) -> None:
+    with mock.patch.dict(ROOM, IN_FLOAT16):
+        made = check(inputs(CASES[case], all_kinds))
+    assert made["strong"].nan_to_num().max() == 2
+
+
+@pytest.mark.parametrize("room", [ROOM, IN_FLOAT16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])
+def test_past_keeps_its_bits(case: str, room: dict[str, float]) -> None:
     """Whatever the future's tokens and gates; chunks change from weak to strong and back."""
     _, H, HV, K, V, _, *of = CASES[case]
     size = (96, H, HV, K, V, 1, *of)
@@ -304,7 +315,8 @@ def test_past_keeps_its_bits(case: str) -> None:
     for gates, cut, strength in ((weak, 25, 90.0), (strong, 21, 0.01), (all_kinds, 70, 1.0)):
         terms = inputs(size, gates)
         pair = (terms, with_other_future(terms, cut, strength))
-        want, got = (Walk(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
+        with mock.patch.dict(ROOM, room):
+            want, got = (Walk(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
         assert torch.equal(got[:, :cut], want[:, :cut]), (gates.__name__, strength)
         assert not torch.equal(got[:, cut:], want[:, cut:])
 
