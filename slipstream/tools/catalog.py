@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream import ops
 from slipstream.kernels.linear.context_in_order import LocalSegments
 from slipstream.kernels.linear.dispatch import plan_for
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
@@ -307,13 +308,25 @@ def _delta_across_ranks(
     return o, final
 
 
+def _consistent_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, impl: str | None = None
+) -> Any:
+    return ops.chunk_simple_gla(q, k, v, g, output_final_state=True, consistent=True, impl=impl)
+
+
+def _on_8_bits(q: Tensor, impl: str | None = None, **cache: Tensor) -> Any:
+    return ops.flash_attn_with_kvcache(q, **cache, causal=True, impl=impl)  # pyright: ignore[reportArgumentType]
+
+
 def _of_layer(name: str, function: Any, tensors: str, variant: str = "") -> LayerSample:
     return LayerSample(name, tensors, variant=variant, tested=False, function=function)
 
 
 _RWKV7_OUTPUT = "r=BTHV k=BTHV v=BTHV gate=BTHV weight=HV bias=HV r_k=HV"
 _RWKV7_TERMS = "w=BTD k=BTD a=BTD k_k=D k_a=D"
-# as rwkv7's time and channel mix call it, a gated MLP and a context
+_8_BITS = "q=BTHK k_cache=BRHK:codes v_cache=BRHV:codes k_scale=BRH:sum v_scale=BRH:sum"
+# as rwkv7's time and channel mix call it, a gated MLP, a context, and consistent models and caches
+# in 8 bits
 LAYER_SAMPLES = [
     _mixes(6),
     _mixes(1),
@@ -322,6 +335,15 @@ LAYER_SAMPLES = [
     _of_layer("rwkv7_output", _rwkv7_output, _RWKV7_OUTPUT),
     _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{_UNIT} g=BTG:gate beta=BTG:beta"),
+    _of_layer("consistent_simple_gla", _consistent_simple_gla, f"{_QKV} g=BTG:gate"),
+    LayerSample(
+        "attention_on_8_bits",
+        f"{_8_BITS} cache_seqlens=B:prefixes",
+        tested=False,
+        grouped=False,
+        fixed="q k_cache v_cache k_scale v_scale",
+        function=_on_8_bits,
+    ),
 ]
 
 
