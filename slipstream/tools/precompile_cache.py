@@ -16,7 +16,7 @@ from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.runtime.files import write_text
 from slipstream.tools.backend_query import KernelsFound
-from slipstream.tools.catalog import LONG_TOKENS, Shape
+from slipstream.tools.catalog import LONG_TOKENS, SAMPLES, Shape, family
 from slipstream.tools.terminal import bar
 
 MANIFEST = "slipstream.json"
@@ -30,7 +30,10 @@ def _size(text: str) -> bool:
 def is_model(name: str) -> bool:
     """Whether an argument names a model's configuration and not an operator."""
     path = Path(name)
-    return path.suffix in (".json", ".yaml", ".yml") or path.is_dir()
+    if path.suffix in (".json", ".yaml", ".yml"):
+        return True
+    # a folder here may have an operator's name by chance
+    return path.is_dir() and not any(name in (x.op, family(x.op)) for x in SAMPLES)
 
 
 def batch(text: str) -> tuple[int, int]:

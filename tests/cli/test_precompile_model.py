@@ -13,6 +13,7 @@ from slipstream.compiler import support_matrix
 from slipstream.models import SlipstreamConfig
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.model_kernels import find_model_kernels, read, trace_model
+from slipstream.tools.precompile_cache import is_model
 
 needs_compiler = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -24,6 +25,16 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def small(*mixers: str) -> SlipstreamConfig:
     return SlipstreamConfig(**SMALL, mixers=list(mixers))
+
+
+def test_operators_are_no_models_in_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("kda", "chunk_kda", "run"):
+        (tmp_path / name).mkdir()
+    assert not is_model("kda") and not is_model("chunk_kda")
+    assert is_model("run") and is_model("./kda") and is_model("config.json")
 
 
 @needs_compiler
