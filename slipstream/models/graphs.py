@@ -144,6 +144,7 @@ class Decoding:
         now = fingerprint(model)
         if cache.made_for != now:
             cache.graphs.clear()
+            cache.drop_blocks()
             cache.drafts, cache.made_for = None, now
 
     def lend(

@@ -53,6 +53,10 @@ class OpenRows(Cache):
         self._stepped = True
         return blocks
 
+    def drop_blocks(self) -> None:
+        """The next step makes others, of the dtypes that states have by then."""
+        self.open_rows, self._blocks = self.open_rows, None
+
     def step_blocks_on(self, tokens: int) -> None:
         if self._stepped and self._blocks is not None:
             self._blocks.lengths = [n + tokens for n in self._blocks.lengths]

@@ -198,6 +198,19 @@ def test_generate_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.decoding.replays == 2 * 79 - 2
 
 
+def test_graphs_of_another_dtype_have_their_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache that generate keeps, whose states had the dtype without autocast."""
+    for module in (consistent_models, graphs):
+        monkeypatch.setattr(module, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(graphs, "graph_on", lambda device: _Again())
+    model, prompt = model_of("kda", "attention"), sequences(2)[:, :60]
+    found = []
+    for dtype in (None, torch.bfloat16) * 2:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            found.append(model.generate(prompt, max_new_tokens=10, do_sample=False))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
 def test_drafts_are_refused_at_once() -> None:
     """Before the prompt runs, with graphs or without, and by whoever verifies them himself."""
     model, prompt = model_of("gated_deltanet"), sequences(1)[:, :20]
