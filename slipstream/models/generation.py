@@ -247,7 +247,9 @@ class Generation(_Base):
     ) -> dict[str, Any]:
         kwargs = {name: x for name, x in kwargs.items() if name not in _OF_THE_LOOP}
         cache = kwargs.get(CACHE)
-        if next_sequence_length != 1 or not isinstance(cache, StateCache) or not cache.rows:
+        # a prompt may end in one embedding, too
+        step = next_sequence_length == 1 and isinstance(cache, StateCache) and cache.rows
+        if not step or (inputs_embeds is not None and kwargs.get("is_first_iteration")):
             return super().prepare_inputs_for_generation(
                 input_ids,
                 next_sequence_length=next_sequence_length,

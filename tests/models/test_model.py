@@ -201,6 +201,21 @@ def test_model_generates_from_embeddings(options: dict) -> None:
     assert torch.equal(both, torch.cat([ids, want], 1))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("new", [1, 2])
+def test_model_generates_from_new_embeddings_after_a_cache(new: int) -> None:
+    """Also where a single one is new, which looks like a step."""
+    m, ids = model("hybrid"), tokens(1, 9)
+    embeddings = torch.randn(1, 9, m.config.hidden_size)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    want = m.generate(inputs_embeds=embeddings, **options)
+    for given in ({}, {"input_ids": ids}):
+        cache = StateCache(m.config.num_hidden_layers)
+        m(inputs_embeds=embeddings[:, :-new], cache=cache, use_cache=True)
+        found = m.generate(**given, inputs_embeds=embeddings, **{CACHE: cache}, **options)
+        assert torch.equal(found[:, -5:], want)
+
+
 def test_model_generation_continues_from_a_cache() -> None:
     m, ids = model("hybrid"), tokens(1, 6)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
