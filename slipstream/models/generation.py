@@ -219,6 +219,8 @@ class Generation(_Base):
             with drafts as (guess, count):
                 tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, guess)
             return torch.cat([input_ids, tokens], dim=-1)
+        except lookup.AssistantBusy as e:  # this time
+            self.decoding.refuse(str(e), self.device)  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as e:  # of any kind: transformers' loop needs no graph
             self.decoding.fail_drafts(e)
         # here, where the error no longer keeps what ran when it came

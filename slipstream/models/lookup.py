@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cache import CACHE, StateCache
-from slipstream.models.graphs import MULTIPLE, Decoding, why_not
+from slipstream.models.graphs import MULTIPLE, Decoding, own_modules, why_not
 from slipstream.models.packing import text_positions
 from slipstream.nn.decoding import Drafts
 from slipstream.nn.linear import is_hooked
@@ -100,6 +100,10 @@ class Verifier:
         self.cache.step_on(count)
 
 
+class AssistantBusy(RuntimeError):
+    """It generates elsewhere, for this call or in another thread."""
+
+
 # what tokens may come after these, so many at most
 Guess = Callable[[list[int], int], list[int]]
 
@@ -133,6 +137,7 @@ def assists(assistant: Any, model: Any) -> bool:
     return (
         isinstance(assistant, type(model))
         and assistant is not model
+        and own_modules(assistant)
         and assistant.device == model.device
         and assistant.config.vocab_size == model.config.vocab_size
         and verifies(assistant)
@@ -145,12 +150,12 @@ def assistant_of(assistant: Any, prompt: Tensor, length: int) -> Iterator[tuple[
     """Its guesses after a prompt, up to `length` tokens together, and how many at once at most.
 
     Raises:
-        RuntimeError: it generates elsewhere.
+        AssistantBusy: it generates elsewhere.
     """
     wanted = getattr(assistant.generation_config, "num_assistant_tokens", None) or MAX_GUESSES
     count, decoding = min(int(wanted), MAX_GUESSES), assistant.decoding
     if not decoding.begin(assistant):
-        raise RuntimeError("the assistant generates elsewhere")
+        raise AssistantBusy("the assistant generates elsewhere")
     try:
         cache = decoding.lend(assistant, 1, length + count + 1)
         yield Assistant(assistant, cache, prompt, count), count

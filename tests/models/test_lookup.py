@@ -68,6 +68,31 @@ def test_assistant_gives_greedy_tokens(mixers: tuple[str, ...]) -> None:
     assert other.generate(prompt, **options).shape == (1, prompt.shape[1] + 30)
 
 
+def test_assistant_that_generates_elsewhere_is_asked_again_later() -> None:
+    model, prompt = make("gated_deltanet", "attention")
+    options = {**GREEDY, "eos_token_id": None}
+    want, assistant = model.generate(prompt, **options), copy.deepcopy(model)
+    assert assistant.decoding.begin(assistant)  # as a generate in another thread
+    assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
+    assert "elsewhere" in str(model.decoding.reason)
+    assistant.decoding.end()
+    assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
+    assert model.decoding.reason is None and assistant.decoding.captures
+
+
+def test_assistant_with_an_adapter_is_called_by_transformers() -> None:
+    """Graphs would keep on adding what has been switched off."""
+
+    class Adapted(nn.Linear):
+        pass
+
+    model, _ = make("gated_deltanet")
+    assistant = copy.deepcopy(model)
+    assert lookup.assists(assistant, model)
+    assistant.lm_head = Adapted(32, 40)
+    assert not lookup.assists(assistant, model)
+
+
 def test_assistant_that_verifies_nothing_is_called_by_transformers() -> None:
     model, prompt = make("gated_deltanet", "attention")
     options = {**GREEDY, "eos_token_id": None}
