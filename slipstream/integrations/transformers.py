@@ -405,7 +405,7 @@ def _dense_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attention_mask: want bool or floating, got {mask.dtype}")
     mask = mask[..., :S]
-    if any(n not in (1, m) for n, m in zip(mask.shape, (max(B, k.shape[0]), H, T, S))):
+    if any(n != 1 and n != m for n, m in zip(mask.shape, (max(B, k.shape[0]), H, T, S))):
         raise ValueError(
             f"attention_mask: want [{B} or 1, {H} or 1, {T} or 1, {S}], got {tuple(mask.shape)}"
         )

@@ -67,6 +67,19 @@ def test_prologues_compile_in_16_bits(name: str) -> None:
         assert relative_error(x, y) <= 1e-2
 
 
+def test_one_argument_alone_may_have_a_dynamic_size() -> None:
+    (op,) = [x for x in LINEAR if x.name == "chunk_gdn2"]
+    args = op.inputs(Size(T=21))
+    want = flat(op(args))
+    for one in (n for n in args if args[n].dim() > 2 and args[n].shape[1] == 21):
+        torch.compiler.reset()
+        given = {**args, one: args[one].clone()}
+        torch._dynamo.maybe_mark_dynamic(given[one], 1)
+        compiled = torch.compile(lambda args: flat(op(args)), fullgraph=True, backend="eager")
+        for x, y in zip(compiled(given), want, strict=True):
+            torch.testing.assert_close(x, y)
+
+
 def test_compiled_operators_take_one_tensor_twice() -> None:
     x = torch.randn(1, 9, 2, 8, requires_grad=True)
     h = torch.zeros(4, 2, requires_grad=True)
