@@ -10,6 +10,7 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.compile_worker import Worker
 from slipstream.compiler.smem_hazards import find_hazard
 from slipstream.compiler.trace import PlainTorch, trace
+from slipstream.ops import chunk_simple_gla
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Shape, chosen
 from tests.support import planted_bugs
@@ -108,6 +109,21 @@ def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
         return {}
     jobs = [x for x in jobs if x.stages > 1 or ".sm90." in x.kernel]
     return {x.key: find_hazard(kernel_ir(x, gpu_too=True)) for x in jobs}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_scan_of_states_leaves_no_barrier(gated: bool) -> None:
+    """Without gates nobody waits for theirs."""
+    pytest.importorskip("triton.experimental.gluon")
+    shape = Shape(B=1, T=8192, H=2, HV=2, K=128, V=128, dtype=torch.bfloat16)
+
+    def call(device: torch.device) -> Any:
+        given = chosen(["chunk_simple_gla"])[0].inputs(shape, device, blank=True)
+        g = given["g"] if gated else None
+        return chunk_simple_gla(given["q"], given["k"], given["v"], g, consistent=True, impl="sm90")
+
+    scans = [x for x in trace(call, "sm_90", True) if "state_scan" in x.kernel]
+    assert scans and not any(find_hazard(kernel_ir(x, gpu_too=True)) for x in scans)
 
 
 @pytest.mark.parametrize("op", ["chunk_dplr_delta_rule", "chunk_simple_gla", "chunk_delta_rule"])

@@ -204,8 +204,10 @@ def scalar_decay_state_scan_sm90_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
     full = alloc_mbarriers(1, ST)
     empty = alloc_mbarriers(1, ST)
-    g_full = alloc_mbarriers(1, 2)
-    g_empty = alloc_mbarriers(1, 2)
+    # barriers that nobody waits for would lose their memory to what comes later
+    g_full, g_empty = full, empty
+    if HAS_GATE:
+        g_full, g_empty = alloc_mbarriers(1, 2), alloc_mbarriers(1, 2)
     w_col = i_h // (HV // HR) * D + i_d
     x_col = i_h // (HV // HX) * X + i_x
     o_s = (i_n.to(gl.int64) * HV + i_h) * (D * X)
