@@ -27,7 +27,7 @@ def small(*mixers: str) -> SlipstreamConfig:
     return SlipstreamConfig(**SMALL, mixers=list(mixers))
 
 
-def test_operators_are_no_models_in_a_folder_of_that_name(
+def test_operators_are_no_models_in_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
