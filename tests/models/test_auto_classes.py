@@ -114,13 +114,13 @@ def test_generate_takes_a_tokenizer_for_stop_strings(options: dict[str, Any]) ->
     torch.manual_seed(0)
     m = SlipstreamForCausalLM(config).eval()
     ids = torch.tensor([tok("the cat")["input_ids"]])
-    greedy = {"do_sample": False, "max_new_tokens": 6, **options, "return_dict_in_generate": True}
-    want = m.generate(ids, **greedy).sequences
+    greedy = {"do_sample": False, "max_new_tokens": 6, **options}
+    want = m.generate(ids, **{**greedy, "return_dict_in_generate": True}).sequences
     last = tok.decode(want[0, ids.shape[1]])
-    made = m.generate(ids, **{**greedy, **options}, tokenizer=tok, stop_strings=[last])
+    made = m.generate(ids, **greedy, tokenizer=tok, stop_strings=[last])
     made = getattr(made, "sequences", made)
     assert torch.equal(made[:, : ids.shape[1]], ids) and made.shape[1] <= want.shape[1]
-    made = m.generate(ids, **{**greedy, **options}, tokenizer=tok, stop_strings=["zzz"])
+    made = m.generate(ids, **greedy, tokenizer=tok, stop_strings=["zzz"])
     assert torch.equal(getattr(made, "sequences", made), want)
 
 
