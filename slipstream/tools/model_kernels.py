@@ -31,7 +31,8 @@ def read(name: str) -> SlipstreamConfig:
         if run.init_from is not None:
             return read(run.init_from)
         return SlipstreamConfig(**{"vocab_size": run.tokenizer.vocab_size, **run.model})
-    kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    kind = found.get("model_type") if isinstance(found, dict) else None
     if kind != SlipstreamConfig.model_type:
         raise ValueError(f"{path}: want model_type {SlipstreamConfig.model_type!r}, got {kind!r}")
     return SlipstreamConfig.from_pretrained(str(path))

@@ -78,6 +78,9 @@ def test_configurations_are_read_from_folders_and_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="want model_type 'slipstream', got 'llama'"):
         read(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="got None"):
+        read(str(tmp_path))
     with pytest.raises(ValueError, match="want a model's folder"):
         read(str(tmp_path / "no.json"))
 
