@@ -67,7 +67,8 @@ def attnres(
 
     Returns:
         o [..., D] in the residuals' dtype; with return_weights also p [L, ...], float32, without
-        gradients.
+        gradients. Without output_rms_weight backward reads o: autograd refuses to go back after it
+        was changed in place.
 
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.

@@ -18,7 +18,8 @@ def fft_conv(
     """y_t = u_t + sum_{s <= t} k_{t-s} u_s.
 
     Args:
-        u: [B, D, T], or [B, ..., D, T].
+        u: [B, D, T]. Of four dimensions [B, D, X, T] with k [D, W], and [B, X, D, T] with
+            [1, D, W], as there.
         k: the filter, [D, W] or [1, D, W], of which the first T numbers count. fla's wraps around
             where W is more than T + 1, so that the first results depend on the last inputs.
         dropout_mask: [B, D], a factor of the result.
