@@ -31,7 +31,7 @@ SYNC = CHECK == "sync"
 # INDICES a negative one means none.
 TABLES = {"input_ids": "vocabulary", "target": "vocabulary", "positions": "table"}
 INDICES = ("state_indices", "conv_state_indices", "cache_seqlens", "cache_batch_idx")
-INDICES += ("cache_leftpad", "block_table", "table")
+INDICES += ("cache_leftpad", "block_table", "table", "state_batch_indices", "indices")
 OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc")
 NAMES = (*TABLES, *INDICES, *OFFSETS)
 # A slot is one program's, so that two never write the same words; of each: position + 1, id,
@@ -92,6 +92,7 @@ def expect_below(
     """
     if indices is None or indices.numel() == 0 or torch.compiler.is_compiling():
         return
+    assert name in INDICES, name  # on a CPU too: kernels know it by its number
     if indices.device.type == "cuda":
         if HAVE_TRITON and not _looked_at(name, indices, size, lengths, more, rows):
             _on_device(name, indices, "scan_indices", (size, lengths, more, step, rows))
@@ -116,6 +117,7 @@ def expect_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     """
     if torch.compiler.is_compiling() or is_fake(offsets):
         return
+    assert name in OFFSETS, name  # as in expect_below
     if offsets.device.type != "cuda":
         check_cu_seqlens_values(offsets, tokens, name)
     elif HAVE_TRITON and not _looked_at(name, offsets, tokens):

@@ -250,6 +250,9 @@ def test_preconditioned_states_apart(name: str) -> None:
         torch.testing.assert_close(
             only, function(**parts[1], initial_state=0 * S, initial_A_state=A)[0]
         )
+        mixed, _, _ = function(**given | {"v": v.half()})
+        assert mixed.dtype == torch.float16
+        torch.testing.assert_close(mixed.float(), o, rtol=1e-2, atol=1e-2)
     refused = {"cp_context": object()}
     with pytest.raises(NotImplementedError, match="cp_context: Slipstream's chunk_precond"):
         getattr(preconditioned, f"chunk_{name}")(**given, **refused)

@@ -114,7 +114,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
             given = row.change(given)
         dtype = None
         if _dtypes_differ(given, activations):
-            given, dtype = _with_one_dtype(given, activations)
+            given, dtype = with_one_dtype(given, activations)
         result = row.function(**given)
         if dtype is not None:
             result = _cast_output(result, dtype)
@@ -176,9 +176,7 @@ def _dtypes_differ(given: Arguments, activations: tuple[str, ...]) -> bool:
     return False
 
 
-def _with_one_dtype(
-    given: Arguments, activations: tuple[str, ...]
-) -> tuple[Arguments, torch.dtype]:
+def with_one_dtype(given: Arguments, activations: tuple[str, ...]) -> tuple[Arguments, torch.dtype]:
     """The arguments with activations of one dtype, and v's, in which fla returns o."""
     tensors = {n: x for n in activations if isinstance(x := given.get(n), Tensor)}
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors.values()))

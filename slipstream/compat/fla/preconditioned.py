@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.compat.fla.adaptor import with_one_dtype
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -171,5 +172,6 @@ def _call(operator: Any, S: Tensor | None, A: Tensor | None, **given: Any) -> Re
         if A is None:
             A = k.new_zeros(N, k.shape[2], K, dtype=torch.float32)
         states = S, A
+    given, dtype = with_one_dtype(given, ("q", "k", "v"))
     o, after = operator(**given, initial_state=states)
-    return (o, None, None) if after is None else (o, *after)
+    return (o.to(dtype), None, None) if after is None else (o.to(dtype), *after)
