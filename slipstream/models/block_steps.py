@@ -1,9 +1,9 @@
-"""Decoding steps of models with consistent=True on CUDA, on tensors of fixed addresses: graphs.
+"""Decoding steps of models with consistent=True on CUDA, for graphs: on tensors of fixed addresses.
 
-A step runs the block of 64 tokens that each row's next token is in, all rows in one call [N, 64].
-What comes after that token in the block, of older blocks or zero, changes no bit of it. Keys are
-written where the block is, behind those of whole blocks, and the states at a block's end are
-taken over by rows that end there.
+For each row, a step runs the block of 64 tokens that the next token is in, all rows in one call
+[N, 64]. The places after that token in the block hold zeros or tokens of older blocks, which change
+no bit of its result. The block's keys are written after those of whole blocks. Rows whose block is
+complete take over the states at its end.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,13 @@ from slipstream.runtime.consistent import BLOCK
 
 @dataclass
 class OpenBlocks:
-    """
+    """The block of each row that is not complete, and the states before it.
+
     Attributes:
-        h: [N, 64, D], rows of the embedding of each row's block; positions: [N, 64].
-        counts: [N], how many of its tokens there are so far.
+        h: [N, 64, D], embeddings of each row's block; positions: [N, 64].
+        counts: [N], the number of tokens in the block so far.
         lengths: of whole rows, known to the host.
-        states: of each layer, after whole blocks; tensors of a number for every token have room.
+        states: of each layer, after whole blocks; tensors with an entry for every token have room.
     """
 
     h: Tensor
@@ -70,7 +71,7 @@ class OpenBlocks:
         return same and (torch.is_inference_mode_enabled() or not self.h.is_inference())
 
     def fits(self, length: int, tokens: int) -> bool:
-        """Whether rows of that length at most have room for so many more tokens."""
+        """Whether there is room for `tokens` more in rows of at most `length` tokens."""
         names = zip(self.states, self.token_states)
         rooms = [state[name].shape[1] for state, every in names for name in every]
         return all(room >= _room(length, tokens) for room in rooms)
@@ -98,7 +99,7 @@ class OpenBlocks:
                         x[n] = given[0]
 
     def rows(self) -> list[Row]:
-        """What was loaded, and the tokens since: copies."""
+        """The rows with the tokens that were added since they were loaded, as copies."""
         found = []
         for n, length in enumerate(self.lengths):
             blocks, count = divmod(length, BLOCK)
@@ -142,7 +143,7 @@ class OpenBlocks:
 
 
 def _room(length: int, tokens: int) -> int:
-    """Of tensors of tokens: whole blocks, and the one that a step writes whole."""
+    """Entries of a tensor with one for each token: whole blocks, as a step writes a whole one."""
     return ((length + tokens) // BLOCK + 1) * BLOCK
 
 

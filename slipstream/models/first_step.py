@@ -34,7 +34,7 @@ _next = _Next()
 def before_loss(
     model: Any, labels: Tensor | None, num_items: Tensor | int | None
 ) -> Iterator[None]:
-    """A forward whose hidden states go on to the loss of a language model, whose kernels then are
+    """For a forward whose hidden states go to a language model's loss: the kernels of the loss are
     compiled beside those of the blocks."""
     outer, _next.loss = _next.loss, loss_of(model, labels, num_items)
     try:
@@ -57,7 +57,7 @@ def loss_of(
 def forward_of(
     model: Any, h: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None, alone: bool
 ) -> AbstractContextManager:
-    """What a model's forward through its blocks is within, h [B, T, D] being the first one's.
+    """The context for a model's forward through its blocks; h [B, T, D] is the first one's input.
 
     alone: there are neither a cache nor other ranks.
     """

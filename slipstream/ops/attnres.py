@@ -73,10 +73,10 @@ def attnres(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
-    Cost: up to 16 residuals of 8192 features are read once and o is written; backward they are
-    read once, with o, and their gradients written. For backward the sum before its norm is kept,
-    and in 16 bits what rounding leaves of it. Beyond that plain torch, in float32. 5 L D flops a
-    token.
+    Cost: 5 L D flops a token. Forward reads the residuals once and writes o; with gradients it
+    also saves the sum before its norm and, in 16 bits, what rounding took from that sum. Backward
+    reads these and the residuals once, and writes their gradients. More than 16 residuals or 8192
+    features run in plain torch, in float32.
     Source: Kimi Team, "Attention Residuals" (arXiv 2603.15031).
     """
     if isinstance(residuals, Tensor):

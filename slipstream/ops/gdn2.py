@@ -63,9 +63,9 @@ def chunk_gdn2(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
-    Cost: as chunk_kda on sm_90 in 16 bits with b and w of q's dtype; else as
-    chunk_dplr_delta_rule, and a tensor of the size of g, and where HV > H q and k for each value
-    head.
+    Cost: as chunk_kda on sm_90 in 16 bits with b and w of q's dtype. Else as
+    chunk_dplr_delta_rule, plus a tensor of the size of g and, if HV > H, copies of q and k for
+    each value head.
     Source: the recurrence of fla-core 0.6.0, fla/ops/gdn2.
     """
     if safe_gate and use_gate_in_kernel and lower_bound is None:

@@ -1,4 +1,4 @@
-"""The kernels of a model's training step, found without a GPU: of its configuration alone."""
+"""Finds the kernels of a model's training step from its configuration, without a GPU."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from slipstream.tools.backend_query import KernelsFound
 
 
 def read(name: str) -> SlipstreamConfig:
-    """Of a saved model's folder, its config.json, or a run's YAML file (slipstream train).
+    """The configuration in a saved model's folder, its config.json or a run's YAML file.
 
     Raises:
         ValueError: there is no such file, or it is no configuration of a Slipstream model.
@@ -45,8 +45,8 @@ def find_model_kernels(
     arch: str,
     backward: bool = True,
 ) -> KernelsFound:
-    """Those of a training step of these models with weights of each dtype, or without backward of
-    their loss alone. batch: rows and tokens.
+    """The kernels of a training step of these models, with weights of each dtype. With
+    backward=False, the kernels of the loss alone. batch: rows and tokens.
 
     Raises:
         ValueError: as `read`.
@@ -67,7 +67,7 @@ def find_model_kernels(
 def trace_model(
     config: SlipstreamConfig, dtype: torch.dtype, batch: tuple[int, int], arch: str, backward: bool
 ) -> list[Job]:
-    """Of two blocks of each kind: the first may be of its own."""
+    """The kernels of two blocks of each kind: the first block may have some of its own."""
     with torch.device("meta"):
         model: Any = SlipstreamForCausalLM(_two_of_each(config))
     model.to(dtype).train(backward)
@@ -89,7 +89,7 @@ def trace_model(
 
 
 def _two_of_each(config: SlipstreamConfig) -> SlipstreamConfig:
-    """With no more blocks than that."""
+    """A copy of the configuration with at most two blocks of each kind."""
     kinds: dict[str, int] = {}
     layers = []
     for i in range(config.num_hidden_layers):
