@@ -111,8 +111,8 @@ p.
 - q, k and v of different dtypes are cast to the widest; the result has v's dtype.
 - A mean of losses over no target at all is 0; fla's is NaN.
 - `ShortConvolution(mask=)` does not write to its input.
-- `LongConvolution` of fewer tokens than `max_len` uses the first taps of its filter. fla's wraps
-  the others around, so that the first results depend on the last inputs.
+- With fewer tokens than `max_len`, `LongConvolution` uses the first taps of its filter. In fla the
+  other taps wrap around, so that the first results depend on the last inputs.
 - `BitLinear` adds its bias, as `FusedBitLinear` does.
 - `tensor_cache` does not cache: by identity, results would be those of a tensor before it was
   written to.
