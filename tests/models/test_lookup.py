@@ -68,7 +68,7 @@ def test_assistant_gives_greedy_tokens(mixers: tuple[str, ...]) -> None:
     assert other.generate(prompt, **options).shape == (1, prompt.shape[1] + 30)
 
 
-def test_assistant_that_generates_elsewhere_is_asked_again_later() -> None:
+def test_busy_assistant_is_asked_again_later() -> None:
     model, prompt = make("gated_deltanet", "attention")
     options = {**GREEDY, "eos_token_id": None}
     want, assistant = model.generate(prompt, **options), copy.deepcopy(model)
