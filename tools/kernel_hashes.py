@@ -9,7 +9,8 @@ A hash is of text without names: kernels, functions and parameters may be rename
 multisets of hashes mean equal machine code, so equal numbers and equal speed, without a GPU.
 
 --level ir    Triton's IR as its front end makes it, with the compiler's options: every compilation
-              that the operators trigger, in about a minute. Line numbers are left out.
+              that the catalog's rows trigger at their sample shapes, in about a minute. A rule by a
+              size that no row has is not seen: "0 new" says nothing of it. No line numbers.
 --level call  which kernels are compiled for which arguments, with the text of their modules: enough
               where kernels stay as they are and only what launches them changes. Seconds.
 --level ptx   the PTX of a covering set of those (`--variants`), as `slipstream matrix` chooses it.

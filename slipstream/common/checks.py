@@ -1,7 +1,7 @@
 """Argument checks of the public functions: each names the argument, what was wanted, what came.
 
-They read shapes, dtypes and devices only, never values, so they never synchronise a device and
-trace under torch.compile.
+They read shapes, dtypes, devices and plain numbers, never values of tensors, so they never
+synchronise a device and trace under torch.compile.
 """
 
 import functools
@@ -299,7 +299,7 @@ def expect_lower_bound(lower_bound: float | None) -> None:
 def expect_cu_seqlens(
     cu_seqlens: Tensor, batch: int, tokens: int, *, name: str = "cu_seqlens"
 ) -> None:
-    """Shape and dtype only; the values are checked where they are on the host (core.varlen)."""
+    """Shape and dtype only; values are checked where they are on the host (common/varlen.py)."""
     expect_rank(name, cu_seqlens, 1, "[N+1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: want int32 or int64, got {cu_seqlens.dtype}")

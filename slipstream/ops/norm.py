@@ -64,7 +64,7 @@ def rms_norm(
         residual: shape of x, added first; None is 0.
         prenorm: also return h, the residual stream for the next sum.
         residual_in_fp32: keep h in float32 whatever x's dtype.
-        zero_centered: the factor is 1 + weight, so that a weight of 0 does nothing.
+        zero_centered: the factor is 1 + weight, so that a weight of 0 does nothing (as in Gemma).
         impl: None chooses; "eager", "triton" or "reference" is used or refused.
 
     Returns:

@@ -19,7 +19,7 @@ BLOCK = 1024
 
 @triton.jit
 def report(slots_ptr, slot, first, ids_ptr, size, last, name):
-    """The id at `first`, by one program; the five words are core.ids.WORDS."""
+    """The id at `first`, by one program; the five words are token_ids.WORDS."""
     p = slots_ptr + 1 + slot * 5
     tl.store(p, first.to(tl.int64) + 1)
     tl.store(p + 1, tl.load(ids_ptr + first).to(tl.int64))

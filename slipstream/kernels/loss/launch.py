@@ -52,7 +52,7 @@ def cross_entropy(
 
 
 def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) -> Tensor:
-    """1 / how many targets count, and as core.ids.expect_ids: on a device by the same kernel."""
+    """1 / how many targets count, and as token_ids.expect_ids: on a device by the same kernel."""
     args = target, ignore_index
     if target.is_cuda:
         args = target, ignore_index, classes

@@ -47,7 +47,9 @@ def norm(
 
 def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) -> KernelKey:
     """What a verdict on the kernels holds for."""
-    flags = n.centre and "layer", n.l2 and "l2", n.groups, gate is not None and n.activation
+    flags = n.centre and "layer", n.l2 and "l2", n.groups, n.zero_centered and "zero-centered"
+    if gate is not None:
+        flags += n.activation, n.gate_first and "gate-first"
     return ("norm.triton", x.dtype, x.shape[-1], None if weight is None else weight.dtype, *flags)
 
 
