@@ -142,6 +142,11 @@ class _Types:
         if isinstance(x, self.types):
             return
         got = type(x).__name__
+        if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64):
+            # a pair of integers, as flash_attn's tests have their window
+            pair = [torch.Size([len(y)]) for y in self.entries if all(int in z for z in y)]
+            if x.shape in pair:
+                return
         if isinstance(x, tuple | list):
             for entries in self.entries:
                 # a list of numbers, as JSON has them, is a tuple too

@@ -138,6 +138,9 @@ def attention(
     Source: Vaswani et al., Attention Is All You Need, 2017; Dao et al., FlashAttention, 2022; Press
         et al., ALiBi, 2021; Lin et al., Forgetting Transformer, 2025.
     """
+    if isinstance(window_size, Tensor):
+        left, right = window_size.tolist()
+        window_size = (left, right)
     if context is not None:
         if consistent:
             raise NotImplementedError("consistent: not with a context")
@@ -309,7 +312,8 @@ def window_of(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[
             raise ValueError(f"window_size: want at least 1 key, got {window_size}")
         left = right = window_size - 1
     else:
-        left, right = (max(x, -1) for x in window_size)
+        given = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+        left, right = (max(x, -1) for x in given)
     if causal:
         right = 0 if right < 0 else min(right, 0)
     return left, right

@@ -248,3 +248,21 @@ def test_flash_attn_names_reject_faults_by_name() -> None:
     ]:  # fmt: skip
         with pytest.raises(error, match=word):
             call()
+
+
+def test_window_may_be_a_tensor() -> None:
+    """As in flash_attn's own tests."""
+    q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    for run in (
+        lambda window: flash_attn_func(q, k, v, window_size=window),
+        lambda window: flash_attn_varlen_func(
+            q[0], k[0], v[0], offsets, offsets, 5, 5, window_size=window
+        ),
+        lambda window: flash_attn_with_kvcache(q, k, v, window_size=window),
+    ):
+        assert torch.equal(run(torch.tensor([2, 1])), run((2, 1)))
+    with pytest.raises(TypeError, match="window_size: want a tuple"):
+        flash_attn_func(q, k, v, window_size=torch.tensor([2.0, 1.0]))
+    with pytest.raises(TypeError, match="window_size: want a tuple"):
+        flash_attn_func(q, k, v, window_size=torch.tensor([2, 1, 0]))
