@@ -99,6 +99,16 @@ def test_attention_of_no_keys() -> None:
     assert not grads[0][:, :17].any()
 
 
+@pytest.mark.parametrize("consistent", [False, True])
+@pytest.mark.parametrize(("B", "S"), [(0, 5), (2, 0)])
+def test_attention_of_nothing_takes_slopes(B: int, S: int, consistent: bool) -> None:
+    q, k = torch.randn(B, 3, 4, 8), torch.randn(B, S, 2, 8)
+    options: dict[str, Any] = {"alibi_slopes": torch.rand(B, 4), "return_lse": True}
+    found = attention(q, k, k, **options, consistent=consistent)
+    for got, want in zip(found, attention(q, k, k, **options, impl="reference"), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_attention_features_reject_faults_by_name() -> None:
     q, k, v = qkv()
     for options, error, word in [

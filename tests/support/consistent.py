@@ -168,6 +168,9 @@ def main() -> None:
         wrong = attention_differing(int(trials), "triton")
         print(f"attention: {wrong} values differ", flush=True)
         assert not wrong, "attention"
+        none = torch.zeros(0, 3, 2, 16)
+        o, lse = attention(none, none, none, impl="triton", consistent=True, return_lse=True)
+        assert o.shape == none.shape and lse.shape == (0, 2, 3)
 
 
 if __name__ == "__main__":

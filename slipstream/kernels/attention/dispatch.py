@@ -97,7 +97,7 @@ def run(
         gradients = choose(OF_GRADIENTS, (inputs, options), impl, "attention", inputs.q).impls
     o, lse = op.softmax(inputs, options, plan.impls, gradients)
     if rows:
-        o, lse = o.view(B, T, *o.shape[2:]), lse.view(-1, B, T).transpose(0, 1)
+        o, lse = o.view(B, T, *o.shape[2:]), lse.view(o.shape[2], B, T).transpose(0, 1)
     return o, lse if want_lse else None
 
 

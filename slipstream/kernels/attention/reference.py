@@ -44,7 +44,7 @@ def softmax_reference(inputs: AttentionInputs, options: AttentionOptions) -> tup
     if k.shape[1] == 0:
         k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
         seen = seen.new_zeros(*seen.shape[:-1], 1)
-        g = None
+        g = slopes = None
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     x = torch.einsum("bthd,bshd->bhts", q, k) * options.scale
@@ -142,6 +142,8 @@ def sequence_slopes(slopes: Tensor, where: Positions) -> Tensor:
     """[H] or [N, H] -> [B or 1, H, T or 1, 1]"""
     if slopes.dim() == 1:
         return slopes[None, :, None, None]
+    if slopes.shape[0] == 0:  # no sequence, and no query that has one
+        return slopes.new_zeros(1, slopes.shape[1], 1, 1)
     return slopes[where.q_sequence].transpose(1, 2)[..., None]
 
 
