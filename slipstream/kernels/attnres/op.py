@@ -154,6 +154,8 @@ def _unsupported_reason(*residuals: Tensor) -> str | None:
         return "there are no features"
     if first.shape[-1] > WIDEST:
         return f"there are more than {WIDEST} features"
+    if len(residuals) * (first.numel() // first.shape[-1]) >= 2**31:
+        return "it counts the rows of all residuals in 32 bits"
     return known_failure(lambda: _kind(residuals), first.device)
 
 

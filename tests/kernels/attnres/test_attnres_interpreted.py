@@ -35,6 +35,22 @@ def check(normed: bool) -> None:
         assert (x.double() - right).norm() < 5e-4 * right.norm()
 
 
+def check_eps_of_zero() -> None:
+    """Rows past the last of a tile are zeros, of which no norm is taken."""
+    torch.manual_seed(0)
+    given = [torch.randn(3, 7) for _ in range(2)] + [*torch.randn(3, 7).unbind()]
+    found = []
+    for call, dtype in ((op._run, torch.float32), (op.eager, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        *rows, query, weight, last = leaves
+        more = ("triton",) if dtype == torch.float32 else ()
+        y = call(query, rows, weight, last, 0.0, 1.0, *more)[0]
+        found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
 if __name__ == "__main__":
+    check_eps_of_zero()
     for with_norm in (False, True):
         check(with_norm)

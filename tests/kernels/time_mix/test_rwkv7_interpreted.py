@@ -63,12 +63,13 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
         )
     heads = [tokens().unflatten(-1, (H, K)) for _ in range(4)]
     others = torch.rand(H * K), torch.randn(H * K), torch.randn(H, K)
-    compare(
-        lambda *args: [rwkv7.output(*args, 1e-3, "triton")],
-        lambda *args: [rwkv7.plain_output(*args, 1e-3)],
-        (*heads, gate, *others),
-        dtype,
-    )
+    for eps in (1e-3, 0.0):
+        compare(
+            lambda *args, eps=eps: [rwkv7.output(*args, eps, "triton")],
+            lambda *args, eps=eps: [rwkv7.plain_output(*args, eps)],
+            (*heads, gate, *others),
+            dtype,
+        )
 
 
 def check_parts() -> None:

@@ -259,6 +259,8 @@ def backward(
     most = PROGRAMS[BR == 1] * sm_count(first.get_device())
     programs = max(min(triton.cdiv(R, BR), most), 1)
     da = first.new_zeros(programs, D, dtype=torch.float32)
+    # rows past the last are zeros, and their norm is to be zero too: sums over rows have it
+    eps = max(eps, torch.finfo(torch.float32).tiny)
     dwo = None if output_weight is None else torch.zeros_like(da)
     if R > 0:
         with device_of(first.device):

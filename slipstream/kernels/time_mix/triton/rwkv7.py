@@ -384,6 +384,8 @@ def output_backward(
              for x in (o, r, k, v, gate, weight, bias, r_k)]  # fmt: skip
     do, dr, dk, dv, dgate, *parameters = grads
     partial = torch.empty(P, 3, sizes["D"], dtype=torch.float32, device=o.device)
+    # rows past the last are zeros, and their norm is to be zero too: sums over rows have it
+    eps = max(eps, torch.finfo(torch.float32).tiny)
     with device_of(o.device):
         cached(rwkv7_output_bwd_kernel)[(P, heads)](
             dy_ptr=dy.contiguous(),
