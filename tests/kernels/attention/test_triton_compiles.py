@@ -148,6 +148,18 @@ def test_decoding_from_8_bits_compiles(arch: str, D: int, page: int, dtype: torc
     assert "cvt.rn.bf16" not in got.ptx  # nothing is converted by way of float32
 
 
+@pytest.mark.parametrize(("arch", "D"), [("sm_80", 16), ("sm_120", 32)])
+def test_decoding_from_narrow_heads_of_8_bits_compiles(arch: str, D: int) -> None:
+    """A product takes a quarter of the channels, and at least 16."""
+    from slipstream.compiler.trace import trace
+
+    job, *_ = trace(rounded_call(D, torch.int8, 0), arch, backward=False)
+    got = job.compile()
+    assert job.name == "softmax_decode_rounded_kernel"
+    assert got.shared <= ARCHS[arch].shared and got.stack <= SPILLS[64]
+    assert got.instructions["mma.sync"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_decoding_from_wide_heads_of_8_bits_compiles(dtype: torch.dtype) -> None:

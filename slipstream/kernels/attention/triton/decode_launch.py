@@ -59,6 +59,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     in_words = call.k_scale is not None and _fit_words(q, k, v)
     tile = all_tiles.decode
     if in_words:
+        BD, BV = max(BD, 64), max(BV, 64)  # a product takes a quarter, 16 channels at least
         tile = rounded(family_of(q.device), max(BD, BV), tile)
     group = H // HKV
     tiles = -(-T * group // tile.BM)

@@ -42,7 +42,7 @@ ASM_FLOAT8 = tl.constexpr(tuple(_FLOAT8.format(4 + j, j) for j in range(4)))
 def codes(words, J: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr):
     """Code J of each word, float16: an int8 as it is, a float8 times 2^-8.
 
-    ASM: two at a time, by instructions of sm_80 or later.
+    ASM: two at a time, by instructions of NVIDIA's GPUs.
     """
     if FLOAT8:
         if ASM:
