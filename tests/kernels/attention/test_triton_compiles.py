@@ -160,6 +160,15 @@ def test_decoding_from_narrow_heads_of_8_bits_compiles(arch: str, D: int) -> Non
     assert got.instructions["mma.sync"]
 
 
+@pytest.mark.parametrize(("D", "page"), [(64, 0), (62, 30)], ids=["words", "bytes"])
+def test_decoding_from_8_bits_compiles_for_amd(D: int, page: int) -> None:
+    """Whose compiler reshapes no pointers."""
+    from slipstream.compiler.trace import trace
+
+    job, *_ = trace(rounded_call(D, torch.int8, page), "gfx942", backward=False)
+    assert job.compile().shared <= ARCHS["gfx942"].shared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_decoding_from_wide_heads_of_8_bits_compiles(dtype: torch.dtype) -> None:

@@ -44,15 +44,21 @@ def pages_of(j, keys, o_n, p_table, PAGE: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def rows_of_keys(p, stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Pointers [BN, 1] to keys j + o_n of a sequence whose first key, or page, is at p."""
+def offsets_of_keys(stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Of keys j + o_n [BN], from a sequence's first key, or from page 0."""
     if PAGE == 0:
         row = j.to(tl.int64) * stride_t + o_n * stride_t
     elif PAGE % BN == 0:
         row = page.to(tl.int64) * stride_b + (j % PAGE) * stride_t + o_n * stride_t
     else:
         row = page.to(tl.int64) * stride_b + ((j + o_n) % PAGE) * stride_t
-    return p + row[:, None]
+    return row
+
+
+@triton.jit
+def rows_of_keys(p, stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Pointers [BN, 1] to keys j + o_n of a sequence whose first key, or page, is at p."""
+    return p + offsets_of_keys(stride_b, stride_t, j, o_n, page, PAGE, BN)[:, None]
 
 
 @triton.jit(do_not_specialize=["factor", "cap", "stride_table", *SIZES, *STRIDES])
@@ -200,8 +206,8 @@ def softmax_decode_kernel(
         b_k = b_k.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         if IN_8_BITS:
-            p_s = rows_of_keys(k_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
-            b_s *= tl.load(tl.reshape(p_s, (BN,)), mask=m_n, other=0.0)[None, :]
+            p_s = k_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
+            b_s *= tl.load(p_s, mask=m_n, other=0.0)[None, :]
         age = position[:, None] - (j + o_n)[None, :]
         b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
         is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
@@ -216,8 +222,8 @@ def softmax_decode_kernel(
         b_o *= b_shrink[:, None]
         p_v = rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, page, PAGE, BN)
         if IN_8_BITS:
-            p_s = rows_of_keys(v_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
-            b_scale = tl.load(tl.reshape(p_s, (BN,)), mask=m_n, other=0.0)
+            p_s = v_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
+            b_scale = tl.load(p_s, mask=m_n, other=0.0)
             b_scale, unit = factors_of_values(b_scale)
             b_p *= b_scale[None, :]
         page = after

@@ -14,6 +14,7 @@ from slipstream.kernels.attention.triton.decode import (
     SIZES,
     STRIDES,
     factors_of_values,
+    offsets_of_keys,
     pages_of,
     rows_of_keys,
 )
@@ -240,8 +241,8 @@ def softmax_decode_rounded_kernel(
         b_s = tl.dot(b_q1, tl.trans(codes(words, 1, FLOAT8, ASM)), b_s)
         b_s = tl.dot(b_q2, tl.trans(codes(words, 2, FLOAT8, ASM)), b_s)
         b_s = tl.dot(b_q3, tl.trans(codes(words, 3, FLOAT8, ASM)), b_s)
-        p_s = rows_of_keys(k_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
-        b_ks = tl.load(tl.reshape(p_s, (BN,)), mask=m_n, other=0.0)
+        p_s = k_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
+        b_ks = tl.load(p_s, mask=m_n, other=0.0)
         b_s *= b_unit * b_ks[None, :]
         age = position[:, None] - (j + o_n)[None, :]
         b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
@@ -254,8 +255,8 @@ def softmax_decode_rounded_kernel(
         b_shrink = tl.exp2(b_m - b_base)
         b_m = b_top
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
-        p_s = rows_of_keys(v_scale_ptr, stride_sb, stride_st, j, o_n, page, PAGE, BN)
-        b_vs = tl.load(tl.reshape(p_s, (BN,)), mask=m_n, other=0.0)
+        p_s = v_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
+        b_vs = tl.load(p_s, mask=m_n, other=0.0)
         b_vs, unit = factors_of_values(b_vs)
         b_p = (b_p * b_vs[None, :]).to(tl.float16)
         if FLOAT8:
