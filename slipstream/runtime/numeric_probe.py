@@ -31,7 +31,10 @@ def mismatch(
     with torch.set_grad_enabled(gradients):
         got = _run(kernels, {name: _leaf(x, None) for name, x in given.items()}, None)
         want = _run(plain, {n: _leaf(x, torch.float32) for n, x in given.items()}, got[1])
-    pairs = [(f"output {i}", x, y, output_bar) for i, (x, y) in enumerate(zip(got[0], want[0]))]
+    pairs = [
+        (f"output {i}", x, y, output_bar)
+        for i, (x, y) in enumerate(zip(got[0], want[0], strict=True))
+    ]
     pairs += [(f"gradient of {n}", got[2][n], want[2][n], gradient_bar) for n in want[2]]
     for name, x, y, bar in pairs:
         error = relative_error(x, y)

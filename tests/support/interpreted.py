@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.runtime.guarded_launch import Guard
 from slipstream.tools.catalog import Sample
 from tests.support.forked import run_script
 from tests.support.formulas import wanted
@@ -68,6 +69,29 @@ def check(block: Sample, T: int, D: int, dtype: torch.dtype, layout: str = "") -
     ]
 
 
+def refused(block: Sample) -> list[str]:
+    """What the probes of its calls say: any call may be the first of its kind."""
+    found: list[str] = []
+    entered, probing = Guard.__enter__, False
+
+    def enter(guard: Guard) -> bool:
+        nonlocal probing
+        if guard._probe is not None and not probing:
+            probing = True
+            try:
+                text = guard._probe()
+            finally:
+                probing = False
+            found.extend([] if text is None else [f"{block.name}: its probe says {text}"])
+        return entered(guard)
+
+    args = block.inputs(block_size(7, 12, torch.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Guard, "__enter__", enter)
+        with_grads(lambda given: block.call(given, impl="triton"), args)
+    return found
+
+
 def main() -> None:
     torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
     rows = [block for block in BLOCKS if block.op in sys.argv[1:]]
@@ -87,6 +111,7 @@ def main() -> None:
         for layout in ("stepped", "negated")
         for fault in check(block, 7, 12, torch.float32, layout)
     ]
+    faults += [fault for block in rows for fault in refused(block)]
     raise SystemExit("\n".join(faults) if faults else 0)
 
 

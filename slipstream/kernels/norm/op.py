@@ -107,10 +107,13 @@ def _mismatch(
     probe_inputs |= {
         name: y if y is None else numeric_probe.random_like(y, width) for name, y in tensors.items()
     }
+
+    def plain(t: numeric_probe.Given) -> tuple[Tensor, Tensor | None]:
+        y, h = fallback.norm(**t, n=n)
+        return y, t["x"] if n.keep_h and h is None else h
+
     return numeric_probe.mismatch(
-        lambda t: norm(**t, n=n, impl="triton|eager"),
-        lambda t: fallback.norm(**t, n=n),
-        probe_inputs,
+        lambda t: norm(**t, n=n, impl="triton|eager"), plain, probe_inputs
     )
 
 
