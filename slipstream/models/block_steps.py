@@ -81,7 +81,8 @@ class OpenBlocks:
         self.h.zero_()
         after = torch.arange(1, BLOCK + 1, device=self.h.device)
         self.lengths = [row.length for row in rows]
-        self.counts.copy_(torch.tensor([row.h.shape[1] for row in rows]))
+        counts = [row.h.shape[1] for row in rows]
+        self.counts.copy_(torch.tensor(counts, device=self.counts.device))
         for n, row in enumerate(rows):
             count = row.h.shape[1]
             self.h[n, :count] = row.h[0]
