@@ -153,7 +153,7 @@ def measured(op: Sample, args: Mapping[str, Any], runs: int, **options: Any) -> 
 
     found = {}
     for name, call in (("fwd", fwd), ("both", both)):
-        for _ in range(2):  # recorded in the second, and played from then on
+        for _ in range(2):  # the second call is recorded; later ones replay it
             call()
         found[f"{name}_GiB"], seconds = peak(call)
         if slowest({"": seconds})[""] > LONG:  # all ranks go the same way

@@ -401,7 +401,7 @@ def sdpa(causal: bool, backend: SDPBackend) -> Callable[..., Tensor]:
 
 
 def bandwidth(ms: float, moved: float) -> dict[str, object]:
-    """Cells of a call that moves so many bytes."""
+    """The cells of a row: time, and bandwidth from the bytes that the call moves."""
     fraction = moved / ms / copy_bytes_per_ms()
     return {"ms": round(ms, 5), "TB/s": round(moved / ms / 1e9, 3), "of copy": round(fraction, 3)}
 

@@ -46,7 +46,7 @@ def refuse_beside_context(**given: Any) -> None:
 def the_cache(
     cache: StateCache | None, past_key_values: StateCache | None, num_layers: int | None = None
 ) -> StateCache | None:
-    """Of an argument with two names; of so many layers, where that is given."""
+    """The cache under either of its two names; num_layers: how many layers it must have."""
     if cache is not None and past_key_values is not None:
         raise ValueError("cache: want it or past_key_values, its older name, got both")
     found = past_key_values if cache is None else cache

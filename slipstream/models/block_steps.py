@@ -38,7 +38,7 @@ class OpenBlocks:
 
     @staticmethod
     def of(model: Any, rows: list[Row], tokens: int) -> "OpenBlocks":
-        """With room for so many more tokens of each row."""
+        """Blocks of these rows, with room for `tokens` more tokens in each."""
         N, like = len(rows), rows[0].h
         states = next((row.states for row in rows if row.states is not None), None)
         if states is None:

@@ -113,7 +113,7 @@ def found(op: str, shape: Shape, impl: str | None) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_scan_of_states_leaves_no_barrier(gated: bool) -> None:
-    """Without gates nobody waits for theirs."""
+    """Without gates the barriers of the gates are not allocated."""
     pytest.importorskip("triton.experimental.gluon")
     shape = Shape(B=1, T=8192, H=2, HV=2, K=128, V=128, dtype=torch.bfloat16)
 

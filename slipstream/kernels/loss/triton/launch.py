@@ -21,9 +21,9 @@ from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import NAMES, slots_for
 
-# Columns of a block and warps where the rows of all programs at work stay in the L2 cache between
-# both passes, of up to so many bytes: 16 warps a row are four rows on a multiprocessor. On an H200
-# 148 us for 191 at 4096 x 32000 (docs/dev/log/blocks.md).
+# (columns of a block, warps), and the longest row in bytes, for which the rows of all running
+# programs stay in the L2 cache between both passes: 16 warps a row are four rows a
+# multiprocessor. On an H200 148 us for 191 at 4096 x 32000 (docs/dev/log/blocks.md).
 CACHED_TILE, CACHED_ROW = (8192, 16), 80 << 10
 
 

@@ -204,7 +204,7 @@ def scalar_decay_state_scan_sm90_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
     full = alloc_mbarriers(1, ST)
     empty = alloc_mbarriers(1, ST)
-    # barriers that nobody waits for would lose their memory to what comes later
+    # without gates these would be unused, and the compiler gives unused barriers' memory away
     g_full, g_empty = full, empty
     if HAS_GATE:
         g_full, g_empty = alloc_mbarriers(1, 2), alloc_mbarriers(1, 2)
