@@ -11,14 +11,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype
+from slipstream.models.block import Block, make_norm
+from slipstream.models.tensor_parallel import is_dealt_out
 from slipstream.nn import decoding
-from slipstream.nn.linear import plain_linear, plain_module
+from slipstream.nn.linear import plain_linear
 from slipstream.runtime import backends
 from slipstream.runtime.backends import is_fake
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.parallel_compile import compile_kernels
+
+# Parts of parameters' names that are no part of the model: checkpointing, torch.compile, FSDP.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 class _Next(threading.local):
@@ -55,59 +62,52 @@ def loss_of(
 
 
 def forward_of(
-    model: Any, h: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None, alone: bool
+    model: Any,
+    h: Tensor,
+    cu_seqlens: Tensor | None,
+    positions: Tensor | None,
+    context: ContextParallel | None,
+    cache: Any,
 ) -> AbstractContextManager:
-    """The context for a model's forward through its blocks; h [B, T, D] is the first one's input.
-
-    alone: there are neither a cache nor other ranks.
-    """
+    """The context for a model's forward through its blocks, of which h [B, T, D] is the input."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    trains = model.training and torch.is_grad_enabled()
-    alone = alone and trains and h.is_cuda and not is_fake(h) and not backends.TRACING
-    if alone and not torch.cuda.is_current_stream_capturing():
-        compile_once(model, h, cu_seqlens, positions)
+    trains = model.training and torch.is_grad_enabled() and cache is None
+    trains = trains and h.is_cuda and not is_fake(h) and not backends.TRACING
+    if trains and not torch.cuda.is_current_stream_capturing():
+        compile_once(model, h, cu_seqlens, positions, context)
     return decoding.shared_tables()
 
 
 def compile_once(
-    model: Any, h: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None
+    model: Any,
+    h: Tensor,
+    cu_seqlens: Tensor | None,
+    positions: Tensor | None,
+    context: ContextParallel | None = None,
 ) -> None:
     """Compiles what the blocks launch in a training step, once for each dtype, packed or not.
 
     Leaves no gradients, and random numbers as they were. A kernel that fails here fails again when
-    the step calls it, and says so then. Blocks are left out whose modules or parameters have hooks,
-    or whose parameters are no plain tensors, and all where there are several ranks: their calls may
-    do more than compute. So are the replicas of DataParallel, which last for one step.
+    the step calls it, and says so then. It takes the memory of one block. The model's own blocks do
+    not run, so that neither hooks nor collectives of FSDP, DDP or checkpointing do: each rank
+    compiles for itself, and ranks with one cache of Triton's compile each kernel once between them.
+    Left out are models whose heads are dealt out, and the replicas of DataParallel, which last for
+    one step.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return
     if getattr(model, "_is_replica", False):
         return
     known = model.__dict__.setdefault("_compiled_for", set())
-    kind = (h.device, h.dtype, autocast_dtype(h), cu_seqlens is None)
+    kind = (h.device, h.dtype, autocast_dtype(h), cu_seqlens is None, context is None)
     if kind in known:
         return
     known.add(kind)
-    blocks = {}
-    for i, block in enumerate(model.layers):
-        # a first layer may be of its own kind: others take a value that it makes
-        names = model.config.mixer(i), model.config.mlp(i), i == 0
-        hooked = any(p._backward_hooks for p in block.parameters())
-        if not hooked and all(plain_module(x) for x in block.modules()):
-            blocks.setdefault(repr(names), block)
-
+    if is_dealt_out(model):
+        return
     loss = _next.loss
 
     def run() -> None:
-        value = None
-        for block in blocks.values():
-            x = h.detach().requires_grad_()
-            # not the call, which may checkpoint: the kernels are the same
-            y, _, made = block.forward(x, value, cu_seqlens=cu_seqlens, positions=positions)
-            value = value if made is None else made.detach()
-            leaves = [x, *(p for p in block.parameters() if p.requires_grad)]
-            torch.autograd.grad(y, leaves, torch.empty_like(y), allow_unused=True)
+        run_blocks(model, h, cu_seqlens, positions, context)
         if loss is not None:
             x = h.detach().requires_grad_()
             torch.autograd.grad(loss(x), x)
@@ -115,3 +115,68 @@ def compile_once(
     devices = [h.device] if h.is_cuda else []
     with torch.random.fork_rng(devices), torch.autograd.set_multithreading_enabled(False):
         compile_kernels(run, ())
+
+
+def run_blocks(
+    model: Any,
+    h: Tensor,
+    cu_seqlens: Tensor | None,
+    positions: Tensor | None,
+    context: ContextParallel | None,
+) -> None:
+    """Forward and backward of a block of each kind and of the last norm, with any weights."""
+    done, value = set(), None
+    for i in range(len(model.layers)):
+        kind = repr((model.config.mixer(i), model.config.mlp(i)))
+        if kind in done:
+            continue
+        block = _like(model, i, h)
+        x = h.detach().requires_grad_()
+        options: Any = {"cu_seqlens": cu_seqlens, "positions": positions, "context": context}
+        y, _, made = block.forward(x, value, **options)
+        _differentiate(y, x, block)
+        if made is None:
+            done.add(kind)
+        else:  # a first layer, which makes a value for the others
+            value = made.detach()
+    with torch.device("meta"):
+        norm = make_norm(model.config)
+    norm = _with_memory(norm, model.norm, h)
+    x = h.detach().requires_grad_()
+    y = norm(x.to(norm.weight.dtype) if model.config.residual_in_fp32 else x)
+    _differentiate(y, x, norm)
+
+
+def _differentiate(y: Tensor, x: Tensor, module: nn.Module) -> None:
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    torch.autograd.grad(y, leaves, torch.empty_like(y), allow_unused=True)
+
+
+def _like(model: Any, i: int, h: Tensor) -> Block:
+    """A block like the model's i-th, on the device of h, with memory of its own."""
+    with torch.device("meta"):
+        block = Block(model.config, i)
+    return _with_memory(block, model.layers[i], h)
+
+
+def _with_memory(made: Any, like: nn.Module, h: Tensor) -> Any:
+    """`made`, from the meta device, with uninitialised memory on h's; dtypes of parameters, and
+    which are trained, are those of `like`."""
+    own: dict[str, Any] = {}
+    for name, p in like.named_parameters():
+        # without the names of what wraps modules
+        own[".".join(x for x in name.split(".") if x not in _WRAPPERS)] = p
+    for prefix, module in made.named_modules():
+        for key, x in module._buffers.items():
+            if x is not None:
+                module._buffers[key] = torch.empty(x.shape, dtype=x.dtype, device=h.device)
+        for key, x in module._parameters.items():
+            if x is None:
+                continue
+            p: Any = own.get(f"{prefix}.{key}" if prefix else key)
+            # FSDP2 hands out shards in the dtype that activations have
+            trained = p is None or p.requires_grad
+            dtype = h.dtype if p is None or is_traceable_wrapper_subclass(p) else p.dtype
+            mine = torch.empty(x.shape, dtype=dtype, device=h.device)
+            module._parameters[key] = nn.Parameter(mine, trained)
+    return made.train()

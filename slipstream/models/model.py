@@ -198,7 +198,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         if self.config.consistent:
             h = blocks.run(self, h, cu_seqlens, cache, position_ids, context, keep)
         elif cache is None or torch.is_grad_enabled():
-            with forward_of(self, h, cu_seqlens, position_ids, alone=cache is None is context):
+            with forward_of(self, h, cu_seqlens, position_ids, context, cache):
                 h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
         else:
             h, every = self._continue(h, cu_seqlens, cache, keep, position_ids, tokens)

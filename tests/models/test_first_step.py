@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, first_step
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, first_step
 
 
 def small(*mixers: str) -> Any:
@@ -17,22 +17,16 @@ def small(*mixers: str) -> Any:
 
 
 def launches(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of which blocks compile_once runs forward and backward, with launches as they are."""
+    """Like which blocks compile_once runs some forward and backward, with launches as they are."""
     seen: list[int] = []
+    like = first_step._like
 
-    def compile_kernels(call: Any, args: Any) -> None:
-        for i, block in enumerate(model.model.layers):
+    def recorded(model: Any, i: int, h: Any) -> Any:
+        seen.append(i)
+        return like(model, i, h)
 
-            def record(*given: Any, i: int = i, block: Any = block, **named: Any) -> Any:
-                seen.append(i)
-                return type(block).forward(block, *given, **named)
-
-            monkeypatch.setitem(block.__dict__, "forward", record)
-        call(*args)
-        for block in model.model.layers:
-            monkeypatch.delitem(block.__dict__, "forward")
-
-    monkeypatch.setattr(first_step, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(first_step, "_like", recorded)
+    monkeypatch.setattr(first_step, "compile_kernels", lambda call, args: call(*args))
     h = torch.randn(2, 20, 32)
     state = torch.get_rng_state()
     for _ in range(2):
@@ -44,7 +38,7 @@ def launches(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("mixers", "blocks"),
     [
-        (("kda", "kda", "attention", "kda", "attention"), [0, 1, 2]),
+        (("kda", "kda", "attention", "kda", "attention"), [0, 2]),
         (("rwkv7", "rwkv7", "rwkv7"), [0, 1]),
     ],
 )
@@ -56,11 +50,12 @@ def test_each_kind_of_block_runs_once(
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_hooked_blocks_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small("gla", "kda")
     called: list[Any] = []
     model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(args))
-    assert launches(model, monkeypatch) == [1]
+    model.model.layers[1].mixer.o_proj.weight.register_hook(called.append)
+    assert launches(model, monkeypatch) == [0, 1]
     assert not called
 
 
@@ -81,14 +76,6 @@ def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = model.model.layers[0].mixer(torch.randn(2, 20, 32))[0]
     assert len(calls) == 2
     assert loss.isfinite() and first.isfinite().all()
-
-
-def test_blocks_with_hooked_parameters_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small("gla", "kda")
-    called: list[Any] = []
-    model.model.layers[1].mixer.o_proj.weight.register_hook(called.append)
-    assert launches(model, monkeypatch) == [0]
-    assert not called
 
 
 def test_replicas_of_data_parallel_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,5 +131,60 @@ def test_fake_tensors_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_step, "compile_once", lambda *args: calls.append(args))
     with FakeTensorMode():
         h = torch.empty(2, 20, 32, device="cuda")
-        with first_step.forward_of(model, h, None, None, alone=True):
+        with first_step.forward_of(model, h, None, None, None, None):
             assert not calls
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_block_is_like_the_models(trained: bool) -> None:
+    """In dtypes, and in which parameters are trained; whatever wraps the model's."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = small("gated_deltanet").to(torch.bfloat16).model
+    own = model.layers[0]
+    own.mixer.A_log.data = own.mixer.A_log.data.float()
+    own.mixer.o_proj.weight.requires_grad_(trained)
+    model.layers[0] = checkpoint_wrapper(own)
+    block = first_step._like(model, 0, torch.randn(2, 20, 32, dtype=torch.bfloat16))
+    assert block.training and type(block) is type(own)
+    for (name, p), (other, q) in zip(block.named_parameters(), own.named_parameters(), strict=True):
+        assert name == other
+        assert (p.shape, p.dtype, p.device) == (q.shape, q.dtype, q.device), name
+        assert p.requires_grad == q.requires_grad and p.data_ptr() != q.data_ptr(), name
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_kernels_of_the_step(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced for sm_90: what the blocks that only compile launch is what the model's launch."""
+    from slipstream.tools.model_kernels import trace_model
+
+    def keys() -> set[str]:
+        return {x.key for x in trace_model(config, torch.bfloat16, (2, 256), "sm_90", True)}
+
+    config = SlipstreamConfig(vocab_size=512, hidden_size=256, num_heads=4, mixers=[mixer, mixer])
+    whole = keys()
+    assert whole
+
+    def blocks(self: Any, h: Any, *args: Any) -> tuple[Any, list[Any]]:
+        first_step.run_blocks(self, h, None, None, None)
+        return h, []
+
+    with_memory = first_step._with_memory
+
+    def without_gradients(*args: Any) -> Any:  # which a torch without CUDA has none of
+        made = with_memory(*args)
+        for module in made.modules():
+            for key, p in module._parameters.items():
+                plain: Any = None if p is None else torch.empty_like(p)
+                module._parameters[key] = plain
+        return made
+
+    def requires_grad_(x: Any, *args: Any) -> Any:
+        x.__dict__.pop("detached", None)
+        return x
+
+    monkeypatch.setattr(first_step, "_with_memory", without_gradients)
+    monkeypatch.setattr(torch.Tensor, "requires_grad_", requires_grad_)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **named: ())
+    monkeypatch.setattr("slipstream.models.SlipstreamModel._run", blocks)
+    assert keys() == whole
