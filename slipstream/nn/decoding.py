@@ -114,9 +114,9 @@ def recurrence(
     q, k, v = rows(q), rows(k), rows(v)
     read = None if a is None else torch.bmm(rows(a), S)
     if g is not None:
-        S.mul_(g.to(S.dtype).exp().reshape(N * HV, -1, 1))
+        S.mul_(g.to(S.dtype).exp().reshape(N * HV, K if g.dim() == 4 else 1, 1))
     if beta is not None:
-        v = torch.baddbmm(v, k, S, alpha=-1) * beta.reshape(-1, 1, 1)
+        v = torch.baddbmm(v, k, S, alpha=-1) * beta.reshape(N * HV, 1, 1)
     S.addcmul_(k.mT, v)
     if read is not None and b is not None:
         S.addcmul_(rows(b).mT, read)

@@ -191,6 +191,16 @@ def test_layer_takes_nothing(name: str, shape: tuple[int, int]) -> None:
     assert not any(x.isnan().any() for x in state.values())
 
 
+@every_layer
+@torch.no_grad()
+def test_layer_steps_no_sequences(name: str) -> None:
+    layer, x = make(name), torch.randn(2, 5, D)
+    _, state = run(layer, name, x[:, :3], use_cache=True)
+    none = {n: s[:0] for n, s in state.items()}
+    for part in (x[:0, 3:4], x[:0, 3:]):
+        assert layer.step(part, none, **first_value_for(name, part)).shape == part.shape
+
+
 # torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
