@@ -21,6 +21,7 @@ from slipstream.runtime import backends
 from slipstream.runtime.autograd import (
     Function,
     Saved,
+    as_base,
     by_operation,
     needs_autograd,
     once_differentiable,
@@ -200,13 +201,13 @@ class _Linears(Function):
         ctx.narrow = narrow = _narrow(weights, biases)
         ctx.set_materialize_grads(False)
         ys: list[Any] = [
-            None if i in narrow else F.linear(x, w, b)
+            None if i in narrow else as_base(F.linear(x, w, b))
             for i, (w, b) in enumerate(zip(weights, biases, strict=True))
         ]
         if narrow:
             y = F.linear(x, _joined([weights[i] for i in narrow], 0))
             for i, part in zip(narrow, y.split_with_sizes(_sizes(ctx.rows, narrow), -1)):
-                ys[i] = part
+                ys[i] = as_base(part)
         return tuple(ys)
 
     @staticmethod

@@ -97,46 +97,18 @@ Saved = tuple[Any, ...]
 
 
 class Function(torch.autograd.Function):
-    """operator: what errors call it where no public function is on the stack."""
+    """operator: what errors call it where no public function is on the stack.
+
+    torch refuses to change a result in place that is a view of what forward has made. Results of
+    operators are none (runtime/custom_op.py); what forward makes itself goes through as_base.
+    """
 
     operator: str
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "forward" in vars(cls) and cls.setup_context is torch.autograd.Function.setup_context:
-            cls.forward = staticmethod(_without_views(cls.forward))
 
-
-def _without_views(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """forward, with results that may be changed in place: torch refuses that for views of what a
-    Function has made."""
-
-    @wraps(forward)
-    def run(ctx: Any, *args: Any) -> Any:
-        results = forward(ctx, *args)
-        if torch.compiler.is_compiling():
-            return results
-        if isinstance(results, Tensor):
-            return results.data if results._is_view() and _is_alone(results, ctx, args) else results
-        if not any(isinstance(x, Tensor) and x._is_view() for x in results):
-            return results
-        return tuple(
-            x.data if isinstance(x, Tensor) and x._is_view() and _is_alone(x, ctx, args) else x
-            for x in results
-        )
-
-    return run
-
-
-def _is_alone(x: Tensor, ctx: Any, args: tuple) -> bool:
-    """Whether a change of the result x matters to no input and to nothing saved: torch has to see
-    such a change, and sees it as long as x is a view of the same tensor."""
-    saved, without_gradient = (getattr(ctx, n, None) for n in ("to_save", "non_differentiable"))
-    if any(x is y for y in without_gradient or ()):
-        return False
-    memory = x.untyped_storage()._cdata
-    others = (y for y in (*args, *(saved or ())) if isinstance(y, Tensor))
-    return all(y.untyped_storage()._cdata != memory for y in others)
+def as_base(x: Tensor) -> Tensor:
+    """x, or where it is a view of memory that nobody else reads, the same as no view."""
+    return x.data if not torch.compiler.is_compiling() and x._is_view() else x
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:

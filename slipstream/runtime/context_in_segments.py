@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.runtime.autograd import Function, Saved, once_differentiable
+from slipstream.runtime.autograd import Function, Saved, as_base, once_differentiable
 from slipstream.runtime.context_exchange import tie
 from slipstream.runtime.context_share import Share
 
@@ -62,7 +62,7 @@ def _pass(x: Tensor, share: Share, way: _Way, to: list[int], source: list[int]) 
         found = share.send(x.contiguous() if sends else nothing, to if sends else [], sizes)
         for r in sizes:
             received = found[r].view(way.shape)
-    return received
+    return as_base(received)
 
 
 def lengths_of_segments(share: Share) -> list[list[int]]:

@@ -82,8 +82,8 @@ class DirectCall:
                 with device_of(x.device):
                     if known.operations and torch.is_autocast_enabled(x.device.type):
                         with torch.autocast(x.device.type, enabled=False):
-                            return known.play(values, addresses)
-                    return known.play(values, addresses)
+                            return _as_bases(known.play(values, addresses), args)
+                    return _as_bases(known.play(values, addresses), args)
             if known is None and key is not None:
                 self._expect(key, args)
         elif self._overload is not None and x.device.type not in ("cpu", "cuda"):
@@ -92,7 +92,7 @@ class DirectCall:
         args = tuple(y.resolve_neg() if isinstance(y, torch.Tensor) else y for y in args)
         if torch.is_autocast_enabled(x.device.type):
             return self._without_autocast(*args)
-        return self.impl(*args)
+        return _as_bases(self.impl(*args), args)
 
     def _expect(self, key: tuple, args: tuple) -> None:
         """The first call of a key: compiles its kernels side by side, and has the next recorded."""
@@ -110,17 +110,39 @@ class DirectCall:
             self._compile_also(args, results)
 
     def _record(self, key: tuple | None, args: tuple) -> Any:
-        result, record = call_replay.record(self._without_autocast, args, self._max_operations)
+        result, record = call_replay.record(self._recorded, args, self._max_operations)
         self._known[key] = record or False
-        return result
+        return _as_bases(result, args)
 
     def _without_autocast(self, *args: Any) -> Any:
+        return _as_bases(self._recorded(*args), args)
+
+    def _recorded(self, *args: Any) -> Any:
         """Autocast would reach the torch operations inside; dtypes are decided before."""
         device = args[0].device.type
         if not torch.is_autocast_enabled(device):
             return self.impl(*args)
         with torch.autocast(device, enabled=False):
             return self.impl(*args)
+
+
+def _as_bases(results: Any, args: tuple) -> Any:
+    """What a forward returns, as tensors that may be changed in place: torch refuses that for views
+    that are made in a Function or under no_grad. Views of arguments stay what they are."""
+    if isinstance(results, torch.Tensor):
+        return _as_base(results, args) if results._is_view() else results
+    for x in results or ():
+        if x is not None and x._is_view():
+            return type(results)([x if x is None else _as_base(x, args) for x in results])
+    return results
+
+
+def _as_base(x: torch.Tensor, args: tuple) -> torch.Tensor:
+    if not x._is_view():
+        return x
+    memory = x.untyped_storage()._cdata
+    given = (y for y in args if isinstance(y, torch.Tensor))
+    return x if any(y.untyped_storage()._cdata == memory for y in given) else x.data
 
 
 class KernelOp(DirectCall):

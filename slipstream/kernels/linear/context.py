@@ -36,7 +36,14 @@ from slipstream.kernels.linear.op import (
     forward_impl,
     grad_names,
 )
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    as_base,
+    needs_autograd,
+    once_differentiable,
+    save,
+)
 from slipstream.runtime.context_share import Share
 from slipstream.runtime.custom_op import DirectCall
 
@@ -75,7 +82,7 @@ class _AcrossRanks(Function):
         ctx.share, ctx.call, ctx.has_initial = share, call, initial_state is not None
         states = rest.pop(0) if ctx.has_initial or share.earlier else None
         save(ctx, *terms._replace(initial_state=states), *rest)
-        return o, _final_states(after, initial_state, terms, share, call)
+        return o, as_base(_final_states(after, initial_state, terms, share, call))
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from slipstream.runtime.autograd import (
     Function,
     Saved,
     anchors,
+    as_base,
     by_operation,
     needs_autograd,
     once_differentiable,
@@ -89,7 +90,7 @@ class _CrossEntropy(Function):
         r = eager.rows(logits.clone() if touched else logits, target, options)
         save(ctx, r.logp, r.lse, r.live, r.target, *anchors(logits))
         ctx.options = options
-        return r.loss
+        return as_base(r.loss)
 
     @staticmethod
     @once_differentiable

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.pointwise import activation, linear
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
+from slipstream.runtime.autograd import Function, Saved, as_base, once_differentiable, save
 from slipstream.runtime.backends import sm90_unsupported, sm_count
 from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
@@ -85,7 +85,7 @@ class _GatedMLP(Function):
         weights = (gate_weight, up_weight) if needs_x else (None, None)
         save(ctx, rows if any(needs) else None, gate, up, *weights, down)
         ctx.f, ctx.impl, ctx.shape = f, impl, x.shape
-        return F.linear(h, down, bias).view(*x.shape[:-1], down.shape[0])
+        return as_base(F.linear(h, down, bias).view(*x.shape[:-1], down.shape[0]))
 
     @staticmethod
     @once_differentiable

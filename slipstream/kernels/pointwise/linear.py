@@ -20,6 +20,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
+    as_base,
     by_operation,
     needs_autograd,
     once_differentiable,
@@ -56,7 +57,7 @@ class _GluLinear(Function):
     ) -> Tensor:
         save(ctx, gate, up, weight)
         ctx.f, ctx.impl = f, impl
-        return F.linear(_product(gate, up, f, impl), weight, bias)
+        return as_base(F.linear(_product(gate, up, f, impl), weight, bias))
 
     @staticmethod
     @once_differentiable

@@ -19,6 +19,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
+    as_base,
     by_operation,
     needs_autograd,
     once_differentiable,
@@ -144,7 +145,7 @@ class _SplitRotary(Function):
         ctx.impl = impl
         qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], 2)
         q, k = _call(qk, cos, sin, None, False, False, impl).split(sizes[:2], 2)
-        return q, k, v.detach()
+        return as_base(q), as_base(k), v.detach()
 
     @staticmethod
     @once_differentiable

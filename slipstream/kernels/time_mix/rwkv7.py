@@ -25,6 +25,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
+    as_base,
     by_operation,
     needs_autograd,
     once_differentiable,
@@ -164,7 +165,7 @@ class _Terms(Function):
         ctx.options = heads, impl
         ctx.set_materialize_grads(False)
         w, k, a, b, *v = _terms(*args)
-        return w, k, a, b, *v, k.detach(), *(x.detach() for x in v)
+        return w, k, a, b, *v, as_base(k.detach()), *(as_base(x.detach()) for x in v)
 
     @staticmethod
     @once_differentiable

@@ -21,6 +21,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
+    as_base,
     by_operation,
     needs_autograd,
     once_differentiable,
@@ -56,7 +57,7 @@ def mixed_projections(
 
 
 def _project(mixes: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
-    return [F.linear(mixes[m], w) for m, w in zip(_mix_of(counts), matrices)]
+    return [as_base(F.linear(mixes[m], w)) for m, w in zip(_mix_of(counts), matrices)]
 
 
 def _mix_of(counts: Sequence[int]) -> list[int]:
