@@ -1,5 +1,5 @@
-"""What Functions and operators return may be changed in place: no view that torch refuses to change,
-and no memory that another result has."""
+"""What Functions and operators return may be changed in place: it is no view that torch refuses to
+change, and it shares no elements with another result."""
 
 from collections.abc import Callable, Iterator
 from itertools import combinations

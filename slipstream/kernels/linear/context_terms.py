@@ -31,12 +31,8 @@ def states_per_sequence(terms: LinearInputs) -> int:
 
 def terms_of(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
     """One piece alone, without its state."""
-    cut = {
-        name: x[:, begin:end]
-        for name, x in terms._asdict().items()
-        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
-    }
-    return terms._replace(**cut, initial_state=None, cu_seqlens=None)
+    terms = terms.of_tokens(lambda x: x[:, begin:end])
+    return terms._replace(initial_state=None, cu_seqlens=None)
 
 
 def tail_state(terms: LinearInputs, share: Share, call: Call, start: Tensor | None) -> Tensor:

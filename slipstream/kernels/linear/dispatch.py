@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.context import Call, linear_across_ranks
-from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs
 from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call_forward
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
@@ -237,12 +237,7 @@ def _of_one_token(terms: LinearInputs) -> LinearInputs:
     """Of which kernels say what they say of any number of tokens and sequences."""
     if 0 in terms.q.shape[:2]:
         return terms
-    token = {
-        name: x[:1, :1]
-        for name, x in terms._asdict().items()
-        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
-    }
-    return terms._replace(**token, initial_state=None)
+    return terms.of_tokens(lambda x: x[:1, :1])._replace(initial_state=None)
 
 
 def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None:
@@ -282,32 +277,17 @@ def check(
     named = {name: names.get(name, name) for name in LinearInputs._fields}
     checks.expect_rank(named["q"], terms.q, 4, "[B, T, H, K]")
     checks.expect_rank(named["v"], terms.v, 4, "[B, T, HV, V]")
-    B, T, H, K = terms.q.shape
-    HV, V = terms.v.shape[2:]
+    B, T, H = terms.q.shape[:3]
+    HV = terms.v.shape[2]
     checks.expect_multiple(f"heads of {named['v']}", HV, f"heads of {named['q']}", H)
-    checks.expect_shape(named["v"], terms.v, (B, T, HV, V))
-    for name in ("k", "p", "a", "b"):
-        if (x := getattr(terms, name)) is not None:
-            checks.expect_shape(named[name], x, (B, T, H, K))
-    if terms.g is not None:
-        checks.expect_tensor(named["g"], terms.g)
-        wide = terms.g.dim() == 4
-        checks.expect_shape(named["g"], terms.g, (B, T, HV, K) if wide else (B, T, HV))
-    if terms.gv is not None:
-        checks.expect_shape(named["gv"], terms.gv, (B, T, HV, V))
-    if terms.beta is not None:
-        checks.expect_tensor(named["beta"], terms.beta)
-        wide = recurrent and terms.beta.dim() == 4
-        checks.expect_shape(named["beta"], terms.beta, (B, T, HV, V) if wide else (B, T, HV))
-    if terms.erase is not None and terms.write is not None:
-        checks.expect_shape(named["erase"], terms.erase, (B, T, HV, K))
-        checks.expect_shape(named["write"], terms.write, (B, T, HV, V))
-    if terms.u is not None:
-        checks.expect_shape(named["u"], terms.u, (HV, K))
     if terms.cu_seqlens is not None:
-        checks.expect_cu_seqlens(terms.cu_seqlens, B, terms.q.shape[1])
-    if terms.initial_state is not None:
-        checks.expect_shape(named["initial_state"], terms.initial_state, terms.state_shape)
+        checks.expect_cu_seqlens(terms.cu_seqlens, B, T)
+    sizes = terms.sizes
+    for name, term in TERMS.items():
+        if (x := getattr(terms, name)) is not None:
+            checks.expect_tensor(named[name], x)
+            dims = term.dims_of(x.dim() if recurrent or term.wide_in_chunks else 0)
+            checks.expect_shape(named[name], x, [sizes[d] for d in dims])
     if options.chunk_size is not None:
         checks.expect_power_of_two("chunk_size", options.chunk_size, 16, 256)
     given = {named[name]: x for name, x in terms._asdict().items()}
@@ -316,7 +296,7 @@ def check(
     checks.expect_floating(given)
     if autocast_dtype(terms.q) is None:
         checks.expect_one_dtype(
-            {named[n]: getattr(terms, n) for n in ("q", "k", "v", "p", "a", "b")}
+            {named[n]: getattr(terms, n) for n, term in TERMS.items() if term.dtype == "q"}
         )
 
 
@@ -327,20 +307,15 @@ def as_autocast(terms: LinearInputs) -> LinearInputs:
         return terms
     cast = {
         name: x.to(dtype)
-        for name in ("q", "k", "v", "p", "a", "b", "erase", "write")
-        if (x := getattr(terms, name)) is not None
+        for name, term in TERMS.items()
+        if term.dtype != "own" and (x := getattr(terms, name)) is not None
     }
     return terms._replace(**cast)
 
 
 def _reversed(terms: LinearInputs) -> LinearInputs:
     """The same sequences from their last token to their first; packed ones also change order."""
-    flipped = {
-        name: x.flip(1)
-        for name, x in terms._asdict().items()
-        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
-    }
-    terms = terms._replace(**flipped)
+    terms = terms.of_tokens(lambda x: x.flip(1))
     if terms.cu_seqlens is None:
         return terms
     state = None if terms.initial_state is None else terms.initial_state.flip(0)

@@ -25,8 +25,9 @@ Shapes: B batch, T tokens, H heads of q, k, p, a, b; HV heads of the rest, a mul
 reading head hv // (HV // H); K key width, V value width; N sequences (B, or those packed in B = 1).
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,27 +36,56 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 
 
-class LinearInputs(NamedTuple):
-    """q, k, p, a, b [B, T, H, K]; v, write [B, T, HV, V]; erase [B, T, HV, K]; u [HV, K];
-    initial_state [N, HV, K, V].
+@dataclass(frozen=True)
+class Term:
+    """What is to be known of a term by code that treats all of them alike: the checks
+    (dispatch.py), slices of tokens (workspace.py and others), groups of heads (wide_heads.py), and
+    small problems of the same kind (probe.py).
 
-    g, gv and beta as above; beta may also be [B, T, HV, V], per column, on the recurrent path.
-    cu_seqlens [N+1] packs N sequences in B = 1.
+    Attributes:
+        dims: its dimensions, by the letters above.
+        wide: those of its other form, which has more.
+        wide_in_chunks: whether the chunked path takes that form, too.
+        dtype: "q": that of q; "autocast": any, and that of q under autocast; "own": any.
+        values: of a small problem, see probe.py.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None = None
-    gv: Tensor | None = None
-    beta: Tensor | None = None
-    p: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-    u: Tensor | None = None
-    erase: Tensor | None = None
-    write: Tensor | None = None
-    initial_state: Tensor | None = None
+    dims: str
+    wide: str = ""
+    wide_in_chunks: bool = True
+    dtype: Literal["q", "autocast", "own"] = "own"
+    values: str = "unit"
+
+    def dims_of(self, rank: int) -> tuple[str, ...]:
+        """Of a tensor of so many dimensions."""
+        wide = self.wide and rank == len(self.wide.split())
+        return tuple((self.wide if wide else self.dims).split())
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it has a row for each token."""
+        return self.dims.startswith("B T ")
+
+
+class LinearInputs(NamedTuple):
+    """The terms of a call, in the order of the operators' schemas; cu_seqlens [N+1] packs N
+    sequences in B = 1. beta of columns is for the recurrent path alone."""
+
+    q: Annotated[Tensor, Term("B T H K", dtype="q")]
+    k: Annotated[Tensor, Term("B T H K", dtype="q")]
+    v: Annotated[Tensor, Term("B T HV V", dtype="q", values="normal")]
+    g: Annotated[Tensor | None, Term("B T HV", "B T HV K", values="log decay")] = None
+    gv: Annotated[Tensor | None, Term("B T HV V", values="log decay")] = None
+    beta: Annotated[
+        Tensor | None, Term("B T HV", "B T HV V", wide_in_chunks=False, values="rate")
+    ] = None
+    p: Annotated[Tensor | None, Term("B T H K", dtype="q")] = None
+    a: Annotated[Tensor | None, Term("B T H K", dtype="q")] = None
+    b: Annotated[Tensor | None, Term("B T H K", dtype="q", values="erasing")] = None
+    u: Annotated[Tensor | None, Term("HV K", values="normal")] = None
+    erase: Annotated[Tensor | None, Term("B T HV K", dtype="autocast", values="rate")] = None
+    write: Annotated[Tensor | None, Term("B T HV V", dtype="autocast", values="rate")] = None
+    initial_state: Annotated[Tensor | None, Term("N HV K V", values="state")] = None
     cu_seqlens: Tensor | None = None
 
     @property
@@ -86,6 +116,18 @@ class LinearInputs(NamedTuple):
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
         return (self.sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the letters of Term.dims."""
+        B, T, H, K = self.q.shape
+        HV, V = self.v.shape[2:]
+        return {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V, "N": self.sequences}
+
+    def of_tokens(self, change: Callable[[Tensor], Tensor]) -> "LinearInputs":
+        """With `change` of each term that has a row for each token."""
+        given = ((name, getattr(self, name)) for name in TOKEN_TERMS)
+        return self._replace(**{name: change(x) for name, x in given if x is not None})
 
 
 class ForwardCall(NamedTuple):
@@ -124,8 +166,22 @@ class BackwardCall(NamedTuple):
 
 
 NUM_TERMS = len(LinearInputs._fields)
-# In the order of LinearInputs: those that have a gradient.
-DIFFERENTIABLE = LinearInputs._fields[:-1]
+# By name, in the order of LinearInputs: all but cu_seqlens, and each of these has a gradient.
+TERMS: dict[str, Term] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(LinearInputs, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+DIFFERENTIABLE = tuple(TERMS)
+TOKEN_TERMS = tuple(name for name, term in TERMS.items() if term.of_tokens)
+
+
+def not_taken(terms: LinearInputs, taken: Collection[str]) -> str | None:
+    """Why kernels that take these terms alone do not take a call."""
+    for name, x in terms._asdict().items():
+        if x is not None and name not in taken:
+            return f"it takes no {name}"
+    return None
 
 
 def contiguous(terms: LinearInputs) -> LinearInputs:

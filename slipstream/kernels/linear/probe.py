@@ -10,12 +10,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import TERMS, LinearInputs
 from slipstream.runtime import numeric_probe
 
 # of a probe in chunks, and token by token
 TOKENS, RECURRENT_TOKENS = 150, 9
 CHUNK = 32
+
+
+def _unit(shape: list[int], device: torch.device) -> Tensor:
+    return normalize(torch.randn(shape, device=device), dim=-1)
+
+
+# of Term.values
+_VALUES: dict[str, Callable[[list[int], torch.device], Tensor]] = {
+    "unit": _unit,
+    "normal": lambda shape, device: torch.randn(shape, device=device),
+    "rate": lambda shape, device: torch.rand(shape, device=device),
+    "log decay": lambda shape, device: -0.1 * torch.rand(shape, device=device),
+    "erasing": lambda shape, device: -0.5 * _unit(shape, device),
+    "state": lambda shape, device: 0.1 * torch.randn(shape, device=device),
+}
 
 
 def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -> str | None:
@@ -37,32 +52,16 @@ def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -
 
 def like(terms: LinearInputs, tokens: int = TOKENS) -> LinearInputs:
     """Fresh terms of the same widths, dtypes and kind: one row of tokens, one or two heads."""
-    H = min(2, terms.q.shape[2])
-    HV = H * (terms.v.shape[2] // terms.q.shape[2])
-    K, V = terms.q.shape[-1], terms.v.shape[-1]
-    cu = terms.cu_seqlens
-    sequences = 1 if cu is None else 2
-    device = terms.q.device
-    makers: dict[str, Callable[[list[int]], Tensor]] = {
-        "g": lambda shape: -0.1 * torch.rand(shape, device=device),
-        "gv": lambda shape: -0.1 * torch.rand(shape, device=device),
-        "beta": lambda shape: torch.rand(shape, device=device),
-        "erase": lambda shape: torch.rand(shape, device=device),
-        "write": lambda shape: torch.rand(shape, device=device),
-        "b": lambda shape: -0.5 * normalize(torch.randn(shape, device=device), dim=-1),
-        "v": lambda shape: torch.randn(shape, device=device),
-        "u": lambda shape: torch.randn(shape, device=device),
-    }
+    sizes, cu, device = terms.sizes, terms.cu_seqlens, terms.q.device
+    H = min(2, sizes["H"])
+    HV = H * (sizes["HV"] // sizes["H"])
+    sizes |= {"B": 1, "T": tokens, "H": H, "HV": HV, "N": 1 if cu is None else 2}
     found: dict[str, Any] = {}
-    for name, x in terms._asdict().items():
-        if x is None or name in ("cu_seqlens", "initial_state"):
-            continue
-        heads = H if name in "qkpab" else HV
-        shape = [HV, K] if name == "u" else [1, tokens, heads, *x.shape[3:]]
-        make = makers.get(name, lambda s: normalize(torch.randn(s, device=device), dim=-1))
-        found[name] = make(shape).to(x.dtype)
-    if terms.initial_state is not None:
-        found["initial_state"] = 0.1 * torch.randn(sequences, HV, K, V, device=device)
+    for name, term in TERMS.items():
+        if (x := getattr(terms, name)) is not None:
+            shape = [sizes[d] for d in term.dims_of(x.dim())]
+            made = _VALUES[term.values](shape, device)
+            found[name] = made if term.values == "state" else made.to(x.dtype)
     if cu is not None:
         found["cu_seqlens"] = torch.tensor([0, tokens // 3, tokens], dtype=cu.dtype, device=device)
     return LinearInputs(**found)

@@ -33,13 +33,9 @@ def linear_reference(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]
 
 def _sequence(terms: LinearInputs, n: int, begin: int, end: int) -> LinearInputs:
     """Sequence n of a packed batch, alone."""
-    cut = {
-        name: x[:, begin:end]
-        for name, x in terms._asdict().items()
-        if x is not None and name not in ("u", "initial_state", "cu_seqlens")
-    }
     state = None if terms.initial_state is None else terms.initial_state[n : n + 1]
-    return LinearInputs(**cut, u=terms.u, initial_state=state)
+    terms = terms.of_tokens(lambda x: x[:, begin:end])
+    return terms._replace(initial_state=state, cu_seqlens=None)
 
 
 def _run(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:

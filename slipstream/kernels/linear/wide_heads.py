@@ -17,13 +17,14 @@ Columns are split besides where the kernels for sm_90 then take a call that they
 128 or 256 channels of K and a multiple of that of V (dispatch.py).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs
 
 _ALIGNED = 16  # channels of a group are a multiple
 
@@ -104,59 +105,40 @@ def _padded(x: Tensor, channels: int) -> Tensor:
 
 
 def _split_columns(terms: LinearInputs, n: int, V: int) -> LinearInputs:
-    def columns(x: Tensor | None) -> Tensor | None:
-        """[B, T, HV, V] to [B, T, HV n, V / n]."""
-        return None if x is None else _padded(x, n * V).unflatten(-1, (n, V)).flatten(2, 3)
-
-    def each(x: Tensor | None, dim: int = 2) -> Tensor | None:
-        return None if x is None else x.repeat_interleave(n, dim=dim)
-
-    state, wide_beta = terms.initial_state, terms.beta is not None and terms.beta.dim() == 4
-    if state is not None:
-        state = _padded(state, n * V).unflatten(-1, (n, V)).movedim(3, 2).flatten(1, 2)
-    v = columns(terms.v)
-    assert v is not None
-    return terms._replace(
-        v=v,
-        gv=columns(terms.gv),
-        beta=columns(terms.beta) if wide_beta else each(terms.beta),
-        g=each(terms.g),
-        u=each(terms.u, 0),
-        initial_state=state,
-    )
+    """Each value head becomes n, a group of columns each."""
+    found = {}
+    for name, x, dims in _given(terms):
+        if "HV" not in dims:
+            continue
+        heads = dims.index("HV")
+        if "V" in dims:  # the last
+            x = _padded(x, n * V).unflatten(-1, (n, V))
+            found[name] = x.movedim(-2, heads + 1).flatten(heads, heads + 1)
+        else:
+            found[name] = x.repeat_interleave(n, dim=heads)
+    return terms._replace(**found)
 
 
 def _split_rows(terms: LinearInputs, n: int, K: int) -> LinearInputs:
     """Value heads go by head of q, then group, then the value heads that share it."""
-    H = terms.q.shape[2]
+    H, found = terms.q.shape[2], {}
+    for name, x, dims in _given(terms):
+        heads = dims.index("HV" if "HV" in dims else "H")
+        if "K" in dims:
+            rows = dims.index("K")
+            x = _padded(x.movedim(rows, -1), n * K).unflatten(-1, (n, K)).unflatten(heads, (H, -1))
+            x = x.movedim(-2, heads + 1).flatten(heads, heads + 2).movedim(-1, rows)
+        else:
+            x = x.unflatten(heads, (H, 1, -1))
+            shape = list(x.shape)
+            shape[heads + 1] = n
+            x = x.expand(shape).flatten(heads, heads + 2)
+        found[name] = x
+    return terms._replace(**found)
 
-    def rows(x: Tensor) -> Tensor:
-        """[B, T, H, K] to [B, T, H n, K / n]."""
-        return _padded(x, n * K).unflatten(-1, (n, K)).flatten(2, 3)
 
-    def rows_of_value_heads(x: Tensor, dim: int) -> Tensor:
-        """[..., HV at dim, K] to [..., HV n, K / n]."""
-        x = _padded(x, n * K).unflatten(-1, (n, K)).unflatten(dim, (H, -1))
-        return x.movedim(-2, dim + 1).flatten(dim, dim + 2)
-
-    def each(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.unflatten(2, (H, 1, -1))
-        return x.expand(*x.shape[:3], n, *x.shape[4:]).flatten(2, 4)
-
-    g, state, v = terms.g, terms.initial_state, each(terms.v)
-    assert v is not None
-    if g is not None:
-        g = each(g) if g.dim() == 3 else rows_of_value_heads(g, 2)
-    if state is not None:
-        state = rows_of_value_heads(state.mT, 1).mT
-    return terms._replace(
-        q=rows(terms.q),
-        k=rows(terms.k),
-        v=v,
-        g=g,
-        gv=each(terms.gv),
-        u=None if terms.u is None else rows_of_value_heads(terms.u, 0),
-        initial_state=state,
-    )
+def _given(terms: LinearInputs) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
+    """Name, tensor and dimensions of each term."""
+    for name, term in TERMS.items():
+        if (x := getattr(terms, name)) is not None:
+            yield name, x, term.dims_of(x.dim())

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, SavedWY
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, TOKEN_TERMS, LinearInputs
 from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
 from slipstream.kernels.linear.varlen_slices import VarlenSlices, make_varlen_slices
 
@@ -60,7 +60,6 @@ MIN_ACTIVE_PROGRAMS = 128
 # Those of the packed sequences that have tokens in a slice, at least: five slices of kda at 4x8192
 # with 32 heads take a tenth longer than two (docs/dev/log/runtime.md).
 MIN_PACKED_PROGRAMS = 48
-_SHARED = ("u", "initial_state", "cu_seqlens")  # by all slices
 
 
 class BatchTimeSlice(NamedTuple):
@@ -201,7 +200,7 @@ def backward(
         elif in_time and i:
             assert checkpoints is not None
             inputs = inputs._replace(initial_state=checkpoints[i - 1])
-        grads_slice = {n: x[rows, tokens] for n, x in grads.items() if n not in _SHARED}
+        grads_slice = {n: x[rows, tokens] for n, x in grads.items() if n in TOKEN_TERMS}
         if dstate is not None:
             grads_slice["initial_state"] = dstate[rows]
         do = None if dout is None else dout[rows, tokens]
@@ -320,12 +319,7 @@ def _of_tokens(saved: SavedWY, tokens: slice) -> SavedWY:
 def slice_inputs(
     terms: LinearInputs, rows: slice, tokens: slice, state: Tensor | None
 ) -> LinearInputs:
-    given = {
-        name: x[rows, tokens]
-        for name, x in terms._asdict().items()
-        if x is not None and name not in _SHARED
-    }
-    return terms._replace(**given, initial_state=state)
+    return terms.of_tokens(lambda x: x[rows, tokens])._replace(initial_state=state)
 
 
 def _make_slices(terms: LinearInputs, count: int) -> list[BatchTimeSlice]:

@@ -15,8 +15,6 @@ from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.consistent import BLOCK
 
-_OF_SEQUENCES = ("u", "initial_state", "cu_seqlens")
-
 
 def block_forward(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     """As chunk_forward. Reads the offsets."""
@@ -41,12 +39,8 @@ def block_forward(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor
 
 def _block(terms: LinearInputs, row: int, tokens: slice, state: Tensor) -> LinearInputs:
     missing = BLOCK - (tokens.stop - tokens.start)
-    given = {
-        name: _padded(x[row : row + 1, tokens], missing)
-        for name, x in terms._asdict().items()
-        if x is not None and name not in _OF_SEQUENCES
-    }
-    return terms._replace(**given, initial_state=state, cu_seqlens=None)
+    terms = terms.of_tokens(lambda x: _padded(x[row : row + 1, tokens], missing))
+    return terms._replace(initial_state=state, cu_seqlens=None)
 
 
 def _padded(x: Tensor, missing: int) -> Tensor:

@@ -19,7 +19,7 @@ from slipstream.kernels.linear.eager.chunk import Forward, prepare
 from slipstream.kernels.linear.eager.gates import InputGrads, IntraGrads
 from slipstream.kernels.linear.eager.layout import Carry, Layout
 from slipstream.kernels.linear.eager.state_scan import state_scan, state_scan_in_place
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import TOKEN_TERMS, LinearInputs
 
 
 def chunk_backward(
@@ -31,8 +31,8 @@ def chunk_backward(
     dcarry = layout.begin(dfinal)
     out = {
         name: layout.output(x.shape, x.dtype)
-        for name in DIFFERENTIABLE
-        if (x := getattr(terms, name)) is not None and name not in ("u", "initial_state")
+        for name in TOKEN_TERMS
+        if (x := getattr(terms, name)) is not None
     }
     du = []
     for span in layout.spans(reverse=True):

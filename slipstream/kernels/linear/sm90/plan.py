@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs, not_taken
 from slipstream.kernels.linear.segments import CHUNK, scalar_decay_tokens
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime.backends import sm90_unsupported
@@ -12,6 +12,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
 # Of K and of V without a transition: two warpgroups with half of the state each, or of 64 columns.
 SCALAR_DECAY_WIDTHS = (128, 256)
+# Of LinearInputs, those that the kernels read.
+SCALAR_DECAY_TERMS = ["q", "k", "v", "g", "initial_state", "cu_seqlens"]
+VECTOR_DECAY_TERMS = [*SCALAR_DECAY_TERMS, "u"]
+TRANSITION_TERMS = [*SCALAR_DECAY_TERMS, "beta", "a", "b", "erase", "write"]
 
 
 def per_channel(terms: LinearInputs) -> bool:
@@ -31,13 +35,13 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
         return reason
     tokens = q.shape[0] * q.shape[1]
     if terms.transition != "none":
-        reason = _transition_reason(terms)
+        taken, its_reason = TRANSITION_TERMS, _transition_reason
         tokens += CHUNK * terms.sequences if tokens else 0
+    elif is_vector_decay(terms):
+        taken, its_reason = VECTOR_DECAY_TERMS, _vector_decay_reason
     else:
-        reason = (
-            _vector_decay_reason(terms) if is_vector_decay(terms) else _scalar_decay_reason(terms)
-        )
-    if reason is not None:
+        taken, its_reason = SCALAR_DECAY_TERMS, _scalar_decay_reason
+    if reason := not_taken(terms, taken) or its_reason(terms):
         return reason
     if not tokens or tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
@@ -46,12 +50,10 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
 
 def _transition_reason(terms: LinearInputs) -> str | None:
     q, v = terms.q, terms.v
-    if terms.gv is not None or terms.u is not None:
-        return "it takes one gate"
     if terms.erase is not None and (reason := _channel_gates_reason(terms)):
         return reason
-    if terms.beta is not None and (terms.p is not None or terms.beta.dim() != 3):
-        return "it takes q, k, v and one beta a token"
+    if terms.beta is not None and terms.beta.dim() != 3:
+        return "it takes one beta a token"
     others = (terms.k, v, terms.a, terms.b)
     if q.dtype not in _DTYPES or any(x is not None and x.dtype != q.dtype for x in others):
         return f"q, k, v, a and b have to be bfloat16 or float16, and q is {q.dtype}"
@@ -84,7 +86,7 @@ def _scalar_decay_reason(terms: LinearInputs) -> str | None:
 
 def _vector_decay_reason(terms: LinearInputs) -> str | None:
     q, v, g = terms.q, terms.v, terms.g
-    if terms.gv is not None or g is None or terms.decay != "channel":
+    if g is None or terms.decay != "channel":
         return "it takes one gate a channel of K"
     for name, x in (("q", q), ("k", terms.k), ("v", v), ("g", g)):
         if x.dtype != torch.bfloat16:
