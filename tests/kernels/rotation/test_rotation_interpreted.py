@@ -31,6 +31,15 @@ def check(shape: tuple[int, ...], P: int, dtype: torch.dtype) -> None:
         assert error(got.detach(), want.detach()) < (2e-6 if dtype == torch.float32 else 4e-3)
 
 
+def check_large_angles() -> None:
+    """Those of many tokens add up; cos and sin are as exact as of small ones."""
+    angles = torch.cat([torch.linspace(-1e5, 1e5, 4001), torch.linspace(-10, 10, 95)])
+    q = torch.tensor([1.0, 0.0]).repeat(64, 1, 64)
+    y, *_ = op._forward(q, q, angles.view(64, 64).contiguous(), "triton")
+    want = torch.stack([angles.double().cos(), angles.double().sin()], -1)
+    assert (y.view(-1, 2) - want).abs().max() < 3e-7
+
+
 def check_sums() -> None:
     """Scores of tokens that all turn by the same angle do not change with it: of q and k rotated to
     16 bits and the exact gradient of what is made of them, nothing is left of angles' gradient."""
@@ -47,6 +56,7 @@ def check_sums() -> None:
 def main() -> None:
     torch.manual_seed(0)
     check_sums()
+    check_large_angles()
     for shape, P in (((2, 19, 1, 8), 4), ((1, 3, 2, 3, 11), 2), ((1, 1, 1, 2), 1)):
         check(shape, P, torch.float32)
         check(shape, P, torch.float16)

@@ -1,6 +1,6 @@
 """The rotation forward and backward: a program has ROWS tokens of a head, with all their channels.
 
-op.py has the formulas. Pairs of channels are read as two tiles, which the cache makes one of.
+op.py has the formulas. Both channels of a pair are in one thread.
 """
 
 from typing import Any
@@ -14,42 +14,59 @@ from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
 ROWS, WARPS = 16, 4
+TWO_OVER_PI = tl.constexpr(0.6366197723675814)
+# pi / 2 as a sum; of all but the last, multiples below 2^16 are exact
+HALF_PI_1 = tl.constexpr(1.5703125)
+HALF_PI_2 = tl.constexpr(0.0004825592041015625)
+HALF_PI_3 = tl.constexpr(1.2665987014770508e-06)
+HALF_PI_4 = tl.constexpr(9.92093629470503e-10)
 
 
 @triton.jit
-def _load(p, m):
-    return tl.load(p, mask=m, other=0.0).to(tl.float32)
+def _cos_sin(b_x):
+    """Of angles in radians, to 2e-7 below 2^16: Triton's are two calls, which reduce each."""
+    b_n = tl.floor(b_x * TWO_OVER_PI + 0.5)
+    b_r = b_x - b_n * HALF_PI_1 - b_n * HALF_PI_2 - b_n * HALF_PI_3 - b_n * HALF_PI_4
+    b_2 = b_r * b_r
+    b_sin = b_r + b_r * b_2 * (-1.6666654611e-1 + b_2 * (8.3321608736e-3 + b_2 * -1.9515295891e-4))
+    b_cos = (
+        1.0
+        - 0.5 * b_2
+        + b_2
+        * b_2
+        * (4.166664568298827e-2 + b_2 * (-1.388731625493765e-3 + b_2 * 2.443315711809948e-5))
+    )
+    b_q = b_n.to(tl.int32)
+    odd = (b_q & 1) != 0
+    b_c, b_s = tl.where(odd, b_sin, b_cos), tl.where(odd, b_cos, b_sin)
+    return tl.where((b_q + 1) & 2 != 0, -b_c, b_c), tl.where(b_q & 2 != 0, -b_s, b_s)
 
 
 @triton.jit
-def _pair(p, m, m_2):
-    """Both channels of pairs."""
-    return _load(p, m), _load(p + 1, m_2)
+def _pair(ptr, p_row, o_k, m, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """First and second channels of pairs, of vectors that begin at p_row."""
+    b_x = tl.load(ptr + p_row[:, None] + o_k[None, :], mask=m, other=0.0)
+    return tl.split(tl.reshape(b_x.to(tl.float32), (ROWS, PAIRS, 2)))
 
 
 @triton.jit
-def _store(p, m, m_2, b_1, b_2):
-    tl.store(p, b_1.to(p.dtype.element_ty), mask=m)
-    tl.store(p + 1, b_2.to(p.dtype.element_ty), mask=m_2)
+def _store(ptr, p_row, o_k, m, b_1, b_2, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    b_x = tl.reshape(tl.join(b_1, b_2).to(ptr.dtype.element_ty), (ROWS, 2 * PAIRS))
+    tl.store(ptr + p_row[:, None] + o_k[None, :], b_x, mask=m)
 
 
 @triton.jit
 def _tile(
     theta_ptr, rows, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Rows, offsets within a vector, masks of first and second channels, cos and sin."""
+    """Rows, channels, the mask of both, cos and sin."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    o_p = tl.arange(0, PAIRS)
+    o_p, o_k = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
     m_r = (o_r < rows)[:, None]
-    b_theta = _load(theta_ptr + o_r[:, None] * P + o_p[None, :], m_r & (o_p < P)[None, :])
-    m, m_2 = m_r & (2 * o_p < K)[None, :], m_r & (2 * o_p + 1 < K)[None, :]
-    return o_r, 2 * o_p[None, :], m, m_2, tl.cos(b_theta), tl.sin(b_theta)
-
-
-@triton.jit
-def _rotate(x_ptr, y_ptr, p, m, m_2, b_cos, b_sin):
-    b_1, b_2 = _pair(x_ptr + p, m, m_2)
-    _store(y_ptr + p, m, m_2, b_1 * b_cos - b_2 * b_sin, b_1 * b_sin + b_2 * b_cos)
+    m_p = m_r & (o_p < P)[None, :]
+    b_theta = tl.load(theta_ptr + o_r[:, None] * P + o_p[None, :], mask=m_p, other=0.0)
+    b_cos, b_sin = _cos_sin(b_theta.to(tl.float32))
+    return o_r, o_k, m_r & (o_k < K)[None, :], b_cos, b_sin
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -68,38 +85,44 @@ def rotation_fwd_kernel(
     PAIRS: tl.constexpr,
 ):
     """grid (ceil(rows / ROWS),)"""
-    o_r, o_k, m, m_2, b_cos, b_sin = _tile(theta_ptr, rows, K, P, ROWS, PAIRS)
+    o_r, o_k, m, b_cos, b_sin = _tile(theta_ptr, rows, K, P, ROWS, PAIRS)
     for r in range(R):
-        p = (o_r[:, None] * R + r) * K + o_k
-        _rotate(q_ptr, q_out_ptr, p, m, m_2, b_cos, b_sin)
-        _rotate(k_ptr, k_out_ptr, p, m, m_2, b_cos, b_sin)
-        b_q1, b_q2 = _pair(q_ptr + p, m, m_2)
+        p_q = (o_r * R + r) * K
+        b_q1, b_q2 = _pair(q_ptr, p_q, o_k, m, ROWS, PAIRS)
+        b_1, b_2 = b_q1 * b_cos - b_q2 * b_sin, b_q1 * b_sin + b_q2 * b_cos
+        _store(q_out_ptr, p_q, o_k, m, b_1, b_2, ROWS, PAIRS)
         for s in range(R):
-            b_k1, b_k2 = _pair(k_ptr + (o_r[:, None] * R + s) * K + o_k, m, m_2)
+            p_k = (o_r * R + s) * K
+            b_k1, b_k2 = _pair(k_ptr, p_k, o_k, m, ROWS, PAIRS)
             b_dot = tl.sum(b_q1 * b_k1 + b_q2 * b_k2, 1)
             tl.store(dots_ptr + (o_r * R + r) * R + s, b_dot, mask=o_r < rows)
+            if s == r:
+                b_1, b_2 = b_k1 * b_cos - b_k2 * b_sin, b_k1 * b_sin + b_k2 * b_cos
+                _store(k_out_ptr, p_k, o_k, m, b_1, b_2, ROWS, PAIRS)
 
 
 @triton.jit
 def _back(
-    x_ptr, other_ptr, dy_ptr, dx_ptr, p, p_other, p_dots, across, m, m_2, m_r, b_cos, b_sin,
-    R: tl.constexpr, K: tl.constexpr,
+    dy_ptr, dx_ptr, other_ptr, p, p_first, p_dots, across, o_k, m, m_r, b_1, b_2, b_o1, b_o2,
+    b_cos, b_sin, dtype: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """dx, and what theta gets from it. p_dots: of this vector with the first other one, which are
-    `across` from each other."""
-    b_1, b_2 = _pair(x_ptr + p, m, m_2)
-    b_d1, b_d2 = _pair(dy_ptr + p, m, m_2)
+    """dx of the vector b_1, b_2 at p, and what theta gets from it. p_dots: of its product with the
+    first of the other kind, which are `across` from each other; b_o1, b_o2: the only one of R = 1.
+    """
+    b_d1, b_d2 = _pair(dy_ptr, p, o_k, m, ROWS, PAIRS)
     # rounded as they were read: sums of dtheta over tokens cancel, if what is added up is the
     # gradient of these
-    b_y1 = (b_1 * b_cos - b_2 * b_sin).to(x_ptr.dtype.element_ty).to(tl.float32)
-    b_y2 = (b_1 * b_sin + b_2 * b_cos).to(x_ptr.dtype.element_ty).to(tl.float32)
+    b_y1 = (b_1 * b_cos - b_2 * b_sin).to(dtype).to(tl.float32)
+    b_y2 = (b_1 * b_sin + b_2 * b_cos).to(dtype).to(tl.float32)
     b_dx1, b_dx2 = b_d1 * b_cos + b_d2 * b_sin, b_d2 * b_cos - b_d1 * b_sin
     for s in range(R):
-        b_o1, b_o2 = _pair(other_ptr + p_other + s * K, m, m_2)
-        b_dot = _load(p_dots + s * across, m_r)[:, None]
+        if R > 1:
+            b_o1, b_o2 = _pair(other_ptr, p_first + s * K, o_k, m, ROWS, PAIRS)
+        b_dot = tl.load(p_dots + s * across, mask=m_r, other=0.0)[:, None]
         b_dx1 += b_dot * b_o1
         b_dx2 += b_dot * b_o2
-    _store(dx_ptr + p, m, m_2, b_dx1, b_dx2)
+    _store(dx_ptr, p, o_k, m, b_dx1, b_dx2, ROWS, PAIRS)
     return b_y1 * b_d2 - b_y2 * b_d1
 
 
@@ -122,24 +145,29 @@ def rotation_bwd_kernel(
     PAIRS: tl.constexpr,
 ):
     """grid (ceil(rows / ROWS),)"""
-    o_r, o_k, m, m_2, b_cos, b_sin = _tile(theta_ptr, rows, K, P, ROWS, PAIRS)
+    o_r, o_k, m, b_cos, b_sin = _tile(theta_ptr, rows, K, P, ROWS, PAIRS)
     m_r = o_r < rows
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     b_dtheta = tl.zeros((ROWS, PAIRS), tl.float32)
-    p_first = o_r[:, None] * (R * K) + o_k
+    p_first, p_dots = o_r * (R * K), ddots_ptr + o_r * (R * R)
     for r in range(R):
         p = p_first + r * K
-        p_dots = ddots_ptr + o_r * (R * R)
+        b_q1, b_q2 = _pair(q_ptr, p, o_k, m, ROWS, PAIRS)
+        b_k1, b_k2 = _pair(k_ptr, p, o_k, m, ROWS, PAIRS)
         b_dtheta += _back(
-            q_ptr, k_ptr, dq_out_ptr, dq_ptr, p, p_first, p_dots + r * R, 1, m, m_2, m_r,
-            b_cos, b_sin, R, K,
+            dq_out_ptr, dq_ptr, k_ptr, p, p_first, p_dots + r * R, 1, o_k, m, m_r, b_q1, b_q2,
+            b_k1, b_k2, b_cos, b_sin, dtype, R, K, ROWS, PAIRS,
         )  # fmt: skip
         b_dtheta += _back(
-            k_ptr, q_ptr, dk_out_ptr, dk_ptr, p, p_first, p_dots + r, R, m, m_2, m_r,
-            b_cos, b_sin, R, K,
+            dk_out_ptr, dk_ptr, q_ptr, p, p_first, p_dots + r, R, o_k, m, m_r, b_k1, b_k2,
+            b_q1, b_q2, b_cos, b_sin, dtype, R, K, ROWS, PAIRS,
         )  # fmt: skip
     o_p = tl.arange(0, PAIRS)[None, :]
-    p = dtheta_ptr + o_r[:, None] * P + o_p
-    tl.store(p, b_dtheta.to(p.dtype.element_ty), mask=m_r[:, None] & (o_p < P))
+    tl.store(
+        dtheta_ptr + o_r[:, None] * P + o_p,
+        b_dtheta.to(dtheta_ptr.dtype.element_ty),
+        mask=m_r[:, None] & (o_p < P),
+    )
 
 
 def forward(q: Tensor, k: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
