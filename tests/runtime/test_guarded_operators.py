@@ -96,6 +96,7 @@ def unverified(
 
 def _forget_plans() -> None:
     for module in (
+        "attention.dispatch",
         "linear.dispatch",
         "linear.decode",
         "gated_scan.dispatch",

@@ -18,7 +18,7 @@ from slipstream.kernels.attention.triton.plan import (
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.consistent import BLOCK, consistent_scope
-from slipstream.runtime.dispatch import Candidate, choose
+from slipstream.runtime.dispatch import Candidate, ValidationCache, choose, signature
 
 NO_DROPOUT = "it has no dropout"
 
@@ -53,6 +53,7 @@ def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]
     return _sm90_unsupported(call)
 
 
+_PLANS = ValidationCache()
 OF_GRADIENTS = (
     replace(CANDIDATES[0], unsupported_reason=_gradients_unsupported_reason),
     replace(CANDIDATES[1], why="its gradients by kernels for any CUDA device"),
@@ -78,7 +79,10 @@ def run(
     consistent = consistent or consistent_scope.on
     if consistent:
         _expect_consistent(options, impl)
-    plan = choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)
+    plan = _PLANS.get(
+        signature(inputs, options, impl),
+        lambda: choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q),
+    )
     chosen = plan.impl
     if chosen == "eager" and consistent:
         return blocks.attention(inputs, options, want_lse)
