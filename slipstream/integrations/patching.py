@@ -128,7 +128,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable | None:
         return _model_forward(cls.forward)
     if issubclass(cls, GradientCheckpointingLayer):
         return _layer_forward(cls.forward)
-    return _gated_norm(cls)
+    return _apart(cls.forward) if _mixes(cls) else _gated_norm(cls)
 
 
 def _replacement(ours: Callable, theirs: Callable) -> Callable:
@@ -245,6 +245,45 @@ def _layer_forward(forward: Callable) -> Callable:
             running.of_layer = outer
 
     setattr(replacement, TELLS, True)
+    return replacement
+
+
+def _mixes(cls: type[nn.Module]) -> bool:
+    """Whether a class is a short convolution in plain torch, which reads nothing of what is packed:
+    transformers 5.23's Inkling2DynamicShortConvolution."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    read = {*code.co_names, *code.co_consts, *code.co_varnames} if code is not None else {"seq_idx"}
+    return (
+        "conv_kernel_size" in inspect.signature(cls.__init__).parameters
+        and "conv_mask" in inspect.signature(cls.forward).parameters
+        and not read & {"seq_idx", *FUNCTIONS}
+    )
+
+
+def _apart(forward: Callable) -> Callable:
+    """forward of such a class with zeros between the sequences, as many as it looks back."""
+
+    @wraps(forward)
+    def replacement(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        B, T = hidden_states.shape[:2]
+        seq_idx = sequences_of(kwargs, B, T)
+        if seq_idx is None or seq_idx.shape != (B, T):
+            return forward(self, hidden_states, *args, **kwargs)
+        gap = self.conv_kernel_size - 1
+        before = nn.functional.pad((seq_idx[:, 1:] != seq_idx[:, :-1]).cumsum(1), (1, 0))
+        most = before.max()  # rows of fewer sequences begin with zeros
+        token = torch.arange(T, device=seq_idx.device) + gap * (before + most - before[:, -1:])
+        at = torch.arange(B, device=seq_idx.device)[:, None], token
+        length = T + gap * int(most)
+
+        def spread(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.shape[:2] != (B, T):
+                return x
+            return x.new_zeros(B, length, *x.shape[2:]).index_put(at, x)
+
+        kwargs = {name: spread(x) for name, x in kwargs.items()}
+        return forward(self, spread(hidden_states), *map(spread, args), **kwargs)[at]
+
     return replacement
 
 

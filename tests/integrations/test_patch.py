@@ -264,3 +264,34 @@ def test_states_of_packed_rows_go_on() -> None:
             want, s = op(*row, initial_state=s if i == 0 else None, **options)
             torch.testing.assert_close(o[b : b + 1, i:j], want)
         torch.testing.assert_close(final[b : b + 1], s)
+
+
+def test_convolutions_in_plain_torch_keep_sequences_apart() -> None:
+    """As Inkling2's of transformers 5.23, which looks nothing up and reads no seq_idx."""
+
+    class Mixing(torch.nn.Module):
+        def __init__(self, conv_kernel_size: int) -> None:
+            super().__init__()
+            self.conv_kernel_size = conv_kernel_size
+
+        def forward(self, hidden_states, dynamic_input, cache=None, conv_mask=None, **kwargs):
+            x = hidden_states if conv_mask is None else hidden_states * conv_mask[..., None]
+            x = torch.nn.functional.pad(x, (0, 0, self.conv_kernel_size - 1, 0))
+            return x.unfold(1, self.conv_kernel_size, 1).sum(-1) * dynamic_input
+
+    class Told(Mixing):
+        def forward(self, hidden_states, conv_mask=None, **kwargs):
+            return hidden_states * (kwargs.get("seq_idx") is not None)
+
+    assert patching._mixes(Mixing) and not patching._mixes(Told)
+    forward, layer = patching._apart(Mixing.forward), Mixing(4)
+    x, by = torch.randn(2, 2, 10, 3).unbind()
+    mask = torch.ones(2, 10)
+    mask[0, :2] = 0.0
+    seq_idx = torch.tensor([[0] * 4 + [1] * 6, [0] * 3 + [1] + [2] * 6])
+    got = forward(layer, x, by, conv_mask=mask, seq_idx=seq_idx)
+    for b, cuts in enumerate(((0, 4, 10), (0, 3, 4, 10))):
+        for i, j in pairwise(cuts):
+            part = (slice(b, b + 1), slice(i, j))
+            torch.testing.assert_close(got[part], layer(x[part], by[part], conv_mask=mask[part]))
+    assert torch.equal(forward(layer, x, by), layer(x, by))
