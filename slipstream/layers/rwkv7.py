@@ -19,6 +19,7 @@ from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 
 MIX_POWERS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -314,6 +315,10 @@ def shifted(
     expect_tensor("x", x)
     if state is None and not use_cache and cu_seqlens is None and context is None:
         return None, None
+    step = consistent_scope.step
+    if step is not None and state is not None:
+        rows, after = step.behind(x, state[:, None])
+        return rows[:, :-1], after[:, 0]
     return token_shift(
         x,
         initial_state=state,

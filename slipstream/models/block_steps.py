@@ -1,9 +1,10 @@
 """Decoding steps of models with consistent=True on CUDA, for graphs: on tensors of fixed addresses.
 
-For each row, a step runs the block of 64 tokens that the next token is in, all rows in one call
-[N, 64]. The places after that token in the block hold zeros or tokens of older blocks, which change
-no bit of its result. The block's keys are written after those of whole blocks. Rows whose block is
-complete take over the states at its end.
+A step runs the layers for one token a row, [N, 1]. Recurrences and convolutions alone see the block
+of 64 tokens that it is in: their inputs of the block are kept (runtime/block_step.py). The places
+after that token in the block hold zeros or tokens of older blocks, which change no bit of its
+result. Keys are written behind those before it. Rows whose block is complete take over the states
+at its end.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from slipstream.layers.attention import InPlace
 from slipstream.models.consistent import LayerStates, ModelStates, Row, State, normed
 from slipstream.nn import decoding
+from slipstream.runtime.block_step import BlockStep
 from slipstream.runtime.consistent import BLOCK
 
 
@@ -24,17 +26,20 @@ class OpenBlocks:
 
     Attributes:
         h: [N, 64, D], embeddings of each row's block; positions: [N, 64].
-        counts: [N], the number of tokens in the block so far.
+        counts: [N], the number of tokens in the block so far; seen: [N], of all tokens.
         lengths: of whole rows, known to the host.
         states: of each layer, after whole blocks; tensors with an entry for every token have room.
+        inputs: of the operators that look at other tokens, for each row's block.
     """
 
     h: Tensor
     positions: Tensor
     counts: Tensor
+    seen: Tensor
     lengths: list[int]
     states: list[State]
     token_states: list[tuple[str, ...]]
+    inputs: BlockStep
 
     @staticmethod
     def of(model: Any, rows: list[Row], tokens: int) -> "OpenBlocks":
@@ -45,10 +50,12 @@ class OpenBlocks:
             states = _states_of_a_block(model, like)
         room = _room(max(row.length for row in rows), tokens)
         each = [block.mixer.token_states for block in model.layers]
+        counts = rows[0].positions.new_zeros(N)
         made = OpenBlocks(
             like.new_zeros(N, BLOCK, like.shape[2]),
             rows[0].positions.new_zeros(N, BLOCK),
-            rows[0].positions.new_zeros(N),
+            counts,
+            torch.zeros_like(counts),
             [],
             [
                 {
@@ -60,8 +67,9 @@ class OpenBlocks:
                 for state, names in zip(states, each)
             ],
             each,
+            BlockStep(counts),
         )
-        made.load(rows)
+        made.load(model, rows)
         return made
 
     def takes(self, rows: list[Row]) -> bool:
@@ -76,13 +84,14 @@ class OpenBlocks:
         rooms = [state[name].shape[1] for state, every in names for name in every]
         return all(room >= _room(length, tokens) for room in rooms)
 
-    def load(self, rows: list[Row]) -> None:
-        """Takes over rows, a list of one sequence each."""
+    def load(self, model: Any, rows: list[Row]) -> None:
+        """Takes over rows, a list of one sequence each, and runs their blocks once."""
         self.h.zero_()
         after = torch.arange(1, BLOCK + 1, device=self.h.device)
         self.lengths = [row.length for row in rows]
         counts = [row.h.shape[1] for row in rows]
         self.counts.copy_(torch.tensor(counts, device=self.counts.device))
+        self.seen.copy_(torch.tensor(self.lengths, device=self.counts.device))
         for n, row in enumerate(rows):
             count = row.h.shape[1]
             self.h[n, :count] = row.h[0]
@@ -98,6 +107,9 @@ class OpenBlocks:
                         x[n, : given.shape[1]] = given[0]
                     else:
                         x[n] = given[0]
+        with torch.no_grad(), self.inputs.running(fills=True):
+            held = ModelStates([LayerStates(InPlace(x)) for x in self.states])
+            model._run(normed(model, self.h), None, held, False, self.positions, None)
 
     def rows(self) -> list[Row]:
         """The rows with the tokens that were added since they were loaded, as copies."""
@@ -110,6 +122,15 @@ class OpenBlocks:
             found.append(Row(states if blocks else None, h.clone(), positions.clone(), blocks))
         return found
 
+    def reorder(self, rows: Tensor) -> None:
+        """Row n becomes what row rows[n] was, rows [N]."""
+        if len(set(self.lengths)) > 1:
+            self.lengths = [self.lengths[n] for n in rows.tolist()]
+        own = (x for state in self.states for x in state.values())
+        for x in (self.h, self.positions, self.counts, self.seen, *own):
+            x.copy_(x[rows])
+        self.inputs.reorder(rows)
+
     def closes(self) -> bool:
         """Whether the next token is the last of some row's block."""
         return any(n % BLOCK == BLOCK - 1 for n in self.lengths)
@@ -120,14 +141,21 @@ class OpenBlocks:
         closes: what it says before this step.
         """
         row = torch.arange(self.h.shape[0], device=self.h.device)
-        at = self.counts
-        self.h.index_put_((row, at), decoding.embedded(model.embed_tokens, input_ids)[:, 0])
+        at = row, self.counts
+        x = decoding.embedded(model.embed_tokens, input_ids)
+        self.h.index_put_(at, x[:, 0])
         if positions is not None:
-            self.positions.index_put_((row, at), positions.expand(row.shape[0], 1)[:, 0])
-        held = ModelStates([LayerStates(InPlace(x)) for x in self.states])
-        y, _ = model._run(normed(model, self.h), None, held, False, self.positions, None)
-        y = y[row, at][:, None]
+            self.positions.index_put_(at, positions.expand(row.shape[0], 1)[:, 0])
+        now = [
+            InPlace({**own, "length": self.seen}) if "length" in own else InPlace(own)
+            for own in self.states
+        ]
+        held = ModelStates([LayerStates(state) for state in now])
+        with self.inputs.running():
+            place = self.positions[at][:, None]
+            y, _ = model._run(normed(model, x), None, held, False, place, None)
         self.counts.add_(1)
+        self.seen.add_(1)
         if closes:
             self._close(held)
         return y
@@ -139,6 +167,7 @@ class OpenBlocks:
                 if name not in names:  # those are there already
                     each = whole.view(-1, *[1] * (x.dim() - 1))
                     x.copy_(torch.where(each, (layer.after or {})[name], x))
+        self.inputs.close(whole)
         self.positions.add_(BLOCK * whole[:, None])
         self.counts.mul_(~whole)
 

@@ -49,7 +49,7 @@ class OpenRows(Cache):
             self.graphs.clear()
             blocks = self._blocks = OpenBlocks.of(model, rows, tokens)
         else:
-            blocks.load(rows)
+            blocks.load(model, rows)
         self._stepped = True
         return blocks
 
@@ -74,7 +74,11 @@ class OpenRows(Cache):
         return sum(row.bytes() for row in self.open_rows or ())
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        self._choose(beam_idx.tolist())
+        blocks = self._blocks if self._stepped else None
+        if blocks is not None and len(beam_idx) == len(blocks.lengths):
+            blocks.reorder(beam_idx)
+        else:
+            self._choose(beam_idx.tolist())
         super().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -13,6 +13,7 @@ from slipstream.ops.conv import (
     split_convolution,
     unit_heads,
 )
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -56,6 +57,11 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], state [N, D, W] or None -> y [B, T, D] and the next state, if wanted."""
         expect_tensor("x", x)
+        step = consistent_scope.step
+        if step is not None and state is not None:
+            x, after = step.behind(x, state.mT)
+            y, _ = short_convolution(x, self.weight, self.bias, activation=self.activation)
+            return y[:, self.width :], after.mT
         one = x.shape[1] == 1 and cu_seqlens is None and context is None
         if one and state is not None and use_cache and not torch.is_grad_enabled():
             state = state.clone()
@@ -90,6 +96,12 @@ class ShortConvolution(nn.Module):
             y, after = self(x, state, use_cache, cu_seqlens, context)
             parts = [*y.split(sizes, -1)]
             return unit_heads(parts, unit) if unit else parts, after
+        step = consistent_scope.step
+        if step is not None and state is not None:
+            x, after = step.behind(x, state.mT)
+            given = x, self.weight, self.bias, sizes
+            parts, _ = split_convolution(*given, activation=self.activation, unit=unit)
+            return [y[:, self.width :] for y in parts], after.mT
         return split_convolution(
             x,
             self.weight,

@@ -9,6 +9,10 @@ on a CPU, on where an element lies; it works on one sequence and BLOCK tokens at
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.runtime.block_step import BlockStep
 
 # Tokens between the places of a sequence at which it may be cut: a multiple of all chunks.
 BLOCK = 64
@@ -18,9 +22,10 @@ class _Scope(threading.local):
     def __init__(self) -> None:
         # in each thread's own dictionary from the start: torch.compile guards on its being there
         self.on = False
+        self.step: BlockStep | None = None
 
 
-# Of this thread: `on` within consistent().
+# Of this thread: `on` within consistent(), `step` within a decoding step of such a model.
 consistent_scope = _Scope()
 
 

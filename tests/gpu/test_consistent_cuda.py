@@ -55,7 +55,15 @@ def test_few_heads_on_cuda_give_equal_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "mixers", [("gated_deltanet", "attention"), ("kda", "mamba2"), ("rwkv7", "gla")], ids=str
+    "mixers",
+    [
+        ("gated_deltanet", "attention"),
+        ("kda", "mamba2"),
+        ("rwkv7", "gla"),
+        ("delta_net", "lightning_attn"),
+        ("retention", "attention"),
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_generate_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:

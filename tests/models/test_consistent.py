@@ -17,12 +17,22 @@ from slipstream.models import (
     graphs,
 )
 from slipstream.models import consistent as consistent_models
+from slipstream.models.block_steps import OpenBlocks
 from slipstream.models.cache import CACHE
 from slipstream.models.config import CONSISTENT_MIXERS
 from slipstream.nn.consistent import linear
 from slipstream.nn.decoding import Drafts
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.consistent_models import LENGTH, differing, logits_of, model_of, sequences
+
+# of all mixers that a consistent model takes
+PAIRS = [
+    ("gated_deltanet", "attention"),
+    ("rwkv7", "attention"),
+    ("kda", "mamba2"),
+    ("gla", "retention"),
+    ("delta_net", "lightning_attn"),
+]
 
 
 @pytest.mark.parametrize("mixer", CONSISTENT_MIXERS)
@@ -188,14 +198,42 @@ def test_generate_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (consistent_models, graphs):
         monkeypatch.setattr(module, "runs_kernels", lambda device: True)
     monkeypatch.setattr(graphs, "graph_on", lambda device: _Again())
+    loads, load = [], OpenBlocks.load
+    monkeypatch.setattr(OpenBlocks, "load", lambda *given: loads.append(load(*given)))
     for way, tokens in zip(ways, want):
         model.decoding = graphs.Decoding()
+        loads.clear()
         for _ in range(2):  # the second has the graphs of the first
             assert torch.equal(model.generate(prompt, **options, **way), tokens), way  # pyright: ignore[reportArgumentType]
         assert model.decoding.reason is None
         # a step that ends a block is another graph
         assert model.decoding.captures == 2 and model.decoding.eager == 2
         assert model.decoding.replays == 2 * 79 - 2
+        assert len(loads) == 2  # once for each prompt: beams are put in order where they are
+
+
+@pytest.mark.parametrize("mixers", PAIRS, ids=str)
+@torch.no_grad()
+def test_steps_give_the_logits_of_prompts(mixers: tuple[str, str]) -> None:
+    """Of one token a row, in blocks of which some end earlier than others. Not bit for bit on a
+    CPU, where they have other shapes; on a GPU they are (tests/gpu/test_consistent_cuda.py)."""
+    assert {*CONSISTENT_MIXERS} == {mixer for pair in PAIRS for mixer in pair}
+    model, ids = model_of(*mixers), sequences(3)[:, :140]
+    lengths = (70, 61, 8)
+    mask = torch.stack([torch.arange(70) >= 70 - n for n in lengths])
+    cache = StateCache(2)
+    model(ids[:, :70], attention_mask=mask, cache=cache, use_cache=True)
+    whole = torch.cat([mask, torch.ones(3, 70, dtype=torch.bool)], 1)
+    want = model(ids, attention_mask=whole).logits
+    blocks = cache.blocks_for(model.model, 70)
+    for t in range(70, 140):
+        if t == 100:  # by way of rows
+            cache.open_rows = cache.open_rows
+            blocks = cache.blocks_for(model.model, 40)
+        h = blocks.step(model.model, ids[:, t : t + 1], None, blocks.closes())
+        cache.step_on(1)
+        logits = consistent_models.logits_of(model, h)[:, 0]
+        torch.testing.assert_close(logits, want[:, t], rtol=1e-4, atol=1e-5)
 
 
 def test_graphs_of_another_dtype_have_their_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,12 @@ def run(
         checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
         terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
     same_bits = not recurrent and (options.consistent or consistent_scope.on)
+    step = None
     if same_bits:
         _expect_consistent(options)
+        step = consistent_scope.step
+    if step is not None:
+        terms = terms.of_tokens(step.block)
     if options.context is not None:
         given = terms, options, options.context, recurrent, names or {}
         return options.context.eagerly(_run_across_ranks, *given)
@@ -120,6 +124,8 @@ def run(
             o, state = join_heads(o, state, terms, groups)
     if options.reverse:
         o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
+    if step is not None:
+        o = step.token(o)
     if not options.output_final_state:
         return o, None
     return o, state.transpose(-1, -2) if options.state_v_first else state
