@@ -63,6 +63,7 @@ class DirectCall:
         self.impl, self._replay, self._compile_also = impl, replay, compile_also
         self._max_operations = max_operations
         self._overload: Any = None
+        self._written: tuple[int, ...] = ()  # which arguments it writes into
         # key -> True where the next call is recorded, then the record, or False if there is none
         self._known: dict[tuple | None, Any] = {}
         # of calls that take the same kernels, but for what a short or long sequence adds
@@ -88,11 +89,16 @@ class DirectCall:
                 self._expect(key, args)
         elif self._overload is not None and x.device.type not in ("cpu", "cuda"):
             return self._overload(*args)  # such as meta, which has no implementation
-        # as torch's dispatcher does
-        args = tuple(y.resolve_neg() if isinstance(y, torch.Tensor) else y for y in args)
+        # as torch's dispatcher does: negated views as copies, which are written back
+        plain = tuple(y.resolve_neg() if isinstance(y, torch.Tensor) else y for y in args)
         if torch.is_autocast_enabled(x.device.type):
-            return self._without_autocast(*args)
-        return _as_bases(self.impl(*args), args)
+            result = self._without_autocast(*plain)
+        else:
+            result = _as_bases(self.impl(*plain), plain)
+        for n in self._written:
+            if plain[n] is not args[n]:
+                args[n].copy_(plain[n])
+        return result
 
     def _expect(self, key: tuple, args: tuple) -> None:
         """The first call of a key: compiles its kernels side by side, and has the next recorded."""
@@ -175,6 +181,8 @@ class KernelOp(DirectCall):
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         _LIBRARY.impl(name, gradient.autograd_kernel(self.overload), "Autograd", with_keyset=True)
         self._overload = self.overload
+        given = enumerate(self.overload._schema.arguments)
+        self._written = tuple(n for n, x in given if x.alias_info and x.alias_info.is_write)
 
     def set_gradient(self, differentiable: Callable) -> None:
         """Registers a function of the operator's arguments that returns its first results with

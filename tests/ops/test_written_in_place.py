@@ -1,0 +1,44 @@
+"""Operators that update a tensor in place: one whose memory holds its negative is written too."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.ops import recurrent_step, short_convolution_update
+from slipstream.ops.mixer_step import mixer_step
+from tests.support.user_inputs import negated
+
+
+def _recurrent(state: Tensor) -> Tensor:
+    q, k, v = torch.randn(3, 2, 1, 2, 8, generator=torch.Generator().manual_seed(1))
+    return recurrent_step(q, k, v, state=state)
+
+
+def _mixer(state: Tensor) -> Tensor:
+    q, k, v = torch.randn(3, 2, 1, 2, 8, generator=torch.Generator().manual_seed(1))
+    return mixer_step(q, k, v, state=state)
+
+
+def _convolution(state: Tensor) -> Tensor:
+    x = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(1))
+    return short_convolution_update(x, state, torch.ones(6, 4))
+
+
+CASES: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
+    (_recurrent, (2, 2, 8, 8)),
+    (_mixer, (2, 2, 8, 8)),
+    (_convolution, (2, 6, 4)),
+]
+
+
+@pytest.mark.parametrize(("call", "shape"), CASES, ids=[call.__name__ for call, _ in CASES])
+def test_negated_state_is_written(call: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    before = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    plain, view = before.clone(), negated(before)
+    assert view.is_neg()
+    want, y = call(plain), call(view)
+    assert not torch.equal(plain, before)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(view, plain, rtol=1e-6, atol=1e-6)
