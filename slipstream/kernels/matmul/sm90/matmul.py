@@ -30,8 +30,6 @@ B_T: a or b^T is what memory has row by row in the other order, a as [K, M] and 
 
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
-    copy_out,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -39,15 +37,15 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-
-@gluon.jit
-def _locate_tile(i, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Row and column of tile i."""
-    group = GROUP * n_tiles
-    first = i // group * GROUP
-    rows = gl.minimum(m_tiles - first, GROUP)
-    return first + i % group % rows, i % group // rows
+from slipstream.kernels.primitives.persistent_gemm import (
+    alloc_ring_barriers,
+    begin_slice,
+    free_slice_before,
+    halves,
+    locate_tile,
+    wait_for_slice,
+    write_tile,
+)
 
 
 @gluon.jit
@@ -62,12 +60,9 @@ def _load_partition(
     # counts on over tiles: the next one's slices are loaded while this one is written
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = locate_tile(i, m_tiles, n_tiles, GROUP)
         for i_k in range(k_tiles):
-            stage = i_step % STAGES
-            mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, nbytes)
+            stage, bar = begin_slice(full, empty, i_step, STAGES, nbytes)
             # 64 rows of a for each warpgroup; b is for both
             for c in gl.static_range(2):
                 coords = [i_k * BK, i_m * 128 + c * 64] if A_T else [i_m * 128 + c * 64, i_k * BK]
@@ -101,15 +96,6 @@ def _activate(x, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _halves(b_x):
-    """The left and the right columns; registers stay where they are."""
-    # split takes the last of the dimensions, so that the one of the halves goes there
-    rows: gl.constexpr = b_x.shape[0]
-    half: gl.constexpr = b_x.shape[1] // 2
-    return b_x.reshape((rows, 2, half)).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _finish(
     b_x, buffer, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr, row, col, M, N,
     r_stride, sa_stride, sb_stride, ACTIVATION: gl.constexpr,
@@ -130,11 +116,7 @@ def _finish(
         p_r = r_ptr + o_m.to(gl.int64)[:, None] * r_stride + o_n[None, :]
         m = (o_m < M)[:, None] & (o_n < N)[None, :]
         b_x += gl.load(p_r, mask=m, other=0.0).to(gl.float32)
-    # all of this warpgroup's stores but the last have left their buffer
-    store_wait(1)
-    buffer.store(b_x.to(out_desc.dtype))
-    fence_async_shared()
-    copy_out(out_desc, [row, col], buffer)
+    write_tile(b_x, out_desc, buffer, row, col)
 
 
 @gluon.jit
@@ -144,8 +126,7 @@ def _multiply_slices(
 ):  # fmt: skip
     """acc plus the products of a tile's slices, from `i_step` on."""
     for i_k in range(k_tiles):
-        stage = i_step % STAGES
-        mbarrier.wait(full.index(stage), (i_step // STAGES) & 1)
+        stage = wait_for_slice(full, i_step, STAGES)
         a, b = a_s.index(2 * stage + c), b_s.index(stage)
         if A_T:
             a = a.permute((1, 0))
@@ -154,11 +135,11 @@ def _multiply_slices(
         token = warpgroup_mma(a, b, acc, is_async=True)
         # one product stays in flight; the slice of the one before has been read
         acc = warpgroup_mma_wait(1, deps=(token,))
-        mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
+        free_slice_before(empty, i_step, STAGES, i_k > 0)
         i_step += 1
     # the last slice too, before the sums are read
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1)
+    free_slice_before(empty, i_step, STAGES)
     return acc
 
 
@@ -168,9 +149,7 @@ def _load_a(
     layout: gl.constexpr,
 ):  # fmt: skip
     """A slice of a in registers."""
-    stage = i_step % STAGES
-    mbarrier.wait(full.index(stage), (i_step // STAGES) & 1)
-    a = a_s.index(2 * stage + c)
+    a = a_s.index(2 * wait_for_slice(full, i_step, STAGES) + c)
     if A_T:
         a = a.permute((1, 0))
     return a.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=1))
@@ -220,7 +199,7 @@ def _multiply(
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, BN), gl.cdiv(K, BK)
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = locate_tile(i, m_tiles, n_tiles, GROUP)
         # a warpgroup has 64 rows of the tile and all its columns: b is read by both from one copy
         acc = gl.zeros([64, BN], gl.float32, layout)
         ring = a_s, b_s, full, empty
@@ -232,10 +211,10 @@ def _multiply(
         # 2 ** LEVELS blocks of columns, each in one of two buffers while the other is being stored
         column_blocks = (acc,)
         for _ in gl.static_range(LEVELS):
-            halves = ()
+            narrower = ()
             for j in gl.static_range(len(column_blocks)):
-                halves = halves + _halves(column_blocks[j])
-            column_blocks = halves
+                narrower = narrower + halves(column_blocks[j])
+            column_blocks = narrower
         for j in gl.static_range(len(column_blocks)):
             columns, buffer = column_blocks[j], out_s.index(2 * c + j % 2)
             row, col = i_m * 128 + c * 64, i_n * BN + j * (BN >> LEVELS)
@@ -298,11 +277,7 @@ def matmul_sm90_kernel(
     a_s = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES] + a_desc.block_shape, a_desc.layout)
     b_s = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
     out_s = gl.allocate_shared_memory(out_desc.dtype, [4] + out_desc.block_shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)  # both warpgroups have read it
+    full, empty = alloc_ring_barriers(STAGES)
     gl.warp_specialize(
         [
             (_warpgroup_0, (

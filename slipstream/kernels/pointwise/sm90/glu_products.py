@@ -27,24 +27,21 @@ Symbols: c warpgroup, i_m and i_n a tile's row and column, i_step the slice over
 
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
-    copy_out,
-    fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-
-@gluon.jit
-def _locate_tile(i, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Row and column of tile i."""
-    group = GROUP * n_tiles
-    first = i // group * GROUP
-    rows = gl.minimum(m_tiles - first, GROUP)
-    return first + i % group % rows, i % group // rows
+from slipstream.kernels.primitives.persistent_gemm import (
+    alloc_ring_barriers,
+    begin_slice,
+    free_slice_before,
+    halves,
+    locate_tile,
+    wait_for_slice,
+    write_tile,
+)
 
 
 @gluon.jit
@@ -58,12 +55,9 @@ def _load_partition(
     # counts on over tiles: the next one's slices are loaded while this one is written
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = locate_tile(i, m_tiles, n_tiles, GROUP)
         for i_k in range(k_tiles):
-            stage = i_step % STAGES
-            mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, nbytes)
+            stage, bar = begin_slice(full, empty, i_step, STAGES, nbytes)
             for c in gl.static_range(2):
                 copy_in(x_desc, [i_m * 128 + c * 64, i_k * BK], bar, x_s.index(2 * stage + c))
             copy_in(gate_w_desc, [i_n * 128, i_k * BK], bar, w_s.index(2 * stage))
@@ -77,8 +71,7 @@ def _multiply_slices(
 ):
     """Both sums plus the products of a tile's slices, from `i_step` on."""
     for i_k in range(k_tiles):
-        stage = i_step % STAGES
-        mbarrier.wait(full.index(stage), (i_step // STAGES) & 1)
+        stage = wait_for_slice(full, i_step, STAGES)
         x = x_s.index(2 * stage + c)
         gate_w = w_s.index(2 * stage).permute((1, 0))
         up_w = w_s.index(2 * stage + 1).permute((1, 0))
@@ -86,11 +79,11 @@ def _multiply_slices(
         up_token = warpgroup_mma(x, up_w, b_up, is_async=True)
         # these two stay in flight; the slice of those before has been read
         b_gate, b_up = warpgroup_mma_wait(2, deps=(gate_token, up_token))
-        mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1, pred=i_k > 0)
+        free_slice_before(empty, i_step, STAGES, i_k > 0)
         i_step += 1
     # the last slice too, before the sums are read
     b_gate, b_up = warpgroup_mma_wait(0, deps=(b_gate, b_up))
-    mbarrier.arrive(empty.index((i_step + STAGES - 1) % STAGES), count=1)
+    free_slice_before(empty, i_step, STAGES)
     return b_gate, b_up
 
 
@@ -126,24 +119,6 @@ def _activation(x, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _halves(b_x):
-    """The left and the right columns; registers stay where they are."""
-    # split takes the last of the dimensions, so that the one of the halves goes there
-    rows: gl.constexpr = b_x.shape[0]
-    half: gl.constexpr = b_x.shape[1] // 2
-    return gl.split(gl.permute(gl.reshape(b_x, (rows, 2, half)), (0, 2, 1)))
-
-
-@gluon.jit
-def _write(b_x, desc, buffer, row, col):
-    # all of this warpgroup's stores but the last have left their buffer
-    store_wait(1)
-    buffer.store(b_x.to(desc.dtype))
-    fence_async_shared()
-    copy_out(desc, [row, col], buffer)
-
-
-@gluon.jit
 def _multiply(
     c: gl.constexpr, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
     BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -154,7 +129,7 @@ def _multiply(
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, 128), gl.cdiv(K, BK)
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = _locate_tile(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = locate_tile(i, m_tiles, n_tiles, GROUP)
         # a warpgroup has 64 rows of the tile and all its columns: both read w from one copy
         b_gate = gl.zeros([64, 128], gl.float32, layout)
         b_up = gl.zeros([64, 128], gl.float32, layout)
@@ -163,7 +138,7 @@ def _multiply(
         )
         i_step += k_tiles
         row = i_m * 128 + c * 64
-        gates, ups = _halves(b_gate), _halves(b_up)
+        gates, ups = halves(b_gate), halves(b_up)
         # three results of 64 columns through two buffers, which change places with each
         for j in gl.static_range(2):
             col, first, second = (
@@ -171,9 +146,9 @@ def _multiply(
                 out_s.index(2 * c + j),
                 out_s.index(2 * c + 1 - j),
             )
-            _write(gates[j], gate_desc, first, row, col)
-            _write(ups[j], up_desc, second, row, col)
-            _write(_activation(gates[j], ACTIVATION) * ups[j], h_desc, first, row, col)
+            write_tile(gates[j], gate_desc, first, row, col)
+            write_tile(ups[j], up_desc, second, row, col)
+            write_tile(_activation(gates[j], ACTIVATION) * ups[j], h_desc, first, row, col)
     # shared memory is to outlive the last stores
     store_wait(0)
 
@@ -209,11 +184,7 @@ def glu_products_sm90_kernel(
     x_s = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, BK], x_desc.layout)
     w_s = gl.allocate_shared_memory(gate_w_desc.dtype, [2 * STAGES, 128, BK], gate_w_desc.layout)
     out_s = gl.allocate_shared_memory(h_desc.dtype, [4, 64, 64], h_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)  # both warpgroups have read it
+    full, empty = alloc_ring_barriers(STAGES)
     gl.warp_specialize(
         [
             (_warpgroup_0, (
