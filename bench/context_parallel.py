@@ -8,9 +8,9 @@ both: milliseconds of a forward pass without gradients, and of a forward with ba
 slowest GPU. The calls are queued before they run, as in a training step; of fwd_alone and
 both_alone the host waits for the device before each call; calls of more than a tenth of a second
 are not queued, and have the same in both. fwd_GiB, both_GiB: the most that any GPU
-holds, with inputs and gradients. messages, MB: what a GPU sends in both, by the collectives that it
-takes part in: as many bytes as it gives each of them. gpus 1 is one of the GPUs, with the tokens of
-all and with its own alone.
+holds, with inputs and gradients. messages, MB: what a GPU sends in both, by the exchanges that it
+takes part in: as many bytes as it gives each of them, of attention's those that go to other GPUs.
+gpus 1 is one of the GPUs, with the tokens of all and with its own alone.
 """
 
 import os
@@ -119,7 +119,14 @@ def counted_messages() -> Iterator[list[int]]:
 
         return call
 
+    def started(sent: list[tuple[int, Tensor]], *args: Any) -> context_share.Messages:
+        found[0] += 1
+        found[1] += sum(x.nbytes for _, x in sent)
+        return messages(sent, *args)
+
+    messages = context_share.Messages
     with (
+        mock.patch.object(context_share, "Messages", started),
         mock.patch.object(context_share, "all_gather", counting(context_share.all_gather, 0)),
         mock.patch.object(context_share, "all_to_all", counting(context_share.all_to_all, 0)),
         mock.patch.object(dist, "all_reduce", counting(dist.all_reduce, 0)),

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,6 +36,31 @@ def wait(x: Tensor) -> Tensor:
     if of_thread.warmup is None:
         torch.ops._c10d_functional.wait_tensor(x)
     return x
+
+
+class Messages:
+    """Tensors on their way between ranks, all in one operation; `wait` before they are read."""
+
+    def __init__(
+        self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]], group: Any
+    ) -> None:
+        """Starts it. sent, received: contiguous, with the other rank in the group; between two
+        ranks in the same order on both."""
+        self._sent = sent  # kept until they have been read
+        pairs = (dist.isend, sent), (dist.irecv, received)
+        operations = [
+            dist.P2POp(run, x, group=group, group_peer=rank)
+            for run, tensors in pairs
+            for rank, x in tensors
+            if x.numel() and of_thread.warmup is None
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> None:
+        """On a GPU the stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], []
 
 
 class _SumOfRanks(Function):

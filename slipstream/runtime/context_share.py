@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.runtime.context_exchange import (
+    Messages,
     all_gather,
     all_to_all,
     gather,
@@ -95,6 +96,11 @@ class Share:
                     f"sequence does, no multiple of {tokens}; give lengths"
                 )
 
+    @property
+    def others(self) -> list[int]:
+        """All other ranks."""
+        return [r for r in range(len(self.lengths)) if r != self.rank]
+
     @cached_property
     def earlier(self) -> list[int]:
         """Ranks that have tokens of the head's sequence before these, in order."""
@@ -155,11 +161,13 @@ class Share:
         every = [*found.view(ranks, *x.shape).unbind(0)]
         return every[::-1] if self.backwards else every
 
-    def start_exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Of x so many elements to each rank; what comes from each of them, for `wait`."""
+    def start_messages(
+        self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]
+    ) -> Messages:
+        """See Messages; the ranks are in the order of tokens."""
         if self.backwards:
             raise NotImplementedError("attention: not with a context that runs backwards")
-        return all_to_all(x, received, sent, self.group)
+        return Messages(sent, received, self.group)
 
     def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:
         """All of x to some ranks, and from others as many elements as `sizes` says, by rank.

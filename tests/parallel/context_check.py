@@ -11,10 +11,12 @@ import itertools
 import random
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
@@ -57,34 +59,64 @@ def drawn(seed: int, ranks: int, unit: int = 1) -> tuple[tuple[int, ...], tuple[
     return sequences, tuple(b - a for a, b in itertools.pairwise(ends))
 
 
+class Case:
+    """Sequences, how they are dealt out, inputs and the gradient of o; the same on every rank."""
+
+    def __init__(self, name: str, seed: int, segments: int | None) -> None:
+        self.op, ranks = sample(name), dist.get_world_size()
+        dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float64
+        self.sequences, self.lengths = drawn(seed, ranks, segments or 1)
+        total, width = sum(self.sequences), 64 if DEVICE.type == "cuda" else 16
+        shape = Shape(B=1, T=total, H=ranks, K=width, V=width, lengths=self.sequences, dtype=dtype)
+        torch.manual_seed(seed)
+        self.args = self.op.inputs(shape, DEVICE)
+        self.args.pop("cu_seqlens")
+        self.offsets = [0, *itertools.accumulate(self.sequences)]
+        self.segments = segments
+        torch.manual_seed(1)
+        self.whole = parts(self.op, self.args, 0, total)
+
+    def on_one_rank(self) -> tuple[Tensor, list[Tensor]]:
+        """The gradient of o, and what comes out."""
+        cu = torch.tensor(self.offsets, dtype=torch.int32, device=DEVICE)
+        dout = torch.randn_like(first(self.op, self.whole, cu_seqlens=cu))
+        if self.segments is None:
+            return dout, backward(self.op, self.whole, dout, cu_seqlens=cu)
+        plan = ContextParallel(group_of_one(), self.offsets, None, self.segments)
+        return dout, backward(self.op, self.whole, dout, context=plan)
+
+
+@cache
+def group_of_one() -> dist.ProcessGroup:
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    found = groups[dist.get_rank()]
+    assert isinstance(found, dist.ProcessGroup)
+    return found
+
+
+def modes(name: str) -> tuple[int | None, ...]:
+    return (None,) if name == "short_convolution" else (None, SEGMENT)
+
+
+def compile_ahead(names: Sequence[str]) -> None:
+    """Kernels of one rank's calls: each rank has those of other operators compiled, which it would
+    else wait for."""
+    group_of_one()  # by all
+    for name in names[dist.get_rank() :: dist.get_world_size()]:
+        for segments in modes(name):
+            Case(name, 0, segments).on_one_rank()
+
+
 def check_one(name: str, seed: int) -> list[str]:
     """What differs from one process, on this rank."""
-    op, ranks, wrong = sample(name), dist.get_world_size(), []
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float64
-    by_segments = name != "short_convolution"
-    alone = next(
-        group for r in range(ranks) if (group := dist.new_group([r])) and r == dist.get_rank()
-    )
-    for segments in (None, SEGMENT) if by_segments else (None,):
-        sequences, lengths = drawn(seed, ranks, segments or 1)
-        total, width = sum(sequences), 64 if DEVICE.type == "cuda" else 16
-        shape = Shape(B=1, T=total, H=ranks, K=width, V=width, lengths=sequences, dtype=dtype)
-        torch.manual_seed(seed)
-        args = op.inputs(shape, DEVICE)
-        args.pop("cu_seqlens")
-        offsets = [sum(sequences[:i]) for i in range(len(sequences) + 1)]
-        torch.manual_seed(1)
-        whole = parts(op, args, 0, total)
-        dout = torch.randn_like(first(op, whole, cu_seqlens=torch.tensor(offsets).int().to(DEVICE)))
-        if segments is None:
-            cu = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-            want = backward(op, whole, dout, cu_seqlens=cu)
-        else:
-            plan = ContextParallel(alone, offsets, None, segments)
-            want = backward(op, whole, dout, context=plan)
-        plan = ContextParallel(None, offsets, lengths, segments)
-        begin, end = plan.bounds(total)
-        given = parts(op, args, begin, end)
+    wrong = []
+    for segments in modes(name):
+        case = Case(name, seed, segments)
+        op = case.op
+        dout, want = case.on_one_rank()
+        plan = ContextParallel(None, case.offsets, case.lengths, segments)
+        begin, end = plan.bounds(case.offsets[-1])
+        given = parts(op, case.args, begin, end)
         got = backward(op, given, shard(dout, plan), context=plan)
         names = ["o", *(n for n, x in given.items() if x.requires_grad)]
         for n, x, y in zip(names, got, want, strict=True):
@@ -94,7 +126,8 @@ def check_one(name: str, seed: int) -> list[str]:
             off = error(x, y)
             same = torch.equal(x, y) if segments else off < LIMIT
             if not same:
-                wrong.append(f"{name} {sequences} {lengths} {segments} {n}: {off:.1e}")
+                drawn_as = f"{case.sequences} {case.lengths} {segments}"
+                wrong.append(f"{name} {drawn_as} {n}: {off:.1e}")
     return wrong
 
 
@@ -104,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = arguments.parse_args(argv)
     join()
     report, wrong = Report(options, needs_gpu=False), []
+    if DEVICE.type == "cuda":
+        compile_ahead([x for x in CHECKED if report.wants(x)])
     for name in CHECKED:
         if slowest({"": 0.0 if report.wants(name) else 1.0})[""]:  # on any rank
             continue

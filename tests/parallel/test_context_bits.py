@@ -103,6 +103,27 @@ def test_attention_bits_do_not_depend_on_the_ranks(lengths: tuple[int, ...]) -> 
         assert torch.equal(x, y)
 
 
+def test_attention_of_inputs_that_lie_otherwise() -> None:
+    """Heads before tokens, rows that begin at no whole word, and views of the other sign."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 96, 4, 16) for _ in range(3))
+    options = AttentionOptions(0.25, -1, 0)
+    rows = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
+    lying = [q.transpose(1, 2).contiguous().transpose(1, 2), rows, torch._neg_view(-v)]
+
+    def on(tensors: list[Tensor]) -> list[Tensor]:
+        def call(share: Share) -> list[Tensor]:
+            at = slice(share.begin, share.end)
+            mine = [x[:, at].detach().requires_grad_() for x in tensors]
+            o, _ = softmax_by_heads(AttentionInputs(*mine), options, "eager", share, False)
+            return [o.detach(), *torch.autograd.grad(o, mine, v[:, at])]
+
+        return [torch.cat(each, 1) for each in zip(*run_ranks(call, (40, 56), None))]
+
+    for x, y in zip(on(lying), on([q, k, v]), strict=True):
+        assert torch.equal(x, y)
+
+
 def hgrn(tensors: list[Tensor], states: Tensor, share: Share) -> tuple[Tensor, Tensor]:
     x, g = tensors
     rows = 1 if share.packed else x.shape[0]

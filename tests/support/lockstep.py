@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.runtime.context_exchange import Messages
 from slipstream.runtime.context_share import Share
 
 SHARED = ("u", "initial_state", "cu_seqlens")  # by all ranks
@@ -20,9 +21,9 @@ class Meeting:
         self.turn, self.barrier = threading.Lock(), threading.Barrier(ranks)
         self.brought: list[Any] = [None] * ranks
 
-    def exchange(self, rank: int, x: Tensor, sizes: list[int] | None = None) -> list[Any]:
-        """What all have brought, with sizes in parts of these. Others may run meanwhile."""
-        self.brought[rank] = x.clone() if sizes is None else x.clone().split(sizes)
+    def exchange(self, rank: int, x: Any) -> list[Any]:
+        """What all have brought. Others may run meanwhile."""
+        self.brought[rank] = x
         self.turn.release()
         self.barrier.wait(60)
         found = list(self.brought)
@@ -35,19 +36,24 @@ class LockstepShare(Share):
     meeting: Meeting
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        return self.meeting.exchange(self.rank, x)
+        return self.meeting.exchange(self.rank, x.clone())
 
-    def start_exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        parts = self.meeting.exchange(self.rank, x, sent)
-        return torch.cat([each[self.rank] for each in parts])
+    def start_messages(
+        self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]
+    ) -> Messages:
+        every = self.meeting.exchange(self.rank, [(r, x.clone()) for r, x in sent])
+        to_here = {r: iter([x for to, x in every[r] if to == self.rank]) for r, _ in received}
+        for rank, x in received:
+            x.copy_(next(to_here[rank]))
+        return Messages([], [], None)
 
     def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:
-        every = self.meeting.exchange(self.rank, x.flatten())
+        every = self.meeting.exchange(self.rank, x.flatten().clone())
         assert all(every[r].numel() == n for r, n in sizes.items())
         return {r: every[r] for r in sizes}
 
     def add_up(self, x: Tensor) -> Tensor:
-        return x.copy_(torch.stack(self.meeting.exchange(self.rank, x)).sum(0))
+        return x.copy_(torch.stack(self.meeting.exchange(self.rank, x.clone())).sum(0))
 
 
 def run_ranks(

@@ -4,9 +4,12 @@ the heads, over all tokens.
 Queries, keys and values go from parts of the tokens to parts of the heads, and o back. That is the
 same work on every rank wherever sequences begin and end, the kernels are those of one rank, and so
 are the bits. Heads go in groups, one after the other: beside what a rank has of its own there is
-one group's share at a time and, where gradients are wanted, the exchanges of the next one's tensors
-and of the outputs of the one before, which run meanwhile. Backward exchanges all that it reads once
-more instead of keeping it.
+one group's share at a time and, where gradients are wanted, the next one's inputs, which are on
+their way meanwhile. Backward exchanges all that it reads once more instead of keeping it.
+
+Results go back before the next group is computed. NCCL's kernels hold multiprocessors while they
+wait for those of other ranks, and the backward, whose blocks of keys add in a fixed order, is as
+slow as the slowest of its programs (docs/dev/log/context-parallel.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +23,12 @@ from slipstream.kernels.attention import op
 from slipstream.kernels.attention.dispatch import plan_across_ranks
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.context_exchange import wait
 from slipstream.runtime.context_share import Share
 
 # Rows of q a group has on a rank, at least: programs of 128 rows fill a GPU several times.
 MIN_GROUP_ROWS = 1 << 16
+# Bytes that a thread copies at once.
+WORD = torch.complex128
 
 
 def key_copies(q: Tensor, k: Tensor, share: Share) -> int:
@@ -91,56 +95,80 @@ class _ByHeads(Function):
         return None, *(grads.get(name) for name in AttentionInputs._fields)
 
 
+def _copy(target: Tensor, x: Tensor) -> None:
+    """By words: torch copies rows of a strided tensor element by element, at half the speed."""
+    if _has_words(target) and _has_words(x):
+        target, x = target.view(WORD), x.view(WORD)
+    target.copy_(x)
+
+
+def _has_words(x: Tensor) -> bool:
+    each = WORD.itemsize // x.element_size()
+    sizes = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    aligned = x.data_ptr() % WORD.itemsize == 0 and all(n % each == 0 for n in sizes)
+    return aligned and x.stride(-1) == 1 and not x.is_neg()
+
+
+def _packed(x: Tensor) -> Tensor:
+    if x.is_contiguous() and not x.is_neg():
+        return x
+    packed = x.new_empty(x.shape)
+    _copy(packed, x)
+    return packed
+
+
 class _Heads:
     """What is on its way from parts of the tokens to this rank's heads."""
 
-    def __init__(self, share: Share, *tensors: Tensor | None) -> None:
+    def __init__(self, share: Share, tensors: list[Tensor | None]) -> None:
         """tensors: [B, tokens here, heads, width] of a group."""
-        self._share = share
-        self._received = [None if x is None else _start_to_heads(x, share) for x in tensors]
+        self._whole: list[Tensor | None] = []
+        self._strided: list[tuple[Tensor, Tensor]] = []
+        sent, received, ranks = [], [], len(share.lengths)
+        for x in tensors:
+            if x is None:
+                self._whole.append(None)
+                continue
+            B, _, H, D = x.shape
+            whole = x.new_empty(B, sum(share.lengths), H // ranks, D)
+            by_rank, shares = x.unflatten(2, (ranks, H // ranks)), whole.split(share.lengths, 1)
+            _copy(shares[share.rank], by_rank[:, :, share.rank])
+            for rank in share.others:
+                sent.append((rank, _packed(by_rank[:, :, rank])))
+                dense = shares[rank]
+                if not dense.is_contiguous():
+                    dense = torch.empty_like(dense, memory_format=torch.contiguous_format)
+                    self._strided.append((shares[rank], dense))
+                received.append((rank, dense))
+            self._whole.append(whole)
+        self._messages = share.start_messages(sent, received)
 
     def wait(self) -> list[Any]:
-        """Each [B, all tokens, heads / ranks, width]."""
-        return [None if x is None else _finish_to_heads(*x, self._share) for x in self._received]
+        """Each [B, all tokens, heads / ranks, width]; nothing is kept of them here."""
+        self._messages.wait()
+        for target, x in self._strided:
+            _copy(target, x)
+        whole, self._whole, self._strided = self._whole, [], []
+        return whole
 
 
-def _start_to_heads(x: Tensor, share: Share) -> tuple[Tensor, tuple[int, ...]]:
-    (B, T, H, D), ranks = x.shape, len(share.lengths)
-    sent = x.reshape(B, T, ranks, H // ranks, D).permute(2, 0, 1, 3, 4).contiguous()
-    each = B * (H // ranks) * D
-    sizes = [n * each for n in share.lengths]
-    received = share.start_exchange(sent.flatten(), sizes, [T * each] * ranks)
-    return received, (B, H // ranks, D)
+def _to_tokens(share: Share, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Back from this rank's heads to parts of the tokens.
 
-
-def _finish_to_heads(received: Tensor, size: tuple[int, ...], share: Share) -> Tensor:
-    wait(received)
-    B, H, D = size
-    if B == 1:
-        return received.view(1, -1, H, D)
-    chunks = received.split([n * B * H * D for n in share.lengths])
-    return torch.cat([x.view(B, n, H, D) for x, n in zip(chunks, share.lengths)], dim=1)
-
-
-class _Tokens:
-    """What is on its way back, from this rank's heads to parts of the tokens."""
-
-    def __init__(self, x: Tensor, share: Share) -> None:
-        """x: [B, all tokens, heads, width]"""
-        (B, _, H, D), ranks = x.shape, len(share.lengths)
-        sent = x.contiguous()
-        if B > 1:
-            sent = torch.cat([y.flatten() for y in x.split(share.lengths, dim=1)])
-        T = share.lengths[share.rank]
-        sizes = [n * B * H * D for n in share.lengths]
-        self._received = share.start_exchange(sent.flatten(), [B * T * H * D] * ranks, sizes)
-        self._size = ranks, B, T, H, D
-
-    def wait(self) -> Tensor:
-        """[B, tokens here, heads * ranks, width]"""
-        ranks, B, T, H, D = self._size
-        x = wait(self._received).view(self._size)
-        return x.permute(1, 2, 0, 3, 4).reshape(B, T, ranks * H, D)
+    pairs: x [B, all tokens, heads, width] and where it goes, a view [B, tokens here,
+        heads * ranks, width].
+    """
+    sent, received, places, ranks = [], [], [], len(share.lengths)
+    for x, target in pairs:
+        by_rank, shares = target.unflatten(2, (ranks, x.shape[2])), x.split(share.lengths, 1)
+        _copy(by_rank[:, :, share.rank], shares[share.rank])
+        for rank in share.others:
+            sent.append((rank, _packed(shares[rank])))
+            places.append(by_rank[:, :, rank])
+            received.append((rank, x.new_empty(places[-1].shape)))
+    share.start_messages(sent, received).wait()
+    for place, (_, x) in zip(places, received):
+        _copy(place, x)
 
 
 class _Group(NamedTuple):
@@ -173,18 +201,14 @@ def _groups(inputs: AttentionInputs, share: Share) -> list[_Group]:
 
 def _each(
     groups: list[_Group], send: Callable[[_Group], _Heads], ahead: bool
-) -> Iterator[tuple[_Group, list[Any]]]:
-    """Each group and its tensors; ahead: while those of the next are on their way."""
-    if not ahead:
-        for group in groups:
-            yield group, send(group).wait()
-        return
+) -> Iterator[tuple[_Group, _Heads]]:
+    """Each group and what it gets; ahead: while the next one's tensors are on their way."""
     heads = send(groups[0])
     for group, after in zip(groups, [*groups[1:], None]):
-        following = None if after is None else send(after)
-        yield group, heads.wait()
-        if following is not None:
-            heads = following
+        following = send(after) if ahead and after is not None else None
+        yield group, heads
+        if after is not None:
+            heads = following or send(after)
 
 
 def _of_heads(inputs: AttentionInputs, group: _Group, received: list[Any]) -> AttentionInputs:
@@ -212,7 +236,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o, lse or nothing, and lse of the heads that this rank has computed, by group.
 
-    ahead: exchanges run beside the heads before and after. Without gradients they do not: it would
+    ahead: inputs are on their way beside the heads before. Without gradients they are not: it would
     be most of the memory beyond inputs and outputs.
     """
     share, groups = call.share, _groups(inputs, call.share)
@@ -220,23 +244,14 @@ def _forward(
     o = inputs.q.new_empty(B, T, H, inputs.v.shape[-1])
     lse = o.new_empty((B, H, T) if call.wants_lse else 0, dtype=inputs.dtype)
     lse_groups = []
-
-    def finish(group: _Group, o_tokens: _Tokens, lse_tokens: _Tokens | None) -> None:
-        o[:, :, group.queries] = o_tokens.wait()
-        if lse_tokens is not None:
-            lse[:, group.queries] = lse_tokens.wait()[..., 0].mT
-
-    waiting: list[tuple[_Group, _Tokens, _Tokens | None]] = []
-    for group, received in _each(groups, lambda x: _Heads(share, *_to_send(inputs, x)), ahead):
-        o_heads, lse_heads = _of_group(inputs, call, group, received)
-        of_lse = _Tokens(lse_heads.mT[..., None], share) if call.wants_lse else None
-        waiting.append((group, _Tokens(o_heads, share), of_lse))
+    for group, heads in _each(groups, lambda x: _Heads(share, _to_send(inputs, x)), ahead):
+        o_heads, lse_heads = _of_group(inputs, call, group, heads.wait())
+        pairs = [(o_heads, o[:, :, group.queries])]
+        if call.wants_lse:
+            pairs.append((lse_heads.mT[..., None], lse[:, group.queries].mT[..., None]))
+        _to_tokens(share, pairs)
         lse_groups.append(lse_heads)
-        del received, o_heads  # before the next heads come
-        if len(waiting) > ahead:
-            finish(*waiting.pop(0))
-    for each in waiting:
-        finish(*each)
+        del o_heads, pairs  # before the next heads come
     return o, lse, lse_groups
 
 
@@ -266,26 +281,34 @@ def _backward(
 
     def send(group: _Group) -> _Heads:
         of_lse = None if dlse is None else dlse[:, group.queries].mT[..., None]
-        more = (o[:, :, group.queries], do[:, :, group.queries], of_lse)
-        return _Heads(share, *_to_send(inputs, group), *more)
+        more = o[:, :, group.queries], do[:, :, group.queries], of_lse
+        return _Heads(share, [*_to_send(inputs, group), *more])
 
-    for lse, (group, (*received, o_heads, do_heads, of_lse)) in zip(
-        lse_groups, _each(groups, send, True)
-    ):
-        inputs_of_heads = _of_heads(inputs, group, received)
-        _, impls = plan_across_ranks(inputs_of_heads, call.options, call.impl)
-        dlse_heads = None if of_lse is None else of_lse[..., 0].mT.contiguous()
-        args = *inputs_of_heads, o_heads, lse, do_heads, dlse_heads, *call.options, impls
-        of_terms = iter(op.call_backward(*args))
-        mine = {
-            n: next(of_terms) for n in DIFFERENTIABLE if getattr(inputs_of_heads, n) is not None
-        }
-        mine |= {"g": mine["g"][..., None]} if "g" in mine else {}
-        # each before the next, and all before the next heads: else these are more in memory
-        for name in names:
-            heads = group.keys if name in "kv" else group.queries
-            x = _Tokens(mine[name], share).wait()
-            grads[name][:, :, heads] = x if name != "g" else x[..., 0]
+    for lse, (group, heads) in zip(lse_groups, _each(groups, send, True)):
+        mine = _gradients_of_group(inputs, call, group, lse, heads.wait())
         if inputs.sinks is not None:
             grads["sinks"][group.mine] = mine["sinks"]
+        pairs = []
+        for name in names:
+            target = grads[name][:, :, group.keys if name in "kv" else group.queries]
+            pairs.append((mine[name], target if name != "g" else target[..., None]))
+        _to_tokens(share, pairs)
+        del mine, pairs  # before the next heads come
+    return grads
+
+
+def _gradients_of_group(
+    inputs: AttentionInputs, call: _Call, group: _Group, lse: Tensor, received: list[Any]
+) -> dict[str, Tensor]:
+    """Of this rank's heads, over all tokens; that of g as [B, T, H, 1]."""
+    *sent, o, do, dlse = received
+    inputs_of_heads = _of_heads(inputs, group, sent)
+    _, impls = plan_across_ranks(inputs_of_heads, call.options, call.impl)
+    dlse = None if dlse is None else dlse[..., 0].mT.contiguous()
+    args = *inputs_of_heads, o, lse, do, dlse, *call.options, impls
+    results = iter(op.call_backward(*args))
+    terms = [n for n in DIFFERENTIABLE if getattr(inputs_of_heads, n) is not None]
+    grads = {n: next(results) for n in terms}
+    if "g" in grads:
+        grads["g"] = grads["g"][..., None]
     return grads
