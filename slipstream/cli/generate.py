@@ -24,6 +24,7 @@ def generate(
     with reported():
         if (prompt is None) == (file is None):
             raise ValueError("prompt: want either a prompt or --file, got both or none")
+        from slipstream.runtime.files import read_text
         from slipstream.training.sample import continue_all, load, stream
 
         model, tokenizer = load(checkpoint)
@@ -32,6 +33,6 @@ def generate(
             speed = stream(model, tokenizer, prompt, *sampling)
         else:
             assert file is not None
-            lines = [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
+            lines = [x for x in read_text(file).splitlines() if x.strip()]
             speed = continue_all(model, tokenizer, lines, batch, *sampling)
         typer.secho(f"{speed:,.0f} tokens/s", err=True, dim=True)

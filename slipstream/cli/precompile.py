@@ -48,13 +48,13 @@ def precompile(
         from slipstream.tools.catalog import chosen
 
         given, target, types = operators or [], named(arch).name, tool.dtypes(dtype)
+        sizes = tool.batch(batch)
         models = [x for x in given if tool.is_model(x)]
         names = [x for x in given if x not in models]
         done = True
         if models:
             from slipstream.tools.model_kernels import find_model_kernels
 
-            sizes = tool.batch(batch)
             of_models = partial(find_model_kernels, models, types, sizes, target, not forward)
             done = tool.fill(of_models, f"{len(models)} models", target, cache, jobs)
         if names or not models:

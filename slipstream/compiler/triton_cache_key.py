@@ -61,9 +61,10 @@ def reuse() -> None:
 
 def _read() -> dict[str, str]:
     try:
-        return json.loads(_file().read_text())
+        stored = json.loads(_file().read_text())
     except (OSError, ValueError):
         return {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def _write(entry: dict[str, str]) -> None:

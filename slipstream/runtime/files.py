@@ -1,9 +1,36 @@
-"""Small files that are either whole or as they were before."""
+"""Small files: read with errors that name them, written whole or left as they were before."""
 
 import contextlib
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
+
+
+def read_text(path: Path) -> str:
+    """
+    Raises:
+        ValueError: it is no UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """
+    Raises:
+        ValueError: it is no JSON in UTF-8.
+        OSError: it cannot be read.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,7 +1,6 @@
 """Finds the kernels of a model's training step from its configuration, without a GPU."""
 
 import copy
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from slipstream.compiler.aot import Job
 from slipstream.compiler.trace import trace
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.runtime.files import read_json
 from slipstream.tools.backend_query import KernelsFound
 
 
@@ -31,7 +31,7 @@ def read(name: str) -> SlipstreamConfig:
         if run.init_from is not None:
             return read(run.init_from)
         return SlipstreamConfig(**{"vocab_size": run.tokenizer.vocab_size, **run.model})
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     kind = found.get("model_type") if isinstance(found, dict) else None
     if kind != SlipstreamConfig.model_type:
         raise ValueError(f"{path}: want model_type {SlipstreamConfig.model_type!r}, got {kind!r}")

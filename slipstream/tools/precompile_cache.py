@@ -154,5 +154,7 @@ def stale(place: Path, arch: str) -> str | None:
     except (OSError, ValueError):
         return None
     here = made_by(arch)
+    if not isinstance(made, dict):
+        return None
     differ = [f"{k} {made.get(k)} there, {v} here" for k, v in here.items() if made.get(k) != v]
     return f"precompiled by others: {'; '.join(differ)}" if differ else None

@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from slipstream.runtime.files import write_text
+from slipstream.runtime.files import read_text, write_text
 from slipstream.training.values import checked, expect_keys
 
 PACKINGS = ("separator", "reset")
@@ -160,12 +160,12 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConf
         overrides: "section.key=value", the value in YAML: "data.row_tokens=256".
 
     Raises:
-        ValueError: YAML that cannot be read, a key that does not exist or a value that cannot be.
+        ValueError: no YAML in UTF-8, a key that does not exist or a value that cannot be.
         TypeError: a value of another type.
     """
     if not Path(path).is_file():
         raise ValueError(f"{path}: want a file with a training config, such as configs/hybrid.yaml")
-    raw = read_yaml(Path(path).read_text(encoding="utf-8"), str(path))
+    raw = read_yaml(read_text(Path(path)), str(path))
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):

@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,13 @@ import slipstream
 from slipstream.cli.commands import app
 from slipstream.cli.errors import reported
 from slipstream.compiler.support_matrix import Row
+from slipstream.models.convert import convert
+from slipstream.models.convert.files import Weights
+from slipstream.runtime.files import read_text
 from slipstream.tools import support_data, support_page
 from slipstream.tools import terminal as terminal_tools
+from slipstream.tools.model_kernels import read
+from slipstream.training.config import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -222,3 +229,25 @@ def test_command_ends_quietly_where_nothing_reads_its_output(
         raise BrokenPipeError
     sys.stdout.close()
     assert ended.value.exit_code == 1 and capsys.readouterr().err == ""
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "config of a run": ("run.yaml", load),
+    "config of a model": ("config.json", lambda path: read(str(path))),
+    "model to convert": ("config.json", lambda path: convert(path.parent, path.parent / "to")),
+    "weights in parts": ("model.safetensors.index.json", lambda path: Weights(path.parent)),
+    "prompts": ("prompts.txt", read_text),
+}
+
+
+DAMAGED = [(name, b"\xff\xfe\x00") for name in READERS]
+DAMAGED += [(name, x) for name in READERS if name != "prompts" for x in (b"{", b"[0]", b"3")]
+DAMAGED += [("weights in parts", x) for x in (b"{}", b'{"weight_map": {"x": 1}}')]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED)
+def test_file_that_cannot_be_read_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    file, reader = READERS[name]
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / file))):
+        reader(tmp_path / file)

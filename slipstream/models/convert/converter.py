@@ -18,6 +18,7 @@ from slipstream.models.convert import files, fla, mamba2, qwen_kimi, rwkv7
 from slipstream.models.convert.families import Family, expect_equal
 from slipstream.models.convert.rules import Rule
 from slipstream.models.model import SlipstreamForCausalLM
+from slipstream.runtime.files import read_json
 
 FAMILIES: dict[str, Family] = {
     x.name: x
@@ -195,11 +196,11 @@ def _family_of(given: dict[str, Any], source: Path) -> Family | None:
 def _read_config(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = read_json(path)
     except OSError as error:
         raise FileNotFoundError(f"{source}: want a directory with a config.json") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: want an object, got {type(given).__name__}")
     # infinities, which JSON has no number for
     return PreTrainedConfig._decode_special_floats(given)
 

@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.runtime.files import read_json
+
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OF_TOKENIZER = (
     "tokenizer*",
@@ -34,7 +36,7 @@ class Weights:
     def __init__(self, directory: Path, aliases: Sequence[tuple[str, str]] = ()) -> None:
         self._files: dict[Path, Any] = {}
         if (directory / INDEX).is_file():
-            index = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            index = _weight_map(directory / INDEX)
             for file in sorted(set(index.values())):
                 if Path(file).name != file or not (directory / file).is_file():
                     raise ValueError(f"{directory / INDEX}: names {file}, which is not beside it")
@@ -71,6 +73,14 @@ class Weights:
             except SafetensorError as error:
                 raise ValueError(f"{place}: no whole file of safetensors: {error}") from error
         return self._files[place]
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    index = read_json(path)
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(x, str) for x in found.values()):
+        raise ValueError(f"{path}: weight_map: want an object of names to files")
+    return found
 
 
 def write(directory: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> int:
