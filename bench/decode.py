@@ -47,12 +47,24 @@ STEPS = [
     ("kda", 64, 32, 32, False),
     ("rwkv7", 64, 32, 32, False),
     ("retention", 64, 16, 16, False),
+    # what tensor parallelism over 2 to 8 GPUs leaves a GPU of Qwen3-Next and Kimi Linear
+    *(("gated_delta_rule", 64, 16 // n, 32 // n, False) for n in (2, 4, 8)),
+    *(("kda", 64, 32 // n, 32 // n, False) for n in (2, 4, 8)),
 ]
 # of an operator's arguments, what recurrent_step calls them
 NAMES = {"r": "q", "w": "g", "gk": "g"}
 SCANS = [(1, 8192, 2048), (8, 2048, 1024), (1, 65536, 1024), (64, 128, 1024)]  # B, T, D
 # mixers of whole models
 GENERATED = ("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention", "attention")
+# of a mixer another way to generate: options of the config, and of generate
+WAYS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("gated_deltanet", "consistent", {"consistent": True}, {}),
+    ("attention", "consistent", {"consistent": True}, {}),
+    ("gated_deltanet", "int8 states", {}, {"cache_config": {"state_dtype": "int8"}}),
+    ("attention", "int8 keys", {}, {"cache_config": {"key_dtype": "int8"}}),
+    ("gated_deltanet", "drafts of the prompt", {}, {"prompt_lookup_num_tokens": 4}),
+    ("gated_deltanet", "drafts of a model", {}, {"assistant_model": True}),
+]
 
 
 def arguments(name: str, B: int, T: int, H: int, HV: int, report: Report) -> dict[str, Tensor]:
@@ -123,28 +135,46 @@ def scan_rows(
     return found
 
 
-def generates(model: Any, B: int, tokens: int) -> Call:
+def generates(model: Any, B: int, tokens: int, **options: Any) -> Call:
     """Greedy generation of the given number of tokens for B prompts of 16 tokens."""
     ids = torch.randint(1, model.config.vocab_size, (B, 16), device=DEVICE)
-    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     mask = torch.ones_like(ids)
     return partial(model.generate, ids, attention_mask=mask, max_new_tokens=tokens, **options)
 
 
-def generate_row(mixer: str, B: int, report: Report) -> Mapping[str, object]:
+@torch.no_grad()
+def draft_of(model: Any, small: bool, **sizes: Any) -> Any:
+    """A model of its first layers, a fifth of all. The others are made to add nothing, so that all
+    drafts are right: how fast a generate with an assistant can be."""
+    layers = model.model.layers
+    count = max(len(layers) // 5, 1)
+    for block in layers[count:]:
+        block.mixer.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+    draft = language_model(model.config.mixers[:count], small, **sizes).eval()
+    draft.load_state_dict(model.state_dict(), strict=False)
+    return draft
+
+
+def generate_row(
+    mixer: str, B: int, way: str, config: dict[str, Any], given: dict[str, Any], report: Report
+) -> Mapping[str, object]:
     """Tokens/s of a model of about 0.35 B, its steps as they are written and as a graph."""
     small = report.options.small
-    sizes = {"hidden_size": 1024, "num_heads": 4}
-    model = language_model([mixer] * (1 if small else 24), small, **sizes).eval()
+    sizes = {"hidden_size": 1024, "num_heads": 4, **config}
+    model = language_model([mixer] * (2 if small else 24), small, **sizes).eval()
+    if "assistant_model" in given:
+        given = {"assistant_model": draft_of(model, small, **sizes)}
     speeds = {}
-    for way, enabled in (("eager", False), ("graph", True)):
+    for name, enabled in (("eager", False), ("graph", True)):
         model.decoding.enabled = enabled
         tokens = report.runs(128 if enabled else 16)
-        call = generates(model, B, tokens)
+        call = generates(model, B, tokens, **given)
         first(call)
-        speeds[f"{way} tokens/s"] = round(B * tokens / first(call), 1)
+        speeds[f"{name} tokens/s"] = round(B * tokens / first(call), 1)
     counts = {"captures": model.decoding.captures, "replays": model.decoding.replays}
-    return {"mixer": mixer, "B": B, **speeds, **counts}
+    return {"mixer": mixer, "way": way, "B": B, **speeds, **counts}
 
 
 def cpu_rows(report: Report) -> list[Mapping[str, object]]:
@@ -192,9 +222,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure = partial(step_row, what, shape, make, report)
         works.append((f"{what} {shape}", "step_gpu", measure))
     if not given.once:
-        for mixer, B in product(GENERATED, (1, 64)):
-            measure = partial(generate_row, mixer, B, report)
-            works.append((f"generate {mixer} B{B}", "generate_gpu", measure))
+        plain = [(mixer, "", {}, {}) for mixer in GENERATED]
+        for (mixer, way, *given), B in product([*plain, *WAYS], (1, 64)):
+            if B == 1 or "drafts" not in way:  # transformers drafts for one sequence
+                measure = partial(generate_row, mixer, B, way, *given, report)
+                works.append((f"generate {mixer} {way} B{B}", "generate_gpu", measure))
     for (label, fn), size in product(scans, SCANS):
         measure = partial(scan_rows, label, fn, size, report)
         works.append((f"scan {label} {size}", "step_gpu", measure))

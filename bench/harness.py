@@ -437,7 +437,7 @@ def language_model(mixers: list[Any], small: bool, **sizes: Any) -> Any:
 
     sizes = {"hidden_size": 2048, "num_heads": 16, "vocab_size": 32000, **sizes}
     if small:
-        sizes = {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
+        sizes |= {"hidden_size": 32, "num_heads": 2, "vocab_size": 64}
     model: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **sizes))
     return model.to(DEVICE, BF16 if DEVICE.type == "cuda" else torch.float32)
 
