@@ -131,7 +131,8 @@ def jobs(case: tuple, make: str) -> list[Job]:
         elif "ends" in make or "meet" in make:
             start = given.initial_state
             made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)
-            m = made[..., V:].contiguous() if "alone" in make else made
+            E, m = made.split([V, K], -1)
+            m = m.contiguous() if "alone" in make else m
             if make == "ends":
                 segment_launch.segment_transition(given, wy, start, at)
             elif make == "ends_alone":
@@ -144,7 +145,7 @@ def jobs(case: tuple, make: str) -> list[Job]:
                 segment_launch.segment_transition_bwd(given, out, wy, 0.1, start, at)
             else:
                 reverse = "back" in make
-                segment_launch.state_passing(given, made, m, far, start, at, reverse=reverse)
+                segment_launch.state_passing(given, E, m, far, start, at, reverse=reverse)
         else:
             delta.chunk_dstate(given, out, wy, 0.1, out, states, s_out=end, **ends)
 
@@ -201,7 +202,7 @@ def test_state_passing_across_ranks_compiles(reverse: bool) -> None:
     """With M beside E, and of some segments not written."""
     from slipstream.compiler.trace import trace
     from slipstream.kernels.linear.context_in_order import LocalSegments
-    from slipstream.kernels.linear.sm90.delta.segment_launch import states_across_ranks
+    from slipstream.kernels.linear.sm90.delta.segment_launch import state_passing
 
     class Sends(LocalSegments):
         """Which wants what sequences end with."""
@@ -216,8 +217,8 @@ def test_state_passing_across_ranks_compiles(reverse: bool) -> None:
         made = torch.ones(8, HV, K, V + K, device=device)
         far = torch.ones(8, HV, dtype=torch.int32, device=device)
         (E, M), state = made.split([V, K], -1), given.initial_state
-        more = far, state, Sends(64)
-        states_across_ranks(given, Segments(64, 8), E, M, *more, reverse=reverse)
+        more = far, state, Segments(64, 8), Sends(64)
+        state_passing(given, E, M, *more, reverse=reverse)
 
     (job,) = trace(call, "sm_90", backward=False)
     got = job.compile()

@@ -72,8 +72,9 @@ def check(case: tuple, back: bool, decays: bool) -> None:
     s_in, met = torch.randn(N, HV, K, V), torch.full((slots, HV, K, V), torch.nan)
     cu = torch.tensor(case, dtype=torch.int32) if packed else None
     launch[(V // 16 * HV * slots,)](
-        made, beside, far, s_in, met, cu, T, N, HV, SEGMENT,
-        K=K, V=V, BV=16, M_OFFSET=0 if alone else V, BACK=back, HAS_S_IN=True, PACKED=packed,
+        made, beside[..., -K:], far, s_in, met, None, cu, T, N, HV, SEGMENT,
+        K=K, V=V, BV=16, E_WIDTH=made.stride(2), M_WIDTH=beside.stride(2), BACK=back,
+        HAS_S_IN=True, HAS_S_OUT=False, PACKED=packed,
     )  # fmt: skip
     for slot, state in wanted(case, made, m, far, s_in, back).items():
         torch.testing.assert_close(met[slot], state, rtol=1e-4, atol=1e-4)
@@ -84,7 +85,7 @@ def check_across_ranks(case: tuple, back: bool, ends: bool) -> None:
     """E and M of every segment, and the states that sequences end with."""
     from slipstream.kernels.linear.sm90.delta import state_passing
 
-    launch: Any = state_passing.delta_state_passing_across_sm90_kernel
+    launch: Any = state_passing.delta_state_passing_sm90_kernel
     packed, N, T = case[0] != "batch", len(sequences(case)), case[-1]
     slots = T // SEGMENT + N if packed else N * -(-T // SEGMENT)
     made = torch.randn(slots, HV, K, V + K) / 4

@@ -288,19 +288,15 @@ class Sm90Delta(DeltaBackend):
         final: Tensor | None,
         exchange: Exchange | None = None,
     ) -> EntryStates:
-        state = terms.initial_state
-        if exchange is not None:
-            made, m_is_zero = segment_launch.segment_transition(
-                terms, wy, None, segments, every=True
-            )
-            K, V = terms.q.shape[-1], terms.v.shape[-1]
-            E, M = made.split([V, K], -1)
-            given = terms, segments, E, M, m_is_zero, state, exchange
-            return EntryStates(segment_launch.states_across_ranks(*given), None, final)
-        M, m_is_zero = segment_launch.segment_transition(terms, wy, state, segments)
-        # E is beside M
-        states = segment_launch.state_passing(terms, M, M, m_is_zero, state, segments)
-        return EntryStates(states, (M, m_is_zero), final)
+        K, V = terms.q.shape[-1], terms.v.shape[-1]
+        across = exchange is not None
+        # one rank has the state before all in E of a sequence's first segment
+        s_in = None if across else terms.initial_state
+        made, m_is_zero = segment_launch.segment_transition(terms, wy, s_in, segments, every=across)
+        E, M = made.split([V, K], -1)
+        ends = terms.initial_state, segments, exchange
+        states = segment_launch.state_passing(terms, E, M, m_is_zero, *ends)
+        return EntryStates(states, None if across else (M, m_is_zero), final)
 
     def entry_dstates(
         self,

@@ -16,10 +16,7 @@ from slipstream.kernels.linear.sm90.delta.segment_transition import (
     delta_segment_transition_bwd_sm90_kernel,
     delta_segment_transition_sm90_kernel,
 )
-from slipstream.kernels.linear.sm90.delta.state_passing import (
-    delta_state_passing_across_sm90_kernel,
-    delta_state_passing_sm90_kernel,
-)
+from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
 from slipstream.runtime.launch_cache import cached
 
 BASE = 16  # rows of the blocks that the inverse begins with
@@ -104,32 +101,34 @@ def entry_dstates(
     what dfinal has from other ranks."""
     M, m_is_zero = segment_transition(terms, wy, None, segments, alone=True, every=True)
     dE = segment_transition_bwd(terms, do, wy, scale, None, segments, every=True)
-    return states_across_ranks(terms, segments, dE, M, m_is_zero, dfinal, exchange, reverse=True)
+    return state_passing(terms, dE, M, m_is_zero, dfinal, segments, exchange, reverse=True)
 
 
-def states_across_ranks(
+def state_passing(
     terms: LinearInputs,
-    segments: Segments,
     E: Tensor,
     M: Tensor,
     m_is_zero: Tensor,
     s_in: Tensor | None,
-    exchange: Exchange,
+    segments: Segments,
+    exchange: Exchange | None = None,
     reverse: bool = False,
 ) -> Tensor:
-    """As state_passing, of E and M of every segment, and of what other ranks say of s_in.
+    """The state before each segment [count, HV, K, V]; reverse: the gradient of that after it.
 
     Args:
         E, M: [count, HV, K, V] and [count, HV, K, K]; there may be others beside their rows.
+        s_in: before or after all.
+        exchange: says what other ranks have of s_in. E and M are then of every segment.
     """
     HV, V = terms.v.shape[2:]
     K = terms.q.shape[-1]
     entry = E.new_empty(segments.count, HV, K, V)
 
     def run(states: Tensor, s_out: Tensor | None) -> None:
-        sequences = 0 if s_out is None else terms.sequences
-        programs = V // TILE_V * HV * (segments.count + sequences)
-        launch: Any = cached(delta_state_passing_across_sm90_kernel)[(programs,)]
+        ends = 0 if s_out is None else terms.sequences
+        programs = V // TILE_V * HV * (segments.count + ends)
+        launch: Any = cached(delta_state_passing_sm90_kernel)[(programs,)]
         launch(
             e_ptr=E,
             m_ptr=M,
@@ -159,47 +158,6 @@ def states_across_ranks(
         return torch.where(m_is_zero[..., None, None] == 0, M, 0.0)
 
     pass_states(run, entry, None, terms, segments, transition, exchange, reads_others=True)
-    return entry
-
-
-def state_passing(
-    terms: LinearInputs,
-    E: Tensor,
-    m: Tensor,
-    m_is_zero: Tensor,
-    s_in: Tensor | None,
-    segments: Segments,
-    reverse: bool = False,
-) -> Tensor:
-    """The state before each segment [count, HV, K, V]; reverse: the gradient of that after it.
-
-    E: of segment_transition, beside M, or of segment_transition_bwd. s_in: before or after all.
-    """
-    HV, V = terms.v.shape[2:]
-    K = terms.q.shape[-1]
-    entry = E.new_empty(segments.count, HV, K, V)
-    launch: Any = cached(delta_state_passing_sm90_kernel)[delta_grid(terms, segments)]
-    launch(
-        transition_ptr=E,
-        m_ptr=m,
-        m_is_zero_ptr=m_is_zero,
-        s_in_ptr=s_in,
-        entry_ptr=entry,
-        cu_ptr=terms.cu_seqlens,
-        T=terms.v.shape[1],
-        N=terms.sequences,
-        HV=HV,
-        segment=segments.tokens,
-        K=K,
-        V=V,
-        BV=TILE_V,
-        M_OFFSET=m.shape[-1] - K,
-        BACK=reverse,
-        HAS_S_IN=s_in is not None,
-        PACKED=terms.cu_seqlens is not None,
-        num_warps=8,
-        num_stages=1,
-    )
     return entry
 
 
