@@ -156,10 +156,3 @@ def scaled(dstate: Tensor, scale: float, exchange: Exchange | None) -> Tensor:
     if exchange is None or exchange.segment_tokens is None:
         return dstate
     return dstate.mul_(scale)
-
-
-def scales_of_passing(scale_in: float, scale_out: float, segments: Segments) -> dict[str, float]:
-    """What state passing multiplies states with that come in and go out."""
-    if segments.fixed:
-        return {"scale_in": 1.0, "scale_out": 1.0}
-    return {"scale_in": scale_in, "scale_out": scale_out}

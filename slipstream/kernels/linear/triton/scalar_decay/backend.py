@@ -20,7 +20,6 @@ from slipstream.kernels.linear.backend import (
     Exchange,
     pass_states,
     scaled,
-    scales_of_passing,
     unscaled,
 )
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
@@ -31,13 +30,11 @@ from slipstream.kernels.linear.segments import (
     scalar_decay_tokens,
     split_into_segments,
 )
+from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.chunk import scalar_decay_chunk_kernel
-from slipstream.kernels.linear.triton.scalar_decay.state_passing import (
-    scalar_decay_dg_kernel,
-    scalar_decay_state_passing_kernel,
-)
+from slipstream.kernels.linear.triton.scalar_decay.dg import scalar_decay_dg_kernel
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, choose, family_of
 from slipstream.kernels.linear.workspace import sum_grouped_heads
 from slipstream.runtime.backends import device_of, fp32_dot_precision
@@ -321,46 +318,14 @@ def _entry_states(
     TritonScalarDecay.launch_chunks(ends, terms, 1.0, segments)
 
     def run(states: Tensor, s_out: Tensor | None) -> None:
-        _state_passing(chunks._replace(s_out=s_out), terms, segments, states, total)
+        given = chunks._replace(s_out=s_out, total=total)
+        decay_state_passing(given, terms, segments, states)
 
     def transition() -> Tensor | None:
         return None if total is None else total.exp2()[..., None, None]
 
     pass_states(run, states, chunks.s_out, terms, segments, transition, exchange)
     return chunks._replace(s_in=states, scale_in=1.0)
-
-
-def _state_passing(
-    chunks: ChunkLaunch,
-    terms: LinearInputs,
-    segments: Segments,
-    states: Tensor,
-    total: Tensor | None,
-) -> None:
-    """states: what segments add; becomes the states before them. s_out is written, if given."""
-    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
-    block = 1024
-    cu = terms.cu_seqlens
-    cached(scalar_decay_state_passing_kernel)[-(-(K * V) // block) * HV * terms.sequences,](
-        states_ptr=states,
-        total_ptr=total,
-        s_in_ptr=chunks.s_in,
-        s_out_ptr=chunks.s_out,
-        cu_ptr=cu,
-        **scales_of_passing(chunks.scale_in, chunks.scale_out, segments),
-        T=terms.q.shape[1],
-        N=terms.sequences,
-        HV=HV,
-        segment=segments.tokens,
-        SIZE=K * V,
-        BLOCK=block,
-        REVERSE=chunks.reverse,
-        HAS_GATE=total is not None,
-        HAS_S_IN=chunks.s_in is not None,
-        HAS_S_OUT=chunks.s_out is not None,
-        PACKED=cu is not None,
-        num_warps=4,
-    )
 
 
 def _gate_gradient(terms: LinearInputs, sums: GateSums, segments: Segments | None) -> Tensor:

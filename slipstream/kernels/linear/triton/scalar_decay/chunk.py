@@ -20,7 +20,7 @@ its chunk,
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z      z = sum(S * dS) after the chunk
 
-The sums q . dq and k . dk are left by the dq and dk scans, and added up in state_passing.py. A
+The sums q . dq and k . dk are left by the dq and dk scans, and added up in dg.py. A
 difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
 are rounded apart. So every ANCHOR_INTERVAL chunks the dq scan leaves S, an anchor,
 and the dk scan takes z
@@ -28,7 +28,7 @@ from it anew.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
 tokens, each a program of its own. A first scan (not HAS_Y) leaves what a segment adds to the state
-and how much it decays, of which state_passing.py makes the state that each segment meets.
+and how much it decays, of which decay_state_passing.py makes the state that each segment meets.
 """
 
 import triton

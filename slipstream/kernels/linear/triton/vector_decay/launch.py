@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange, pass_states, scales_of_passing
+from slipstream.kernels.linear.backend import Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -15,13 +15,11 @@ from slipstream.kernels.linear.segments import (
     scalar_decay_tokens,
     split_into_segments,
 )
+from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of
-from slipstream.kernels.linear.triton.vector_decay.chunk import (
-    vector_decay_chunk_kernel,
-    vector_decay_state_passing_kernel,
-)
+from slipstream.kernels.linear.triton.vector_decay.chunk import vector_decay_chunk_kernel
 from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile, choose_chunk_tile
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
@@ -131,39 +129,14 @@ def entry_states(
     launch(transition, problem, intra)
 
     def run(states: Tensor, s_out: Tensor | None) -> None:
-        _state_passing(chunks._replace(s_out=s_out), problem, states, total)
+        given = chunks._replace(s_out=s_out, total=total)
+        decay_state_passing(given, terms, segments, states)
 
     def factors() -> Tensor:
         return total[..., None] if terms.gv is None else total[..., None, :]
 
     pass_states(run, states, chunks.s_out, terms, segments, factors, exchange)
     return chunks._replace(s_in=states, scale_in=1.0)
-
-
-def _state_passing(
-    chunks: ChunkLaunch, problem: VectorDecayProblem, states: Tensor, total: Tensor
-) -> None:
-    """states: what segments add; becomes the states before them. s_out is written, if given."""
-    terms, segments = problem.terms, problem.segments
-    assert segments is not None
-    HV, K = problem.g.shape[2:]
-    size, block = states[0, 0].numel(), 1024
-    cached(vector_decay_state_passing_kernel)[-(-size // block) * HV * terms.sequences,](
-        states_ptr=states,
-        total_ptr=total,
-        s_in_ptr=chunks.s_in,
-        s_out_ptr=chunks.s_out,
-        **scales_of_passing(chunks.scale_in, chunks.scale_out, segments),
-        segment=segments.tokens,
-        **size_args(problem),
-        D=K,
-        SIZE=size,
-        BLOCK=block,
-        REVERSE=chunks.reverse,
-        TRANSPOSED=terms.gv is not None,
-        PACKED=terms.cu_seqlens is not None,
-        num_warps=4,
-    )
 
 
 def gate_sums(problem: VectorDecayProblem) -> GateSums:

@@ -1,4 +1,4 @@
-"""After the scan (chunk.py): the states that segments meet, and the gate's gradient.
+"""After the scan (chunk.py): the gate's gradient.
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z
 
@@ -18,58 +18,6 @@ MIN_SEGMENTS = tl.constexpr(-32.0)
 @triton.jit
 def _advance(later, later_goes_on, value, goes_on):
     return value + goes_on * later, goes_on * later_goes_on
-
-
-@triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
-def scalar_decay_state_passing_kernel(
-    states_ptr,  # [segments, HV, SIZE]: what a segment adds; becomes the state that it meets
-    total_ptr,  # [segments, HV]
-    s_in_ptr,  # [N, HV, SIZE], times scale_in
-    s_out_ptr,  # the same, times scale_out
-    cu_ptr,  # [N + 1]
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    segment,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """grid (ceil(SIZE / BLOCK) * HV * N,): one program follows a part of one state."""
-    pid = tl.program_id(0)
-    NB: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    i_h = (pid // NB) % HV
-    i_n = (pid // NB // HV).to(tl.int64)
-    o = (pid % NB) * BLOCK + tl.arange(0, BLOCK)
-    m = o < SIZE
-    if PACKED:
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        i_seg = begin // segment + i_n
-        count = tl.cdiv(tl.maximum(end - begin, 0), segment).to(tl.int32)
-    else:
-        count = tl.cdiv(T, segment)
-        i_seg = i_n * count
-    o_io = (i_n * HV + i_h) * SIZE + o
-    if HAS_S_IN:
-        b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
-    else:
-        b_s = tl.zeros((BLOCK,), tl.float32)
-    for i in range(count):
-        at = (i_seg + (count - 1 - i if REVERSE else i)) * HV + i_h
-        b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
-        tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
-        if HAS_GATE:
-            b_s *= tl.exp2(tl.load(total_ptr + at))
-        b_s += b_add
-    if HAS_S_OUT:
-        tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
 
 
 _SIZES = ["T", "N", "HV", "tokens", "segment", "num_anchors"]
