@@ -560,7 +560,7 @@ FAMILIES = [
         {
             "pointwise.triton.glu:glu": activation._eager,
             "pointwise.triton.glu:glu_backward": activation._eager_backward,
-            "pointwise.triton.glu_bwd_recompute:glu_bwd_recompute": linear._eager_recompute,
+            "pointwise.triton.glu:glu_bwd_recompute": linear._eager_recompute,
         },
         ("slipstream.kernels.pointwise.activation",),
     ),

@@ -142,7 +142,7 @@ def _recompute(
         lambda: _mismatch(gate, up, f),
     ) as usable:
         if usable:
-            from slipstream.kernels.pointwise.triton.glu_bwd_recompute import glu_bwd_recompute
+            from slipstream.kernels.pointwise.triton.glu import glu_bwd_recompute
 
             dgate, dup = glu_bwd_recompute(dh, gate, up, f)
             return dgate, dgate.new_empty(0) if dup is None else dup

@@ -16,8 +16,12 @@ def test_erase_compiles(backward: bool, has_b: bool) -> None:
     tensors = {f"{name}_ptr": "*bf16" for name in names} | {"g_ptr": "*fp32"}
     if backward:
         tensors["dg_ptr"] = "*fp32"
-    kernel = f"{MODULE}:erase_{'bwd' if backward else 'fwd'}_kernel"
     got = compile_kernel(
-        kernel, tensors, {"TILE": 2048}, scalars={"size": "i32:16"}, warps=4, target="sm_90"
+        f"{MODULE}:erase_kernel",
+        tensors,
+        {"TILE": 2048},
+        scalars={"size": "i32:16"},
+        warps=4,
+        target="sm_90",
     )
     assert got.stack == 0

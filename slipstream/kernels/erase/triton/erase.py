@@ -3,8 +3,6 @@
 A program has a tile of elements, which are all independent: each is read once and written once.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,52 +20,49 @@ def _load(p, m):
 
 
 @triton.jit(do_not_specialize=["size"])
-def erase_fwd_kernel(g_ptr, k_ptr, b_ptr, a_ptr, size, TILE: tl.constexpr):
-    """Grid (size / TILE). All [size]; b None is 1."""
+def erase_kernel(
+    da_ptr, g_ptr, k_ptr, b_ptr, a_ptr, dg_ptr, dk_ptr, db_ptr, size, TILE: tl.constexpr
+):  # fmt: skip
+    """Grid (size / TILE). All [size]; b None is 1. a without da, else gradients, in the dtypes of
+    what they belong to."""
     o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     m = o < size
-    b_a = -tl.exp(_load(g_ptr + o, m)) * _load(k_ptr + o, m)
-    if b_ptr is not None:
-        b_a *= _load(b_ptr + o, m)
-    tl.store(a_ptr + o, b_a.to(a_ptr.dtype.element_ty), mask=m)
-
-
-@triton.jit(do_not_specialize=["size"])
-def erase_bwd_kernel(da_ptr, g_ptr, k_ptr, b_ptr, dg_ptr, dk_ptr, db_ptr, size, TILE: tl.constexpr):
-    """Grid (size / TILE). Gradients in the dtypes of what they belong to."""
-    o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    m = o < size
-    b_k = _load(k_ptr + o, m)
-    b_d = -_load(da_ptr + o, m) * tl.exp(_load(g_ptr + o, m))
-    b_dk = b_d
-    if b_ptr is not None:
-        b_b = _load(b_ptr + o, m)
-        b_db = b_d * b_k
-        tl.store(db_ptr + o, b_db.to(db_ptr.dtype.element_ty), mask=m)
-        b_dk *= b_b
-    tl.store(dk_ptr + o, b_dk.to(dk_ptr.dtype.element_ty), mask=m)
-    b_dg = b_dk * b_k
-    tl.store(dg_ptr + o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
+    if da_ptr is None:
+        b_a = -tl.exp(_load(g_ptr + o, m)) * _load(k_ptr + o, m)
+        if b_ptr is not None:
+            b_a *= _load(b_ptr + o, m)
+        tl.store(a_ptr + o, b_a.to(a_ptr.dtype.element_ty), mask=m)
+    else:
+        b_k = _load(k_ptr + o, m)
+        b_d = -_load(da_ptr + o, m) * tl.exp(_load(g_ptr + o, m))
+        b_dk = b_d
+        if b_ptr is not None:
+            b_b = _load(b_ptr + o, m)
+            b_db = b_d * b_k
+            tl.store(db_ptr + o, b_db.to(db_ptr.dtype.element_ty), mask=m)
+            b_dk *= b_b
+        tl.store(dk_ptr + o, b_dk.to(dk_ptr.dtype.element_ty), mask=m)
+        b_dg = b_dk * b_k
+        tl.store(dg_ptr + o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
 
 
 def forward(g: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
     a = torch.empty_like(k)
-    _run(erase_fwd_kernel, g_ptr=g, k_ptr=k, b_ptr=b, a_ptr=a)
+    _run(g, k, b, a_ptr=a)
     return a
 
 
 def backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
     """dg, dk, and db if there is b."""
     dg, dk, db = (None if x is None else torch.empty_like(x) for x in (g, k, b))
-    outputs = {"dg_ptr": dg, "dk_ptr": dk, "db_ptr": db}
-    _run(erase_bwd_kernel, da_ptr=da, g_ptr=g, k_ptr=k, b_ptr=b, **outputs)
+    _run(g, k, b, da_ptr=da, dg_ptr=dg, dk_ptr=dk, db_ptr=db)
     return [x for x in (dg, dk, db) if x is not None]
 
 
-def _run(kernel: Any, **tensors: Tensor | None) -> None:
-    """All contiguous, of one shape."""
-    g = tensors["g_ptr"]
-    assert g is not None
+def _run(g: Tensor, k: Tensor, b: Tensor | None, **others: Tensor | None) -> None:
+    """All contiguous, of one shape; None what is not among the others."""
+    tensors = dict.fromkeys(("da_ptr", "a_ptr", "dg_ptr", "dk_ptr", "db_ptr")) | others
     with device_of(g.device):
-        grid = (triton.cdiv(g.numel(), TILE),)
-        cached(kernel)[grid](**tensors, size=g.numel(), TILE=TILE, num_warps=WARPS)
+        cached(erase_kernel)[(triton.cdiv(g.numel(), TILE),)](
+            g_ptr=g, k_ptr=k, b_ptr=b, **tensors, size=g.numel(), TILE=TILE, num_warps=WARPS
+        )

@@ -31,31 +31,26 @@ def _rows(block, heads, n, BR: tl.constexpr):
 
 
 @triton.jit
-def _interleave(
-    x_ptr, y_ptr, block, tokens, heads, n, at, W: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
-):
+def _move(
+    x_ptr, y_ptr, block, tokens, heads, n, at,
+    W: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     o_x, o_y = _rows(block, heads, n, BR)
     o_w = tl.arange(0, BW)
     m = (o_x < tl.cast(tokens, tl.int64) * heads)[:, None] & (o_w < W)[None, :]
-    b_x = tl.load(x_ptr + o_x[:, None] * W + o_w[None, :], mask=m, other=0.0)
-    for i in range(n):
-        b_y = tl.where(i == at, b_x, tl.zeros_like(b_x))
-        tl.store(y_ptr + (o_y + i * heads)[:, None] * W + o_w[None, :], b_y, mask=m)
-
-
-@triton.jit
-def _deinterleave(
-    y_ptr, x_ptr, block, tokens, heads, n, at, W: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
-):
-    o_x, o_y = _rows(block, heads, n, BR)
-    o_w = tl.arange(0, BW)
-    m = (o_x < tl.cast(tokens, tl.int64) * heads)[:, None] & (o_w < W)[None, :]
-    b_y = tl.load(y_ptr + (o_y + at * heads)[:, None] * W + o_w[None, :], mask=m, other=0.0)
-    tl.store(x_ptr + o_x[:, None] * W + o_w[None, :], b_y, mask=m)
+    p_x = x_ptr + o_x[:, None] * W + o_w[None, :]
+    if BACK:
+        b_y = tl.load(y_ptr + (o_y + at * heads)[:, None] * W + o_w[None, :], mask=m, other=0.0)
+        tl.store(p_x, b_y, mask=m)
+    else:
+        b_x = tl.load(p_x, mask=m, other=0.0)
+        for i in range(n):
+            b_y = tl.where(i == at, b_x, tl.zeros_like(b_x))
+            tl.store(y_ptr + (o_y + i * heads)[:, None] * W + o_w[None, :], b_y, mask=m)
 
 
 @triton.jit(do_not_specialize=["blocks", "before", "tokens", "H", "HV", "n"])
-def householder_interleave_kernel(
+def householder_kernel(
     q_ptr,  # [tokens, H, K]
     g_ptr,  # [tokens, HV], or None
     do_ptr,  # [tokens, HV, V], or None
@@ -75,51 +70,49 @@ def householder_interleave_kernel(
     BR: tl.constexpr,
     BD: tl.constexpr,
     BG: tl.constexpr,
+    BACK: tl.constexpr,
 ):
     """grid: blocks = ceil(tokens * H / BR) for q, those before `before` ceil(tokens * HV / BG) more
-    for g, and ceil(tokens * HV / BD) for do."""
+    for g, and ceil(tokens * HV / BD) for do. BACK: writes q, g and do."""
     pid = tl.program_id(0)
     if pid < blocks:
-        _interleave(q_ptr, qs_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
+        _move(q_ptr, qs_ptr, pid, tokens, H, n, n - 1, K, BK, BR, BACK)
     elif pid < before:
         if g_ptr is not None:
-            _interleave(g_ptr, gs_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
+            _move(g_ptr, gs_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG, BACK)
     elif do_ptr is not None:
-        _interleave(do_ptr, dos_ptr, pid - before, tokens, HV, n, n - 1, V, BV, BD)
-
-
-@triton.jit(do_not_specialize=["blocks", "tokens", "H", "HV", "n"])
-def householder_deinterleave_kernel(
-    qs_ptr,  # [tokens * n, H, K]
-    gs_ptr,  # [tokens * n, HV], or None
-    q_ptr,  # [tokens, H, K]
-    g_ptr,  # [tokens, HV]
-    blocks,
-    tokens,
-    H,
-    HV,
-    n,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    BR: tl.constexpr,
-    BG: tl.constexpr,
-):
-    """grid (blocks + ceil(tokens * HV / BG),): blocks = ceil(tokens * H / BR) for q."""
-    pid = tl.program_id(0)
-    if pid < blocks:
-        _deinterleave(qs_ptr, q_ptr, pid, tokens, H, n, n - 1, K, BK, BR)
-    elif gs_ptr is not None:
-        _deinterleave(gs_ptr, g_ptr, pid - blocks, tokens, HV, n, 0, 1, 1, BG)
+        _move(do_ptr, dos_ptr, pid - before, tokens, HV, n, n - 1, V, BV, BD, BACK)
 
 
 def interleave(
     q: Tensor, g: Tensor | None, do: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q [B, T, H, K] and do [B, T, HV, V] at the last, g [B, T, HV] at the first of n steps."""
-    given = q.contiguous(), *(None if x is None else x.contiguous() for x in (g, do))
-    made = [
-        None if x is None else x.new_empty(x.shape[0], x.shape[1] * n, *x.shape[2:]) for x in given
-    ]
+    q, g, do = q.contiguous(), *(None if x is None else x.contiguous() for x in (g, do))
+    qs, gs, dos = (
+        None if x is None else x.new_empty(x.shape[0], x.shape[1] * n, *x.shape[2:])
+        for x in (q, g, do)
+    )
+    _launch(q, g, do, qs, gs, dos, n, False)
+    assert qs is not None
+    return qs, gs, dos
+
+
+def deinterleave(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
+    """to [B, T, H, K] of q [B, T n, H, K], g_to [B, T, HV] of g [B, T n, HV]; all contiguous."""
+    _launch(to, g_to, None, q, g, None, n, True)
+
+
+def _launch(
+    q: Tensor,
+    g: Tensor | None,
+    do: Tensor | None,
+    qs: Tensor | None,
+    gs: Tensor | None,
+    dos: Tensor | None,
+    n: int,
+    back: bool,
+) -> None:
     B, T, H, K = q.shape
     HV = g.shape[2] if g is not None else 0 if do is None else do.shape[2]
     V = 1 if do is None else do.shape[3]
@@ -127,11 +120,15 @@ def interleave(
     blocks = -(-B * T * H // BR)
     before = blocks + (0 if g is None else -(-B * T * HV // ROWS))
     more = 0 if do is None else -(-B * T * HV // BD)
-    launch: Any = cached(householder_interleave_kernel)[(before + more,)]
+    launch: Any = cached(householder_kernel)[(before + more,)]
     with device_of(q.device):
         launch(
-            **{f"{name}_ptr": x for name, x in zip(("q", "g", "do"), given)},
-            **{f"{name}_ptr": x for name, x in zip(("qs", "gs", "dos"), made)},
+            q_ptr=q,
+            g_ptr=g,
+            do_ptr=do,
+            qs_ptr=qs,
+            gs_ptr=gs,
+            dos_ptr=dos,
             blocks=blocks,
             before=before,
             tokens=B * T,
@@ -145,34 +142,7 @@ def interleave(
             BR=BR,
             BD=BD,
             BG=ROWS,
-            num_warps=4,
-        )
-    qs, gs, dos = made
-    assert qs is not None
-    return qs, gs, dos
-
-
-def deinterleave(q: Tensor, g: Tensor | None, n: int, to: Tensor, g_to: Tensor | None) -> None:
-    """to [B, T, H, K] of q [B, T n, H, K], g_to [B, T, HV] of g [B, T n, HV]; all contiguous."""
-    (B, T, H, K), HV = to.shape, 0 if g is None else g.shape[2]
-    BK, BR = _tile(K)
-    blocks, more = -(-B * T * H // BR), -(-B * T * HV // ROWS)
-    launch: Any = cached(householder_deinterleave_kernel)[(blocks + more,)]
-    with device_of(q.device):
-        launch(
-            qs_ptr=q,
-            gs_ptr=g,
-            q_ptr=to,
-            g_ptr=g_to,
-            blocks=blocks,
-            tokens=B * T,
-            H=H,
-            HV=HV,
-            n=n,
-            K=K,
-            BK=BK,
-            BR=BR,
-            BG=ROWS,
+            BACK=back,
             num_warps=4,
         )
 

@@ -45,7 +45,8 @@ def glu_kernel(
     gate_ptr, up_ptr, dy_ptr, y_ptr, dgate_ptr, dup_ptr, gate_stride, up_stride, R,
     F: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R / BR * D / BD), a row's blocks one after the other. y without dy, else dgate, dup."""
+    """Grid (R / BR * D / BD), a row's blocks one after the other. y, or of dy dgate and dup, and
+    then y too if it is given, which may be dy."""
     ND: tl.constexpr = (D + BD - 1) // BD
     # one grid axis: the others end at 65535 programs; 64 bits, as R D may be more than 2^31
     row = ((tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
@@ -54,19 +55,23 @@ def glu_kernel(
     b_g = tl.load(gate_ptr + row * gate_stride + o_d, mask=m, other=0.0).to(tl.float32)
     # in forward nobody reads b_df: the compiler leaves it out
     b_f, b_df = _activation(b_g, F)
-    if dy_ptr is None:
-        if up_ptr is not None:
-            b_f *= tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * D + o_d, b_f.to(y_ptr.dtype.element_ty), mask=m)
-    else:
+    if dy_ptr is not None:
         b_dy = tl.load(dy_ptr + row * D + o_d, mask=m, other=0.0).to(tl.float32)
         # products in float32, rounded once each
         b_dg = b_dy * b_df
         if up_ptr is not None:
-            b_dg *= tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
+            b_up = tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
+            b_dg *= b_up
             b_du = b_dy * b_f
             tl.store(dup_ptr + row * D + o_d, b_du.to(dup_ptr.dtype.element_ty), mask=m)
+            if y_ptr is not None:
+                b_f *= b_up
         tl.store(dgate_ptr + row * D + o_d, b_dg.to(dgate_ptr.dtype.element_ty), mask=m)
+    elif up_ptr is not None:
+        b_f *= tl.load(up_ptr + row * up_stride + o_d, mask=m, other=0.0).to(tl.float32)
+    if y_ptr is not None:
+        # where y is dy the thread that writes an element is the one that has read it
+        tl.store(y_ptr + row * D + o_d, b_f.to(y_ptr.dtype.element_ty), mask=m)
 
 
 def glu(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
@@ -83,6 +88,16 @@ def glu_backward(
     dgate = torch.empty_like(dy)
     dup = None if up is None else torch.empty_like(dy)
     _run(gate, up, dy, None, dgate, dup, f)
+    return dgate, dup
+
+
+def glu_bwd_recompute(
+    dy: Tensor, gate: Tensor, up: Tensor | None, f: str
+) -> tuple[Tensor, Tensor | None]:
+    """dgate, dup; dy is contiguous and becomes y."""
+    dgate = torch.empty_like(dy)
+    dup = None if up is None else torch.empty_like(dy)
+    _run(gate, up, dy, dy, dgate, dup, f)
     return dgate, dup
 
 
