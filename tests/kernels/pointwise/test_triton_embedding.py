@@ -30,28 +30,19 @@ def test_embedding_compiles(arch: str, ids: str) -> None:
     assert got.stack == 0
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_scan_compiles(ignored: bool) -> None:
+@pytest.mark.parametrize("kind", ["ids", "ids but for one", "indices", "some indices", "offsets"])
+def test_scans_compile(kind: str) -> None:
+    some = {"lengths_ptr": "*i32", "rows_ptr": "*i64"} if "some" in kind else {}
     got = compile_kernel(
-        "slipstream.runtime.token_ids_kernel:scan_kernel",
-        {"ids_ptr": "*i64", "slots_ptr": "*i64"},
-        {"HAS_IGNORED": ignored, "B": 1024},
+        "slipstream.runtime.token_ids_kernel:scan_ids_kernel",
+        {"ids_ptr": "*i32" if "ind" in kind else "*i64", "slots_ptr": "*i64", **some},
+        {
+            "KIND": kind.split()[-1 if "some" in kind else 0],
+            "HAS_IGNORED": "one" in kind,
+            "B": 1024,
+        },
     )
     assert got.stack == 0
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_scans_of_indices_compile(given: bool) -> None:
-    more = {"lengths_ptr": "*i32", "rows_ptr": "*i64"} if given else {}
-    kernels = "slipstream.runtime.token_ids_kernel"
-    got = compile_kernel(
-        f"{kernels}:scan_indices_kernel",
-        {"ids_ptr": "*i32", "slots_ptr": "*i64", **more},
-        {"HAS_LENGTHS": given, "HAS_ROWS": given, "B": 1024},
-    )
-    assert got.stack == 0
-    pointers = {"offsets_ptr": "*i32" if given else "*i64", "slots_ptr": "*i64"}
-    assert compile_kernel(f"{kernels}:scan_offsets_kernel", pointers, {"B": 1024}).stack == 0
 
 
 def message() -> str:
