@@ -173,7 +173,8 @@ def family_of(module: str) -> str:
     """Of a kernel, by its module: "linear" of
     "slipstream.kernels.linear.triton.scalar_decay.chunk"."""
     _, _, inside = module.partition(".kernels.")
-    return inside.partition(".")[0] or CORE
+    folder = inside.partition(".")[0]
+    return CORE if folder in ("", PRIMITIVES) else folder
 
 
 def _wants(variable: str, default: str, needed: bool) -> bool:

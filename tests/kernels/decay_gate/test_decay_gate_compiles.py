@@ -29,12 +29,3 @@ def test_decay_gate_compiles(arch: str, size: tuple[int, int], bounded: bool) ->
         got = compile_kernel(f"{MODULE}:{kernel}", given, flags, target=arch, warps=4)
         assert got.stack == 0
         assert ("ld.global.v4" in got.ptx) == (unit == 16)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_sums_of_the_decay_gate_compile(arch: str) -> None:
-    tensors = {"partial_ptr": "*fp32", "da_ptr": "*bf16", "dbias_ptr": "*bf16", "P": "i32"}
-    tensors["C"] = "i32"
-    flags = {"K": 128, "BP": 16, "BK": 128}
-    kernel = f"{MODULE}:decay_gate_sums_kernel"
-    assert compile_kernel(kernel, tensors, flags, target=arch, warps=4).stack == 0

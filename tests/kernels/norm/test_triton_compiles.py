@@ -93,7 +93,3 @@ def test_norm_sums_compile(arch: str) -> None:
         compile_kernel(f"{module}:norm_sums_kernel", tensors, flags, target=arch, warps=8).stack
         == 0
     )
-    tensors = {"partial_ptr": "*fp32", "dw_ptr": "*bf16", "db_ptr": "*bf16"}
-    flags = {"BP": 512, "BD": 32}
-    kernel = f"{module}:norm_dweight_kernel"
-    assert compile_kernel(kernel, tensors, flags, target=arch, warps=16).stack == 0

@@ -43,12 +43,3 @@ def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
     flags = {"D": 1024, "K": K, "BR": max(elements // K, 1), "BK": K}
     name = f"{MODULE}:{kernel}_kernel"
     assert compile_kernel(name, given, flags, target=arch, warps=warps).stack == 0
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_rwkv7_sums_compile(arch: str) -> None:
-    given = dict.fromkeys((f"out{i}_ptr" for i in range(3)), "*bf16")
-    given |= {"partial_ptr": "*fp32", "P": "i32"}
-    flags = {"D": 1024, "M": 3, "BP": 64}
-    name = f"{MODULE}:rwkv7_sums_kernel"
-    assert compile_kernel(name, given, flags, target=arch, warps=4).stack == 0

@@ -5,8 +5,7 @@
     dx = dz        ddt_bias = sum dz
 
 R tokens of C channels, K of each of the HV heads. A program has a tile of BR tokens and BC
-channels, backward every P-th one of its channels; their sums are added up by another kernel, in an
-order that does not depend on the GPU.
+channels, backward every P-th one of its channels; primitives/partial_sums.py adds up their sums.
 
 Nothing is compiled again for another number of heads: C and the strides of x arrive in units of
 UNIT, 16 where that divides all of them, which tells the compiler that rows are aligned.
@@ -86,24 +85,3 @@ def decay_gate_bwd_kernel(
     p_partial = partial_ptr + i_p * 2 * C + o_c
     tl.store(p_partial, tl.sum(b_dbias, 0), mask=o_c < C)
     tl.store(p_partial + C, tl.sum(b_da, 0), mask=o_c < C)
-
-
-@triton.jit(do_not_specialize=["P", "C"])
-def decay_gate_sums_kernel(
-    partial_ptr, da_ptr, dbias_ptr, P, C,
-    K: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Grid (HV). partial [P, 2, C], da [HV], dbias [C]"""
-    o_k = tl.arange(0, BK)
-    o_c = tl.program_id(0) * K + o_k
-    b_dbias, b_da = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
-    for p in range(0, P, BP):
-        o_p = p + tl.arange(0, BP)
-        m = (o_p < P)[:, None] & (o_k < K)[None, :]
-        p_partial = partial_ptr + o_p[:, None] * 2 * C + o_c[None, :]
-        b_dbias += tl.sum(tl.load(p_partial, mask=m, other=0.0), 0)
-        b_da += tl.sum(tl.load(p_partial + C, mask=m, other=0.0), 0)
-    if da_ptr is not None:
-        tl.store(da_ptr + tl.program_id(0), tl.sum(b_da, 0).to(da_ptr.dtype.element_ty))
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + o_c, b_dbias.to(dbias_ptr.dtype.element_ty), mask=o_k < K)

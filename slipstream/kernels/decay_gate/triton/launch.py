@@ -12,8 +12,8 @@ from torch import Tensor
 from slipstream.kernels.decay_gate.triton.gate import (
     decay_gate_bwd_kernel,
     decay_gate_fwd_kernel,
-    decay_gate_sums_kernel,
 )
+from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -21,8 +21,6 @@ from slipstream.runtime.launch_cache import cached
 ELEMENTS, CHANNELS, HEADS = 2048, 512, 32
 # Programs of backward at a time on each multiprocessor.
 PER_PROCESSOR = 4
-# Elements of a tile where the programs' sums are added up.
-SUMMED = 16384
 
 
 def forward(
@@ -60,10 +58,6 @@ def backward(
     P = min(sizes.row_blocks, max_programs)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(P, 2, C, dtype=torch.float32, device=x.device)
-    dA, dbias = (
-        None if p is None else torch.empty(p.shape, dtype=p.dtype, device=p.device)
-        for p in (A_log, dt_bias)
-    )
     with device_of(x.device):
         cached(decay_gate_bwd_kernel)[P, sizes.blocks](
             dg_ptr=dg,
@@ -77,19 +71,16 @@ def backward(
             **sizes.arguments(x),
             num_warps=4,
         )
-        if dA is not None or dbias is not None:
-            BK = 1 << (K - 1).bit_length()
-            cached(decay_gate_sums_kernel)[(x.shape[2],)](
-                partial_ptr=partial,
-                da_ptr=dA,
-                dbias_ptr=dbias,
-                P=P,
-                C=C,
-                K=K,
-                BP=max(min(SUMMED // BK, 256), 1),
-                BK=BK,
-                num_warps=16,
-            )
+    dA, dbias = (
+        None if p is None else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        for p in (A_log, dt_bias)
+    )
+    if dA is not None and K > 1:
+        by_channel = torch.empty_like(partial[0, 1])
+        add_partial_sums(partial, [dbias, by_channel])
+        dA.copy_(by_channel.view(-1, K).sum(1).view(dA.shape))
+    elif dA is not None or dbias is not None:
+        add_partial_sums(partial, [dbias, dA])
     return [t for t in (dx, dA, dbias) if t is not None]
 
 

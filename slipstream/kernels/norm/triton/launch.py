@@ -14,16 +14,12 @@ from slipstream.kernels.norm.inputs import NormOptions, h_dtype, stats_shape, st
 from slipstream.kernels.norm.triton import tiles
 from slipstream.kernels.norm.triton.norm import (
     norm_bwd_kernel,
-    norm_dweight_kernel,
     norm_fwd_kernel,
     norm_sums_kernel,
 )
+from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count
 from slipstream.runtime.launch_cache import cached
-
-# Partial sums that norm_dweight_kernel adds up at once: more than there mostly are, so that it
-# waits for memory but once.
-SUMMED = 512
 
 
 @cache
@@ -181,14 +177,6 @@ def backward(
         dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
         dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
         if partial_sums.shape[0]:
-            cached(norm_dweight_kernel)[(-(-width // 32), partial_sums.shape[0])](
-                partial_ptr=partial_sums,
-                dw_ptr=dweight,
-                db_ptr=dbias,
-                P=P,
-                D=width,
-                BP=SUMMED,
-                BD=32,
-                num_warps=16,
-            )
+            outs = [dweight] * needs_weight + [dbias] * needs_bias
+            add_partial_sums(partial_sums.transpose(0, 1), outs)
     return dx, dr, dweight, dbias, dgate

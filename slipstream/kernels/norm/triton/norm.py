@@ -312,28 +312,3 @@ def norm_bwd_kernel(
         tl.store(dw_ptr + o_w, tl.sum(b_dw, 0), mask=m_d)
     if db_ptr is not None:
         tl.store(db_ptr + o_w, tl.sum(b_db, 0), mask=m_d)
-
-
-@triton.jit(do_not_specialize=["P", "D"])
-def norm_dweight_kernel(
-    partial_ptr, dw_ptr, db_ptr, P, D, BP: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
-    """part [1 or 2, P, D] summed over P into dw and db [D]; grid (D / BD, 1 or 2)."""
-    i_k = tl.program_id(1).to(tl.int64)
-    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
-    # BP partial sums side by side, in a fixed order: the same bits each time
-    b_sum = tl.zeros([BP, BD], tl.float32)
-    for p in range(0, P, BP):
-        o_p = p + tl.arange(0, BP)
-        m = (o_p < P)[:, None] & (o_d < D)[None, :]
-        b_sum += tl.load(
-            partial_ptr + (i_k * P + o_p)[:, None] * D + o_d[None, :], mask=m, other=0.0
-        )
-    b_out = tl.sum(b_sum, 0)
-    m_d = o_d < D
-    if dw_ptr is not None:
-        tl.store(dw_ptr + o_d, b_out.to(dw_ptr.dtype.element_ty), mask=m_d & (i_k == 0))
-    if db_ptr is not None:
-        # those of b are the last of the parts: the second, or the first where w wants no gradient
-        last = i_k == tl.num_programs(1) - 1
-        tl.store(db_ptr + o_d, b_out.to(db_ptr.dtype.element_ty), mask=m_d & last)

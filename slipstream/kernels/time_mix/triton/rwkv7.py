@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -215,26 +216,6 @@ def rwkv7_output_bwd_kernel(
     _store(p_partial + 2 * D, o_d, tl.sum(b_dr_k, 0, keep_dims=True), m_d)
 
 
-@triton.jit(do_not_specialize=["P"])
-def rwkv7_sums_kernel(
-    partial_ptr, out0_ptr, out1_ptr, out2_ptr, out3_ptr, out4_ptr, P,
-    D: tl.constexpr, M: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """Grid (D / 32, M). partial [P, M, D]; out_m, if it is given: the sum over P, [D]"""
-    o_d = tl.program_id(0) * 32 + tl.arange(0, 32)
-    outs = (out0_ptr, out1_ptr, out2_ptr, out3_ptr, out4_ptr)
-    for i in tl.static_range(M):
-        if tl.program_id(1) == i:
-            b_sum = tl.zeros([BP, 32], tl.float32)
-            for p in range(0, P, BP):
-                o_p = p + tl.arange(0, BP)
-                m = (o_p < P)[:, None] & (o_d < D)[None, :]
-                p_partial = partial_ptr + (o_p[:, None] * M + i) * D + o_d[None, :]
-                b_sum += tl.load(p_partial, mask=m, other=0.0)
-            if outs[i] is not None:
-                _store(outs[i], o_d, tl.sum(b_sum, 0), o_d < D)
-
-
 def terms(
     w: Tensor,
     k: Tensor,
@@ -332,7 +313,7 @@ def terms_backward(
             **sizes,
             num_warps=warps,
         )
-    _sums(partial, *parameters)
+    add_partial_sums(partial, parameters)
     return [x for x in grads if x is not None]
 
 
@@ -400,17 +381,8 @@ def output_backward(
             **sizes,
             num_warps=warps,
         )
-    _sums(partial, *parameters)
+    add_partial_sums(partial, parameters)
     return grads
-
-
-def _sums(partial: Tensor, *outs: Tensor | None) -> None:
-    P, M, D = partial.shape
-    given = {f"out{i}_ptr": outs[i] if i < M else None for i in range(5)}
-    with device_of(partial.device):
-        cached(rwkv7_sums_kernel)[(-(-D // 32), M)](
-            partial_ptr=partial, **given, P=P, D=D, M=M, BP=64, num_warps=8
-        )
 
 
 def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -136,19 +137,6 @@ def token_mix_bwd_kernel(
         tl.store(p_partial, sums[m], mask=m_d)
 
 
-@triton.jit(do_not_specialize=["P"])
-def token_mix_sums_kernel(partial_ptr, dmu_ptr, P, C: tl.constexpr, BP: tl.constexpr):
-    """Grid (C / 32). partial [P, C], dmu [C]"""
-    o_c = tl.program_id(0) * 32 + tl.arange(0, 32)
-    b_sum = tl.zeros([BP, 32], tl.float32)
-    for p in range(0, P, BP):
-        o_p = p + tl.arange(0, BP)
-        m = (o_p < P)[:, None] & (o_c < C)[None, :]
-        p_partial = partial_ptr + o_p[:, None] * C + o_c[None, :]
-        b_sum += tl.load(p_partial, mask=m, other=0.0)
-    tl.store(dmu_ptr + o_c, tl.sum(b_sum, 0).to(dmu_ptr.dtype.element_ty), mask=o_c < C)
-
-
 def forward(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
     """[M, B, T, D]"""
     y = torch.empty(mu.shape[0], *x.shape, dtype=x.dtype, device=x.device)
@@ -184,9 +172,7 @@ def backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[T
             **sizes,
             num_warps=4,
         )
-        cached(token_mix_sums_kernel)[(-(-mu.numel() // 32),)](
-            partial_ptr=partial, dmu_ptr=dmu, P=P, C=mu.numel(), BP=128, num_warps=8
-        )
+    add_partial_sums(partial.view(P, 1, -1), [dmu])
     return [t for t in (dx, dbefore, dmu) if t is not None]
 
 
