@@ -7,11 +7,9 @@ from torch import Tensor
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.bwd_fused import softmax_bwd_sm90_kernel
-from slipstream.kernels.attention.sm90.bwd_preprocess import (
-    softmax_dq_of_sums_kernel,
-    softmax_rows_of_tiles_kernel,
-)
+from slipstream.kernels.attention.sm90.dq_of_sums import softmax_dq_of_sums_kernel
 from slipstream.kernels.attention.sm90.tiles import FUSED_SECTION_BYTES
+from slipstream.kernels.attention.triton.delta import launch_delta_of_tiles
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
 
@@ -49,30 +47,18 @@ def fused(
     pairs = HKV if inputs.cu_k is not None else HKV * N
     queries = -(-T // BM) if inputs.cu_q is None else T // BM + N
     search_steps = (N - 1).bit_length()
-    packed = inputs.cu_q is not None
-    rows: dict[str, Any] = {"T": T, "H": H, "N": N, "tiles": queries, "search_steps": search_steps}
-    rows |= {"cu_q_ptr": inputs.cu_q, "D": D, "BM": BM, "PACKED": packed, "num_warps": 4}
     base, delta = (
-        torch.empty(B * H * queries * BM, dtype=torch.float32, device=do.device) for _ in range(2)
+        torch.empty(B, H, queries * BM, dtype=torch.float32, device=do.device) for _ in range(2)
     )
-    cached(softmax_rows_of_tiles_kernel)[(B * H * queries,)](
-        o_ptr=o.contiguous(),
-        do_ptr=do,
-        lse_ptr=lse,
-        dlse_ptr=dlse,
-        base_ptr=base,
-        delta_ptr=delta,
-        HAS_DLSE=dlse is not None,
-        **rows,
-    )
+    launch_delta_of_tiles(o, do, lse, dlse, base, delta, inputs.cu_q, queries, BM)
     sums = torch.empty(B * H * queries * BM, D, dtype=torch.float32, device=do.device)
     semaphores = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
     matrices = matrix("q", inputs.q, BM) | matrix("k", inputs.k, BN)
     matrices |= matrix("v", inputs.v, BN) | matrix("do", do, BM)
     section = max(1, min(pairs, FUSED_SECTION_BYTES // (T * H // HKV * 4 * D * do.element_size())))
     cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
-        desc_base=_tiles(base, BM),
-        desc_delta=_tiles(delta, BM),
+        desc_base=_tiles(base.view(-1), BM),
+        desc_delta=_tiles(delta.view(-1), BM),
         desc_dq=_tiles(sums, BM, D // 2),
         semaphores_ptr=semaphores,
         dk_ptr=dk,
@@ -98,10 +84,19 @@ def fused(
         sums_ptr=sums,
         semaphores_ptr=semaphores,
         dq_ptr=dq,
+        cu_q_ptr=inputs.cu_q,
         scale=options.scale,
-        **rows,
+        T=T,
+        H=H,
+        N=N,
+        tiles=queries,
+        search_steps=search_steps,
+        D=D,
+        BM=BM,
+        PACKED=inputs.cu_q is not None,
+        num_warps=4,
     )
-    return base.view(B, H, -1), delta.view(B, H, -1)
+    return base, delta
 
 
 def _tiles(x: Tensor, *block: int) -> TensorDescriptor:

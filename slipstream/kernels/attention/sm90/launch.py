@@ -24,6 +24,7 @@ from slipstream.kernels.attention.sm90.tiles import (
 )
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton import launch as triton_launch
+from slipstream.kernels.attention.triton.delta import launch_delta
 from slipstream.kernels.attention.triton.launch_utils import (
     LOG2E,
     bound,
@@ -120,7 +121,7 @@ def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[
     B, H, T = lse.shape
     capacity = B, H, -(-T // 4) * 4
     base, delta = (torch.empty(capacity, dtype=torch.float32, device=o.device) for _ in range(2))
-    triton_launch.launch_row_sums(o, do, lse, dlse, base, delta)
+    launch_delta(o, do, lse, dlse, base, delta)
     return base[..., :T], delta[..., :T]
 
 

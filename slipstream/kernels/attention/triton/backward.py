@@ -31,43 +31,6 @@ _SIZES = ["T", "S", "H", "N", "tiles", "search_steps", "left", "right", "group",
 _UNSPECIALIZED = ["factor", "cap", "scale", *_DROPOUT, *_SIZES, *_STRIDES]
 
 
-@triton.jit(do_not_specialize=["T", "H", "tiles"])
-def softmax_delta_kernel(
-    o_ptr,  # [B, T, H, DV]
-    do_ptr,  # [B, T, H, DV]
-    lse_ptr,  # [B, H, T]
-    dlse_ptr,  # [B, H, T]
-    base_ptr,  # [B, H, R]: lse in base 2, inf for -inf, under which every p is 0
-    delta_ptr,  # [B, H, R]
-    T,
-    H,
-    tiles,
-    DV: tl.constexpr,
-    BV: tl.constexpr,
-    BM: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-):
-    """delta = o . do - dlse; grid (tiles * H * B,)."""
-    pid = tl.program_id(0)
-    o_m = pid % tiles * BM + tl.arange(0, BM)
-    i_h = (pid // tiles % H).to(tl.int64)
-    i_b = (pid // tiles // H).to(tl.int64)
-    o_v = tl.arange(0, BV)
-    rows = ((i_b * T + o_m) * H + i_h) * DV
-    mask = (o_m < T)[:, None] & (o_v < DV)[None, :]
-    b_o = tl.load(o_ptr + rows[:, None] + o_v[None, :], mask=mask, other=0.0).to(tl.float32)
-    b_do = tl.load(do_ptr + rows[:, None] + o_v[None, :], mask=mask, other=0.0).to(tl.float32)
-    b_delta = tl.sum(b_o * b_do, 1)
-    at = (i_b * H + i_h) * T + o_m
-    if HAS_DLSE:
-        b_delta -= tl.load(dlse_ptr + at, mask=o_m < T, other=0.0)
-    b_lse = tl.load(lse_ptr + at, mask=o_m < T, other=0.0) * LOG2E
-    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    to = (i_b * H + i_h) * (tl.cdiv(T, ALIGN) * ALIGN) + o_m
-    tl.store(base_ptr + to, b_lse, mask=o_m < T)
-    tl.store(delta_ptr + to, b_delta, mask=o_m < T)
-
-
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def softmax_dq_kernel(
     q_ptr,

@@ -13,11 +13,8 @@ from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch
-from slipstream.kernels.attention.triton.backward import (
-    softmax_delta_kernel,
-    softmax_dkv_kernel,
-    softmax_dq_kernel,
-)
+from slipstream.kernels.attention.triton.backward import softmax_dkv_kernel, softmax_dq_kernel
+from slipstream.kernels.attention.triton.delta import launch_delta
 from slipstream.kernels.attention.triton.forward import softmax_fwd_kernel
 from slipstream.kernels.attention.triton.gates import (
     softmax_gate_grad_kernel,
@@ -36,8 +33,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
 from slipstream.kernels.attention.triton.tiles import Tile, Tiles
 from slipstream.runtime.launch_cache import cached
 
-# rows of the kernels that are no attention, and tokens of a gate at a time
-_DELTA_ROWS = 32
+# tokens of a gate at a time
 _GATES = 256
 
 
@@ -89,7 +85,7 @@ def backward(
         rows, columns = base.new_empty(B, H, T), base.new_empty(k.shape[0], H, k.shape[1])
     tiles = _tiles_of(inputs, options)
     with device_of(q.device):
-        launch_row_sums(o, do, lse, dlse, base, delta)
+        launch_delta(o, do, lse, dlse, base, delta)
         sums = _gate_sums(inputs)
         cached(softmax_dq_kernel)[_grid(inputs, tiles.dq.BM, H)](
             do_ptr=do,
@@ -285,25 +281,3 @@ def _gate_gradient(inputs: AttentionInputs, rows: Tensor | None, columns: Tensor
         HAS_LENGTHS=inputs.lengths is not None,
     )
     return dg
-
-
-def launch_row_sums(
-    o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, base: Tensor, delta: Tensor
-) -> None:
-    B, T, H, DV = o.shape
-    tiles = -(-T // _DELTA_ROWS)
-    cached(softmax_delta_kernel)[(tiles * H * B,)](
-        o_ptr=o.contiguous(),
-        do_ptr=do,
-        lse_ptr=lse,
-        dlse_ptr=dlse,
-        base_ptr=base,
-        delta_ptr=delta,
-        T=T,
-        H=H,
-        tiles=tiles,
-        DV=DV,
-        BV=max(16, 1 << (DV - 1).bit_length()),
-        BM=_DELTA_ROWS,
-        HAS_DLSE=dlse is not None,
-    )
