@@ -94,53 +94,15 @@ def _after(b_before, b_k):
 
 
 @triton.jit(do_not_specialize=["T"])
-def running_weights_fwd_kernel(
-    k_ptr,  # [tokens, D]
-    s_in_ptr,  # [N, D]: z before the first token
-    s_out_ptr,  # after the last
-    c_ptr,  # [tokens, D]
-    g_ptr,  # [tokens, D]: log a, 0 where nothing is before
-    cu_ptr,  # [N + 1]
-    T,
-    D,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """grid (N, ceil(D / BD))"""
-    i_n = tl.program_id(0)
-    begin, count = tokens_of(cu_ptr, i_n, T)
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
-    m_d = o_d < D
-    p_s = i_n.to(tl.int64) * D + o_d
-    b_z, b_none = load(s_in_ptr + p_s, m_d), tl.zeros((BD,), tl.float32)
-    o_r = tl.arange(0, BT)[:, None]
-    for start in range(0, count, BT):
-        o_t = start + o_r
-        m = (o_t < count) & m_d[None, :]
-        p = (begin + o_t) * D + o_d[None, :]
-        b_before, _ = _before(k_ptr, None, p, m, o_r, b_z, b_z, b_none, D)
-        nothing = b_before == NONE
-        b_r = tl.where(nothing, float("inf"), load(k_ptr + p, m) - b_before)
-        tl.store(c_ptr + p, sigmoid(b_r).to(c_ptr.dtype.element_ty), mask=m)
-        # a state of nothing need not decay
-        tl.store(g_ptr + p, tl.where(nothing, 0.0, -softplus(b_r)), mask=m)
-        # after the last token there is
-        end = tl.minimum(count - start, BT) - 1
-        b_k = load(k_ptr + (begin + start + end) * D + o_d, m_d)
-        b_z = _after(tl.sum(tl.where(o_r == end, b_before, 0.0), 0), b_k)
-    tl.store(s_out_ptr + p_s, b_z, mask=m_d)
-
-
-@triton.jit(do_not_specialize=["T"])
 def running_mean_fwd_kernel(
     k_ptr,  # [tokens, D]; so are v, o
-    v_ptr,
+    v_ptr,  # or none, and then c and log a of w = 0 are wanted instead of o
     w_ptr,  # [D]; so is u
     u_ptr,
-    s_in_ptr,  # [N, 2 D]: M and z before the first token
+    s_in_ptr,  # [N, 2 D]: M and z before the first token; without v [N, D]: z
     s_out_ptr,  # after the last
-    o_ptr,
-    r_ptr,  # [tokens, D]: r + w, for backward, or none
+    o_ptr,  # without v c
+    r_ptr,  # [tokens, D]: r + w, for backward, or none; without v log a, 0 where nothing is before
     mean_ptr,  # and M before the token
     cu_ptr,  # [N + 1]
     T,
@@ -153,28 +115,41 @@ def running_mean_fwd_kernel(
     begin, count = tokens_of(cu_ptr, i_n, T)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    p_s = i_n.to(tl.int64) * (2 * D) + o_d
-    b_mean, b_z = load(s_in_ptr + p_s, m_d), load(s_in_ptr + p_s + D, m_d)
-    b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
+    b_w, b_mean = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    p_s = i_n.to(tl.int64) * D + o_d
+    if v_ptr is not None:
+        p_s += i_n.to(tl.int64) * D
+        b_mean += load(s_in_ptr + p_s, m_d)
+        p_s += D
+        b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
+    b_z = load(s_in_ptr + p_s, m_d)
     o_r = tl.arange(0, BT)[:, None]
     for start in range(0, count, BT):
         o_t = start + o_r
         m = (o_t < count) & m_d[None, :]
         p = (begin + o_t) * D + o_d[None, :]
         b_before, b_m = _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D)
-        b_k, b_v = load(k_ptr + p, m), load(v_ptr + p, m)
-        b_r = tl.where(b_before == NONE, float("inf"), b_k - b_before)
-        b_o = b_m + sigmoid(b_r + b_u[None, :]) * (b_v - b_m)
+        nothing = b_before == NONE
+        b_r = tl.where(nothing, float("inf"), load(k_ptr + p, m) - b_before)
+        if v_ptr is None:
+            b_o = sigmoid(b_r)
+            # a state of nothing need not decay
+            b_r = tl.where(nothing, 0.0, -softplus(b_r))
+        else:
+            b_o = b_m + sigmoid(b_r + b_u[None, :]) * (load(v_ptr + p, m) - b_m)
+            if r_ptr is not None:
+                tl.store(mean_ptr + p, b_m, mask=m)
         tl.store(o_ptr + p, b_o.to(o_ptr.dtype.element_ty), mask=m)
         if r_ptr is not None:
             tl.store(r_ptr + p, b_r, mask=m)
-            tl.store(mean_ptr + p, b_m, mask=m)
         # after the last token there is
         end = tl.minimum(count - start, BT) - 1
         p = (begin + start + end) * D + o_d
         b_k = load(k_ptr + p, m_d)
         b_z = _after(tl.sum(tl.where(o_r == end, b_before, 0.0), 0) + b_w, b_k)
-        b_mean = tl.sum(tl.where(o_r == end, b_m, 0.0), 0)
-        b_mean += tl.exp(b_k - b_z) * (load(v_ptr + p, m_d) - b_mean)
-    tl.store(s_out_ptr + p_s, b_mean, mask=m_d)
-    tl.store(s_out_ptr + p_s + D, b_z, mask=m_d)
+        if v_ptr is not None:
+            b_mean = tl.sum(tl.where(o_r == end, b_m, 0.0), 0)
+            b_mean += tl.exp(b_k - b_z) * (load(v_ptr + p, m_d) - b_mean)
+    tl.store(s_out_ptr + p_s, b_z, mask=m_d)
+    if v_ptr is not None:
+        tl.store(s_out_ptr + p_s - D, b_mean, mask=m_d)

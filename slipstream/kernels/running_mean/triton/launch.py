@@ -11,10 +11,7 @@ from slipstream.kernels.running_mean.triton.backward import (
     running_mean_bwd_kernel,
     running_weights_bwd_kernel,
 )
-from slipstream.kernels.running_mean.triton.forward import (
-    running_mean_fwd_kernel,
-    running_weights_fwd_kernel,
-)
+from slipstream.kernels.running_mean.triton.forward import running_mean_fwd_kernel
 from slipstream.runtime.backends import INTERPRETED, device_of
 from slipstream.runtime.launch_cache import cached
 
@@ -27,8 +24,8 @@ def weights(k: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Te
     """c in k's dtype, log a float32, z after the last token."""
     c, g, after = torch.empty_like(k), torch.empty_like(k, dtype=torch.float32), torch.empty_like(z)
     _run(
-        running_weights_fwd_kernel, k, z, cu_seqlens, k_ptr=k, s_in_ptr=z, s_out_ptr=after,
-        c_ptr=c, g_ptr=g,
+        running_mean_fwd_kernel, k, z, cu_seqlens, k_ptr=k, v_ptr=None, w_ptr=None, u_ptr=None,
+        s_in_ptr=z, s_out_ptr=after, o_ptr=c, r_ptr=g, mean_ptr=None,
     )  # fmt: skip
     return c, g, after
 
