@@ -105,7 +105,8 @@ def _fused_forward(
     weight = factor if mean else None
     row_weight = None if _scales_late(logits) else weight
     launch.cross_entropy(impl, logits, target, options, loss=loss, **outputs, weight=row_weight)
-    total = launch.total(impl, loss, weight)
+    total = loss.sum()
+    total = total if weight is None else total * weight
     return (total, outputs["lse"], factor, outputs["grad"]) if grads else total
 
 

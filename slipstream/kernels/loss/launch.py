@@ -71,20 +71,6 @@ def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None
     return 1 / (target != ignore_index).sum().clamp(min=1).float()
 
 
-def total(impl: str, x: Tensor, factor: Tensor | None) -> Tensor:
-    """sum(x) * factor."""
-
-    def fresh() -> tuple[Tensor, Tensor | None]:
-        factor_of = None if factor is None else torch.full((), 1.5, device=x.device)
-        return torch.rand(5000, device=x.device), factor_of
-
-    return _simple(impl, "total", (x, factor), _total, fresh)
-
-
-def _total(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x.sum() if factor is None else x.sum() * factor
-
-
 def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
     def fresh() -> tuple[Tensor, Tensor]:
         return numeric_probe.random_like(x, 5000), torch.full((), 1.5, device=x.device)

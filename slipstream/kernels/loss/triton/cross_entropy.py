@@ -181,19 +181,6 @@ def inverse_count_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def total_kernel(x_ptr, factor_ptr, out_ptr, N, B: tl.constexpr):
-    """out: the sum of x [N] times factor, float32; one program."""
-    b_sum = tl.zeros([B], tl.float32)
-    for i in range(0, N, B):
-        o = i + tl.arange(0, B)
-        b_sum += tl.load(x_ptr + o, mask=o < N, other=0.0)
-    total = tl.sum(b_sum, 0)
-    if factor_ptr is not None:
-        total *= tl.load(factor_ptr)
-    tl.store(out_ptr, total)
-
-
-@triton.jit(do_not_specialize=["N"])
 def scale_kernel(x_ptr, s_ptr, N, B: tl.constexpr):
     """x *= s in place, and nothing if s is 1; a few programs, each with every P-th block."""
     # s of 1, as most losses have it, is a read of one number: no copy, and nobody waits for it

@@ -14,7 +14,6 @@ from slipstream.kernels.loss.triton.cross_entropy import (
     cross_entropy_kernel,
     inverse_count_kernel,
     scale_kernel,
-    total_kernel,
 )
 from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of, sm_count
@@ -112,14 +111,6 @@ def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) ->
             B=4096,
             num_warps=8,
         )
-    return out
-
-
-def total(x: Tensor, factor: Tensor | None) -> Tensor:
-    """sum(x) * factor, float32 []; x [N] float32, factor [] float32, None is 1."""
-    out = torch.empty((), dtype=torch.float32, device=x.device)
-    with device_of(x.device):
-        cached(total_kernel)[(1,)](x, factor, out, x.shape[0], 4096, num_warps=8)
     return out
 
 
