@@ -14,7 +14,6 @@ latents of MLA with absorbed projections (512 + 64 wide, B,S,H). Both from a CUD
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -31,13 +30,11 @@ from harness import (
     graph_ms,
     parser,
     sdpa,
-    sweep,
 )
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from slipstream import ops
-from slipstream.runtime import call_replay
 from slipstream.tools.catalog import Shape, chosen
 
 # B, T, H, D, causal
@@ -193,35 +190,13 @@ def latent_row(B: int, S: int, H: int, page: int, report: Report) -> dict[str, o
     return row | replayed(call, report, 2.0 * B * S * (RANK + ROPE), flops)
 
 
-def tiles_rows(D: int, report: Report) -> Iterator[Mapping[str, object]]:
-    """Each tile in place of the table's."""
-    from slipstream.kernels.attention.sm90.tiles import TILES, TUNING_TILES
-
-    B, T, H, *_ = next(x for x in SHAPES if x[3] == D)
-    args = chosen(["attention"])[0].inputs(report.shape(Shape(B=B, T=T, H=H, K=D, V=D)), DEVICE)
-    kept = TILES[D]
-    for causal, (part, tiles) in product((True, False), TUNING_TILES[D].items()):
-
-        def use(tile: Any, part: str = part) -> None:
-            TILES[D] = kept._replace(**{part: tile})
-
-        provider = Provider(providers(causal)["sm90"], args)
-        for row in sweep(tiles, getattr(kept, part), use, provider, report):
-            yield {"D": D, "causal": causal, "kernel": part, **row}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--tiles", action="store_true", help="other tiles of the sm_90 kernels")
     options.add_argument("--errors", action="store_true", help="against float64, no times")
     given = options.parse_args(argv)
     report = Report(given)
     works: list[Measurement] = []
-    if given.tiles:
-        call_replay.ENABLED = False  # a record of a call keeps the tile that it had
-        for D in (64, 128, 256):
-            works.append((str(D), "attention_tiles", partial(tiles_rows, D, report)))
-    elif given.errors:
+    if given.errors:
         works = [(name_of(*x), "errors", partial(error_rows, *x, report)) for x in SHAPES]
     else:
         for size in SHAPES:

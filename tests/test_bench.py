@@ -22,7 +22,7 @@ from slipstream.tools.catalog import chosen
 
 BENCH = Path(__file__).parents[1] / "bench"
 README = (BENCH / "README.md").read_text()
-MODULES = ("harness", "processes", "tune_choice")
+MODULES = ("harness", "processes")
 SCRIPTS = [x.stem for x in sorted(BENCH.glob("*.py")) if x.stem not in MODULES]
 
 
@@ -56,7 +56,6 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("linear", "--lengths", 8),
         ("linear", "--once --only gla", 3),
         ("attention", "", 20),
-        ("attention", "--tiles --only 64", 4),
         ("attention", "--errors --only causal", 8),
         ("blocks", "", 20),
         ("blocks", "--tiles", 12),

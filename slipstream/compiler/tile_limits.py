@@ -1,11 +1,8 @@
 """Whether a tile can run on an architecture, before anything is compiled; the nearest that can.
 
-A family says what a tile of its table asks for (`Needs`); what each architecture has is in arch.py.
-Shared memory is a lower bound: what passes may still be refused by what the compiler reports, what
-fails can never run.
-
-    objection(needs, arch)                        why not, or None
-    expect("walk", tile, arch, needs_of, sizes)   ValueError with the nearest tile that works
+A tile is described by TileRequirements; what each architecture has is in arch.py. Shared memory is
+a lower bound: what passes may still be refused by what the compiler reports, what fails can never
+run. Choices of matmul are held against it, and in tests every row of every table.
 """
 
 import itertools
@@ -113,24 +110,6 @@ def closest_legal(
         if away < min_steps and reason_of(near := changed(tile, **named)) is None:
             best, min_steps = near, away
     return best
-
-
-def check_tile(
-    what: str,
-    tile: Any,
-    arch: Arch,
-    changed: Callable[..., Any],
-    needs_of: Callable[[Any], Sequence[TileRequirements]],
-    sizes: Mapping[str, Sequence[Any]],
-) -> None:
-    """Raises ValueError if a tile cannot run on `arch`."""
-
-    def reason_of(tile: Any) -> str | None:
-        return next((y for x in needs_of(tile) if (y := violation(x, arch))), None)
-
-    if (reason := reason_of(tile)) is None:
-        return
-    raise ValueError(f"{what}: {reason}; {way_out(closest_legal(tile, changed, reason_of, sizes))}")
 
 
 def way_out(near: object) -> str:

@@ -10,7 +10,6 @@ import torch
 
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.sm90.tiles import TILES, TUNING_TILES
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import disassemble, most_spilled, overwritten
 
@@ -72,14 +71,6 @@ def test_forward_without_mask_compiles() -> None:
 @pytest.mark.slow
 def test_forward_of_two_widths_compiles() -> None:
     check(call_of(192, AttentionOptions(0.1, -1, 0), packed=False, DV=128), only="fwd_sm90")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("part", "right"), [("forward", 0), ("forward", -1)])
-def test_tuning_tiles_compile(part: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for tile in TUNING_TILES[64][part][1:]:
-        monkeypatch.setitem(TILES, 64, TILES[64]._replace(**{part: tile}))
-        check(call_of(64, AttentionOptions(0.1, -1, right), packed=False), only="fwd")
 
 
 @pytest.mark.slow

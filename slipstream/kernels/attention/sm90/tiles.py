@@ -37,20 +37,6 @@ TILES = {
 }
 # the forward of heads of q and k of one width and of v of another; the backward is the portable one
 MIXED_WIDTHS = {(192, 128): Tile(128, (2, 2))}
-# what may replace a row, for bench/attention.py --tiles; the first of each is the row
-TUNING_TILES = {
-    64: {
-        "forward": [Tile(128, (4, 4), queries=2), Tile(128, (4, 4))],
-    },
-    128: {
-        "forward": [Tile(128, (2, 2)), Tile(128, (3, 3)), Tile(128, (2, 2), queries=2)],
-    },
-    256: {
-        "forward": [Tile(64, (2, 2)), Tile(64, (2, 2), False)],
-        "dq": [Tile(64, (2, 1)), Tile(64, (2, 1), False)],
-        "dkv": [Tile(64, (2, 2), rows=64), Tile(64, (2, 2), False, 64)],
-    },
-}
 # of a thread of the warpgroups that compute, of one that loads, and of each of the 12 warps before
 # they are handed out
 REGISTERS = 240, 24, 168

@@ -1,21 +1,19 @@
-"""What the tiles of this family ask of a GPU: the products of their kernels, and what they load.
+"""What tiles of the Triton kernels ask of a GPU, as compiler/tile_limits.py checks it.
 
-C tokens a chunk, BX or BV columns of the state a program, BD or BK all of its rows.
+C tokens a chunk, BX or BV columns of the state a program, BD or BK all of its rows; of attention BM
+queries and BN keys, heads of BD (q, k) and BV (v); of norms BR rows of BD features.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from slipstream.compiler.arch import Arch
-from slipstream.compiler.tile_limits import TileRequirements, check_tile
+from slipstream.compiler.tile_limits import TileRequirements
+from slipstream.kernels.attention.triton import tiles as attention
 from slipstream.kernels.linear.triton.delta.tiles import DeltaTile
 from slipstream.kernels.linear.triton.dplr.tiles import DplrTile
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile
 from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile
+from slipstream.kernels.norm.triton import tiles as norms
 
-SIZES = (16, 32, 64, 128, 256)
-WARPS = (1, 2, 4, 8, 16)
-STAGES = (1, 2, 3, 4)
 _CHUNK_KERNELS = (
     "fwd", "fwd_states", "dstate",
     "oversubscribed_fwd", "oversubscribed_fwd_states", "oversubscribed_dstate",
@@ -59,7 +57,7 @@ def kernel_requirements(
     return requirements
 
 
-def of(tile: Any, width: int, size: int) -> list[TileRequirements]:
+def of_linear(tile: Any, width: int, size: int) -> list[TileRequirements]:
     """Of a row of any of the family's tables, for K (or the scan's D) of `width`."""
     return (
         [chunk_requirements(tile, width, size)]
@@ -68,27 +66,33 @@ def of(tile: Any, width: int, size: int) -> list[TileRequirements]:
     )
 
 
-def check(tile: Any, width: int, size: int, arch: Arch) -> None:
-    """Raises ValueError for a tile that cannot run on `arch`, with the nearest that can.
-
-    Args:
-        tile: a row of a table. width: of the state, as the table's key. size: bytes an element.
-    """
-    if isinstance(tile, Tile):
-        sizes = {"C": SIZES[:4], "BX": SIZES, "warps": WARPS, "stages": STAGES}
-        sizes["tma"] = (True, False) if tile.tma else (False,)
-        check_tile(
-            "fwd", tile, arch, replace, lambda x: [chunk_requirements(x, width, size)], sizes
+def of_attention(
+    kernel: str, tile: attention.Tile, BD: int, BV: int, size: int
+) -> TileRequirements:
+    """kernel: a field of Tiles, or "latent"."""
+    M, N = tile.BM, tile.BN
+    queries, keys = M * (BD + BV), N * (BD + BV)
+    scores = ((M, N, BD), (M, BV, N))
+    if kernel == "forward":
+        return TileRequirements(
+            size, tile.warps, tile.stages, scores, (N * BD, N * BV), M * BD, sums=M * BV
         )
-        return
-    for name, kernel_tile in vars(tile).items():
-        if name not in ("C", "tma"):
-            wide = "BK" if isinstance(tile, VectorDecayTile) else "B"
-            sizes = {wide: SIZES, "warps": WARPS, "stages": STAGES}
+    if kernel in ("decode", "latent"):
+        return TileRequirements(
+            size, tile.warps, tile.stages, scores, (N * BD, N * BV), sums=M * BV
+        )
+    if kernel == "dq":
+        products = ((M, N, BD), (M, N, BV), (M, BD, N))
+        return TileRequirements(
+            size, tile.warps, tile.stages, products, (N * BD, N * BV), queries, sums=M * BD
+        )
+    products = ((N, M, BD), (N, M, BV), (N, BV, M), (N, BD, M))
+    return TileRequirements(
+        size, tile.warps, tile.stages, products, (M * BD, M * BV), keys, sums=N * BD
+    )
 
-            def needs(kernel_tile: Any, name: str = name) -> list[TileRequirements]:
-                return [
-                    kernel_requirements(replace(tile, **{name: kernel_tile}), width, size)[name]
-                ]
 
-            check_tile(name, kernel_tile, arch, replace, needs, sizes)
+def of_norm(tile: norms.Tile, size: int) -> TileRequirements:
+    row = tile.BR * tile.BD
+    ahead = (row,) * norms.AHEAD if tile.stages > 1 else ()
+    return TileRequirements(size, tile.warps, tile.stages, loads=ahead, sums=row)
