@@ -28,6 +28,8 @@ set, in the high half.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.sequences import tokens_of
+
 CHAINS = tl.constexpr(4)
 # Looks at words after which a program gives up, with NaN: far beyond any kernel's time.
 PATIENCE = tl.constexpr(1 << 22)
@@ -65,19 +67,6 @@ def _runs(b_a, b_x, RUN: tl.constexpr, RUNS: tl.constexpr):
     both = (b_al, b_xl, b_pa, b_px)
     b_al, b_xl, b_pa, b_px = tl.associative_scan(both, 0, _then_also_before)
     return b_pa, b_px, _last(b_al, 0, RUNS), _last(b_xl, 0, RUNS)
-
-
-@triton.jit
-def _sequence(cu_ptr, i_n, T):
-    """First row and number of rows of sequence n."""
-    if cu_ptr is not None:
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        rows = tl.maximum(end - begin, 0).to(tl.int32)
-    else:
-        rows = T
-        begin = i_n.to(tl.int64) * rows
-    return begin, rows
 
 
 @triton.jit
@@ -193,7 +182,7 @@ def scan_kernel(
     m_d = o_d < D
     tile = (ticket // ND).to(tl.int64)
     i_n, i_t = _tile_of(cu_ptr, tile, T, N, L)
-    begin, rows = _sequence(cu_ptr, i_n, T)
+    begin, rows = tokens_of(cu_ptr, i_n, T)
     o_n = i_n.to(tl.int64) * D + o_d
     r = tl.maximum(i_t, 0) * L
     stop = tl.minimum(rows, r + L)

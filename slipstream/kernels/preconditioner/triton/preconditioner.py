@@ -5,6 +5,8 @@ head, BT at a time, backward from the last. MATH.md has the formulas.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.sequences import tokens_of
+
 
 @triton.jit
 def _load(p, m):
@@ -23,19 +25,6 @@ def _channels(K: tl.constexpr, BD: tl.constexpr):
 def _then(a, x, b, y):
     """y -> a y + x, and after it y -> b y + y."""
     return a * b, b * x + y
-
-
-@triton.jit
-def _tokens(cu_ptr, i_n, T):
-    """First token of sequence n, and how many it has."""
-    if cu_ptr is not None:
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        count = tl.maximum(end - begin, 0).to(tl.int32)
-    else:
-        count = T
-        begin = i_n.to(tl.int64) * T
-    return begin, count
 
 
 @triton.jit
@@ -68,7 +57,7 @@ def precondition_fwd_kernel(
 ):
     """grid (N, H * ceil(K / BD))"""
     i_n, i_h, o_k, m_k = _channels(K, BD)
-    begin, count = _tokens(cu_ptr, i_n, T)
+    begin, count = tokens_of(cu_ptr, i_n, T)
     p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
     b_s = tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:
@@ -126,7 +115,7 @@ def precondition_bwd_kernel(
     """grid (N, H * ceil(K / BD))"""
     i_n, i_h, o_k, m_k = _channels(K, BD)
     i_share = tl.program_id(1) % tl.cdiv(K, BD)
-    begin, count = _tokens(cu_ptr, i_n, T)
+    begin, count = tokens_of(cu_ptr, i_n, T)
     p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
     b_first, b_d = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:

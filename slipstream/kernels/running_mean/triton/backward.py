@@ -7,7 +7,8 @@ one row higher, with what came from beyond the tile in the first row. op.py has 
 import triton
 import triton.language as tl
 
-from slipstream.kernels.running_mean.triton.forward import NONE, load, sigmoid, tokens_of
+from slipstream.kernels.primitives.sequences import tokens_of
+from slipstream.kernels.running_mean.triton.forward import NONE, load, sigmoid
 
 
 @triton.jit

@@ -12,20 +12,9 @@ which are loaded one row lower, with what came before the tile in the first row.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.sequences import tokens_of
+
 NONE = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def tokens_of(cu_ptr, i_n, T):
-    """First token of sequence n, and how many it has."""
-    if cu_ptr is not None:
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        count = tl.maximum(end - begin, 0).to(tl.int32)
-    else:
-        count = T
-        begin = i_n.to(tl.int64) * T
-    return begin, count
 
 
 @triton.jit

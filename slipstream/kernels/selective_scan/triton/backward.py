@@ -14,6 +14,7 @@ who launches it: the same inputs, the same bits.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.sequences import tokens_of
 from slipstream.kernels.selective_scan.triton.tiles import (
     LOG2E,
     channels,
@@ -21,7 +22,6 @@ from slipstream.kernels.selective_scan.triton.tiles import (
     load_wide,
     scan_forward,
     scan_runs,
-    sequence,
     step_size,
 )
 
@@ -117,7 +117,7 @@ def selective_scan_backward_kernel(
     o_partial = i_d.to(tl.int64) * N * rows
     for i_s in range(tl.cdiv(S - i_p, tl.num_programs(1))):
         i_n = i_p + i_s * tl.num_programs(1)
-        begin, tokens = sequence(cu_ptr, i_n, T)
+        begin, tokens = tokens_of(cu_ptr, i_n, T)
         o_s = (i_n.to(tl.int64) * D + o_d) * N
         tiles = tl.cdiv(tokens, L)
         for i_back in range(tiles):

@@ -9,13 +9,13 @@ for the program itself, and for backward.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.sequences import tokens_of
 from slipstream.kernels.selective_scan.triton.tiles import (
     LOG2E,
     channels,
     load_tile,
     load_wide,
     scan_forward,
-    sequence,
     step_size,
 )
 
@@ -53,7 +53,7 @@ def selective_scan_forward_kernel(
     L: tl.constexpr = RUN * RUNS
     i_n = tl.program_id(1)
     i_g, o_d, m_d = channels(tl.program_id(0), D, G, BD, VEC)
-    begin, tokens = sequence(cu_ptr, i_n, T)
+    begin, tokens = tokens_of(cu_ptr, i_n, T)
     o_s = (i_n.to(tl.int64) * D + o_d) * N
     b_bias, b_D = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if bias_ptr is not None:

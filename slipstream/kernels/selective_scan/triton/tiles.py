@@ -51,19 +51,6 @@ def softplus(x):
 
 
 @triton.jit
-def sequence(cu_ptr, i_n, T):
-    """First token among all, and number of tokens of sequence n."""
-    if cu_ptr is not None:
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        tokens = tl.maximum(end - begin, 0).to(tl.int32)
-    else:
-        tokens = T
-        begin = i_n.to(tl.int64) * tokens
-    return begin, tokens
-
-
-@triton.jit
 def channels(i_d, D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, VEC: tl.constexpr):
     """Group of a program, its channels, and which of them are there."""
     NB: tl.constexpr = (D // G + BD - 1) // BD
