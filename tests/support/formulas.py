@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.attention.reference import attention_reference, visibility
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.kernels.loss.reference import LossInputs, rows_reference
 from slipstream.kernels.norm.reference import layer_reference, rms_reference
@@ -21,6 +20,32 @@ from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from slipstream.tools.catalog import Sample, flat
 
 EPS = 1e-5
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """visible [B or 1, T, S] -> o [B, T, H, DV], with nothing but a scale."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    score = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    score = score.masked_fill(~visible[:, None], float("-inf"))
+    top = score.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    p = (score - top).exp()
+    p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    return torch.einsum("bhts,bshd->bthd", p, v)
+
+
+def visibility(
+    q_position: Tensor, k_position: Tensor, window: tuple[int, int], k_length: Tensor | None
+) -> Tensor:
+    """q_position [..., T], k_position [S], k_length [..., 1, 1] of real keys -> [..., T, S]."""
+    age = q_position[..., :, None] - k_position
+    left, right = window
+    seen = torch.ones_like(age, dtype=torch.bool)
+    if left >= 0:
+        seen = seen & (age <= left)
+    if right >= 0:
+        seen = seen & (age >= -right)
+    return seen if k_length is None else seen & (k_position < k_length)
 
 
 def has_formula(row: Sample) -> bool:

@@ -68,18 +68,6 @@ def softmax_reference(inputs: AttentionInputs, options: AttentionOptions) -> tup
     return o, lse.masked_fill(has_no_key, float("-inf"))
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """visible [B or 1, T, S] -> o [B, T, H, DV], with nothing but a scale."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    score = torch.einsum("bthd,bshd->bhts", q, k) * scale
-    score = score.masked_fill(~visible[:, None], float("-inf"))
-    top = score.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-    p = (score - top).exp()
-    p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-    return torch.einsum("bhts,bshd->bthd", p, v)
-
-
 def positions(inputs: AttentionInputs) -> Positions:
     """Without reading a device's offsets."""
     device, (B, T), (KB, S) = inputs.q.device, inputs.q.shape[:2], inputs.k.shape[:2]
@@ -150,17 +138,3 @@ def sequence_slopes(slopes: Tensor, where: Positions) -> Tensor:
 def take(G: Tensor, q_key: Tensor) -> Tensor:
     """G [B, H, S] at the keys [B, T] that queries stand on -> [B, H, T]"""
     return G.gather(2, q_key[:, None].expand(G.shape[0], G.shape[1], -1))
-
-
-def visibility(
-    q_position: Tensor, k_position: Tensor, window: tuple[int, int], k_length: Tensor | None
-) -> Tensor:
-    """q_position [..., T], k_position [S], k_length [..., 1, 1] of real keys -> [..., T, S]."""
-    age = q_position[..., :, None] - k_position
-    left, right = window
-    seen = torch.ones_like(age, dtype=torch.bool)
-    if left >= 0:
-        seen = seen & (age <= left)
-    if right >= 0:
-        seen = seen & (age >= -right)
-    return seen if k_length is None else seen & (k_position < k_length)
