@@ -41,6 +41,104 @@ def _store(ptr, o, x, m):
     gl.store(ptr + o, x.to(ptr.dtype.element_ty), mask=m)
 
 
+@gluon.jit
+def _load_chunk(
+    inputs, rows_of, tiles, b_bias, first, left, o_t, o_d, m_d,
+    T: gl.constexpr, SUB: gl.constexpr, BD: gl.constexpr, SOFTPLUS: gl.constexpr,
+):  # fmt: skip
+    """dt, dt u and dy of T tokens, SUB at a time, to shared memory."""
+    u_ptr, delta_ptr, dy_ptr, z_ptr = inputs
+    u_row, delta_row, dy_row, z_row = rows_of
+    dt_s, du_s, dy_s = tiles
+    for j in gl.static_range(T // SUB):
+        at, tail = first + j * SUB, left - j * SUB
+        m = (o_t < tail)[:, None] & m_d[None, :]
+        u = _load_wide(u_ptr + at * u_row, u_row, o_t, tail, o_d, m_d)
+        delta = _load_wide(delta_ptr + at * delta_row, delta_row, o_t, tail, o_d, m_d)
+        dy = _load_wide(dy_ptr + at * dy_row, dy_row, o_t, tail, o_d, m_d)
+        if z_ptr is not None:
+            z = _load_wide(z_ptr + at * z_row, z_row, o_t, tail, o_d, m_d)
+            dy = dy * z * sigmoid(z)
+        dt = step_size(delta + b_bias[None, :], m, SOFTPLUS)
+        as_tile(dt_s, T, BD).slice(j * SUB, SUB).store(dt)
+        as_tile(du_s, T, BD).slice(j * SUB, SUB).store(dt * u)
+        as_tile(dy_s, T, BD).slice(j * SUB, SUB).store(dy)
+
+
+@gluon.jit
+def _back_over_tokens(
+    h, dh_after, dA, A, tiles, B_s, C_s, h_s, p_dC, p_dB, dz_ptr, j_first, left, s_n,
+    N: gl.constexpr, SUB: gl.constexpr,
+):  # fmt: skip
+    """SUB tokens from j_first on, of which h is the state before: their states, then from the last
+    to the first dB and dC to memory, and what _write_chunk reads in the place of dt, dt u and dy.
+    Returns a_t dh_t of the first and dA."""
+    S: gl.constexpr = A.type.layout
+    C_ROW: gl.constexpr = gl.SliceLayout(1, S)
+    N_ROW: gl.constexpr = gl.SliceLayout(0, S)
+    dt_s, du_s, dy_s = tiles
+    for j in gl.static_range(SUB):
+        h_s.index(j).store(h)
+        h = _advance(h, A, dt_s, du_s, B_s, j_first + j, C_ROW, N_ROW)
+    for j in gl.static_range(SUB):
+        t_back = j_first + SUB - 1 - j
+        s_dt, s_du = dt_s.index(t_back).load(C_ROW), du_s.index(t_back).load(C_ROW)
+        s_dy = dy_s.index(t_back).load(C_ROW)
+        s_B, s_C = B_s.index(t_back).load(N_ROW), C_s.index(t_back).load(N_ROW)
+        before = h_s.index(SUB - 1 - j).load(S)
+        dh = dh_after + s_dy[:, None] * s_C[None, :]
+        dh_after = dh * gl.exp2(s_dt[:, None] * A)
+        w = dh_after * before
+        dA += w * s_dt[:, None]
+        m_bc = (s_n < N) & (t_back < left)
+        gl.store(p_dC + t_back * N, gl.sum(h * s_dy[:, None], 0), mask=m_bc)
+        gl.store(p_dB + t_back * N, gl.sum(dh * s_du[:, None], 0), mask=m_bc)
+        dt_s.index(t_back).store(gl.sum(w * A, 1))
+        du_s.index(t_back).store(gl.sum(dh * s_B[None, :], 1))
+        if dz_ptr is not None:
+            dy_s.index(t_back).store(gl.sum(h * s_C[None, :], 1))
+        h = before
+    return dh_after, dA
+
+
+@gluon.jit
+def _write_chunk(
+    inputs, rows_of, grads, tiles, b_bias, b_D, dD, dbias, first, left, o_t, o_d, m_d,
+    D: gl.constexpr, T: gl.constexpr, SUB: gl.constexpr, BD: gl.constexpr, SOFTPLUS: gl.constexpr,
+):  # fmt: skip
+    """du, ddelta and dz of T tokens; adds to dD and dbias."""
+    u_ptr, delta_ptr, dy_ptr, z_ptr = inputs
+    u_row, delta_row, dy_row, z_row = rows_of
+    du_ptr, ddelta_ptr, dz_ptr = grads
+    dt_s, du_s, dy_s = tiles
+    TILE: gl.constexpr = dD.type.layout
+    for j in gl.static_range(T // SUB):
+        at, tail = first + j * SUB, left - j * SUB
+        m = (o_t < tail)[:, None] & m_d[None, :]
+        u = _load_wide(u_ptr + at * u_row, u_row, o_t, tail, o_d, m_d)
+        x = _load_wide(delta_ptr + at * delta_row, delta_row, o_t, tail, o_d, m_d)
+        x += b_bias[None, :]
+        dout = _load_wide(dy_ptr + at * dy_row, dy_row, o_t, tail, o_d, m_d)
+        dy = dout
+        o = (at + o_t[:, None]) * D + o_d[None, :]
+        if z_ptr is not None:
+            z = _load_wide(z_ptr + at * z_row, z_row, o_t, tail, o_d, m_d)
+            gate = sigmoid(z)
+            dy = dout * z * gate
+            y = as_tile(dy_s, T, BD).slice(j * SUB, SUB).load(TILE) + b_D[None, :] * u
+            _store(dz_ptr, o, dout * y * gate * (1.0 + z * (1.0 - gate)), m)
+        dx = as_tile(du_s, T, BD).slice(j * SUB, SUB).load(TILE)
+        ddelta = u * dx + as_tile(dt_s, T, BD).slice(j * SUB, SUB).load(TILE) * LN2
+        if SOFTPLUS:
+            ddelta = ddelta * sigmoid(x)
+        ddelta = gl.where(m, ddelta, 0.0)
+        _store(du_ptr, o, step_size(x, m, SOFTPLUS) * dx + b_D[None, :] * dy, m)
+        _store(ddelta_ptr, o, ddelta, m)
+        dD += dy * u
+        dbias += ddelta
+    return dD, dbias
+
+
 @gluon.jit(do_not_specialize=["total", "blocks", "sequences", "programs", "rows"])
 def selective_scan_backward_sm90_kernel(
     u_ptr,  # [tokens, D], a row each u_row
@@ -122,6 +220,8 @@ def selective_scan_backward_sm90_kernel(
     dt_s, du_s, dy_s = alloc_rows(T, BD), alloc_rows(T, BD), alloc_rows(T, BD)
     B_s, C_s = alloc_rows(T, NP), alloc_rows(T, NP)
     h_s = gl.allocate_shared_memory(gl.float32, [SUB, BD, NP], by_channels)
+    inputs, tiles = (u_ptr, delta_ptr, dy_ptr, z_ptr), (dt_s, du_s, dy_s)
+    rows_of = u_row, delta_row, dy_row, z_row
     dA = gl.zeros([BD, NP], gl.float32, S)
     dD, dbias = gl.zeros([SUB, BD], gl.float32, TILE), gl.zeros([SUB, BD], gl.float32, TILE)
     for i_n in range(i_p, sequences, programs):
@@ -136,19 +236,9 @@ def selective_scan_backward_sm90_kernel(
             i_c = chunks - 1 - i
             first, left = begin + i_c * T, tokens - i_c * T
             gl.thread_barrier()
-            for j in gl.static_range(T // SUB):
-                at, tail = first + j * SUB, left - j * SUB
-                m = (o_t < tail)[:, None] & m_d[None, :]
-                u = _load_wide(u_ptr + at * u_row, u_row, o_t, tail, o_d, m_d)
-                delta = _load_wide(delta_ptr + at * delta_row, delta_row, o_t, tail, o_d, m_d)
-                dy = _load_wide(dy_ptr + at * dy_row, dy_row, o_t, tail, o_d, m_d)
-                if z_ptr is not None:
-                    z = _load_wide(z_ptr + at * z_row, z_row, o_t, tail, o_d, m_d)
-                    dy = dy * z * sigmoid(z)
-                dt = step_size(delta + b_bias[None, :], m, SOFTPLUS)
-                as_tile(dt_s, T, BD).slice(j * SUB, SUB).store(dt)
-                as_tile(du_s, T, BD).slice(j * SUB, SUB).store(dt * u)
-                as_tile(dy_s, T, BD).slice(j * SUB, SUB).store(dy)
+            _load_chunk(
+                inputs, rows_of, tiles, b_bias, first, left, o_t, o_d, m_d, T, SUB, BD, SOFTPLUS
+            )
             p_B, p_C = B_ptr + first * B_row + i_g * N, C_ptr + first * C_row + i_g * N
             as_tile(B_s, T, NP).store(_load_wide(p_B, B_row, o_bt, left, o_n, m_n))
             as_tile(C_s, T, NP).store(_load_wide(p_C, C_row, o_bt, left, o_n, m_n))
@@ -164,52 +254,15 @@ def selective_scan_backward_sm90_kernel(
                     for j in gl.static_range(4):
                         h = _advance(h, A, dt_s, du_s, B_s, t + j, C_ROW, N_ROW)
                 gl.thread_barrier()
-                for j in gl.static_range(SUB):
-                    h_s.index(j).store(h)
-                    h = _advance(h, A, dt_s, du_s, B_s, j_first + j, C_ROW, N_ROW)
-                for j in gl.static_range(SUB):
-                    t_back = j_first + SUB - 1 - j
-                    s_dt, s_du = dt_s.index(t_back).load(C_ROW), du_s.index(t_back).load(C_ROW)
-                    s_dy = dy_s.index(t_back).load(C_ROW)
-                    s_B, s_C = B_s.index(t_back).load(N_ROW), C_s.index(t_back).load(N_ROW)
-                    before = h_s.index(SUB - 1 - j).load(S)
-                    dh = dh_after + s_dy[:, None] * s_C[None, :]
-                    dh_after = dh * gl.exp2(s_dt[:, None] * A)
-                    w = dh_after * before
-                    dA += w * s_dt[:, None]
-                    m_bc = (s_n < N) & (t_back < left)
-                    gl.store(dC_ptr + o_bc + t_back * N, gl.sum(h * s_dy[:, None], 0), mask=m_bc)
-                    gl.store(dB_ptr + o_bc + t_back * N, gl.sum(dh * s_du[:, None], 0), mask=m_bc)
-                    dt_s.index(t_back).store(gl.sum(w * A, 1))
-                    du_s.index(t_back).store(gl.sum(dh * s_B[None, :], 1))
-                    if dz_ptr is not None:
-                        dy_s.index(t_back).store(gl.sum(h * s_C[None, :], 1))
-                    h = before
+                dh_after, dA = _back_over_tokens(
+                    h, dh_after, dA, A, tiles, B_s, C_s, h_s, dC_ptr + o_bc, dB_ptr + o_bc, dz_ptr,
+                    j_first, left, s_n, N, SUB,
+                )  # fmt: skip
             gl.thread_barrier()
-            for j in gl.static_range(T // SUB):
-                at, tail = first + j * SUB, left - j * SUB
-                m = (o_t < tail)[:, None] & m_d[None, :]
-                u = _load_wide(u_ptr + at * u_row, u_row, o_t, tail, o_d, m_d)
-                x = _load_wide(delta_ptr + at * delta_row, delta_row, o_t, tail, o_d, m_d)
-                x += b_bias[None, :]
-                dout = _load_wide(dy_ptr + at * dy_row, dy_row, o_t, tail, o_d, m_d)
-                dy = dout
-                o = (at + o_t[:, None]) * D + o_d[None, :]
-                if z_ptr is not None:
-                    z = _load_wide(z_ptr + at * z_row, z_row, o_t, tail, o_d, m_d)
-                    gate = sigmoid(z)
-                    dy = dout * z * gate
-                    y = as_tile(dy_s, T, BD).slice(j * SUB, SUB).load(TILE) + b_D[None, :] * u
-                    _store(dz_ptr, o, dout * y * gate * (1.0 + z * (1.0 - gate)), m)
-                dx = as_tile(du_s, T, BD).slice(j * SUB, SUB).load(TILE)
-                ddelta = u * dx + as_tile(dt_s, T, BD).slice(j * SUB, SUB).load(TILE) * LN2
-                if SOFTPLUS:
-                    ddelta = ddelta * sigmoid(x)
-                ddelta = gl.where(m, ddelta, 0.0)
-                _store(du_ptr, o, step_size(x, m, SOFTPLUS) * dx + b_D[None, :] * dy, m)
-                _store(ddelta_ptr, o, ddelta, m)
-                dD += dy * u
-                dbias += ddelta
+            dD, dbias = _write_chunk(
+                inputs, rows_of, (du_ptr, ddelta_ptr, dz_ptr), tiles, b_bias, b_D, dD, dbias,
+                first, left, o_t, o_d, m_d, D, T, SUB, BD, SOFTPLUS,
+            )  # fmt: skip
         if ds_in_ptr is not None:
             _store(ds_in_ptr, o_s, dh_after, m_s)
     gl.store(dA_ptr + i_p.to(gl.int64) * (N * D) + o_h, dA, mask=m_s)

@@ -93,19 +93,31 @@ def place_gates(
 
 
 @gluon.jit
+def load_gates_of(p, stride, o_t, length):
+    """Of tokens o_t, zero past the end."""
+    return gl.load(p + o_t.to(gl.int64) * stride, mask=o_t < length, other=0.0)
+
+
+@gluon.jit
 def load_gates(p, stride, t, length, C: gl.constexpr):
     """Those of the chunk from token t on, zero past the end."""
     o_c = t + gl.arange(0, C, gl.BlockedLayout([2], [32], [4], [0]))
-    return gl.load(p + o_c.to(gl.int64) * stride, mask=o_c < length, other=0.0)
+    return load_gates_of(p, stride, o_c, length)
+
+
+@gluon.jit
+def add_up_gates(b_g, o_c, C: gl.constexpr):
+    """G of each token of a chunk, in base 2, and G_C."""
+    b_g = b_g.to(gl.float32)
+    b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
+    return b_G, gl.sum(gl.where(o_c == C - 1, b_G, 0.0), 0)
 
 
 @gluon.jit
 def gates_of(b_g, sums, C: gl.constexpr):
     """exp(G), exp(G_C - G); G of base 2 goes to `sums`."""
     o_c = gl.arange(0, C, gl.BlockedLayout([2], [32], [4], [0]))
-    b_g = b_g.to(gl.float32)
-    b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
-    G_C = gl.sum(gl.where(o_c == C - 1, b_G, 0.0), 0)
+    b_G, G_C = add_up_gates(b_g, o_c, C)
     sums.store(b_G)
     return gl.exp2(b_G), gl.exp2(G_C - b_G)
 

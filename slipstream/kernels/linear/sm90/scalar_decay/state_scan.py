@@ -23,7 +23,7 @@ from slipstream.kernels.linear.sm90.common.device import (
     locate_segment,
     zero_tail_rows,
 )
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF, LOG2E, LOWEST, add
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF, add_up_gates, load_gates_of
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -50,12 +50,6 @@ def load_partition(
 
 
 @gluon.jit
-def load_gates(p, stride, t, length):
-    """Of tokens t, zero past the end."""
-    return gl.load(p + t.to(gl.int64) * stride, mask=t < length, other=0.0)
-
-
-@gluon.jit
 def gate_partition(
     factors, g_full, g_empty, p_g, stride_g, length, n, C: gl.constexpr, HAS_GATE: gl.constexpr
 ):
@@ -63,16 +57,14 @@ def gate_partition(
     if HAS_GATE:
         o_c = gl.arange(0, C, gl.BlockedLayout([2], [32], [1], [0]))
         # those of four chunks are on their way, for they come from further than a chunk takes
-        b_g = load_gates(p_g, stride_g, o_c, length)
-        b_g1 = load_gates(p_g, stride_g, o_c + C, length)
-        b_g2 = load_gates(p_g, stride_g, o_c + 2 * C, length)
-        b_g3 = load_gates(p_g, stride_g, o_c + 3 * C, length)
+        b_g = load_gates_of(p_g, stride_g, o_c, length)
+        b_g1 = load_gates_of(p_g, stride_g, o_c + C, length)
+        b_g2 = load_gates_of(p_g, stride_g, o_c + 2 * C, length)
+        b_g3 = load_gates_of(p_g, stride_g, o_c + 3 * C, length)
         for i in range(n):
             a = i % 2
-            b_g4 = load_gates(p_g, stride_g, o_c + (i + 4) * C, length)
-            b_g = b_g.to(gl.float32)
-            b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
-            G_C = gl.sum(gl.where(o_c == C - 1, b_G, 0.0), 0)
+            b_g4 = load_gates_of(p_g, stride_g, o_c + (i + 4) * C, length)
+            b_G, G_C = add_up_gates(b_g, o_c, C)
             b_g = b_g1
             b_g1 = b_g2
             b_g2 = b_g3
