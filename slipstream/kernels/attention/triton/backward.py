@@ -33,63 +33,23 @@ _UNSPECIALIZED = ["factor", "cap", "scale", *_DROPOUT, *_SIZES, *_STRIDES]
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def softmax_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_ptr, k_ptr, v_ptr,
     do_ptr,  # [B, T, H, DV]
     dq_ptr,  # [B, T, H, D]
     base_ptr,  # [B, H, R], R = T rounded up to ALIGN: rows then begin at 16 bytes
     delta_ptr,  # [B, H, R]
     sums_ptr,  # [B, H, T]: sums of dx over the keys
-    high_ptr,
-    low_ptr,
-    slopes_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    lengths_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
-    factor,
-    cap,
-    scale,
-    T,
-    S,
-    H,
-    N,
-    tiles,
-    search_steps,
-    left,
-    right,
+    high_ptr, low_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, seed_ptr,
+    threshold, keep_scale, factor, cap, scale, T, S, H, N, tiles, search_steps, left, right,
     group,
-    stride_slope,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    UNIT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    PACKED_Q: tl.constexpr,
-    PACKED_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    stride_slope, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt, stride_vh,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, UNIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED_Q: tl.constexpr,
+    PACKED_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid and arguments as softmax_fwd_kernel."""
     pid = tl.program_id(0)
     i_n, row = sequence_of_tile(
@@ -189,69 +149,52 @@ def softmax_dq_kernel(
         tl.store(sums_ptr + i_s + o_m, b_sum, mask=o_m < rows)
 
 
+@triton.jit
+def _load_sums(base_ptr, delta_ptr, i_r, o_m, m_m, MASKED: tl.constexpr):
+    """base and delta of queries o_m from i_r on; of those that there are not, so that p is 0."""
+    if MASKED:
+        b_base = tl.load(base_ptr + i_r + o_m, mask=m_m, other=float("inf"))
+        b_delta = tl.load(delta_ptr + i_r + o_m, mask=m_m, other=0.0)
+    else:
+        b_base = tl.load(base_ptr + i_r + o_m)
+        b_delta = tl.load(delta_ptr + i_r + o_m)
+    return b_base, b_delta
+
+
+@triton.jit
+def _store_gradient(
+    ptr, b, scale, i_k, HKV, o_n, o_c, m_used, m_n, C: tl.constexpr, HAS_LENGTHS: tl.constexpr
+):
+    """Of keys or values, rows [KB S, HKV, C] from i_k on: zero of keys that are not in use."""
+    if HAS_LENGTHS:
+        b = tl.where(m_used, b, 0.0)
+    p = ptr + i_k * C + o_n[:, None] * (HKV * C) + o_c[None, :]
+    if scale is not None:
+        b = b * scale
+    tl.store(p, b.to(ptr.dtype.element_ty), mask=m_n & (o_c < C)[None, :])
+
+
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def softmax_dkv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_ptr, k_ptr, v_ptr,
     do_ptr,  # [B, T, H, DV]
     dk_ptr,  # [KB, S, HKV, D]
     dv_ptr,  # [KB, S, HKV, DV]
     base_ptr,  # [B, H, R], R = T rounded up to ALIGN: rows then begin at 16 bytes
     delta_ptr,  # [B, H, R]
     sums_ptr,  # [KB, H, S]: sums of dx over the queries
-    high_ptr,
-    low_ptr,
-    slopes_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    lengths_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
-    factor,
-    cap,
-    scale,
-    T,
-    S,
-    H,
-    N,
-    tiles,
-    search_steps,
-    left,
-    right,
+    high_ptr, low_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, seed_ptr,
+    threshold, keep_scale, factor, cap, scale, T, S, H, N, tiles, search_steps, left, right,
     group,
-    stride_slope,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUPED: tl.constexpr,
-    HAS_DK: tl.constexpr,
-    HAS_DV: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    PACKED_Q: tl.constexpr,
-    PACKED_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    stride_slope, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt, stride_vh,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, UNIT: tl.constexpr, GROUPED: tl.constexpr, HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED_Q: tl.constexpr,
+    PACKED_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (tiles * HKV * N,), or (tiles * HKV,) packed: BN keys of a head, all its queries.
 
     Registers may not hold the sums of both: then a launch makes dk, and another dv.
@@ -327,12 +270,7 @@ def softmax_dkv_kernel(
                 )
                 p_do = do_ptr + (i_o + at * H) * DV
                 b_do = block(p_do, H * DV, o_m, queries - i, o_v, DV, BV, edge != 1)
-                if edge == 1:
-                    b_base = tl.load(base_ptr + i_r + at + o_m)
-                    b_delta = tl.load(delta_ptr + i_r + at + o_m)
-                else:
-                    b_base = tl.load(base_ptr + i_r + at + o_m, mask=m_m, other=float("inf"))
-                    b_delta = tl.load(delta_ptr + i_r + at + o_m, mask=m_m, other=0.0)
+                b_base, b_delta = _load_sums(base_ptr, delta_ptr, i_r + at, o_m, m_m, edge != 1)
                 # transposed, keys by queries: p and dx are left operands as they are
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
                 position = i + shift + o_m
@@ -371,17 +309,10 @@ def softmax_dkv_kernel(
             b_sum = tl.where(o_n < keys - row, b_sum, 0.0)
             tl.store(sums_ptr + i_c + row + o_n, b_sum, mask=o_n < capacity - row)
 
-    # keys that are not in use have no gradient
     m_used = (o_n < keys - row)[:, None]
     i_k = (i_kb * S + begin_k + row) * HKV + i_kv
     m_n = (o_n < capacity - row)[:, None]
     if HAS_DK:
-        if HAS_LENGTHS:
-            b_dk = tl.where(m_used, b_dk, 0.0)
-        p_dk = dk_ptr + i_k * D + o_n[:, None] * (HKV * D) + o_d[None, :]
-        tl.store(p_dk, (b_dk * scale).to(dk_ptr.dtype.element_ty), mask=m_n & (o_d < D)[None, :])
+        _store_gradient(dk_ptr, b_dk, scale, i_k, HKV, o_n, o_d, m_used, m_n, D, HAS_LENGTHS)
     if HAS_DV:
-        if HAS_LENGTHS:
-            b_dv = tl.where(m_used, b_dv, 0.0)
-        p_dv = dv_ptr + i_k * DV + o_n[:, None] * (HKV * DV) + o_v[None, :]
-        tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_n & (o_v < DV)[None, :])
+        _store_gradient(dv_ptr, b_dv, None, i_k, HKV, o_n, o_v, m_used, m_n, DV, HAS_LENGTHS)

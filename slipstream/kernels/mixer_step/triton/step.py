@@ -245,6 +245,15 @@ def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr)
 
 
 @triton.jit
+def _is_last_of_group(counter_ptr, programs):
+    """Counts a program that has written its channels, and says whether all have."""
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") % programs == programs - 1
+    if is_last:
+        tl.atomic_add(counter_ptr, -programs, sem="relaxed")
+    return is_last
+
+
+@triton.jit
 def _norm_of_group(
     scratch_ptr, z_ptr, weight_ptr, y_ptr, z_row, i_h, i_g, eps,
     GROUP: tl.constexpr, V: tl.constexpr, WEIGHT_PER_HEAD: tl.constexpr,
@@ -284,8 +293,7 @@ def mixer_step_kernel(
     g_ptr,  # [B T, HV], or [B T, HV, K] if PER_CHANNEL
     beta_ptr,  # [B T, HV], or [B T, HV, K] with write
     write_ptr,  # [B T, HV, V]
-    z_ptr,
-    y_ptr,
+    z_ptr, y_ptr,
     state_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if V_FIRST
     scale_ptr,  # [cache slots, HV, V] of states in int8
     residual_ptr,  # [cache slots, HV, 3 BK / 8, V], or [cache slots, HV, V, 3 BK / 8] if V_FIRST
@@ -300,57 +308,23 @@ def mixer_step_kernel(
     norm_weight_ptr,  # [V], or [HV, V] if WEIGHT_PER_HEAD
     scratch_ptr,  # float32; None where a program has all that is normalised together
     counter_ptr,  # [cache slots, H + groups]
-    scale,
-    eps,
-    lower_bound,
-    normalizer,
-    dt_min,
-    dt_max,
-    T,
-    pending: tl.int32,
-    HV: tl.int32,
-    cache_slots: tl.int64,
-    length: tl.int32,
+    scale, eps, lower_bound, normalizer, dt_min, dt_max, T, pending: tl.int32, HV: tl.int32,
+    cache_slots: tl.int64, length: tl.int32,
     row_q: tl.int64,  # from one token to the next
-    row_k: tl.int64,
-    row_v: tl.int64,
-    row_g: tl.int64,
-    row_beta: tl.int64,
-    row_write: tl.int64,
-    row_z: tl.int64,
-    row_y: tl.int64,
-    stride_state,
-    stride_head,
-    stride_scale,
-    stride_residual,
-    stride_window,
-    stride_c,
-    stride_l,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    W: tl.constexpr,
-    BK: tl.constexpr,
+    row_k: tl.int64, row_v: tl.int64, row_g: tl.int64, row_beta: tl.int64, row_write: tl.int64,
+    row_z: tl.int64, row_y: tl.int64, stride_state, stride_head, stride_scale, stride_residual,
+    stride_window, stride_c, stride_l,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
     WIDTH: tl.constexpr,  # of lines of a state V-first
     HEADS_PER_K: tl.constexpr,
     ONE: tl.constexpr,  # T is 1
-    THREADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    V_CHANNELS_FIRST: tl.constexpr,
-    CONV_SILU: tl.constexpr,
-    GATE: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    DT_SCALES_V: tl.constexpr,
-    BETA_SIGMOID: tl.constexpr,
-    BETA_FACTOR: tl.constexpr,
-    L2_NORM: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_BEFORE_GATE: tl.constexpr,
-    WEIGHT_PER_HEAD: tl.constexpr,
-    Z_SILU: tl.constexpr,
-):
+    THREADS: tl.constexpr, GROUP: tl.constexpr, V_FIRST: tl.constexpr,
+    V_CHANNELS_FIRST: tl.constexpr, CONV_SILU: tl.constexpr, GATE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, DT_SCALES_V: tl.constexpr, BETA_SIGMOID: tl.constexpr,
+    BETA_FACTOR: tl.constexpr, L2_NORM: tl.constexpr, NORM: tl.constexpr,
+    NORM_BEFORE_GATE: tl.constexpr, WEIGHT_PER_HEAD: tl.constexpr, Z_SILU: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(V / BV) * HV * B,): one program takes BV columns of one head and sequence."""
     NV: tl.constexpr = (V + BV - 1) // BV
     HINT: tl.constexpr = "evict_first" if V_FIRST else ""
@@ -471,9 +445,7 @@ def mixer_step_kernel(
     if scratch_ptr is not None:
         tl.debug_barrier()  # all threads have written
         i_g, programs = i_h * V // GROUP, GROUP // V * NV
-        counter_ptr += H + i_g
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") % programs == programs - 1:
-            tl.atomic_add(counter_ptr, -programs, sem="relaxed")
+        if _is_last_of_group(counter_ptr + H + i_g, programs):
             for t in range(T - pending):
                 _norm_of_group(
                     scratch_ptr + (first_y + t) * HV * V, z_ptr, norm_weight_ptr,

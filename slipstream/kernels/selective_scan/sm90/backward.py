@@ -154,8 +154,7 @@ def selective_scan_backward_sm90_kernel(
     dy_ptr,  # [tokens, D], a row each dy_row
     dfinal_ptr,  # [S, D, N]
     du_ptr,  # [tokens, D]
-    ddelta_ptr,
-    dz_ptr,
+    ddelta_ptr, dz_ptr,
     dA_ptr,  # [programs, N, D], float32
     dB_ptr,  # [blocks, tokens, N], float32
     dC_ptr,
@@ -165,26 +164,11 @@ def selective_scan_backward_sm90_kernel(
     cu_ptr,
     total,  # tokens of a row of the batch
     rows,  # tokens of all sequences
-    blocks,
-    sequences,
-    programs,
-    u_row,
-    delta_row,
-    z_row,
-    B_row,
-    C_row,
-    dy_row,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    G: gl.constexpr,
-    SOFTPLUS: gl.constexpr,
-    T: gl.constexpr,
-    SUB: gl.constexpr,
-    NP: gl.constexpr,
-    CHANNELS: gl.constexpr,
-    LANES: gl.constexpr,
+    blocks, sequences, programs, u_row, delta_row, z_row, B_row, C_row, dy_row,
+    D: gl.constexpr, N: gl.constexpr, G: gl.constexpr, SOFTPLUS: gl.constexpr, T: gl.constexpr,
+    SUB: gl.constexpr, NP: gl.constexpr, CHANNELS: gl.constexpr, LANES: gl.constexpr,
     WARPS: gl.constexpr,
-):
+):  # fmt: skip
     """grid (blocks programs), blocks = G ceil(D / G / BD)"""
     BD: gl.constexpr = CHANNELS * 32 // LANES * WARPS
     NB: gl.constexpr = (D // G + BD - 1) // BD

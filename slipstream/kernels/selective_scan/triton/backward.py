@@ -75,8 +75,7 @@ def selective_scan_backward_kernel(
     dfinal_ptr,  # [S, D, N]
     carry_ptr,  # [tokens // L, N, D], float32: dh of a tile's first token
     du_ptr,  # [tokens, D]
-    ddelta_ptr,
-    dz_ptr,
+    ddelta_ptr, dz_ptr,
     dA_ptr,  # [programs along the sequences, N, D], zeros
     dB_ptr,  # [blocks of channels, N, tokens]
     dC_ptr,
@@ -84,22 +83,12 @@ def selective_scan_backward_kernel(
     dbias_ptr,
     ds_in_ptr,  # [S, D, N]
     cu_ptr,
-    T,
-    S,
+    T, S,
     rows,  # tokens of all sequences
-    u_row,
-    delta_row,
-    z_row,
-    dy_row,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    BD: tl.constexpr,
-    VEC: tl.constexpr,
-):
+    u_row, delta_row, z_row, dy_row,
+    D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SOFTPLUS: tl.constexpr, RUN: tl.constexpr,
+    RUNS: tl.constexpr, BD: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
     """grid (G * ceil(D / G / BD), programs along the sequences)"""
     L: tl.constexpr = RUN * RUNS
     i_d, i_p = tl.program_id(0), tl.program_id(1)

@@ -143,33 +143,20 @@ def delta_dqkg_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, BK]
     k_desc,
     do_desc,  # [tokens, HV * V] by [C, V]
-    w_desc,
-    dv_desc,
+    w_desc, dv_desc,
     states_desc,  # [chunks * HV * V, K] by [V, BK]
     dstates_desc,
     dq_desc,  # [tokens, HV / G * K] by [C, BK]
-    dk_desc,
-    dq_ptr,
-    dk_ptr,
+    dk_desc, dq_ptr, dk_ptr,
     beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta and G of base 2
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
     semaphores_ptr,  # [chunks, HV / G], zeros: how many of G heads have added theirs
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    G,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BK: gl.constexpr,
-    C: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    PACKED: gl.constexpr,
-    GROUPED_HEADS: gl.constexpr,
-):
+    scale, T, N, HV, H, G,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr, GROUPED_HEADS: gl.constexpr,
+):  # fmt: skip
     """grid (HV * chunks,), 4 warps: one program takes one chunk of one value head.
 
     GROUPED_HEADS: G is more than 1.

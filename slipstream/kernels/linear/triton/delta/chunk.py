@@ -136,8 +136,7 @@ _SIZES = ["scale", "T", "N", "HV", "H", "segment"]
 @triton.jit(do_not_specialize=_SIZES)
 def delta_chunk_fwd_kernel(
     q_ptr,  # [tokens, H, K], or, if TMA, a descriptor of [B, T, H, K]; so all of tokens
-    k_ptr,
-    p_ptr,
+    k_ptr, p_ptr,
     v_ptr,  # [tokens, HV, V]
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (solve_tril.py)
     r_ptr,  # [tokens, HV, C]
@@ -147,30 +146,12 @@ def delta_chunk_fwd_kernel(
     s_out_ptr,  # [segments, HV, K, V]: S after the segment; E
     m_ptr,  # [segments, HV, K, K]: M
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    HAS_P: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT_BF16: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, T, N, HV, H, segment,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    OUTPUT: tl.constexpr, HAS_P: tl.constexpr, HAS_GATE: tl.constexpr, HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
+    TMA: tl.constexpr, SPLIT_BF16: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (tiles * HV * segments,): one program scans BV rows of one head's state in one segment.
 
     OUTPUT: "o"; "states", those and w, for backward; or "ends", E and M. Tiles: of V; for "ends"

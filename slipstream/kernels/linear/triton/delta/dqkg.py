@@ -164,38 +164,22 @@ def _of_states(
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
 def delta_dqkg_kernel(
     q_ptr,  # [tokens, H, K]
-    k_ptr,
-    p_ptr,
+    k_ptr, p_ptr,
     do_ptr,  # [tokens, HV, V], or, if TMA, a descriptor of [B, T, HV, V]; so down to dp
-    w_ptr,
-    dv_ptr,
+    w_ptr, dv_ptr,
     s_ptr,  # [chunks, HV, V, K]: states, dstates
     ds_ptr,
     dq_ptr,  # [tokens, HV, K]
-    dk_ptr,
-    dp_ptr,
+    dk_ptr, dp_ptr,
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (solve_tril.py)
     dbeta_ptr,  # [tokens, HV]
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_P: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    TMA: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, T, N, HV, H,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    HAS_P: tl.constexpr, HAS_GATE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
+    TMA: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (HV * chunks,): one program takes one chunk of one value head."""
     if not GROUPED:
         H = HV

@@ -193,40 +193,14 @@ def scalar_decay_chunk_kernel(
     z_ptr,  # [NX, anchors, HV]: sum(S * dS) after an anchor interval
     anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
-    scale,
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    HR,
-    HX,
-    tokens,
-    segment,
-    num_anchors,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    D: tl.constexpr,
-    X: tl.constexpr,
-    BD: tl.constexpr,
-    BX: tl.constexpr,
-    C: tl.constexpr,
-    ANCHOR_INTERVAL: tl.constexpr,
-    REVERSE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    HAS_Y: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_DG: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    TMA: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, scale_in, scale_out, T, N, HV, HR, HX, tokens, segment, num_anchors,
+    stride_gb, stride_gt, stride_gh,
+    D: tl.constexpr, X: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
+    ANCHOR_INTERVAL: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DG: tl.constexpr, HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
+    TMA: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
     Without SPLIT a segment is a sequence.
