@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.loss import distill, eager
+from slipstream.common import linear_rows
+from slipstream.kernels.loss import distill
 from slipstream.ops.distill import linear_kl_div
 
 SHAPES = {
@@ -32,7 +33,7 @@ def grads(loss: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
 def test_linear_kl_div_matches_reference(
     reduction: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(eager.CHUNK_ELEMENTS, "cpu", 4 * 11)
+    monkeypatch.setitem(linear_rows.CHUNK_ELEMENTS, "cpu", 4 * 11)
     given, mask = inputs(), torch.rand(3, 5) > 0.3
     for some in (None, mask):
         options: dict[str, Any] = {

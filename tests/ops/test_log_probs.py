@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.log_probs.eager import chunks
-from slipstream.kernels.loss import eager
+from slipstream.common import linear_rows
 from slipstream.ops import linear_log_probs
 
 
@@ -14,12 +13,12 @@ def test_log_probs_in_chunks_equal_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     target[0, 3] = -100
     found = []
     for most in (1 << 20, 40):
-        monkeypatch.setitem(eager.CHUNK_ELEMENTS, "cpu", most)
+        monkeypatch.setitem(linear_rows.CHUNK_ELEMENTS, "cpu", most)
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         log_prob, entropy = linear_log_probs(*leaves, target, return_entropy=True)
         loss = (log_prob.sin() + 0.1 * entropy.square()).sum()
         found.append([log_prob, entropy, *torch.autograd.grad(loss, leaves)])
-    assert len(chunks(hidden.flatten(0, 1), weight)) == 9
+    assert len(linear_rows.row_chunks(hidden.flatten(0, 1), 11)) == 9
     torch.testing.assert_close(found[0], found[1])
     assert found[0][0][0, 3] == found[0][1][0, 3] == 0 and not found[0][2][0, 3].any()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slipstream.common import linear_rows
 from slipstream.kernels.loss import eager, op
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 
@@ -32,7 +33,7 @@ def test_linear_cross_entropy_chunk_independence(monkeypatch: Any) -> None:
         return [loss, *torch.autograd.grad(loss, (hidden, weight))]
 
     whole = run()
-    monkeypatch.setitem(eager.CHUNK_ELEMENTS, "cpu", 7 * 30)
+    monkeypatch.setitem(linear_rows.CHUNK_ELEMENTS, "cpu", 7 * 30)
     for x, y in zip(run(), whole, strict=True):
         torch.testing.assert_close(x, y)
 

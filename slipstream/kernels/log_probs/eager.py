@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.primitives.logit_chunks import CHUNK_ELEMENTS
+from slipstream.common.linear_rows import LinearRows, row_chunks
 
 
 class Given(NamedTuple):
@@ -33,7 +33,7 @@ def forward(given: Given, scale: float, ignore_index: int) -> tuple[Tensor, Tens
     """log_prob and entropy [N]; 0 where the target is ignored."""
     hidden, target = given.hidden, given.target
     log_prob, entropy = (hidden.new_zeros(len(target), dtype=given.compute_dtype) for _ in range(2))
-    for rows in chunks(hidden, given.weight):
+    for rows in row_chunks(hidden, len(given.weight)):
         log_p, at = _log_softmax(given, rows, scale), target[rows]
         live = at != ignore_index
         chosen = log_p.gather(1, torch.where(live, at, 0)[:, None])[:, 0]
@@ -47,10 +47,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dhidden [N, D] in hidden's dtype; dweight [V, D] and dbias [V] in float32 or float64."""
     hidden, weight, bias, target = given
-    dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    dweight = weight.new_zeros(weight.shape, dtype=given.compute_dtype)
-    dbias = dweight.new_zeros(0 if bias is None else len(weight))
-    for rows in chunks(hidden, weight):
+    layer = LinearRows(hidden, weight, bias, True, given.compute_dtype)
+    for rows in row_chunks(hidden, len(weight)):
         log_p, at = _log_softmax(given, rows, scale), target[rows]
         live = at != ignore_index
         up, down = (torch.where(live, g[rows], 0)[:, None] for g in (dlog_prob, dentropy))
@@ -60,19 +58,8 @@ def backward(
         d = log_p.masked_fill_(log_p == -torch.inf, 0).add_(entropy).mul_(-down).sub_(up)
         d.mul_(p).scatter_add_(1, torch.where(live, at, 0)[:, None], up)
         # masked, not multiplied: an ignored row may hold inf or NaN
-        d = d.mul_(scale).masked_fill_(~live[:, None], 0)
-        if bias is not None:
-            dbias += d.sum(0)
-        d = d.to(hidden.dtype)
-        dhidden[rows] = d @ weight
-        dweight += d.t() @ hidden[rows]
-    return dhidden, dweight, dbias
-
-
-def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    elements = CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20)
-    step = max(elements // weight.shape[0], 1)
-    return [slice(i, i + step) for i in range(0, hidden.shape[0], step)]
+        layer.add(rows, d.mul_(scale).masked_fill_(~live[:, None], 0))
+    return layer.dhidden, layer.dweight, layer.dbias
 
 
 def _log_softmax(given: Given, rows: slice, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.primitives.logit_chunks import CHUNK_ELEMENTS
+from slipstream.common.linear_rows import LinearRows, row_chunks
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
@@ -43,21 +43,12 @@ def kl_rows(
     Args:
         dloss: [N] or [], what comes into each row's loss; None is 1.
     """
-    hidden, weight, bias = student
+    hidden, weight, _ = student
     dtype = _compute_dtype(hidden)
-    count, size = hidden.shape[0], weight.shape[0]
-    loss = hidden.new_empty(count, dtype=dtype)
-    dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
-    if grads:
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=dtype)
-        dbias = weight.new_zeros(size if bias is not None else 0, dtype=dtype)
-    step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // (2 * max(size, 1)), 1)
-    for i in range(0, count, step):
-        rows = slice(i, i + step)
-        q, p = (
-            torch.nn.functional.linear(x[rows], w, b).to(dtype).div_(temperature).log_softmax(-1)
-            for x, w, b in (student, teacher)
-        )
+    layers = LinearRows(*student, grads, dtype), LinearRows(*teacher, False, dtype)
+    loss = hidden.new_empty(len(hidden), dtype=dtype)
+    for rows in row_chunks(hidden, 2 * len(weight)):
+        q, p = (x.logits(rows).to(dtype).div_(temperature).log_softmax(-1) for x in layers)
         live_rows = None if live is None else live[rows]
         row_loss = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1) * temperature**2
         loss[rows] = row_loss if live_rows is None else row_loss.masked_fill_(~live_rows, 0)
@@ -68,12 +59,8 @@ def kl_rows(
             d *= (dloss[rows] if dloss.dim() else dloss)[..., None]
         if live_rows is not None:
             d = d.masked_fill_(~live_rows[:, None], 0)
-        if bias is not None:
-            dbias += d.sum(0)
-        d = d.to(hidden.dtype)
-        torch.mm(d, weight, out=dhidden[rows])
-        dweight += d.t() @ hidden[rows]
-    return loss, dhidden, dweight, dbias
+        layers[0].add(rows, d)
+    return loss, layers[0].dhidden, layers[0].dweight, layers[0].dbias
 
 
 def linear_kl_div(

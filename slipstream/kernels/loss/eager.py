@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common.linear_rows import LinearRows, row_chunks
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.kernels.primitives.logit_chunks import CHUNK_ELEMENTS
 
 
 class Rows(NamedTuple):
@@ -86,29 +86,11 @@ def linear_rows(
         dloss: [N], what comes into each row's loss; None is 1.
     """
     compute_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    count, size = hidden.shape[0], weight.shape[0]
-    loss = hidden.new_empty(count, dtype=compute_dtype)
-    dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
-    if grads:
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=compute_dtype)
-        dbias = weight.new_zeros(size if bias is not None else 0, dtype=compute_dtype)
-    step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // max(size, 1), 1)
-    for i in range(0, count, step):
-        h = hidden[i : i + step]
-        logits = (h @ weight.t() if bias is None else torch.addmm(bias, h, weight.t())).to(
-            compute_dtype
-        )
-        r = rows(logits, target[i : i + step], options)
-        loss[i : i + step] = r.loss
-        if not grads:
-            continue
-        d = dlogits(r, None if dloss is None else dloss[i : i + step], options)
-        if bias is not None:
-            dbias += d.sum(0)
-        d = d.to(hidden.dtype)
-        torch.mm(d, weight, out=dhidden[i : i + step])
-        if hidden.dtype == compute_dtype:
-            dweight.addmm_(d.t(), h)
-        else:
-            dweight += d.t() @ h
-    return loss, dhidden, dweight, dbias
+    layer = LinearRows(hidden, weight, bias, grads, compute_dtype)
+    loss = hidden.new_empty(len(hidden), dtype=compute_dtype)
+    for chunk in row_chunks(hidden, len(weight)):
+        r = rows(layer.logits(chunk).to(compute_dtype), target[chunk], options)
+        loss[chunk] = r.loss
+        if grads:
+            layer.add(chunk, dlogits(r, None if dloss is None else dloss[chunk], options))
+    return loss, layer.dhidden, layer.dweight, layer.dbias

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.common.linear_rows import LinearRows
 from slipstream.kernels.log_probs.eager import Given
 from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of
@@ -133,32 +134,22 @@ def _through_chunks(
     """log_prob and entropy [N], and with grads, dlog_prob and dentropy [N], also dhidden, dweight
     and dbias. One buffer holds the logits of a chunk of rows, which become their gradient."""
     hidden, weight = given.hidden.contiguous(), given.weight.contiguous()
-    target, bias = given.target.contiguous(), given.bias
+    layer = LinearRows(hidden, weight, given.bias, grads is not None, weight.dtype)
+    target = given.target.contiguous()
     N, V = hidden.shape[0], weight.shape[0]
     outputs = [torch.empty(N, dtype=torch.float32, device=hidden.device) for _ in range(2)]
-    dweight = torch.zeros_like(weight) if grads else weight.new_empty(0)
-    dhidden = torch.empty_like(hidden) if grads else hidden.new_empty(0)
-    dbias = weight.new_zeros(0 if bias is None or not grads else V, dtype=torch.float32)
     step = logit_chunks.rows_of_chunk(N, V, hidden.element_size())
     # a number of columns that the compiler knows to be a multiple of 16: loads are wide
     buffer = hidden.new_empty(min(step, N), -(-V // 16) * 16)
     for i in range(0, N, max(step, 1)):
         rows = slice(i, i + step)
-        logits = buffer[: min(step, N - i), :V]
-        if bias is None:
-            torch.mm(hidden[rows], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, hidden[rows], weight.t(), out=logits)
+        logits = layer.logits(rows, out=buffer[: min(step, N - i), :V])
         incoming = None if grads is None else (grads[0][rows], grads[1][rows])
         found = outputs[0][rows], outputs[1][rows]
         _launch(logits, target[rows], found, incoming, scale, ignore_index)
-        if grads is None:
-            continue
-        if bias is not None:
-            dbias += logits.sum(0, dtype=torch.float32)
-        torch.mm(logits, weight, out=dhidden[rows])
-        dweight.addmm_(logits.t(), hidden[rows])
-    return [*outputs, dhidden, dweight, dbias.to(weight.dtype)]
+        if grads is not None:
+            layer.add(rows, logits)
+    return [*outputs, layer.dhidden, layer.dweight, layer.dbias.to(weight.dtype)]
 
 
 def _launch(

@@ -7,6 +7,7 @@ in place.
 import torch
 from torch import Tensor
 
+from slipstream.common.linear_rows import LinearRows
 from slipstream.kernels.loss.triton.kl_div import kl_div_kernel
 from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of
@@ -56,24 +57,15 @@ def linear_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As eager.kl_rows; gradients in the dtypes of what they belong to."""
     hidden, weight, bias = student
+    layers = LinearRows(*student, grads, weight.dtype), LinearRows(*teacher, False, weight.dtype)
     N, V = hidden.shape[0], weight.shape[0]
     loss = torch.empty(N, dtype=torch.float32, device=hidden.device)
-    dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
-    if grads:
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
-        dbias = weight.new_zeros(0 if bias is None else V, dtype=torch.float32)
     step = logit_chunks.rows_of_chunk(N, V, 2 * hidden.element_size())
     # rows that begin at multiples of 16 bytes are read 16 bytes at a time
     buffers = hidden.new_empty(2, min(step, N), -(-V // 8) * 8)
     for i in range(0, N, max(step, 1)):
         rows = slice(i, i + step)
-        smoothing_each = min(step, N - i)
-        s, t = buffers[0, :smoothing_each, :V], buffers[1, :smoothing_each, :V]
-        for out, (x, w, b) in ((s, student), (t, teacher)):
-            if b is None:
-                torch.mm(x[rows], w.t(), out=out)
-            else:
-                torch.addmm(b, x[rows], w.t(), out=out)
+        s, t = (x.logits(rows, y[: min(step, N - i), :V]) for x, y in zip(layers, buffers))
         kl_div(
             s,
             t,
@@ -83,10 +75,7 @@ def linear_rows(
             loss[rows],
             s if grads else None,
         )
-        if not grads:
-            continue
-        if bias is not None:
-            dbias += s.sum(0, dtype=torch.float32)
-        torch.mm(s, weight, out=dhidden[rows])
-        dweight.addmm_(s.t(), hidden[rows])
-    return loss, dhidden, dweight, dbias if bias is None else dbias.to(bias.dtype)
+        if grads:
+            layers[0].add(rows, s)
+    dbias = layers[0].dbias if bias is None else layers[0].dbias.to(bias.dtype)
+    return loss, layers[0].dhidden, layers[0].dweight, dbias

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common.linear_rows import LinearRows
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.kernels.loss.triton.cross_entropy import (
     cross_entropy_kernel,
@@ -138,41 +139,25 @@ def linear_rows(
     Args:
         dloss: [N] or [] float32, what comes into each row's loss; None is 1.
     """
-    hidden, weight = hidden.contiguous(), weight.contiguous()
+    layer = LinearRows(hidden.contiguous(), weight.contiguous(), bias, grads, weight.dtype)
     target = target.contiguous()
     N, V = hidden.shape[0], weight.shape[0]
     loss = torch.empty(N, dtype=torch.float32, device=hidden.device)
-    dhidden, dweight, dbias = (hidden.new_empty(0) for _ in range(3))
-    if grads:
-        dhidden = torch.empty_like(hidden)
-        dweight = torch.empty_like(weight) if N else torch.zeros_like(weight)
-        dbias = weight.new_zeros(0 if bias is None else V, dtype=torch.float32)
     step = logit_chunks.rows_of_chunk(N, V, hidden.element_size())
     # rows that begin at multiples of 16 bytes are read 16 bytes at a time
     buffer = hidden.new_empty(min(step, N), -(-V // 8) * 8)
     for i in range(0, N, max(step, 1)):
-        h, t = hidden[i : i + step], target[i : i + step]
-        logits = buffer[: h.shape[0], :V]
-        if bias is None:
-            torch.mm(h, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, h, weight.t(), out=logits)
-        rows = dloss if dloss is None or dloss.dim() == 0 else dloss[i : i + step]
+        rows = slice(i, i + step)
+        logits = layer.logits(rows, out=buffer[: min(step, N - i), :V])
         cross_entropy(
             logits,
-            t,
+            target[rows],
             options,
-            loss=loss[i : i + step],
+            loss=loss[rows],
             grad=logits if grads else None,
-            weight=rows,
+            weight=dloss if dloss is None or dloss.dim() == 0 else dloss[rows],
         )
-        if not grads:
-            continue
-        if bias is not None:
-            dbias += logits.sum(0, dtype=torch.float32)
-        torch.mm(logits, weight, out=dhidden[i : i + step])
-        if i == 0:
-            torch.mm(logits.t(), h, out=dweight)
-        else:
-            dweight.addmm_(logits.t(), h)
-    return loss, dhidden, dweight, dbias if bias is None else dbias.to(bias.dtype)
+        if grads:
+            layer.add(rows, logits)
+    dbias = layer.dbias if bias is None else layer.dbias.to(bias.dtype)
+    return loss, layer.dhidden, layer.dweight, dbias
