@@ -104,6 +104,9 @@ p.
 - **Accepted without effect**: {hints}. Slipstream has no use for them, and the result is the same.
 - **Refused by name** (`NotImplementedError`), unless their value asks for nothing: {refused}; and
   `head_first=True`: tensors are `[B, T, H, K]`.
+- `cp_context` is taken where fla takes it. `fla.ops.cp.build_cp_context` makes it, with a
+  [plan](context-parallel.md) inside; the layout is contiguous alone. Unlike fla's operators, these
+  take states beside it: those of all sequences, on every rank.
 - `transpose_state_layout` is `state_v_first`, with a `DeprecationWarning`.
 - A keyword that neither fla nor Slipstream knows is a `TypeError`. fla's functions that take
   `**kwargs` ignore it.

@@ -1,9 +1,7 @@
 """Operators under fla's names: the same numbers as slipstream.ops, by position and by keyword."""
 
-import importlib
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,42 +13,9 @@ from slipstream import ops
 from slipstream.compat.fla import functions
 from slipstream.compat.fla.adaptor import HINTS, REFUSED, Operator
 from slipstream.compat.fla.operators import OPERATORS
+from tests.support.fla_inputs import B, H, K, T, inputs, member
 
-B, T, H, K = 1, 12, 2, 8
 OFFSETS = torch.tensor([0, 5, T])
-
-
-def _member(row: Operator) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"slipstream.compat.fla.{row.path}"), row.name)
-
-
-def _inputs(row: Operator) -> dict[str, Any]:
-    """A value for every argument without a default, by fla's name."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator)
-
-    family = row.path.split(".")[1]
-    made: dict[str, Any] = {}
-    for name, p in inspect.signature(_member(row)).parameters.items():
-        if p.default is not p.empty or p.kind is p.VAR_KEYWORD:
-            continue
-        if family == "hgrn":
-            made[name] = -random(B, T, H * K) if name == "g" else random(B, T, H * K)
-        elif name in ("layer_idx", "num_layers", "num_householder"):
-            made[name] = {"layer_idx": 1, "num_layers": 4, "num_householder": 1}[name]
-        elif name == "u":
-            made[name] = random(H, K)
-        elif name in ("w", "gk", "gv") or (name == "g" and family in ("gdn2", "gla", "kda", "gsa")):
-            made[name] = -random(B, T, H, K)
-        elif name == "g":
-            made[name] = -random(B, T, H)
-        elif name == "beta":
-            made[name] = random(B, T, H)
-        else:
-            made[name] = random(B, T, H, K) * K**-0.5
-    return made
 
 
 def _expected(row: Operator, given: dict[str, Any]) -> Any:
@@ -73,7 +38,7 @@ def _output(result: Any) -> Tensor:
 
 @pytest.mark.parametrize("row", OPERATORS, ids=lambda row: row.name)
 def test_by_position_equals_slipstream(row: Operator) -> None:
-    given, function = _inputs(row), _member(row)
+    given, function = inputs(row), member(row)
     names = [
         n for n, p in inspect.signature(function).parameters.items()
         if p.kind is p.POSITIONAL_OR_KEYWORD
@@ -92,7 +57,7 @@ def test_by_position_equals_slipstream(row: Operator) -> None:
 
 @pytest.mark.parametrize("row", OPERATORS, ids=lambda row: row.name)
 def test_packed_with_hints_equals_slipstream(row: Operator) -> None:
-    given, function = _inputs(row), _member(row)
+    given, function = inputs(row), member(row)
     names = set(inspect.signature(function).parameters)
     if "cu_seqlens" not in names:
         assert row.name in ("chunk_abc", "chunk_hgrn")  # fla has no packed form of them
@@ -108,7 +73,7 @@ def test_packed_with_hints_equals_slipstream(row: Operator) -> None:
 
 @pytest.mark.parametrize("row", OPERATORS, ids=lambda row: row.name)
 def test_unsupported_arguments_are_refused(row: Operator) -> None:
-    given, function = _inputs(row), _member(row)
+    given, function = inputs(row), member(row)
     with pytest.raises(TypeError, match=rf"{row.name}\(\) got an unexpected .* 'nonsense'"):
         function(**given, nonsense=1)
     with pytest.raises(NotImplementedError, match="head_first: transpose the inputs"):
@@ -125,7 +90,7 @@ def test_kda_returns_intermediate_states(packed: bool, v_first: bool) -> None:
     from slipstream.compat.fla.ops.kda import chunk_kda
 
     row = next(row for row in OPERATORS if row.name == "chunk_kda")
-    given = _inputs(row) | {"state_v_first": v_first}
+    given = inputs(row) | {"state_v_first": v_first}
     offsets = OFFSETS if packed else None
     asked: dict[str, Any] = {"return_intermediate_states": True, "output_final_state": True}
     with torch.no_grad():
@@ -134,7 +99,7 @@ def test_kda_returns_intermediate_states(packed: bool, v_first: bool) -> None:
     torch.testing.assert_close(o, want)
     torch.testing.assert_close(final, want_final)
     assert h.shape == (B, 2 if packed else 1, H, K, K) and not h.any()  # before any token
-    long = {n: x.repeat(1, 4, *[1] * (x.dim() - 2)) for n, x in _inputs(row).items()}
+    long = {n: x.repeat(1, 4, *[1] * (x.dim() - 2)) for n, x in inputs(row).items()}
     with torch.no_grad():
         _, final, h = chunk_kda(**long, **asked, state_v_first=v_first, chunk_size=32)
     first = {n: x[:, :32] for n, x in long.items()}
@@ -149,7 +114,7 @@ def test_transpose_state_layout_is_state_v_first() -> None:
     from slipstream.compat.fla.ops.kda import chunk_kda
 
     row = next(row for row in OPERATORS if row.name == "chunk_kda")
-    given = _inputs(row) | {"output_final_state": True}
+    given = inputs(row) | {"output_final_state": True}
     with pytest.warns(DeprecationWarning, match="transpose_state_layout is deprecated"):
         _, state = chunk_kda(**given, transpose_state_layout=True)
     with warnings.catch_warnings():
@@ -185,7 +150,7 @@ def test_keywords_behind_fla_kwargs_reach_the_operator() -> None:
     from slipstream.compat.fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     row = next(row for row in OPERATORS if row.name == "chunk_gated_delta_rule")
-    given = _inputs(row)
+    given = inputs(row)
     gate = {"use_gate_in_kernel": True, "A_log": torch.rand(H), "dt_bias": torch.rand(H)}
     got, _ = chunk_gated_delta_rule(**given, **gate, chunk_size=32)
     want, _ = ops.chunk_gated_delta_rule(**given, **gate, chunk_size=32)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import slipstream.compat.fla
-from slipstream.compat.fla.adaptor import HINTS, REFUSED, parse_signature
+from slipstream.compat.fla.adaptor import CONTEXT, HINTS, REFUSED, parse_signature
 from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.fla.paths import ALIASES, FUNCTIONS, MISSING
 
@@ -73,7 +73,7 @@ def test_every_argument_of_fla_means_something(row: Any) -> None:
     """It is an argument of ours, one without effect, or refused by name."""
     ours = set(inspect.signature(row.function).parameters)
     for p in parse_signature(row.signature).parameters.values():
-        name = row.renamed.get(p.name, p.name)
+        name = "context" if p.name == CONTEXT else row.renamed.get(p.name, p.name)
         assert name in ours or name in HINTS or name in REFUSED or p.kind is p.VAR_KEYWORD
     for name in row.renamed:
         assert name in parse_signature(row.signature).parameters

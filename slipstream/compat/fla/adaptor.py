@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.compat.fla.ops.cp.context import plan_of
+
 Arguments = dict[str, Any]
 
 # what fla's kernels can use and Slipstream's have no need of; the result is the same without
@@ -19,9 +21,10 @@ HINTS = frozenset(
 )  # fmt: skip
 # what Slipstream does not have, and the value that asks for nothing
 REFUSED: Mapping[str, Any] = {
-    "cp_context": None,
     "output_attentions": False,
 }
+# read by its name: Slipstream's context, which has the offsets too
+CONTEXT = "cp_context"
 # of one dtype in Slipstream; fla promotes
 ACTIVATIONS = ("q", "r", "k", "v", "p", "a", "b", "s")
 
@@ -83,7 +86,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
     targets = {
         p.name: row.renamed.get(p.name, p.name)
         for p in parameters
-        if p.kind is not p.VAR_KEYWORD and p.name not in HINTS and p.name not in REFUSED
+        if p.kind is not p.VAR_KEYWORD and p.name not in {*HINTS, *REFUSED, CONTEXT}
     }
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         targets = {name: name for name in ours} | targets
@@ -108,8 +111,12 @@ def adapt(row: Operator) -> Callable[..., Any]:
                 target = targets[name]
                 # models hand on what they were given: use_cache=None is False
                 given[target] = bool(value) if target in flags and value is None else value
-            elif name not in HINTS:
+            elif name not in HINTS and name != CONTEXT:
                 given |= _read_other(row.name, name, value, kwargs)
+        if kwargs.get(CONTEXT) is not None:
+            if CONTEXT not in signature.parameters:
+                raise NotImplementedError(f"{CONTEXT}: fla's {row.name} does not have it")
+            given = with_context(given, kwargs[CONTEXT])
         if row.change is not None:
             given = row.change(given)
         dtype = None
@@ -128,6 +135,12 @@ def adapt(row: Operator) -> Callable[..., Any]:
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
+
+
+def with_context(given: Arguments, cp_context: Any) -> Arguments:
+    """The arguments with a context, which says where sequences begin, instead of offsets."""
+    plan = plan_of(cp_context)
+    return given if plan is None else given | {"context": plan, "cu_seqlens": None}
 
 
 def _check_positional(

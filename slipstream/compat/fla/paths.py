@@ -43,6 +43,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
 ALIASES = {
     "modules.activations.ops": "modules.activations",
     "modules.causal_conv1d": "modules.convolution",
+    "modules.causal_conv1d.cp": "modules.convolution",
     "modules.causal_conv1d.ops": "modules.convolution",
     "modules.conv": "modules.convolution",
     "modules.conv.causal_conv1d": "modules.convolution",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.compat.fla.adaptor import with_one_dtype
+from slipstream.compat.fla.adaptor import with_context, with_one_dtype
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -33,9 +33,8 @@ def chunk_precond_gated_delta_rule(
     log_atk_scale: Tensor | None = None,
 ) -> Result:
     """slipstream.ops.chunk_precond_gated_delta_rule: o, S and A, each None if not asked for."""
-    _refuse("chunk_precond_gated_delta_rule", cp_context=cp_context)
     return _call(
-        ops.chunk_precond_gated_delta_rule, initial_state, initial_A_state,
+        ops.chunk_precond_gated_delta_rule, initial_state, initial_A_state, cp_context,
         q=q, k=k, v=v, g_atk=g_atk, g=g, beta_atk=beta_atk, beta=beta, scale=scale,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens, state_v_first=transpose_state_layout, x=x, eps=eps,
@@ -67,7 +66,7 @@ def fused_recurrent_precond_gated_delta_rule(
     """slipstream.ops.fused_recurrent_precond_gated_delta_rule, with gates of heads alone."""
     _refuse("fused_recurrent_precond_gated_delta_rule", gk=gk, gv=gv)
     return _call(
-        ops.fused_recurrent_precond_gated_delta_rule, initial_state, initial_A_state,
+        ops.fused_recurrent_precond_gated_delta_rule, initial_state, initial_A_state, None,
         q=q, k=k, v=v, g_atk=g_atk, g=g, beta_atk=beta_atk, beta=beta, scale=scale,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens, state_v_first=transpose_state_layout, x=x, eps=eps,
@@ -104,14 +103,10 @@ def chunk_precond_kda(
     **kwargs: Any,
 ) -> Result:
     """slipstream.ops.chunk_precond_kda, which normalises q and k; kwargs: A_log and dt_bias."""
-    _refuse(
-        "chunk_precond_kda",
-        cp_context=cp_context,
-        return_intermediate_states=return_intermediate_states or None,
-    )
+    _refuse("chunk_precond_kda", return_intermediate_states=return_intermediate_states or None)
     kwargs.pop("use_qk_l2norm_in_kernel", None)  # fla's are normalised whatever it is
     return _call(
-        ops.chunk_precond_kda, initial_state, initial_A_state,
+        ops.chunk_precond_kda, initial_state, initial_A_state, cp_context,
         q=q, k=k, v=v, g=g, g_atk=g_atk, beta_atk=beta_atk, beta=beta, scale=scale,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
@@ -145,7 +140,7 @@ def fused_recurrent_precond_kda(
 ) -> Result:
     """slipstream.ops.fused_recurrent_precond_kda, with fla's defaults."""
     return _call(
-        ops.fused_recurrent_precond_kda, initial_state, initial_A_state,
+        ops.fused_recurrent_precond_kda, initial_state, initial_A_state, None,
         q=q, k=k, v=v, g=g, g_atk=g_atk, beta_atk=beta_atk, beta=beta, scale=scale,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
@@ -160,9 +155,13 @@ def _refuse(function: str, **given: Any) -> None:
             raise NotImplementedError(f"{name}: Slipstream's {function} does not have it")
 
 
-def _call(operator: Any, S: Tensor | None, A: Tensor | None, **given: Any) -> Result:
+def _call(
+    operator: Any, S: Tensor | None, A: Tensor | None, cp_context: Any, **given: Any
+) -> Result:
     """Both states as one tuple; where only one is given the other is zeros."""
-    states = None
+    given, states = with_context(given, cp_context), None
+    if cp_context is not None and (S is None) != (A is None):
+        raise NotImplementedError("cp_context: want both states beside it, or none")
     if S is not None or A is not None:
         k, v, offsets = given["k"], given["v"], given["cu_seqlens"]
         N, K, V = k.shape[0] if offsets is None else len(offsets) - 1, k.shape[3], v.shape[3]

@@ -10,6 +10,7 @@ from slipstream.compat.fla.modules.long_conv import (
     ImplicitLongConvolution as ImplicitLongConvolution,
 )
 from slipstream.compat.fla.modules.long_conv import LongConvolution as LongConvolution
+from slipstream.compat.fla.ops.cp.context import plan_of
 from slipstream.ops.conv import short_convolution, short_convolution_update
 
 
@@ -34,13 +35,13 @@ def causal_conv1d(
     Args:
         x: [B, T, D], or with more dimensions behind T, whose product is D.
         backend, cu_seqlens_cpu, chunk_indices: no effect.
+        cp_context: of several ranks, with this rank's tokens; it has the offsets too.
         seq_idx: what cu_seqlens says in another form; not without it.
 
     Returns:
         y in x's shape, and the final state or None.
     """
-    if cp_context is not None:
-        raise NotImplementedError("cp_context: Slipstream's causal_conv1d does not have it")
+    plan = plan_of(cp_context)
     if seq_idx is not None and cu_seqlens is None:
         raise NotImplementedError("seq_idx: want cu_seqlens beside it")
     if weight is None:
@@ -54,9 +55,28 @@ def causal_conv1d(
         residual=None if residual is None else residual.reshape(flat.shape),
         initial_state=initial_state,
         output_final_state=bool(output_final_state),
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=cu_seqlens if plan is None else None,
+        context=plan,
     )
     return y.view(x.shape), state
+
+
+def causal_conv1d_cp(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    chunk_size: int | None = None,
+    backend: str = "triton",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y of causal_conv1d with a context; chunk_size has no effect."""
+    if cp_context is None:
+        raise ValueError("cp_context: want a context, got None")
+    call = {"activation": activation, "backend": backend, "cp_context": cp_context}
+    return causal_conv1d(x, weight, bias, residual, **call)[0]
 
 
 def causal_conv1d_update(
@@ -145,8 +165,10 @@ class ShortConvolution(nn.Conv1d):
                 raise ValueError("mask: want None beside cu_seqlens")
             x = x * mask.unsqueeze(-1)
         N = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        one_each = x.shape[0] * x.shape[1] == N and (
-            cu_seqlens is None or bool((cu_seqlens.diff() == 1).all())
+        one_each = (
+            x.shape[0] * x.shape[1] == N
+            and kwargs.get("cp_context") is None
+            and (cu_seqlens is None or bool((cu_seqlens.diff() == 1).all()))
         )
         if one_each and not torch.is_grad_enabled():
             return self.step(x, residual, cache, output_final_state, cu_seqlens)
