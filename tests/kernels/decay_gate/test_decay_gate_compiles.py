@@ -20,12 +20,10 @@ def test_decay_gate_compiles(arch: str, size: tuple[int, int], bounded: bool) ->
     numbers = dict.fromkeys(("units_b", "units_t", "units_c", "T", "R", "K"), "i32")
     numbers["lower_bound"] = "fp32"
     flags = {"UNIT": unit, "BR": 2048 // BC, "BC": BC, "BOUNDED": bounded}
-    for kernel, tensors in (
-        ("decay_gate_fwd_kernel", {"x_ptr": "*bf16", "g_ptr": "*fp32"}),
-        ("decay_gate_bwd_kernel", {"dg_ptr": "*fp32", "x_ptr": "*bf16", "dx_ptr": "*bf16"}),
-    ):
-        more = {"partial_ptr": "*fp32"} if "bwd" in kernel else {}
-        given = {**tensors, **PARAMETERS, **more, **numbers}
-        got = compile_kernel(f"{MODULE}:{kernel}", given, flags, target=arch, warps=4)
+    forward, backward = {"x_ptr": "*bf16", "g_ptr": "*fp32"}, {"x_ptr": "*bf16", "dx_ptr": "*bf16"}
+    backward |= {"dg_ptr": "*fp32", "partial_ptr": "*fp32"}
+    for tensors in (forward, backward):
+        given = {**tensors, **PARAMETERS, **numbers}
+        got = compile_kernel(f"{MODULE}:decay_gate_kernel", given, flags, target=arch, warps=4)
         assert got.stack == 0
         assert ("ld.global.v4" in got.ptx) == (unit == 16)

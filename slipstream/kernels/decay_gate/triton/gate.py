@@ -4,8 +4,8 @@
     dA_log = sum dg g                                 bounded: sum dz z, with s = sigmoid(r z)
     dx = dz        ddt_bias = sum dz
 
-R tokens of C channels, K of each of the HV heads. A program has a tile of BR tokens and BC
-channels, backward every P-th one of its channels; primitives/partial_sums.py adds up their sums.
+R tokens of C channels, K of each of the HV heads. A program has every P-th tile of BR tokens and BC
+channels, forward one; primitives/partial_sums.py adds up what programs sum over tokens.
 
 Nothing is compiled again for another number of heads: C and the strides of x arrive in units of
 UNIT, 16 where that divides all of them, which tells the compiler that rows are aligned.
@@ -35,31 +35,12 @@ def _rows(x_ptr, o_r, stride_b, stride_t, T):
 
 
 @triton.jit(do_not_specialize=["units_b", "units_t", "units_c", "T", "R", "K"])
-def decay_gate_fwd_kernel(
-    x_ptr, a_ptr, bias_ptr, g_ptr, units_b, units_t, units_c, T, R, K, lower_bound,
-    UNIT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """Grid (R / BR, C / BC). x [B, T, C], g [R, C], a [HV], bias [C]"""
-    C = units_c * UNIT
-    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
-    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
-    m = (o_r < R)[:, None] & (o_c < C)[None, :]
-    b_r, b_bias = _parameters(a_ptr, bias_ptr, o_c, o_c < C, K, BC)
-    p_x = _rows(x_ptr, o_r, units_b * UNIT, units_t * UNIT, T)[:, None] + o_c[None, :]
-    b_z = tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias
-    if BOUNDED:
-        b_g = lower_bound * tl.sigmoid(b_r * b_z)
-    else:
-        b_g = -b_r * softplus(b_z)
-    tl.store(g_ptr + o_r[:, None].to(tl.int64) * C + o_c[None, :], b_g, mask=m)
-
-
-@triton.jit(do_not_specialize=["units_b", "units_t", "units_c", "T", "R", "K"])
-def decay_gate_bwd_kernel(
-    dg_ptr, x_ptr, a_ptr, bias_ptr, dx_ptr, partial_ptr, units_b, units_t, units_c, T, R, K,
+def decay_gate_kernel(
+    dg_ptr, x_ptr, a_ptr, bias_ptr, g_ptr, dx_ptr, partial_ptr, units_b, units_t, units_c, T, R, K,
     lower_bound, UNIT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, C / BC). dg, dx [R, C]; partial [P, 2, C]: of ddt_bias and dA_log by channel."""
+    """Grid (P, C / BC). x [B, T, C], a [HV], bias [C]. g [R, C]; or of dg [R, C] dx and partial
+    [P, 2, C]: of ddt_bias and dA_log by channel."""
     C = units_c * UNIT
     i_p, P = tl.program_id(0), tl.num_programs(0)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -70,18 +51,23 @@ def decay_gate_bwd_kernel(
         o_r = i * BR + tl.arange(0, BR)
         m = (o_r < R)[:, None] & (o_c < C)[None, :]
         o = o_r[:, None].to(tl.int64) * C + o_c[None, :]
-        b_dg = tl.load(dg_ptr + o, mask=m, other=0.0).to(tl.float32)
         p_x = _rows(x_ptr, o_r, units_b * UNIT, units_t * UNIT, T)[:, None] + o_c[None, :]
         b_z = tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias
-        if BOUNDED:
-            b_s = tl.sigmoid(b_r * b_z)
-            b_dz = b_dg * lower_bound * b_s * (1 - b_s) * b_r
-            b_da += b_dz * b_z
+        b_s = tl.sigmoid(b_r * b_z if BOUNDED else b_z)
+        if dg_ptr is None:
+            b_g = lower_bound * b_s if BOUNDED else -b_r * softplus(b_z)
+            tl.store(g_ptr + o, b_g, mask=m)
         else:
-            b_dz = -b_dg * b_r * tl.sigmoid(b_z)
-            b_da -= b_dg * b_r * softplus(b_z)
-        b_dbias += b_dz
-        tl.store(dx_ptr + o, b_dz.to(dx_ptr.dtype.element_ty), mask=m)
-    p_partial = partial_ptr + i_p * 2 * C + o_c
-    tl.store(p_partial, tl.sum(b_dbias, 0), mask=o_c < C)
-    tl.store(p_partial + C, tl.sum(b_da, 0), mask=o_c < C)
+            b_dg = tl.load(dg_ptr + o, mask=m, other=0.0).to(tl.float32)
+            if BOUNDED:
+                b_dz = b_dg * lower_bound * b_s * (1 - b_s) * b_r
+                b_da += b_dz * b_z
+            else:
+                b_dz = -b_dg * b_r * b_s
+                b_da -= b_dg * b_r * softplus(b_z)
+            b_dbias += b_dz
+            tl.store(dx_ptr + o, b_dz.to(dx_ptr.dtype.element_ty), mask=m)
+    if dg_ptr is not None:
+        p_partial = partial_ptr + i_p * 2 * C + o_c
+        tl.store(p_partial, tl.sum(b_dbias, 0), mask=o_c < C)
+        tl.store(p_partial + C, tl.sum(b_da, 0), mask=o_c < C)

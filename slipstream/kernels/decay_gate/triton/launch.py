@@ -9,10 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.decay_gate.triton.gate import (
-    decay_gate_bwd_kernel,
-    decay_gate_fwd_kernel,
-)
+from slipstream.kernels.decay_gate.triton.gate import decay_gate_kernel
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
@@ -27,19 +24,8 @@ def forward(
     x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> Tensor:
     x = _features_in_row(x)
-    sizes = _sizes(x)
     g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    with device_of(x.device):
-        cached(decay_gate_fwd_kernel)[sizes.row_blocks, sizes.blocks](
-            x_ptr=x,
-            a_ptr=None if A_log is None else A_log.contiguous(),
-            bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
-            g_ptr=g,
-            lower_bound=lower_bound or 0.0,
-            BOUNDED=lower_bound is not None,
-            **sizes.arguments(x),
-            num_warps=4,
-        )
+    _run(x, A_log, dt_bias, lower_bound, _sizes(x).row_blocks, g=g)
     return g
 
 
@@ -58,19 +44,7 @@ def backward(
     P = min(sizes.row_blocks, max_programs)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(P, 2, C, dtype=torch.float32, device=x.device)
-    with device_of(x.device):
-        cached(decay_gate_bwd_kernel)[P, sizes.blocks](
-            dg_ptr=dg,
-            x_ptr=x,
-            a_ptr=None if A_log is None else A_log.contiguous(),
-            bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
-            dx_ptr=dx,
-            partial_ptr=partial,
-            lower_bound=lower_bound or 0.0,
-            BOUNDED=lower_bound is not None,
-            **sizes.arguments(x),
-            num_warps=4,
-        )
+    _run(x, A_log, dt_bias, lower_bound, P, dg=dg, dx=dx, partial=partial)
     dA, dbias = (
         None if p is None else torch.empty(p.shape, dtype=p.dtype, device=p.device)
         for p in (A_log, dt_bias)
@@ -82,6 +56,35 @@ def backward(
     elif dA is not None or dbias is not None:
         add_partial_sums(partial, [dbias, dA])
     return [t for t in (dx, dA, dbias) if t is not None]
+
+
+def _run(
+    x: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    programs: int,
+    *,
+    dg: Tensor | None = None,
+    g: Tensor | None = None,
+    dx: Tensor | None = None,
+    partial: Tensor | None = None,
+) -> None:
+    sizes = _sizes(x)
+    with device_of(x.device):
+        cached(decay_gate_kernel)[programs, sizes.blocks](
+            dg_ptr=dg,
+            x_ptr=x,
+            a_ptr=None if A_log is None else A_log.contiguous(),
+            bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
+            g_ptr=g,
+            dx_ptr=dx,
+            partial_ptr=partial,
+            lower_bound=lower_bound or 0.0,
+            BOUNDED=lower_bound is not None,
+            **sizes.arguments(x),
+            num_warps=4,
+        )
 
 
 def _features_in_row(x: Tensor) -> Tensor:

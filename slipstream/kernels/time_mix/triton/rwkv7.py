@@ -163,27 +163,13 @@ def rwkv7_terms_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["R"])
-def rwkv7_output_fwd_kernel(
-    o_ptr, r_ptr, k_ptr, v_ptr, gate_ptr, weight_ptr, bias_ptr, r_k_ptr, y_ptr, R, eps,
-    D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Grid (R / BR, H). Tensors [R, D], parameters [D]"""
-    o_d, m_d = _channels(K, BK)
-    o, m = _tile(tl.program_id(0), o_d, m_d, R, D, BR)
-    b_n, _ = _normed(_load(o_ptr, o, m), m, eps, K)
-    b_rk = _load(r_ptr, o, m) * _load(k_ptr, o, m) * _load(r_k_ptr, o_d, m_d)
-    b_y = b_n * _load(weight_ptr, o_d, m_d) + _load(bias_ptr, o_d, m_d)
-    b_y += tl.sum(b_rk, 1, keep_dims=True) * _load(v_ptr, o, m)
-    _store(y_ptr, o, b_y * _load(gate_ptr, o, m), m)
-
-
-@triton.jit(do_not_specialize=["R"])
-def rwkv7_output_bwd_kernel(
-    dy_ptr, o_ptr, r_ptr, k_ptr, v_ptr, gate_ptr, weight_ptr, bias_ptr, r_k_ptr,
+def rwkv7_output_kernel(
+    dy_ptr, o_ptr, r_ptr, k_ptr, v_ptr, gate_ptr, weight_ptr, bias_ptr, r_k_ptr, y_ptr,
     do_ptr, dr_ptr, dk_ptr, dv_ptr, dgate_ptr, partial_ptr, R, eps,
     D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, H). partial [P, 3, D]: of weight, bias and r_k"""
+    """Grid (P, H). Tensors [R, D], parameters [D]. y; or of dy gradients and partial [P, 3, D]: of
+    weight, bias and r_k"""
     o_d, m_d = _channels(K, BK)
     b_weight, b_bias = _load(weight_ptr, o_d, m_d), _load(bias_ptr, o_d, m_d)
     b_r_k = _load(r_k_ptr, o_d, m_d)
@@ -193,27 +179,33 @@ def rwkv7_output_bwd_kernel(
     for i in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         o, m = _tile(i, o_d, m_d, R, D, BR)
         # as there, all loads before the first store
-        b_dy, b_v, b_gate = _load(dy_ptr, o, m), _load(v_ptr, o, m), _load(gate_ptr, o, m)
+        b_dy = _maybe(dy_ptr, o, m)
+        b_v, b_gate = _load(v_ptr, o, m), _load(gate_ptr, o, m)
         b_n, b_rstd = _normed(_load(o_ptr, o, m), m, eps, K)
         b_r, b_k = _load(r_ptr, o, m), _load(k_ptr, o, m)
         b_s = tl.sum(b_r * b_k * b_r_k, 1, keep_dims=True)
-        _store(dgate_ptr, o, b_dy * (b_n * b_weight + b_bias + b_s * b_v), m)
-        b_dy = b_dy * b_gate
-        b_dweight += b_dy * b_n
-        b_dbias += b_dy
-        b_dn = b_dy * b_weight
-        b_mean = tl.sum(b_dn, 1, keep_dims=True) / K
-        b_along = tl.sum(b_dn * b_n, 1, keep_dims=True) / K
-        _store(do_ptr, o, b_rstd * (b_dn - b_mean - b_n * b_along), m)
-        _store(dv_ptr, o, b_dy * b_s, m)
-        b_ds = tl.sum(b_dy * b_v, 1, keep_dims=True)
-        _store(dr_ptr, o, b_ds * b_k * b_r_k, m)
-        _store(dk_ptr, o, b_ds * b_r * b_r_k, m)
-        b_dr_k += b_ds * b_r * b_k
-    p_partial = partial_ptr + tl.program_id(0) * 3 * D
-    _store(p_partial, o_d, tl.sum(b_dweight, 0, keep_dims=True), m_d)
-    _store(p_partial + D, o_d, tl.sum(b_dbias, 0, keep_dims=True), m_d)
-    _store(p_partial + 2 * D, o_d, tl.sum(b_dr_k, 0, keep_dims=True), m_d)
+        b_y = b_n * b_weight + b_bias + b_s * b_v
+        if dy_ptr is None:
+            _store(y_ptr, o, b_y * b_gate, m)
+        else:
+            _store(dgate_ptr, o, b_dy * b_y, m)
+            b_dy = b_dy * b_gate
+            b_dweight += b_dy * b_n
+            b_dbias += b_dy
+            b_dn = b_dy * b_weight
+            b_mean = tl.sum(b_dn, 1, keep_dims=True) / K
+            b_along = tl.sum(b_dn * b_n, 1, keep_dims=True) / K
+            _store(do_ptr, o, b_rstd * (b_dn - b_mean - b_n * b_along), m)
+            _store(dv_ptr, o, b_dy * b_s, m)
+            b_ds = tl.sum(b_dy * b_v, 1, keep_dims=True)
+            _store(dr_ptr, o, b_ds * b_k * b_r_k, m)
+            _store(dk_ptr, o, b_ds * b_r * b_r_k, m)
+            b_dr_k += b_ds * b_r * b_k
+    if dy_ptr is not None:
+        p_partial = partial_ptr + tl.program_id(0) * 3 * D
+        _store(p_partial, o_d, tl.sum(b_dweight, 0, keep_dims=True), m_d)
+        _store(p_partial + D, o_d, tl.sum(b_dbias, 0, keep_dims=True), m_d)
+        _store(p_partial + 2 * D, o_d, tl.sum(b_dr_k, 0, keep_dims=True), m_d)
 
 
 def terms(
@@ -334,12 +326,13 @@ def output(
     eps: float,
 ) -> Tensor:
     """[B, T, D]"""
-    tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
     sizes, heads = _sizes(gate, o.shape[2], FORWARD), o.shape[2]
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
+    tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
+    grads = dict.fromkeys(f"{x}_ptr" for x in ("dy", "do", "dr", "dk", "dv", "dgate", "partial"))
     with device_of(o.device):
-        cached(rwkv7_output_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
-            **tensors, y_ptr=y, eps=eps, **sizes, num_warps=4
+        cached(rwkv7_output_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
+            **tensors, **grads, y_ptr=y, eps=eps, **sizes, num_warps=4
         )
     return y
 
@@ -368,9 +361,10 @@ def output_backward(
     # rows past the last are zeros, and their norm is to be zero too: sums over rows have it
     eps = max(eps, torch.finfo(torch.float32).tiny)
     with device_of(o.device):
-        cached(rwkv7_output_bwd_kernel)[(P, heads)](
+        cached(rwkv7_output_kernel)[(P, heads)](
             dy_ptr=dy.contiguous(),
             **tensors,
+            y_ptr=None,
             do_ptr=do,
             dr_ptr=dr,
             dk_ptr=dk,

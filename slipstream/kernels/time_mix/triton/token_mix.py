@@ -39,32 +39,6 @@ def _row(p, row, o_d, m, D: tl.constexpr):
     return tl.load(p + tl.cast(row, tl.int64) * D + o_d, mask=m, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["R", "T", "rows_each"])
-def token_mix_fwd_kernel(
-    x_ptr, before_ptr, mu_ptr, y_ptr, R, T, rows_each,
-    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Grid (P, D / BD). x, before [R, D], mu [M, D], y [M, R, D]"""
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
-    m_d = o_d < D
-    mus = _mu(mu_ptr, o_d, m_d, D, M)
-    first = tl.program_id(0) * rows_each
-    b_last = tl.zeros([BD], tl.float32)
-    if before_ptr is None:
-        b_last = _row(x_ptr, first - 1, o_d, m_d & (first % T != 0), D)
-    for row in range(first, tl.minimum(first + rows_each, R)):
-        b_x = _row(x_ptr, row, o_d, m_d, D)
-        if before_ptr is None:
-            b_before = tl.where(row % T == 0, 0.0, b_last)
-            b_last = b_x
-        else:
-            b_before = _row(before_ptr, row, o_d, m_d, D)
-        b_delta = b_before - b_x
-        for m in tl.static_range(M):
-            p_y = y_ptr + (tl.cast(R, tl.int64) * m + row) * D + o_d
-            tl.store(p_y, (b_x + b_delta * mus[m]).to(y_ptr.dtype.element_ty), mask=m_d)
-
-
 @triton.jit
 def _rows_of_mixes(p, row, R, o_d, m_d, D: tl.constexpr, M: tl.constexpr):
     rows = ()
@@ -84,11 +58,13 @@ def _of_before(dys, mus, BD: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R", "T", "rows_each"])
-def token_mix_bwd_kernel(
-    dy_ptr, x_ptr, before_ptr, mu_ptr, dx_ptr, dbefore_ptr, partial_ptr, R, T, rows_each,
+def token_mix_kernel(
+    dy_ptr, x_ptr, before_ptr, mu_ptr, y_ptr, dx_ptr, dbefore_ptr, partial_ptr, R, T, rows_each,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, D / BD). dy [M, R, D]; x, before, dx, dbefore [R, D]; partial [P, M, D]"""
+    """Grid (P, D / BD). x, before [R, D], mu [M, D]. y [M, R, D]; or of dy [M, R, D] dx, dbefore
+    [R, D] and partial [P, M, D]."""
+    BACK: tl.constexpr = dy_ptr is not None
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     mus = _mu(mu_ptr, o_d, m_d, D, M)
@@ -101,55 +77,53 @@ def token_mix_bwd_kernel(
         b_last = _row(x_ptr, first - 1, o_d, m_d & (first % T != 0), D)
     for row in range(first, last):
         b_x = _row(x_ptr, row, o_d, m_d, D)
-        dys = _rows_of_mixes(dy_ptr, row, R, o_d, m_d, D, M)
+        if BACK:
+            dys = _rows_of_mixes(dy_ptr, row, R, o_d, m_d, D, M)
         if before_ptr is None:
             b_before = tl.where(row % T == 0, 0.0, b_last)
             b_last = b_x
         else:
             b_before = _row(before_ptr, row, o_d, m_d, D)
         b_delta = b_before - b_x
-        b_dbefore = _of_before(dys, mus, BD, M)
-        b_dx = tl.zeros([BD], tl.float32)
-        new = ()
-        for m in tl.static_range(M):
-            b_dy = dys[m].to(tl.float32)
-            b_dx += b_dy * (1 - mus[m])
-            new = new + (sums[m] + b_dy * b_delta,)
-        sums = new
-        o = tl.cast(row, tl.int64) * D + o_d
-        if before_ptr is None:
-            b_done = b_waiting + tl.where(row % T == 0, 0.0, b_dbefore)
-            p_dx = dx_ptr + o - D
-            tl.store(p_dx, b_done.to(dx_ptr.dtype.element_ty), mask=m_d & (row > first))
-            b_waiting = b_dx
+        if BACK:
+            b_dbefore = _of_before(dys, mus, BD, M)
+            b_dx = tl.zeros([BD], tl.float32)
+            new = ()
+            for m in tl.static_range(M):
+                b_dy = dys[m].to(tl.float32)
+                b_dx += b_dy * (1 - mus[m])
+                new = new + (sums[m] + b_dy * b_delta,)
+            sums = new
+            o = tl.cast(row, tl.int64) * D + o_d
+            if before_ptr is None:
+                b_done = b_waiting + tl.where(row % T == 0, 0.0, b_dbefore)
+                p_dx = dx_ptr + o - D
+                tl.store(p_dx, b_done.to(dx_ptr.dtype.element_ty), mask=m_d & (row > first))
+                b_waiting = b_dx
+            else:
+                tl.store(dx_ptr + o, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
+                tl.store(dbefore_ptr + o, b_dbefore.to(dbefore_ptr.dtype.element_ty), mask=m_d)
         else:
-            tl.store(dx_ptr + o, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
-            tl.store(dbefore_ptr + o, b_dbefore.to(dbefore_ptr.dtype.element_ty), mask=m_d)
-    if before_ptr is None:
-        # the token after the last is another program's, which does not give its part here
-        m_after = m_d & (last < R) & (last % T != 0)
-        dys = _rows_of_mixes(dy_ptr, last, R, o_d, m_after, D, M)
-        b_done = b_waiting + _of_before(dys, mus, BD, M)
-        p_dx = dx_ptr + (tl.cast(last, tl.int64) - 1) * D + o_d
-        tl.store(p_dx, b_done.to(dx_ptr.dtype.element_ty), mask=m_d & (last > first))
-    for m in tl.static_range(M):
-        p_partial = partial_ptr + (tl.program_id(0) * M + m) * D + o_d
-        tl.store(p_partial, sums[m], mask=m_d)
+            for m in tl.static_range(M):
+                p_y = y_ptr + (tl.cast(R, tl.int64) * m + row) * D + o_d
+                tl.store(p_y, (b_x + b_delta * mus[m]).to(y_ptr.dtype.element_ty), mask=m_d)
+    if BACK:
+        if before_ptr is None:
+            # the token after the last is another program's, which does not give its part here
+            m_after = m_d & (last < R) & (last % T != 0)
+            dys = _rows_of_mixes(dy_ptr, last, R, o_d, m_after, D, M)
+            b_done = b_waiting + _of_before(dys, mus, BD, M)
+            p_dx = dx_ptr + (tl.cast(last, tl.int64) - 1) * D + o_d
+            tl.store(p_dx, b_done.to(dx_ptr.dtype.element_ty), mask=m_d & (last > first))
+        for m in tl.static_range(M):
+            p_partial = partial_ptr + (tl.program_id(0) * M + m) * D + o_d
+            tl.store(p_partial, sums[m], mask=m_d)
 
 
 def forward(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
     """[M, B, T, D]"""
     y = torch.empty(mu.shape[0], *x.shape, dtype=x.dtype, device=x.device)
-    P, sizes = _sizes(x, mu)
-    with device_of(x.device):
-        cached(token_mix_fwd_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
-            x_ptr=x.contiguous(),
-            before_ptr=None if before is None else before.contiguous(),
-            mu_ptr=mu.contiguous(),
-            y_ptr=y,
-            **sizes,
-            num_warps=4,
-        )
+    _run(x, before, mu, y=y)
     return y
 
 
@@ -157,27 +131,43 @@ def backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[T
     """dx, dbefore if there is a `before`, dmu."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dbefore = None if before is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    P, sizes = _sizes(x, mu)
+    P, _ = _sizes(x, mu)
     partial = torch.empty(P, *mu.shape, dtype=torch.float32, device=x.device)
     dmu = torch.empty(mu.shape, dtype=mu.dtype, device=x.device)
+    _run(x, before, mu, dy=dy.contiguous(), dx=dx, dbefore=dbefore, partial=partial)
+    add_partial_sums(partial.view(P, 1, -1), [dmu])
+    return [t for t in (dx, dbefore, dmu) if t is not None]
+
+
+def _run(
+    x: Tensor,
+    before: Tensor | None,
+    mu: Tensor,
+    *,
+    dy: Tensor | None = None,
+    y: Tensor | None = None,
+    dx: Tensor | None = None,
+    dbefore: Tensor | None = None,
+    partial: Tensor | None = None,
+) -> None:
+    P, sizes = _sizes(x, mu)
     with device_of(x.device):
-        cached(token_mix_bwd_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
-            dy_ptr=dy.contiguous(),
+        cached(token_mix_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
+            dy_ptr=dy,
             x_ptr=x.contiguous(),
             before_ptr=None if before is None else before.contiguous(),
             mu_ptr=mu.contiguous(),
+            y_ptr=y,
             dx_ptr=dx,
             dbefore_ptr=dbefore,
             partial_ptr=partial,
             **sizes,
             num_warps=4,
         )
-    add_partial_sums(partial.view(P, 1, -1), [dmu])
-    return [t for t in (dx, dbefore, dmu) if t is not None]
 
 
 def _sizes(x: Tensor, mu: Tensor) -> tuple[int, dict[str, int]]:
-    """Programs of a block of channels, and what both kernels are told."""
+    """Programs of a block of channels, and what the kernel is told."""
     M, D = mu.shape
     BD = min(max(1 << (D - 1).bit_length(), 128), CHANNELS)
     R = x.numel() // D
