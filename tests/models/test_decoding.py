@@ -1,4 +1,4 @@
-"""Decoding: a cache with fixed addresses, steps as graphs, rollback, chunked prefill."""
+"""Decoding: steps as graphs, drafts, chunked prefill. Caches are in test_state_cache.py."""
 
 import copy
 import itertools
@@ -44,75 +44,6 @@ every_kind = pytest.mark.parametrize("name", KINDS)
 def generate(m: Any, ids: Tensor, **options) -> Any:
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, **GREEDY, **options}
     return m.generate(input_ids=ids, **given)
-
-
-@every_kind
-@torch.no_grad()
-def test_cache_keeps_its_addresses(name: str) -> None:
-    m, ids = model(name), tokens(2, 12)
-    cache = StateCache(len(m.model.layers), max_length=40)
-    want = m(ids).logits
-    m(ids[:, :5], cache=cache, use_cache=True)
-    at = addresses(cache)
-    assert at
-    for begin, end in ((5, 6), (6, 9), (9, 10)):
-        m(ids[:, begin:end], cache=cache, use_cache=True)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    got = m(ids[:, 10:].flip(0), cache=cache, use_cache=True).logits
-    assert_same(got.flip(0), want[:, 10:])
-    assert addresses(cache) == at
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert_same(m(ids[:, :7], cache=cache, use_cache=True).logits, want[:, :7])
-    assert_same(m(ids[:, 7:], cache=cache, use_cache=True).logits, want[:, 7:])
-    assert addresses(cache) == at
-    assert cache.is_compileable
-    assert cache.get_max_length() == 40
-
-
-@every_kind
-@torch.no_grad()
-def test_cache_outgrows_its_room(name: str) -> None:
-    m, ids = model(name), tokens(1, 150)
-    cache = StateCache(len(m.model.layers))
-    parts = [m(ids[:, :60], cache=cache, use_cache=True).logits]
-    for begin, end in ((60, 63), (63, 64), (64, 65), (65, 149), (149, 150)):
-        parts.append(m(ids[:, begin:end], cache=cache, use_cache=True).logits)
-    assert_same(torch.cat(parts, 1), m(ids).logits)
-
-
-@every_kind
-@torch.no_grad()
-def test_cache_selects_and_repeats_rows(name: str) -> None:
-    m, ids = model(name), tokens(3, 8)
-    cache = m(ids, use_cache=True)[CACHE]
-    cache.batch_select_indices(torch.tensor([2, 0]))
-    cache.batch_repeat_interleave(2)
-    assert cache.rows == 4
-    more = tokens(4, 2, seed=5)
-    whole = torch.cat([ids[[2, 2, 0, 0]], more], 1)
-    assert_same(m(more, cache=cache, use_cache=True).logits, m(whole).logits[:, 8:])
-
-
-def test_cache_of_gradients_stays() -> None:
-    """What a call without gradients does to the cache changes no gradient of an earlier one."""
-    m, ids = model("hybrid"), tokens(1, 9)
-    out = m(ids[:, :6], use_cache=True)
-    more = m(ids[:, 6:8], cache=out[CACHE], use_cache=True)
-    assert_same(more.logits, m(ids[:, :8]).logits[:, 6:])
-    with torch.no_grad():
-        m(ids[:, 8:], cache=out[CACHE], use_cache=True)
-    more.logits.sum().backward()
-    assert m.get_parameter("model.layers.0.mixer.qkv_proj.weight").grad is not None
-
-
-@torch.no_grad()
-def test_cache_goes_from_inference_mode_to_none() -> None:
-    m, ids = model("hybrid"), tokens(1, 9)
-    with torch.inference_mode():
-        cache = m(ids[:, :7], use_cache=True)[CACHE]
-    last = m(ids[:, 7:], cache=cache, use_cache=True).logits
-    assert_same(last, m(ids).logits[:, 7:])
 
 
 # steps as graphs: on a CPU a list of kernels
@@ -410,65 +341,6 @@ def test_model_with_graphs_is_copied_without_them() -> None:
 # what transformers does with a cache that can forget
 
 
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_crop_forgets_tokens(name: str) -> None:
-    m, ids = model(name), tokens(2, 30)
-    cache = StateCache(len(m.model.layers))
-    cache.activate_past_recording()
-    assert cache.is_croppable or not any(layer.token_states for layer in cache.layers)
-    m(ids[:, :9], cache=cache, use_cache=True)
-    at = addresses(cache)
-    m(tokens(2, 4, seed=3), cache=cache, use_cache=True)
-    cache.crop(-3)
-    kept = torch.cat([ids[:, :9], tokens(2, 4, seed=3)[:, :1]], 1)
-    for i in range(3):
-        m(tokens(2, 1, seed=20 + i), cache=cache, use_cache=True)
-    cache.crop(-2)
-    cache.crop(0)
-    kept = torch.cat([kept, tokens(2, 1, seed=20)], 1)
-    assert cache.get_seq_length() == 11
-    cache.crop(-5)  # past what was cropped before, into the prompt
-    whole = torch.cat([kept[:, :6], ids[:, 20:]], 1)
-    got = m(ids[:, 20:], cache=cache, use_cache=True).logits
-    assert_same(got, m(whole).logits[:, 6:])
-    assert addresses(cache) == at
-
-
-@torch.no_grad()
-def test_crop_remembers_a_window_and_no_more() -> None:
-    m, ids = model("gated_deltanet"), tokens(1, 400)
-    cache = StateCache(len(m.model.layers))
-    cache.activate_past_recording()
-    m(ids[:, :200], cache=cache, use_cache=True)
-    for begin in range(200, 400, 10):
-        m(ids[:, begin : begin + 10], cache=cache, use_cache=True)
-    rollback = cache.layers[0].rollback
-    assert rollback is not None
-    assert len(rollback.segments) <= 3
-    assert sum(segment.tokens for segment in rollback.segments) <= 3 * 64
-    with pytest.raises(ValueError, match="is gone"):
-        cache.crop(-200)
-    cache.crop(-64)
-    got = m(ids[:, 336:], cache=cache, use_cache=True).logits
-    assert_same(got, m(ids).logits[:, 336:])
-
-
-@torch.no_grad()
-def test_crop_without_recording_says_what_is_missing() -> None:
-    m, ids = model("hybrid"), tokens(1, 9)
-    cache = m(ids, use_cache=True)[CACHE]
-    assert not cache.is_croppable
-    cache.crop(0)
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
-        cache.crop(-1)
-    cache = model("attention")(ids, use_cache=True)[CACHE]
-    assert cache.is_croppable
-    cache.crop(-2)
-    cache.crop(3)  # as transformers once called it: how many to keep
-    assert cache.get_seq_length() == 3
-
-
 @pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "mamba2", "attention", "hybrid"])
 def test_assisted_generation_gives_greedy_tokens(name: str) -> None:
     m, ids = model(name), tokens(1, 12)
@@ -502,12 +374,6 @@ def test_chunked_prefill_gives_the_same_tokens(name: str) -> None:
     ids[0, :9], mask[0, :9] = 0, 0
     want = generate(m, ids, attention_mask=mask)
     assert torch.equal(generate(m, ids, attention_mask=mask, prefill_chunk_size=6), want)
-
-
-@pytest.mark.parametrize("length", [0, -1])
-def test_cache_refuses_lengths(length: int) -> None:
-    with pytest.raises(ValueError, match=f"max_length: want 1 or more, or None, got {length}"):
-        StateCache(2, max_length=length)
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """What the package makes for itself says where: torch.set_default_device moves the user's tensors,
-not ours. tests/ops/test_user_inputs.py and tests/nn/test_changed_modules.py run all of it so."""
+not ours. tests/ops/test_user_inputs.py and tests/nn/test_module_settings.py run all of it so."""
 
 import ast
 from pathlib import Path

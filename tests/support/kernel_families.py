@@ -3,44 +3,30 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream import ops
 from slipstream.kernels.attention import cache, eager, latent
-from slipstream.kernels.attention import op as attention_op
-from slipstream.kernels.attnres import op as attnres_op
 from slipstream.kernels.conv import fallback as conv_plain
 from slipstream.kernels.decay_gate import op as decay_gate
 from slipstream.kernels.erase import op as erase_op
 from slipstream.kernels.gated_scan import eager as scan_eager
 from slipstream.kernels.linear import gsa, householder
-from slipstream.kernels.linear.eager.chunk import chunk_forward
-from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.log_probs import eager as log_probs_eager
-from slipstream.kernels.loss import distill, shard
-from slipstream.kernels.loss import eager as loss_eager
-from slipstream.kernels.loss.cross_entropy_op import LossInputs
 from slipstream.kernels.matmul import eager as matmul_eager
-from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
 from slipstream.kernels.preconditioner import op as preconditioner_op
-from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInputs
 from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
-from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.runtime import dispatch
-from slipstream.tools.catalog import OPERATORS, Shape
+from tests.support import kernel_calls as calls
 
 KERNELS = "slipstream.kernels"
 
@@ -71,294 +57,28 @@ class Family:
                 patch.setattr(f"{module}.choose", choose)
 
 
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-SMALL = Shape(B=1, T=20, H=2, K=8, V=8, Z=10, dtype=torch.float32)
-
-
-def sampled(name: str) -> Callable[[], list[Tensor]]:
-    """A small call of a row of the catalogue: outputs and gradients."""
-    (sample,) = (x for x in OPERATORS if x.name == name)
-
-    def call() -> list[Tensor]:
-        args = sample.inputs(SMALL)
-        leaves = [
-            x.requires_grad_()
-            for n, x in args.items()
-            if x.is_floating_point() and n not in sample.fixed.split()
-        ]
-        outs = sample.call(args)
-        given = [torch.randn_like(x) for x in outs]
-        grads = torch.autograd.grad(outs, leaves, given, allow_unused=True)
-        return [*outs, *(x for x in grads if x is not None)]
-
-    call.__name__ = name
-    return call
-
-
-def gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
-
-
-def step() -> list[Tensor]:
-    q, k, v = (torch.randn(2, 1, 2, 8) for _ in range(3))
-    state = torch.randn(2, 2, 8, 8)
-    return [ops.recurrent_step(q, k, v, state=state), state]
-
-
-def selective() -> list[Tensor]:
-    u, delta = leaf(1, 20, 8), leaf(1, 20, 8)
-    A, B, C = -torch.rand(8, 4), torch.randn(1, 20, 4), torch.randn(1, 20, 4)
-    return gradients(ops.selective_scan(u, delta, A, B, C, delta_softplus=True)[0], u, delta)
-
-
-def mixer_steps() -> list[Tensor]:
-    q, k, v, z = (torch.randn(2, 1, 2, 8) for _ in range(4))
-    state, g = torch.randn(2, 2, 8, 8), -torch.rand(2, 1, 2)
-    return [ops.mixer_step(q, k, v, state=state, g=g, z=z, norm_eps=1e-5), state]
-
-
-def decay_gates() -> list[Tensor]:
-    x, A_log, dt_bias = leaf(1, 20, 2, 8), leaf(2), leaf(16)
-    return gradients(decay_gate.decay_gate(x, A_log, dt_bias, None), x, A_log, dt_bias)
-
-
-def _decay_gate_backward(dg: Tensor, *inputs: Any) -> list[Tensor]:
-    return decay_gate._run_backward(dg, *inputs, "eager")
-
-
-def erased() -> list[Tensor]:
-    g, k, b = leaf(1, 20, 2, 8), leaf(1, 20, 2, 8), leaf(1, 20, 2, 8)
-    return gradients(erase_op.erase(g, k, b), g, k, b)
-
-
-def _erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
-    return erase_op._run_backward(da, g, k, b, "eager")
-
-
-def preconditioned() -> list[Tensor]:
-    k, g, beta = leaf(1, 20, 2, 16), leaf(1, 20, 2), leaf(1, 20, 2)
-    impl = preconditioner_op.chosen(None, k) or "eager"
-    rest = beta.square(), None, None, None, 1.5, 1e-2
-    y, final = preconditioner_op.precondition(PreconditionerInputs(k, -g.square(), *rest), impl)
-    return gradients(torch.cat([y, final[:, None]], 1), k, g, beta)
-
-
-def rotations() -> list[Tensor]:
-    q, k, theta = leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 3)
-    outs = [x.flatten(2) for x in rotation_op.rotate_qk(q, k, theta)]
-    return gradients(torch.cat(outs, 2), q, k, theta)
-
-
-def running_means() -> list[Tensor]:
-    k, v, w, u, start = leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8), leaf(1, 16)
-    impl = running_mean_op.chosen("rwkv4", None, k) or "eager"
-    c, g, _ = running_mean_op.running_weights(k, start[:, 8:], None, impl)
-    o, after = running_mean_op.running_mean(MeanInputs(k, v, w, u, start, None), impl)
-    return gradients(
-        torch.cat([c * g, o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1),
-        k,
-        v,
-        w,
-        u,
-        start,
-    )
-
-
-def _weights_backward(
-    g: Tensor, z: Tensor, cu: Tensor | None, dc: Tensor, dg: Tensor, dafter: Tensor | None
-) -> list[Tensor]:
-    """Token by token, by kernels/running_mean/MATH.md."""
-    T, D = g.shape[1:]
-    ends = [T * n for n in range(g.shape[0] + 1)] if cu is None else cu.tolist()
-    g, dc, dg = (x.reshape(-1, D) for x in (g, dc, dg))
-    dk, dz = torch.empty_like(dc), torch.zeros_like(z) if dafter is None else dafter.clone()
-    for n, (begin, end) in enumerate(pairwise(ends)):
-        for t in reversed(range(begin, end)):
-            starts = (z[n] == -torch.inf) & (t == begin)
-            a = torch.where(starts, 0, g[t].exp())
-            u = torch.where(starts, 0, dg[t] - a * dc[t])
-            dk[t] = (1 - a) * (dz[n] - u)
-            dz[n] = a * dz[n] + (1 - a) * u
-    return [dk.view(-1, T, D), dz]
-
-
-def token_mixes() -> list[Tensor]:
-    x, before, mu, weight = leaf(1, 20, 8), leaf(1, 20, 8), leaf(2, 8), leaf(5, 8)
-    found = token_mix.mixed_projections(x, before, mu, [[], [weight]])
-    y = F.linear(token_mix.plain(x, before, mu)[1], weight) if found is None else found[0]
-    return gradients(y, x, before, mu, weight)
-
-
-def rwkv7_parts() -> list[Tensor]:
-    w, k, a, k_k, k_a = leaf(1, 20, 8), leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8)
-    w_out, k_out, a_out, b_out, *_ = rwkv7.recurrence_terms(w, k, a, None, None, None, k_k, k_a, 2)
-    y = rwkv7.output(a_out, b_out, k_out, w_out, w, k_k, k_a, leaf(2, 4), 1e-5)
-    return gradients(y, w, k, a, k_k, k_a)
-
-
-def projections() -> list[Tensor]:
-    x, weights = torch.randn(1, 16), [torch.randn(8, 16), torch.randn(5, 16)]
-    return [ops.projection_step(x, weights, norm_eps=1e-5)]
-
-
-def conv_update() -> list[Tensor]:
-    x, state, weight = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4)
-    return [ops.short_convolution_update(x, state, weight), state]
-
-
-def decode() -> list[Tensor]:
-    q, k, v = torch.randn(2, 1, 2, 8), torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
-    lengths = torch.tensor([7, 30], dtype=torch.int32)
-    out = ops.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
-    assert isinstance(out, Tensor)
-    return [out]
-
-
-def _rows(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
-    grad, weight = made.get("grad"), made.get("weight")
-    r = loss_eager.rows(logits.float().clone(), target, terms)
-    if not made.get("has_lse"):
-        made["loss"].copy_(r.loss)
-    if grad is not None:
-        grad.copy_(loss_eager.dlogits(r, weight, terms))
-
-
-LOSS = {
-    "loss.triton.launch:cross_entropy": _rows,
-    "loss.triton.launch:inverse_count": lambda t, i: 1 / (t != i).sum().float(),
-    "loss.triton.launch:scale_": lambda x, s: x.mul_(s),
-    "loss.triton.launch:linear_rows": lambda h, w, b, t, d, *rest: loss_eager.linear_rows(
-        h, w, b, t, None if d is None else d.expand(t.shape), *rest
-    ),
-}
-LINEAR = {
-    "forward": lambda terms, scale: chunk_forward(terms, scale, 16),
-    "backward": lambda terms, do, dfinal, scale, **_: chunk_backward(terms, do, dfinal, scale, 16),
-}
-
-
-def _update(
-    terms: Any, state: Tensor, int8_scale: Any, residual: Any, indices: Any, scale: float, unit: Any
-) -> Tensor:
-    o, final = recurrent_forward(terms._replace(initial_state=state), scale)
-    state.copy_(final)
-    return o
-
-
-def _mixer_step(out: Tensor, inputs: Any, counter: Any, options: Any) -> None:
-    step_eager(out, inputs, options)
-
-
-def latents() -> list[Tensor]:
-    q, cache = torch.randn(2, 1, 2, 40), torch.randn(2, 30, 40)
-    lengths = torch.tensor([7, 30], dtype=torch.int32)
-    return [latent.latent_attention(q, cache, lengths, width=32, scale=0.2)]
-
-
-def append() -> list[Tensor]:
-    k_cache, v_cache = torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
-    k, v = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)
-    lengths = torch.tensor([5, 20], dtype=torch.int32)
-    attention_op.append(k_cache, v_cache, k, v, lengths, None, None, "triton|eager")
-    return [k_cache, v_cache]
-
-
-def slot_rows() -> list[Tensor]:
-    scores, dp, p = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8), torch.empty(1, 6, 2, 8)
-    gsa._softmax(scores, p, "triton|eager")
-    gsa._softmax_backward(p, dp, "triton|eager")
-    return [p, dp]
-
-
-def householder_rows() -> list[Tensor]:
-    q, out = torch.randn(1, 5, 2, 8), torch.empty(1, 5, 2, 8)
-    do, sums = torch.randn(1, 5, 4, 8), torch.empty(1, 5, 4)
-    rows, gates, late = householder.interleave(q, torch.randn(1, 5, 4), do, 3, "triton|eager")
-    assert gates is not None and late is not None
-    householder.deinterleave(rows, gates, 3, out, sums, "triton|eager")
-    return [rows, gates, late, out, sums]
-
-
-def shards() -> list[Tensor]:
-    logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
-    terms, part = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9), shard.Shard(10, 10, 20, None)
-    found = shard.columns(logits, target, terms, part, "triton|eager")
-    given = target, found.lse + 1, terms, part, torch.rand(6), "triton|eager"
-    return [*found, shard.dlogits(logits, *given, torch.empty_like(logits))]
-
-
-class OnCuda(Tensor):
-    """What the embedding takes for ids on a GPU."""
-
-    is_cuda = True
-
-
-def rows_of_table() -> list[Tensor]:
-    ids = torch.randint(0, 9, (2, 5)).as_subclass(OnCuda)
-    return [embedding._embedding(ids, torch.randn(9, 8)).as_subclass(Tensor)]
-
-
-def _sharded(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
-    here = made["shard"]
-    part = shard.Shard(here.first, logits.shape[1], here.size, None)
-    if (grad := made.get("grad")) is not None:
-        shard.eager_dlogits(logits, target, made["lse"], terms, part, made["weight"], grad)
-        return
-    found = shard.eager_columns(logits, target, terms, part)
-    made["loss"].copy_(found.hit)
-    made["lse"].copy_(found.lse)
-    here.z_sum.copy_(found.z_sum)
-
-
-def _kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
-    return distill.kl_rows(student, teacher, *rest)
-
-
-def _attnres(
-    q: Tensor,
-    rows: list[Tensor],
-    w: Tensor,
-    wo: Any,
-    eps: float,
-    scale: float,
-    o: Tensor,
-    rest: Any,
-) -> tuple:
-    y, s = attnres_op.eager(q, rows, w, wo, eps, scale)
-    o = attnres_op.eager(q, rows, w, None, eps, scale)[0] if o.numel() else o
-    rstd = torch.stack([(x.square().mean(-1) + eps).rsqrt() for x in rows])
-    return y, s, rstd, s.logsumexp(0), o, rest
-
-
-def _attnres_back(
-    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, dy: Tensor, *rest: Any
-) -> tuple:
-    return attnres_op._eager_backward(q, rows, w, wo, dy, *rest[-2:])
-
-
 FAMILIES = [
     Family(
         "attnres.triton",
-        sampled("attnres-normed"),
+        calls.sampled("attnres-normed"),
         {
-            "attnres.triton.attnres:forward": _attnres,
-            "attnres.triton.attnres:backward": _attnres_back,
+            "attnres.triton.attnres:forward": calls.attnres,
+            "attnres.triton.attnres:backward": calls.attnres_back,
         },
         ("slipstream.kernels.attnres.op",),
     ),
     Family(
         "attention.latent",
-        latents,
+        calls.latents,
         {"attention.triton.decode_latent_launch:decode": latent.eager_latent_attention},
         ("slipstream.kernels.attention.latent",),
     ),
-    Family("attention.append", append, {"attention.triton.decode_launch:append": cache.append}),
+    Family(
+        "attention.append", calls.append, {"attention.triton.decode_launch:append": cache.append}
+    ),
     Family(
         "linear.slots",
-        slot_rows,
+        calls.slot_rows,
         {
             "linear.triton.gsa_softmax:softmax": gsa._eager_softmax,
             "linear.triton.gsa_softmax:softmax_backward": gsa._eager_backward,
@@ -366,7 +86,7 @@ FAMILIES = [
     ),
     Family(
         "linear.steps",
-        householder_rows,
+        calls.householder_rows,
         {
             "linear.triton.householder:interleave": householder.eager_interleave,
             "linear.triton.householder:deinterleave": householder.eager_deinterleave,
@@ -374,70 +94,72 @@ FAMILIES = [
     ),
     Family(
         "matmul.triton",
-        sampled("matmul"),
+        calls.sampled("matmul"),
         {"matmul.triton.launch:matmul": lambda t, config: matmul_eager.matmul(t)},
         ("slipstream.kernels.matmul.op",),
     ),
     Family(
         "linear_kl_div.triton",
-        sampled("linear_kl_div"),
-        {"loss.triton.kl_launch:linear_rows": _kl_rows},
+        calls.sampled("linear_kl_div"),
+        {"loss.triton.kl_launch:linear_rows": calls.kl_rows},
         ("slipstream.ops.distill",),
     ),
     Family(
         "log_probs.triton",
-        sampled("linear_log_probs-entropy"),
+        calls.sampled("linear_log_probs-entropy"),
         {
             "log_probs.triton.log_probs:forward": log_probs_eager.forward,
             "log_probs.triton.log_probs:backward": log_probs_eager.backward,
         },
         ("slipstream.ops.log_probs",),
     ),
-    Family("cross_entropy.shard", shards, {"loss.triton.launch:cross_entropy": _sharded}),
+    Family(
+        "cross_entropy.shard", calls.shards, {"loss.triton.launch:cross_entropy": calls.sharded}
+    ),
     Family(
         "embedding.triton",
-        rows_of_table,
+        calls.rows_of_table,
         {"pointwise.triton.embedding:gather": lambda i, w: embedding._nearest(i, w)},
     ),
     Family(
         "linear.triton none",
-        sampled("chunk_retention"),
-        {f"linear.triton.scalar_decay.backend:{k}": v for k, v in LINEAR.items()},
+        calls.sampled("chunk_retention"),
+        {f"linear.triton.scalar_decay.backend:{k}": v for k, v in calls.LINEAR.items()},
     ),
     Family(
         "linear.triton delta",
-        sampled("chunk_delta_rule"),
-        {f"linear.triton.delta.backend:{k}": v for k, v in LINEAR.items()},
+        calls.sampled("chunk_delta_rule"),
+        {f"linear.triton.delta.backend:{k}": v for k, v in calls.LINEAR.items()},
     ),
     Family(
         "linear.step",
-        step,
+        calls.step,
         {
-            "linear.triton.decode_launch:update": _update,
+            "linear.triton.decode_launch:update": calls.update,
             "linear.triton.decode_launch:forward": recurrent_forward,
         },
     ),
     Family(
         "decay_gate.triton",
-        decay_gates,
+        calls.decay_gates,
         {
             "decay_gate.triton.launch:forward": decay_gate.plain,
-            "decay_gate.triton.launch:backward": _decay_gate_backward,
+            "decay_gate.triton.launch:backward": calls.decay_gate_backward,
         },
         ("slipstream.kernels.decay_gate.op",),
     ),
     Family(
         "erase.triton",
-        erased,
+        calls.erased,
         {
             "erase.triton.erase:forward": erase_op.plain,
-            "erase.triton.erase:backward": _erase_backward,
+            "erase.triton.erase:backward": calls.erase_backward,
         },
         ("slipstream.kernels.erase.op",),
     ),
     Family(
         "preconditioner.triton",
-        preconditioned,
+        calls.preconditioned,
         {
             "preconditioner.triton.launch:forward": lambda inputs, keep: (
                 preconditioner_op._run_forward(*inputs, keep, "eager")
@@ -450,7 +172,7 @@ FAMILIES = [
     ),
     Family(
         "rotation.triton",
-        rotations,
+        calls.rotations,
         {
             "rotation.triton.rotation:forward": rotation_op.plain,
             "rotation.triton.rotation:backward": lambda *x: rotation_op._run_backward(*x, "eager"),  # pyright: ignore
@@ -459,10 +181,10 @@ FAMILIES = [
     ),
     Family(
         "running_mean.triton",
-        running_means,
+        calls.running_means,
         {
             "running_mean.triton.launch:weights": running_mean_op._plain_weights,
-            "running_mean.triton.launch:weights_backward": _weights_backward,
+            "running_mean.triton.launch:weights_backward": calls.weights_backward,
             "running_mean.triton.launch:means": lambda inputs, keep: running_mean_op._run_mean(
                 *inputs, keep, "eager"
             ),
@@ -474,7 +196,7 @@ FAMILIES = [
     ),
     Family(
         "token_mix.triton",
-        token_mixes,
+        calls.token_mixes,
         {
             "time_mix.triton.token_mix:forward": token_mix.plain,
             "time_mix.triton.token_mix:backward": token_mix._plain_backward,
@@ -483,7 +205,7 @@ FAMILIES = [
     ),
     Family(
         "rwkv7.triton",
-        rwkv7_parts,
+        calls.rwkv7_parts,
         {
             "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:12]),
             "time_mix.triton.rwkv7:terms_backward": lambda *x: rwkv7.terms_grads(
@@ -498,13 +220,15 @@ FAMILIES = [
     ),
     Family(
         "projection_step.triton",
-        projections,
+        calls.projections,
         {"projection_step.triton.launch:projection_step": projection_eager.projection_step},
     ),
-    Family("mixer_step.triton", mixer_steps, {"mixer_step.triton.launch:step": _mixer_step}),
+    Family(
+        "mixer_step.triton", calls.mixer_steps, {"mixer_step.triton.launch:step": calls.mixer_step}
+    ),
     Family(
         "gated_scan.triton",
-        sampled("chunk_hgrn"),
+        calls.sampled("chunk_hgrn"),
         {
             "gated_scan.triton.launch:forward": scan_eager.scan_forward,
             "gated_scan.triton.launch:backward": scan_eager.scan_backward,
@@ -512,7 +236,7 @@ FAMILIES = [
     ),
     Family(
         "selective_scan.triton",
-        selective,
+        calls.selective,
         {
             "selective_scan.triton.launch:forward": selective_eager.selective_scan_forward,
             "selective_scan.triton.launch:backward": selective_eager.selective_scan_backward,
@@ -520,7 +244,7 @@ FAMILIES = [
     ),
     Family(
         "norm.triton",
-        sampled("layer_norm"),
+        calls.sampled("layer_norm"),
         {
             "norm.triton.launch:forward": norm_plain.forward,
             "norm.triton.launch:backward": norm_plain.backward,
@@ -529,7 +253,7 @@ FAMILIES = [
     ),
     Family(
         "conv.triton",
-        sampled("short_convolution"),
+        calls.sampled("short_convolution"),
         {
             "conv.triton.launch:forward": conv_plain.forward,
             "conv.triton.launch:backward": conv_plain.backward,
@@ -538,15 +262,22 @@ FAMILIES = [
     ),
     Family(
         "conv.update",
-        conv_update,
+        calls.conv_update,
         {"conv.triton.launch:update": conv_plain.update},
         ("slipstream.ops.conv",),
     ),
-    Family("cross_entropy.triton", sampled("cross_entropy"), LOSS, ("slipstream.ops.loss",)),
-    Family("cross_entropy.triton", sampled("linear_cross_entropy"), LOSS, ("slipstream.ops.loss",)),
+    Family(
+        "cross_entropy.triton", calls.sampled("cross_entropy"), calls.LOSS, ("slipstream.ops.loss",)
+    ),
+    Family(
+        "cross_entropy.triton",
+        calls.sampled("linear_cross_entropy"),
+        calls.LOSS,
+        ("slipstream.ops.loss",),
+    ),
     Family(
         "glu.triton",
-        sampled("swiglu"),
+        calls.sampled("swiglu"),
         {
             "pointwise.triton.glu:glu": activation._eager,
             "pointwise.triton.glu:glu_backward": activation._eager_backward,
@@ -555,7 +286,7 @@ FAMILIES = [
     ),
     Family(
         "glu_bwd_recompute.triton",
-        sampled("glu_linear"),
+        calls.sampled("glu_linear"),
         {
             "pointwise.triton.glu:glu": activation._eager,
             "pointwise.triton.glu:glu_backward": activation._eager_backward,
@@ -565,19 +296,19 @@ FAMILIES = [
     ),
     Family(
         "token_shift.triton",
-        sampled("token_shift"),
+        calls.sampled("token_shift"),
         {"pointwise.triton.token_shift:shift": token_shift._eager},
         ("slipstream.kernels.pointwise.token_shift",),
     ),
     Family(
         "rotary.triton",
-        sampled("rotary_embedding"),
+        calls.sampled("rotary_embedding"),
         {"pointwise.triton.rotary:rotate": rotary._eager},
         ("slipstream.ops.rotary",),
     ),
     Family(
         "attention.triton",
-        sampled("attention"),
+        calls.sampled("attention"),
         {
             "attention.triton.launch:forward": eager.forward,
             "attention.triton.launch:backward": eager.backward,
@@ -585,14 +316,14 @@ FAMILIES = [
     ),
     Family(
         "attention.decode",
-        decode,
+        calls.decode,
         {"attention.triton.decode_launch:decode": lambda c, o: eager.forward(cache.gather(c), o)},
     ),
 ]
 # Which of their arguments these write into.
 WRITTEN: dict[Any, tuple[int, ...]] = {
     cache.append: (0, 1),
-    _mixer_step: (0,),
+    calls.mixer_step: (0,),
     gsa._eager_softmax: (1,),
     gsa._eager_backward: (1,),
     householder.eager_deinterleave: (3,),

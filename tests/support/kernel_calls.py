@@ -1,0 +1,302 @@
+"""Of kernel_families.py: small calls of public functions, and launches in plain torch."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.kernels.attention import latent
+from slipstream.kernels.attention import op as attention_op
+from slipstream.kernels.attnres import op as attnres_op
+from slipstream.kernels.decay_gate import op as decay_gate
+from slipstream.kernels.erase import op as erase_op
+from slipstream.kernels.linear import gsa, householder
+from slipstream.kernels.linear.eager.chunk import chunk_forward
+from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
+from slipstream.kernels.linear.eager.recurrent import recurrent_forward
+from slipstream.kernels.loss import distill, shard
+from slipstream.kernels.loss import eager as loss_eager
+from slipstream.kernels.loss.cross_entropy_op import LossInputs
+from slipstream.kernels.mixer_step.eager import step_eager
+from slipstream.kernels.pointwise import embedding
+from slipstream.kernels.preconditioner import op as preconditioner_op
+from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInputs
+from slipstream.kernels.rotation import op as rotation_op
+from slipstream.kernels.running_mean import op as running_mean_op
+from slipstream.kernels.running_mean.inputs import MeanInputs
+from slipstream.kernels.time_mix import rwkv7, token_mix
+from slipstream.tools.catalog import OPERATORS, Shape
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+SMALL = Shape(B=1, T=20, H=2, K=8, V=8, Z=10, dtype=torch.float32)
+
+
+def sampled(name: str) -> Callable[[], list[Tensor]]:
+    """A small call of a row of the catalogue: outputs and gradients."""
+    (sample,) = (x for x in OPERATORS if x.name == name)
+
+    def call() -> list[Tensor]:
+        args = sample.inputs(SMALL)
+        leaves = [
+            x.requires_grad_()
+            for n, x in args.items()
+            if x.is_floating_point() and n not in sample.fixed.split()
+        ]
+        outs = sample.call(args)
+        given = [torch.randn_like(x) for x in outs]
+        grads = torch.autograd.grad(outs, leaves, given, allow_unused=True)
+        return [*outs, *(x for x in grads if x is not None)]
+
+    call.__name__ = name
+    return call
+
+
+def gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
+
+
+def step() -> list[Tensor]:
+    q, k, v = (torch.randn(2, 1, 2, 8) for _ in range(3))
+    state = torch.randn(2, 2, 8, 8)
+    return [ops.recurrent_step(q, k, v, state=state), state]
+
+
+def selective() -> list[Tensor]:
+    u, delta = leaf(1, 20, 8), leaf(1, 20, 8)
+    A, B, C = -torch.rand(8, 4), torch.randn(1, 20, 4), torch.randn(1, 20, 4)
+    return gradients(ops.selective_scan(u, delta, A, B, C, delta_softplus=True)[0], u, delta)
+
+
+def mixer_steps() -> list[Tensor]:
+    q, k, v, z = (torch.randn(2, 1, 2, 8) for _ in range(4))
+    state, g = torch.randn(2, 2, 8, 8), -torch.rand(2, 1, 2)
+    return [ops.mixer_step(q, k, v, state=state, g=g, z=z, norm_eps=1e-5), state]
+
+
+def decay_gates() -> list[Tensor]:
+    x, A_log, dt_bias = leaf(1, 20, 2, 8), leaf(2), leaf(16)
+    return gradients(decay_gate.decay_gate(x, A_log, dt_bias, None), x, A_log, dt_bias)
+
+
+def decay_gate_backward(dg: Tensor, *inputs: Any) -> list[Tensor]:
+    return decay_gate._run_backward(dg, *inputs, "eager")
+
+
+def erased() -> list[Tensor]:
+    g, k, b = leaf(1, 20, 2, 8), leaf(1, 20, 2, 8), leaf(1, 20, 2, 8)
+    return gradients(erase_op.erase(g, k, b), g, k, b)
+
+
+def erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
+    return erase_op._run_backward(da, g, k, b, "eager")
+
+
+def preconditioned() -> list[Tensor]:
+    k, g, beta = leaf(1, 20, 2, 16), leaf(1, 20, 2), leaf(1, 20, 2)
+    impl = preconditioner_op.chosen(None, k) or "eager"
+    rest = beta.square(), None, None, None, 1.5, 1e-2
+    y, final = preconditioner_op.precondition(PreconditionerInputs(k, -g.square(), *rest), impl)
+    return gradients(torch.cat([y, final[:, None]], 1), k, g, beta)
+
+
+def rotations() -> list[Tensor]:
+    q, k, theta = leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 3)
+    outs = [x.flatten(2) for x in rotation_op.rotate_qk(q, k, theta)]
+    return gradients(torch.cat(outs, 2), q, k, theta)
+
+
+def running_means() -> list[Tensor]:
+    k, v, w, u, start = leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8), leaf(1, 16)
+    impl = running_mean_op.chosen("rwkv4", None, k) or "eager"
+    c, g, _ = running_mean_op.running_weights(k, start[:, 8:], None, impl)
+    o, after = running_mean_op.running_mean(MeanInputs(k, v, w, u, start, None), impl)
+    return gradients(
+        torch.cat([c * g, o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1),
+        k,
+        v,
+        w,
+        u,
+        start,
+    )
+
+
+def weights_backward(
+    g: Tensor, z: Tensor, cu: Tensor | None, dc: Tensor, dg: Tensor, dafter: Tensor | None
+) -> list[Tensor]:
+    """Token by token, by kernels/running_mean/MATH.md."""
+    T, D = g.shape[1:]
+    ends = [T * n for n in range(g.shape[0] + 1)] if cu is None else cu.tolist()
+    g, dc, dg = (x.reshape(-1, D) for x in (g, dc, dg))
+    dk, dz = torch.empty_like(dc), torch.zeros_like(z) if dafter is None else dafter.clone()
+    for n, (begin, end) in enumerate(pairwise(ends)):
+        for t in reversed(range(begin, end)):
+            starts = (z[n] == -torch.inf) & (t == begin)
+            a = torch.where(starts, 0, g[t].exp())
+            u = torch.where(starts, 0, dg[t] - a * dc[t])
+            dk[t] = (1 - a) * (dz[n] - u)
+            dz[n] = a * dz[n] + (1 - a) * u
+    return [dk.view(-1, T, D), dz]
+
+
+def token_mixes() -> list[Tensor]:
+    x, before, mu, weight = leaf(1, 20, 8), leaf(1, 20, 8), leaf(2, 8), leaf(5, 8)
+    found = token_mix.mixed_projections(x, before, mu, [[], [weight]])
+    y = F.linear(token_mix.plain(x, before, mu)[1], weight) if found is None else found[0]
+    return gradients(y, x, before, mu, weight)
+
+
+def rwkv7_parts() -> list[Tensor]:
+    w, k, a, k_k, k_a = leaf(1, 20, 8), leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8)
+    w_out, k_out, a_out, b_out, *_ = rwkv7.recurrence_terms(w, k, a, None, None, None, k_k, k_a, 2)
+    y = rwkv7.output(a_out, b_out, k_out, w_out, w, k_k, k_a, leaf(2, 4), 1e-5)
+    return gradients(y, w, k, a, k_k, k_a)
+
+
+def projections() -> list[Tensor]:
+    x, weights = torch.randn(1, 16), [torch.randn(8, 16), torch.randn(5, 16)]
+    return [ops.projection_step(x, weights, norm_eps=1e-5)]
+
+
+def conv_update() -> list[Tensor]:
+    x, state, weight = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4)
+    return [ops.short_convolution_update(x, state, weight), state]
+
+
+def decode() -> list[Tensor]:
+    q, k, v = torch.randn(2, 1, 2, 8), torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
+    lengths = torch.tensor([7, 30], dtype=torch.int32)
+    out = ops.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    assert isinstance(out, Tensor)
+    return [out]
+
+
+def _rows(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
+    grad, weight = made.get("grad"), made.get("weight")
+    r = loss_eager.rows(logits.float().clone(), target, terms)
+    if not made.get("has_lse"):
+        made["loss"].copy_(r.loss)
+    if grad is not None:
+        grad.copy_(loss_eager.dlogits(r, weight, terms))
+
+
+LOSS = {
+    "loss.triton.launch:cross_entropy": _rows,
+    "loss.triton.launch:inverse_count": lambda t, i: 1 / (t != i).sum().float(),
+    "loss.triton.launch:scale_": lambda x, s: x.mul_(s),
+    "loss.triton.launch:linear_rows": lambda h, w, b, t, d, *rest: loss_eager.linear_rows(
+        h, w, b, t, None if d is None else d.expand(t.shape), *rest
+    ),
+}
+
+
+LINEAR = {
+    "forward": lambda terms, scale: chunk_forward(terms, scale, 16),
+    "backward": lambda terms, do, dfinal, scale, **_: chunk_backward(terms, do, dfinal, scale, 16),
+}
+
+
+def update(
+    terms: Any, state: Tensor, int8_scale: Any, residual: Any, indices: Any, scale: float, unit: Any
+) -> Tensor:
+    o, final = recurrent_forward(terms._replace(initial_state=state), scale)
+    state.copy_(final)
+    return o
+
+
+def mixer_step(out: Tensor, inputs: Any, counter: Any, options: Any) -> None:
+    step_eager(out, inputs, options)
+
+
+def latents() -> list[Tensor]:
+    q, cache = torch.randn(2, 1, 2, 40), torch.randn(2, 30, 40)
+    lengths = torch.tensor([7, 30], dtype=torch.int32)
+    return [latent.latent_attention(q, cache, lengths, width=32, scale=0.2)]
+
+
+def append() -> list[Tensor]:
+    k_cache, v_cache = torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
+    k, v = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)
+    lengths = torch.tensor([5, 20], dtype=torch.int32)
+    attention_op.append(k_cache, v_cache, k, v, lengths, None, None, "triton|eager")
+    return [k_cache, v_cache]
+
+
+def slot_rows() -> list[Tensor]:
+    scores, dp, p = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8), torch.empty(1, 6, 2, 8)
+    gsa._softmax(scores, p, "triton|eager")
+    gsa._softmax_backward(p, dp, "triton|eager")
+    return [p, dp]
+
+
+def householder_rows() -> list[Tensor]:
+    q, out = torch.randn(1, 5, 2, 8), torch.empty(1, 5, 2, 8)
+    do, sums = torch.randn(1, 5, 4, 8), torch.empty(1, 5, 4)
+    rows, gates, late = householder.interleave(q, torch.randn(1, 5, 4), do, 3, "triton|eager")
+    assert gates is not None and late is not None
+    householder.deinterleave(rows, gates, 3, out, sums, "triton|eager")
+    return [rows, gates, late, out, sums]
+
+
+def shards() -> list[Tensor]:
+    logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
+    terms, part = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9), shard.Shard(10, 10, 20, None)
+    found = shard.columns(logits, target, terms, part, "triton|eager")
+    given = target, found.lse + 1, terms, part, torch.rand(6), "triton|eager"
+    return [*found, shard.dlogits(logits, *given, torch.empty_like(logits))]
+
+
+class OnCuda(Tensor):
+    """What the embedding takes for ids on a GPU."""
+
+    is_cuda = True
+
+
+def rows_of_table() -> list[Tensor]:
+    ids = torch.randint(0, 9, (2, 5)).as_subclass(OnCuda)
+    return [embedding._embedding(ids, torch.randn(9, 8)).as_subclass(Tensor)]
+
+
+def sharded(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
+    here = made["shard"]
+    part = shard.Shard(here.first, logits.shape[1], here.size, None)
+    if (grad := made.get("grad")) is not None:
+        shard.eager_dlogits(logits, target, made["lse"], terms, part, made["weight"], grad)
+        return
+    found = shard.eager_columns(logits, target, terms, part)
+    made["loss"].copy_(found.hit)
+    made["lse"].copy_(found.lse)
+    here.z_sum.copy_(found.z_sum)
+
+
+def kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
+    return distill.kl_rows(student, teacher, *rest)
+
+
+def attnres(
+    q: Tensor,
+    rows: list[Tensor],
+    w: Tensor,
+    wo: Any,
+    eps: float,
+    scale: float,
+    o: Tensor,
+    rest: Any,
+) -> tuple:
+    y, s = attnres_op.eager(q, rows, w, wo, eps, scale)
+    o = attnres_op.eager(q, rows, w, None, eps, scale)[0] if o.numel() else o
+    rstd = torch.stack([(x.square().mean(-1) + eps).rsqrt() for x in rows])
+    return y, s, rstd, s.logsumexp(0), o, rest
+
+
+def attnres_back(
+    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, dy: Tensor, *rest: Any
+) -> tuple:
+    return attnres_op._eager_backward(q, rows, w, wo, dy, *rest[-2:])
