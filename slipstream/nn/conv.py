@@ -98,10 +98,12 @@ class ShortConvolution(nn.Module):
             return unit_heads(parts, unit) if unit else parts, after
         step = consistent_scope.step
         if step is not None and state is not None:
-            x, after = step.behind(x, state.mT)
-            given = x, self.weight, self.bias, sizes
-            parts, _ = split_convolution(*given, activation=self.activation, unit=unit)
-            return [y[:, self.width :] for y in parts], after.mT
+            rows, after = step.behind(x, state.mT)
+            given = rows, self.weight, self.bias, sizes
+            parts, _ = split_convolution(*given, activation=self.activation)
+            parts = [y[:, self.width :] for y in parts]
+            # apart from the convolution, as it is where there are states or packed sequences
+            return unit_heads(parts, unit) if unit else parts, after.mT
         return split_convolution(
             x,
             self.weight,
