@@ -1,10 +1,11 @@
 """Linear layers of models with consistent=True: a row's product does not depend on other rows.
 
-On CUDA one order of sums whatever the number of rows: by one tile, or on sm_90 in 16 bits by three,
-which a GPU has shown to give equal bits (docs/dev/log/runtime.md). Elsewhere BLOCK rows at a time,
-which torch multiplies in one way.
+On CUDA one order of sums whatever the number of rows: by one tile, or on sm_90 in 16 bits by three
+and the kernel of a decoding step, which a GPU has shown to give equal bits
+(docs/dev/log/runtime.md). Elsewhere BLOCK rows at a time, which torch multiplies in one way.
 """
 
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import MatmulConfig, choose
 from slipstream.kernels.matmul.inputs import MatmulInputs
+from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS
+from slipstream.kernels.projection_step.op import MAX_ROWS
+from slipstream.nn.hooks import has_hooks
 from slipstream.ops.matmul import matmul
+from slipstream.ops.projection_step import projection_step
 from slipstream.runtime.consistent import BLOCK, consistent_scope
 
 # of which the tile is the best, whatever a call's are
@@ -37,6 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.contiguous()  # other strides may want another kernel
         if config.kernel == "tma" and dtype.itemsize == 2 and bias is None:
             count = x.numel() // max(x.shape[-1], 1)
+            if _is_step(x, [weight]):
+                return _of_step(x, [weight])
             config = next((fewer for most, fewer in _FEWER_ROWS if count <= most), config)
         y = matmul(rows if x.dim() > 1 else rows[None], weight.t(), bias=bias, config=config)
         return y if x.dim() > 1 else y[0]
@@ -45,6 +52,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     blocks = [F.linear(block.clone(), weight, bias) for block in padded.split(BLOCK)]
     y = torch.cat(blocks) if blocks else F.linear(padded, weight, bias)
     return y[: rows.shape[0]].view(*x.shape[:-1], weight.shape[0])
+
+
+def step_products(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor] | None:
+    """layer(x) of each for x [..., in] of few rows, in one launch: the bits of the layers' own
+    calls; None where they have to be called."""
+    if not x.is_cuda or not all(has_consistent_product(y) and not has_hooks(y) for y in layers):
+        return None
+    weights: list[Tensor] = [y.weight for y in layers]  # pyright: ignore[reportAssignmentType]
+    if len(weights) > MAX_WEIGHTS or any(y.bias is not None for y in layers):
+        return None
+    if not _is_step(x, weights):
+        return None
+    configs = [_config(x.dtype, *weight.shape, x.device) for weight in weights]
+    if any(config.kernel != "tma" for config in configs):
+        return None
+    y = _of_step(x, weights)
+    return y.split_with_sizes([weight.shape[0] for weight in weights], -1)
+
+
+def _is_step(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether ops.projection_step takes the rows, of 16 bits."""
+    return (
+        0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        and x.dtype.itemsize == 2
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
+    )
+
+
+def _of_step(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """Products side by side. One row alone has a kernel that adds in another order: it goes as two
+    equal ones."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = projection_step(rows if rows.shape[0] > 1 else rows.expand(2, -1), weights)
+    return y[: rows.shape[0]].view(*x.shape[:-1], y.shape[-1])
 
 
 @cache

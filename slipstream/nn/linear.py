@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype, expect_tensor
 from slipstream.kernels.matmul.inputs import activated
 from slipstream.kernels.pointwise.gated_mlp import IMPLS, gated_mlp, unsupported_reason
+from slipstream.nn.consistent import step_products
+from slipstream.nn.hooks import is_hooked as is_hooked
 from slipstream.nn.host import on_host
 from slipstream.ops.activation import ACTIVATIONS, geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
@@ -172,6 +173,10 @@ def _linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     dtypes = {p.dtype for p in parameters if p is not None}
     if dtypes == {x.dtype} and needs_autograd(x, *parameters):
         return _Linears.apply(x, *parameters)
+    if consistent_scope.step is not None:
+        found = step_products(x, layers)
+        if found is not None:
+            return found
     return [layer(x) for layer in layers]
 
 
@@ -298,18 +303,6 @@ def plain_module(module: nn.Module) -> bool:
         "parametrizations" not in module._modules
         and not is_hooked(module)
         and all(_plain_tensor(p) for p in module._parameters.values())
-    )
-
-
-def is_hooked(module: nn.Module | None) -> bool:
-    """Whether a call of the module may do more than its class's forward."""
-    return module is not None and bool(
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _has_any_global_hook()
     )
 
 

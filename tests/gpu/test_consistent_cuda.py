@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.nn.consistent import linear
+from slipstream.nn.consistent import linear, step_products, use_consistent_products
 from slipstream.ops import chunk_simple_gla, short_convolution
 from tests.support.consistent import LENGTH, OPERATORS, Sample, attention_differing, differing
 from tests.support.consistent_models import differing as logits_differing
@@ -87,8 +87,24 @@ def test_products_on_cuda_give_equal_bits(N: int, K: int) -> None:
     weight, bias = torch.randn(N, K, device="cuda", dtype=BF16), torch.randn(N, device="cuda")
     for b in (None, bias.to(BF16)):
         whole = linear(x, weight, b)
-        for rows in (1, 3, 64, 512, 513, 2048, 2049):
+        for rows in (1, 2, 3, 16, 17, 64, 512, 513, 2048, 2049):
             assert torch.equal(linear(x[7 : 7 + rows], weight, b), whole[7 : 7 + rows]), rows
+            with torch.no_grad():  # those of a step have another kernel then
+                assert torch.equal(linear(x[7 : 7 + rows], weight, b), whole[7 : 7 + rows]), rows
+
+
+@torch.no_grad()
+def test_step_products_on_cuda_give_equal_bits() -> None:
+    sizes = (3072, 1024, 16)
+    layers = torch.nn.ModuleList(torch.nn.Linear(1024, n, bias=False) for n in sizes)
+    layers.to("cuda", BF16)
+    use_consistent_products(layers)
+    x = torch.randn(4096, 1, 1024, device="cuda", dtype=BF16)
+    want = [layer(x) for layer in layers]
+    for rows in (1, 2, 16, 64):
+        found = step_products(x[:rows], [*layers])
+        assert found is not None
+        assert all(torch.equal(y, z[:rows]) for y, z in zip(found, want, strict=True))
 
 
 def test_convolution_on_cuda_gives_equal_bits() -> None:
