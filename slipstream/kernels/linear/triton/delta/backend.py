@@ -9,7 +9,7 @@ from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, size_args
-from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
+from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.chunk import (
     delta_chunk_dstate_kernel,
     delta_chunk_fwd_kernel,

@@ -26,7 +26,7 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous, pointers
 from slipstream.kernels.linear.segments import Segments, num_chunks
-from slipstream.kernels.linear.triton.common.state_passing_launch import state_passing
+from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
 from slipstream.kernels.linear.triton.dplr import launch
 from slipstream.kernels.linear.triton.dplr.dqkg import dplr_dqkg_kernel
