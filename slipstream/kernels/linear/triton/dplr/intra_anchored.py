@@ -20,7 +20,8 @@ are relative to, so forward takes G, the sum of g from the start to i, and a who
 
     exp(G_i - n) exp(n - G_j)      n = early, cut, + APART in the first half, - APART in the second
 
-where G is rounded to multiples of 2^-14, so that n moves exponents alone; without APART n is 0.
+where G is rounded to multiples of 2^-14, so that n moves exponents alone (exp2_by_parts); without
+APART n is 0.
 Also in strong chunks that is how a token reads whose own gates allow it (is_read_anchored).
 """
 
@@ -32,6 +33,7 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, produ
 # in a chunk that is not strong all tokens are above the bound, however their sums are rounded
 ROUNDING = tl.constexpr(0.125)
 FAR = tl.constexpr(1000.0)
+WHOLE = tl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, which its last bits are
 
 
 @triton.jit
@@ -118,10 +120,30 @@ def load_from_start(
 
 
 @triton.jit
+def exp2_by_parts(b, APART: tl.constexpr):
+    """2^b, but at least 2^-126; b: below 126, multiples of 2^-14. A whole number more moves the
+    exponent alone, as n may be: a GPU's instruction rounds otherwise below 0 than above it, so that
+    it gets what is after the point. Without APART there is no n."""
+    if APART > 0:
+        b = tl.maximum(b, -126.0)
+        b_whole = (b - (0.5 - 2.0**-16)) + WHOLE
+        b_part = tl.exp2(b - (b_whole - WHOLE))
+        bits = b_part.to(tl.int32, bitcast=True) + (b_whole.to(tl.int32, bitcast=True) << 23)
+        b_power = bits.to(tl.float32, bitcast=True)
+    else:
+        b_power = tl.exp2(b)
+    return b_power
+
+
+@triton.jit
 def by_halves(b_sum, o_c, SIGN: tl.constexpr, APART: tl.constexpr):
     """exp(b_sum + SIGN APART) [C, BK] in the first half of a chunk, then less; b_sum [BK]."""
     later = o_c >= o_c.shape[0] // 2
-    return tl.exp2(b_sum[None, :] + tl.where(later, -SIGN * APART, SIGN * APART)[:, None])
+    b_sum = b_sum[None, :] + tl.where(later, -SIGN * APART, SIGN * APART)[:, None]
+    b_power = exp2_by_parts(b_sum, APART)
+    if APART > 0:
+        b_power = tl.where(b_sum < -126, 0.0, b_power)
+    return b_power
 
 
 @triton.jit
@@ -138,7 +160,7 @@ def together(b_scores, o_c, APART: tl.constexpr):
 def anchored_writes(b_e, LIMIT: tl.constexpr, APART: tl.constexpr):
     """exp(n - G) [C, BK], and where no such read has it, something finite."""
     # such a write is multiplied by a read's decay that is 0, and inf times 0 would be NaN
-    return tl.exp2(tl.minimum(-b_e, 2 * LIMIT + 1 - APART))
+    return exp2_by_parts(tl.minimum(-b_e, 2 * LIMIT + 1 - APART), APART)
 
 
 @triton.jit

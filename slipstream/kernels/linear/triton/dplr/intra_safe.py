@@ -20,6 +20,7 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import (
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     anchored_writes,
     by_halves,
+    exp2_by_parts,
     is_read_anchored,
     load_from_start,
     lowest_read,
@@ -172,7 +173,7 @@ def dplr_intra_safe_kernel(
         # bit
         b_lowest = tl.minimum(b_lowest, lowest_read(b_e, b_middle, b_early, o_c, APART))
         b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
-        b_wide = b_a * tl.exp2(b_before)
+        b_wide = b_a * exp2_by_parts(b_before, APART)
         b_a = b_wide.to(act)
         b_wide *= by_halves(b_middle, o_c, 1, APART)
         tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_wide.to(act))

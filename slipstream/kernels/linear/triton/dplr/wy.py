@@ -29,6 +29,7 @@ from slipstream.kernels.linear.triton.delta.solve_tril import inverse, locate_ch
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     anchored_writes,
     by_halves,
+    exp2_by_parts,
     load_from_start,
     together,
 )
@@ -187,7 +188,7 @@ def dplr_wy_kernel(
             # of the two halves of the chunk that which decays more
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
             tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
-            b_read = tl.exp2(b_e)
+            b_read = exp2_by_parts(b_e, APART)
             b_start = by_halves(b_middle, o_c, 1, APART)
             # float32 until it is stored, so that q~ and the operand are rounded once each
             b_wide = b_q * b_read
@@ -241,7 +242,7 @@ def dplr_wy_kernel(
                 b_e, b_before, b_middle, _, _ = load_from_start(
                     g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, LIMIT, APART, FP32, PRECISION
                 )
-                b_wide = b_a * tl.exp2(b_before)
+                b_wide = b_a * exp2_by_parts(b_before, APART)
                 b_a = b_wide.to(act)
                 b_first = (b_wide * by_halves(b_middle, o_c, 1, APART)).to(act)
                 b_write = anchored_writes(b_e, LIMIT, APART)
