@@ -29,7 +29,8 @@ CASES = {
 SAMPLE = {False: ("kda_narrow", "dplr", "iplr", "gdn2"), True: ("kda",)}
 # bytes of stack a thread of dplr_intra_safe with free a and b, whose scores of four kinds wait in
 # registers while the levels are made
-STACK = {"dplr": 96, "rwkv7": 96}
+STACK = {"dplr": 128, "rwkv7": 96}
+WY_STACK = {"gdn2": 16}
 
 
 def terms(case: tuple, device: torch.device) -> LinearInputs:
@@ -95,14 +96,15 @@ def test_dplr_kernels_compile(name: str, split: bool) -> None:
         return
     wanted = {"wy", "chunk_fwd", "chunk_dstate"} | ({"intra_safe"} if case[1] else set())
     assert {name.split("_sm90")[0] for name in found} == {f"dplr_{name}" for name in wanted}
-    check(found, STACK.get(name, 0))
+    check(found, STACK.get(name, 0), WY_STACK.get(name, 0))
 
 
-def check(found: dict[str, Job], stack: int = 0) -> None:
+def check(found: dict[str, Job], safe_stack: int = 0, wy_stack: int = 0) -> None:
     for job in found.values():
         got = job.compile()
         assert got.shared <= ARCHS["sm_90"].shared
-        assert got.stack <= stack * ("safe" in job.name), f"{job.name}: {got.stack} bytes spilled"
+        stack = safe_stack if "safe" in job.name else wy_stack if "wy" in job.name else 0
+        assert got.stack <= stack, f"{job.name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0
         inverts = job.name.startswith(("dplr_wy", "dplr_intra_safe"))
         assert got.instructions["mma.sync"] == inverts * INVERSE

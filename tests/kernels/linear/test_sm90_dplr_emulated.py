@@ -50,11 +50,14 @@ def kernels() -> SimpleNamespace:
     with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
         for name in [x for x in sys.modules if x.startswith(PARTS)]:
             del sys.modules[name]
-        own = ("wy", "solve_tril", "intra_safe", "chunk_fwd", "chunk_dstate")
+        own = ("wy", "solve_tril", "blocks", "intra_safe", "chunk_fwd", "chunk_dstate")
         names = ["common.tril_inverse", *(f"dplr.{name}" for name in own)]
         made = {name: importlib.import_module(PARTS + name) for name in names}
-        for name in ("common.tril_inverse", "dplr.intra_safe"):
-            vars(made[name])["halves"] = lambda b: (b, 0.0 * b)
+        vars(made["common.tril_inverse"])["halves"] = lambda b: (b, 0.0 * b)
+        for module in made.values():
+            for name in ("exp2_by_parts", "exp2_or_least"):  # bits of float32
+                if hasattr(module, name):
+                    setattr(module, name, language.exp2)
         return SimpleNamespace(
             weak=made["dplr.wy"].dplr_wy_sm90_kernel,
             strong=made["dplr.intra_safe"].dplr_intra_safe_sm90_kernel,
@@ -63,12 +66,12 @@ def kernels() -> SimpleNamespace:
         )
 
 
-def inputs(case: tuple, gates: Any = None) -> LinearInputs:
+def inputs(case: tuple, gates: Any = None, seed: int = 0) -> LinearInputs:
     """Past the last sequence of packed ones is NaN."""
     T, H, HV, K, V, batch, of_delta, gated, *by_channel = case
     lengths: Any = batch if isinstance(batch, tuple) else None
     B: Any = 1 if lengths else batch
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     make: dict[str, Any] = {"dtype": torch.float64}
     unit = torch.nn.functional.normalize
     k, a = (unit(torch.randn(B, T, H, K, **make), dim=-1) for _ in range(2))
@@ -91,7 +94,14 @@ def inputs(case: tuple, gates: Any = None) -> LinearInputs:
     return terms
 
 
-def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
+def prepared(
+    terms: LinearInputs,
+    keep: bool,
+    made_of: SimpleNamespace | None = None,
+    limits: tuple[float, float] = (80.0, 55.0),
+) -> dict[str, Any]:
+    """limits: LIMIT and APART, those of bfloat16."""
+    made_of = made_of or kernels()
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     N = terms.sequences
@@ -114,14 +124,14 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Tensor | None]:
     cu = None if terms.cu_seqlens is None else emulator.Pointer(terms.cu_seqlens)
     threads._LOCAL.queue, threads._LOCAL.errors = [], []
     of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
-    of_all |= {"PACKED": cu is not None, "LIMIT": 80.0, "APART": 55.0 * gated}
+    of_all |= {"PACKED": cu is not None, "LIMIT": limits[0], "APART": limits[1] * gated}
     args = (*tensors, cu, 0.3, int(keep), T, N, HV, H)
     with np.errstate(all="ignore"):  # of strong chunks
-        threads.launch(kernels().weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated)
+        threads.launch(made_of.weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated)
     if gated:
         tensors[:4] = [None if x is None else emulator.Pointer(x) for x in given[:4]]
         args = (*tensors, cu, 0.3, int(keep), slots * HV, T, N, HV, H)
-        threads.launch(kernels().strong, 2, args, **of_all, SHIFT=80.0)
+        threads.launch(made_of.strong, 2, args, **of_all)
     return made
 
 

@@ -9,6 +9,8 @@ from slipstream.kernels.primitives.gluon_compat import (
     store_wait,
 )
 
+WHOLE = gl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, which its last bits are
+
 
 @gluon.jit
 def locate_sequence(
@@ -175,3 +177,19 @@ def load_beta_gate(p, C: gl.constexpr, HAS_GATE: gl.constexpr):
     """
     N: gl.constexpr = (1 + HAS_GATE) * C
     return gl.load(p + gl.arange(0, N, gl.BlockedLayout([N // 32], [32], [1], [0])))
+
+
+@gluon.jit
+def exp2_by_parts(b):
+    """2^b for |b| < 126, multiples of 2^-13. A whole number more moves the exponent alone: the
+    instruction rounds otherwise below 0 than above it, so that it gets what is after the point."""
+    b_whole = (b - (0.5 - 2.0**-14)) + WHOLE
+    b_part = gl.exp2(b - (b_whole - WHOLE))
+    bits = b_part.to(gl.int32, bitcast=True) + (b_whole.to(gl.int32, bitcast=True) << 23)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def exp2_or_least(b):
+    """exp2_by_parts of b below 126, but 2^-126 where it would be less."""
+    return exp2_by_parts(gl.maximum(b, -126.0))

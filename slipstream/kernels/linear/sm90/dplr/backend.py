@@ -77,8 +77,7 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
     if terms.g is not None:
         most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
         run = cached(dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
-        shift = SHIFT[terms.v.dtype]
-        run(**_pointers(terms), total=programs, SHIFT=shift, **common, **SAFE_OPTIONS)
+        run(**_pointers(terms), total=programs, **common, **SAFE_OPTIONS)
 
 
 def chunk_fwd(

@@ -3,6 +3,7 @@
 R = (I + b_a)^-1        W = -R beta A or R A        U^T = v^T (R beta)^T or v^T (R ak)^T
 """
 
+from slipstream.kernels.linear.sm90.common.device import exp2_by_parts
 from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,
@@ -53,19 +54,15 @@ def scores(lhs, rhs, NK: gl.constexpr, zero, none=0):
 
 
 @gluon.jit
-def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0, row_mask=None):
-    """A tile [64, 64] at p, in rows of N, coalesced; of it the rows `row_mask` [64], if not all.
+def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0):
+    """A tile [64, 64] at p, in rows of N, coalesced.
 
     none: 0; in a loop one that no compiler knows, or offsets would take registers all the time.
     """
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows)) + none
     o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
     p = p + o_r[:, None] * N + o_c[None, :]
-    if row_mask is None:
-        gl.store(p, gl.convert_layout(b, rows))
-    else:
-        mask = gl.convert_layout(row_mask, gl.SliceLayout(1, rows))[:, None] & (o_c < N)[None, :]
-        gl.store(p, gl.convert_layout(b, rows), mask=mask)
+    gl.store(p, gl.convert_layout(b, rows))
 
 
 @gluon.jit
@@ -83,7 +80,8 @@ def solve(
 ):  # fmt: skip
     """W and U of a chunk, and R if keep, from I + b_a [64, 64].
 
-    reads: tiles [64, 64] of A, if APART relative to middles [NK, 64], m of wy.py. aks: ak, of dplr.
+    reads: tiles [64, 64] of A, if APART relative to middles [NK, 64], m of wy.py, or to -APART
+    where that is None. aks: ak, of dplr.
     write_ptr: of v, gated delta, which has no beta.
     Pointers are those of the chunk. none: as put has it.
     """
@@ -124,8 +122,11 @@ def solve(
         b_w = warpgroup_mma(lhs_high, reads.index(none + n), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         if APART > 0:
-            b_m = middles.index(none + n).load(gl.SliceLayout(0, al))
-            b_w = b_w * gl.exp2(b_m + (APART - HEADROOM))[None, :]
+            b_back = 2.0**-HEADROOM
+            if middles is not None:
+                b_m = middles.index(none + n).load(gl.SliceLayout(0, al))
+                b_back = exp2_by_parts(b_m + (APART - HEADROOM))[None, :]
+            b_w = b_w * b_back
         if DELTA:
             b_w = -b_w
         put(w_out_ptr + n * 64, b_w.to(act), K, rows, none)

@@ -9,7 +9,7 @@ first half, rounded down,
 A pair of one half has its decay, and a read of the second half with a write of the first one
 2^(2 APART) times its decay, which `together` takes off. So all of them fit bf16, and scores
 float32, unless a half decays by more than 2^(-2 LIMIT), and a chunk may decay by twice that. m
-depends on later gates, but no bit of a result does: G is a multiple of 2^-14 and n a whole number,
+depends on later gates, but no bit of a result does: G is a multiple of 2^-12 and n a whole number,
 so that n moves exponents alone. float16 has no room for it: n is 0 there, and a half decays by no
 more than 2^-LIMIT. Other chunks are strong, and left to intra_safe.py.
 
@@ -23,6 +23,8 @@ three programs fit a multiprocessor, and one loads while another computes.
 
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
+    exp2_by_parts,
+    exp2_or_least,
     invalidate_mbarriers,
     locate_sequence,
     zero_tail_rows,
@@ -44,9 +46,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-256.0)
-FAR = gl.constexpr(1000.0)  # float32 beside it are multiples of 2^-14
-# in a chunk that is not strong all tokens are above the bound, however their sums are rounded
-ROUNDING = gl.constexpr(0.125)
+FAR = gl.constexpr(3072.0)  # float32 beside it are multiples of 2^-12
 
 
 @gluon.jit
@@ -55,63 +55,90 @@ def add(a, b):
 
 
 @gluon.jit
-def gates_of(b_g, LIMIT: gl.constexpr, APART: gl.constexpr):
-    """Of gates in base 2 [4, 16, 64], quarters of a chunk: G - n, that without a token's own gate;
-    n [4, 1, 64]; m, the sums of both halves [1, 1, 64].
+def rounded(b):
+    """To multiples of 2^-12, of which sums and differences are exact up to 2^12."""
+    return (b + FAR) - FAR
+
+
+@gluon.jit
+def sums_of_quarters(b_g):
+    """Of gates in base 2 [4, 16, 64], quarters of a chunk: their sums from the quarter's start,
+    these without a token's own gate, and of quarters [1, 4, 64], known to all threads.
 
     A thread has 16 tokens of two channels, and adds their gates up.
     """
-    three: gl.constexpr = b_g.type.layout
     four: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    i_quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
-    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     b_e = gl.associative_scan(b_g, 1, add)
-    # of each block of 16 tokens, known to all threads
     b_all = gl.convert_layout(gl.sum(b_g, 1), gl.SliceLayout(0, four))[None, :, :]
-    b_base = gl.sum(gl.where(other < i_quarter, b_all, 0.0), 1) + FAR
+    return rounded(b_e), rounded(b_e - b_g), rounded(b_all)
+
+
+@gluon.jit
+def sum_before(b_all, quarter, three: gl.constexpr):
+    """The sum of quarters before `quarter` [4, 1, 1], in the layout of tokens [4, 1, 64]."""
+    four: gl.constexpr = b_all.type.layout
+    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
+    b_sum = gl.sum(gl.where(other < quarter, b_all, 0.0), 1)
+    return gl.convert_layout(b_sum[:, None, :], three)
+
+
+@gluon.jit
+def sum_from(b_all, quarter, three: gl.constexpr):
+    """The sum of `quarter` and those after it, as sum_before."""
+    four: gl.constexpr = b_all.type.layout
+    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
+    b_sum = gl.sum(gl.where(other < quarter, 0.0, b_all), 1)
+    return gl.convert_layout(b_sum[:, None, :], three)
+
+
+@gluon.jit
+def quarters(layout: gl.constexpr):
+    return gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+
+
+@gluon.jit
+def gates_of(b_g, APART: gl.constexpr):
+    """Of gates in base 2 [4, 16, 64]: G - n, that without a token's own gate; n [4, 1, 64]; m, the
+    sums of both halves [1, 1, 64]."""
+    three: gl.constexpr = b_g.type.layout
+    b_e, b_before, b_all = sums_of_quarters(b_g)
+    four: gl.constexpr = b_all.type.layout
+    b_base = sum_before(b_all, quarters(four), three)
+    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     b_early = gl.sum(gl.where(other < 2, b_all, 0.0), 1)
     b_late = gl.sum(gl.where(other < 2, 0.0, b_all), 1)
-    b_base = gl.convert_layout(b_base[:, None, :], three)
     b_early = gl.convert_layout(b_early[:, None, :], three)
     b_late = gl.convert_layout(b_late[:, None, :], three)
     b_middle = 0.0 * b_early
     b_n = 0.0 * b_base
     if APART > 0:
-        # of a half that decays further, what leaves both factors of safe reads the same room
-        b_middle = gl.where(b_early < -(2 * LIMIT + 1), -(LIMIT + APART), gl.floor(b_early))
-        quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
-        b_n = b_middle + gl.where(quarter < 2, APART, -APART)
-    # a sum with FAR is a multiple of 2^-14, and a whole number less is exact
-    b_before = (b_e - b_g + b_base) - (b_n + FAR)
-    return (b_e + b_base) - (b_n + FAR), b_before, b_n, b_middle, b_early, b_late
+        b_middle = gl.floor(b_early)
+        b_n = b_middle + gl.where(quarters(three) < 2, APART, -APART)
+    b_off = b_n - b_base
+    return b_e - b_off, b_before - b_off, b_n, b_middle, b_early, b_late
 
 
 @gluon.jit
 def decay_operands(
-    b_e, b_before, q, a, b, k, flat: gl.constexpr, HIGHEST: gl.constexpr, DELTA: gl.constexpr,
-    GATED: gl.constexpr,
-):  # fmt: skip
+    b_e, b_before, q, a, b, k, flat: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr
+):
     """Operands of products of 64 channels in place; those of q, b and k besides in float32.
 
-    HIGHEST: of a write's exponent, so that it is finite where none is read. GATED: k has how much
-    each channel erases, and may be b.
+    GATED: k has how much each channel erases, and may be b.
     """
     b_a = a.load(flat)
     b_q = q.load(flat)
     b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), flat)
     b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
-    b_write = -b_e
-    if HIGHEST is not None:
-        b_write = gl.minimum(b_write, HIGHEST)
-    b_write = gl.exp2(b_write)
-    b_read = gl.exp2(b_e)
+    b_write = exp2_by_parts(-b_e)
+    b_read = exp2_by_parts(b_e)
     if DELTA:
         b_b = b_a * b_write
         if GATED:
             b_a = b_a.to(gl.float32) * k.load(flat).to(gl.float32)
         b_a = b_a * b_read
     else:
-        b_a = b_a * gl.exp2(b_before)
+        b_a = b_a * exp2_by_parts(b_before)
     a.store(b_a.to(a.dtype))
     b_q = b_q * b_read
     q.store(b_q.to(q.dtype))
@@ -134,26 +161,36 @@ def of_tokens(b, b_g, flat: gl.constexpr):
 
 @gluon.jit
 def decay(
-    b_g, q, a, b, k, middle, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
+    b_g, strongest, q, a, b, k, middle, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
     flat: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr, DELTA: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
-    """64 channels: operands of products in place, q~, b^, k^, the chunk's decay and middle; how
-    strong."""
+    """64 channels: the chunk's decay, and unless it is strong operands of products in place, q~,
+    b^, k^ and the middle; the largest decay of a half, or strongest, that of channels before."""
     line: gl.constexpr = gl.SliceLayout(0, flat)
-    b_e, b_before, b_n, b_middle, b_early, b_late = gates_of(b_g, LIMIT, APART)
-    strong = gl.max(-gl.minimum(b_early, b_late))
+    b_e, b_before, b_n, b_middle, b_early, b_late = gates_of(b_g, APART)
+    strongest = gl.maximum(strongest, gl.max(-gl.minimum(b_early, b_late)))
+    if APART > 0:  # blocks.py cuts what is further below 0 than half a half
+        strongest = gl.maximum(strongest, gl.max(-2.0 * b_g))
     b_total = b_early + b_late
     gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
-    middle.store(gl.reshape(b_middle, [64]))
-    b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, None, DELTA, GATED)
-    b_end = of_tokens(gl.exp2(b_total - b_n), b_g, flat)
-    b_q = b_q * of_tokens(gl.exp2(b_n) * scale, b_g, flat)
-    gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
-    gl.store(b_out_ptr + o_w, (b_b * b_end).to(b.dtype))
-    if not DELTA:
-        gl.store(k_out_ptr + o_w, (b_k * b_end).to(b.dtype))
-    return strong
+    if strongest <= strong_from(LIMIT, APART):
+        middle.store(gl.reshape(b_middle, [64]))
+        b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, DELTA, GATED)
+        b_end = of_tokens(gl.exp2(b_total - b_n), b_g, flat)
+        b_start = gl.where(b_n < -126, 0.0, exp2_or_least(b_n))
+        b_q = b_q * of_tokens(b_start * scale, b_g, flat)
+        gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
+        gl.store(b_out_ptr + o_w, (b_b * b_end).to(b.dtype))
+        if not DELTA:
+            gl.store(k_out_ptr + o_w, (b_k * b_end).to(b.dtype))
+    return strongest
+
+
+@gluon.jit
+def strong_from(LIMIT: gl.constexpr, APART: gl.constexpr):
+    """What halves of a chunk that is not strong decay by at most."""
+    return 2 * LIMIT if APART > 0 else LIMIT
 
 
 @gluon.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
@@ -261,12 +298,11 @@ def dplr_wy_sm90_kernel(
         if HAS_GATE:
             b_g = gl.maximum(b_g * LOG2E, LOWEST)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
-            strong = decay(
-                b_g, qs.index(n), reads.index(n), bs.index(n), keys.index(n), middles.index(n),
-                q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat, LIMIT, APART, DELTA,
-                GATED,
+            strongest = decay(
+                b_g, strongest, qs.index(n), reads.index(n), bs.index(n), keys.index(n),
+                middles.index(n), q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat,
+                LIMIT, APART, DELTA, GATED,
             )  # fmt: skip
-            strongest = gl.maximum(strongest, strong)
         else:
             gl.store(q_out_ptr + o_w, (qs.index(n).load(flat) * scale).to(act))
             if DELTA:
@@ -278,7 +314,7 @@ def dplr_wy_sm90_kernel(
             gl.store(b_out_ptr + o_w, b_b)
     invalidate_mbarriers(full)
     if HAS_GATE:
-        too_strong = strongest > (2 * LIMIT if APART > 0 else LIMIT)
+        too_strong = strongest > strong_from(LIMIT, APART)
         strength = gl.where(too_strong, 2, gl.where(strongest > LIMIT, 1, 0))
         gl.store(strong_ptr + i_chunk_head, strength)
         if too_strong:

@@ -1,0 +1,91 @@
+"""Early rows of the Gluon kernels of per-channel decay keep their bits, in the emulator that rounds
+(tests/gluon_emulator/rounding.py): chunks that later gates make strong or weak are made by another
+kernel, which has to round alike."""
+
+import functools
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import LinearInputs
+from tests.gluon_emulator import linear as emulator
+from tests.gluon_emulator.rounding import language, rounded
+from tests.kernels.linear.test_sm90_dplr_emulated import CASES, PARTS, inputs, prepared
+
+GATES = {
+    "weak": lambda x: -0.1 * x,
+    "all -5": lambda x: 0 * x - 5,
+    "to -9": lambda x: -9 * x,
+    "strong": lambda x: -50 * x,
+    "resets": lambda x: torch.where(x < 0.03, -torch.inf, -0.1 * x),
+    "mixed": lambda x: torch.where(x < 0.2, -250 * x, -0.1 * x),
+}
+# gates of the chunk, and from a token on
+CHANGES = [
+    ("weak", "strong", 21),
+    ("weak", "strong", 40),
+    ("weak", "resets", 40),
+    ("strong", "weak", 2),
+    ("strong", "weak", 21),
+    ("all -5", "weak", 12),
+    ("to -9", "strong", 60),
+    ("mixed", "mixed", 40),
+]
+
+
+@functools.cache
+def kernels() -> SimpleNamespace:
+    with emulator.emulated():
+        vars(sys.modules["slipstream.kernels.primitives.gluon_compat"].gl).update(language())
+        for name in [x for x in sys.modules if x.startswith(PARTS)]:
+            del sys.modules[name]
+        made = [importlib.import_module(f"{PARTS}dplr.{name}") for name in ("wy", "intra_safe")]
+    return SimpleNamespace(
+        weak=made[0].dplr_wy_sm90_kernel, strong=made[1].dplr_intra_safe_sm90_kernel
+    )
+
+
+def chunk_of(case: str, gates: str, dtype: torch.dtype, seed: int) -> LinearInputs:
+    """One chunk of numbers that dtype and, of gates, float32 have."""
+    _, H, HV, K, V, _, *of = CASES[case]
+    terms = inputs((64, H, HV, K, V, 1, *of), GATES[gates], seed)
+    exact = {}
+    for name, x in terms._asdict().items():
+        if isinstance(x, Tensor):
+            exact[name] = x.to(torch.float32 if name == "g" else dtype).double()
+    return terms._replace(**exact)
+
+
+@pytest.mark.parametrize(("gates", "later", "cut"), CHANGES)
+@pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])
+def test_later_gates_change_no_bit(case: str, gates: str, later: str, cut: int) -> None:
+    check(case, gates, later, cut, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("gates", "later", "cut"), CHANGES[:4])
+def test_later_gates_change_no_bit_of_float16(gates: str, later: str, cut: int) -> None:
+    check("dplr", gates, later, cut, torch.float16)
+
+
+def check(case: str, gates: str, later: str, cut: int, dtype: torch.dtype) -> None:
+    terms, future = chunk_of(case, gates, dtype, 0), chunk_of(case, later, dtype, 1)
+    changed = LinearInputs(*(
+        x if x is None else torch.cat([x[:, :cut], y[:, cut:]], 1) for x, y in zip(terms, future)
+    ))  # fmt: skip
+    limits = 80.0, 55.0
+    if dtype == torch.float16:
+        limits = 3.0, 0.0
+    with rounded(dtype):
+        want, got = (prepared(x, True, kernels(), limits) for x in (terms, changed))
+    assert not torch.equal(want["strong"], got["strong"]) or want["strong"].min() == 2
+    for name in ("q", "w", "u", "qb", "qk", "ak", "r"):
+        if want[name] is not None:
+            x, y = (made[name].mT if name == "u" else made[name] for made in (want, got))
+            x, y = x[:, :, :cut], y[:, :, :cut]
+            if name in "qw":  # bf16 has fewer digits there
+                x, y = (torch.where(z.abs() < 2.0**-120, 0.0, z) for z in (x, y))
+            assert torch.equal(x, y), f"{name}: {(x != y).nonzero()[:3].tolist()}"
