@@ -33,5 +33,7 @@ def test_past_keeps_its_bits(op: Sample, size: str, impl: str | None) -> None:
         impl = None
     shape = replace(SIZES[size], state=bool(op.states))
     cuts = tuple(cut for cut in (*CUTS, 100) if cut < shape.T)
-    found = changed_bits(op, impl, shape, cuts, device=torch.device("cuda"))
+    # few numbers round otherwise where an intermediate result's last bit changes
+    seeds = 0, 1, 2
+    found = changed_bits(op, impl, shape, cuts, device=torch.device("cuda"), seeds=seeds)
     assert not found, f"{op.name}, {size}: {found}"

@@ -1,5 +1,6 @@
 """Whether an operator's early outputs keep their bits when later tokens and gates change."""
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -23,12 +24,13 @@ def changed_bits(
     cuts: tuple[int, ...] = CUTS,
     gates: tuple[tuple[str, str], ...] = GATES,
     device: torch.device = CPU,
+    seeds: tuple[int, ...] = (0,),
 ) -> list[str]:
     """Where bits of the past have changed, in words."""
     found = []
     options = {} if impl is None else {"impl": impl}
-    for gate, other in gates:
-        torch.manual_seed(0)
+    for (gate, other), seed in itertools.product(gates, seeds):
+        torch.manual_seed(seed)
         args = op.inputs(replace(size, gate=gate), device)
         future = op.inputs(replace(size, gate=other), device)
         with torch.no_grad():

@@ -73,9 +73,11 @@ def test_later_gates_change_no_bit_of_float16(gates: str, later: str, cut: int) 
 
 def check(case: str, gates: str, later: str, cut: int, dtype: torch.dtype) -> None:
     terms, future = chunk_of(case, gates, dtype, 0), chunk_of(case, later, dtype, 1)
-    changed = LinearInputs(*(
-        x if x is None else torch.cat([x[:, :cut], y[:, cut:]], 1) for x, y in zip(terms, future)
-    ))  # fmt: skip
+    later_terms = future._asdict()
+    changed = terms._replace(**{
+        name: torch.cat([x[:, :cut], later_terms[name][:, cut:]], 1)
+        for name, x in terms._asdict().items() if isinstance(x, Tensor)
+    })  # fmt: skip
     limits = 80.0, 55.0
     if dtype == torch.float16:
         limits = 3.0, 0.0
