@@ -22,20 +22,9 @@ from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.segments import split_into_segments
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
+from tests.support import sm90_dplr
 from tests.support.causality import with_other_future
-
-C = 64
-PARTS = "slipstream.kernels.linear.sm90."
-# T, H, HV, K, V, batch or lengths of packed sequences, delta, gated, erase and write by channel
-CASES: dict[str, Any] = {
-    "kda": (150, 1, 2, 128, 64, 2, True, True),
-    "kda_packed": (290, 1, 1, 64, 128, (5, 0, 200, 1, 64), True, True),
-    "dplr": (150, 1, 2, 64, 64, 1, False, True),
-    "dplr_packed": (140, 1, 1, 128, 64, (5, 0, 70, 1), False, True),
-    "iplr": (70, 1, 1, 64, 64, 1, False, False),
-    "gdn2": (150, 1, 2, 128, 64, 2, True, True, True),
-    "gdn2_packed": (140, 1, 2, 64, 128, (5, 0, 70, 1), True, True, True),
-}
+from tests.support.sm90_dplr import CASES, PARTS, C, inputs
 
 
 @functools.cache
@@ -66,73 +55,8 @@ def kernels() -> SimpleNamespace:
         )
 
 
-def inputs(case: tuple, gates: Any = None, seed: int = 0) -> LinearInputs:
-    """Past the last sequence of packed ones is NaN."""
-    T, H, HV, K, V, batch, of_delta, gated, *by_channel = case
-    lengths: Any = batch if isinstance(batch, tuple) else None
-    B: Any = 1 if lengths else batch
-    torch.manual_seed(seed)
-    make: dict[str, Any] = {"dtype": torch.float64}
-    unit = torch.nn.functional.normalize
-    k, a = (unit(torch.randn(B, T, H, K, **make), dim=-1) for _ in range(2))
-    terms = LinearInputs(
-        torch.randn(B, T, H, K, **make),
-        k,
-        torch.randn(B, T, HV, V, **make),
-        g=(gates or torch.neg)(torch.rand(B, T, HV, K, **make)) if gated else None,
-        beta=2 * torch.rand(B, T, HV, **make) if of_delta and not by_channel else None,
-        erase=2 * torch.rand(B, T, HV, K, **make) if by_channel else None,
-        write=torch.rand(B, T, HV, V, **make) if by_channel else None,
-        a=None if of_delta else a,
-        b=None if of_delta else -a * torch.rand(B, T, H, 1, **make),
-        initial_state=torch.randn(len(lengths), HV, K, V, **make) if lengths else None,
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
-    )
-    for x in terms._replace(initial_state=None) if lengths else ():
-        if x is not None and x.is_floating_point():
-            x[:, sum(lengths) :] = torch.nan
-    return terms
-
-
-def prepared(
-    terms: LinearInputs,
-    keep: bool,
-    made_of: SimpleNamespace | None = None,
-    limits: tuple[float, float] = (80.0, 55.0),
-) -> dict[str, Any]:
-    """limits: LIMIT and APART, those of bfloat16."""
-    made_of = made_of or kernels()
-    B, T, HV, V = terms.v.shape
-    H, K = terms.q.shape[2:]
-    N = terms.sequences
-    of_delta, gated = terms.transition == "delta", terms.g is not None
-    slots = B * -(-T // C) if terms.cu_seqlens is None else T // C + N
-    empty = functools.partial(torch.full, fill_value=torch.nan, dtype=torch.float64)
-    shapes: dict[str, Any] = dict.fromkeys("qwbk", (C, K))
-    shapes |= {"u": (V, C), "total": (K,), "qb": (C, C), "qk": (C, C)}
-    shapes |= {"ak": (C, C), "r": (C, C), "strong": ()}
-    absent = {"k", "qk", "ak"} if of_delta else set()
-    absent |= set() if gated else {"total", "strong"}
-    made = {n: None if n in absent else empty((slots, HV, *s)) for n, s in shapes.items()}
-    b, heads = (terms.b, H) if terms.erase is None else (terms.erase, HV)
-    given = (terms.q, terms.k, terms.a, b, terms.v, terms.write, terms.g, terms.beta)
-    widths = (H * K, H * K, H * K, heads * K)
-    pairs = zip(given, widths)
-    tiles = [None if x is None else emulator.Descriptor(x, n, C, 64) for x, n in pairs]
-    rest = (*given[4:], *made.values())
-    tensors = [*tiles, *(None if x is None else emulator.Pointer(x) for x in rest)]
-    cu = None if terms.cu_seqlens is None else emulator.Pointer(terms.cu_seqlens)
-    threads._LOCAL.queue, threads._LOCAL.errors = [], []
-    of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
-    of_all |= {"PACKED": cu is not None, "LIMIT": limits[0], "APART": limits[1] * gated}
-    args = (*tensors, cu, 0.3, int(keep), T, N, HV, H)
-    with np.errstate(all="ignore"):  # of strong chunks
-        threads.launch(made_of.weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated)
-    if gated:
-        tensors[:4] = [None if x is None else emulator.Pointer(x) for x in given[:4]]
-        args = (*tensors, cu, 0.3, int(keep), slots * HV, T, N, HV, H)
-        threads.launch(made_of.strong, 2, args, **of_all)
-    return made
+def prepared(terms: LinearInputs, keep: bool) -> dict[str, Any]:
+    return sm90_dplr.prepared(terms, keep, kernels())
 
 
 class Walk:

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.linear.inputs import LinearInputs
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator.rounding import language, rounded
-from tests.kernels.linear.test_sm90_dplr_emulated import CASES, PARTS, inputs, prepared
+from tests.support.sm90_dplr import CASES, PARTS, inputs, prepared
 
 GATES = {
     "weak": lambda x: -0.1 * x,

@@ -184,8 +184,8 @@ def exp2_by_parts(b):
     """2^b for |b| < 126, multiples of 2^-13. A whole number more moves the exponent alone: the
     instruction rounds otherwise below 0 than above it, so that it gets what is after the point."""
     b_whole = (b - (0.5 - 2.0**-14)) + WHOLE
-    b_part = gl.exp2(b - (b_whole - WHOLE))
-    bits = b_part.to(gl.int32, bitcast=True) + (b_whole.to(gl.int32, bitcast=True) << 23)
+    b_mantissa = gl.exp2(b - (b_whole - WHOLE))
+    bits = b_mantissa.to(gl.int32, bitcast=True) + (b_whole.to(gl.int32, bitcast=True) << 23)
     return bits.to(gl.float32, bitcast=True)
 
 

@@ -127,8 +127,8 @@ def exp2_by_parts(b, APART: tl.constexpr):
     if APART > 0:
         b = tl.maximum(b, -126.0)
         b_whole = (b - (0.5 - 2.0**-16)) + WHOLE
-        b_part = tl.exp2(b - (b_whole - WHOLE))
-        bits = b_part.to(tl.int32, bitcast=True) + (b_whole.to(tl.int32, bitcast=True) << 23)
+        b_mantissa = tl.exp2(b - (b_whole - WHOLE))
+        bits = b_mantissa.to(tl.int32, bitcast=True) + (b_whole.to(tl.int32, bitcast=True) << 23)
         b_power = bits.to(tl.float32, bitcast=True)
     else:
         b_power = tl.exp2(b)
