@@ -98,7 +98,9 @@ class ShortConvolution(nn.Module):
             return unit_heads(parts, unit) if unit else parts, after
         step = consistent_scope.step
         if step is not None and state is not None:
-            rows, after = step.behind(x, state.mT)
+            # of one sequence it is faster to convolve the block again than to copy three rows; with
+            # heads to be normed they go to a recurrence as they are
+            rows, after = step.behind(x, state.mT, whole=unit > 0 and x.shape[0] == 1)
             given = rows, self.weight, self.bias, sizes
             parts, _ = split_convolution(*given, activation=self.activation)
             parts = [y[:, self.width :] for y in parts]

@@ -46,24 +46,28 @@ class BlockStep:
             self._places.clear()
 
     def block(self, x: Tensor) -> Tensor:
-        """x [N, 1, ...] with the tokens before it in its block, and any behind it: [N, 64, ...]"""
+        """x [N, 1, ...] with the tokens before it in its block, and any behind it: [N, 64, ...].
+        What is of all 64 already stays as it is."""
         return self._keep(x)
 
     def token(self, y: Tensor) -> Tensor:
         """Of what came out for a block the part of the step's token, [N, 1, ...]"""
         if self._fills:
             return y
-        found = y.reshape(-1, *y.shape[2:]).index_select(0, self._rows(0))
-        return found[:, None]
+        return y.reshape(-1, *y.shape[2:])[self._rows(0)][:, None]
 
-    def behind(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    def behind(self, x: Tensor, before: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
         """x [N, T, C] behind the W tokens before it, [N, W + T, C]; and the last W tokens of the
-        block [N, W, C]. before: those before the block, [N, W, C]."""
+        block [N, W, C].
+
+        Args:
+            before: those before the block, [N, W, C].
+            whole: the whole block instead, [N, W + 64, C]: for what goes into `block`.
+        """
         line, width = self._keep(x, before), before.shape[1]
-        if self._fills:
+        if self._fills or whole:
             return line, line[:, BLOCK:]
-        rows = self._rows(width, with_before=True)
-        found = line.view(-1, line.shape[2]).index_select(0, rows)
+        found = line.view(-1, line.shape[2])[self._rows(width, with_before=True)]
         return found.view(x.shape[0], width + 1, -1), line[:, BLOCK:]
 
     def close(self, whole: Tensor) -> None:
@@ -102,6 +106,8 @@ class BlockStep:
                 self._inputs[place][:, :width] = before
             self._inputs[place][:, width:] = x
             return self._inputs[place]
+        if x.shape[1] == BLOCK:
+            return x
         line = self._inputs[place]
         line.view(-1, *line.shape[2:]).index_copy_(0, self._rows(width), x[:, 0])
         return line
