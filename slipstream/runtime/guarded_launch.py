@@ -7,6 +7,7 @@ plain torch. If the child dies, hangs or refuses, or the results differ, the oth
 runs, a warning says so once, and it is remembered on disk (compiler/compiler_state.py).
 """
 
+import subprocess
 import threading
 import warnings
 from collections.abc import Callable
@@ -109,8 +110,7 @@ class Guard:
             return False
         is_new = here.unusable(kind) is None
         if is_new:
-            # a folder that cannot be written, or no child to compile in, is nothing of the kernels
-            lasting = getattr(error, "lasting", not isinstance(error, OSError))
+            lasting = getattr(error, "lasting", _of_machine(error) is None)
             here.mark_unusable(kind, reason, lasting)
         if "|" not in self._impl:
             raise NotImplementedError(f"{describe(kind)}: {reason}; impl=None chooses another")
@@ -137,13 +137,29 @@ def _compiler_error(error: Exception) -> str | None:
     """What a compiler did, None if it was not the compiler."""
     if isinstance(error, Unusable):
         return str(error)
-    if isinstance(error, OSError):  # of Triton's files: nothing else here has any
-        return f"{type(error).__name__}: {error}"
+    if reason := _of_machine(error):
+        return reason
     own = type(error).__module__.partition(".")[0] == "triton"
     if own or (type(error) is RuntimeError and "PassManager" in str(error)):
         words = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {words[-1].strip()[:300]}"
     return None
+
+
+def _of_machine(error: Exception) -> str | None:
+    """What is missing on this machine, and nothing of the kernels: a folder that can be written, a
+    child to compile in, the C compiler and the libraries by which Triton makes its launchers."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, subprocess.CalledProcessError):
+        program = error.cmd[0] if isinstance(error.cmd, list | tuple) else error.cmd
+        return f"{program}, which makes Triton's launchers, ended with {error.returncode}"
+    if isinstance(error, OSError | subprocess.SubprocessError):  # nothing else here has files
+        return words
+    if isinstance(error, ImportError):
+        return words if str(error.path).endswith(".so") else None
+    missing = type(error) is RuntimeError and "C compiler" in words
+    missing |= type(error) is AssertionError and "libcuda.so" in words
+    return words if missing else None
 
 
 def _verify(
@@ -165,7 +181,7 @@ def _verify(
             raise  # of an earlier call, found meanwhile
         except Exception as error:
             if reason := _compiler_error(error):
-                lasting = getattr(error, "lasting", not isinstance(error, OSError))
+                lasting = getattr(error, "lasting", _of_machine(error) is None)
                 raise Unusable(reason, lasting) from error
             found = None  # no memory for it, say: the call itself may still run
             text = f"{describe(kind)} could not be probed: {type(error).__name__}: {error}"

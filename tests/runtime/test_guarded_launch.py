@@ -91,6 +91,44 @@ def test_attempt_keeps_named_impl(
         attempt(fails, None)
 
 
+def no_compiler(folder: str) -> str:
+    from triton.runtime.build import _build
+
+    os.environ["PATH"] = folder
+    os.environ.pop("CC", None)
+    return _build("launcher", "launcher.c", folder, [], [], [], [])
+
+
+def failing_compiler(folder: str) -> str:
+    from triton.runtime.build import _build
+
+    os.environ["CC"] = "/bin/false"
+    return _build("launcher", "launcher.c", folder, [], [], [], [])
+
+
+def no_library(folder: str) -> str:
+    raise AssertionError("libcuda.so cannot found!\nPossible files are located at ['/usr/lib'].")
+
+
+def unloadable(folder: str) -> str:
+    Path(folder, "launcher.so").write_text("")
+    spec = importlib.util.spec_from_file_location("launcher", f"{folder}/launcher.so")
+    assert spec is not None
+    return str(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize("missing", [no_compiler, failing_compiler, no_library, unloadable])
+def test_machine_without_what_triton_wants_falls_back(
+    here: guarded_launch.CompilerState, tmp_path: Path, missing: Callable[[str], str]
+) -> None:
+    """And says so once; a later process looks again."""
+    (tmp_path / "bin").mkdir()
+    with pytest.warns(guarded_launch.KernelDisabledWarning, match=r"compiler|launcher|libcuda"):
+        assert attempt(lambda: missing(str(tmp_path / "bin"))) == "eager"
+    assert attempt(lambda: missing(str(tmp_path / "bin"))) == "eager"
+    assert not (tmp_path / "verdicts.json").exists()
+
+
 def test_other_errors_are_not_swallowed(here: guarded_launch.CompilerState) -> None:
     def wrong() -> str:
         raise ValueError("q: want ...")
