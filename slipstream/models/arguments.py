@@ -9,11 +9,19 @@
 Any other one is an error unless it is None: a misspelled argument would do nothing otherwise.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from slipstream.models.cache import StateCache
 
+TENSORS = ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "cu_seqlens")
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+FLAGS = ("use_cache", "skip_logits", "output_hidden_states")
 _WITHOUT_EFFECT = ("cache_position", "token_type_ids", "max_length_q", "max_length_k")
 
 
@@ -36,21 +44,97 @@ def check_arguments(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in PACKING if given.get(name) is not None}
 
 
-def refuse_beside_context(**given: Any) -> None:
-    """Raises ValueError for what a context says itself, or cannot have."""
+def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward that refuses arguments of another kind before anything looks at them.
+
+    Raises:
+        TypeError, ValueError: the first such argument, by its name.
+    """
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        _expect_tensors({name: given[name] for name in (*TENSORS, *PACKING) if name in given})
+        for name in FLAGS:
+            x = given.get(name)
+            if x is not None and not isinstance(x, int):
+                raise TypeError(f"{name}: want a bool or None, got {type(x).__name__}")
+        if (embedded := given.get("inputs_embeds")) is not None:
+            _expect_embedded(embedded, self.config.hidden_size)
+        if (labels := given.get("labels")) is not None:
+            _expect_labels(labels)
+        _expect_number("num_items_in_batch", given.get("num_items_in_batch"))
+        _expect_places(given.get("logits_to_keep"))
+        if given.get("context") is not None:
+            _expect_none_beside_a_context(given)
+        return forward(self, *args, **kwargs)
+
+    return call
+
+
+def _expect_tensors(given: dict[str, object]) -> None:
+    """All dense, and all with values or none."""
+    first = None
     for name, x in given.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: want a torch.Tensor or None, got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else x.layout
+            raise TypeError(f"{name}: want a dense tensor, got one that is {kind}")
+        first = x if first is None else first
+        if x.is_meta != first.is_meta:
+            there = f"{first.device}, got {x.device}"
+            raise ValueError(f"{name}: want the device of the tokens, {there}")
+
+
+def _expect_none_beside_a_context(given: dict[str, object]) -> None:
+    for name in ("attention_mask", "cu_seqlens", *PACKING, "cache", "past_key_values", "use_cache"):
+        x = given.get(name)
         if x is not None and x is not False:
             raise ValueError(f"{name}: want None beside a context, which says where sequences are")
 
 
+def _expect_embedded(x: Tensor, width: int) -> None:
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"inputs_embeds: want shape (B, T, {width}), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"inputs_embeds: want a floating dtype, got {x.dtype}")
+
+
+def _expect_labels(labels: Tensor) -> None:
+    if labels.dim() != 2:
+        raise ValueError(f"labels: want shape (B, T), got {tuple(labels.shape)}")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels: want torch.int64, got {labels.dtype}")
+
+
+def _expect_number(name: str, x: object) -> None:
+    one = isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex()
+    if x is not None and not one and not isinstance(x, int | float):
+        kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: want a number or a tensor of one, got {kind}")
+
+
+def _expect_places(x: object) -> None:
+    if isinstance(x, Tensor):
+        if x.dim() != 1 or x.is_floating_point() or x.is_complex():
+            kind = f"{x.dtype} {tuple(x.shape)}"
+            raise TypeError(f"logits_to_keep: want integers or bools [N], got {kind}")
+    elif x is not None and not isinstance(x, int | slice | list):
+        raise TypeError(f"logits_to_keep: want an integer or places, got {type(x).__name__}")
+
+
 def the_cache(
-    cache: StateCache | None, past_key_values: StateCache | None, num_layers: int | None = None
+    cache: StateCache | None, past_key_values: StateCache | None, num_layers: int
 ) -> StateCache | None:
     """The cache under either of its two names; num_layers: how many layers it must have."""
     if cache is not None and past_key_values is not None:
         raise ValueError("cache: want it or past_key_values, its older name, got both")
     found = past_key_values if cache is None else cache
-    if found is not None and num_layers is not None:
+    if found is not None:
         _expect_cache(found, num_layers)
     return found
 

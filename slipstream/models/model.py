@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.models import consistent as blocks
-from slipstream.models.arguments import PACKING, check_arguments, refuse_beside_context, the_cache
+from slipstream.models.arguments import PACKING, check_arguments, checked, the_cache
 from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
@@ -135,7 +135,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     Raises:
         ValueError: an id outside the vocabulary, with its position; on CUDA in the next call.
             Offsets and seq_idx that do not agree; position_ids of another shape.
-        TypeError: an argument that is not known. NotImplementedError: output_attentions=True.
+        TypeError: an argument of another type, or unknown. NotImplementedError: output_attentions.
     """
 
     def __init__(self, config: SlipstreamConfig) -> None:
@@ -153,6 +153,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @checked
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -170,9 +171,6 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         cache = the_cache(cache, past_key_values, len(self.layers))
         if context is not None:
-            packing = {name: others.get(name) for name in PACKING}
-            given = {"cu_seqlens": cu_seqlens, "cache": cache, "use_cache": use_cache}
-            refuse_beside_context(attention_mask=attention_mask, **given, **packing)
             use_cache = False
         h = self._embed(input_ids, inputs_embeds)
         batch, tokens = h.shape[:2]
@@ -396,6 +394,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         self.post_init()
 
     @can_return_tuple
+    @checked
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -416,7 +415,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
     ) -> CausalLMOutputWithPast:
         if use_cache is None and labels is not None:
             use_cache = False
-        cache, sequences = the_cache(cache, past_key_values), None
+        cache, sequences = the_cache(cache, past_key_values, len(self.model.layers)), None
         plain = labels is None and not output_hidden_states
         if self.decoding.here and plain and is_step(input_ids, cache, others):
             assert input_ids is not None
@@ -488,7 +487,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction}
         group = head.__dict__.get("vocabulary_group")  # of shard_heads
         if plain_linear(head) or group is not None:
-            rows, target = h.flatten(0, 1), target.flatten()
+            rows, target = h.flatten(0, 1), target.flatten().to(h.device)
             weight: Any = head.weight
             bias: Any = head.bias
             if group is not None:
@@ -496,5 +495,6 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
             options["group"] = group
             loss = linear_cross_entropy(rows, weight, target, bias, **options)
         else:
-            loss = cross_entropy(head(h), target, **options)
-        return loss if num_items is None else loss / num_items
+            loss = cross_entropy(y := head(h), target.to(y.device), **options)
+        items = num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items
+        return loss if items is None else loss / items

@@ -29,13 +29,15 @@ class Sequences(NamedTuple):
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, total, ...]"""
         flat = x.flatten(0, 1)
-        return (flat if self.index is None else flat[self.index])[None]
+        return (flat if self.index is None else flat[self.index.to(x.device)])[None]
 
     def unpack(self, x: Tensor, batch: int, tokens: int, fill: int = 0) -> Tensor:
         """[1, total, ...] -> [B, T, ...], `fill` at the padding"""
         flat = x[0]
         if self.index is not None:
-            flat = x.new_full((batch * tokens, *x.shape[2:]), fill).index_copy(0, self.index, flat)
+            whole = x.new_full((batch * tokens, *x.shape[2:]), fill)
+            # of a model on several devices, the last layer's may be another
+            flat = whole.index_copy(0, self.index.to(x.device), flat)
         return flat.unflatten(0, (batch, tokens))
 
 
@@ -74,6 +76,8 @@ def find_sequences(
         return _without_padding(cu_seqlens, real)
     if real is None and position_ids is None and seq_idx is None:
         return None
+    if any(x is not None and x.is_meta for x in (position_ids, seq_idx)):
+        return None
     index, rows = _real_places(real, batch, tokens, (position_ids, seq_idx))
     breaks = None
     if seq_idx is not None:
@@ -108,6 +112,10 @@ def _real_tokens(attention_mask: Tensor, batch: int, tokens: int) -> Tensor | No
             f"attention_mask: want at least the {tokens} columns of input_ids, "
             f"got {attention_mask.shape[1]}"
         )
+    if attention_mask.is_complex():
+        raise TypeError(f"attention_mask: want bools or numbers, got {attention_mask.dtype}")
+    if attention_mask.is_meta:
+        return None  # it has no values, and shapes are those of rows without padding
     real = attention_mask[:, -tokens:].ne(0)
     return None if bool(real.all()) else real
 
@@ -167,7 +175,7 @@ def given_offsets(
     """The offsets of a batch of one that are given, under one name or several.
 
     Raises:
-        ValueError: two of them do not agree, or seq_idx is not of shape [B, T].
+        ValueError: two of them do not agree, or one is of another shape. TypeError: no integers.
     """
     given = {
         "cu_seqlens": cu_seqlens,
@@ -176,6 +184,11 @@ def given_offsets(
     }
     if seq_idx is not None and seq_idx.shape not in ((batch, tokens), (1, tokens)):
         raise ValueError(f"seq_idx: want shape ({batch}, {tokens}), got {tuple(seq_idx.shape)}")
+    for name, x in given.items():
+        if x is not None and (x.dim() != 1 or x.shape[0] < 1):
+            raise ValueError(f"{name}: want offsets [N+1], got shape {tuple(x.shape)}")
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: want torch.int32 or torch.int64, got {x.dtype}")
     names = [name for name, x in given.items() if x is not None]
     if not names:
         return None

@@ -1,6 +1,7 @@
 """What transformers' Trainer, PEFT and TRL pass to a model and expect from it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,3 +65,49 @@ def test_unknown_arguments_are_refused_by_name(labels: bool) -> None:
             run(ids, atention_mask=torch.ones_like(ids), **given)
         with pytest.raises(NotImplementedError, match="output_attentions"):
             run(ids, output_attentions=True, **given)
+
+
+IDS = torch.arange(10).view(2, 5)
+TENSORS = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "cu_seqlens"}
+TENSORS |= {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}
+NO_TENSORS: dict[str, Any] = {
+    "list": IDS.tolist(),
+    "integer": 3,
+    "text": "text",
+    "array": IDS.numpy(),
+    "dict": {},
+    "sparse": IDS.to_sparse(),
+    "nested": torch.nested.nested_tensor(list(IDS), layout=torch.jagged),
+    "no values": IDS.to("meta"),
+    "complex": IDS.to(torch.complex64),
+    "number": torch.tensor(1),
+    "empty": torch.zeros(0, dtype=torch.int64),
+    "of higher rank": IDS[..., None, None],
+}
+WRONG = [(name, kind) for name in sorted(TENSORS) for kind in NO_TENSORS]
+WRONG += [("past_key_values", k) for k in NO_TENSORS] + [("cache", k) for k in NO_TENSORS]
+FLAGS = ("list", "text", "array", "dict", "complex", "empty")
+WRONG += [(n, k) for n in ("use_cache", "skip_logits", "output_hidden_states") for k in FLAGS]
+WRONG += [("num_items_in_batch", k) for k in ("list", "text", "array", "complex", "empty")]
+WRONG += [("logits_to_keep", k) for k in ("text", "array", "dict", "complex", "number")]
+
+
+@pytest.mark.parametrize(("name", "kind"), WRONG)
+def test_inputs_of_another_kind_are_refused_by_name(name: str, kind: str) -> None:
+    packed = name.startswith(("cu_seq", "seq_idx"))
+    ids = IDS[:1] if packed else IDS
+    given: dict[str, Any] = {"input_ids": ids, "labels": ids, "attention_mask": ids + 1}
+    if name == "inputs_embeds":
+        given["input_ids"] = None
+    # of two devices either may be the wrong one
+    known = TENSORS | {name} if kind == "no values" else {name}
+    with pytest.raises((TypeError, ValueError), match=rf"\b({'|'.join(known)})\b"):
+        small()(**{**given, name: NO_TENSORS[kind]})
+
+
+def test_model_without_values_takes_all_inputs() -> None:
+    with torch.device("meta"):
+        model, ids = small(), torch.zeros(2, 5, dtype=torch.int64)
+        out = model(ids, torch.ones_like(ids), torch.arange(5)[None], labels=ids, skip_logits=False)
+    assert out.logits.shape == (2, 5, 17)
+    assert out.loss.is_meta
