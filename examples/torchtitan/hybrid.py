@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import inductor_compiled_code
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
@@ -31,6 +32,15 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.parallel import ContextParallel
 
 IGNORED = -100
+# What selective checkpointing by operation keeps of a block, as torchtitan's own models have it:
+# every second product, and what mixes tokens. Without such a list it keeps nothing.
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.slipstream.linear_forward.default,
+    torch.ops.slipstream.softmax_forward.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    inductor_compiled_code,
+}
 
 
 @dataclass
@@ -93,9 +103,16 @@ def parallelize(model: Hybrid, parallel_dims: ParallelDims, job_config: JobConfi
         model.context = ContextParallel(parallel_dims.get_mesh("cp"))
         # the ranks have a row's tokens in their order
         job_config.parallelism.context_parallel_load_balancer = None
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
-        apply_ac(model, job_config.activation_checkpoint, base_folder=job_config.job.dump_folder)
-    if job_config.compile.enable and "model" in job_config.compile.components:
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=KEPT,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compiled:
         for layer in model.layers:
             layer.compile(backend=job_config.compile.backend)
     if not parallel_dims.fsdp_enabled:
