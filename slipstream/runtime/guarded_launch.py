@@ -7,6 +7,7 @@ plain torch. If the child dies, hangs or refuses, or the results differ, the oth
 runs, a warning says so once, and it is remembered on disk (compiler/compiler_state.py).
 """
 
+import json
 import subprocess
 import threading
 import warnings
@@ -148,7 +149,8 @@ def _compiler_error(error: Exception) -> str | None:
 
 def _of_machine(error: Exception) -> str | None:
     """What is missing on this machine, and nothing of the kernels: a folder that can be written, a
-    child to compile in, the C compiler and the libraries by which Triton makes its launchers."""
+    child to compile in, the C compiler and the libraries by which Triton makes its launchers, the
+    rest of a file in its cache."""
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, subprocess.CalledProcessError):
         program = error.cmd[0] if isinstance(error.cmd, list | tuple) else error.cmd
@@ -159,7 +161,11 @@ def _of_machine(error: Exception) -> str | None:
         return words if str(error.path).endswith(".so") else None
     missing = type(error) is RuntimeError and "C compiler" in words
     missing |= type(error) is AssertionError and "libcuda.so" in words
-    return words if missing else None
+    damaged = isinstance(error, json.JSONDecodeError)
+    damaged |= type(error) is RuntimeError and "Triton Error" in words and "image" in words
+    if damaged:
+        words = f"{words}; a file of Triton's cache {machines.triton_cache()} is damaged: delete it"
+    return words if missing or damaged else None
 
 
 def _verify(

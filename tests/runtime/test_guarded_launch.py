@@ -117,13 +117,26 @@ def unloadable(folder: str) -> str:
     return str(importlib.util.module_from_spec(spec))
 
 
-@pytest.mark.parametrize("missing", [no_compiler, failing_compiler, no_library, unloadable])
+def cut_description(folder: str) -> str:
+    return json.loads("{")
+
+
+def cut_kernel(folder: str) -> str:
+    raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+
+MISSING = [no_compiler, failing_compiler, no_library, unloadable, cut_description, cut_kernel]
+
+
+@pytest.mark.parametrize("missing", MISSING)
 def test_machine_without_what_triton_wants_falls_back(
     here: guarded_launch.CompilerState, tmp_path: Path, missing: Callable[[str], str]
 ) -> None:
     """And says so once; a later process looks again."""
     (tmp_path / "bin").mkdir()
-    with pytest.warns(guarded_launch.KernelDisabledWarning, match=r"compiler|launcher|libcuda"):
+    with pytest.warns(
+        guarded_launch.KernelDisabledWarning, match=r"compiler|launcher|libcuda|damaged"
+    ):
         assert attempt(lambda: missing(str(tmp_path / "bin"))) == "eager"
     assert attempt(lambda: missing(str(tmp_path / "bin"))) == "eager"
     assert not (tmp_path / "verdicts.json").exists()
