@@ -61,6 +61,78 @@ def rows_of_keys(p, stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl
     return p + offsets_of_keys(stride_b, stride_t, j, o_n, page, PAGE, BN)[:, None]
 
 
+@triton.jit
+def place_of(
+    lengths_ptr, rows_ptr, leftpad_ptr, HKV, tiles, splits, capacity, cache_rows,
+    HAS_LENGTHS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
+):  # fmt: skip
+    """This program's share, tile of queries, head of keys and sequence; where the sequence's keys
+    are, before how many of them it begins, and how many it has."""
+    pid = tl.program_id(0)
+    i_s = pid % splits
+    tile = pid // splits % tiles
+    i_kv = (pid // splits // tiles % HKV).to(tl.int64)
+    i_b = (pid // splits // tiles // HKV).to(tl.int64)
+    i_kb = i_b
+    if HAS_ROWS:
+        i_kb = tl.load(rows_ptr + i_b).to(tl.int64)
+    pad = 0
+    if HAS_LEFTPAD:
+        pad = tl.maximum(tl.load(leftpad_ptr + i_b).to(tl.int32), 0)
+    # keys in use: a length beyond the cache is cut, a row outside of it holds none
+    keys = capacity - pad
+    if HAS_LENGTHS:
+        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), capacity) - pad
+    keys = tl.maximum(keys, 0)
+    if HAS_ROWS:
+        keys = tl.where((i_kb >= 0) & (i_kb < cache_rows), keys, 0)
+    return i_s, tile, i_kv, i_b, i_kb, pad, keys
+
+
+@triton.jit
+def keys_of_share(
+    i_s, tile, keys, T, splits, left, right, group, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """The first key of a program, and the one behind its last."""
+    # what the tile sees, from its first query to its last, in shares of whole tiles
+    low = keys * 0
+    high = keys
+    if HAS_LEFT:
+        low = tl.maximum(tile * BM // group + keys - T - left, 0) // BN * BN
+    if HAS_RIGHT:
+        last = tl.minimum((tile * BM + BM - 1) // group, T - 1)
+        high = tl.minimum(last + keys - T + right + 1, keys)
+    # this program's split, in whole tiles
+    split_keys = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), splits) * BN
+    low += i_s * split_keys
+    high = tl.minimum(low + split_keys, high)
+    return low, high
+
+
+@triton.jit
+def visible(
+    b_s, b_slope, position, j, o_n, m_n, factor, cap, left, right, HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Scores [BM, BN] of products with keys j + o_n, -inf where a query sees none."""
+    age = position[:, None] - (j + o_n)[None, :]
+    b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
+    is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
+    return tl.where(is_visible, b_s, float("-inf"))
+
+
+@triton.jit
+def softmax_step(b_s, b_m, b_l, score_scale):
+    """Online softmax, as in forward.py: probabilities, maxima and sums after these scores, and what
+    remains of what was added up before."""
+    b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
+    b_base = finite(b_top)
+    b_p = tl.exp2(b_s * score_scale - b_base[:, None])
+    b_shrink = tl.exp2(b_m - b_base)
+    return b_p, b_top, b_l * b_shrink + tl.sum(b_p, 1), b_shrink
+
+
 @triton.jit(do_not_specialize=["factor", "cap", "stride_table", *SIZES, *STRIDES])
 def softmax_decode_kernel(
     q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
@@ -118,24 +190,10 @@ def softmax_decode_kernel(
     PRECISION: tl.constexpr,
 ):
     """grid (shares * tiles * HKV * B,)"""
-    pid = tl.program_id(0)
-    i_s = pid % splits
-    tile = pid // splits % tiles
-    i_kv = (pid // splits // tiles % HKV).to(tl.int64)
-    i_b = (pid // splits // tiles // HKV).to(tl.int64)
-    i_kb = i_b
-    if HAS_ROWS:
-        i_kb = tl.load(rows_ptr + i_b).to(tl.int64)
-    pad = 0
-    if HAS_LEFTPAD:
-        pad = tl.maximum(tl.load(leftpad_ptr + i_b).to(tl.int32), 0)
-    # keys in use: a length beyond the cache is cut, a row outside of it holds none
-    keys = capacity - pad
-    if HAS_LENGTHS:
-        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), capacity) - pad
-    keys = tl.maximum(keys, 0)
-    if HAS_ROWS:
-        keys = tl.where((i_kb >= 0) & (i_kb < cache_rows), keys, 0)
+    i_s, tile, i_kv, i_b, i_kb, pad, keys = place_of(
+        lengths_ptr, rows_ptr, leftpad_ptr, HKV, tiles, splits, capacity, cache_rows,
+        HAS_LENGTHS, HAS_ROWS, HAS_LEFTPAD,
+    )  # fmt: skip
 
     # row r of the tile is query r / group of head r % group
     o_m = tile * BM + tl.arange(0, BM)
@@ -176,19 +234,9 @@ def softmax_decode_kernel(
         b_slope = tl.load(slopes_ptr + i_b * stride_slope + b_h, mask=m_m, other=0.0) * LOG2E
         b_slope = b_slope[:, None]
 
-    # what the tile sees, from its first query to its last, in shares of whole tiles
-    low = keys * 0
-    high = keys
-    if HAS_LEFT:
-        low = tl.maximum(tile * BM // group + keys - T - left, 0) // BN * BN
-    if HAS_RIGHT:
-        last = tl.minimum((tile * BM + BM - 1) // group, T - 1)
-        high = tl.minimum(last + keys - T + right + 1, keys)
-    # this program's split, in whole tiles
-    split_keys = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), splits) * BN
-    low += i_s * split_keys
-    high = tl.minimum(low + split_keys, high)
-
+    low, high = keys_of_share(
+        i_s, tile, keys, T, splits, left, right, group, BM, BN, HAS_LEFT, HAS_RIGHT
+    )
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
     b_o = tl.zeros((BM, BV), tl.float32)
@@ -208,17 +256,11 @@ def softmax_decode_kernel(
         if IN_8_BITS:
             p_s = k_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
             b_s *= tl.load(p_s, mask=m_n, other=0.0)[None, :]
-        age = position[:, None] - (j + o_n)[None, :]
-        b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
-        is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
-        b_s = tl.where(is_visible, b_s, float("-inf"))
-        # online softmax, as in forward.py
-        b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
-        b_base = finite(b_top)
-        b_p = tl.exp2(b_s * score_scale - b_base[:, None])
-        b_shrink = tl.exp2(b_m - b_base)
-        b_m = b_top
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_s = visible(
+            b_s, b_slope, position, j, o_n, m_n, factor, cap, left, right,
+            HAS_SOFTCAP, HAS_SLOPES, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        b_p, b_m, b_l, b_shrink = softmax_step(b_s, b_m, b_l, score_scale)
         b_o *= b_shrink[:, None]
         p_v = rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, page, PAGE, BN)
         if IN_8_BITS:

@@ -14,11 +14,15 @@ from slipstream.kernels.attention.triton.decode import (
     SIZES,
     STRIDES,
     factors_of_values,
+    keys_of_share,
     offsets_of_keys,
     pages_of,
+    place_of,
     rows_of_keys,
+    softmax_step,
+    visible,
 )
-from slipstream.kernels.attention.triton.scores import LOG2E, finite, in_window, scores
+from slipstream.kernels.attention.triton.scores import LOG2E
 
 # Code J of two words as two numbers of float16.
 _INT8 = """{{
@@ -152,23 +156,10 @@ def softmax_decode_rounded_kernel(
     HAS_LEFTPAD: tl.constexpr,
 ):
     """grid (shares * tiles * HKV * B,)"""
-    pid = tl.program_id(0)
-    i_s = pid % splits
-    tile = pid // splits % tiles
-    i_kv = (pid // splits // tiles % HKV).to(tl.int64)
-    i_b = (pid // splits // tiles // HKV).to(tl.int64)
-    i_kb = i_b
-    if HAS_ROWS:
-        i_kb = tl.load(rows_ptr + i_b).to(tl.int64)
-    pad = 0
-    if HAS_LEFTPAD:
-        pad = tl.maximum(tl.load(leftpad_ptr + i_b).to(tl.int32), 0)
-    keys = capacity - pad
-    if HAS_LENGTHS:
-        keys = tl.minimum(tl.load(lengths_ptr + i_b).to(tl.int32), capacity) - pad
-    keys = tl.maximum(keys, 0)
-    if HAS_ROWS:
-        keys = tl.where((i_kb >= 0) & (i_kb < cache_rows), keys, 0)
+    i_s, tile, i_kv, i_b, i_kb, pad, keys = place_of(
+        lengths_ptr, rows_ptr, leftpad_ptr, HKV, tiles, splits, capacity, cache_rows,
+        HAS_LENGTHS, HAS_ROWS, HAS_LEFTPAD,
+    )  # fmt: skip
 
     WK: tl.constexpr = BD // 4
     WV: tl.constexpr = BV // 4
@@ -211,16 +202,9 @@ def softmax_decode_rounded_kernel(
         b_slope = tl.load(slopes_ptr + i_b * stride_slope + b_h, mask=m_m, other=0.0) * LOG2E
         b_slope = b_slope[:, None]
 
-    low = keys * 0
-    high = keys
-    if HAS_LEFT:
-        low = tl.maximum(tile * BM // group + keys - T - left, 0) // BN * BN
-    if HAS_RIGHT:
-        last = tl.minimum((tile * BM + BM - 1) // group, T - 1)
-        high = tl.minimum(last + keys - T + right + 1, keys)
-    split_keys = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), splits) * BN
-    low += i_s * split_keys
-    high = tl.minimum(low + split_keys, high)
+    low, high = keys_of_share(
+        i_s, tile, keys, T, splits, left, right, group, BM, BN, HAS_LEFT, HAS_RIGHT
+    )
 
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
@@ -244,17 +228,11 @@ def softmax_decode_rounded_kernel(
         p_s = k_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
         b_ks = tl.load(p_s, mask=m_n, other=0.0)
         b_s *= b_unit * b_ks[None, :]
-        age = position[:, None] - (j + o_n)[None, :]
-        b_s = scores(b_s, factor, cap, b_slope, age, b_s, HAS_SOFTCAP, HAS_SLOPES, False)[0]
-        is_visible = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & m_n[None, :]
-        b_s = tl.where(is_visible, b_s, float("-inf"))
-        # online softmax, as in forward.py
-        b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
-        b_base = finite(b_top)
-        b_p = tl.exp2(b_s * score_scale - b_base[:, None])
-        b_shrink = tl.exp2(b_m - b_base)
-        b_m = b_top
-        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_s = visible(
+            b_s, b_slope, position, j, o_n, m_n, factor, cap, left, right,
+            HAS_SOFTCAP, HAS_SLOPES, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        b_p, b_m, b_l, b_shrink = softmax_step(b_s, b_m, b_l, score_scale)
         p_s = v_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
         b_vs = tl.load(p_s, mask=m_n, other=0.0)
         b_vs, unit = factors_of_values(b_vs)
