@@ -14,10 +14,7 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile
 from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile
 from slipstream.kernels.norm.triton import tiles as norms
 
-_CHUNK_KERNELS = (
-    "fwd", "fwd_states", "dstate",
-    "oversubscribed_fwd", "oversubscribed_fwd_states", "oversubscribed_dstate",
-)  # fmt: skip
+_CHUNK_KERNELS = ("fwd", "fwd_states", "dstate")
 
 
 def chunk_requirements(tile: Tile, BD: int, size: int) -> TileRequirements:

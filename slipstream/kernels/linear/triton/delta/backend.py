@@ -18,7 +18,6 @@ from slipstream.kernels.linear.triton.delta.dqkg import delta_dqkg_kernel
 from slipstream.kernels.linear.triton.delta.plan import (
     can_pass_states,
     choose_segments,
-    is_oversubscribed,
     launch_options,
     state_descriptor,
     tile_of,
@@ -135,13 +134,7 @@ class TritonDelta(DeltaBackend):
         tile, BK = tile_of(terms)
         sequences = num_sequences(terms, segments)
         make = "ends" if m is not None else "o" if states is None else "states"
-        many = is_oversubscribed(terms, segments)
-        if make == "o":
-            kernel_tile = tile.oversubscribed_fwd if many else tile.fwd
-        else:
-            kernel_tile = (
-                tile.oversubscribed_fwd_states if many and terms.g is not None else tile.fwd_states
-            )
+        kernel_tile = tile.fwd
         (q, k, p, v, r, out), tma = tma_descriptor(
             terms,
             [terms.q if make == "o" else None, terms.k, terms.p, terms.v, wy.r, out],
@@ -199,9 +192,7 @@ class TritonDelta(DeltaBackend):
         H, K = terms.q.shape[2:]
         tile, BK = tile_of(terms)
         sequences = num_sequences(terms, segments)
-        kernel_tile = (
-            tile.oversubscribed_dstate if is_oversubscribed(terms, segments) else tile.dstate
-        )
+        kernel_tile = tile.dstate
         BV = kernel_tile.B
         (q, k, p, do, r, dv), tma = tma_descriptor(
             terms,

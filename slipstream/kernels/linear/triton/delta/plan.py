@@ -8,10 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
-    NUM_SMS,
     Segments,
     delta_tokens,
-    num_sequences,
     split_into_segments,
 )
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
@@ -19,7 +17,6 @@ from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, 
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision, shared_memory_bytes
-from slipstream.runtime.consistent import consistent_scope
 
 # Widths of K up to which products of the scans take pairs of bf16 (docs/dev/log/delta.md).
 MIN_SPLIT_BF16_WIDTH = 32
@@ -59,14 +56,6 @@ def can_pass_states(terms: LinearInputs) -> bool:
 
 def _shared(device: torch.device) -> int:
     return shared_memory_bytes(device.index or 0) if device.type == "cuda" else 1 << 17
-
-
-def is_oversubscribed(terms: LinearInputs, segments: Segments | None) -> bool:
-    """Whether scans with 64 rows a program are more than multiprocessors."""
-    if consistent_scope.on or (segments is not None and segments.fixed):
-        return False
-    sequences = num_sequences(terms, segments)
-    return -(-terms.v.shape[3] // 64) * terms.v.shape[2] * sequences > NUM_SMS
 
 
 def uses_split_bf16(terms: LinearInputs) -> bool:

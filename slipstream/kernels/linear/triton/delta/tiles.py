@@ -13,11 +13,6 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import (
     power_of_two,
 )
 
-CHUNK_KERNELS = (
-    "fwd", "fwd_states", "dstate",
-    "oversubscribed_fwd", "oversubscribed_fwd_states", "oversubscribed_dstate",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class KernelTile:
@@ -31,28 +26,23 @@ class DeltaTile:
     C: int
     solve: KernelTile
     fwd: KernelTile
-    fwd_states: KernelTile  # the forward scan that leaves the states for backward
     dstate: KernelTile
     grads: KernelTile
-    # the scans where programs are more than multiprocessors, so that two should fit one; without
-    # gates `fwd_states` does anyway
-    oversubscribed_fwd: KernelTile
-    oversubscribed_fwd_states: KernelTile
-    oversubscribed_dstate: KernelTile
     tma: bool = False  # rows by tensor descriptors, where they are aligned
 
 
 def _tile(C: int, solve: tuple, fwd: tuple, dstate: tuple, grads: tuple) -> DeltaTile:
-    forward, reverse = KernelTile(*fwd), KernelTile(*dstate)
-    rest = KernelTile(*grads), forward, forward, reverse
-    return DeltaTile(C, KernelTile(*solve), forward, forward, reverse, *rest)
+    return DeltaTile(
+        C, KernelTile(*solve), KernelTile(*fwd), KernelTile(*dstate), KernelTile(*grads)
+    )
 
 
-# (family, bytes an element, next power of two of K, at least 64) -> C and the kernels' B, warps,
-# stages. What is larger than this on sm_80 makes ptxas put every register on the stack.
-# float32 with K = 256 does so everywhere: right, but slow. On sm_90 its chunks of 64 don't fit, and
-# narrower dots are only right there with 2 warps, which don't use wgmma.
-# Rows of sm_90 by bench/results/tiles.csv, with K = 128 in 16 bits by delta_gpu_sweep.csv first.
+# (family, bytes an element, next power of two of K, at least 64) -> C, and B, warps and stages of
+# solve, fwd, dstate and grads. What is larger than this on sm_80 makes ptxas put every register on
+# the stack. float32 with K = 256 does so everywhere: right, but slow. On sm_90 its chunks of 64
+# don't fit, and narrower dots are only right there with 2 warps, which don't use wgmma.
+# Rows of sm_90 by bench/results/archive/tiles.csv and delta_gpu_sweep.csv; with K = 128 in 16 bits
+# those for more programs than multiprocessors, of which two stages let two share one.
 TILES = {
     ("sm_70", 2, 64): _tile(32, (32, 4, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1)),
     ("sm_80", 2, 64): _tile(32, (64, 4, 2), (64, 4, 2), (64, 4, 2), (32, 4, 2)),
@@ -62,39 +52,9 @@ TILES = {
     ("sm_80", 4, 128): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
     ("sm_80", 4, 256): _tile(16, (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
     ("sm_90", 2, 64): _tile(64, (64, 4, 1), (64, 4, 3), (64, 4, 3), (64, 4, 2)),
-    ("sm_90", 2, 128): DeltaTile(
-        64,
-        solve=KernelTile(128, 4, 1),
-        fwd=KernelTile(64, 4, 3),
-        fwd_states=KernelTile(64, 4, 3),
-        dstate=KernelTile(64, 4, 3),
-        grads=KernelTile(64, 4, 2),
-        oversubscribed_fwd=KernelTile(64, 4, 2),
-        oversubscribed_fwd_states=KernelTile(64, 4, 2),
-        oversubscribed_dstate=KernelTile(64, 4, 2),
-    ),
-    ("sm_90", 2, 256): DeltaTile(
-        64,
-        solve=KernelTile(128, 4, 1),
-        fwd=KernelTile(64, 8, 2),
-        fwd_states=KernelTile(64, 8, 2),
-        dstate=KernelTile(64, 8, 2),
-        grads=KernelTile(64, 4, 2),
-        oversubscribed_fwd=KernelTile(64, 8, 1),
-        oversubscribed_fwd_states=KernelTile(64, 8, 1),
-        oversubscribed_dstate=KernelTile(64, 8, 1),
-    ),
-    ("sm_90", 4, 64): DeltaTile(
-        64,
-        solve=KernelTile(64, 4, 1),
-        fwd=KernelTile(64, 8, 1),
-        fwd_states=KernelTile(64, 8, 1),
-        dstate=KernelTile(64, 8, 1),
-        grads=KernelTile(64, 4, 1),
-        oversubscribed_fwd=KernelTile(64, 4, 1),
-        oversubscribed_fwd_states=KernelTile(64, 4, 1),
-        oversubscribed_dstate=KernelTile(64, 4, 1),
-    ),
+    ("sm_90", 2, 128): _tile(64, (128, 4, 1), (64, 4, 2), (64, 4, 2), (64, 4, 2)),
+    ("sm_90", 2, 256): _tile(64, (128, 4, 1), (64, 8, 2), (64, 8, 2), (64, 4, 2)),
+    ("sm_90", 4, 64): _tile(64, (64, 4, 1), (64, 8, 1), (64, 8, 1), (64, 4, 1)),
     ("sm_90", 4, 256): _tile(32, (32, 2, 1), (16, 2, 1), (16, 2, 1), (32, 2, 1)),
     ("interpreter", 4, 64): _tile(32, (16, 4, 1), (16, 4, 1), (16, 4, 1), (16, 4, 1)),
 }
@@ -115,7 +75,7 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     if narrowest > tile.C:
         narrowest = 16
     width_v = max(narrowest, power_of_two(V))
-    cut = {name: _segment_cost(getattr(tile, name), width_v) for name in CHUNK_KERNELS}
+    cut = {name: _segment_cost(getattr(tile, name), width_v) for name in ("fwd", "dstate")}
     cut |= {name: _segment_cost(getattr(tile, name), BK) for name in ("solve", "grads")}
     tma = base[0] == "sm_90" and tile.C >= 64
     if tma and family in UNPIPELINED:

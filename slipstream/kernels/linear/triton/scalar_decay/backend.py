@@ -70,14 +70,14 @@ class GateSums(NamedTuple):
 
 
 @cache
-def _tile(device: torch.device, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
-    return choose("interpreter" if INTERPRETED else family_of(device), D, X, bytes_each, gated)
+def _tile(device: torch.device, D: int, X: int, bytes_each: int) -> tuple[Tile, int]:
+    return choose("interpreter" if INTERPRETED else family_of(device), D, X, bytes_each)
 
 
 def _tile_of(terms: LinearInputs) -> tuple[Tile, int]:
     """That of o; C is that of all."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
-    return _tile(terms.q.device, K, V, terms.q.element_size(), terms.g is not None)
+    return _tile(terms.q.device, K, V, terms.q.element_size())
 
 
 class TritonScalarDecay:
@@ -180,7 +180,7 @@ class TritonScalarDecay:
     def _empty_gate_sums(self, terms: LinearInputs, segments: Segments | None) -> GateSums:
         B, T, HV, V = terms.v.shape
         K = terms.q.shape[-1]
-        tile, _ = _tile(terms.q.device, V, K, terms.q.element_size(), True)
+        tile, _ = _tile(terms.q.device, V, K, terms.q.element_size())
         NX = -(-K // tile.BX)
         interval = _anchor_tokens(terms)
         if segments is not None:
@@ -214,7 +214,7 @@ class TritonScalarDecay:
         r, w, x, y = chunks[:4]
         HV, X, D = terms.v.shape[2], x.shape[-1], r.shape[-1]
         g, cu = terms.g, terms.cu_seqlens
-        tile, BD = _tile(x.device, D, X, x.element_size(), g is not None)
+        tile, BD = _tile(x.device, D, X, x.element_size())
         rows: list[Any] = [r, w, x, y, qk if sums else None]
         tiles = None
         if tile.tma and cu is None:

@@ -50,8 +50,6 @@ TILES = {
     ("interpreter", 2, 64): Tile(16, 32, 4, 1),
     ("interpreter", 4, 64): Tile(16, 16, 4, 1),
 }
-# The same with gates, where it differs: their factors take the registers of half the state.
-GATED: dict[tuple[str, int, int], Tile] = {}
 # Families that use another's rows.
 ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 
@@ -79,14 +77,14 @@ def power_of_two(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def choose(family: str, D: int, X: int, bytes_each: int, gated: bool) -> tuple[Tile, int]:
+def choose(family: str, D: int, X: int, bytes_each: int) -> tuple[Tile, int]:
     """The tile and BD for a scan with a state of D x X."""
     narrowest = NARROWEST.get(family, 16)
     BD = max(narrowest, power_of_two(D))
     row = (ROWS.get(family, family), bytes_each, max(64, BD))
     if family == "interpreter":
         row = ("interpreter", bytes_each, 64)
-    tile = GATED.get(row, TILES[row]) if gated else TILES[row]
+    tile = TILES[row]
     BX = min(tile.BX, max(narrowest, power_of_two(X)))
     stages = 1 if tile.tma and family in UNPIPELINED else tile.stages
     # rows that come an element at a time take more registers than 4 warps of sm_90 have

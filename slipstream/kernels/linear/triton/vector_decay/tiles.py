@@ -58,6 +58,6 @@ def choose(family: str, K: int, bytes_each: int) -> VectorDecayTile:
 
 def choose_chunk_tile(family: str, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
     """The tile and BD for a scan with a state of D x X."""
-    tile, BD = tiles.choose(family, D, X, bytes_each, False)
+    tile, BD = tiles.choose(family, D, X, bytes_each)
     table_tile = CHUNK_TILES.get((ROWS.get(family, family), bytes_each, BD), tile)
     return replace(table_tile, C=C, BX=min(table_tile.BX, tile.BX)), BD
