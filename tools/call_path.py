@@ -63,7 +63,7 @@ LIMITS = {
     "chunk_gated_delta_rule": ((8, 19), (9, 20)),
     "chunk_kda": ((8, 20), (9, 20)),
     "attention": ((8, 19), (9, 20)),
-    "rms_norm": ((8, 13), (9, 13)),
+    "rms_norm": ((8, 13), (9, 14)),
 }
 
 

@@ -1,10 +1,13 @@
 """The linear family as torch.library operators, and its gradient.
 
-slipstream::linear_forward takes the fields of LinearInputs and of ForwardCall, in their order,
-slipstream::linear_backward those of LinearInputs and of BackwardCall. Outputs have a fixed number:
-o, the final state; and the gradients of the differentiable terms given, in their order.
-linear_spans is linear_forward that goes through the tokens in `spans` slices, and also returns the
-states between them, for backward.
+slipstream::linear_forward takes the fields of LinearInputs and of ForwardCall, in their order, and
+returns o and the final state. slipstream::linear_spans is the same in `spans` slices of tokens, and
+also returns the states between them, for backward. slipstream::linear_backward takes the fields of
+LinearInputs and of BackwardCall, and returns the gradients of the differentiable terms given, in
+their order.
+
+From top to bottom: forward (forward_impl, which asks a back end or plain torch), backward
+(backward_impl), the operators, and the autograd function around them (Linear).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +41,12 @@ from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
-# Up to so many tokens fused_recurrent in Triton takes one after the other in registers instead of
+# fused_recurrent in Triton takes at most so many tokens one after the other, in registers, and more
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
 # docs/dev/log/runtime.md.
 MAX_STEP_TOKENS = 16
-# Of the plain torch path: least forward and backward together of 16, 32, 64 (docs/dev/log/cpu.md).
+# Tokens of a chunk in plain torch. Of 16, 32 and 64 it takes the least time, forward and backward
+# together (docs/dev/log/cpu.md).
 DEFAULT_CHUNK = 32
 # In place of a chunk size: bits that depend neither on the batch nor on where a sequence is cut.
 CONSISTENT = -1
@@ -57,27 +61,24 @@ _TERMS = schema_of(LinearInputs)
 def forward_impl(
     *args: Any, out: Outputs = None, save: bool = False, exchange: Exchange | None = None
 ) -> tuple[Any, ...]:
-    """o and the final state. With a number of slices a backward follows: also the states between
-    the slices, and with `save` the tensors of a SavedWY, of packed sequences one for each slice.
+    """Runs the first implementation of a call that works, and says nothing of gradients.
 
     Args:
         args: of LinearInputs, then of ForwardCall.
         out: memory for o and the final state.
+        save: the back end leaves a SavedWY if it can.
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
+
+    Returns:
+        o, the final state; and if ForwardCall.num_slices is given the states between the slices,
+        and with `save` the tensors of a SavedWY, of packed sequences one for each slice.
     """
     terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
-    scale, chunk, impl, wide, count = call
+    scale, chunk, impl, wide, _ = call
     if terms.erase is not None and not impl.startswith("sm90"):
         terms = as_dplr(terms)
-    num_slices = count or 0
-    # a slice of packed sequences begins chunks of its own
-    sliceable = chunk != CONSISTENT or terms.cu_seqlens is None
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
-        if exchange is not None:
-            exchange.by_calls()
-        o, final = _empty_forward(terms, wide)
-        no_states = final.new_zeros(workspace.checkpoints_shape(terms, num_slices))
-        return (o, final) if count is None else (o, final, no_states)
+        return _empty_forward(terms, call, exchange)
     first, _, others = impl.partition("|")
     by_token = only_by_token(terms) or (chunk == 0 and _is_short(terms, exchange))
     with (
@@ -93,30 +94,17 @@ def forward_impl(
             backend = _backend_for(first, terms, by_token)
             can = backend.CAPABILITIES
             given = _as_fp32(terms) if wide and not can.fp32_out else terms
-            options: dict[str, Any] = {"save": True} if save and can.saves_wy else {}
-            states, slices = None, [workspace.WHOLE]
-            if exchange is not None:
-                options |= _exchanging(exchange, can)
-            elif num_slices > 1 and terms.cu_seqlens is None and can.checkpoints:
-                shape = workspace.checkpoints_shape(terms, num_slices)
-                states = terms.v.new_empty(shape, dtype=torch.float32)
-                options["checkpoints"] = states
-            elif sliceable and (num_slices > 1 or (can.writes_out and out is None)):
-                # with out it is a slice
-                slices = workspace.fwd_slices(given, num_slices)
+            slices = _forward_slices(given, call, can, out, exchange)
+            options, states = _forward_options(given, call, can, slices, save, exchange)
             if len(slices) == 1 and out is None:
                 if wide and can.fp32_out:
                     options["dtype"] = torch.float32
                 o, final, *saved = backend.forward(given, scale, **options)
-                results = o, final, *_with_states(given, states, saved, count)
-            else:
-                run = partial(backend.forward, **options)
-                run = workspace.with_active_count(run, given, slices, can)
-                run = run if can.writes_out else partial(_into_out, run)
-                dtype = torch.float32 if wide else None
-                more = dtype, num_slices, out or (None, None)
-                results = workspace.forward(run, given, scale, slices, *more)
-            return results[:2] if count is None else results
+                return o, final, *_with_states(given, states, saved, call.num_slices)
+            run = partial(backend.forward, **options)
+            run = workspace.with_active_count(run, given, slices, can)
+            run = run if can.writes_out else partial(_into_out, run)
+            return _in_slices(run, given, call, slices, out)
     if others:
         args = *terms, *call._replace(impl=others)
         return forward_impl(*args, out=out, save=save, exchange=exchange)
@@ -124,11 +112,66 @@ def forward_impl(
         exchange.by_calls()
     forward = partial(_eager, chunk=chunk)
     terms = _as_fp32(terms) if wide else terms
+    num_slices = call.num_slices or 0
     if num_slices <= 1 and out is None:
-        return *forward(terms, scale), *_with_states(terms, None, [], count)
+        return *forward(terms, scale), *_with_states(terms, None, [], call.num_slices)
     slices = workspace.fwd_slices(terms, num_slices) if num_slices > 1 else [workspace.WHOLE]
-    more = torch.float32 if wide else None, num_slices, out or (None, None)
-    return workspace.forward(partial(_into_out, forward), terms, scale, slices, *more)
+    return _in_slices(partial(_into_out, forward), terms, call, slices, out)
+
+
+def _forward_slices(
+    terms: LinearInputs,
+    call: ForwardCall,
+    can: BackendCapabilities,
+    out: Outputs,
+    exchange: Exchange | None,
+) -> list[workspace.BatchTimeSlice]:
+    """How a back end's call is cut: not where it writes the states between slices by itself."""
+    num_slices, packed = call.num_slices or 0, terms.cu_seqlens is not None
+    if exchange is not None or (num_slices > 1 and not packed and can.checkpoints):
+        return [workspace.WHOLE]
+    # a slice of packed sequences begins chunks of its own, and so has other bits
+    if call.chunk == CONSISTENT and packed:
+        return [workspace.WHOLE]
+    # with out it is a slice
+    if num_slices > 1 or (can.writes_out and out is None):
+        return workspace.fwd_slices(terms, num_slices)
+    return [workspace.WHOLE]
+
+
+def _forward_options(
+    terms: LinearInputs,
+    call: ForwardCall,
+    can: BackendCapabilities,
+    slices: list[workspace.BatchTimeSlice],
+    save: bool,
+    exchange: Exchange | None,
+) -> tuple[dict[str, Any], Tensor | None]:
+    """What a back end's forward takes besides terms and scale; the states between slices, which it
+    writes."""
+    options: dict[str, Any] = {"save": True} if save and can.saves_wy else {}
+    if exchange is not None:
+        return options | _exchanging(exchange, can), None
+    num_slices = call.num_slices or 0
+    if num_slices <= 1 or terms.cu_seqlens is not None or not can.checkpoints:
+        return options, None
+    shape = workspace.checkpoints_shape(terms, num_slices)
+    states = terms.v.new_empty(shape, dtype=torch.float32)
+    return options | {"checkpoints": states}, states
+
+
+def _in_slices(
+    run: Callable,
+    terms: LinearInputs,
+    call: ForwardCall,
+    slices: list[workspace.BatchTimeSlice],
+    out: Outputs,
+) -> tuple[Any, ...]:
+    """What forward_impl returns, of run(terms, scale, out=...) for each slice."""
+    dtype, num_slices = torch.float32 if call.wide else None, call.num_slices
+    more = dtype, num_slices or 0, out or (None, None)
+    results = workspace.forward(run, terms, call.scale, slices, *more)
+    return results[:2] if num_slices is None else results
 
 
 def _is_short(terms: LinearInputs, exchange: Exchange | None) -> bool:
@@ -219,11 +262,19 @@ def _as_fp32(terms: LinearInputs) -> LinearInputs:
     return LinearInputs(*cast(Any, wide))
 
 
-def _empty_forward(terms: LinearInputs, wide: bool) -> tuple[Tensor, Tensor]:
+def _empty_forward(
+    terms: LinearInputs, call: ForwardCall, exchange: Exchange | None
+) -> tuple[Tensor, ...]:
     """No tokens, no sequences or no width: the state stays, nothing is read."""
-    o = terms.q.new_zeros(terms.v.shape, dtype=terms.dtype if wide else None)
-    state = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
-    return o, state if terms.initial_state is None else state.copy_(terms.initial_state)
+    if exchange is not None:
+        exchange.by_calls()
+    o = terms.q.new_zeros(terms.v.shape, dtype=terms.dtype if call.wide else None)
+    final = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
+    if terms.initial_state is not None:
+        final.copy_(terms.initial_state)
+    if call.num_slices is None:
+        return o, final
+    return o, final, final.new_zeros(workspace.checkpoints_shape(terms, call.num_slices))
 
 
 def backward_impl(
@@ -232,11 +283,13 @@ def backward_impl(
     overwrite_q: bool = False,
     exchange: Exchange | None = None,
 ) -> list[Tensor]:
-    """The gradients of grad_names, in that order; those of `out` are there, others anywhere.
+    """Runs the first implementation of a call's gradients that works. Returns those of grad_names,
+    in that order.
 
     Args:
         args: of LinearInputs, then of BackwardCall, then what forward_impl saved.
-        overwrite_q: nobody wants q afterwards, so that its memory may take a gradient.
+        out: memory for some gradients, by the name of their term.
+        overwrite_q: the caller does not read q again, so that its memory may take a gradient.
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
     terms = LinearInputs(*args[:NUM_TERMS])
@@ -268,13 +321,15 @@ def backward_impl(
             slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(terms, checkpoints)
             saved = _saved(args[NUM_BACKWARD_ARGS:]) if can.saves_wy else []
             if len(slices) == 1:
-                options: dict[str, Any] = {"out": out} if can.writes_out and out is not None else {}
-                options |= {"saved": saved[0]} if saved else {}
-                options |= {"overwrite_q": True} if overwrite_q and can.overwrites_q else {}
-                options |= (
-                    {"gate_gradient": False} if can.skips_gate_grad and not gate_gradient else {}
-                )
-                options |= {} if exchange is None else _exchanging(exchange, can)
+                options: dict[str, Any] = {} if exchange is None else _exchanging(exchange, can)
+                if can.writes_out and out is not None:
+                    options["out"] = out
+                if saved:
+                    options["saved"] = saved[0]
+                if can.overwrites_q and overwrite_q:
+                    options["overwrite_q"] = True
+                if can.skips_gate_grad and not gate_gradient:
+                    options["gate_gradient"] = False
                 grads = backend.backward(terms, dout, dfinal, scale, **options)
             else:
                 run = workspace.with_active_count(backend.backward, terms, slices, can)

@@ -31,6 +31,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
     device_of,
     factor_and_cap,
     multiprocessors,
+    to_kernel_layout,
 )
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
@@ -42,7 +43,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     """o [B, T, H, D] in q's dtype and lse [B, H, T], float32."""
     if decode_launch.is_supported(inputs):
         return triton_launch.forward(inputs, options)
-    inputs, options, _ = triton_launch.to_kernel_layout(inputs, options)
+    inputs, options, _ = to_kernel_layout(inputs, options)
     q, k, v = inputs[:3]
     B, T, H, D = q.shape
     DV = v.shape[-1]
@@ -86,7 +87,7 @@ def backward(
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
     assert inputs.q.shape[-1] == inputs.v.shape[-1]  # dispatch.py's OF_GRADIENTS
-    inputs, options, _ = triton_launch.to_kernel_layout(inputs, options)
+    inputs, options, _ = to_kernel_layout(inputs, options)
     q, k, v = inputs[:3]
     do = torch.zeros_like(o) if do is None else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()

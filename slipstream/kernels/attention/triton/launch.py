@@ -26,8 +26,8 @@ from slipstream.kernels.attention.triton.launch_utils import (
     device_of,
     factor_and_cap,
     fp32_dot_precision,
-    positive,
     tiles_for,
+    to_kernel_layout,
     unit_and_strides,
 )
 from slipstream.kernels.attention.triton.tiles import Tile, Tiles
@@ -130,32 +130,6 @@ def _dkv_launches(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
     if tiles.dv is None:
         return [(tiles.dkv, True, True)]
     return [(tiles.dkv, True, False), (tiles.dv, False, True)]
-
-
-def to_kernel_layout(
-    inputs: AttentionInputs, options: AttentionOptions
-) -> tuple[AttentionInputs, AttentionOptions, int]:
-    """As the kernels index them, with a positive scale; the sign is taken from q."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
-    q, options, sign = positive(q, options)
-    slopes = inputs.slopes
-    optional = (
-        None if x is None else x.contiguous() for x in (inputs.sinks, inputs.cu_q, inputs.cu_k)
-    )
-    sinks, cu_q, cu_k = optional
-    inputs = AttentionInputs(
-        q,
-        k,
-        v,
-        inputs.g,
-        sinks,
-        None if slopes is None else slopes.float().contiguous(),
-        cu_q,
-        cu_k,
-        None if inputs.lengths is None else inputs.lengths.contiguous(),
-        inputs.seed,
-    )
-    return inputs, options, sign
 
 
 def _tiles_of(inputs: AttentionInputs, options: AttentionOptions) -> Tiles:

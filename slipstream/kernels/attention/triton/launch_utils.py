@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.inputs import AttentionOptions
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.tiles import Tiles, choose, family
 from slipstream.runtime.backends import INTERPRETED, sm_count
 from slipstream.runtime.backends import device_of as device_of
@@ -48,6 +48,32 @@ def positive(q: Tensor, options: AttentionOptions) -> tuple[Tensor, AttentionOpt
     scale = options.scale
     sign = (scale > 0) - (scale < 0)
     return q if sign == 1 else q * sign, options._replace(scale=abs(scale) or 1.0), sign
+
+
+def to_kernel_layout(
+    inputs: AttentionInputs, options: AttentionOptions
+) -> tuple[AttentionInputs, AttentionOptions, int]:
+    """As the kernels index them, with a positive scale; the sign is taken from q."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
+    q, options, sign = positive(q, options)
+    slopes = inputs.slopes
+    optional = (
+        None if x is None else x.contiguous() for x in (inputs.sinks, inputs.cu_q, inputs.cu_k)
+    )
+    sinks, cu_q, cu_k = optional
+    inputs = AttentionInputs(
+        q,
+        k,
+        v,
+        inputs.g,
+        sinks,
+        None if slopes is None else slopes.float().contiguous(),
+        cu_q,
+        cu_k,
+        None if inputs.lengths is None else inputs.lengths.contiguous(),
+        inputs.seed,
+    )
+    return inputs, options, sign
 
 
 def factor_and_cap(options: AttentionOptions) -> tuple[float, float]:
