@@ -1,5 +1,7 @@
 """generate with CUDA graphs: the tokens of generate without, from one capture a batch size."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +95,20 @@ def test_lookup_by_graphs_gives_the_same_tokens(names: tuple[str, ...], monkeypa
         assert torch.equal(got, want)
         assert m.decoding.reason is None
     assert m.decoding.captures > 0
+
+
+@torch.no_grad()
+def test_assistant_by_graphs_gives_the_same_tokens(monkeypatch) -> None:
+    """One whose drafts are mostly wrong, and one whose all are right."""
+    monkeypatch.setitem(MODELS, "assisted", ["gated_deltanet", "attention"])
+    m, other = model("assisted", torch.float32), model("gated_deltanet", torch.float32)
+    ids = torch.randint(1, VOCAB, (1, 9), device="cuda")
+    want = generate(m, ids, max_new_tokens=40)
+    for assistant in (other, copy.deepcopy(m)):
+        m.decoding.replays = 0
+        for _ in range(2):  # the second has the graphs of the first
+            found = generate(m, ids, max_new_tokens=40, assistant_model=assistant)
+            assert torch.equal(found, want)
+        assert m.decoding.reason is None and assistant.decoding.reason is None
+        assert assistant.decoding.captures and assistant.decoding.replays
+    assert m.decoding.replays < 40  # of two calls: several tokens each
