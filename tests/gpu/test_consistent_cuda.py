@@ -78,14 +78,17 @@ def test_generate_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:
     assert torch.equal(logits[:, 59:-1].argmax(-1), made[:, 60:])
     assert model.decoding.reason is None
     assert (model.decoding.captures, model.decoding.eager) == (2, 2)
+    alone = model.generate(ids[1:2], max_new_tokens=140, do_sample=False)
+    assert torch.equal(alone, made[1:2])
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize(("N", "K"), [(256, 512), (1000, 1048)])
-def test_products_on_cuda_give_equal_bits(N: int, K: int) -> None:
+def test_products_on_cuda_give_equal_bits(N: int, K: int, dtype: torch.dtype) -> None:
     """By all tiles that calls of some numbers of rows have."""
-    x = torch.randn(4500, K, device="cuda", dtype=BF16)
-    weight, bias = torch.randn(N, K, device="cuda", dtype=BF16), torch.randn(N, device="cuda")
-    for b in (None, bias.to(BF16)):
+    x = torch.randn(4500, K, device="cuda", dtype=dtype)
+    weight, bias = torch.randn(N, K, device="cuda", dtype=dtype), torch.randn(N, device="cuda")
+    for b in (None, bias.to(dtype)):
         whole = linear(x, weight, b)
         for rows in (1, 2, 3, 16, 17, 64, 512, 513, 2048, 2049):
             assert torch.equal(linear(x[7 : 7 + rows], weight, b), whole[7 : 7 + rows]), rows
@@ -93,13 +96,14 @@ def test_products_on_cuda_give_equal_bits(N: int, K: int) -> None:
                 assert torch.equal(linear(x[7 : 7 + rows], weight, b), whole[7 : 7 + rows]), rows
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @torch.no_grad()
-def test_step_products_on_cuda_give_equal_bits() -> None:
+def test_step_products_on_cuda_give_equal_bits(dtype: torch.dtype) -> None:
     sizes = (3072, 1024, 16)
     layers = torch.nn.ModuleList(torch.nn.Linear(1024, n, bias=False) for n in sizes)
-    layers.to("cuda", BF16)
+    layers.to("cuda", dtype)
     use_consistent_products(layers)
-    x = torch.randn(4096, 1, 1024, device="cuda", dtype=BF16)
+    x = torch.randn(4096, 1, 1024, device="cuda", dtype=dtype)
     want = [layer(x) for layer in layers]
     for rows in (1, 2, 16, 64):
         found = step_products(x[:rows], [*layers])
