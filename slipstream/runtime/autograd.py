@@ -107,7 +107,8 @@ class Function(torch.autograd.Function):
 
 
 def as_base(x: Tensor) -> Tensor:
-    """x, or where it is a view of memory that nobody else reads, the same as no view."""
+    """x, or where it is a view, its numbers as a tensor that is none. Only for views of memory that
+    the forward has allocated itself."""
     return x.data if not torch.compiler.is_compiling() and x._is_view() else x
 
 

@@ -41,7 +41,7 @@ _THREAD = threading.local()
 
 
 def is_plain_call(x: Any) -> bool:
-    """Whether nobody looks at what a call on x does: no tracer, mode, transform, subclass."""
+    """Whether a call on x is plain: no tracer, mode, transform or subclass sees what it does."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in _PLAIN

@@ -129,7 +129,7 @@ class CallRecorder(TorchDispatchMode):
         if self._known(x):
             return self._numbers[id(x)][1]
         if x.untyped_storage().data_ptr() in self._fresh:
-            raise Unrecordable  # of this call, and nobody saw how it was made
+            raise Unrecordable  # of this call, and made without the recorder's knowledge
         number = self._new(x)
         self.constants[number] = x
         return number

@@ -142,7 +142,7 @@ def _pack_workspace(
 ) -> tuple[int, dict[int, int]]:
     """Bytes for all fresh memory that only launches read, and where in it each is.
 
-    The largest come first, each at the lowest place that nobody has while it is in use.
+    The largest come first, each at the lowest place that is free while it is in use.
     """
     seen = {n for x in steps if x.launch is None for n in x.reads} | returned
     first = {x.makes[0]: i for i, x in enumerate(steps) if x.fresh is not None}

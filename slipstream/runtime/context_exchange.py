@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
     """Starts it: of x so many elements to each rank, and so many from each, which are there after
-    `wait`. Who only sends waits for nobody."""
+    `wait`. A rank that only sends does not wait."""
     if of_thread.warmup is not None:  # of one rank: the others are not asked
         return x.new_empty(sum(received))
     run = torch.ops._c10d_functional.all_to_all_single
@@ -165,5 +165,5 @@ def states_of_pieces(
 
 
 def tie(x: Tensor, *others: Tensor) -> Tensor:
-    """x; whoever's gradient comes here, the others' backward runs too."""
+    """x; where its gradient is computed, the backward of the others runs too."""
     return _Tie.apply(x, *others)

@@ -1,10 +1,10 @@
 """Scans h -> decay * h + added, each element its own way, with equal bits for any number of ranks.
 
-Sequences are cut into the plan's segments, counted from each sequence's first token, whoever has
-them. What a segment makes of a state is found for all at once, then the state goes from segment to
-segment and from rank to rank, and then each segment is computed from the state before it. So a
-number's way through the arithmetic does not depend on where ranks begin; nor do gradients, which go
-the same way back. It costs a scan for what segments make of states beside the one for outputs.
+Sequences are cut into the plan's segments, counted from each sequence's first token, on whichever
+rank that is. First, for all segments at once: what each does to a state. Then the state goes from
+segment to segment and from rank to rank. Then each segment is computed from the state before it. So
+the order of the arithmetic does not depend on where ranks begin; nor do gradients, which go the
+same way back. It costs a second scan, of what segments do to states.
 
 A state goes from rank to rank in rounds, one after the other, in which all ranks take part.
 """
@@ -99,7 +99,7 @@ def scan_in_segments(
     lengths = lengths_of_segments(share)
     parts = iter(zip(*(x.split([*chain(*lengths)], 1) for x in tensors)))
     pieces = [[next(parts) for _ in piece] for piece in lengths]
-    # what a sequence's last segment makes of a state nobody asks
+    # what a sequence's last segment makes of a state is not read
     changes = [
         [change(*x) for x in (piece[:-1] if share.ends_here(i) else piece)]
         for i, piece in enumerate(pieces)

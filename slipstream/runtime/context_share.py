@@ -173,7 +173,7 @@ class Share:
         """All of x to some ranks, and from others as many elements as `sizes` says, by rank.
 
         On a GPU what follows waits for it, also where this rank only sends: else a kernel that
-        takes all multiprocessors may come first, and whoever receives waits for that.
+        takes all multiprocessors may come first, and the receiving rank waits for that.
         """
         ranks = range(len(self.lengths))
         sent = [x.numel() if r in to else 0 for r in ranks]

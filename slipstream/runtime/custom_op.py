@@ -41,7 +41,7 @@ def schema_of(inputs: type, count: int | None = None) -> str:
 
 
 class DirectCall:
-    """A function of tensors on a GPU that is replayed where nobody is looking
+    """A function of tensors on a GPU whose plain calls (backends.is_plain_call) are replayed
     (runtime/call_replay.py).
 
     Args:
@@ -152,8 +152,8 @@ def _as_base(x: torch.Tensor, args: tuple) -> torch.Tensor:
 
 
 class KernelOp(DirectCall):
-    """slipstream::name, registered with torch.library and called without the dispatcher where
-    nobody is looking. For callers above whom autograd is dealt with.
+    """slipstream::name, registered with torch.library. Plain calls go past the dispatcher. Its
+    callers are autograd functions, or have made sure that no gradient is wanted.
 
     Args:
         schema: arguments and returns as torch.library wants them, "(Tensor x) -> Tensor"; the first

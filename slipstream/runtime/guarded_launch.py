@@ -1,4 +1,4 @@
-"""A compiler that nobody has verified for a GPU may kill the process: here it only kills a child.
+"""A compiler that is not verified for a GPU may kill the process: here it only kills a child.
 
 Every operator runs its kernels inside of a Guard. For an (architecture, Triton, ptxas) that is not
 in verified.json, the first compilation of each kernel happens in a child process, which leaves it
@@ -52,7 +52,7 @@ class Guard:
 
     usable is False where impl begins with plain torch, and where this machine's compilers are known
     to fail at the kernels. If they turn out to fail inside of it, the block is left, a warning says
-    why, and whoever asks next on this machine is told (compiler/compiler_state.py).
+    why, and later processes on this machine know it (compiler/compiler_state.py).
 
     Args:
         impl: implementations to try in order, "sm90|triton|eager". Kernels that come last were
@@ -207,7 +207,7 @@ def run_isolated(run: Callable[[], T], device: torch.device) -> T:
     autograd, in inference mode, under autocast. Random numbers go on as if it had not been.
 
     The caller may be autograd's one thread of the device, which waits here for what run() computes:
-    gradients are computed in the new thread itself, or nobody would.
+    gradients are computed in the new thread itself, or they would never be.
     """
     done: list[Any] = []
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -95,7 +95,7 @@ class CompiledEntry:
         if type(self.run).__name__ == "CudaLauncher" and not _scratch(self.run):
             flags = (self.run.launch_cooperative_grid, self.run.launch_pdl)
             self.run, self._handles = self.run.launch, (compiled.function, *flags, None, None)
-        self._handles += (compiled.packed_metadata, None, None, None)  # and nobody to tell
+        self._handles += (compiled.packed_metadata, None, None, None)  # no hooks
 
     def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
         """grid: all three of its sizes."""

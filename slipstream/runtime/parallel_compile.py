@@ -3,8 +3,8 @@
 Triton compiles a kernel when it is launched, one after the other; most of that time is spent
 outside of Python's lock. So the first call of its kind runs twice: once in which launches only
 compile, in threads, and operations of torch write to nothing that was there before; then as it is.
-Nothing that a call decides depends on what is in its tensors (they are on a GPU, and nobody waits
-for it), so both times the same kernels are wanted.
+Nothing that a call decides depends on what is in its tensors, since it does not wait for the GPU.
+So both runs want the same kernels.
 
 What holds Python's lock, making the first form of a kernel out of its source, is done one kernel at
 a time, in the order of the launches: else all of them were late at what needs no lock. The digest

@@ -1,9 +1,9 @@
 """Indices against what they index: token ids, rows and pages of caches, slots of states, offsets.
 
-On the CPU a wrong one is an error at once. On a device a kernel leaves it in host memory that the
-device writes into and nobody has to fetch. What is launched next, by whichever operator
-(runtime/guarded_launch.py:Guard), finds it by one read of a word there, and only then waits for
-the device: that is in the next call, or still in this one if the device was quick.
+On the CPU a wrong one is an error at once. On a device a kernel writes it to pinned host memory.
+The next launch of any operator (runtime/guarded_launch.py:Guard) reads one word there, and waits
+for the device only if it is set: so the error comes in the next call, or still in this one if the
+device was quick.
 SLIPSTREAM_CHECK=sync waits in every call instead.
 """
 
@@ -133,7 +133,7 @@ def _looked_at(name: str, *given: Any) -> bool:
     tensors = [x for x in given if isinstance(x, Tensor)]
     if any(type(x) is not Tensor or x.is_inference() for x in tensors):
         return False
-    if of_thread.warmup is not None:  # launches only compile: nobody looks now
+    if of_thread.warmup is not None:  # launches only compile
         return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False

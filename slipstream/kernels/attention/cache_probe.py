@@ -1,6 +1,6 @@
 """Do the kernels that read latents and write caches agree with plain torch on small fresh ones?
 
-For runtime/guarded_launch.py, on compilers that nobody has verified; of what reads keys and values,
+For runtime/guarded_launch.py, on compilers that are not verified; of what reads keys and values,
 probe.py.
 """
 

@@ -1,5 +1,5 @@
 """Do the attention kernels and plain torch agree on a small fresh problem of the same kind as a
-call? For runtime/guarded_launch.py, on compilers that nobody has verified."""
+call? For runtime/guarded_launch.py, on compilers that are not verified."""
 
 from collections.abc import Callable
 from typing import Any

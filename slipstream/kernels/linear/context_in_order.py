@@ -1,10 +1,10 @@
 """Exchanges of states with equal bits for any number of ranks.
 
 Sequences are cut into segments of the plan's `segment_tokens`, counted from each sequence's first
-token, whoever has them. Kernels make what each segment does to a state at once, and state passing
-goes from segment to segment in the order of tokens: a rank begins with the state that the rank
-before has come to, exactly, and hands on its own. So a number's way through the arithmetic does not
-depend on where ranks begin. Backward is the same from the last segment to the first.
+token, on whichever rank that is. Kernels compute for all segments at once what each does to a
+state. State passing then goes from segment to segment in the order of tokens: a rank begins with
+exactly the state that the rank before ends with. So the order of the arithmetic does not depend on
+where ranks begin. Backward is the same from the last segment to the first.
 
 A state goes from rank to rank in rounds, one after the other, in which all ranks take part; what
 segments do to states is there by then. Where kernels do not cut, and in plain torch, a rank

@@ -1,6 +1,6 @@
 """Do GPU kernels and plain torch agree on a small fresh problem of the same kind as a call?
 
-For runtime/guarded_launch.py's numeric probe, on compilers that nobody has verified.
+For runtime/guarded_launch.py's numeric probe, on compilers that are not verified.
 """
 
 from collections.abc import Callable

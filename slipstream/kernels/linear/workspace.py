@@ -121,7 +121,7 @@ def forward(
         run: called as run(terms, scale, out=(o, final)), of one slice; it may return a SavedWY
             after o and the final state.
         dtype: of o; q's if None.
-        count: 0 or 1 where nobody wants the states.
+        count: 0 or 1 where the states are not wanted.
         out: memory for o and the final state.
     """
     o = reuse_or_empty(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)

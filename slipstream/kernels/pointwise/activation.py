@@ -2,8 +2,8 @@
 
 y = f(gate) up        dgate = dy up f'(gate)        dup = dy f(gate)        up may be missing: 1
 
-slipstream::glu and slipstream::glu_backward are the operators, for tracers; where nobody is looking
-the launches are called without them. linear.py has the product that follows.
+slipstream::glu and slipstream::glu_backward are the operators, for tracers; plain calls launch
+without them. linear.py has the product that follows.
 """
 
 from typing import Any

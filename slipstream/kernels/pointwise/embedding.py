@@ -62,7 +62,7 @@ def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:
-    """Where nobody looks at the ids."""
+    """Without a look at the ids."""
     return F.embedding(clamped(input_ids, weight.shape[0]), weight)
 
 

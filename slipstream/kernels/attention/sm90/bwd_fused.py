@@ -106,7 +106,7 @@ class Empty(NamedTuple):
     q: Any  # of q and do
     dq: Any
     kv: Any  # once: k and v become the staging buffers of dk and dv
-    dx: Any  # where D is 64, else `kv`, which nobody waits for as this
+    dx: Any  # where D is 64, else `kv`, at which no partition waits as this
 
 
 @gluon.jit

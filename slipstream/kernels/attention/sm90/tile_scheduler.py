@@ -1,6 +1,6 @@
 """Tile scheduler: which unit of work a program takes next.
 
-Static: the unit `num_programs` on. Dynamic (flag DYNAMIC): the first that nobody has taken, by a
+Static: the unit `num_programs` on. Dynamic (flag DYNAMIC): the first that is not taken yet, by a
 counter in global memory. Under a mask or with sequences of mixed lengths units differ in work, and
 a static program may end long before another; taken in order, the longest first, all programs end
 within one unit's time. No result depends on who takes what.

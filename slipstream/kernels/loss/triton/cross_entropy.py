@@ -183,7 +183,7 @@ def inverse_count_kernel(
 @triton.jit(do_not_specialize=["N"])
 def scale_kernel(x_ptr, s_ptr, N, B: tl.constexpr):
     """x *= s in place, and nothing if s is 1; a few programs, each with every P-th block."""
-    # s of 1, as most losses have it, is a read of one number: no copy, and nobody waits for it
+    # s of 1, as most losses have it, is a read of one number: no copy, and no wait
     s = tl.load(s_ptr)
     step = tl.num_programs(0).to(tl.int64) * B
     for i in range(tl.program_id(0).to(tl.int64) * B, tl.where(s == 1, 0, N), step):

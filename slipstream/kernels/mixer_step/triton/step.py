@@ -16,7 +16,7 @@ A state V-first is a block [BV, K / WIDTH, WIDTH], WIDTH numbers a line of memor
 share a sum over rows. There the state's loads are issued before the convolution is done: no load
 passes a barrier, and the token, with which the convolution begins, is loaded behind one.
 
-What programs share, and why nobody reads what another has written:
+What programs share, and why none reads what another has written:
 
     The window of the convolution of q and k is read by all programs of a head of q and k, and moves
     on in place. Each of them loads it and then adds 1 to the head's counter; the last one to do so
@@ -93,7 +93,7 @@ def _token(
 
 @triton.jit
 def _count(counter_ptr, THREADS: tl.constexpr, SEM: tl.constexpr):
-    """Counts a program. Its first thread has how many were there; nobody waits for that yet."""
+    """Counts a program. Its first thread has how many were there, and does not wait for it yet."""
     o = tl.arange(0, THREADS)
     one = tl.full([THREADS], 1, tl.int32)
     return tl.atomic_add(counter_ptr + 0 * o, one, mask=o == 0, sem=SEM)

@@ -53,7 +53,7 @@ def glu_kernel(
     o_d = (tl.program_id(0) % ND * BD + tl.arange(0, BD))[None, :]
     m = (row < R) & (o_d < D)
     b_g = tl.load(gate_ptr + row * gate_stride + o_d, mask=m, other=0.0).to(tl.float32)
-    # in forward nobody reads b_df: the compiler leaves it out
+    # forward does not read b_df: the compiler leaves it out
     b_f, b_df = _activation(b_g, F)
     if dy_ptr is not None:
         b_dy = tl.load(dy_ptr + row * D + o_d, mask=m, other=0.0).to(tl.float32)

@@ -92,7 +92,7 @@ def alloc_mbarriers(COUNT: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def invalidate_mbarriers(bars):
-    """For barriers that no warp_specialize takes, once nobody waits at them: what is in shared
+    """For barriers that no warp_specialize takes, once no thread waits at them: what is in shared
     memory later may come where they were, and be overwritten (compiler/smem_hazards.py)."""
     N: gl.constexpr = bars.shape[0]
     # all warps are past their last wait
@@ -107,7 +107,7 @@ ADDED = gl.constexpr(16)  # rows at a time, for want of registers
 
 @gluon.jit
 def zero_tail_rows(tile, num_rows, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Zeroes in rows `num_rows` and on of a tile [C, N]: what is there belongs to nobody."""
+    """Zeroes in rows `num_rows` and on of a tile [C, N], which are of other sequences."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     o_c = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     # a slice at a time: the whole tile would be in registers at once

@@ -5,8 +5,8 @@
 by blocks of 16 rows: those on the diagonal by substitution, then the block `away` to the left of
 each, all four at once, with away 1, 2, 3. A warp has a row of blocks, R_ik in registers; what it
 takes of other rows is in shared memory before the first product, so that no warp waits for another
-between products. Where a row has no block so far to the left, its warp makes something of what lies
-before them in shared memory, and nobody takes that.
+between products. Where a row has no block so far to the left, its warp computes something of what
+lies before them in shared memory, which is not used.
 
 Rows of a block on the diagonal lie in a thread and its columns in lanes, so that a step of the
 substitution exchanges one number a thread.

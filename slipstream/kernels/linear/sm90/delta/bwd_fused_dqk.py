@@ -41,7 +41,7 @@ HEADS = gl.constexpr(9)  # of those
 RANK = gl.constexpr(10)  # which of the heads that add those up this one is
 SEMAPHORE = gl.constexpr(11)  # offset of the first chunk's semaphore
 STATE_IN = gl.constexpr(12)  # where dS comes from
-STATE_OUT = gl.constexpr(13)  # and goes to; -1 if nobody wants it
+STATE_OUT = gl.constexpr(13)  # and goes to; -1 if it is not wanted
 GONE = gl.constexpr(14)  # chunks gone back through
 COUNT = gl.constexpr(15)  # those of the part
 NUM_SCALARS = gl.constexpr(16)
@@ -248,7 +248,7 @@ def dqk_partition(
         mbarrier.arrive(barriers.grads_full.index(i % ST), count=1)
         o_t = (load_scalar(pad, ROW, 4) + c * C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
         if HAS_GATE:
-            rows.slice(0, C).store(gates)  # nobody reads beta any more
+            rows.slice(0, C).store(gates)  # beta is not read any more
         gl.thread_barrier()
         write_sums(
             dg_ptr, dbeta_ptr, rows, buffers.token_sums, buffers.state_products, i >> 23, o_t,

@@ -6,8 +6,8 @@ products have read them. dq and dk leave through the buffers of q and k. A progr
 that two share a multiprocessor and one's loads run under the other's products.
 
 Value heads that share a head of q and k may add theirs up, one after the other, by TMA and rounded
-each time, so that nobody has to keep them apart. Programs are numbered so that by when one begins
-the one before it, of the same chunk, is done, and its tiles are in the L2 cache still.
+each time, so that no memory holds them apart. Programs are numbered so that the one before, of the
+same chunk, is done when one begins, and its tiles are still in the L2 cache.
 """
 
 from slipstream.kernels.linear.sm90.common.device import (

@@ -22,9 +22,8 @@ its chunk,
 
 The sums q . dq and k . dk are left by the dq and dk scans, and added up in dg.py. A
 difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
-are rounded apart. So every ANCHOR_INTERVAL chunks the dq scan leaves S, an anchor,
-and the dk scan takes z
-from it anew.
+are rounded apart. So every ANCHOR_INTERVAL chunks the dq scan leaves S, an anchor, from which the
+dk scan computes z again.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
 tokens, each a program of its own. A first scan (not HAS_Y) leaves what a segment adds to the state
