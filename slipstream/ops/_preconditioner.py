@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.erase.op import erase
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
+from slipstream.kernels.linear.channel_gates import takes_as_they_are
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.preconditioner import op
@@ -29,9 +30,15 @@ class Preconditioner(NamedTuple):
     eps: float
 
     def keys(
-        self, k: Tensor, state: Tensor | None, options: LinearOptions, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """k by its factors, [B, T, H, K] in k's dtype, and the final state [N, H, K]."""
+        self,
+        k: Tensor,
+        state: Tensor | None,
+        options: LinearOptions,
+        cu_seqlens: Tensor | None,
+        inverse: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """k by its factors, [B, T, H, K] in k's dtype, the final state [N, H, K], and 1 / the
+        factors like k, if wanted."""
         B, T, H, K = k.shape
         if options.context is None and not options.reverse:
             tensors = k, self.g_atk, self.beta_atk, self.centre, state
@@ -39,7 +46,8 @@ class Preconditioner(NamedTuple):
             if impl is not None:
                 if cu_seqlens is not None:
                     expect_offsets("cu_seqlens", cu_seqlens, T)
-                return op.precondition(Inputs(*tensors, cu_seqlens, self.x, self.eps), impl)
+                inputs = Inputs(*tensors, cu_seqlens, self.x, self.eps)
+                return op.precondition(inputs, impl, inverse)
         wide = widen(k)
         squares = widen(self.beta_atk)[..., None] * wide.square()
         sums, final = gated_scan(
@@ -53,7 +61,9 @@ class Preconditioner(NamedTuple):
             options.context,
         )
         factors = op.squashed(sums.view(B, T, H, K), self.centre, self.x, self.eps)
-        return (wide * factors).to(k.dtype), None if final is None else final.unflatten(1, (H, K))
+        by = factors.reciprocal().to(k.dtype) if inverse else None
+        final = None if final is None else final.unflatten(1, (H, K))
+        return (wide * factors).to(k.dtype), final, by
 
 
 def run_preconditioned(
@@ -84,14 +94,30 @@ def run_preconditioned(
             raise ValueError(f"{name}: want a number above 0, got {value}")
     if normalise:
         q, k = l2_normalised(q=q, k=k)
-    written, A = preconditioner.keys(k, A, options, terms.cu_seqlens)
-    q, k, written = for_value_heads(v, q, k, written)
-    # what is erased is read before the decay, so that its key has it
-    if g.dim() == 3:
-        terms = terms._replace(p=(widen(g).exp()[..., None] * k).to(k.dtype))
+    by_channel = g.dim() == 4 and not recurrent and _as_gates(terms._replace(q=q, k=k), options)
+    written, A, by = preconditioner.keys(k, A, options, terms.cu_seqlens, by_channel)
+    if by is not None and by_channel:
+        (by,) = for_value_heads(v, by)
+        rate = beta[..., None].to(k.dtype)  # the same numbers erase and write
+        terms = terms._replace(beta=None, erase=rate * by, write=rate.expand(v.shape))
     else:
-        a, b = erase(g, k), (beta[..., None] * written).to(k.dtype)
-        terms = terms._replace(v=(beta[..., None] * v).to(v.dtype), beta=None, a=a, b=b)
+        q, k, written = for_value_heads(v, q, k, written)
+        # what is erased is read before the decay, so that its key has it
+        if g.dim() == 3:
+            terms = terms._replace(p=(widen(g).exp()[..., None] * k).to(k.dtype))
+        else:
+            a, b = erase(g, k), (beta[..., None] * written).to(k.dtype)
+            terms = terms._replace(v=(beta[..., None] * v).to(v.dtype), beta=None, a=a, b=b)
     terms = terms._replace(q=q, k=written, initial_state=S)
     o, S = run(terms, options, recurrent=recurrent)
     return o, None if S is None or A is None else (S, A)
+
+
+def _as_gates(terms: LinearInputs, options: LinearOptions) -> bool:
+    """Whether kernels take erase and write by channel: with keys m k, erase is beta / m."""
+    assert terms.beta is not None and terms.g is not None
+    if options.context is not None:
+        return False
+    like = terms.k.new_empty(()).expand(terms.g.shape), terms.v.new_empty(()).expand(terms.v.shape)
+    terms = terms._replace(beta=None, erase=like[0], write=like[1])
+    return takes_as_they_are(terms, options.impl)

@@ -48,7 +48,9 @@ def chunk_precond_kda(
         S_t = S'_t + beta_t (m_t * k_t) (v_t - S'_t^T k_t)^T
         o_t = scale * S_t^T q_t
 
-    It is dplr_delta_rule with a = -exp(g) * k, b = beta m * k, m * k for k and beta v for v.
+    The kernels for sm_90 in 16 bits take it as gdn2 with m * k for k, b = beta / m and w = beta;
+    elsewhere it is dplr_delta_rule with a = -exp(g) * k, b = beta m * k, m * k for k and beta v
+    for v.
     Arguments have to be named: fla's two operators have different orders.
 
     Args:
@@ -62,8 +64,8 @@ def chunk_precond_kda(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
-    Cost: that of chunk_dplr_delta_rule, and before it a scan and a few passes over B T H K floats;
-    where HV > H also q and k for each value head. States HV K V + H K floats.
+    Cost: that of chunk_gdn2, and before it a scan and a few passes over B T H K floats. States
+    HV K V + H K floats.
     Source: "Preconditioned DeltaNet: Curvature-aware Sequence Modeling for Linear Recurrences"
     (arXiv 2604.21100), as fla-core 0.6.0 has it.
     """

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.kernels.linear import dispatch
+from slipstream.kernels.linear.channel_gates import as_dplr
+from slipstream.ops import _preconditioner
 from tests.support.mappings import both, same
 from tests.support.recurrences import (
     HV,
@@ -74,6 +77,26 @@ def test_precond_is_its_recurrence(name: str, fn: Callable, impl: str | None) ->
     turned = (states[0].mT, states[1])
     got = fn(**given, **options, log_atk_scale=centre, initial_state=turned, state_v_first=True)
     same((got[0], (got[1][0].mT, got[1][1])), want, 1e-11)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_precond_kda_by_gates_of_channels(monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
+    """As the kernels for sm_90 take it, which are not here: the same recurrence and gradients."""
+    found = []
+    for by_gates in (False, True):
+        if by_gates:
+
+            def run(terms: Any, options: Any, recurrent: bool) -> Any:
+                assert terms.erase is not None
+                return dispatch.run(as_dplr(terms), options, recurrent=recurrent)
+
+            monkeypatch.setattr(_preconditioner, "_as_gates", lambda *_: True)
+            monkeypatch.setattr(_preconditioner, "run", run)
+        torch.manual_seed(0)
+        given = {name: x.requires_grad_() for name, x in arguments("precond_kda").items()}
+        o, _ = ops.chunk_precond_kda(**given, x=1.7, eps=1e-3, reverse=reverse)
+        found.append((o, torch.autograd.grad(o.sin().sum(), [*given.values()])))
+    same(found[0], found[1], 1e-11)
 
 
 @every_form

@@ -177,9 +177,10 @@ ROWS: dict[str, tuple[Any, Row]] = {
                 1.5,
                 0.1,
                 True,
+                True,
                 "eager",
             ),
-            2,
+            3,
         ),
     ),
     "rotate_qk": (

@@ -103,8 +103,9 @@ def preconditioned() -> list[Tensor]:
     k, g, beta = leaf(1, 20, 2, 16), leaf(1, 20, 2), leaf(1, 20, 2)
     impl = preconditioner_op.chosen(None, k) or "eager"
     rest = beta.square(), None, None, None, 1.5, 1e-2
-    y, final = preconditioner_op.precondition(PreconditionerInputs(k, -g.square(), *rest), impl)
-    return gradients(torch.cat([y, final[:, None]], 1), k, g, beta)
+    inputs = PreconditionerInputs(k, -g.square(), *rest)
+    y, final, by = preconditioner_op.precondition(inputs, impl, True)
+    return gradients(torch.cat([y, final[:, None], by], 1), k, g, beta)
 
 
 def rotations() -> list[Tensor]:

@@ -161,8 +161,8 @@ FAMILIES = [
         "preconditioner.triton",
         calls.preconditioned,
         {
-            "preconditioner.triton.launch:forward": lambda inputs, keep: (
-                preconditioner_op._run_forward(*inputs, keep, "eager")
+            "preconditioner.triton.launch:forward": lambda inputs, *rest: (
+                preconditioner_op._run_forward(*inputs, *rest, "eager")
             ),
             "preconditioner.triton.launch:backward": lambda inputs, *rest: (
                 preconditioner_op._run_backward(*inputs, *rest, "eager")

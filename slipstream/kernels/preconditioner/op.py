@@ -3,7 +3,8 @@
     A_t = exp(g_t) A_{t-1} + beta_t k_t^2
     y_t = k_t x^(-r_t / (1 + |r_t|))                 r_t = log(A_t + eps) - centre
 
-slipstream::precondition gives y and the last A; in plain torch it takes a scan and eight passes.
+slipstream::precondition gives y and the last A, and 1 / the factor if wanted; in plain torch it
+takes a scan and eight passes.
 """
 
 import math
@@ -38,12 +39,13 @@ def chosen(impl: str | None, k: Tensor, *others: Tensor | None) -> str | None:
     return impls if is_triton(impls) else None
 
 
-def precondition(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, K] in k's dtype, and A after the last token [N, H, K], float32."""
+def precondition(inputs: Inputs, impl: str, inverse: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, T, H, K] in k's dtype, A after the last token [N, H, K], float32, and 1 / the factors
+    as y, of no elements unless `inverse`."""
     inputs = Inputs._make(t.contiguous() if isinstance(t, Tensor) else t for t in inputs)
     if needs_autograd(*inputs.differentiable):
-        return _Precondition.apply(*inputs, impl)
-    return _forward(*inputs, False, impl)[:2]
+        return _Precondition.apply(*inputs, inverse, impl)
+    return _forward(*inputs, False, inverse, impl)[:3]
 
 
 def squashed(sums: Tensor, centre: Tensor | None, x: float, eps: float) -> Tensor:
@@ -56,26 +58,27 @@ class _Precondition(Function):
     operator = "slipstream::precondition"
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        inputs, impl = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS]
-        y, final, sums = _forward(*inputs, True, impl)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, (inverse, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+        y, final, by, sums = _forward(*inputs, True, inverse, impl)
         save(ctx, *inputs[:6], sums)
         ctx.options = inputs.x, inputs.eps, impl
         ctx.set_materialize_grads(False)
-        return y, final
+        return y, final, by
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None
+        ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None, dby: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (*tensors, sums), (x, eps, impl) = saved, ctx.options
         inputs = Inputs._make([*tensors, x, eps])
         dy = torch.zeros_like(inputs.k) if dy is None else dy.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
-        grads = iter(_backward(*inputs, sums, dy, dfinal, impl))
+        dby = None if dby is None or dby.numel() == 0 else dby.contiguous()
+        grads = iter(_backward(*inputs, sums, dy, dfinal, dby, impl))
         by_input = [None if t is None else next(grads) for t in inputs.differentiable]
-        return *by_input, None, None, None, None
+        return *by_input, None, None, None, None, None
 
 
 def _unsupported_reason(k: Tensor, *others: Tensor | None) -> str | None:
@@ -112,49 +115,53 @@ def _mismatch(k: Tensor) -> str | None:
         "eps": 1e-2,
     }
     return numeric_probe.mismatch(
-        lambda t: precondition(Inputs(**t, **options), TRITON_OR_EAGER),
-        lambda t: plain(Inputs(**t, **options)),
+        lambda t: precondition(Inputs(**t, **options), TRITON_OR_EAGER, True),
+        lambda t: plain(Inputs(**t, **options), True),
         inputs,
     )
 
 
-def plain(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def plain(inputs: Inputs, inverse: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     k, g, beta, centre, state, cu_seqlens, x, eps = inputs
     wide = k if k.dtype == torch.float64 else k.float()
     squares = beta.to(wide.dtype)[..., None] * wide.square()
     gates = g.to(wide.dtype)[..., None].expand_as(wide).flatten(2)
     before = None if state is None else state.flatten(1)
     sums, final = scan(squares.flatten(2), gates, before, cu_seqlens, "eager")
-    y = wide * squashed(sums.view(k.shape), centre, x, eps)
-    return y.to(k.dtype), final.unflatten(1, k.shape[2:])
+    factors = squashed(sums.view(k.shape), centre, x, eps)
+    by = factors.reciprocal().to(k.dtype) if inverse else k.new_empty(0)
+    return (wide * factors).to(k.dtype), final.unflatten(1, k.shape[2:]), by
 
 
-def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """y, A after the last token, and that of each, of no elements unless `keep`."""
-    inputs, (keep, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, A after the last token, 1 / the factors, of no elements unless `inverse`, and A of each
+    token, of none unless `keep`."""
+    inputs, (keep, inverse, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     with _guard(impl, inputs.k) as usable:
         if usable:
-            return _kernels().forward(inputs, keep)
-    y, final = plain(inputs)
+            return _kernels().forward(inputs, keep, inverse)
+    y, final, by = plain(inputs, inverse)
     # backward by torch needs no sums
     sums = final.new_zeros(inputs.k.shape if keep else (0,))
-    return y.contiguous(), final.contiguous(), sums
+    return y.contiguous(), final.contiguous(), by.contiguous(), sums
 
 
 def _run_backward(*args: Any) -> list[Tensor]:
     """Gradients of k, g, beta, and of centre and state if they are given."""
-    inputs, (sums, dy, dfinal, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    inputs, (sums, dy, dfinal, dby, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     with _guard(impl, inputs.k) as usable:
         if usable:
-            return _kernels().backward(inputs, sums, dy, dfinal)
+            return _kernels().backward(inputs, sums, dy, dfinal, dby)
 
     def grads() -> list[Tensor]:
         leaves: list[Any] = [
             None if t is None else t.detach().requires_grad_() for t in inputs.differentiable
         ]
-        outs = plain(Inputs._make([*leaves, *inputs[len(leaves) :]]))
-        douts = [dy, torch.zeros_like(outs[1]) if dfinal is None else dfinal]
-        return [*torch.autograd.grad(outs, [t for t in leaves if t is not None], douts)]
+        outs = plain(Inputs._make([*leaves, *inputs[len(leaves) :]]), dby is not None)
+        douts = [dy, torch.zeros_like(outs[1]) if dfinal is None else dfinal, dby]
+        count = 2 if dby is None else 3
+        inputs_of = [t for t in leaves if t is not None]
+        return [*torch.autograd.grad(outs[:count], inputs_of, douts[:count])]
 
     return [t.contiguous() for t in run_isolated(grads, inputs.k.device)]
 
@@ -170,11 +177,12 @@ def _guard(impl: str, k: Tensor) -> Guard:
     return Guard(impl, k.device, lambda: _kind(k), partial(_mismatch, k))
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, keep = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS]
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs, (keep, inverse) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS : NUM_INPUTS + 2]
     k, wide = inputs.k, torch.promote_types(inputs.k.dtype, torch.float32)
     final = k.new_empty(inputs.sequences, *k.shape[2:], dtype=wide)
-    return k.new_empty(k.shape), final, k.new_empty(k.shape if keep else (0,), dtype=wide)
+    sums = k.new_empty(k.shape if keep else (0,), dtype=wide)
+    return k.new_empty(k.shape), final, k.new_empty(k.shape if inverse else (0,)), sums
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
@@ -185,16 +193,18 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 _INPUTS = schema_of(Inputs)
 _forward = KernelOp(
     "precondition",
-    f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor)",
+    f"({_INPUTS}, bool keep, bool inverse, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_forward,
     _fake,
     replay=True,
 )
 _backward = KernelOp(
     "precondition_backward",
-    f"({_INPUTS}, Tensor sums, Tensor dy, Tensor? dfinal, str impl) -> Tensor[]",
+    f"({_INPUTS}, Tensor sums, Tensor dy, Tensor? dfinal, Tensor? dby, str impl) -> Tensor[]",
     _run_backward,
     _fake_backward,
     replay=True,
 )
-_forward.set_gradient(lambda *args: _Precondition.apply(*args[:NUM_INPUTS], args[NUM_INPUTS + 1]))
+_forward.set_gradient(
+    lambda *args: _Precondition.apply(*args[:NUM_INPUTS], *args[NUM_INPUTS + 1 :])
+)

@@ -7,8 +7,10 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.preconditioner.triton.preconditioner"
-FORWARD = {"k": 16, "y": 16} | dict.fromkeys(("g", "beta", "centre", "s_in", "s_out", "sums"), 32)
-BACKWARD = {"k": 16, "dy": 16, "dk": 16} | dict.fromkeys(
+FORWARD = {"k": 16, "y": 16, "by": 16} | dict.fromkeys(
+    ("g", "beta", "centre", "s_in", "s_out", "sums"), 32
+)
+BACKWARD = {"k": 16, "dy": 16, "dby": 16, "dk": 16} | dict.fromkeys(
     ("g", "beta", "centre", "s_in", "sums", "ds_out", "dg", "dbeta", "dcentre", "ds_in"), 32
 )
 

@@ -27,7 +27,8 @@ def check(B: int, T: int, K: int, cu: Tensor | None, rest: bool, dtype: torch.dt
         leaves = [(x if kernels else x.double()).clone().requires_grad_() for x in tensors]
         given: Any = [*leaves, *[None] * (5 - len(leaves))]
         inputs = Inputs._make([*given, cu, 1.5, 1e-3])
-        outs = op.precondition(inputs, "triton") if kernels else op.plain(inputs)
+        outs = op.precondition(inputs, "triton", rest) if kernels else op.plain(inputs, rest)
+        outs = outs[: 2 + rest]
         douts = [torch.randn_like(x) for x in outs] if douts is None else douts
         grads = torch.autograd.grad(outs, leaves, [d.to(x.dtype) for d, x in zip(douts, outs)])
         found.append([*outs, *grads])
@@ -47,8 +48,9 @@ def main() -> None:
     k, g = torch.randn(1, 5, 1, 16), -torch.rand(1, 5, 1)
     assert op._mismatch(k) is None
     options = (None, None, None, 1.5, 1e-3)
-    torch.library.opcheck(op._forward.overload, (k, g, -g, *options, True, "triton"))
-    torch.library.opcheck(op._backward.overload, (k, g, -g, *options, k * k, k, None, "triton"))
+    torch.library.opcheck(op._forward.overload, (k, g, -g, *options, True, True, "triton"))
+    last = k * k, k, None, k, "triton"
+    torch.library.opcheck(op._backward.overload, (k, g, -g, *options, *last))
 
 
 if __name__ == "__main__":

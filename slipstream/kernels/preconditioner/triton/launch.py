@@ -19,21 +19,23 @@ TILE = (8, 16) if INTERPRETED else (64, 16)
 WARPS = 8
 
 
-def forward(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, A after the last token, and A of each token if kept."""
+def forward(inputs: Inputs, keep: bool, inverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, A after the last token, 1 / the factors if wanted, and A of each token if kept."""
     k = inputs.k
-    y = torch.empty_like(k)
+    y, by = torch.empty_like(k), k.new_empty(k.shape if inverse else (0,))
     final = k.new_empty(inputs.sequences, *k.shape[2:], dtype=torch.float32)
     sums = k.new_empty(k.shape if keep else (0,), dtype=torch.float32)
     _run(
         precondition_fwd_kernel, inputs, g_ptr=inputs.g, beta_ptr=inputs.beta, k_ptr=k,
         centre_ptr=inputs.centre, s_in_ptr=inputs.state, s_out_ptr=final, y_ptr=y,
-        sums_ptr=sums if keep else None,
+        by_ptr=by if inverse else None, sums_ptr=sums if keep else None,
     )  # fmt: skip
-    return y, final, sums
+    return y, final, by, sums
 
 
-def backward(inputs: Inputs, sums: Tensor, dy: Tensor, dfinal: Tensor | None) -> list[Tensor]:
+def backward(
+    inputs: Inputs, sums: Tensor, dy: Tensor, dfinal: Tensor | None, dby: Tensor | None
+) -> list[Tensor]:
     """Gradients of k, g, beta, and of centre and state if they are given."""
     k, g, beta, centre, state, *_ = inputs
     (B, T, H, K), N = k.shape, inputs.sequences
@@ -42,8 +44,8 @@ def backward(inputs: Inputs, sums: Tensor, dy: Tensor, dfinal: Tensor | None) ->
     dcentre, dstate = (k.new_empty(N, H, K, dtype=torch.float32) for _ in range(2))
     _run(
         precondition_bwd_kernel, inputs, k_ptr=k, g_ptr=g, beta_ptr=beta, centre_ptr=centre,
-        s_in_ptr=state, sums_ptr=sums, dy_ptr=dy, ds_out_ptr=dfinal, dk_ptr=dk, dg_ptr=dg,
-        dbeta_ptr=dbeta, dcentre_ptr=dcentre, ds_in_ptr=dstate, tokens=B * T,
+        s_in_ptr=state, sums_ptr=sums, dy_ptr=dy, dby_ptr=dby, ds_out_ptr=dfinal, dk_ptr=dk,
+        dg_ptr=dg, dbeta_ptr=dbeta, dcentre_ptr=dcentre, ds_in_ptr=dstate, tokens=B * T,
     )  # fmt: skip
     grads = [dk, dg.sum(0).to(g.dtype), dbeta.sum(0).to(beta.dtype)]
     if centre is not None:

@@ -37,13 +37,14 @@ def _factors(b_s, b_c, log_x, eps):
 
 @triton.jit(do_not_specialize=["T", "log_x", "eps", "centre", "H"])
 def precondition_fwd_kernel(
-    k_ptr,  # [tokens, H, K]; so are y, sums
+    k_ptr,  # [tokens, H, K]; so are y, by, sums
     g_ptr,  # [tokens, H]; so is beta
     beta_ptr,
     centre_ptr,  # [H], or none: `centre`
     s_in_ptr,  # [N, H, K], or none
     s_out_ptr,
     y_ptr,
+    by_ptr,  # 1 / the factors, or none
     sums_ptr,  # A, for backward, or none
     cu_ptr,  # [N + 1]
     log_x,
@@ -79,6 +80,8 @@ def precondition_fwd_kernel(
         _, b_sums = tl.associative_scan((b_a, b_x), 0, _then)
         b_m, _ = _factors(b_sums, b_c, log_x, eps)
         tl.store(y_ptr + p, (b_k * b_m).to(y_ptr.dtype.element_ty), mask=m)
+        if by_ptr is not None:
+            tl.store(by_ptr + p, (1.0 / b_m).to(by_ptr.dtype.element_ty), mask=m)
         if sums_ptr is not None:
             tl.store(sums_ptr + p, b_sums, mask=m)
         last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
@@ -88,13 +91,14 @@ def precondition_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "log_x", "eps", "centre", "tokens", "H"])
 def precondition_bwd_kernel(
-    k_ptr,  # [tokens, H, K]; so are sums, dy, dk
+    k_ptr,  # [tokens, H, K]; so are sums, dy, dby, dk
     g_ptr,  # [tokens, H]; so is beta
     beta_ptr,
     centre_ptr,  # [H], or none: `centre`
     s_in_ptr,  # [N, H, K], or none
     sums_ptr,
     dy_ptr,
+    dby_ptr,  # or none
     ds_out_ptr,  # [N, H, K], or none
     dk_ptr,
     dg_ptr,  # [ceil(K / BD), tokens, H]: shares; so is dbeta
@@ -134,7 +138,10 @@ def precondition_bwd_kernel(
         p, m = p_h[:, None] * K + o_k[None, :], m_t[:, None] & m_k[None, :]
         b_k, b_dy, b_sums = _load(k_ptr + p, m), _load(dy_ptr + p, m), _load(sums_ptr + p, m)
         b_m, b_square = _factors(b_sums, b_c, log_x, eps)
-        b_e = b_dy * b_k * b_m * log_x / b_square
+        b_e = b_dy * b_k * b_m
+        if dby_ptr is not None:
+            b_e -= _load(dby_ptr + p, m) / b_m
+        b_e = b_e * log_x / b_square
         b_dc += tl.sum(tl.where(m, b_e, 0.0), 0)
         b_x = tl.where(m, -b_e / (b_sums + eps), 0.0)
         b_x += tl.where((o_r > 0)[:, None], 0.0, b_d[None, :])
