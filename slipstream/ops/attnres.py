@@ -63,19 +63,20 @@ def attnres(
         rms_eps: of both norms.
         scale: factor on the scores.
         return_weights: return p too.
-        impl: None chooses; "triton" or "eager" is used or refused.
+        impl: None chooses; "sm90", "triton" or "eager" is used or refused.
 
     Returns:
         o [..., D] in the residuals' dtype; with return_weights also p [L, ...], float32, without
-        gradients. Without output_rms_weight backward reads o: autograd refuses to go back after it
-        was changed in place.
+        gradients. Without output_rms_weight backward may read o: autograd then refuses to go back
+        after it was changed in place.
 
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
 
-    Cost: 5 L D flops a token. Forward reads the residuals once and writes o; with gradients it
-    also saves the sum before its norm and, in 16 bits, what rounding took from that sum. Backward
-    reads these and the residuals once, and writes their gradients. More than 16 residuals or 8192
+    Cost: 5 L D flops a token. Forward reads the residuals once and writes o. Backward reads them
+    once, and writes their gradients. With gradients forward also saves the sum before its norm and,
+    in 16 bits, what rounding took from that sum; not on sm_90 in 16 bits where a token's residuals
+    have room in shared memory, of 4096 features any number of them. More than 16 residuals or 8192
     features run in plain torch, in float32.
     Source: Kimi Team, "Attention Residuals" (arXiv 2603.15031).
     """

@@ -236,6 +236,29 @@ def _store_wait(left: int = 0) -> None:
     _LOCAL.part.waits(_LOCAL.part.copies, left)
 
 
+class AsyncCopies:
+    """cp.async: places have no numbers from the copy's issue to the wait for its group."""
+
+    def __init__(self) -> None:
+        self.open: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
+
+    def async_copy_global_to_shared(self, buffer: Buffer, p: Pointer, mask: Any = True) -> None:
+        found = _load(p, mask)
+        assert buffer.shape == found.shape
+        buffer.data[...] = np.nan
+        self.open.append(lambda: buffer.store(found))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait_group(self, left: int = 0) -> None:
+        while len(self.groups) > left:
+            for finish in self.groups.pop(0):
+                finish()
+
+
 def _fence() -> None:
     _LOCAL.part.fences()
 
@@ -362,12 +385,17 @@ def _language() -> SimpleNamespace:
         arange=lambda a, b, layout=None: tensor(np.arange(a, b)),
         full=lambda shape, x, dtype, layout=None: tensor(np.full(shape, x)),
         zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape)),
-        where=lambda c, x, y: tensor(np.where(c, x, y)),
+        where=lambda c, x, y: (
+            (x if c else y) if isinstance(x, Pointer) else tensor(np.where(c, x, y))
+        ),
         minimum=lambda x, y: tensor(np.minimum(x, y)),
         maximum=lambda x, y: tensor(np.maximum(x, y)),
         max=lambda x, axis: tensor(np.max(x, axis)),
         sum=lambda x, axis: tensor(np.sum(x, axis)),
         exp2=lambda x: tensor(np.exp2(x)),
+        exp=lambda x: tensor(np.exp(x)),
+        rsqrt=lambda x: tensor(1.0 / np.sqrt(x)),
+        reduce=lambda xs, axis, add: tuple(tensor(np.sum(x, axis)) for x in xs),
         floor=lambda x: tensor(np.floor(x)),
         log2=lambda x: tensor(np.log2(x)),
         abs=lambda x: tensor(np.abs(x)),
@@ -413,6 +441,7 @@ def emulated() -> Iterator[None]:
         "gl": gl,
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit),
         "mbarrier": _mbarrier(),
+        "async_copy": AsyncCopies(),
         "copy_in": _copy_in,
         "copy_out": _copy_out,
         "store_wait": _store_wait,

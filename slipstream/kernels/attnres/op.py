@@ -1,6 +1,7 @@
 """Attention over the depth: which implementation takes a call, its gradient, and plain torch.
 
-slipstream::attnres and slipstream::attnres_backward are the operators of the Triton kernels.
+slipstream::attnres and slipstream::attnres_backward are the operators of the kernels: "triton", or
+"sm90", which has a backward of its own after Triton's forward.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.attnres.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
 # Those that the kernels take, and the most features of one.
@@ -30,7 +32,8 @@ def attnres(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """y [..., D] and p [L, ...], of which y has gradients."""
-    impls = choose(_CANDIDATES, tuple(residuals), impl, "attnres", residuals[0]).impls
+    call = *residuals, output_weight
+    impls = choose(_CANDIDATES, call, impl, "attnres", residuals[0]).impls
     return _run(query, residuals, weight, output_weight, eps, scale, impls)
 
 
@@ -43,8 +46,8 @@ def _run(
     scale: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """impl: "eager", "triton", or "triton|eager"."""
-    if not is_triton(impl):
+    """impl: "eager", "triton", "sm90", or several to try in order."""
+    if impl.startswith(PLAIN):
         y, s = eager(query, residuals, weight, output_weight, eps, scale)
         return y, s.detach().softmax(0)
     shape = residuals[0].shape
@@ -78,8 +81,9 @@ class _Attnres(Function):
         *residuals: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = query, _rows(residuals), weight, output_weight
-        y, s, rstd, lse, o, rest = forward(*given, eps, scale, impl, True)
-        o = y if output_weight is None else o
+        keep = not impl.startswith("sm90")
+        y, s, rstd, lse, o, rest = forward(*given, eps, scale, impl, keep)
+        o = y if keep and output_weight is None else o
         # no views of them, of whose changes torch has another error
         save(ctx, query, weight, output_weight, o, rest, s, rstd, lse, *residuals)
         ctx.options = eps, scale, impl
@@ -145,8 +149,10 @@ def _eager_backward(
     return found if output_weight is not None else [found[0], found[0].new_empty(0), *found[1:]]
 
 
-def _unsupported_reason(*residuals: Tensor) -> str | None:
-    """Why the Triton kernels can't take a call, or None if they can."""
+def _unsupported_reason(*call: Tensor | None) -> str | None:
+    """Why the Triton kernels can't take a call, or None if they can; call: the residuals, and the
+    output's weight."""
+    residuals = _residuals_of(call)
     first = residuals[0]
     if len(residuals) > STREAMS:
         return f"there are more than {STREAMS} residuals"
@@ -159,14 +165,45 @@ def _unsupported_reason(*residuals: Tensor) -> str | None:
     return known_failure(lambda: _kind(residuals), first.device)
 
 
-_CANDIDATES = triton_or_eager(_unsupported_reason)
+_BY_TRITON = triton_or_eager(_unsupported_reason)
 
 
-def _kind(residuals: Sequence[Tensor]) -> KernelKey:
-    return ("attnres.triton", residuals[0].dtype, residuals[0].shape[-1], len(residuals))
+def _residuals_of(call: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [x for x in call[:-1] if x is not None]
 
 
-def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str | None:
+def _sm90_unsupported(call: tuple[Tensor | None, ...]) -> str | None:
+    """Its forward is Triton's."""
+    residuals = _residuals_of(call)
+    return (
+        sm90.unsupported_reason(residuals, call[-1] is not None)
+        or _BY_TRITON[0].unsupported_reason(call)
+        or known_failure(lambda: _kind(residuals, "sm90"), residuals[0].device)
+    )
+
+
+_CANDIDATES = (
+    Candidate(
+        "sm90",
+        "residuals in shared memory backward, on sm_90",
+        _sm90_unsupported,
+        elsewhere=Selection(
+            _BY_TRITON[1].name,
+            _BY_TRITON[1].why,
+            tuple((name, "it runs on CUDA devices") for name in ("sm90", "triton")),
+        ),
+    ),
+    *_BY_TRITON,
+)
+
+
+def _kind(residuals: Sequence[Tensor], kernels: str = "triton") -> KernelKey:
+    return (f"attnres.{kernels}", residuals[0].dtype, residuals[0].shape[-1], len(residuals))
+
+
+def _mismatch(
+    residuals: Sequence[Tensor], output_weight: Tensor | None, kernels: str = "triton"
+) -> str | None:
     """The probe: rows of the same width."""
     first, width = residuals[0], residuals[0].shape[-1]
     made = {f"r{i}": numeric_probe.random_like(first, 37, width) for i in range(len(residuals))}
@@ -180,7 +217,7 @@ def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str 
         return run(given["query"], rows, given["weight"], last, *options)[0]
 
     return numeric_probe.mismatch(
-        lambda given: of(_run, given, TRITON_OR_EAGER), lambda given: of(eager, given), made
+        lambda given: of(_run, given, f"{kernels}|eager"), lambda given: of(eager, given), made
     )
 
 
@@ -233,23 +270,28 @@ def _backward(
     impl: str,
 ) -> list[Tensor]:
     """da, dwo (of no elements where there is no weight) and the gradients of the residuals."""
-    dy = dy.contiguous()
-    with _guard(impl, residuals, output_weight) as usable:
+    dy, given = dy.contiguous(), (query, residuals, weight, output_weight)
+    kernels = impl.partition("|")[0]
+    with _guard(impl, residuals, output_weight, kernels) as usable:
+        if usable and kernels == "sm90":
+            from slipstream.kernels.attnres.sm90 import launch
+
+            return launch.backward(*given, dy, s, rstd, lse, eps, scale)
         if usable:
-            from slipstream.kernels.attnres.triton import attnres as kernels
+            from slipstream.kernels.attnres.triton import attnres
 
-            return kernels.backward(
-                query, residuals, weight, output_weight, dy, o, rest, s, rstd, lse, eps, scale
-            )
-    return _eager_backward(query, residuals, weight, output_weight, dy, eps, scale)
+            return attnres.backward(*given, dy, o, rest, s, rstd, lse, eps, scale)
+    return _eager_backward(*given, dy, eps, scale)
 
 
-def _guard(impl: str, residuals: list[Tensor], output_weight: Tensor | None) -> Guard:
+def _guard(
+    impl: str, residuals: list[Tensor], output_weight: Tensor | None, kernels: str = "triton"
+) -> Guard:
     return Guard(
         impl,
         residuals[0].device,
-        lambda: _kind(residuals),
-        lambda: _mismatch(residuals, output_weight),
+        lambda: _kind(residuals, kernels),
+        lambda: _mismatch(residuals, output_weight, kernels),
     )
 
 

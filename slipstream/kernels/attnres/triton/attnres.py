@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attnres.triton.streams import named, stream
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
-STREAMS = 16
 # Of a program, by docs/dev/log/blocks.md: elements of its rows, at least one row; of these a thread
 # has A_THREAD, or half as many backward, which holds three such tiles of float32; residuals on
 # their way, with the one that is worked on, and bytes of shared memory for them.
@@ -36,45 +36,6 @@ STAGES, WIDE_STAGES_BACK = 4, 3
 AHEAD_BYTES = 48 << 10
 # Of backward a multiprocessor: of one row at a time, or of several.
 PROGRAMS = {True: 2, False: 8}
-
-
-@triton.jit
-def _stream(
-    p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, n, L: tl.constexpr
-):  # fmt: skip
-    """Pointer n of L: a number of the loop, as unrolled loads would all be kept."""
-    p = p0
-    if L > 1:
-        p = tl.where(n == 1, p1, p)
-    if L > 2:
-        p = tl.where(n == 2, p2, p)
-    if L > 3:
-        p = tl.where(n == 3, p3, p)
-    if L > 4:
-        p = tl.where(n == 4, p4, p)
-    if L > 5:
-        p = tl.where(n == 5, p5, p)
-    if L > 6:
-        p = tl.where(n == 6, p6, p)
-    if L > 7:
-        p = tl.where(n == 7, p7, p)
-    if L > 8:
-        p = tl.where(n == 8, p8, p)
-    if L > 9:
-        p = tl.where(n == 9, p9, p)
-    if L > 10:
-        p = tl.where(n == 10, p10, p)
-    if L > 11:
-        p = tl.where(n == 11, p11, p)
-    if L > 12:
-        p = tl.where(n == 12, p12, p)
-    if L > 13:
-        p = tl.where(n == 13, p13, p)
-    if L > 14:
-        p = tl.where(n == 14, p14, p)
-    if L > 15:
-        p = tl.where(n == 15, p15, p)
-    return p
 
 
 @triton.jit
@@ -103,7 +64,7 @@ def attnres_fwd_kernel(
     b_sum = tl.zeros([BR], tl.float32)
     b_o = tl.zeros([BR, BD], tl.float32)
     for n in tl.range(0, L, num_stages=STAGES):
-        v_ptr = _stream(
+        v_ptr = stream(
             v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
             v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
         )  # fmt: skip
@@ -162,11 +123,11 @@ def attnres_bwd_kernel(
             b_do = b_last[:, None] * (b_do - b_u * (tl.sum(b_do * b_u, 1) / D)[:, None])
         b_delta = tl.sum(b_do * b_o, 1)
         for n in tl.range(0, L, num_stages=STAGES):
-            v_ptr = _stream(
+            v_ptr = stream(
                 v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
                 v8_ptr, v9_ptr, v10_ptr, v11_ptr, v12_ptr, v13_ptr, v14_ptr, v15_ptr, n, L,
             )  # fmt: skip
-            d_ptr = _stream(
+            d_ptr = stream(
                 d0_ptr, d1_ptr, d2_ptr, d3_ptr, d4_ptr, d5_ptr, d6_ptr, d7_ptr,
                 d8_ptr, d9_ptr, d10_ptr, d11_ptr, d12_ptr, d13_ptr, d14_ptr, d15_ptr, n, L,
             )  # fmt: skip
@@ -196,11 +157,6 @@ def _stages(first: Tensor, tile: int, most: int) -> int:
     return min(most, 1 + AHEAD_BYTES // (tile * first.element_size()))
 
 
-def _named(letter: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    given = [*tensors, *[None] * (STREAMS - len(tensors))]
-    return {f"{letter}{i}_ptr": x for i, x in enumerate(given)}
-
-
 def _given(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
@@ -226,7 +182,7 @@ def forward(
     if R > 0:
         with device_of(first.device):
             cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
-                **_named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
+                **named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
                 y_ptr=y, o_ptr=_given(o), rest_ptr=_given(rest), s_ptr=s, rstd_ptr=rstd,
                 lse_ptr=lse, R=R,
                 eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
@@ -265,7 +221,7 @@ def backward(
     if R > 0:
         with device_of(first.device):
             cached(attnres_bwd_kernel)[(programs,)](
-                **_named("v", residuals), **_named("d", grads), q_ptr=query, w_ptr=weight,
+                **named("v", residuals), **named("d", grads), q_ptr=query, w_ptr=weight,
                 wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, rest_ptr=_given(rest), s_ptr=s,
                 rstd_ptr=rstd, lse_ptr=lse, da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale,
                 L=L, D=D, BR=BR, BD=BD, STAGES=stages, num_warps=warps,

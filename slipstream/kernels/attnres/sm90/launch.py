@@ -1,0 +1,60 @@
+"""Launch of the backward for sm_90: no memory beyond results but 4 or 8 bytes a channel and program
+for sums over rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attnres.sm90 import plan
+from slipstream.kernels.attnres.sm90.backward import attnres_bwd_sm90_kernel
+from slipstream.kernels.attnres.triton.streams import named
+from slipstream.runtime.backends import device_of, sm_count
+from slipstream.runtime.launch_cache import cached
+
+
+def backward(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    weight: Tensor,
+    output_weight: Tensor | None,
+    dy: Tensor,
+    s: Tensor,
+    rstd: Tensor,
+    lse: Tensor,
+    eps: float,
+    scale: float,
+) -> list[Tensor]:
+    """As triton/attnres.py's, without the sum o."""
+    first, L = residuals[0], len(residuals)
+    R, D = first.shape
+    grads = [torch.empty_like(x) for x in residuals]
+    normed = output_weight is not None
+    tile = plan.tile(L, D, normed)
+    programs = min(R, plan.programs(L, tile, normed) * sm_count(first.get_device()))
+    da = first.new_empty(programs, D, dtype=torch.float32)
+    dwo = torch.empty_like(da) if normed else None
+    if R > 0:
+        with device_of(first.device):
+            cached(attnres_bwd_sm90_kernel)[(programs,)](
+                **named("v", residuals),
+                **named("d", grads),
+                q_ptr=query,
+                w_ptr=weight,
+                wo_ptr=output_weight,
+                dy_ptr=dy,
+                s_ptr=s,
+                rstd_ptr=rstd,
+                lse_ptr=lse,
+                da_ptr=da,
+                dwo_ptr=dwo,
+                R=R,
+                eps=eps,
+                scale=scale,
+                L=L,
+                LP=1 << (L - 1).bit_length(),
+                D=D,
+                **tile._asdict(),
+                num_warps=tile.WARPS,
+            )
+    return [da.sum(0), da.new_empty(0) if dwo is None else dwo.sum(0), *grads]

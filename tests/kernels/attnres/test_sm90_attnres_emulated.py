@@ -1,0 +1,80 @@
+"""The backward for sm_90 as numpy, with its launch, against plain torch in float64.
+
+Layouts and rounding are not there (test_attnres_compiles.py); copies in flight are.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attnres import op
+from slipstream.kernels.attnres.sm90 import plan
+from tests.gluon_emulator import linear as emulator
+from tests.gluon_emulator import threads
+
+PARTS = "slipstream.kernels.attnres.sm90.", "slipstream.kernels.attnres.triton.streams"
+PROGRAMS = 3
+
+
+class _Launcher:
+    """Kernel[grid](**arguments), as launches write it."""
+
+    def __init__(self, kernel: Callable) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Callable:
+        def call(**arguments: Any) -> None:
+            del arguments["num_warps"]
+            given = {
+                n: emulator.Pointer(x) if isinstance(x, Tensor) else x for n, x in arguments.items()
+            }
+            given["R"] = threads.tensor(given["R"])
+            threads.launch(functools.partial(self.kernel, **given), grid[0], ())
+
+        return call
+
+
+@functools.cache
+def launch() -> Any:
+    with mock.patch.object(emulator, "ANEW", (*emulator.ANEW, *PARTS)), emulator.emulated():
+        made = importlib.import_module(f"{PARTS[0]}launch")
+    vars(made).update(cached=_Launcher, sm_count=lambda device: PROGRAMS)
+    return made
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("L", "R", "D"), [(1, 1, 8), (3, 8, 1024), (9, 7, 1160), (16, 4, 7168)])
+def test_emulated_matches_torch(L: int, R: int, D: int, normed: bool) -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(R, D).double() for _ in range(L)]
+    query, weight, last, dy = torch.randn(3 + R, D).double().split([1, 1, 1, R])
+    query, weight = query[0] * D**-0.5, weight[0]
+    output = last[0] if normed else None
+    _, s = op.eager(query, rows, weight, output, 1e-6, 0.5)
+    rstd = torch.stack([(x.square().mean(-1) + 1e-6).rsqrt() for x in rows])
+    with mock.patch.object(plan, "programs", return_value=1):
+        got = launch().backward(query, rows, weight, output, dy, s, rstd, s.logsumexp(0), 1e-6, 0.5)
+    want = op._eager_backward(query, rows, weight, output, dy, 1e-6, 0.5)
+    for x, right in zip(got, want, strict=True):
+        assert (x.double() - right).norm() <= 1e-5 * right.norm()
+
+
+def test_planned_programs_fit() -> None:
+    for L, D, normed in ((9, 4096, True), (16, 7168, False), (1, 8, True), (16, 8, False)):
+        tile = plan.tile(L, D, normed)
+        used = plan.shared_bytes(L, tile, normed)
+        assert used <= plan.MAX_SHARED and tile.BD * tile.PIECES >= D
+        assert plan.programs(L, tile, normed) * (used + plan.RESERVED) <= plan.SHARED
+    rows = [torch.empty(1, 8192, dtype=torch.bfloat16)] * 16
+    with mock.patch.object(plan, "sm90_unsupported", return_value=None):
+        assert "no room in shared memory" in str(plan.unsupported_reason(rows, False))
+        assert "16 bits" in str(plan.unsupported_reason([torch.empty(1, 8)], False))
+        assert "no multiple" in str(plan.unsupported_reason([rows[0][:, :9]], True))
+        assert "Triton's is faster" in str(plan.unsupported_reason(rows[:9], True))
+        assert plan.unsupported_reason(rows[:13], False) is None
