@@ -206,31 +206,15 @@ def dplr_dqkg_kernel(
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
-    db_ptr,
-    dg_ptr,
+    db_ptr, dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
     strong_ptr,  # [chunks, HV]
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    tokens,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    DELTA: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr,
-    FP32: tl.constexpr,
-    APART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, T, N, HV, H, tokens,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DELTA: tl.constexpr, HAS_GATE: tl.constexpr, CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr, FP32: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
     NK: tl.constexpr = (K + BK - 1) // BK
     GK: tl.constexpr = K**CHANNEL

@@ -69,30 +69,12 @@ def vector_decay_chunk_kernel(
     z_ptr,  # [chunks, HV, X]
     anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
-    scale,
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    HR,
-    HX,
-    segment,
-    D: tl.constexpr,
-    X: tl.constexpr,
-    BD: tl.constexpr,
-    BX: tl.constexpr,
-    C: tl.constexpr,
-    ANCHOR_INTERVAL: tl.constexpr,
-    REVERSE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, scale_in, scale_out, T, N, HV, HR, HX, segment,
+    D: tl.constexpr, X: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
+    ANCHOR_INTERVAL: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
     Without SPLIT a segment is a sequence, and segment is T.
