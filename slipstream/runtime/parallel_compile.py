@@ -6,10 +6,11 @@ compile, in threads, and operations of torch write to nothing that was there bef
 Nothing that a call decides depends on what is in its tensors, since it does not wait for the GPU.
 So both runs want the same kernels.
 
-What holds Python's lock, making the first form of a kernel out of its source, is done one kernel at
-a time, in the order of the launches: else all of them were late at what needs no lock. The digest
-of Triton (compiler/triton_cache_key.py) is made, if it has to be, while the kernels' modules are
-imported.
+Threads begin when the call has run: each operation of torch gives up Python's lock, and would wait
+to get it back from whoever makes a kernel's first form out of its source, which holds it. That is
+done one kernel at a time, those first that take longest to compile: at the end of it little is left
+to do. The digest of Triton (compiler/triton_cache_key.py) is made, if it has to be, while the
+kernels' modules are imported.
 
 Several processes that begin with one empty cache of Triton's compile each kernel once: the first to
 come holds a lock in the kernel's folder of that cache, and the others wait for what it makes.
@@ -20,7 +21,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from inspect import getclosurevars
 from pathlib import Path
@@ -35,8 +36,19 @@ from slipstream.compiler import triton_cache_key
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import WrongId
 
-# Of a call and its gradient, that take long to compile: there are at most about fifteen.
-MAX_THREADS = 16
+# Of a model's step there are at most about so many kernels. A thread may only wait (for its turn,
+# for another process, for the assembler): there are twice as many as processors.
+MAX_THREADS = 40
+# Kernels that take more than a second of a processor's time, the longest first.
+LONGEST = (
+    "softmax_bwd_sm90_kernel",
+    "dplr_intra_safe_sm90_kernel",
+    "softmax_fwd_sm90_kernel",
+    "dplr_intra_safe_bwd_sm90_kernel",
+    "conv_bwd_rolling_kernel",
+    "dplr_wy_sm90_kernel",
+    "dplr_dqkg_sm90_kernel",
+)
 # Seconds for another process to compile a kernel; after that this one does it, too.
 PATIENCE = 120
 
@@ -53,23 +65,18 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
         return
 
     class Mode(AsyncCompileMode):
-        """before: what the next kernel's first form waits for."""
-
-        before = threading.Event()
-        before.set()
-
         def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
             if key not in self.future_kernels:
-                before, self.before = self.before, threading.Event()
-                compile_fn = partial(_compiled, key, compile_fn, before, self.before)
+                compile_fn = _Task(key, compile_fn)
             return super().submit(key, compile_fn, finalize_fn)
 
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     nested = of_thread.warmup is not None
     if captures or nested or active_mode.get() is not None:
         return
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool, Mode(pool, ignore_errors=True):
+    threads, later = min(MAX_THREADS, 2 * (os.cpu_count() or 1)), _Later()
+    executor: Any = later
+    with ThreadPoolExecutor(threads) as pool, Mode(executor, ignore_errors=True):
         of_thread.warmup = pool.submit(triton_cache_key.reuse)
         try:
             with _ProtectInputs():
@@ -80,37 +87,73 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
             pass
         finally:
             of_thread.warmup = None
+            later.start(pool)
 
 
-def _compiled(key: Any, compile_fn: Callable[[], Any], before: Any, done: Any) -> Any:
-    """compile_fn(), which waits for `before` where it would hold Python's lock; then `done`."""
-    once = _Once()
-    with contextlib.suppress(Exception):
-        src = getclosurevars(compile_fn).nonlocals["src"]
-        once = _Once(key, src.name)
-        src.make_ir = partial(_serialised, src.make_ir, before, done, once)
-    try:
+class _Task:
+    """Compiles a kernel; before: is set when it may hold Python's lock, done: by itself, when that
+    is another's."""
+
+    def __init__(self, key: Any, compile_fn: Callable[[], Any]) -> None:
+        self._compile, self._once, self.name = compile_fn, _Once(), ""
+        self.before, self.done = threading.Event(), threading.Event()
+        with contextlib.suppress(Exception):
+            src = getclosurevars(compile_fn).nonlocals["src"]
+            src.make_ir = partial(self._make_ir, src.make_ir)
+            self._once, self.name = _Once(key, src.name), src.name
+
+    @property
+    def order(self) -> int:
+        return LONGEST.index(self.name) if self.name in LONGEST else len(LONGEST)
+
+    def __call__(self) -> Any:
+        self.before.wait()
         try:
-            kernel = compile_fn()
-        except _Elsewhere:
-            once.wait()
-            kernel = compile_fn()  # finds it in the cache, or makes it now
-        return _with_launcher(kernel)
-    finally:
-        once.release()
-        done.set()
+            try:
+                kernel = self._compile()
+            except _Elsewhere:
+                self._once.wait()
+                kernel = self._compile()  # finds it in the cache, or makes it now
+            self.done.set()
+            return _with_launcher(kernel)
+        finally:
+            self._once.release()
+            self.done.set()
+
+    def _make_ir(self, make_ir: Callable[..., Any], *args: Any) -> Any:
+        try:
+            if self._once.is_elsewhere():
+                raise _Elsewhere
+            return make_ir(*args)
+        finally:
+            self.done.set()
 
 
-def _serialised(
-    make_ir: Callable[..., Any], before: Any, done: Any, once: "_Once", *args: Any
-) -> Any:
-    before.wait()
+class _Later:
+    """An executor of tasks that are begun when all are known."""
+
+    def __init__(self) -> None:
+        self._tasks: list[tuple[_Task, Future]] = []
+
+    def submit(self, task: _Task) -> Future:
+        future: Future = Future()
+        self._tasks.append((task, future))
+        return future
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Each task after what the one before has done with Python's lock."""
+        free = threading.Event()
+        free.set()
+        for task, future in sorted(self._tasks, key=lambda x: x[0].order):
+            task.before, free = free, task.done
+            pool.submit(_settle, future, task)
+
+
+def _settle(future: Future, task: _Task) -> None:
     try:
-        if once.is_elsewhere():
-            raise _Elsewhere
-        return make_ir(*args)
-    finally:
-        done.set()
+        future.set_result(task())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class _Elsewhere(Exception):

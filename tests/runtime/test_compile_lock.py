@@ -1,12 +1,18 @@
-"""The lock of a kernel among processes, where the file system of Triton's cache has none."""
+"""The lock of a kernel among processes, where the file system of Triton's cache has none; and whose
+turn it is in one process."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import filelock
 import pytest
 
-from slipstream.runtime.parallel_compile import _Once
+import slipstream
+from slipstream.runtime import parallel_compile
+from slipstream.runtime.parallel_compile import LONGEST, _Later, _Once, _Task
 
 pytest.importorskip("triton")
 
@@ -25,3 +31,35 @@ def test_without_locks_every_process_compiles(
     once.wait()
     once.release()
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_longest_kernel_comes_first(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others in their order; one that fails keeps nobody waiting."""
+    came: list[str] = []
+
+    def compile_fn(name: str) -> None:
+        came.append(name)
+        if name == LONGEST[1]:
+            raise KeyError(name)
+
+    # which wants a GPU
+    monkeypatch.setattr(parallel_compile, "_with_launcher", lambda kernel: kernel)
+    later = _Later()
+    futures = {}
+    for name in ("some_kernel", LONGEST[1], "another_kernel", LONGEST[0]):
+        task = _Task(None, partial(compile_fn, name))
+        task.name = name
+        futures[name] = later.submit(task)
+    time.sleep(0.01)
+    assert not came
+    with ThreadPoolExecutor(threads) as pool:
+        later.start(pool)
+    assert came == [LONGEST[0], LONGEST[1], "some_kernel", "another_kernel"]
+    assert isinstance(futures[LONGEST[1]].exception(), KeyError)
+    assert futures[LONGEST[0]].exception() is None
+
+
+def test_long_kernels_are_there() -> None:
+    text = "".join(x.read_text() for x in Path(slipstream.__file__).parent.rglob("kernels/**/*.py"))
+    assert all(f"def {name}(" in text for name in LONGEST)

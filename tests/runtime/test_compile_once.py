@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,12 @@ def compile_one(begin: Any, made: Path, fails: bool) -> None:
     def async_compile() -> Any:
         return triton.compile(src, target=target, _env_vars={})
 
-    before, done = threading.Event(), threading.Event()
-    before.set()
     begin.wait()
-    kernel = parallel_compile._compiled(key, async_compile, before, done)
+    task = parallel_compile._Task(key, async_compile)
+    task.before.set()
+    kernel = task()
+    assert task.done.is_set()
     assert "cubin" in kernel.asm
-    assert done.is_set()
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["all live", "first dies"])
