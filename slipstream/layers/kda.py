@@ -118,6 +118,8 @@ class KimiDeltaAttention(DeltaHeads):
             return [*before, q, k, v, g]
 
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
+        # every fourth layer keeps them: what is made again takes time, what is kept memory
+        elements = elements if self.layer_idx % 4 else 0
         with Recompute(prepare, elements) as (*_, q, k, v, g):
             heads = (self.num_heads, self.head_dim)
             o, recurrent = kda(
