@@ -11,7 +11,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 ROOT = Path(__file__).parents[1]
 # bytes for a token and channel, and without what is made again
 LIMITS = {
-    "attention": (26.5, 26.5),
+    "attention": (22.5, 22.5),
     "gated_deltanet": (25.5, 35.5),
     "kda": (28.5, 42.5),
     "mamba2": (30.5, 46.5),

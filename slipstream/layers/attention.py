@@ -17,8 +17,8 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.host import on_host
-from slipstream.nn.linear import linears
-from slipstream.ops.attention import attention
+from slipstream.nn.linear import is_hooked, linears
+from slipstream.ops.attention import attention, rotary_attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
 from slipstream.ops.rotary import rotary_embedding, rotary_heads
 from slipstream.runtime.context_parallel import ContextParallel
@@ -110,6 +110,12 @@ class Attention(Mixer):
     ) -> Mixed:
         at = token_positions(x, cu_seqlens, positions, state, context)
         qkv, gate = linears(x, (self.qkv_proj, self.g_proj))
+        if state is None and context is None and not use_cache and self._only_rotates(qkv):
+            heads = qkv.unflatten(-1, (-1, self.head_dim))
+            fresh = not is_hooked(self.qkv_proj)
+            more = self.sizes, self.window_size, cu_seqlens, fresh
+            o = rotary_attention(heads, self._tables(qkv, at), *more)
+            return self.o_proj(self._gated(o, gate)), None
         q, k, v = self._heads(qkv, at)
         cache = lengths = None
         if state is not None or use_cache:
@@ -178,15 +184,26 @@ class Attention(Mixer):
         o = o.flatten(-2)
         return o if gate is None else o * gate.sigmoid()
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values."""
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+
+    def _only_rotates(self, qkv: Tensor) -> bool:
+        """Whether nothing but a rotation by tables is between the projection and attention."""
+        return self.rotary_dim > 0 and self.q_norm is None and not on_host(qkv)
+
+    def _tables(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return decoding.tables(at, self.rotary_dim, self.rotary_base, wide)
+
     def _heads(self, qkv: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of what qkv_proj returns, normalised and rotated."""
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        x = qkv
+        heads = self.sizes
+        tables = None
+        if self.rotary_dim and not on_host(qkv):
+            tables = self._tables(qkv, at)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
-        tables: Any = None
-        if self.rotary_dim and not on_host(x):
-            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-            tables = decoding.tables(at, self.rotary_dim, self.rotary_base, wide)
         if self.q_norm is None and tables is not None:
             return rotary_heads(qkv, tables, heads)
         if self.q_norm is None:

@@ -4,15 +4,20 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.attention.context import key_copies, softmax_by_heads
-from slipstream.kernels.attention.dispatch import run
+from slipstream.kernels.attention.dispatch import plan_of_rotated, run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.rotary import softmax_of_rotated
+from slipstream.ops.rotary import rotary_heads
+from slipstream.runtime.autograd import by_operation, needs_autograd
 from slipstream.runtime.context_exchange import tie
 from slipstream.runtime.context_parallel import ContextParallel, copied
 from slipstream.runtime.context_share import Share
+from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import expect_offsets
 
 
@@ -176,6 +181,35 @@ def attention(
     options = AttentionOptions(factor, left, right, float(softcap or 0.0), float(dropout_p))
     o, lse = run(terms, options, return_lse, impl, consistent)
     return o if lse is None else (o, lse)
+
+
+def rotary_attention(
+    qkv: Tensor,
+    tables: tuple[Tensor, Tensor],
+    sizes: tuple[int, int, int],
+    window_size: int | None,
+    cu_seqlens: Tensor | None,
+    fresh: bool,
+) -> Tensor:
+    """Causal attention of q, k and v in qkv [B, T, H, D], sizes[i] heads of each, the first two
+    turned as rotary_embedding does; tables: cos and sin [B or 1, T, R/2].
+
+    fresh: nobody else reads qkv, and where gradients follow it may be overwritten.
+    """
+    q, k, v = qkv.split(sizes, 2)
+    left, right = window_of(window_size, True)
+    terms = AttentionInputs(q, k, v, cu_q=cu_seqlens, cu_k=cu_seqlens)
+    options = AttentionOptions(scale_of(None, q), left, right, 0.0, 0.0)
+    impls = None
+    if needs_autograd(qkv) and not by_operation() and autocast_dtype(qkv) in (None, qkv.dtype):
+        impls = plan_of_rotated(terms, options, tables[0])
+    if impls is None:
+        q, k, v = rotary_heads(qkv, tables, sizes)
+        return attention(q, k, v, window_size=window_size, cu_seqlens=cu_seqlens)
+    _check(q, k, v, cu_seqlens, cu_seqlens, None)
+    # selective checkpointing may hand out qkv again
+    alone = _get_current_dispatch_mode() is None or of_thread.warmup is not None
+    return softmax_of_rotated(qkv, *tables, cu_seqlens, sizes, options, impls, fresh and alone)
 
 
 def _across_ranks(

@@ -15,8 +15,10 @@ from slipstream.kernels.attention.triton.plan import (
     kind,
     unsupported_reason,
 )
+from slipstream.kernels.pointwise import rotary
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.backends import is_fake, triton_unsupported
 from slipstream.runtime.consistent import BLOCK, consistent_scope
 from slipstream.runtime.dispatch import Candidate, ValidationCache, choose, signature
 
@@ -103,6 +105,17 @@ def run(
     if rows:
         o, lse = o.view(B, T, *o.shape[2:]), lse.view(o.shape[2], B, T).transpose(0, 1)
     return o, lse if want_lse else None
+
+
+def plan_of_rotated(inputs: AttentionInputs, options: AttentionOptions, cos: Tensor) -> str | None:
+    """What is told to try for queries and keys that a rotary embedding turns inside of the call
+    (rotary.py); None where kernels do not take one of both, or the call is to be consistent."""
+    if consistent_scope.on or rotary.unsupported_reason(inputs.q, cos.shape[-1]) is not None:
+        return None
+    if is_fake(inputs.q) or triton_unsupported(inputs.q, "the input") is not None:
+        return None
+    plan = choose(CANDIDATES, (inputs, options), None, "attention", inputs.q)
+    return None if plan.impl == "eager" else plan.impls
 
 
 def _packed_rows(inputs: AttentionInputs) -> AttentionInputs:

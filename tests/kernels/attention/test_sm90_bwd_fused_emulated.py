@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.pointwise.rotary import rotary_reference
 from tests.gluon_emulator.threads import Descriptor, launch_together
 from tests.support.attention_calls import Call, check, incoming, want
 from tests.support.sm90_attention import CALLS, at, desc, factors, flags, found, offsets, ptr, sizes
@@ -31,13 +32,44 @@ def test_fused_backward_matches_reference(call: Call, D: int) -> None:
     check(grads, {name: right[name] for name in grads}, 1e-9, call.name)
 
 
+@pytest.mark.parametrize("rows", [1, None], ids=["one table", "tables of each row"])
+@pytest.mark.parametrize("call", [x for x in TAKEN if x.T == x.S and x.used is None])
+def test_keys_are_rotated_back(call: Call, rows: int | None) -> None:
+    """Gradients of keys and values, as heads of one tensor, of keys before a rotary embedding."""
+    D = 64
+    call = Call(**{**vars(call), "D": D, "DV": D})
+    terms, options = call.terms(torch.float64), call.options
+    do, dlse = incoming(terms)
+    right = want(terms, options, do, dlse)
+    angles = torch.rand(rows or terms.k.shape[0], call.S, D // 2, dtype=torch.float64)
+    tables = angles.cos(), angles.sin()
+    grads = fused(terms, options, right, do, dlse, tables)
+    cos, sin = (x[:, :, None] for x in tables)
+    right["k"] = rotary_reference(right["k"], cos, -sin, False)
+    check(grads, {name: right[name] for name in grads}, 1e-9, call.name)
+
+
 def fused(
-    terms: AttentionInputs, options: AttentionOptions, right: dict, do: Any, dlse: Any
+    terms: AttentionInputs,
+    options: AttentionOptions,
+    right: dict,
+    do: Any,
+    dlse: Any,
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
     o, lse = right["o"], right["lse"]
     dk, dv = (torch.full_like(x, torch.nan) for x in (k, v))
+    given, to_dk, to_dv = {}, ptr(dk), ptr(dv)
+    if tables is not None:
+        HKV = k.shape[2]
+        whole = torch.full((*k.shape[:2], H + 2 * HKV, D), torch.nan).double()
+        _, dk, dv = whole.split([H, HKV, HKV], 2)
+        to_dk, to_dv = (ptr(whole) + n * D for n in (H, H + HKV))
+        cos, sin = tables
+        given = {"cos_ptr": ptr(cos), "sin_ptr": ptr(sin)}
+        given |= {"table_rows": T if cos.shape[0] > 1 else 0}
     N, cu = terms.sequences, terms.cu_q
     tiles = -(-T // 64) if cu is None else T // 64 + N
     sums = torch.full((B * H * tiles, 64, D), torch.nan).double()
@@ -57,10 +89,10 @@ def fused(
     dq = Descriptor(sums.numpy().reshape(-1, D), (64, D // 2))
     launch_together(
         found("bwd_fused:softmax_bwd_sm90_kernel"), sizes(terms, options, True)[8],
-        (desc(q, 64), desc(k, 128), desc(v, 128), desc(do, 64), *rows, dq, ptr(turns), ptr(dk),
-         ptr(dv), *offsets(terms), *factors(options), options.scale, *sizes(terms, options, True),
+        (desc(q, 64), desc(k, 128), desc(v, 128), desc(do, 64), *rows, dq, ptr(turns), to_dk,
+         to_dv, *offsets(terms), *factors(options), options.scale, *sizes(terms, options, True),
          *at(q), *at(k), *at(v), *at(do)),
-        BM=64, D=D, ST=2, **flags(terms, options),
+        BM=64, D=D, ST=2, **flags(terms, options), **given,
     )  # fmt: skip
     sums = torch.where(turns[:, None, None] > 0, sums * options.scale, 0.0).view(B, H, -1, D)
     parts = [sums[:, :, to : to + length] for length, to in zip(lengths, places)]

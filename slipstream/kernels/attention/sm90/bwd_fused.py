@@ -222,8 +222,26 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
 
 
 @gluon.jit
+def _rotated_back(dk, cos_ptr, sin_ptr, rows, D: gl.constexpr):
+    """Gradients of 64 keys, from those of the keys turned by a rotary embedding, whose pairs are
+    (i, i + D / 2): both are one thread's. The tables' rows begin with the first key's."""
+    HALF: gl.constexpr = D // 2
+    a, b = gl.split(gl.permute(gl.reshape(dk, [64, 2, HALF]), (0, 2, 1)))
+    layout: gl.constexpr = a.type.layout
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    o_c = gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    at = o_r[:, None] * HALF + o_c[None, :]
+    mask = (o_r < rows)[:, None] & (o_c >= 0)[None, :]
+    cos = gl.load(cos_ptr + at, mask=mask, other=0.0)
+    sin = gl.load(sin_ptr + at, mask=mask, other=0.0)
+    both = gl.join(a * cos + b * sin, b * cos - a * sin)
+    both = gl.reshape(gl.permute(both, (0, 2, 1)), [64, D])
+    return gl.convert_layout(both, dk.type.layout)
+
+
+@gluon.jit
 def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
-          sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+          sizes, window, pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
     """The loop over a unit's queries for 64 of its keys, then dk and dv to memory."""
     group = sizes.group
@@ -298,24 +316,39 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
         buffers.k.index(opaque_zero).slice(c * 64, 64),
         buffers.v.index(opaque_zero).slice(c * 64, 64),
     )
-    out_k = stage_through_smem(k, (dk * scale).to(k.dtype), D)
-    out_v = stage_through_smem(v, dv.to(k.dtype), D)
+    if tables[0] is None:
+        out_k = stage_through_smem(k, (dk * scale).to(k.dtype), D)
+        out_v = stage_through_smem(v, dv.to(k.dtype), D)
     row, _, i_kv, i_kb, begin_k, capacity = load_scalar(pad, scalars[5:], FIRST + 5, D)
     S, H, each = opaque((sizes.S, sizes.H, group), i_step)
     HKV = H // each
-    at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
-    store_staged(dk_ptr + at, out_k, HKV * D, capacity - row, i_step, D)
-    store_staged(dv_ptr + at, out_v, HKV * D, capacity - row, i_step, D)
+    if tables[0] is None:
+        pitch = HKV
+    else:
+        # beside those of queries in one tensor; values first, which frees their registers
+        pitch = H + 2 * HKV
+        out_v = stage_through_smem(v, dv.to(k.dtype), D)
+    at = ((i_kb.to(gl.int64) * S + begin_k + row) * pitch + i_kv) * D
+    if tables[0] is None:
+        store_staged(dk_ptr + at, out_k, pitch * D, capacity - row, i_step, D)
+    store_staged(dv_ptr + at, out_v, pitch * D, capacity - row, i_step, D)
+    if tables[0] is not None:
+        cos_ptr, sin_ptr, table_rows = tables
+        HALF: gl.constexpr = D // 2
+        first = (i_kb.to(gl.int64) * table_rows + begin_k + row) * HALF
+        dk = _rotated_back(dk * scale, cos_ptr + first, sin_ptr + first, capacity - row, D)
+        out_k = stage_through_smem(k, dk.to(k.dtype), D)
+        store_staged(dk_ptr + at, out_k, pitch * D, capacity - row, i_step, D)
 
 
 @gluon.jit
 def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
-               sizes, window, pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+               sizes, window, pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
                FLAGS: gl.constexpr):  # fmt: skip
     units = sizes.units
     if D > SPARE_REGISTERS:
         _unit(c, program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers, full,
-              empty, offsets, sizes, window, pad, BM, D, ST, FLAGS)  # fmt: skip
+              empty, offsets, sizes, window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
     else:
         # one unit too, but a loop to the compiler: without it ptxas computes addresses of buffers
         # and barriers in uniform registers
@@ -325,26 +358,27 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
             programs = units
         for unit in range(program_id_volatile(units), units, programs):
             _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-                  window, pad, BM, D, ST, FLAGS)  # fmt: skip
+                  window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _warpgroup_0(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-           pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+           pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
            FLAGS: gl.constexpr):  # fmt: skip
     _tile_loop(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-               pad, BM, D, ST, FLAGS)  # fmt: skip
+               pad, tables, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit
 def _warpgroup_1(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-            pad, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+            pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
             FLAGS: gl.constexpr):  # fmt: skip
     _tile_loop(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-               pad, BM, D, ST, FLAGS)  # fmt: skip
+               pad, tables, BM, D, ST, FLAGS)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES])
+@gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES,
+                              "table_rows"])  # fmt: skip
 def softmax_bwd_sm90_kernel(
     desc_q,  # tiles [BM, D]
     desc_k,  # [128, D]
@@ -391,8 +425,14 @@ def softmax_bwd_sm90_kernel(
     FLAGS: gl.constexpr,
     CONSUMER: gl.constexpr,
     PRODUCER: gl.constexpr,
+    cos_ptr=None,  # [B or 1, S, D / 2], float32: keys were turned, and dk is of those before
+    sin_ptr=None,
+    table_rows=None,  # S, or 0 for tables of one batch row
 ):
-    """grid (units,); a unit is 128 keys of a head. ST: buffers of queries."""
+    """grid (units,); a unit is 128 keys of a head. ST: buffers of queries.
+
+    With tables, dk and dv are heads of [KB, S, H + 2 HKV, D].
+    """
     dtype: gl.constexpr = desc_q.dtype
     dx_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BM], dtype)
     buf_k = gl.allocate_shared_memory(dtype, [1, 128, D], desc_k.layout)
@@ -418,15 +458,16 @@ def softmax_bwd_sm90_kernel(
     empty = Empty(empty_x, empty_dq, done, empty_dx)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
     sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
+    tables = (cos_ptr, sin_ptr, table_rows)
     gl.warp_specialize([
         (_warpgroup_0, (dk_ptr, dv_ptr, factor, cap, scale,
                   buffers, full, empty, offsets,
                   sizes, (left, right),
-                  pad, BM, D, ST, FLAGS)),
+                  pad, tables, BM, D, ST, FLAGS)),
         (_warpgroup_1, (dk_ptr, dv_ptr, factor, cap, scale,
                    buffers, full, empty, offsets,
                    sizes, (left, right),
-                   pad, BM, D, ST, FLAGS)),
+                   pad, tables, BM, D, ST, FLAGS)),
         (load_partition, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
                  LoadBuffers(buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
                  LoadFull(full_k, full_q, full_do), empty_x,

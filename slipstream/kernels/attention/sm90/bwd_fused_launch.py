@@ -32,9 +32,13 @@ def fused(
     matrix: Any,
     common: dict[str, Any],
     flags: dict[str, Any],
+    tables: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Writes dq, dk and dv. `matrix` makes launch.py's descriptors, `common` and `flags`
     are arguments that it gives all kernels.
+
+    tables: cos and sin [B or 1, T, D / 2], float32, of a rotary embedding that has turned q and k:
+    dq and dk are of those before. Then dq, dk and dv are heads of one tensor, one after another.
 
     Returns:
         base and delta [B, H, tiles * BM], infinite and 0 where there is no query.
@@ -55,6 +59,13 @@ def fused(
     semaphores = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
     matrices = matrix("q", inputs.q, BM) | matrix("k", inputs.k, BN)
     matrices |= matrix("v", inputs.v, BN) | matrix("do", do, BM)
+    rotation: dict[str, Any] = {}
+    pitch: dict[str, Any] = {}
+    if tables is not None:
+        cos, sin = tables
+        each = T if cos.shape[0] > 1 else 0
+        rotation = {"cos_ptr": cos, "sin_ptr": sin, "table_rows": each}
+        pitch = {"PITCH": H + 2 * HKV}
     section = max(1, min(pairs, FUSED_SECTION_BYTES // (T * H // HKV * 4 * D * do.element_size())))
     cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
         desc_base=_tiles(base.view(-1), BM),
@@ -79,6 +90,7 @@ def fused(
         D=D,
         ST=BUFFERS[D],
         **flags,
+        **rotation,
     )
     cached(softmax_dq_of_sums_kernel)[(B * H * queries,)](
         sums_ptr=sums,
@@ -95,6 +107,8 @@ def fused(
         BM=BM,
         PACKED=inputs.cu_q is not None,
         num_warps=4,
+        **rotation,
+        **pitch,
     )
     return base, delta
 

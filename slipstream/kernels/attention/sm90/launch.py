@@ -107,6 +107,29 @@ def backward(
     return grads
 
 
+def backward_of_rotated(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """Gradients of q, k and v before q and k were turned by the tables [B or 1, T, D / 2], as heads
+    of one tensor [B, T, H + 2 HKV, D], for widths in BUFFERS."""
+    inputs, options, _ = triton_launch.to_kernel_layout(inputs, options)
+    q, HKV = inputs.q, inputs.k.shape[2]
+    B, T, H, D = q.shape
+    grads = torch.empty(B, T, H + 2 * HKV, D, dtype=q.dtype, device=q.device)
+    dq, dk, dv = grads.split([H, HKV, HKV], 2)
+    do, tables = do.contiguous(), (cos.contiguous(), sin.contiguous())
+    common, flags = _common(inputs, options), _flags(inputs, options)
+    with device_of(q.device):
+        fused(inputs, options, o, lse, do, None, dq, dk, dv, _matrix, common, flags, tables)
+    return grads
+
+
 def _section(inputs: AttentionInputs, options: AttentionOptions) -> int:
     """How many pairs of sequence and head the forward works on at a time: as few as keep all
     programs busy, two where their units differ in work, so that keys and values stay close."""
