@@ -127,6 +127,21 @@ def _expect_places(x: object) -> None:
         raise TypeError(f"logits_to_keep: want an integer or places, got {type(x).__name__}")
 
 
+def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    """Rows and tokens.
+
+    Raises:
+        ValueError: there are both or none, or the ids have another shape.
+    """
+    if inputs_embeds is not None and input_ids is None:
+        return inputs_embeds.shape[0], inputs_embeds.shape[1]
+    if input_ids is None or inputs_embeds is not None:
+        raise ValueError("input_ids: want either input_ids or inputs_embeds, got both or none")
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids: want shape (B, T), got {tuple(input_ids.shape)}")
+    return input_ids.shape[0], input_ids.shape[1]
+
+
 def the_cache(
     cache: StateCache | None, past_key_values: StateCache | None, num_layers: int
 ) -> StateCache | None:

@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype
 from slipstream.models.block import Block, make_norm
+from slipstream.models.packing import Sequences
 from slipstream.models.tensor_parallel import is_dealt_out
-from slipstream.nn import decoding
-from slipstream.nn.linear import plain_linear
+from slipstream.nn import Embedding, decoding
+from slipstream.nn.linear import plain_linear, plain_module
+from slipstream.ops.embedding import embedding
 from slipstream.runtime import backends
 from slipstream.runtime.backends import is_fake
 from slipstream.runtime.context_parallel import ContextParallel
@@ -72,11 +74,43 @@ def forward_of(
     """The context for a model's forward through its blocks, of which h [B, T, D] is the input."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    trains = model.training and torch.is_grad_enabled() and cache is None
-    trains = trains and h.is_cuda and not is_fake(h) and not backends.TRACING
-    if trains and not torch.cuda.is_current_stream_capturing():
+    if cache is None and _trains(model, h):
         compile_once(model, h, cu_seqlens, positions, context)
     return decoding.shared_tables()
+
+
+def _trains(model: Any, x: Tensor) -> bool:
+    """Whether a forward of x is a training step's on a GPU, and no graph is captured."""
+    trains = model.training and torch.is_grad_enabled() and x.is_cuda
+    trains = trains and not is_fake(x) and not backends.TRACING
+    return trains and not torch.cuda.is_current_stream_capturing()
+
+
+def compile_with_embedding(
+    model: Any,
+    input_ids: Tensor | None,
+    sequences: Sequences | None,
+    positions: Tensor | None,
+    context: ContextParallel | None,
+    cache: Any,
+) -> None:
+    """compile_once before the embedding of the first step, whose kernel is compiled beside the
+    others; input_ids [B, T], positions [1 or B, T]. Later steps, and tables that may do more than
+    look up, are left to forward_of."""
+    if torch.compiler.is_compiling() or "_compiled_for" in model.__dict__ or input_ids is None:
+        return
+    if cache is not None or model.config.consistent:
+        return
+    table = model.embed_tokens
+    if not _trains(model, input_ids) or type(table) is not Embedding or not plain_module(table):
+        return
+    weight = table.weight.detach()
+    h, cu_seqlens = weight.new_empty(*input_ids.shape, weight.shape[1]), None
+    if sequences is not None:
+        h, cu_seqlens = sequences.pack(h), sequences.cu_seqlens
+        if positions is not None:
+            positions = sequences.pack(positions.expand(input_ids.shape[0], -1))
+    compile_once(model, h, cu_seqlens, positions, context, lambda: embedding(input_ids, weight))
 
 
 def compile_once(
@@ -85,6 +119,7 @@ def compile_once(
     cu_seqlens: Tensor | None,
     positions: Tensor | None,
     context: ContextParallel | None = None,
+    also: Callable[[], object] = lambda: None,
 ) -> None:
     """Compiles what the blocks launch in a training step, once for each dtype, packed or not.
 
@@ -93,7 +128,7 @@ def compile_once(
     not run, so that neither hooks nor collectives of FSDP, DDP or checkpointing do: each rank
     compiles for itself, and ranks with one cache of Triton's compile each kernel once between them.
     Left out are models whose heads are dealt out, and the replicas of DataParallel, which last for
-    one step.
+    one step. also: what else launches kernels.
     """
     if getattr(model, "_is_replica", False):
         return
@@ -107,6 +142,7 @@ def compile_once(
     loss = _next.loss
 
     def run() -> None:
+        also()
         run_blocks(model, h, cu_seqlens, positions, context)
         if loss is not None:
             x = h.detach().requires_grad_()

@@ -16,12 +16,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.models import consistent as blocks
-from slipstream.models.arguments import PACKING, check_arguments, checked, the_cache
+from slipstream.models.arguments import PACKING, check_arguments, checked, shape_of, the_cache
 from slipstream.models.block import Block, make_norm
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
-from slipstream.models.first_step import before_loss, forward_of
+from slipstream.models.first_step import before_loss, compile_with_embedding, forward_of
 from slipstream.models.generation import Generation, is_step
 from slipstream.models.graphs import Decoding, decoding_step
 from slipstream.models.mlps import Dense
@@ -172,8 +172,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cache = the_cache(cache, past_key_values, len(self.layers))
         if context is not None:
             use_cache = False
-        h = self._embed(input_ids, inputs_embeds)
-        batch, tokens = h.shape[:2]
+        batch, tokens = shape_of(input_ids, inputs_embeds)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
@@ -185,6 +184,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             )
         else:
             check_arguments(others)
+        compile_with_embedding(self, input_ids, sequences, position_ids, context, cache)
+        h = self._embed(input_ids, inputs_embeds)
         cu_seqlens = None
         if sequences is not None:
             h, cu_seqlens = sequences.pack(h), sequences.cu_seqlens
@@ -300,13 +301,9 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return h, [*every, h] if keep else []
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids: want either input_ids or inputs_embeds, got both or none")
         if inputs_embeds is not None:
             return self._first_normed(inputs_embeds)
         assert input_ids is not None
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids: want shape (B, T), got {tuple(input_ids.shape)}")
         table = self.embed_tokens
         if not isinstance(table, Embedding):
             # an adapter, or another table of the user's: its lookup may not check the ids

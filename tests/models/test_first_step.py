@@ -125,6 +125,33 @@ def test_loss_is_compiled_beside_blocks(packed: bool, monkeypatch: pytest.Monkey
     assert first_step.loss_of(small("gla"), None, None) is None
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_embedding_is_compiled_too(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once with the blocks, which are not compiled again when it has run."""
+    model, ids = small("attention"), torch.randint(0, 50, (2, 20))
+    seen: list[str] = []
+    embed, like = first_step.embedding, first_step._like
+
+    def recorded(name: str, fn: Any) -> Any:
+        return lambda *args: [seen.append(name), fn(*args)][1]
+
+    def compile_kernels(run: Any, args: Any) -> None:
+        seen.append("begin")
+        run(*args)
+        seen.append("end")
+
+    monkeypatch.setattr(first_step, "_trains", lambda *args: True)
+    monkeypatch.setattr(first_step, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(first_step, "embedding", recorded("embedding", embed))
+    monkeypatch.setattr(first_step, "_like", recorded("block", like))
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[0, 15:] = 0
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids, attention_mask=mask if packed else None).loss
+        assert loss.isfinite()
+    assert seen == ["begin", "embedding", "block", "end"]
+
+
 def test_fake_tensors_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small("gla").model
     calls: list[Any] = []
