@@ -3,10 +3,12 @@
 TRITON_INTERPRET=1 python -m tests.support.rotary_attention_interpreted
 """
 
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
@@ -67,6 +69,23 @@ def check_layer() -> None:
     assert torch.equal(seen[0], layer.qkv_proj(x))  # nothing has turned it
 
 
+def check_checkpointing() -> None:
+    """Selective checkpointing hands out the projection's result again: nothing has turned it."""
+    torch.manual_seed(0)
+    layer, x = Attention(64, 4), torch.randn(2, 19, 64, requires_grad=True)
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten.addmm.default, aten.linear.default]
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+
+    def run(**options: Any) -> list[Any]:
+        y = layer(x)[0] if not options else checkpoint(lambda z: layer(z)[0], x, **options)
+        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+    want = run()
+    for options in ({}, {"context_fn": contexts}):
+        assert all(map(torch.equal, run(use_reentrant=False, **options), want)), options
+
+
 def check_gradients_of_queries() -> None:
     """The kernel that makes dq of sums turns it back, and stores it beside other heads."""
     torch.manual_seed(0)
@@ -92,4 +111,5 @@ def check_gradients_of_queries() -> None:
 if __name__ == "__main__":
     check_operator()
     check_layer()
+    check_checkpointing()
     check_gradients_of_queries()

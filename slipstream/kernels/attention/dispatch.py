@@ -114,7 +114,10 @@ def plan_of_rotated(inputs: AttentionInputs, options: AttentionOptions, cos: Ten
         return None
     if is_fake(inputs.q) or triton_unsupported(inputs.q, "the input") is not None:
         return None
-    plan = choose(CANDIDATES, (inputs, options), None, "attention", inputs.q)
+    plan = _PLANS.get(
+        signature(inputs, options, None),
+        lambda: choose(CANDIDATES, (inputs, options), None, "attention", inputs.q),
+    )
     return None if plan.impl == "eager" else plan.impls
 
 
