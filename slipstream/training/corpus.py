@@ -8,6 +8,7 @@ the middle of a file.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -19,6 +20,8 @@ from slipstream.training.config import Data
 from slipstream.training.tables import Table, of_data_sets, of_parquet
 
 PIECE = 1 << 20
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Piece(NamedTuple):
@@ -100,7 +103,7 @@ class Corpus:
             raise ValueError(
                 f"{_line(file, offset)}: {self.text_field}: want text, got {text!r:.60}"
             )
-        return text
+        return SURROGATE.sub("\ufffd", text)  # half a character, which is none
 
     def _takes(self, name: str) -> bool:
         return is_held_out(name, self.held_out) == self.want_held_out
@@ -123,9 +126,9 @@ def split(data: Data) -> tuple[Corpus, Corpus]:
     Raises:
         ValueError: no files, or none on one of the sides.
     """
-    files = [*(find(data.files, data) if data.files else ()), *of_data_sets(data)]
+    files = [*find(data.files, data), *of_data_sets(data)]
     if data.eval_files:
-        held = find(data.eval_files, data)
+        held = find(data.eval_files, data, "data.eval_files")
         paths = {f.path for f in held}
         files = [f for f in files if f.path not in paths]
         train, held_out = Corpus(tuple(files), data.text_field), Corpus(tuple(held))
@@ -143,22 +146,34 @@ def split(data: Data) -> tuple[Corpus, Corpus]:
     return sides[0], sides[1]
 
 
-def find(patterns: Sequence[str], data: Data) -> list[File | Table]:
-    """Files of the patterns, in a fixed order, each once."""
+def find(patterns: Sequence[str], data: Data, key: str = "data.files") -> list[File | Table]:
+    """Files of the patterns, in a fixed order, each once.
+
+    Raises:
+        ValueError: there is none under a pattern, or one is compressed; names the key.
+    """
     found: dict[Path, File] = {}
     for pattern in patterns:
         pattern = pattern.replace("{stdlib}", os.path.dirname(os.__file__))
-        root = Path(glob_root(pattern))
-        if root.is_dir() and not has_magic(pattern):
+        root = Path(pattern)  # a name with brackets may be a file's
+        if root.is_dir():
             paths = [p for p in root.rglob("*") if p.suffix in data.suffixes]
+        elif root.exists():
+            paths = [root]
         else:
+            root = Path(glob_root(pattern))
             paths = [Path(p) for p in glob(pattern, recursive=True)]
-        for path in paths:
+        number = 0
+        for path in filter(Path.is_file, paths):
             name = path.relative_to(root).as_posix() if path != root else path.name
-            if path.is_file() and not any(fnmatch(name, x) for x in data.exclude):
-                found.setdefault(path, File(path, name))
-    if not found:
-        raise ValueError(f"data.files: want text files, found none under {', '.join(patterns)}")
+            if any(fnmatch(name, x) for x in data.exclude):
+                continue
+            if path.suffix in COMPRESSED:
+                raise ValueError(f"{key}: want text, got {path}, which is compressed")
+            found.setdefault(path, File(path, name))
+            number += 1
+        if not number:
+            raise ValueError(f"{key}: want text files, found none under {pattern}")
     files: list[File | Table] = []
     for file in sorted(found.values(), key=lambda f: (f.name, f.path)):
         parquet = file.path.suffix == ".parquet"

@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -38,6 +39,36 @@ def test_find_knows_the_standard_library() -> None:
 def test_find_rejects_nothing_found(tree) -> None:
     with pytest.raises(ValueError, match=r"data\.files"):
         find([f"{tree}/*.nonesuch"], data(tree))
+
+
+@pytest.mark.parametrize("key", ["data.files", "data.eval_files"])
+def test_split_names_the_pattern_that_finds_nothing(tree, key: str) -> None:
+    both = (f"{tree}/d1", f"{tree}/nonesuch.txt")
+    given = data(*both) if key == "data.files" else data(tree, eval_files=both)
+    with pytest.raises(ValueError, match=rf"{key}: want text files, found none .*nonesuch\.txt$"):
+        split(given)
+
+
+def test_find_takes_names_with_brackets(tmp_path) -> None:
+    folder = tmp_path / "text [v1]"
+    folder.mkdir()
+    (folder / "a[0].txt").write_text("text")
+    for pattern in (folder, folder / "a[0].txt"):
+        assert [f.path for f in find([str(pattern)], data(pattern))] == [folder / "a[0].txt"]
+
+
+def test_find_refuses_compressed_files(tree) -> None:
+    (tree / "d0/0.txt.gz").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(ValueError, match=r"data\.files: want text, got .*0\.txt\.gz, which"):
+        find([f"{tree}/d0/*"], data(tree))
+    assert len(find([str(tree)], data(tree))) == 40
+
+
+def test_half_characters_of_json_are_replaced(tmp_path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a\\ud800b\\ud83d\\ude00"}\n')
+    file = File(path, "x.jsonl")
+    assert [x.text for x in Corpus((file,)).pieces(file)] == ["a\ufffdb\U0001f600"]
 
 
 def test_split_is_by_document_and_stable(tree, tmp_path_factory) -> None:
