@@ -1,4 +1,4 @@
-"""What a call does, written down while it is done: runtime/call_replay.py says what for."""
+"""Records the operations and launches of a call, which runtime/call_replay.py then repeats."""
 
 import sys
 import threading
@@ -16,8 +16,8 @@ from slipstream.runtime.launch_cache import of_thread
 
 EMPTY = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided"))
 ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
-# Operations of which torch's method takes the same arguments, by position, in a third of the time
-# that the overload takes to look at them.
+# Operations that are called as methods of the tensor, with the same positional arguments: torch
+# parses these in a third of the time that it takes for an overload's.
 METHODS = ("sum", "add", "sub", "mul", "neg", "exp", "flip", "cumsum", "copy_", "add_", "mul_")
 # Makes a step's values, given all of them and their addresses.
 Run = Callable[[list, list], None]

@@ -1,4 +1,4 @@
-"""What ranks send each other for context parallelism, with gradients where they have any."""
+"""Messages between ranks for context parallelism, with gradients where there are any."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences a rank has: what a plan says of it (context_parallel.py)."""
+"""Which tokens of which sequences a rank has, by a plan (context_parallel.py)."""
 
 import itertools
 from bisect import bisect_right

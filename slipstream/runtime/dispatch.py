@@ -4,8 +4,8 @@ A family lists its candidates in order of preference; a candidate looks at the c
 can't take it, or None. Nothing is ever replaced silently: an implementation asked for by name is
 used or refused, and a call on a GPU that no kernel takes is reported.
 
-Checks and choices read nothing of a tensor but shape, dtype and device: ValidationCache has what
-they found for a call just like one before, at a fifth of the time.
+Checks and choices read only the shape, dtype and device of a tensor. So ValidationCache gives what
+they found for an earlier call with the same ones, in a fifth of the time.
 
     SLIPSTREAM_FALLBACK   warn (once for each family and reason, where a call on a GPU runs in plain
                           torch), or error (such a call raises NotImplementedError)

@@ -1,8 +1,8 @@
-"""Launches of compiled kernels made again for other memory: what runtime/call_replay.py plays.
+"""Repeats launches of compiled kernels with other addresses, for runtime/call_replay.py.
 
-Most of a launch's arguments are the same each time. Launches in a row are one call: what they take
-is put into one list, the stream, which is asked for once, all addresses, the descriptors at them,
-and what never changes; each launch picks its arguments from it.
+Most arguments of a launch are the same each time. Launches in a row are one call: one list has the
+stream, which is asked for once, all addresses, the descriptors at them, and what never changes, and
+each launch picks its arguments from it.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,7 @@
-"""What ranks that each compute a part of the channels tell each other: tensor parallelism.
+"""Tensor parallelism: sums over ranks that each compute a part of the channels.
 
-x = sum_gradients(x, group)      the same on every rank, before what each has a part of
-y = sum_parts(y, group)          what the parts add up to, the same on every rank
+x = sum_gradients(x, group)      x itself, the same on every rank; backward adds up its gradients
+y = sum_parts(y, group)          the sum of the ranks' y, the same on every rank
 """
 
 from typing import Any, NamedTuple

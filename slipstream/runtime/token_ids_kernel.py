@@ -1,4 +1,4 @@
-"""Kernels that leave a wrong index where runtime/token_ids.py looks for it.
+"""Kernels that look for wrong indices, and report one to runtime/token_ids.py.
 
 Program i has the ids [i R, (i + 1) R) and writes the first wrong one of them into slot i; the first
 word of all says that there is one.

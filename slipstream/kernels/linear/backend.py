@@ -50,8 +50,8 @@ class SavedWY(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Between what a call's segments make of states and the states that they begin with: puts what
-    other ranks' tokens come to into the initial state or, backward, the final state's gradient
+    """The exchange of states with other ranks, after segments' own sums and before state passing:
+    puts the other ranks' part into the initial state or, backward, into the final state's gradient
     (context.py)."""
 
     @property
@@ -143,9 +143,9 @@ def pass_states(
 
 
 def unscaled(dfinal: Tensor | None, scale: float, exchange: Exchange | None) -> Tensor | None:
-    """Of kernels that have gradients of states without the scale, which state passing brings in and
-    takes out: with fixed segments once for each sequence, and not where a rank ends. So dfinal is
-    divided before, in place, and what goes out is multiplied after."""
+    """dfinal for kernels whose gradients of states lack the scale. State passing multiplies and
+    divides by it, with fixed segments once for each sequence, and not where a rank ends. So dfinal
+    is divided before, in place, and what leaves the rank is multiplied after (scaled)."""
     if dfinal is None or exchange is None or exchange.segment_tokens is None:
         return dfinal
     return dfinal.mul_(1 / scale)

@@ -37,7 +37,7 @@ from slipstream.runtime.backends import device_of
 
 
 class WYFactors(NamedTuple):
-    """What the chunks have to do with each other's keys.
+    """Of all chunks the factors of the WY representation.
 
     Attributes:
         r: the inverse [B, T, HV, C].

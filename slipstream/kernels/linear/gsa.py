@@ -3,11 +3,11 @@
     scores = Sk^T q      Sk_t = Sk_{t-1} diag(exp(g_t)) + k_t s_t^T      p = softmax(scale * scores)
     o = Sv^T p           Sv_t = diag(exp(g_t)) Sv_{t-1} + s_t v_t^T
 
-The softmax makes of an error of the scores several times that of its result: they are float32, of
-products whose factors are in two parts (triton/vector_decay/chunk.py). They take the memory where o
-will be, if that suffices, of one slice of tokens at a time (workspace.py): kept for backward are p
-and the states between the slices. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and
-`second` name the implementations of the passes.
+The softmax multiplies errors of the scores. So these are float32, of products whose factors are in
+two parts (triton/vector_decay/chunk.py). They are made for one slice of tokens at a time
+(workspace.py), where o will be if that memory suffices. Backward gets p and the states between the
+slices. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and `second` name the implementations of
+the passes.
 
 Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward 4, of a slice, which
 are what the first pass leaves for its scan, or p and what the second does; backward p, and of one

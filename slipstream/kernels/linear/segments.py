@@ -4,9 +4,8 @@ One program a head and sequence leaves most of a GPU idle where these are few. I
 programs run at once: each leaves its transition, what it makes of the state (M) and what it adds
 to it (E); state passing combines these into the state before each segment; then every segment runs
 as if it were a sequence. The choice looks at shapes and dtypes alone, so that equal shapes give
-equal bits; with consistent=True forward passes have none whose states are rounded otherwise than
-one scan's. Each family of kernels has its own costs, and so its own
-function here:
+equal bits. With consistent=True forward passes take only segments whose states are rounded as those
+of one scan are. Each family of kernels has its own costs, and so its own function here:
 
     state_scan_sm90       sm_90, scalar decay, the one that consistent=True has
     scalar_decay_tokens   Triton, no transition: M is one number, or one a channel

@@ -1,9 +1,9 @@
 """Packed sequences in slices of tokens: where they lie in a slice, and the states at its borders.
 
 A slice of `each` tokens from lo on is a packed call of its own: sequence n has the tokens from
-clamp(cu[n] - lo, 0, each) on, most have none, and that which crosses lo, the last with cu[n] <= lo,
-begins with the state that the slice before has left. All others keep theirs. Which one crosses is
-known to the device alone, so the state at a border is copied by its number.
+clamp(cu[n] - lo, 0, each) on, and most have none. The sequence that crosses lo, the last one with
+cu[n] <= lo, begins with the state that the slice before has left; all others begin with their own.
+Only the device knows which one crosses, so that the state at a border is copied by its number.
 
 In plain torch on any device: kernels for it gained 0.5% of a sliced call (docs/dev/log/dplr.md).
 """

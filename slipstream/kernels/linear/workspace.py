@@ -1,9 +1,9 @@
 """Long calls one slice after the other, so that kernels leave each other a bounded workspace.
 
 A call may take 512 MiB of workspace, or half of the bytes of its arguments, results and gradients
-if that is more. What would take more is cut into slices: a few rows of the batch, or a time slice
-of a single row. The state goes on from slice to slice; backward, its gradient does, and starts from
-the states at the borders, the checkpoints that forward left.
+if that is more. A call that would take more is cut into slices: a few rows of the batch, or a time
+slice of a single row. The state is passed from slice to slice; backward, its gradient is, and each
+slice starts from the state at its border, a checkpoint that forward left.
 
 A time slice of packed sequences is a packed call itself (varlen_slices.py), in which most of
 the N have no tokens. Their states stay where they are, [N, HV, K, V], changed in place by the
