@@ -441,7 +441,6 @@ def emulated() -> Iterator[None]:
         "gl": gl,
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit),
         "mbarrier": _mbarrier(),
-        "async_copy": AsyncCopies(),
         "copy_in": _copy_in,
         "copy_out": _copy_out,
         "store_wait": _store_wait,
@@ -460,12 +459,15 @@ def emulated() -> Iterator[None]:
         wait_bulk_stores=_store_wait, proxy_fence=_nothing, lock_workspace=_lock_workspace,
         unlock_workspace=_unlock_workspace,
     )  # fmt: skip
+    ampere = ModuleType("ampere")
+    vars(ampere).update(async_copy=AsyncCopies())
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
     vars(gluon).update(names)
     fake = {
         "triton": triton,
         "triton.language": language,
+        "triton.experimental.gluon.language.nvidia.ampere": ampere,
         "slipstream.kernels.primitives.gluon_compat": gluon,
     }
     fake["slipstream.kernels.primitives.semaphore"] = semaphore

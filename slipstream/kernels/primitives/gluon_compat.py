@@ -7,7 +7,6 @@ Import this only where a kernel is wanted: it imports Triton.
 import triton
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -62,7 +61,6 @@ def uniform(n):
 __all__ = [
     "LARGER_VIEWS",
     "TensorDescriptor",
-    "async_copy",
     "copy_in",
     "copy_out",
     "fence_async_shared",

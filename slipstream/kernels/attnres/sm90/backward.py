@@ -8,8 +8,11 @@ A row is PIECES of BD channels. With an output's norm there are more vectors of 
 registers: a and dwo are in shared memory, where a thread reads what it has written.
 """
 
+# of this kernel alone; what gluon_compat has is part of every family's digest
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
 from slipstream.kernels.attnres.triton.streams import stream
-from slipstream.kernels.primitives.gluon_compat import async_copy, gl, gluon
+from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 
 @gluon.jit
