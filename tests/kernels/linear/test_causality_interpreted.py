@@ -36,6 +36,7 @@ def check_apart() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     from slipstream.kernels.linear.triton.dplr import tiles
+    from slipstream.kernels.linear.triton.vector_decay import backend
 
     def exp2(x: np.ndarray) -> np.ndarray:
         y = np.exp2(x)
@@ -44,10 +45,15 @@ def check_apart() -> None:
     def create_exp2(self: InterpreterBuilder, arg: object) -> object:
         return self.unary_op(arg, exp2)
 
-    shifts = mock.patch.dict(tiles.APART, {torch.float32: 11.0})
-    with mock.patch.object(InterpreterBuilder, "create_exp2", create_exp2), shifts:
+    with (
+        mock.patch.object(InterpreterBuilder, "create_exp2", create_exp2),
+        mock.patch.dict(tiles.APART, {torch.float32: 11.0}),
+        mock.patch.dict(backend.APART, {torch.float32: 55.0}),
+        mock.patch.dict(backend.SHIFT, {torch.float32: 60.0}),
+        mock.patch.dict(backend.BOUND, {torch.float32: 60.0}),
+    ):
         for op in LINEAR:
-            if op.name in ("chunk_kda", "chunk_dplr_delta_rule"):
+            if op.name in ("chunk_kda", "chunk_dplr_delta_rule", "chunk_gla", "chunk_rwkv6"):
                 gates = (("weak", "strong"), ("strong", "weak"))
                 found = changed_bits(op, "triton", SIZE, (2, 10, 21), gates)
                 assert not found, f"{op.name}: {found}"

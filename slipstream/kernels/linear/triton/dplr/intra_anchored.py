@@ -136,14 +136,23 @@ def exp2_by_parts(b, APART: tl.constexpr):
 
 
 @triton.jit
-def by_halves(b_sum, o_c, SIGN: tl.constexpr, APART: tl.constexpr):
-    """exp(b_sum + SIGN APART) [C, BK] in the first half of a chunk, then less; b_sum [BK]."""
+def exp2_of_start(b_middle, o_c, APART: tl.constexpr):
+    """exp(n) [C, BK] of the middle [BK]."""
     later = o_c >= o_c.shape[0] // 2
-    b_sum = b_sum[None, :] + tl.where(later, -SIGN * APART, SIGN * APART)[:, None]
-    b_power = exp2_by_parts(b_sum, APART)
-    if APART > 0:
-        b_power = tl.where(b_sum < -126, 0.0, b_power)
+    b_n = b_middle[None, :] + tl.where(later, -APART, APART)[:, None]
+    if APART > 0:  # of a whole number nothing but the exponent
+        bits = ((b_n + WHOLE).to(tl.int32, bitcast=True) << 23) + 0x3F800000
+        b_power = tl.where(b_n < -126, 0.0, bits.to(tl.float32, bitcast=True))
+    else:
+        b_power = tl.exp2(b_n)
     return b_power
+
+
+@triton.jit
+def until_end(b_sum, o_c, APART: tl.constexpr):
+    """exp(b_sum - APART) [C, BK] in the first half of a chunk, then more; b_sum [BK]."""
+    later = o_c >= o_c.shape[0] // 2
+    return tl.exp2(b_sum[None, :] + tl.where(later, APART, -APART)[:, None])
 
 
 @triton.jit

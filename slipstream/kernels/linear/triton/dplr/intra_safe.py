@@ -19,8 +19,8 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import (
 )
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     anchored_writes,
-    by_halves,
     exp2_by_parts,
+    exp2_of_start,
     is_read_anchored,
     load_from_start,
     lowest_read,
@@ -175,7 +175,7 @@ def dplr_intra_safe_kernel(
         b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
         b_wide = b_a * exp2_by_parts(b_before, APART)
         b_a = b_wide.to(act)
-        b_wide *= by_halves(b_middle, o_c, 1, APART)
+        b_wide *= exp2_of_start(b_middle, o_c, APART)
         tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_wide.to(act))
         b_write = anchored_writes(b_e, LIMIT, APART)
         b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)

@@ -28,10 +28,11 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.delta.solve_tril import inverse, locate_chunk
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     anchored_writes,
-    by_halves,
     exp2_by_parts,
+    exp2_of_start,
     load_from_start,
     together,
+    until_end,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
@@ -189,7 +190,7 @@ def dplr_wy_kernel(
             b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
             tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
             b_read = exp2_by_parts(b_e, APART)
-            b_start = by_halves(b_middle, o_c, 1, APART)
+            b_start = exp2_of_start(b_middle, o_c, APART)
             # float32 until it is stored, so that q~ and the operand are rounded once each
             b_wide = b_q * b_read
             b_q = b_wide.to(act)
@@ -199,7 +200,7 @@ def dplr_wy_kernel(
                 b_a = b_wide.to(act)
                 tl.store(w_out_ptr + o_w, (b_wide * b_start).to(act))
             b_write = anchored_writes(b_e, LIMIT, APART)
-            b_end = by_halves(b_early + b_late - b_middle, o_c, -1, APART)
+            b_end = until_end(b_early + b_late - b_middle, o_c, APART)
             b_wide = b_b * b_write
             b_b = b_wide.to(act)
             tl.store(b_out_ptr + o_w, (b_wide * b_end).to(act))
@@ -244,7 +245,7 @@ def dplr_wy_kernel(
                 )
                 b_wide = b_a * exp2_by_parts(b_before, APART)
                 b_a = b_wide.to(act)
-                b_first = (b_wide * by_halves(b_middle, o_c, 1, APART)).to(act)
+                b_first = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(act)
                 b_write = anchored_writes(b_e, LIMIT, APART)
                 b_b = (b_b * b_write).to(act)
                 b_k = (b_k * b_write).to(act)

@@ -64,8 +64,8 @@ BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 # may decay further: where 16 bits have float32's exponents, for others would lose small numbers.
 SHIFT = {torch.bfloat16: 60.0, torch.float16: 0.0, torch.float32: 0.0}
 
-# In base 2, how far both halves of a chunk are from its middle in gradients of chunks that decay
-# further (subchunk_decay.py).
+# In base 2, how far both halves of a chunk are from its middle, which may then decay further
+# (subchunk_decay.py).
 APART = {torch.bfloat16: 55.0, torch.float16: 0.0, torch.float32: 0.0}
 
 CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True, exchanges=True)
@@ -246,12 +246,15 @@ def _intra_chunk(
         return free.pop() if free else torch.empty(g.shape, dtype=k.dtype, device=k.device)
 
     has_q = problem.q is not None
+    # with u the kernel would have 344 bytes of registers on the stack
+    apart = APART[k.dtype] if terms.u is None else 0.0
     intra = IntraChunk(
         like_g() if has_q else None,
         like_g(),
         k.new_empty(problem.chunks, HV, C, C) if has_q else None,
         k.new_empty(problem.chunks, HV, K, dtype=torch.float32),
         like_g() if fine else None,
+        k.new_empty(problem.chunks, HV, dtype=torch.int32) if has_q and apart else None,
     )
     inputs: dict[str, Any] = {"q_ptr": problem.q, "k_ptr": k, "g_ptr": g}
     inputs |= {"u_ptr": terms.u if has_q else None, "HK": k.shape[2], **size_args(problem)}
@@ -262,19 +265,31 @@ def _intra_chunk(
     if p is not None:
         pairs = {"v_ptr": problem.v, "do_ptr": problem.do, "p_ptr": p}
     cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
-        **inputs, **outputs, **pairs, HX=problem.v.shape[2], **options, **_values(problem)
+        **inputs,
+        **outputs,
+        **pairs,
+        HX=problem.v.shape[2],
+        APART=apart,
+        **options,
+        **_values(problem),
     )
     if intra.a is not None:
         total = HV * problem.chunks
         options |= {
             **_bound(problem),
             "SHIFT": SHIFT[k.dtype],
+            "APART": apart,
             "LEVELS": C.bit_length() - 1,
             "MAX_CHUNKS": MAX_PAIRS_SHARE,
             "num_stages": 1,
         }
         cached(vector_decay_scores_kernel)[_programs(total),](
-            **inputs, decay_ptr=intra.decay, a_ptr=intra.a, total=total, **options
+            **inputs,
+            decay_ptr=intra.decay,
+            strong_ptr=intra.strong,
+            a_ptr=intra.a,
+            total=total,
+            **options,
         )
     return intra
 

@@ -5,21 +5,34 @@
     P[i, j] = P[j, i] = do_i . v_j for j <= i, for the gradients (dqkg.py)
 
 where u is 1 if there is none; ke may be kept in two parts, the second what the first was rounded
-by, and P in float32. Rows of A for which the chunk is one safe block are a product of two factors;
-the others are made in a kernel of its own, whose registers the first then does not need.
+by, and P in float32. Rows of A whose decays allow it are a product of two factors, relative to the
+chunk's start or, in bfloat16, to its middle (dplr/intra_anchored.py), where halves may decay by
+2^-HALF each. A chunk with a channel beyond that is strong: its other rows are made in a kernel of
+their own, whose registers the first then does not need.
 """
 
 import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.dplr.intra_anchored import (
+    FAR,
+    anchored_writes,
+    exp2_by_parts,
+    exp2_of_start,
+    is_read_anchored,
+    lowest_read,
+    together,
+)
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     BASE,
+    HALF,
     block_factors,
     chunk_writes,
     decay,
+    half_sums,
     is_block_safe,
     is_chunk_safe,
     is_in_later_half,
@@ -36,6 +49,15 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 )
 
 
+@triton.jit
+def _from_middle(b_until, b_early, rows, APART: tl.constexpr):
+    """G - n [C, BK], and the middle [BK]: dplr/intra_anchored.py's, of G in base 2."""
+    later = (rows >= rows.shape[0] // 2)[:, None]
+    b_middle = tl.where(b_early < -(HALF + 1), -(HALF / 2 + APART), tl.floor(b_early))
+    b_far = b_middle[None, :] + tl.where(later, FAR - APART, FAR + APART)
+    return (b_until + FAR) - b_far, b_middle
+
+
 @triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
 def vector_decay_intra_fwd_kernel(
     q_ptr,  # [tokens, HK, K]; None where qs and A are not wanted
@@ -45,8 +67,9 @@ def vector_decay_intra_fwd_kernel(
     qs_ptr,  # [tokens, HV, K]
     ke_ptr,  # [tokens, HV, K]
     rest_ptr,  # [tokens, HV, K]: what ke was rounded by; None where that is not wanted
-    a_ptr,  # [chunks, HV, C, C]; rows that are not safe are left to vector_decay_scores_kernel
+    a_ptr,  # [chunks, HV, C, C]; other rows are left to vector_decay_scores_kernel
     decay_ptr,  # [chunks, HV, K]
+    strong_ptr,  # [chunks, HV], if APART: whether there are any
     v_ptr,  # [tokens, HX, V], for P
     do_ptr,
     p_ptr,  # [chunks, HV, C, C]; None where that is not wanted
@@ -62,6 +85,7 @@ def vector_decay_intra_fwd_kernel(
     BV: tl.constexpr,
     C: tl.constexpr,
     BOUND: tl.constexpr,
+    APART: tl.constexpr,
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -84,6 +108,7 @@ def vector_decay_intra_fwd_kernel(
     rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
     b_a = tl.zeros((C, C), tl.float32)
     b_diag = tl.zeros((C,), tl.float32)
+    strongest = tl.full((), 0.0, tl.float32)  # decay of a half of the chunk
     for tile in range(tl.cdiv(K, BK)):
         o_k = tile * BK + tl.arange(0, BK)
         o_o = i_g + o_c[:, None] * (HV * K) + o_k[None, :]
@@ -105,13 +130,30 @@ def vector_decay_intra_fwd_kernel(
             if BEFORE:
                 b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
             b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
-            b_w = (b_k * chunk_writes(b_until, BOUND)).to(b_k.dtype)  # [C, BK]
+            if APART > 0:
+                b_early, b_late = half_sums(b_g, C)
+                strongest = tl.maximum(strongest, -tl.min(tl.minimum(b_early, b_late), 0))
+                b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
+                b_write = anchored_writes(b_e, HALF / 2, APART)
+            else:
+                b_write = chunk_writes(b_until, BOUND)
+            b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
             if BEFORE:
                 b_until = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
-            b_start = (b_q * tl.exp2(b_until)).to(b_k.dtype)
+            if APART > 0:
+                tl.static_assert(not BEFORE)
+                b_wide = b_q * exp2_by_parts(b_e, APART)
+                b_r = b_wide.to(b_k.dtype)
+                b_start = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(b_k.dtype)
+            else:
+                b_start = (b_q * tl.exp2(b_until)).to(b_k.dtype)
+                b_r = b_start
             tl.store(qs_ptr + o_o, b_start, mask=m_o)
-            b_a = tl.dot(b_start, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
+            b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
     if q_ptr is not None:
+        if APART > 0:
+            tl.store(strong_ptr + at, (strongest > HALF).to(tl.int32))
+            b_a = together(b_a, o_c, APART)
         _store_scores(a_ptr + at * (C * C), b_a, b_diag, rows, None, C, BEFORE)
     if p_ptr is not None:
         i_x = (row * HX + i_h // (HV // HX)) * V
@@ -127,6 +169,7 @@ def vector_decay_scores_kernel(
     g_ptr,  # [tokens, HV, K]
     u_ptr,  # [HV, K]
     decay_ptr,  # [chunks, HV, K]
+    strong_ptr,  # [chunks, HV], if APART
     a_ptr,  # [chunks, HV, C, C]
     cu_ptr,  # [N + 1]
     total,
@@ -142,25 +185,37 @@ def vector_decay_scores_kernel(
     LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
     SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """grid (at least total / MAX_CHUNKS,): the rows of A where a chunk and head is not one block.
+    """grid (at least total / MAX_CHUNKS,): the other rows of A, of strong chunks and heads.
 
     total: chunks times value heads.
     """
     if not GROUPED:
         HK = HV
-    if is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MAX_CHUNKS):
+    if APART > 0:
+        # one load for all chunks of this program, up to MAX_CHUNKS
+        o_at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
+        strong = tl.load(strong_ptr + o_at, mask=o_at < total, other=0)
+        weak = tl.max(strong, 0) == 0
+    else:
+        weak = is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MAX_CHUNKS)
+    if weak:
         return
     for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        if not is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND):
+        if APART > 0:
+            weak = tl.load(strong_ptr + at) == 0
+        else:
+            weak = is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND)
+        if not weak:
             _scores(
                 q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
-                K, BK, C, LEVELS, BOUND, SHIFT, BEFORE, PACKED, BF16_TERMS, PRECISION,
+                K, BK, C, LEVELS, BOUND, SHIFT, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
             )  # fmt: skip
 
 
@@ -168,8 +223,8 @@ def vector_decay_scores_kernel(
 def _scores(
     q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    SHIFT: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
+    BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Those rows of one chunk and value head."""
     i_h = at % HV
@@ -191,8 +246,14 @@ def _scores(
         b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
         b_g, b_terms = split_gates(b_g, BF16_TERMS)
-        b_until = sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION)
-        b_lowest = tl.minimum(b_lowest, tl.min(b_until, 1))
+        if APART > 0:
+            b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+            b_early, _ = half_sums(b_g, C)
+            b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
+            b_low = lowest_read(b_e, b_middle, b_early, o_c, APART)
+        else:
+            b_low = tl.min(sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION), 1)
+        b_lowest = tl.minimum(b_lowest, b_low)
         b_read, b_write, first, safe = block_factors(
             rows, b_terms, BOUND, SHIFT, BEFORE, BF16_TERMS, PRECISION
         )
@@ -206,9 +267,12 @@ def _scores(
             b_x = (tl.where(is_in_later_half(rows, level), b_x, b_k) * b_e).to(b_q.dtype)  # [C, BK]
             b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
             b_a += tl.where(siblings(rows, level), b_xx, 0.0)
-    unsafe = is_read_safe(b_lowest, BOUND) == 0
+    if APART > 0:
+        other = is_read_anchored(b_lowest, HALF / 2) == 0
+    else:
+        other = is_read_safe(b_lowest, BOUND) == 0
     p_a = a_ptr + tl.cast(at, tl.int64) * (C * C)
-    _store_scores(p_a, b_a, b_diag, rows, unsafe[:, None], C, True)
+    _store_scores(p_a, b_a, b_diag, rows, other[:, None], C, True)
 
 
 @triton.jit

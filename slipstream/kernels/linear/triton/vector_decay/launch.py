@@ -53,6 +53,7 @@ class IntraChunk(NamedTuple):
     a: Tensor | None
     decay: Tensor
     rest: Tensor | None = None
+    strong: Tensor | None = None
 
 
 class ChunkLaunch(NamedTuple):
