@@ -10,7 +10,13 @@ from slipstream.runtime.context_parallel import ContextParallel
 # Model types whose layers hand keyword arguments down to all that mixes tokens, and have nothing
 # else that does; tests/parallel/test_transformers_context.py runs each.
 TYPES = (
-    "bamba", "gemma2", "kimi_linear", "lfm2", "llama", "mistral", "qwen3", "qwen3_next",
+    "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe",
+    "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "helium",
+    "hunyuan_v1_dense", "kimi_linear", "lfm2", "lfm2_moe", "llama", "ministral", "mistral",
+    "mixtral", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "smollm3", "starcoder2", "zamba2",
 )  # fmt: skip
 IGNORED, CHOICE = -100, "_attn_implementation"
 
@@ -35,7 +41,8 @@ def call_in_context(
         context: who has which tokens.
         input_ids: [B, tokens here].
         labels: [B, tokens here], as input_ids, -100 where there is no loss.
-        options: other arguments of the model; not attention_mask, position_ids or a cache.
+        options: other arguments of the model; not attention_mask, position_ids, a cache or
+            output_router_logits.
 
     Returns:
         What the model returns of these tokens.
@@ -55,6 +62,8 @@ def call_in_context(
     for name in ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache"):
         if options.get(name) is not None and options[name] is not False:  # use_cache=False
             raise ValueError(f"{name}: has no meaning beside a context")
+    if options.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        raise ValueError("output_router_logits: a rank's own tokens do not balance the experts")
     patch(model)
     share = context.share(input_ids.shape[1])
     options |= {"use_cache": False, "position_ids": share.positions(input_ids.device)}

@@ -33,11 +33,13 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_every_type_on_two_processes(checkpointed: bool, tmp_path: Path) -> None:
-    equal(NAMES, checkpointed, tmp_path)
+    equal([x for x in NAMES if hasattr(transformers, x)], checkpointed, tmp_path)
 
 
 def test_types_are_those_that_are_tested() -> None:
-    assert tuple(sorted(getattr(transformers, x).config_class.model_type for x in NAMES)) == TYPES
+    classes = [getattr(transformers, x) for x in NAMES if hasattr(transformers, x)]
+    assert {x.config_class.model_type for x in classes} <= set(TYPES)
+    assert len(TYPES) == len({*TYPES}) == len(NAMES)
 
 
 def test_refusals_are_named() -> None:
@@ -52,6 +54,8 @@ def test_refusals_are_named() -> None:
         with pytest.raises(ValueError, match="use_cache: has no meaning beside a context"):
             call_in_context(model, plan, input_ids=ids, use_cache=True)
         assert call_in_context(model, plan, input_ids=ids, use_cache=False).logits.shape[1] == 4
+        with pytest.raises(ValueError, match="output_router_logits: a rank's own tokens"):
+            call_in_context(model, plan, input_ids=ids, output_router_logits=True)
         model.set_attn_implementation("sdpa")
         with pytest.raises(ValueError, match=f"want attn_implementation='{NAME}'.*got sdpa"):
             call_in_context(model, plan, input_ids=ids)
