@@ -5,6 +5,7 @@ there as long as the pool is; float32 o where a norm is over more channels than 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,110 +87,113 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return x, x.stride(1)
 
 
+def _tensors(out: Tensor, inputs: StepInputs) -> dict[str, Any]:
+    """Pointers and, of what has rows of tokens, the way to the next token."""
+    of_tokens = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "write", "z")}
+    rows = {name: _rows(x) for name, x in (of_tokens | {"y": out}).items()}
+    whole = {
+        "index_ptr": inputs.state_indices,
+        "accepted_ptr": inputs.num_accepted,
+        "conv_weight_ptr": inputs.conv_weight,
+        "conv_bias_ptr": inputs.conv_bias,
+        "A_ptr": inputs.A_log,
+        "dt_bias_ptr": inputs.dt_bias,
+        "D_ptr": inputs.D,
+        "norm_weight_ptr": inputs.norm_weight,
+    }
+    return {
+        **{f"{name}_ptr": x for name, (x, _) in rows.items()},
+        **{f"row_{name}": row for name, (_, row) in rows.items()},
+        **{name: None if x is None else x.contiguous() for name, x in whole.items()},
+    }
+
+
+def _pools(inputs: StepInputs) -> dict[str, Any]:
+    """What is written in place: pointers, sizes and strides."""
+    state, window = inputs.state, inputs.conv_state
+    scale, residual = inputs.state_scale, inputs.state_residual
+    return {
+        "state_ptr": state,
+        "scale_ptr": scale,
+        "residual_ptr": residual,
+        "window_ptr": window,
+        "cache_slots": state.shape[0],
+        "length": 0 if window is None else window.shape[2],
+        "stride_state": state.stride(0),
+        "stride_head": state.stride(1),
+        "stride_scale": 0 if scale is None else scale.stride(0),
+        "stride_residual": 0 if residual is None else residual.stride(0),
+        "stride_window": 0 if window is None else window.stride(0),
+        "stride_c": 0 if window is None else window.stride(1),
+        "stride_l": 0 if window is None else window.stride(2),
+    }
+
+
+def _gate(inputs: StepInputs, options: StepOptions) -> str:
+    """The activation of the gate."""
+    if options.lower_bound is not None:
+        return "sigmoid"
+    if options.gate_logit_normalizer is not None:
+        return "logsigmoid"
+    return "log" if inputs.A_log is None else "softplus"
+
+
+def _options(options: StepOptions) -> dict[str, Any]:
+    normalizer = options.gate_logit_normalizer
+    return {
+        "scale": options.scale,
+        "eps": 0.0 if options.norm_eps is None else options.norm_eps,
+        "lower_bound": 0.0 if options.lower_bound is None else options.lower_bound,
+        "normalizer": 1.0 if normalizer is None else normalizer,
+        "dt_min": options.dt_min,
+        "dt_max": options.dt_max,
+        "pending": options.pending,
+        "GROUP": options.norm_group_size,
+        "V_FIRST": options.state_v_first,
+        "V_CHANNELS_FIRST": options.channel_order == "vkq",
+        "CONV_SILU": options.conv_silu,
+        "DT_SCALES_V": options.dt_scales_v,
+        "BETA_SIGMOID": options.use_beta_sigmoid,
+        "BETA_FACTOR": 2.0 if options.allow_neg_eigval else 1.0,
+        "L2_NORM": options.qk_l2norm,
+        "NORM": options.norm_eps is not None,
+        "NORM_BEFORE_GATE": options.norm_before_gate,
+        "Z_SILU": options.z_silu,
+    }
+
+
 def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepOptions) -> None:
     """Writes y into out and the new states and windows into the pools."""
     B, T, H, HV, K, V = inputs.sizes
     BK, tile = tile_of(K, V)
-    q, row_q = _rows(inputs.q)
-    k, row_k = _rows(inputs.k)
-    v, row_v = _rows(inputs.v)
-    g, row_g = _rows(inputs.g)
-    beta, row_beta = _rows(inputs.beta)
-    write, row_write = _rows(inputs.write)
-    z, row_z = _rows(inputs.z)
-    y, row_y = _rows(out)
-    assert y is not None
-    scratch = None
+    tensors, scratch = _tensors(out, inputs), None
     if _shares_norm(inputs, options):
         scratch = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    state, window = inputs.state, inputs.conv_state
-    scale, residual = inputs.state_scale, inputs.state_residual
-    gate = "log"
-    if options.lower_bound is not None:
-        gate = "sigmoid"
-    elif options.gate_logit_normalizer is not None:
-        gate = "logsigmoid"
-    elif inputs.A_log is not None:
-        gate = "softplus"
-    weight = inputs.norm_weight
+    g, weight = inputs.g, inputs.norm_weight
     with device_of(out.device):
         cached(mixer_step_kernel)[-(-V // tile.BV) * HV * B,](
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            g_ptr=g,
-            beta_ptr=beta,
-            write_ptr=write,
-            z_ptr=z,
-            y_ptr=y,
-            state_ptr=state,
-            scale_ptr=scale,
-            residual_ptr=residual,
-            index_ptr=None if inputs.state_indices is None else inputs.state_indices.contiguous(),
-            accepted_ptr=None if inputs.num_accepted is None else inputs.num_accepted.contiguous(),
-            window_ptr=window,
-            conv_weight_ptr=None if inputs.conv_weight is None else inputs.conv_weight.contiguous(),
-            conv_bias_ptr=None if inputs.conv_bias is None else inputs.conv_bias.contiguous(),
-            A_ptr=None if inputs.A_log is None else inputs.A_log.contiguous(),
-            dt_bias_ptr=None if inputs.dt_bias is None else inputs.dt_bias.contiguous(),
-            D_ptr=None if inputs.D is None else inputs.D.contiguous(),
-            norm_weight_ptr=None if weight is None else weight.contiguous(),
+            **tensors,
+            **_pools(inputs),
+            **_options(options),
             scratch_ptr=scratch,
             counter_ptr=counter,
-            scale=options.scale,
-            eps=0.0 if options.norm_eps is None else options.norm_eps,
-            lower_bound=0.0 if options.lower_bound is None else options.lower_bound,
-            normalizer=1.0
-            if options.gate_logit_normalizer is None
-            else options.gate_logit_normalizer,
-            dt_min=options.dt_min,
-            dt_max=options.dt_max,
             T=T,
-            pending=options.pending,
             HV=HV,
-            cache_slots=state.shape[0],
-            length=0 if window is None else window.shape[2],
-            row_q=row_q,
-            row_k=row_k,
-            row_v=row_v,
-            row_g=row_g,
-            row_beta=row_beta,
-            row_write=row_write,
-            row_z=row_z,
-            row_y=row_y,
-            stride_state=state.stride(0),
-            stride_head=state.stride(1),
-            stride_scale=0 if scale is None else scale.stride(0),
-            stride_residual=0 if residual is None else residual.stride(0),
-            stride_window=0 if window is None else window.stride(0),
-            stride_c=0 if window is None else window.stride(1),
-            stride_l=0 if window is None else window.stride(2),
             H=H,
             K=K,
             V=V,
             W=1 if inputs.conv_weight is None else inputs.conv_weight.shape[1],
             BK=BK,
             BV=tile.BV,
-            WIDTH=line_of(BK, state.dtype),
+            WIDTH=line_of(BK, inputs.state.dtype),
             HEADS_PER_K=HV // H,
             ONE=T == 1 and inputs.num_accepted is None,
             THREADS=32 * tile.warps,
-            GROUP=options.norm_group_size,
-            V_FIRST=options.state_v_first,
-            V_CHANNELS_FIRST=options.channel_order == "vkq",
-            CONV_SILU=options.conv_silu,
-            GATE=gate,
+            GATE=_gate(inputs, options),
             PER_CHANNEL=g is not None and g.dim() == 4,
-            DT_SCALES_V=options.dt_scales_v,
-            BETA_SIGMOID=options.use_beta_sigmoid,
-            BETA_FACTOR=2.0 if options.allow_neg_eigval else 1.0,
-            L2_NORM=options.qk_l2norm,
-            NORM=options.norm_eps is not None,
-            NORM_BEFORE_GATE=options.norm_before_gate,
             WEIGHT_PER_HEAD=weight is not None and weight.dim() == 2,
-            Z_SILU=options.z_silu,
             num_warps=tile.warps,
             **({} if tile.registers is None or INTERPRETED else {"maxnreg": tile.registers}),
         )
-    if y is not out:
-        out.copy_(y)
+    if tensors["y_ptr"] is not out:
+        out.copy_(tensors["y_ptr"])
