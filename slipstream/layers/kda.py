@@ -119,7 +119,8 @@ class KimiDeltaAttention(DeltaHeads):
 
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
         # every fourth layer keeps them: what is made again takes time, what is kept memory
-        elements = elements if self.layer_idx % 4 else 0
+        if elements and self.layer_idx % 4 == 0:  # not read under torch.compile, one graph for all
+            elements = 0
         with Recompute(prepare, elements) as (*_, q, k, v, g):
             heads = (self.num_heads, self.head_dim)
             o, recurrent = kda(

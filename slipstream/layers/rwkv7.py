@@ -140,7 +140,7 @@ class RWKV7(Mixer):
         operator = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
         # of every other layer: the terms take six times the memory of x, and of all kernels here
         # those that make them are the slowest but for the recurrence
-        elements = x.numel() if self.layer_idx % 2 else 0
+        elements = 0 if torch.compiler.is_compiling() or self.layer_idx % 2 == 0 else x.numel()
         with Recompute(make, elements) as made:
             w, k, a, b, v, k_read, v_read = _with_values(made, v)
             o, recurrent = operator(
