@@ -154,6 +154,10 @@ class Attention(Mixer):
         if rounded.has_rounded(state):
             o = self._on_rounded(q, k, v, state)
             return projections.projected(self._gated(o, gate), self.o_proj, residual)
+        if x.shape[1] == 1 and self._writes_in_kernel(k, state):
+            o = self._with_cache(q, state, k, v)
+            lengths.add_(1)
+            return projections.projected(self._gated(o, gate), self.o_proj, residual)
         append({"k": k, "v": v}, state)
         keys, values = state["k"], state["v"]
         o = None
@@ -167,15 +171,25 @@ class Attention(Mixer):
         """o of a cache in 8 bits, with the new keys behind it."""
         given = rounded.rounded({"k": k, "v": v}, rounded.rounding_of(state), self.rounded_keys)
         append(given, state)
+        scales = {"k_scale": state["k_scale"], "v_scale": state["v_scale"]}
+        return self._with_cache(q, state, **scales)
+
+    def _writes_in_kernel(self, k: Tensor, state: State) -> bool:
+        """Whether one launch writes a token's key and value behind the others."""
+        plain = k.is_cuda and not torch.compiler.is_compiling() and self.head_dim <= 128
+        return plain and state["k"].dtype == k.dtype and not torch.is_autocast_enabled("cuda")
+
+    def _with_cache(self, q: Tensor, state: State, *new: Tensor, **scales: Tensor) -> Tensor:
+        """o of q on the keys of a state, behind which new ones may be written."""
         o = flash_attn_with_kvcache(
             q,
             state["k"],
             state["v"],
+            *new,
             cache_seqlens=state["length"],
             causal=True,
             window_size=(-1 if self.window_size is None else self.window_size - 1, 0),
-            k_scale=state["k_scale"],
-            v_scale=state["v_scale"],
+            **scales,
         )
         assert isinstance(o, Tensor)
         return o

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, StateCache
 from slipstream.runtime.dispatch import FALLBACK
 
 pytestmark = [
@@ -112,3 +112,22 @@ def test_assistant_by_graphs_gives_the_same_tokens(monkeypatch) -> None:
         assert m.decoding.reason is None and assistant.decoding.reason is None
         assert assistant.decoding.captures and assistant.decoding.replays
     assert m.decoding.replays < 40  # of two calls: several tokens each
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_attention_steps_are_those_of_the_prompt(dtype: torch.dtype, monkeypatch) -> None:
+    """Keys that one launch writes, with groups of heads and windows, rows of several lengths."""
+    layers = [{"type": "attention", "num_kv_heads": 1}, {"type": "attention", "window_size": 12}]
+    monkeypatch.setitem(MODELS, "windows", layers)
+    m = model("windows", dtype)
+    ids, mask = torch.randint(1, VOCAB, (3, 60), device="cuda"), torch.ones(3, 60, device="cuda")
+    mask[0, :7] = 0
+    mask = mask.long()
+    want = m(ids, attention_mask=mask, use_cache=False).logits
+    cache, tolerance = StateCache(2), 1e-4 if dtype == torch.float32 else 0.2
+    m(ids[:, :20], attention_mask=mask[:, :20], cache=cache, use_cache=True)
+    for t in range(20, 60):
+        more = {"attention_mask": mask[:, : t + 1], "cache": cache, "use_cache": True}
+        logits = m(ids[:, t : t + 1], **more).logits[:, 0]
+        torch.testing.assert_close(logits, want[:, t], rtol=tolerance, atol=tolerance)
