@@ -50,7 +50,16 @@ def check_eps_of_zero() -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+def check_one_residual() -> None:
+    """The scores of a softmax of one have no gradient, however o is rounded."""
+    query, weight = torch.randn(2, 512).unbind()
+    query.requires_grad_()
+    y, _ = op._run(query, [torch.randn(6, 512).half()], weight, None, 1e-6, 1.0, "triton")
+    assert torch.autograd.grad(y, query, torch.randn_like(y))[0].count_nonzero() == 0
+
+
 if __name__ == "__main__":
     check_eps_of_zero()
+    check_one_residual()
     for with_norm in (False, True):
         check(with_norm)

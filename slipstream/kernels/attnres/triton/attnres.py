@@ -136,6 +136,8 @@ def attnres_bwd_kernel(
             b_rstd = tl.load(rstd_ptr + o_r + n * R, mask=m_r, other=0.0)
             b_p = tl.exp(b_s - b_lse)
             b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * b_rstd
+            if L == 1:  # a softmax of one: nothing but what rounding has left of o
+                b_ds = tl.zeros_like(b_ds)
             b_dv = b_ds[:, None] * (b_a - (b_s * b_rstd / D)[:, None] * b_v)
             b_dv += b_p[:, None] * b_do
             tl.store(d_ptr + o, b_dv.to(d_ptr.dtype.element_ty), mask=m)
