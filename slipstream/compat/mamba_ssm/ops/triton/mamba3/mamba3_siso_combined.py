@@ -43,7 +43,7 @@ def mamba3_siso_combined(
         cu_seqlens: offsets [S + 1] of the sequences packed in B = 1.
 
     Returns:
-        y [B, T, H, P], or (y, angles, states, keys, values).
+        y [B, T, H, P], or (y, angles, states, keys, values), with angles in [0, 2 pi).
 
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
@@ -99,4 +99,4 @@ def siso(
     if after is None:
         return y
     S, key, value, theta = after
-    return y, theta, S.mT, key[:, :, 0], value[:, :, 0]
+    return y, torch.remainder(theta, 2 * math.pi), S.mT, key[:, :, 0], value[:, :, 0]
