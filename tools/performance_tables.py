@@ -416,7 +416,7 @@ def transformers_models() -> Table:
     rows = []
     for (device, model), of in used.items():
         cells = [[number(of.get(way), column, digits=4) for way in ways] for column in columns]
-        where = "CPU, four layers" if "CPU" in device else "GPU"
+        where = "CPU, four layers" if "CPU" in device else device.split()[1]
         faster = ratio(cells[0][0], cells[0][2])
         rows.append((label(f"{model}, {where}"), *(triple(*x) for x in cells), faster))
     headings = (
