@@ -14,7 +14,8 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 @pytest.mark.parametrize(("mixer", "graphs"), [("kda", 1), ("rwkv7", 2)])
 def test_layers_share_a_graph(mixer: str, graphs: int) -> None:
     """rwkv7's first layer makes the value that others take."""
-    config = SlipstreamConfig(vocab_size=64, hidden_size=64, num_heads=2, mixers=[mixer] * 3)
+    mixers: list[Any] = [mixer] * 3
+    config = SlipstreamConfig(vocab_size=64, hidden_size=64, num_heads=2, mixers=mixers)
     model: Any = SlipstreamForCausalLM(config).train()
     for layer in model.model.layers:
         layer.compile(backend="eager")
