@@ -25,12 +25,13 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
         return "q, k and v differ in dtype"
     if terms.max_head_dim > MAX_HEAD_DIM:  # not split (wide_heads.py)
         return f"K of a recurrence that erases may be at most {MAX_HEAD_DIM}"
-    if reason := _unwritten(terms) or _without_room(terms):
+    if reason := _missing_kernel_reason(terms) or _shared_memory_reason(terms):
         return reason
     return guarded_launch.known_failure(lambda: kind(terms), terms.q.device)
 
 
-def _unwritten(terms: LinearInputs) -> str | None:
+def _missing_kernel_reason(terms: LinearInputs) -> str | None:
+    """Of dtypes and forms of terms for which there is no kernel in chunks."""
     if only_by_token(terms):
         return None
     if any(x is not None and x.dtype != terms.q.dtype for x in (terms.a, terms.b)):
@@ -44,8 +45,8 @@ def _unwritten(terms: LinearInputs) -> str | None:
     return None
 
 
-def _without_room(terms: LinearInputs) -> str | None:
-    """Of float32, whose chunks are 16 tokens at least, and whose programs have all channels."""
+def _shared_memory_reason(terms: LinearInputs) -> str | None:
+    """Of float32: a program has all channels of 16 tokens or more, which may be too much."""
     if INTERPRETED or terms.q.dtype != torch.float32 or only_by_token(terms):
         return None
     if terms.max_head_dim <= 128:
