@@ -242,7 +242,7 @@ def append(new: State, state: State) -> None:
     sequences, tokens = first.shape[:2]
     row = torch.arange(sequences, device=first.device)[:, None]
     index = lengths[:, None]
-    if tokens > 1:
+    if tokens != 1:
         index = index + torch.arange(tokens, device=first.device)
     for name, x in new.items():
         state[name].index_put_((row, index), x.to(state[name].dtype))

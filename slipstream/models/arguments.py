@@ -164,3 +164,12 @@ def _expect_cache(cache: object, num_layers: int) -> None:
         raise ValueError(
             f"cache (past_key_values): want a cache of {num_layers} layers, got {len(cache.layers)}"
         )
+
+
+def expect_rows(cache: StateCache | None, sequences: int) -> None:
+    """Raises ValueError for a cache that holds the states of another number of sequences."""
+    if cache is not None and cache.rows not in (0, sequences):
+        raise ValueError(
+            f"cache (past_key_values): want a row for each of {sequences} sequences, got "
+            f"{cache.rows}"
+        )

@@ -318,7 +318,7 @@ def is_step(input_ids: Tensor | None, cache: StateCache | None, others: dict[str
         input_ids is not None
         and isinstance(cache, StateCache)
         and input_ids.dim() == 2
-        and input_ids.shape[1] == 1
+        and input_ids.shape == (cache.rows, 1)
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not cache.records

@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from slipstream.models import arguments
 from slipstream.models import consistent as blocks
 from slipstream.models.arguments import PACKING, check_arguments, checked, shape_of, the_cache
 from slipstream.models.block import Block, make_norm
@@ -170,11 +171,9 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         **others: Any,
     ) -> BaseModelOutputWithPast:
         cache = the_cache(cache, past_key_values, len(self.layers))
-        if context is not None:
-            use_cache = False
         batch, tokens = shape_of(input_ids, inputs_embeds)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = context is None and self.config.use_cache and not self.training
         if cache is None and use_cache:
             cache = StateCache(len(self.layers))
         position_ids = text_positions(position_ids, batch, tokens)
@@ -191,6 +190,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             h, cu_seqlens = sequences.pack(h), sequences.cu_seqlens
             if position_ids is not None:
                 position_ids = sequences.pack(position_ids.expand(batch, -1))
+        arguments.expect_rows(cache, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         keep, every = bool(output_hidden_states), []

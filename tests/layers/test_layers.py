@@ -193,12 +193,15 @@ def test_layer_takes_nothing(name: str, shape: tuple[int, int]) -> None:
 
 @every_layer
 @torch.no_grad()
-def test_layer_steps_no_sequences(name: str) -> None:
+def test_layer_steps_no_sequences_and_no_tokens(name: str) -> None:
     layer, x = make(name), torch.randn(2, 5, D)
     _, state = run(layer, name, x[:, :3], use_cache=True)
     none = {n: s[:0] for n, s in state.items()}
     for part in (x[:0, 3:4], x[:0, 3:]):
         assert layer.step(part, none, **first_value_for(name, part)).shape == part.shape
+    part, before = x[:, :0], {n: s.clone() for n, s in state.items()}
+    assert layer.step(part, state, **first_value_for(name, part)).shape == part.shape
+    assert_state_near(state, before)
 
 
 # torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx

@@ -11,10 +11,10 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 
 
-def small() -> SlipstreamForCausalLM:
+def small(mixer: str = "gla") -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     config = SlipstreamConfig(
-        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"]
+        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=[mixer]
     )
     return SlipstreamForCausalLM(config)
 
@@ -103,6 +103,18 @@ def test_inputs_of_another_kind_are_refused_by_name(name: str, kind: str) -> Non
     known = TENSORS | {name} if kind == "no values" else {name}
     with pytest.raises((TypeError, ValueError), match=rf"\b({'|'.join(known)})\b"):
         small()(**{**given, name: NO_TENSORS[kind]})
+
+
+@pytest.mark.parametrize("mixer", ["gla", "attention", "mamba2"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_cache_of_other_rows_is_refused(mixer: str, rows: int, tokens: int) -> None:
+    model = small(mixer).eval()
+    cache = model(IDS, use_cache=True).past_key_values
+    more = torch.zeros(rows, tokens, dtype=torch.int64)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"^cache .*, got 2$"):
+            model(more, past_key_values=cache, use_cache=True)
 
 
 def test_model_without_values_takes_all_inputs() -> None:

@@ -66,7 +66,7 @@ def eager_latent_attention(
         pages = latent[table.long().masked_fill(missing, 0)]
         latent = pages.masked_fill(missing[..., None, None], 0).flatten(1, 2)
     T, S = q.shape[1], latent.shape[1]
-    x = (q.flatten(1, 2) @ latent.mT).unflatten(1, (T, -1))  # [B, T, H, S]
+    x = (q.flatten(1, 2) @ latent.mT).unflatten(1, q.shape[1:3])  # [B, T, H, S]
     x = (x.double() if x.dtype == torch.float64 else x.float()) * scale
     if lengths is None:
         lengths = torch.full(q.shape[:1], S, device=q.device)
@@ -76,7 +76,7 @@ def eager_latent_attention(
     lse = x.logsumexp(-1)
     p = (x - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()
     o = p.to(latent.dtype).flatten(1, 2) @ latent[..., :width]
-    return o.unflatten(1, (T, -1)), lse.transpose(1, 2).contiguous()
+    return o.unflatten(1, q.shape[1:3]), lse.transpose(1, 2).contiguous()
 
 
 def unsupported_reason(call: tuple[Tensor, Tensor, int, float, bool]) -> str | None:
