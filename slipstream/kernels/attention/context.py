@@ -27,7 +27,7 @@ from slipstream.runtime.context_share import Share
 
 # Rows of q a group has on a rank, at least: programs of 128 rows fill a GPU several times.
 MIN_GROUP_ROWS = 1 << 16
-# Bytes that a thread copies at once.
+# What a thread copies at once: 16 bytes.
 WORD = torch.complex128
 
 
