@@ -262,6 +262,7 @@ GUARDED = {
         "attention.append",
     ),
     "attention/latent.py": ("attention.latent",),
+    "attention/rotary.py": ("attention.sm90",),
     "gated_scan/op.py": ("gated_scan.triton",),
     "selective_scan/op.py": ("selective_scan.triton",),
     "mixer_step/op.py": ("mixer_step.triton",),

@@ -128,7 +128,7 @@ def _fits(q: Tensor, cos: Tensor) -> bool:
 
 
 def _kind(q: Tensor) -> KernelKey:
-    return ("rotary_softmax.sm90", q.dtype, q.shape[-1])
+    return ("attention.sm90", q.dtype, q.shape[-1], "rotated")
 
 
 def _mismatch(q: Tensor) -> str | None:
