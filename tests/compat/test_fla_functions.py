@@ -254,5 +254,5 @@ def test_preconditioned_states_apart(name: str) -> None:
         assert mixed.dtype == torch.float16
         torch.testing.assert_close(mixed.float(), o, rtol=1e-2, atol=1e-2)
     refused = {"cp_context": object()}
-    with pytest.raises(NotImplementedError, match="cp_context: Slipstream's chunk_precond"):
+    with pytest.raises(TypeError, match="cp_context: want what"):
         getattr(preconditioned, f"chunk_{name}")(**given, **refused)
