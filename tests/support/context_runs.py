@@ -246,22 +246,38 @@ def cast_down(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def attention_bytes(rank: int, found: Any) -> None:
-    """What a rank of two holds in a forward pass without gradients, of what one with all has."""
+    """What a rank of two holds of what one with all tokens has: in a forward pass without
+    gradients of q, k, v and o, and with backward of these, the gradients of all four, and the
+    float32 sums of dq that a GPU's kernel has."""
 
     def outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         return q.new_empty(*q.shape[:3], v.shape[-1]), lse
 
+    def gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+        sums = q.new_empty(q.shape, dtype=torch.float32)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        grads[0].copy_(sums)
+        return grads
+
     context = ContextParallel()
-    q, k, v = (torch.randn(1, 1024, 16, 128, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v, do = (torch.randn(1, 1024, 16, 128, dtype=torch.bfloat16) for _ in range(4))
     with (
         mock.patch.object(attention_across_ranks, "MIN_GROUP_ROWS", 1),
         mock.patch.object(attention_op, "call_forward", outputs),
-        torch.no_grad(),
-        Allocated([q, k, v]) as counted,
+        mock.patch.object(attention_op, "call_backward", gradients),
     ):
-        attention(q, k, v, context=context, impl="eager")
-    found.put((counted.peak + 3 * q.nbytes) / (8 * q.nbytes))
+        with torch.no_grad(), Allocated([q, k, v]) as forward:
+            attention(q, k, v, context=context, impl="eager")
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with Allocated([q, k, v, do]) as both:
+            o = attention(*leaves, context=context, impl="eager")
+            grads = torch.autograd.grad(o, leaves, do)
+    assert len(grads) == 3
+    whole = 2 * q.nbytes
+    found.put(
+        ((forward.peak + 3 * q.nbytes) / (4 * whole), (both.peak + 4 * q.nbytes) / (10 * whole))
+    )
 
 
 def bytes_exchanged(rank: int, found: Any) -> None:
