@@ -246,8 +246,9 @@ def _intra_chunk(
         return free.pop() if free else torch.empty(g.shape, dtype=k.dtype, device=k.device)
 
     has_q = problem.q is not None
-    # with u the kernel would have 344 bytes of registers on the stack
-    apart = APART[k.dtype] if terms.u is None else 0.0
+    # With u the kernel would have 344 bytes of registers on the stack; with gates in 16 bits early
+    # bits changed on an H100 (docs/dev/log/vector-decay.md).
+    apart = APART[k.dtype] if terms.u is None and g.dtype == torch.float32 else 0.0
     intra = IntraChunk(
         like_g() if has_q else None,
         like_g(),
