@@ -18,7 +18,7 @@ from slipstream.runtime.launch_cache import cached
 ROWS, COLUMNS = 512, 32
 
 
-@triton.jit(do_not_specialize=["P", "D"])
+@triton.jit(do_not_specialize=["P", "D", "stride_p", "stride_m"])
 def partial_sums_kernel(
     partial_ptr, out0_ptr, out1_ptr, out2_ptr, out3_ptr, out4_ptr, P, D, stride_p, stride_m,
     M: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
