@@ -36,6 +36,9 @@ FAMILY_EXCEPTIONS = {
     ("running_mean/eager.py", "slipstream.kernels.gated_scan.op"),
     ("running_mean/eager.py", "slipstream.kernels.pointwise.token_shift"),
     ("preconditioner/op.py", "slipstream.kernels.gated_scan.op"),
+    # the rotation before attention, and after those of its kernels that do not rotate gradients
+    ("attention/rotary.py", "slipstream.kernels.pointwise"),
+    ("attention/rotary.py", "slipstream.kernels.pointwise.triton.rotary"),
 }
 
 

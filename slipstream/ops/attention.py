@@ -12,6 +12,7 @@ from slipstream.kernels.attention.context import key_copies, softmax_by_heads
 from slipstream.kernels.attention.dispatch import plan_of_rotated, run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.rotary import softmax_of_rotated
+from slipstream.kernels.pointwise.rotary import unsupported_reason as rotary_unsupported
 from slipstream.ops.rotary import rotary_heads
 from slipstream.runtime.autograd import by_operation, needs_autograd
 from slipstream.runtime.context_exchange import tie
@@ -201,15 +202,16 @@ def rotary_attention(
     terms = AttentionInputs(q, k, v, cu_q=cu_seqlens, cu_k=cu_seqlens)
     options = AttentionOptions(scale_of(None, q), left, right, 0.0, 0.0)
     impls = None
-    if needs_autograd(qkv) and not by_operation() and autocast_dtype(qkv) in (None, qkv.dtype):
-        impls = plan_of_rotated(terms, options, tables[0])
+    trains = autocast_dtype(qkv) in (None, qkv.dtype) and needs_autograd(qkv)
+    if trains and not by_operation() and rotary_unsupported(qkv, tables[0].shape[-1]) is None:
+        impls = plan_of_rotated(terms, options)
     if impls is None:
         q, k, v = rotary_heads(qkv, tables, sizes)
         return attention(q, k, v, window_size=window_size, cu_seqlens=cu_seqlens)
     _check(q, k, v, cu_seqlens, cu_seqlens, None)
     # selective checkpointing may hand out qkv again
-    alone = _get_current_dispatch_mode() is None or of_thread.warmup is not None
-    return softmax_of_rotated(qkv, *tables, cu_seqlens, sizes, options, impls, fresh and alone)
+    plain = _get_current_dispatch_mode() is None or of_thread.warmup is not None
+    return softmax_of_rotated(qkv, *tables, cu_seqlens, sizes, options, impls, fresh and plain)
 
 
 def _across_ranks(

@@ -15,7 +15,6 @@ from slipstream.kernels.attention.triton.plan import (
     kind,
     unsupported_reason,
 )
-from slipstream.kernels.pointwise import rotary
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.backends import is_fake, triton_unsupported
@@ -107,10 +106,10 @@ def run(
     return o, lse if want_lse else None
 
 
-def plan_of_rotated(inputs: AttentionInputs, options: AttentionOptions, cos: Tensor) -> str | None:
+def plan_of_rotated(inputs: AttentionInputs, options: AttentionOptions) -> str | None:
     """What is told to try for queries and keys that a rotary embedding turns inside of the call
-    (rotary.py); None where kernels do not take one of both, or the call is to be consistent."""
-    if consistent_scope.on or rotary.unsupported_reason(inputs.q, cos.shape[-1]) is not None:
+    (rotary.py); None where kernels do not take it, or the call is to be consistent."""
+    if consistent_scope.on:
         return None
     if is_fake(inputs.q) or triton_unsupported(inputs.q, "the input") is not None:
         return None
