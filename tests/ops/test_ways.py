@@ -22,7 +22,7 @@ from tests.support.operators import LINEAR
 SAMPLE = {"chunk_gla", "chunk_linear_attn-normalize", "chunk_gsa", "fused_recurrent_hgrn"}
 SAMPLE |= {"chunk_gated_delta_product", "rms_norm-residual", "layer_norm", "short_convolution"}
 SAMPLE |= {"short_convolution-packed", "short_convolution-operator", "token_shift-state"}
-SAMPLE |= {"rotary_embedding-positions"}
+SAMPLE |= {"rotary_embedding-positions", "selective_scan", "linear_log_probs"}
 SAMPLE |= {"swiglu", "glu_linear", "embedding", "cross_entropy-mean", "linear_cross_entropy-mean"}
 SAMPLE |= {"linear_cross_entropy-none", "attention-packed", "matmul-silu", "linear_kl_div-mean"}
 
@@ -50,6 +50,8 @@ PERMITTED: dict[str, str] = {
     "embedding": OPAQUE,
     **{f"linear_cross_entropy-{x}": OPAQUE for x in ("mean", "sum", "none")},
     "linear_cross_entropy": OPAQUE,
+    **dict.fromkeys(("linear_log_probs", "linear_log_probs-entropy"), OPAQUE),
+    **dict.fromkeys(("selective_scan", "selective_scan-gated", "selective_scan-groups"), OPAQUE),
     **{f"linear_kl_div-{x}": OPAQUE for x in ("mean", "none")},
     "attention": OPAQUE,
     **{f"attention-{x}": OPAQUE for x in ("full", "longer", "window", "lengths")},
