@@ -17,7 +17,7 @@ from slipstream.layers.base import (
 )
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.host import on_host
-from slipstream.nn.linear import is_hooked, linears
+from slipstream.nn.linear import linears, plain_linear
 from slipstream.ops.attention import attention, rotary_attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
 from slipstream.ops.rotary import rotary_embedding, rotary_heads
@@ -112,7 +112,8 @@ class Attention(Mixer):
         qkv, gate = linears(x, (self.qkv_proj, self.g_proj))
         if state is None and context is None and not use_cache and self._only_rotates(qkv):
             heads = qkv.unflatten(-1, (-1, self.head_dim))
-            fresh = not is_hooked(self.qkv_proj)
+            # an adapter, or another module in its place, may read what it has returned
+            fresh = plain_linear(self.qkv_proj)
             more = self.sizes, self.window_size, cu_seqlens, fresh
             o = rotary_attention(heads, self._tables(qkv, at), *more)
             return self.o_proj(self._gated(o, gate)), None

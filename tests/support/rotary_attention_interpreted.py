@@ -16,6 +16,7 @@ from slipstream.kernels.attention.rotary import softmax_of_rotated
 from slipstream.kernels.attention.sm90.dq_of_sums import softmax_dq_of_sums_kernel
 from slipstream.kernels.pointwise.rotary import rotary_reference
 from slipstream.layers import Attention
+from slipstream.layers.base import NormalLinear
 from tests.support.interpreted import error
 
 
@@ -69,6 +70,28 @@ def check_layer() -> None:
     assert torch.equal(seen[0], layer.qkv_proj(x))  # nothing has turned it
 
 
+class Bounded(NormalLinear):
+    """Keeps its result for its gradient."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).tanh()
+
+
+def check_other_projections() -> None:
+    """A module in the projection's place may read in its backward what it has returned."""
+    torch.manual_seed(0)
+    layer, x = Attention(64, 4), torch.randn(2, 19, 64, requires_grad=True)
+    layer.qkv_proj = Bounded(64, 3 * 64, bias=False)
+    torch.nn.init.normal_(layer.qkv_proj.weight)
+
+    def run(inside: bool) -> list[Any]:
+        layer._only_rotates = lambda qkv: inside
+        y = layer(x)[0]
+        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+    assert max(map(error, run(True), run(False))) < 1e-5
+
+
 def check_checkpointing() -> None:
     """Selective checkpointing hands out the projection's result again: nothing has turned it."""
     torch.manual_seed(0)
@@ -111,5 +134,6 @@ def check_gradients_of_queries() -> None:
 if __name__ == "__main__":
     check_operator()
     check_layer()
+    check_other_projections()
     check_checkpointing()
     check_gradients_of_queries()
