@@ -98,11 +98,14 @@ def plan_of(cp_context: Any) -> ContextParallel | None:
     """The plan of an argument `cp_context`; None where it asks for nothing.
 
     Raises:
-        TypeError: it is no context of build_cp_context's.
+        TypeError: it is no context of build_cp_context's. ValueError: it has a group without a
+            plan, made by hand.
     """
     if cp_context is None:
         return None
+    wanted = "cp_context: want what fla.ops.cp.build_cp_context returns"
     if not isinstance(cp_context, FLACPContext):
-        kind = type(cp_context).__name__
-        raise TypeError(f"cp_context: want what fla.ops.cp.build_cp_context returns, got {kind}")
+        raise TypeError(f"{wanted}, got {type(cp_context).__name__}")
+    if cp_context.group is not None and cp_context.plan is None:
+        raise ValueError(f"{wanted}, got a group without a plan")
     return cp_context.plan
