@@ -26,6 +26,8 @@ def backward(
     scale: float,
 ) -> list[Tensor]:
     """As triton/attnres.py's, without the sum o."""
+    # its asynchronous copies, of 4 bytes or more, do not compile for views that begin elsewhere
+    residuals = [x.clone() if x.data_ptr() % 16 else x for x in residuals]
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     grads = [torch.empty_like(x) for x in residuals]
