@@ -123,7 +123,7 @@ def test_contexts_without_a_group_and_refusals() -> None:
     assert torch.equal(call(**given, cp_context=cp.FLACPContext())[0], call(**given)[0])
     with pytest.raises(TypeError, match="cp_context: want what"):
         call(**given, cp_context=object())
-    with pytest.raises(ValueError, match="cp_context: want what .*, got a group without a plan"):
+    with pytest.raises(ValueError, match="got a group without a plan"):
         call(**given, cp_context=cp.FLACPContext(group=object()))
     with pytest.raises(NotImplementedError, match="cp_context: fla's chunk_gla"):
         slipstream.compat.fla.ops.chunk_gla(*(given[n] for n in "qkvg"), cp_context=object())
