@@ -202,8 +202,8 @@ def rotary_attention(
     terms = AttentionInputs(q, k, v, cu_q=cu_seqlens, cu_k=cu_seqlens)
     options = AttentionOptions(scale_of(None, q), left, right, 0.0, 0.0)
     impls = None
-    trains = autocast_dtype(qkv) in (None, qkv.dtype) and needs_autograd(qkv)
-    if trains and not by_operation() and rotary_unsupported(qkv, tables[0].shape[-1]) is None:
+    trains = not by_operation() and autocast_dtype(qkv) in (None, qkv.dtype) and needs_autograd(qkv)
+    if trains and rotary_unsupported(qkv, tables[0].shape[-1]) is None:
         impls = plan_of_rotated(terms, options)
     if impls is None:
         q, k, v = rotary_heads(qkv, tables, sizes)

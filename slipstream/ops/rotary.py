@@ -86,7 +86,7 @@ def rotary_heads(
     """q, k and v of qkv [B, T, H, D], sizes[i] heads of each, the first two turned as
     rotary_embedding does; tables: cos and sin [B or 1, T, R/2]."""
     cos, sin = tables
-    if needs_autograd(qkv) and not by_operation():
+    if not by_operation() and needs_autograd(qkv):
         call = (qkv, cos.shape[-1], False)
         impl = choose(_CANDIDATES, call, None, "rotary_embedding", qkv).impls
         if is_triton(impl):
