@@ -4,7 +4,6 @@
     python bench/attention.py --only ' causal'        of shapes: "4,4096,16,128 causal"
     python bench/attention.py --only packed|cache|latent
     python bench/attention.py --errors   of outputs and gradients, against float64
-    python bench/attention.py --tiles    the sm_90 kernels' tiles that may replace those in use
 
 Shapes are B,T,H,D; TFLOP/s of the products, a causal mask counted as half of them, backward as 2.5
 times the forward. packed: causal sequences of mixed lengths beside the same work in equal ones.

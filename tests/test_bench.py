@@ -21,6 +21,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import chosen
 
 BENCH = Path(__file__).parents[1] / "bench"
+DOCS = BENCH.parent / "docs"
 README = (BENCH / "README.md").read_text()
 MODULES = ("harness", "processes")
 SCRIPTS = [x.stem for x in sorted(BENCH.glob("*.py")) if x.stem not in MODULES]
@@ -178,7 +179,14 @@ def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_help(name: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
         script(name).main(["--help"])
-    assert ended.value.code == 0 and f"bench/{name}.py" in capsys.readouterr().out
+    usage, _, described = capsys.readouterr().out.partition("\n\n")
+    assert ended.value.code == 0 and f"bench/{name}.py" in described
+    # commands of its docstring and of the documentation, but of lab notes, which are of their day
+    pages = [x for x in DOCS.rglob("*.md") if "log" not in x.relative_to(DOCS).parts]
+    text = "\n".join([described, *(x.read_text() for x in (*pages, BENCH / "README.md"))])
+    for command in re.findall(rf"bench/{name}\.py( -[^`\n]*)", text):
+        for option in re.findall(r" (--[a-z-]+)", command):
+            assert re.search(rf"{option}\b", usage), f"bench/{name}.py{command}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
