@@ -1,5 +1,6 @@
 """transformers' models whose tokens are dealt out to ranks: each calls the model with its own."""
 
+import itertools
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,7 +49,9 @@ def call_in_context(
         What the model returns of these tokens.
 
     Raises:
-        NotImplementedError: a type that is not known to exchange all that it has to.
+        NotImplementedError: a type that is not known to exchange all that it has to; a rotary
+            embedding whose angles depend on the length ("dynamic", "longrope"), and a sequence
+            longer than the model was first trained with.
         ValueError: another attention; an argument that the context replaces.
     """
     config: Any = getattr(model, "config", None)
@@ -62,13 +65,36 @@ def call_in_context(
     for name in ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache"):
         if options.get(name) is not None and options[name] is not False:  # use_cache=False
             raise ValueError(f"{name}: has no meaning beside a context")
-    if options.get("output_router_logits", getattr(config, "output_router_logits", False)):
+    routers = options.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if routers is None else routers:
         raise ValueError("output_router_logits: a rank's own tokens do not balance the experts")
     patch(model)
     share = context.share(input_ids.shape[1])
+    longest = max((y - x for x, y in itertools.pairwise(share.offsets)), default=0)
+    _expect_fixed_angles(config, longest)
     options |= {"use_cache": False, "position_ids": share.positions(input_ids.device)}
     if labels is not None:
         target = share.next_tokens(labels, IGNORED)
         count = context.sum((target != IGNORED).sum())
         options |= {"labels": labels, "shift_labels": target, "num_items_in_batch": count}
     return model(input_ids=input_ids, context=context, **options)
+
+
+def _expect_fixed_angles(config: Any, longest: int) -> None:
+    """Raises for angles that follow from the largest position of a call: ranks have other ones."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in (given, *given.values()):  # of all layers, or of each kind of them
+        if not isinstance(rope, dict):
+            continue
+        kind = str(rope.get("rope_type", rope.get("type")))
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        limits = rope, vars(config)
+        limit = next((x for y in limits if (x := y.get("original_max_position_embeddings"))), None)
+        if kind != "longrope" or limit is None:
+            limit = config.max_position_embeddings
+        if longest > limit:
+            raise NotImplementedError(
+                f"context: with rope_type={kind!r} want sequences of at most {limit} tokens, where "
+                f"all ranks turn by the same angles, got {longest}"
+            )

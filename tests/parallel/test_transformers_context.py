@@ -56,8 +56,31 @@ def test_refusals_are_named() -> None:
         assert call_in_context(model, plan, input_ids=ids, use_cache=False).logits.shape[1] == 4
         with pytest.raises(ValueError, match="output_router_logits: a rank's own tokens"):
             call_in_context(model, plan, input_ids=ids, output_router_logits=True)
+        model.config.output_router_logits = True
+        with pytest.raises(ValueError, match="output_router_logits: a rank's own tokens"):
+            call_in_context(model, plan, input_ids=ids, output_router_logits=None)
+        model.config.output_router_logits = False
         model.set_attn_implementation("sdpa")
         with pytest.raises(ValueError, match=f"want attn_implementation='{NAME}'.*got sdpa"):
             call_in_context(model, plan, input_ids=ids)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("by_layer_type", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_follow_from_the_length_are_refused(kind: str, by_layer_type: bool) -> None:
+    """A rank sees the largest position of its own tokens, not the batch's."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plan, ids = ContextParallel(), torch.ones(1, 13, dtype=torch.int64)
+        model = make("LlamaForCausalLM")
+        rope = {"rope_type": kind, "factor": 4.0}
+        rope |= {"original_max_position_embeddings": 12} if kind == "longrope" else {}
+        model.config.max_position_embeddings = 48 if kind == "longrope" else 12
+        model.config.rope_parameters = {"full_attention": rope} if by_layer_type else rope
+        with pytest.raises(NotImplementedError, match=f"'{kind}' want sequences of at most 12 "):
+            call_in_context(model, plan, input_ids=ids)
+        assert call_in_context(model, plan, input_ids=ids[:, :12]).logits.shape[1] == 12
     finally:
         dist.destroy_process_group()
