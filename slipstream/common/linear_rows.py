@@ -9,17 +9,17 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 def row_chunks(hidden: Tensor, columns: int) -> list[slice]:
-    """Rows of hidden [N, D] whose logits have so many columns."""
+    """Slices of the rows of hidden [N, D] whose logits have at most CHUNK_ELEMENTS numbers."""
     step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // max(columns, 1), 1)
     return [slice(i, i + step) for i in range(0, len(hidden), step)]
 
 
 class LinearRows:
-    """logits = hidden weight^T + bias, a slice of rows at a time, in memory of the caller's.
+    """logits = hidden weight^T + bias for a slice of rows at a time, and the layer's gradients.
 
     Attributes:
-        dhidden, dweight, dbias: what `add` has made of the gradients of logits so far, in hidden's
-            dtype, sum_dtype, and float32 or float64; without gradients three empty ones.
+        dhidden, dweight, dbias: the gradients of all slices passed to `add` so far, in hidden's
+            dtype, sum_dtype, and float32 or float64. Empty without `grads`.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class LinearRows:
         return torch.addmm(self.bias, h, w, out=out)
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """dlogits: of those rows, rounded to hidden's dtype for the products. Rows from 0 on come
-        first."""
+        """Adds the gradients that follow from dlogits, those of the logits of `rows`.
+
+        They are rounded to hidden's dtype for the products. The first call has rows from 0 on.
+        """
         if self.bias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
         d, h = dlogits.to(self.hidden.dtype), self.hidden[rows]

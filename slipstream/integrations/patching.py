@@ -249,7 +249,7 @@ def _layer_forward(forward: Callable) -> Callable:
 
 
 def _mixes(cls: type[nn.Module]) -> bool:
-    """Whether a class is a short convolution in plain torch, which reads nothing of what is packed:
+    """Whether a class is a short convolution in plain torch that ignores packed sequences, such as
     transformers 5.23's Inkling2DynamicShortConvolution."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     read = {*code.co_names, *code.co_consts, *code.co_varnames} if code is not None else {"seq_idx"}
@@ -261,7 +261,7 @@ def _mixes(cls: type[nn.Module]) -> bool:
 
 
 def _apart(forward: Callable) -> Callable:
-    """forward of such a class with zeros between the sequences, as many as it looks back."""
+    """The forward of such a class on packed sequences with its width - 1 zeros between them."""
 
     @wraps(forward)
     def replacement(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -55,8 +55,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def step_products(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor] | None:
-    """layer(x) of each for x [..., in] of few rows, in one launch: the bits of the layers' own
-    calls; None where they have to be called."""
+    """layer(x) for each of the layers, in one launch, for an x [..., in] of few rows.
+
+    The bits are those of the layers' own calls. None where the layers have to be called instead.
+    """
     if not x.is_cuda or not all(has_consistent_product(y) and not has_hooks(y) for y in layers):
         return None
     weights: list[Tensor] = [y.weight for y in layers]  # pyright: ignore[reportAssignmentType]
@@ -83,8 +85,10 @@ def _is_step(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def _of_step(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """Products side by side. One row alone has a kernel that adds in another order: it goes as two
-    equal ones."""
+    """All products in one tensor, side by side.
+
+    The kernel for one row adds in another order, so one row is passed as two equal rows.
+    """
     rows = x.reshape(-1, x.shape[-1])
     y = projection_step(rows if rows.shape[0] > 1 else rows.expand(2, -1), weights)
     return y[: rows.shape[0]].view(*x.shape[:-1], y.shape[-1])

@@ -75,9 +75,9 @@ def attnres(
 
     Cost: 5 L D flops a token. Forward reads the residuals once and writes o. Backward reads them
     once, and writes their gradients. With gradients forward also saves the sum before its norm and,
-    in 16 bits, what rounding took from that sum; not on sm_90 in 16 bits where a token's residuals
-    have room in shared memory, of 4096 features any number of them. More than 16 residuals or 8192
-    features run in plain torch, in float32.
+    in 16 bits, what rounding took from that sum. On sm_90 in 16 bits it saves neither where the
+    backward keeps a token's residuals in shared memory, if they fit. More than 16 residuals or
+    8192 features run in plain torch, in float32.
     Source: Kimi Team, "Attention Residuals" (arXiv 2603.15031).
     """
     if isinstance(residuals, Tensor):

@@ -46,12 +46,14 @@ class BlockStep:
             self._places.clear()
 
     def block(self, x: Tensor) -> Tensor:
-        """x [N, 1, ...] with the tokens before it in its block, and any behind it: [N, 64, ...].
-        What is of all 64 already stays as it is."""
+        """The whole block [N, 64, ...] of the step's token x [N, 1, ...].
+
+        Places after the token hold what they held before. An x [N, 64, ...] is returned as it is.
+        """
         return self._keep(x)
 
     def token(self, y: Tensor) -> Tensor:
-        """Of what came out for a block the part of the step's token, [N, 1, ...]"""
+        """The step's token [N, 1, ...] of a result y [N, 64, ...] for whole blocks."""
         if self._fills:
             return y
         return y.reshape(-1, *y.shape[2:])[self._rows(0)][:, None]
@@ -83,8 +85,11 @@ class BlockStep:
             line.copy_(line[rows])
 
     def _rows(self, width: int, with_before: bool = False) -> Tensor:
-        """Where the step's tokens [N] are among all rows of a tensor with `width` tokens before a
-        block, or these with as many before each, [N (width + 1)]."""
+        """Indices [N] of the step's tokens into a tensor [N (width + 64), ...], flattened.
+
+        `width` tokens precede each block. with_before: each token and `width` before it,
+        [N (width + 1)].
+        """
         if (width, with_before) not in self._places:
             counts = self.counts
             first = torch.arange(counts.shape[0], device=counts.device) * (width + BLOCK)

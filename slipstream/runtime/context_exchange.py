@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-    """Starts it: of x so many elements to each rank, and so many from each, which are there after
-    `wait`. A rank that only sends does not wait."""
+    """Starts an exchange. Rank r gets the next sent[r] elements of x, and sends received[r].
+
+    The result may be read after `wait`. A rank that only sends does not wait.
+    """
     if of_thread.warmup is not None:  # of one rank: the others are not asked
         return x.new_empty(sum(received))
     run = torch.ops._c10d_functional.all_to_all_single
@@ -165,5 +167,5 @@ def states_of_pieces(
 
 
 def tie(x: Tensor, *others: Tensor) -> Tensor:
-    """x; where its gradient is computed, the backward of the others runs too."""
+    """Returns x. The backward of `others` then runs wherever that of x does."""
     return _Tie.apply(x, *others)

@@ -170,10 +170,10 @@ class Share:
         return Messages(sent, received, self.group)
 
     def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:
-        """All of x to some ranks, and from others as many elements as `sizes` says, by rank.
+        """Sends all of x to the ranks `to`; returns sizes[r] elements from each rank r of `sizes`.
 
-        On a GPU what follows waits for it, also where this rank only sends: else a kernel that
-        takes all multiprocessors may come first, and the receiving rank waits for that.
+        On a GPU later kernels wait for the exchange, also where this rank only sends. Otherwise a
+        kernel that takes all multiprocessors could run first, and the receiving rank would wait.
         """
         ranks = range(len(self.lengths))
         sent = [x.numel() if r in to else 0 for r in ranks]

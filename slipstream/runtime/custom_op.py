@@ -133,8 +133,11 @@ class DirectCall:
 
 
 def _as_bases(results: Any, args: tuple) -> Any:
-    """What a forward returns, as tensors that may be changed in place: torch refuses that for views
-    that are made in a Function or under no_grad. Views of arguments stay what they are."""
+    """The results of a forward as tensors that may be changed in place.
+
+    torch refuses to change views that are made in a Function or under no_grad, so these are
+    replaced. Views of arguments stay views.
+    """
     if isinstance(results, torch.Tensor):
         return _as_base(results, args) if results._is_view() else results
     for x in results or ():

@@ -148,9 +148,11 @@ def _compiler_error(error: Exception) -> str | None:
 
 
 def _of_machine(error: Exception) -> str | None:
-    """What is missing on this machine, and nothing of the kernels: a folder that can be written, a
-    child to compile in, the C compiler and the libraries by which Triton makes its launchers, the
-    rest of a file in its cache."""
+    """Why the machine, and not a kernel, caused an error; None for other errors.
+
+    A folder cannot be written, a child process did not start, a file in Triton's cache is damaged,
+    or the C compiler or a library for Triton's launchers is missing.
+    """
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, subprocess.CalledProcessError):
         program = error.cmd[0] if isinstance(error.cmd, list | tuple) else error.cmd

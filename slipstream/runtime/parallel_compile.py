@@ -91,8 +91,8 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 class _Task:
-    """Compiles a kernel; before: is set when it may hold Python's lock, done: by itself, when that
-    is another's."""
+    """Compiles a kernel. It waits for `before` to be set before it takes Python's lock to make the
+    kernel's first form, and sets `done` after that."""
 
     def __init__(self, key: Any, compile_fn: Callable[[], Any]) -> None:
         self._compile, self._once, self.name = compile_fn, _Once(), ""
@@ -130,7 +130,7 @@ class _Task:
 
 
 class _Later:
-    """An executor of tasks that are begun when all are known."""
+    """An executor that collects tasks, and begins them in `start`, when all are known."""
 
     def __init__(self) -> None:
         self._tasks: list[tuple[_Task, Future]] = []

@@ -138,7 +138,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
 
 
 def with_context(given: Arguments, cp_context: Any) -> Arguments:
-    """The arguments with a context, which says where sequences begin, instead of offsets."""
+    """The arguments with the context's plan in place of `cu_seqlens`, if there is a context."""
     plan = plan_of(cp_context)
     return given if plan is None else given | {"context": plan, "cu_seqlens": None}
 

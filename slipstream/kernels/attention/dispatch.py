@@ -107,8 +107,10 @@ def run(
 
 
 def plan_of_rotated(inputs: AttentionInputs, options: AttentionOptions) -> str | None:
-    """What is told to try for queries and keys that a rotary embedding turns inside of the call
-    (rotary.py); None where kernels do not take it, or the call is to be consistent."""
+    """Back ends to try, in order, for a call that applies a rotary embedding itself (rotary.py).
+
+    None where no kernel takes the call, and for consistent calls.
+    """
     if consistent_scope.on:
         return None
     if is_fake(inputs.q) or triton_unsupported(inputs.q, "the input") is not None:
