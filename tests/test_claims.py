@@ -56,6 +56,14 @@ def test_lab_note_figure_without_row_fails(said: str, figures: list[str]) -> Non
     assert len(lab_notes.unsupported(page, text, tables())) == len(figures)
 
 
+@pytest.mark.parametrize("page", NOTES)
+def test_lab_note_headings_have_a_date_and_a_verdict(page: str) -> None:
+    headings = re.findall(r"^## .*$", NOTES[page], re.MULTILINE)
+    assert headings
+    wanted = re.compile(r"## \d{4}-\d\d-\d\d: .+ \(.+\)")
+    assert [x for x in headings if not wanted.fullmatch(x)] == []
+
+
 def test_old_lab_notes_are_records() -> None:
     assert not list(lab_notes.entries("x", "## 2026-11-25: a try (kept)\n\n0.123 ms"))
 
