@@ -70,6 +70,12 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
                 compile_fn = _Task(key, compile_fn)
             return super().submit(key, compile_fn, finalize_fn)
 
+        def __exit__(self, *error: Any) -> None:
+            try:
+                super().__exit__(*error)
+            finally:  # also where the user interrupts: later launches would wait for this mode
+                active_mode.set(None)
+
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     nested = of_thread.warmup is not None
     if captures or nested or active_mode.get() is not None:
@@ -77,7 +83,10 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
     threads, later = min(MAX_THREADS, 2 * (os.cpu_count() or 1)), _Later()
     executor: Any = later
     with ThreadPoolExecutor(threads) as pool, Mode(executor, ignore_errors=True):
-        of_thread.warmup = pool.submit(triton_cache_key.reuse)
+        try:
+            of_thread.warmup = pool.submit(triton_cache_key.reuse)
+        except RuntimeError:  # there are no threads: too many, or the interpreter ends
+            return
         try:
             with _ProtectInputs():
                 call(*args)
@@ -97,6 +106,7 @@ class _Task:
     def __init__(self, key: Any, compile_fn: Callable[[], Any]) -> None:
         self._compile, self._once, self.name = compile_fn, _Once(), ""
         self.before, self.done = threading.Event(), threading.Event()
+        self.claimed = threading.Lock()
         with contextlib.suppress(Exception):
             src = getclosurevars(compile_fn).nonlocals["src"]
             src.make_ir = partial(self._make_ir, src.make_ir)
@@ -146,10 +156,16 @@ class _Later:
         free.set()
         for task, future in sorted(self._tasks, key=lambda x: x[0].order):
             task.before, free = free, task.done
-            pool.submit(_settle, future, task)
+            try:
+                pool.submit(_settle, future, task)
+            except RuntimeError:  # as there are no more threads, in this one
+                _settle(future, task)
 
 
 def _settle(future: Future, task: _Task) -> None:
+    """Once: a pool without another thread keeps what it was given, and raises."""
+    if not task.claimed.acquire(blocking=False):
+        return
     try:
         future.set_result(task())
     except BaseException as error:

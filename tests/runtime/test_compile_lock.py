@@ -12,9 +12,11 @@ import pytest
 
 import slipstream
 from slipstream.runtime import parallel_compile
+from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.parallel_compile import LONGEST, _Later, _Once, _Task
 
-pytest.importorskip("triton")
+_async_compile = pytest.importorskip("triton.runtime._async_compile")
+active_mode = _async_compile.active_mode
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, PermissionError])
@@ -58,6 +60,59 @@ def test_longest_kernel_comes_first(threads: int, monkeypatch: pytest.MonkeyPatc
     assert came == [LONGEST[0], LONGEST[1], "some_kernel", "another_kernel"]
     assert isinstance(futures[LONGEST[1]].exception(), KeyError)
     assert futures[LONGEST[0]].exception() is None
+
+
+class FewThreads(ThreadPoolExecutor):
+    """Of a system that gives no more; what is submitted stays in the queue."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(8)
+        self.number = number
+
+    def _adjust_thread_count(self) -> None:
+        if len(self._threads) >= self.number:
+            raise RuntimeError("can't start new thread")
+        super()._adjust_thread_count()
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_without_more_threads_all_kernels_are_compiled(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_compile, "_with_launcher", lambda kernel: kernel)
+    came: list[int] = []
+
+    def compile_fn(n: int) -> int:
+        time.sleep(0.01)
+        came.append(n)
+        return n
+
+    later = _Later()
+    futures = [later.submit(_Task(None, partial(compile_fn, n))) for n in range(4)]
+    with FewThreads(threads) as pool:
+        later.start(pool)
+    assert [x.result(timeout=0) for x in futures] == came == [0, 1, 2, 3]
+
+
+def test_without_threads_kernels_are_compiled_by_their_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(parallel_compile, "ThreadPoolExecutor", lambda _: FewThreads(0))
+    parallel_compile.compile_kernels(called.append, (1,))
+    assert not called and active_mode.get() is None and of_thread.warmup is None
+
+
+def test_interrupted_compilation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next launch would wait for threads that are gone."""
+
+    def interrupted(futures: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_async_compile, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_compile.compile_kernels(lambda: None, ())
+    assert active_mode.get() is None and of_thread.warmup is None
 
 
 def test_long_kernels_are_there() -> None:
