@@ -38,6 +38,12 @@ def check_large_angles() -> None:
     y, *_ = op._forward(q, q, angles.view(64, 64).contiguous(), "triton")
     want = torch.stack([angles.double().cos(), angles.double().sin()], -1)
     assert (y.view(-1, 2) - want).abs().max() < 3e-7
+    # where float32 is too coarse for an angle, still of length 1; of what is no angle NaN
+    for angle in (1e8, -3e9, 1e20, 3e38):
+        y, *_ = op._forward(q, q, angle * torch.rand(64, 64), "triton")
+        assert (y.view(-1, 2).norm(dim=1) - 1).abs().max() < 1e-4, angle
+    y, *_ = op._forward(q, q, torch.full((64, 64), torch.inf), "triton")
+    assert y.isnan().all()
 
 
 def check_sums() -> None:

@@ -24,9 +24,12 @@ HALF_PI_4 = tl.constexpr(9.92093629470503e-10)
 
 @triton.jit
 def _cos_sin(b_x):
-    """Of angles in radians, to 2e-7 below 2^16: Triton's are two calls, which reduce each."""
+    """Of angles in radians, to 2e-7 below 2^16, and of any a turn: Triton's are two calls, which
+    reduce each."""
     b_n = tl.floor(b_x * TWO_OVER_PI + 0.5)
     b_r = b_x - b_n * HALF_PI_1 - b_n * HALF_PI_2 - b_n * HALF_PI_3 - b_n * HALF_PI_4
+    # beyond 2^24, where float32 has not every whole number, n may be far from a quarter turn
+    b_r = tl.where(tl.abs(b_r) > 1.0, 0.0, b_r)
     b_2 = b_r * b_r
     b_sin = b_r + b_r * b_2 * (-1.6666654611e-1 + b_2 * (8.3321608736e-3 + b_2 * -1.9515295891e-4))
     b_cos = (
