@@ -59,13 +59,11 @@ def fused(
     semaphores = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
     matrices = matrix("q", inputs.q, BM) | matrix("k", inputs.k, BN)
     matrices |= matrix("v", inputs.v, BN) | matrix("do", do, BM)
-    rotation: dict[str, Any] = {}
-    pitch: dict[str, Any] = {}
+    rotation: dict[str, Any] = {"cos_ptr": None, "sin_ptr": None, "table_rows": None}
     if tables is not None:
         cos, sin = tables
         each = T if cos.shape[0] > 1 else 0
         rotation = {"cos_ptr": cos, "sin_ptr": sin, "table_rows": each}
-        pitch = {"PITCH": H + 2 * HKV}
     section = max(1, min(pairs, FUSED_SECTION_BYTES // (T * H // HKV * 4 * D * do.element_size())))
     cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
         desc_base=_tiles(base.view(-1), BM),
@@ -107,8 +105,8 @@ def fused(
         BM=BM,
         PACKED=inputs.cu_q is not None,
         num_warps=4,
+        PITCH=None if tables is None else H + 2 * HKV,
         **rotation,
-        **pitch,
     )
     return base, delta
 
