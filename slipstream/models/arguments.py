@@ -11,6 +11,7 @@ Any other one is an error unless it is None: a misspelled argument would do noth
 
 import functools
 import inspect
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +114,7 @@ def _expect_labels(labels: Tensor) -> None:
 
 def _expect_number(name: str, x: object) -> None:
     one = isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex()
-    if x is not None and not one and not isinstance(x, int | float):
+    if x is not None and not one and not isinstance(x, int | float | numbers.Real):
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: want a number or a tensor of one, got {kind}")
 

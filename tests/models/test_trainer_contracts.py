@@ -105,6 +105,13 @@ def test_inputs_of_another_kind_are_refused_by_name(name: str, kind: str) -> Non
         small()(**{**given, name: NO_TENSORS[kind]})
 
 
+@pytest.mark.parametrize("number", [np.int64(10), np.float32(10)])
+def test_count_of_numpy_is_a_number(number: Any) -> None:
+    model = small()
+    losses = [model(IDS, labels=IDS, num_items_in_batch=n).loss for n in (number, 10)]
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("mixer", ["gla", "attention", "mamba2"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 4])
