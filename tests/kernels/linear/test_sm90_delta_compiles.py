@@ -236,10 +236,9 @@ def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         v = torch.zeros(*given.v.shape[:3], width, dtype=given.v.dtype)
         assert "V of (64, 128, 256)" in str(plan.unsupported_reason(given._replace(v=v)))
     assert "float16" in str(plan.unsupported_reason(given._replace(q=given.q.float())))
-    assert "one beta" in str(plan.unsupported_reason(given._replace(p=given.k)))
-    assert "one gate" in str(
-        plan.unsupported_reason(given._replace(gv=torch.zeros(*given.v.shape)))
-    )
+    assert "takes no p" in str(plan.unsupported_reason(given._replace(p=given.k)))
+    columns = given._replace(gv=torch.zeros(*given.v.shape))
+    assert "takes no gv" in str(plan.unsupported_reason(columns))
     channel = given._replace(g=torch.zeros(*given.v.shape))
     assert plan.unsupported_reason(channel) is None
     wide = F.pad(given.v, (0, 64))

@@ -288,12 +288,12 @@ class Sm90Delta(DeltaBackend):
         final: Tensor | None,
         exchange: Exchange | None = None,
     ) -> EntryStates:
-        K, V = terms.q.shape[-1], terms.v.shape[-1]
+        V = terms.v.shape[-1]
         across = exchange is not None
         # one rank has the state before all in E of a sequence's first segment
         s_in = None if across else terms.initial_state
         made, m_is_zero = segment_launch.segment_transition(terms, wy, s_in, segments, every=across)
-        E, M = made.split([V, K], -1)
+        E, M = made[..., :V], made[..., V:]  # split's list is no result that a replay records
         ends = terms.initial_state, segments, exchange
         states = segment_launch.state_passing(terms, E, M, m_is_zero, *ends)
         return EntryStates(states, None if across else (M, m_is_zero), final)
