@@ -195,7 +195,7 @@ def rotary_attention(
     """Causal attention of q, k and v in qkv [B, T, H, D], sizes[i] heads of each, the first two
     turned as rotary_embedding does; tables: cos and sin [B or 1, T, R/2].
 
-    fresh: nobody else reads qkv, and where gradients follow it may be overwritten.
+    fresh: qkv may be overwritten: nothing else reads it.
     """
     q, k, v = qkv.split(sizes, 2)
     left, right = window_of(window_size, True)

@@ -36,7 +36,7 @@ from slipstream.compiler import triton_cache_key
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import WrongId
 
-# Of a model's step there are at most about so many kernels. A thread may only wait (for its turn,
+# About as many as a model's step has kernels. A thread may only wait (for its turn,
 # for another process, for the assembler): there are twice as many as processors.
 MAX_THREADS = 40
 # Kernels that take more than a second of a processor's time, the longest first.

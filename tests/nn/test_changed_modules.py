@@ -17,31 +17,25 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from slipstream.layers import Mixer
 from tests.support.small_modules import (
+    EXPECTED_WARNINGS,
     LAYERS,
     SUBJECTS,
+    Call,
     Later,
+    Module,
+    Way,
     assert_same,
+    every_subject,
     flat,
     is_sample,
     leaves,
     modules,
     results,
+    sample,
     total,
 )
 
-Module = torch.nn.Module
-Call = Callable[..., Any]
-# changes a module, or the plain one that it shall equal, and returns how to call it
-Way = Callable[[Module, Module], Call]
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning"),
-    pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
-]
-every_subject = pytest.mark.parametrize("name", SUBJECTS)
-sample = pytest.mark.sample(which=lambda name, **_: is_sample(name))
+pytestmark = EXPECTED_WARNINGS
 
 
 def owned(module: Module, matrices: bool = False) -> list[tuple[str, Module, str]]:

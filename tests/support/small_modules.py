@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -160,3 +161,18 @@ def modules(name: str) -> tuple[torch.nn.Module, torch.nn.Module, tuple[Tensor, 
 
 def is_sample(name: str) -> bool:
     return name in MODULES or name in SAMPLE
+
+
+Module = torch.nn.Module
+Call = Callable[..., Any]
+# changes a module, or the plain one that it shall equal, and returns how to call it
+Way = Callable[[Module, Module], Call]
+# of torch's own ways to change a module, and to look at one
+EXPECTED_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning"),
+    pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+]
+every_subject = pytest.mark.parametrize("name", SUBJECTS)
+sample = pytest.mark.sample(which=lambda name, **_: is_sample(name))

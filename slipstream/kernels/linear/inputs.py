@@ -57,7 +57,7 @@ class Term:
     values: str = "unit"
 
     def dims_of(self, rank: int) -> tuple[str, ...]:
-        """Of a tensor of so many dimensions."""
+        """Of a tensor with `rank` dimensions."""
         wide = self.wide and rank == len(self.wide.split())
         return tuple((self.wide if wide else self.dims).split())
 

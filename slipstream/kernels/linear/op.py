@@ -41,7 +41,7 @@ from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
-# fused_recurrent in Triton takes at most so many tokens one after the other, in registers, and more
+# Up to this many tokens, Triton's fused_recurrent takes one after the other, in registers; more go
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
 # docs/dev/log/runtime.md.
 MAX_STEP_TOKENS = 16

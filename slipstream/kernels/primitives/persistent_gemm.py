@@ -38,7 +38,7 @@ def alloc_ring_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def begin_slice(full, empty, i_step, STAGES: gl.constexpr, nbytes: gl.constexpr):
-    """The stage of a slice of so many bytes once it is free, and what its copies arrive at."""
+    """Waits until the stage of slice i_step is free; returns it and the barrier of its nbytes."""
     stage = i_step % STAGES
     mbarrier.wait(empty.index(stage), ((i_step // STAGES) & 1) ^ 1)
     bar = full.index(stage)
