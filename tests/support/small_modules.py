@@ -164,7 +164,6 @@ def is_sample(name: str) -> bool:
 
 
 Module = torch.nn.Module
-Call = Callable[..., Any]
 # changes a module, or the plain one that it shall equal, and returns how to call it
 Way = Callable[[Module, Module], Call]
 # of torch's own ways to change a module, and to look at one
