@@ -55,6 +55,31 @@ def sequences_of(kwargs: dict[str, Any], B: int, T: int) -> Tensor | None:
     return seq_idx.int()
 
 
+def sequences_of_positions(
+    positions: Any, real: Tensor | None = None, counted: bool = False
+) -> Tensor | None:
+    """seq_idx [B, T] of position_ids [B, T]; None if they are one sequence a row, or cannot be
+    looked at. The host waits for them.
+
+    Args:
+        real: bool [B, T], where there is no padding, if there is any.
+        counted: a sequence begins wherever positions do not count on, as in transformers' own
+            masks; else where they do not rise.
+    """
+    if type(positions) is not Tensor or positions.dim() != 2 or positions.shape[1] < 2:
+        return None
+    capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or positions.is_meta or capturing:
+        return None
+    steps = positions[:, 1:] - positions[:, :-1]
+    begins = steps != 1 if counted else steps <= 0
+    if real is not None:
+        begins = begins & real[:, 1:] & real[:, :-1]
+    if not bool(begins.any()):
+        return None
+    return F.pad(begins.cumsum(1), (1, 0)).int()
+
+
 def offsets_of(seq_idx: Tensor) -> Tensor:
     """Offsets of the sequences in the rows of seq_idx [B, T] laid one behind the other.
 

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from slipstream.integrations.linear_mixers import offsets_of, sequences_of_positions
+
 # above any number of heads, so that adding such a mask to scores is an error
 FIRST_RULE = 4099
 
@@ -310,6 +312,35 @@ def modeling_source(config_module: str) -> str:
         return "" if module is None else inspect.getsource(module)
     except (OSError, TypeError):  # no file: an interactive session, or a builtin
         return ""
+
+
+def cuts_by_position(mask: Tensor | None, positions: Any, q: Tensor, k: Tensor) -> Tensor | None:
+    """Offsets of the sequences that position_ids tell of, the rows one behind the other, under a
+    causal mask. transformers' masks do not read them beside a cache or padding, and not all models
+    hand them on. They are kept with the mask: all layers ask."""
+    if mask is None or not is_rule_mask(mask) or Rule.of_size(mask.shape[1]).right != 0:
+        return None
+    (B, _, T, _), (places, numbers) = q.shape, mask.shape[2:]
+    in_use = places == 1 and numbers > 0  # of a static cache, say
+    if k.shape[2] != T or in_use or torch.compiler.is_compiling():
+        return None
+    known = getattr(mask, "slipstream_cuts", None)
+    if known is None or known[0] is not positions:
+        known = positions, _cuts_by_position(mask, positions, B, T)
+        mask.slipstream_cuts = known  # pyright: ignore[reportAttributeAccessIssue]
+    return known[1]
+
+
+def _cuts_by_position(mask: Tensor, positions: Any, B: int, T: int) -> Tensor | None:
+    real = None
+    if mask.shape[2] == 3 * B + 1:  # of _aligned
+        begin, end = mask[0, 0, :-1, 0].view(B, 3, 1)[:, 1:].unbind(1)
+        token = torch.arange(B * T, device=mask.device).view(B, T)
+        real = (token >= begin) & (token < end)
+    seq_idx = sequences_of_positions(positions, real)
+    if seq_idx is None or seq_idx.shape[1] != T:
+        return None
+    return offsets_of(seq_idx.expand(B, -1)).int()
 
 
 def visible(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:

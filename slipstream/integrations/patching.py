@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slipstream.integrations.linear_mixers import FUNCTIONS, not_fused, running, sequences_of
+from slipstream.integrations.linear_mixers import (
+    FUNCTIONS,
+    not_fused,
+    running,
+    sequences_of,
+    sequences_of_positions,
+)
 from slipstream.ops.norm import rms_norm_gated
 
 MODELING = re.compile(r"transformers\.models\.[\w.]+\.modeling_\w+")
@@ -175,18 +181,20 @@ def is_packed(kwargs: dict[str, Any]) -> bool:
     return running.of_layer is not None or any(kwargs.get(name) is not None for name in offsets)
 
 
-def seq_idx_of_positions(given: dict[str, Any]) -> Tensor | None:
-    """seq_idx [B, T] where position_ids [B, T] fall back and nothing else says what is packed."""
-    positions = given.get("position_ids")
-    offsets = ("attention_mask", "seq_idx", "cu_seq_lens_q", "cache", "past_key_values", "context")
-    if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
+def _sequences_of_positions(given: dict[str, Any]) -> Tensor | None:
+    """seq_idx [B, T] where position_ids [B, T] fall back and nothing else says what is packed.
+
+    transformers' own masks do not look at them beside an attention_mask or a cache.
+    """
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    cached = any(given.get(name) is not None for name in ("cache", "past_key_values"))
+    if mask is None:
+        return sequences_of_positions(positions, counted=not cached)
+    if not isinstance(positions, Tensor) or not isinstance(mask, Tensor):
         return None
-    if any(given.get(name) is not None for name in offsets):
+    if mask.dim() != 2 or mask.shape[1] != positions.shape[-1]:
         return None
-    begins = positions[:, 1:] != positions[:, :-1] + 1
-    if not bool(begins.any()):
-        return None
-    return nn.functional.pad(begins.cumsum(1), (1, 0)).int()
+    return sequences_of_positions(positions, mask.bool())
 
 
 def _model_forward(forward: Callable) -> Callable:
@@ -201,8 +209,9 @@ def _model_forward(forward: Callable) -> Callable:
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if isinstance(tokens, Tensor) and is_packed(given):
             running.of_model = sequences_of(given, *tokens.shape[:2])
-        elif (seq_idx := seq_idx_of_positions(given)) is not None:
-            running.of_model = seq_idx
+        elif (seq_idx := _sequences_of_positions(given)) is not None:
+            rows = len(tokens) if isinstance(tokens, Tensor) else len(seq_idx)
+            running.of_model = seq_idx.expand(rows, -1)
         try:
             return forward(self, *args, **kwargs)
         finally:

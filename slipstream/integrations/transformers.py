@@ -34,6 +34,7 @@ from slipstream.integrations.masks import (
     Query,
     Rule,
     build_mask,
+    cuts_by_position,
     is_rule_mask,
     modeling_source,
     pattern_of,
@@ -58,8 +59,8 @@ UNREAD = frozenset(
         "cache_position", "deterministic", "grid_thw", "image_grid_thw", "input_ids",
         "inputs_embeds", "is_causal", "labels", "logits_to_keep", "max_length_k", "max_length_q",
         "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
-        "pixel_values", "pixel_values_videos", "position_ids", "return_dict", "shift_labels",
-        "sliding_window", "use_cache", "video_grid_thw",
+        "pixel_values", "pixel_values_videos", "return_dict", "shift_labels", "sliding_window",
+        "use_cache", "video_grid_thw",
     )
 )  # fmt: skip
 # models that compute with the entries of a mask without a word to the mask interface, by what makes
@@ -159,6 +160,7 @@ def slipstream_attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    position_ids: Any = None,
     context: ContextParallel | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -175,6 +177,9 @@ def slipstream_attention(
             other; they cut what the mask lets see each other.
         seq_idx: int [B, T], the sequences as numbers in place of offsets; not read beside them or
             a mask that cuts.
+        position_ids: int [B or 1, T]; where they do not rise a sequence begins, unless offsets or
+            seq_idx say what is packed. Read under a causal mask over as many keys as queries; not
+            while torch.compile traces or a CUDA graph is captured.
         context: the tokens are this rank's (context.py); offsets and cuts are not read.
 
     Raises:
@@ -203,6 +208,8 @@ def slipstream_attention(
         rule = Rule() if attention_mask is None else Rule.of_size(attention_mask.shape[1])
         options |= {"scale": scaling, "causal": False, "window_size": tuple(rule)}
         return attention(q, k, v, context=context, **options), None
+    if seq_idx is None and cu_seq_lens_q is None:
+        cu_seq_lens_q = cuts_by_position(attention_mask, position_ids, query, key)
     if seq_idx is not None and query.shape[2] != key.shape[2]:
         raise ValueError(f"seq_idx: want as many keys as queries, got {query.shape}, {key.shape}")
     if dense:

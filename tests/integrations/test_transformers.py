@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,13 +70,43 @@ def test_padded_batch_matches_eager(name: str, side: str) -> None:
     )
 
 
+class _Apart:
+    """A model that runs each of the packed sequences in rows of its own."""
+
+    def __init__(self, model: Any, lengths: tuple[int, ...]) -> None:
+        self.model, self.lengths, self.parameters = model, lengths, model.parameters
+
+    def __call__(self, input_ids: Tensor, **_: Any) -> Any:
+        every = [self.model(x, use_cache=False).logits for x in input_ids.split(self.lengths, 1)]
+        return SimpleNamespace(logits=torch.cat(every, 1))
+
+
 @every_model
 @pytest.mark.parametrize("rows", [1, 2])
-def test_packed_positions_match_eager(name: str, rows: int) -> None:
+@pytest.mark.parametrize("beside", ["nothing", "a cache", "a mask", "padding"])
+def test_packed_positions_stay_apart(name: str, rows: int, beside: str) -> None:
+    """transformers' own functions mix the sequences beside a cache or a mask, gpt-oss always."""
     lengths = (3, 9, 1, 8)
     at = torch.cat([torch.arange(n) for n in lengths])[None].repeat(rows, 1)
     ids = torch.randint(1, 61, (rows, sum(lengths)))
-    assert_same(*make(name), input_ids=ids, position_ids=at, use_cache=False)
+    eager, slip = make(name)
+    more, cached, live = {}, beside == "a cache", None
+    if beside == "a mask":
+        more["attention_mask"] = torch.ones_like(ids)
+    elif beside == "padding":  # of the last sequence
+        more["attention_mask"] = (torch.arange(ids.shape[1]) < 18).long().repeat(rows, 1)
+        live = more["attention_mask"].bool()
+    given = {"input_ids": ids, "position_ids": at, "use_cache": cached, **more}
+    assert_same(_Apart(eager, lengths), slip, live, **given)
+
+
+def test_positions_that_go_on_are_one_sequence() -> None:
+    """They may begin anywhere and leave numbers out."""
+    eager, slip = make("llama")
+    ids = torch.randint(1, 61, (2, 16))
+    at = torch.tensor([*range(5, 12), *range(20, 29)])[None]
+    mask = torch.ones_like(ids)
+    assert_same(eager, slip, input_ids=ids, position_ids=at, attention_mask=mask, use_cache=False)
 
 
 def test_packed_offsets_match_packed_positions() -> None:
