@@ -17,7 +17,7 @@ A unit is 128 queries of a head.
 
 dx goes from registers into the product with k. Below 256 columns that product runs beside the next
 tile's first two (_overlapped_loop); at 256 registers do not allow it, and the other warpgroup's
-products run beside this one's exponentials instead (_serial_loop).
+products run beside this one's exponentials instead (_tile_loop).
 """
 
 from typing import Any, NamedTuple
@@ -66,13 +66,6 @@ class Buffers(NamedTuple):
 
     q: Any
     do: Any
-    k: Any
-    v: Any
-
-
-class KeyBuffers(NamedTuple):
-    """Those of them that change from step to step."""
-
     k: Any
     v: Any
 
@@ -160,33 +153,9 @@ def _gradient(p, t, dp, delta, MASKED: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step, low, high, key,
-          factor, cap, KS: gl.constexpr, VS: gl.constexpr, MASKED: gl.constexpr,
-          FLAGS: gl.constexpr):  # fmt: skip
-    """q k^T and do v^T of this step beside the product with k of the step before."""
-    prev = i_step - 1
-    wait_full(full.k, i_step, KS)
-    k = buffers.k.index(i_step % KS).permute((1, 0))
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    wait_full(full.v, i_step, VS)
-    v = buffers.v.index(i_step % VS).permute((1, 0))
-    dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
-    dq = warpgroup_mma(dx, buffers.k.index(prev % KS), dq, is_async=True)
-    s = warpgroup_mma_wait(2, deps=(s,))
-    s, t = _scores(s, low, high, key, factor, cap, MASKED, FLAGS)
-    p = gl.exp2(s - base[:, None])
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    mbarrier.arrive(empty.v.index(i_step % VS))
-    dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(empty.k.index(prev % KS))
-    return gl.convert_layout(dp.to(q.dtype), dx.type.layout), dq
-
-
-@gluon.jit
-def _serial_step(c, zero, dq, buffers, full, empty, base, delta, i_step, low, high, key, keys,
-                 factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
-                 MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _step(c, zero, dq, buffers, full, empty, base, delta, i_step, low, high, key, keys,
+          factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr,
+          MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dq += dx k of one tile, with nothing left to the next step: fewer registers."""
     # opaque zeros: with constant indices the addresses are kept in registers, v's single stage too
     q, do = buffers.q.index(c + (i_step >> 30)), buffers.do.index(c + (i_step >> 30))
@@ -211,73 +180,28 @@ def _serial_step(c, zero, dq, buffers, full, empty, base, delta, i_step, low, hi
 
 
 @gluon.jit
-def _serial_loop(c, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys, count,
-                 inner, outer, factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
-                 VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _tile_loop(c, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys, count,
+               inner, outer, factor, cap, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
+               VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """dq of a unit, tile by tile."""
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq = gl.zeros([64, D], gl.float32, q_layout)
     if FLAGS & LEFT:
         for i in range(inner):
-            dq = _serial_step(
+            dq = _step(
                 c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
                 key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
             )  # fmt: skip
     for i in range(inner, outer):
-        dq = _serial_step(
+        dq = _step(
             c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
             key + i * BN, keys, factor, cap, BN, D, KS, VS, False, FLAGS,
         )  # fmt: skip
     for i in range(outer, count):
-        dq = _serial_step(
+        dq = _step(
             c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
             key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
         )  # fmt: skip
-    return dq
-
-
-@gluon.jit
-def _overlapped_loop(q, do, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys,
-                     count, inner, outer, factor, cap, BN: gl.constexpr, D: gl.constexpr,
-                     KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """dq of a unit, each tile's last product beside the next tile's first two."""
-    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    wait_full(full.k, i_step, KS)
-    k = buffers.k.index(i_step % KS).permute((1, 0))
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    wait_full(full.v, i_step, VS)
-    v = buffers.v.index(i_step % VS).permute((1, 0))
-    dp = warpgroup_mma(do, v, zero, use_acc=False, is_async=True)
-    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-    mbarrier.arrive(empty.v.index(i_step % VS))
-    s, t = _scores(s, low, high, key, factor, cap, True, FLAGS)
-    dp = _gradient(gl.exp2(s - base[:, None]), t, dp, delta, True, FLAGS)
-    dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, q_layout, 2))
-    dq = gl.zeros([64, D], gl.float32, q_layout)
-    inner = gl.maximum(inner, 1)
-    outer = gl.maximum(outer, 1)
-    if FLAGS & LEFT:
-        for i in range(1, inner):
-            dx, dq = _step(
-                q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step + i,
-                low, high, key + i * BN, factor, cap, KS, VS, True, FLAGS,
-            )  # fmt: skip
-    for i in range(inner, outer):
-        dx, dq = _step(
-            q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step + i,
-            low, high, key + i * BN, factor, cap, KS, VS, False, FLAGS,
-        )  # fmt: skip
-    for i in range(outer, count):
-        dx, dq = _step(
-            q, do, zero, dx, dq, buffers, full, empty, base, delta, i_step + i,
-            low, high, key + i * BN, factor, cap, KS, VS, True, FLAGS,
-        )  # fmt: skip
-    i_step += count - 1
-    last = buffers.k.index(i_step % KS)
-    zero_tail_rows((last,), keys - key - (count - 1) * BN, i_step, BN, D)
-    dq = warpgroup_mma(dx, last, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(empty.k.index(i_step % KS))
     return dq
 
 
@@ -287,7 +211,6 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
               KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """A consumer's loop over units; c: which 64 queries it has."""
     units = sizes.units
-    q, do = buffers.q.index(c), buffers.do.index(c)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     i_step = units * 0
@@ -317,22 +240,18 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
         store_scalars(pad, coords, c * NUM_SCALARS, D)
         mbarrier.wait(full.q.index(2 * c), units_done & 1)
         mbarrier.wait(full.q.index(2 * c + 1), units_done & 1)
-        if D < 256:
-            dq = _overlapped_loop(
-                q, do, zero, KeyBuffers(buffers.k, buffers.v), full, empty, base, delta, i_step,
-                low, high, key, keys, count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
-            )  # fmt: skip
-        else:
-            dq = _serial_loop(
-                c, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys,
-                count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
-            )  # fmt: skip
+        dq = _tile_loop(
+            c, zero, buffers, full, empty, base, delta, i_step, low, high, key, keys,
+            count, inner, outer, factor, cap, BN, D, KS, VS, FLAGS,
+        )  # fmt: skip
         i_step += count
         units_done += 1
         i_h, i_b, begin, queries, row = load_scalar(pad, coords, c * NUM_SCALARS, D)
         T, H = opaque((sizes.T, sizes.H), i_step)
         # q has been read: dq leaves through its buffer
-        out = stage_through_smem(buffers.q.index(c + (i_step >> 30)), (dq * scale).to(q.dtype), D)
+        out = stage_through_smem(
+            buffers.q.index(c + (i_step >> 30)), (dq * scale).to(buffers.q.dtype), D
+        )
         mbarrier.arrive(empty.q.index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
         store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, i_step, D)
