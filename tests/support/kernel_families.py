@@ -207,14 +207,10 @@ FAMILIES = [
         "rwkv7.triton",
         calls.rwkv7_parts,
         {
-            "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:12]),
-            "time_mix.triton.rwkv7:terms_backward": lambda *x: rwkv7.terms_grads(
-                x[:7], x[7:18], x[18]
-            ),
+            "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:2]),
+            "time_mix.triton.rwkv7:terms_backward": lambda *x: rwkv7.terms_grads(*x[:3]),
             "time_mix.triton.rwkv7:output": rwkv7.plain_output,
-            "time_mix.triton.rwkv7:output_backward": lambda dy, *x: rwkv7._plain_backward(
-                lambda *leaves: [rwkv7.plain_output(*leaves, x[8])], x[:8], [dy]
-            ),
+            "time_mix.triton.rwkv7:output_backward": rwkv7.output_grads,
         },
         ("slipstream.kernels.time_mix.rwkv7",),
     ),

@@ -14,13 +14,14 @@ are. Backward reads what forward read, and nothing in between.
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.time_mix.inputs import OutputInputs, TermsGrads, TermsInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -31,7 +32,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
@@ -59,14 +60,14 @@ def recurrence_terms(
         w, k, a, v, v_gate, first_value: [B, T, D], as projected; the last three or none of them.
         k_k, k_a: [D]. impl: as runtime.dispatch.choose. biases: of w, a and v_gate, [D] or None.
     """
-    inputs: Any = (w, k, a, v, v_gate, first_value, k_k, k_a, *biases)
+    inputs = TermsInputs(w, k, a, v, v_gate, first_value, k_k, k_a, *biases)
     by_kernels = False
     if not by_operation():
         impl = choose(_TERMS, inputs, impl, "rwkv7", w).impls
         by_kernels = is_triton(impl)
     if by_kernels and needs_autograd(*inputs):
         return [*_Terms.apply(*inputs, heads, impl)]
-    found = _terms(*inputs, heads, impl) if by_kernels else plain_terms(*inputs, heads=heads)
+    found = _terms(*inputs, heads, impl) if by_kernels else plain_terms(inputs, heads)
     return [*found, found[1], *found[4:]]
 
 
@@ -88,29 +89,17 @@ def output(
         weight, bias: of the norm, [D]. r_k: [H, K]. eps: of the norm.
         impl: as runtime.dispatch.choose.
     """
-    inputs = (o, r, k, v, gate, weight, bias, r_k)
+    inputs = OutputInputs(o, r, k, v, gate, weight, bias, r_k)
     if by_operation():
-        return plain_output(*inputs, eps=eps)
+        return plain_output(inputs, eps)
     impl = choose(_OUTPUT, inputs, impl, "rwkv7", o).impls
     if not is_triton(impl):
-        return plain_output(*inputs, eps=eps)
+        return plain_output(inputs, eps)
     return (_Output.apply if needs_autograd(*inputs) else _output)(*inputs, eps, impl)
 
 
-def plain_terms(
-    w: Tensor,
-    k: Tensor,
-    a: Tensor,
-    v: Tensor | None,
-    v_gate: Tensor | None,
-    first_value: Tensor | None,
-    k_k: Tensor,
-    k_a: Tensor,
-    w_bias: Tensor | None,
-    a_bias: Tensor | None,
-    v_bias: Tensor | None,
-    heads: int,
-) -> list[Tensor]:
+def plain_terms(inputs: TermsInputs, heads: int) -> list[Tensor]:
+    w, k, a, v, v_gate, first_value, k_k, k_a, w_bias, a_bias, v_bias = inputs
     dtype, shape = k.dtype, (heads, -1)
     k, k_k, k_a = (_wide(x) for x in (k, k_k, k_a))
     w, a = _biased(w, w_bias), torch.sigmoid(_biased(a, a_bias))
@@ -125,19 +114,9 @@ def plain_terms(
     return [w.unflatten(-1, shape), *(x.to(dtype) for x in found)]
 
 
-def plain_output(
-    o: Tensor,
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    r_k: Tensor,
-    eps: float,
-) -> Tensor:
-    dtype, heads = o.dtype, r_k.shape
-    o, r, k, v, gate, weight, bias, r_k = (_wide(x) for x in (o, r, k, v, gate, weight, bias, r_k))
+def plain_output(inputs: OutputInputs, eps: float) -> Tensor:
+    dtype, heads = inputs.o.dtype, inputs.r_k.shape
+    o, r, k, v, gate, weight, bias, r_k = map(_wide, inputs)
     o = F.layer_norm(o, o.shape[-1:], eps=eps)
     o = torch.addcmul(bias.view(heads), o, weight.view(heads))
     bonus = (r * k * r_k).sum(-1, keepdim=True) * v
@@ -247,19 +226,17 @@ def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
     }
 
     def run(t: numeric_probe.Given, terms: Callable, output: Callable) -> tuple[Tensor, ...]:
-        names = ("w", "k", "a", "v", "v_gate", "first_value", "k_k", "k_a")
-        names += ("w_bias", "a_bias", "v_bias")
-        w, k, a, b, v, *_ = terms(*(t[name] for name in names), heads)
+        w, k, a, b, v, *_ = terms(TermsInputs(*(t[name] for name in TermsInputs._fields)), heads)
         shape = (heads, -1)
         o, r = (t[name].unflatten(-1, shape) for name in ("w", "r"))
         parameters = t["weight"], t["bias"], t["r_k"].view(shape)
-        return w, a, b, output(o, r, k, v, t["gate"], *parameters, EPS)
+        return w, a, b, output(OutputInputs(o, r, k, v, t["gate"], *parameters), EPS)
 
     return numeric_probe.mismatch(
         lambda t: run(
             t,
-            lambda *args: _Terms.apply(*args, TRITON_OR_EAGER),
-            lambda *args: _Output.apply(*args, TRITON_OR_EAGER),
+            lambda inputs, heads: _Terms.apply(*inputs, heads, TRITON_OR_EAGER),
+            lambda inputs, eps: _Output.apply(*inputs, eps, TRITON_OR_EAGER),
         ),
         lambda t: run(t, plain_terms, plain_output),
         probe_inputs,
@@ -268,50 +245,52 @@ def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
 
 def _run_terms(*args: Any) -> list[Tensor]:
     *given, heads, impl = args
-    inputs = cast(Any, given)
-    with _guard(impl, inputs[0], inputs[6], heads) as usable:
+    inputs = TermsInputs(*given)
+    with _guard(impl, inputs.w, inputs.k_k, heads) as usable:
         if usable:
-            return _launch().terms(*inputs, heads, SLOWEST_LOG_DECAY, EPS)
-    return [x.contiguous() for x in plain_terms(*inputs, heads=heads)]
+            return _launch().terms(inputs, heads, SLOWEST_LOG_DECAY, EPS)
+    return [x.contiguous() for x in plain_terms(inputs, heads)]
 
 
 def _run_terms_backward(*args: Any) -> list[Tensor]:
     *given, heads, impl = args
-    douts, inputs = given[:7], cast(Any, given[7:])
-    with _guard(impl, inputs[0], inputs[6], heads) as usable:
+    douts, inputs = TermsGrads(*given[:7]), TermsInputs(*given[7:])
+    with _guard(impl, inputs.w, inputs.k_k, heads) as usable:
         if usable:
-            return _launch().terms_backward(*douts, *inputs, heads, SLOWEST_LOG_DECAY, EPS)
+            return _launch().terms_backward(douts, inputs, heads, SLOWEST_LOG_DECAY, EPS)
     return terms_grads(douts, inputs, heads)
 
 
-def terms_grads(
-    douts: Sequence[Tensor | None], inputs: Sequence[Tensor | None], heads: int
-) -> list[Tensor]:
+def terms_grads(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tensor]:
     """The backward in plain torch."""
-    w, k, a, b, v, k_read, v_read = douts
-    grads = [x for x in (w, k, a, b, v) if x is not None]
-    for i, more in ((1, k_read), (4, v_read)):
+    grads = [x for x in douts[:5] if x is not None]
+    for i, more in ((1, douts.dk_read), (4, douts.dv_read)):
         if more is not None:
             grads[i] = grads[i] + more
-    return _plain_backward(lambda *leaves: plain_terms(*leaves, heads=heads), inputs, grads)
+    return _plain_backward(lambda *leaves: plain_terms(TermsInputs(*leaves), heads), inputs, grads)
 
 
 def _run_output(*args: Any) -> Tensor:
     *given, eps, impl = args
-    inputs = cast(Any, given)
-    with _guard(impl, inputs[0], inputs[5], inputs[0].shape[2]) as usable:
+    inputs = OutputInputs(*given)
+    with _guard(impl, inputs.o, inputs.weight, inputs.o.shape[2]) as usable:
         if usable:
-            return _launch().output(*inputs, eps)
-    return plain_output(*inputs, eps=eps)
+            return _launch().output(inputs, eps)
+    return plain_output(inputs, eps)
 
 
 def _run_output_backward(*args: Any) -> list[Tensor]:
     dy, *given, eps, impl = args
-    inputs = cast(Any, given)
-    with _guard(impl, dy, inputs[5], inputs[0].shape[2]) as usable:
+    inputs = OutputInputs(*given)
+    with _guard(impl, dy, inputs.weight, inputs.o.shape[2]) as usable:
         if usable:
-            return _launch().output_backward(dy, *inputs, eps)
-    return _plain_backward(lambda *leaves: [plain_output(*leaves, eps=eps)], inputs, [dy])
+            return _launch().output_backward(dy, inputs, eps)
+    return output_grads(dy, inputs, eps)
+
+
+def output_grads(dy: Tensor, inputs: OutputInputs, eps: float) -> list[Tensor]:
+    """The backward in plain torch."""
+    return _plain_backward(lambda *leaves: [plain_output(OutputInputs(*leaves), eps)], inputs, [dy])
 
 
 def _plain_backward(
@@ -354,24 +333,14 @@ def _output_backward_fake(dy: Tensor, *others: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in others[:-2]]
 
 
-_TERMS_ARGS = (
-    "Tensor w, Tensor k, Tensor a, Tensor? v, Tensor? v_gate, Tensor? first_value, Tensor k_k, "
-    "Tensor k_a, Tensor? w_bias, Tensor? a_bias, Tensor? v_bias, int heads, str impl"
-)
-_DOUTS = (
-    "Tensor dw_out, Tensor dk_out, Tensor da_out, Tensor db_out, Tensor? dv_out, "
-    "Tensor? dk_read, Tensor? dv_read"
-)
-_OUTPUT_ARGS = (
-    "Tensor o, Tensor r, Tensor k, Tensor v, Tensor gate, Tensor weight, Tensor bias, Tensor r_k, "
-    "float eps, str impl"
-)
+_TERMS_ARGS = f"{schema_of(TermsInputs)}, int heads, str impl"
+_OUTPUT_ARGS = f"{schema_of(OutputInputs)}, float eps, str impl"
 _terms = KernelOp(
     "rwkv7_terms", f"({_TERMS_ARGS}) -> Tensor[]", _run_terms, _terms_fake, replay=True
 )
 _terms_backward = KernelOp(
     "rwkv7_terms_backward",
-    f"({_DOUTS}, {_TERMS_ARGS}) -> Tensor[]",
+    f"({schema_of(TermsGrads)}, {_TERMS_ARGS}) -> Tensor[]",
     _run_terms_backward,
     _terms_backward_fake,
     replay=True,

@@ -7,11 +7,11 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.time_mix.triton.rwkv7"
-TERMS = ("w_ptr", "k_ptr", "a_ptr", "v_ptr", "v_gate_ptr", "first_ptr", "k_k_ptr", "k_a_ptr")
+TERMS = ("w_ptr", "k_ptr", "a_ptr", "v_ptr", "v_gate_ptr", "first_value_ptr", "k_k_ptr", "k_a_ptr")
 TERMS += ("w_bias_ptr", "a_bias_ptr", "v_bias_ptr")
 MADE = ("k_out_ptr", "a_out_ptr", "b_out_ptr", "v_out_ptr")
 OUTPUT = ("o_ptr", "r_ptr", "k_ptr", "v_ptr", "gate_ptr", "weight_ptr", "bias_ptr", "r_k_ptr")
-GRADS = ("dw_ptr", "dk_ptr", "da_ptr", "dv_ptr", "dv_gate_ptr", "dfirst_ptr")
+GRADS = ("dw_ptr", "dk_ptr", "da_ptr", "dv_ptr", "dv_gate_ptr", "dfirst_value_ptr")
 KERNELS = {
     "rwkv7_terms_fwd": ((*TERMS, *MADE), ("w_out_ptr",), ("slowest", "eps")),
     "rwkv7_terms_bwd": (

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.time_mix import rwkv7
+from slipstream.kernels.time_mix.inputs import OutputInputs, TermsInputs
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -51,7 +52,7 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
     biases = torch.randn(H * K), torch.randn(H * K), None if first else torch.randn(H * K)
 
     def plain(*args: Any) -> list[Tensor]:
-        found = rwkv7.plain_terms(*args, H)
+        found = rwkv7.plain_terms(TermsInputs(*args), H)
         return [*found, found[1], *found[4:]]
 
     for more in (biases, (None, None, None)):
@@ -66,7 +67,7 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
     for eps in (1e-3, 0.0):
         compare(
             lambda *args, eps=eps: [rwkv7.output(*args, eps, "triton")],
-            lambda *args, eps=eps: [rwkv7.plain_output(*args, eps)],
+            lambda *args, eps=eps: [rwkv7.plain_output(OutputInputs(*args), eps)],
             (*heads, gate, *others),
             dtype,
         )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
+from slipstream.kernels.time_mix.inputs import OutputInputs, TermsGrads, TermsInputs
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -71,13 +72,13 @@ def _normed(x, m, eps, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R"])
 def rwkv7_terms_fwd_kernel(
-    w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_ptr, k_k_ptr, k_a_ptr,
+    w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_value_ptr, k_k_ptr, k_a_ptr,
     w_bias_ptr, a_bias_ptr, v_bias_ptr,
     w_out_ptr, k_out_ptr, a_out_ptr, b_out_ptr, v_out_ptr, R, slowest, eps,
     D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R / BR, H). Tensors [R, D], parameters [D]; v, v_gate, first, v_out and the biases may
-    be None."""
+    """Grid (R / BR, H). Tensors [R, D], parameters [D]; v, v_gate, first_value, v_out and biases
+    may be None."""
     o_d, m_d = _channels(K, BK)
     o, m = _tile(tl.program_id(0), o_d, m_d, R, D, BR)
     b_k, b_a = _load(k_ptr, o, m), tl.sigmoid(_load(a_ptr, o, m) + _maybe(a_bias_ptr, o_d, m_d))
@@ -90,15 +91,15 @@ def rwkv7_terms_fwd_kernel(
     if v_ptr is not None:
         b_s = tl.sigmoid(_load(v_gate_ptr, o, m) + _maybe(v_bias_ptr, o_d, m_d))
         b_v = _load(v_ptr, o, m)
-        _store(v_out_ptr, o, b_v + (_load(first_ptr, o, m) - b_v) * b_s, m)
+        _store(v_out_ptr, o, b_v + (_load(first_value_ptr, o, m) - b_v) * b_s, m)
 
 
 @triton.jit(do_not_specialize=["R"])
 def rwkv7_terms_bwd_kernel(
     dw_out_ptr, dk_out_ptr, da_out_ptr, db_out_ptr, dv_out_ptr, dk_read_ptr, dv_read_ptr,
-    w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_ptr, k_k_ptr, k_a_ptr,
+    w_ptr, k_ptr, a_ptr, v_ptr, v_gate_ptr, first_value_ptr, k_k_ptr, k_a_ptr,
     w_bias_ptr, a_bias_ptr, v_bias_ptr,
-    dw_ptr, dk_ptr, da_ptr, dv_ptr, dv_gate_ptr, dfirst_ptr, partial_ptr, R, slowest, eps,
+    dw_ptr, dk_ptr, da_ptr, dv_ptr, dv_gate_ptr, dfirst_value_ptr, partial_ptr, R, slowest, eps,
     D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Grid (P, H). dk_read, dv_read: more of the gradients of k and v, or None. partial [P, 5, D]:
@@ -125,7 +126,7 @@ def rwkv7_terms_bwd_kernel(
         b_dv, b_dv_read = _maybe(dv_out_ptr, o, m), _maybe(dv_read_ptr, o, m)
         b_gate, b_first, b_v = (
             _maybe(v_gate_ptr, o, m),
-            _maybe(first_ptr, o, m),
+            _maybe(first_value_ptr, o, m),
             _maybe(v_ptr, o, m),
         )
         b_w = tl.sigmoid(b_w + b_w0)
@@ -147,7 +148,7 @@ def rwkv7_terms_bwd_kernel(
             b_dv += b_dv_read
             b_s = tl.sigmoid(b_gate + b_v0)
             _store(dv_ptr, o, b_dv * (1 - b_s), m)
-            _store(dfirst_ptr, o, b_dv * b_s, m)
+            _store(dfirst_value_ptr, o, b_dv * b_s, m)
             b_dgate = b_dv * (b_first - b_v) * b_s * (1 - b_s)
             _store(dv_gate_ptr, o, b_dgate, m)
             b_sum_v += b_dgate
@@ -208,32 +209,16 @@ def rwkv7_output_kernel(
         _store(p_partial + 2 * D, o_d, tl.sum(b_dr_k, 0, keep_dims=True), m_d)
 
 
-def terms(
-    w: Tensor,
-    k: Tensor,
-    a: Tensor,
-    v: Tensor | None,
-    v_gate: Tensor | None,
-    first: Tensor | None,
-    k_k: Tensor,
-    k_a: Tensor,
-    w_bias: Tensor | None,
-    a_bias: Tensor | None,
-    v_bias: Tensor | None,
-    heads: int,
-    slowest: float,
-    eps: float,
-) -> list[Tensor]:
+def terms(inputs: TermsInputs, heads: int, slowest: float, eps: float) -> list[Tensor]:
     """w, k, a, b and, if it is given, v, each [B, T, H, K]."""
-    tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
-    tensors |= _contiguous(w_bias=w_bias, a_bias=a_bias, v_bias=v_bias)
+    w, k = inputs.w, inputs.k
     sizes = _sizes(w, heads, FORWARD)
     w_out = _heads(w, heads, torch.float32)
     k_out, a_out, b_out = (_heads(k, heads) for _ in range(3))
-    v_out = None if v is None else _heads(v, heads)
+    v_out = None if inputs.v is None else _heads(inputs.v, heads)
     with device_of(w.device):
         cached(rwkv7_terms_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
-            **tensors,
+            **_contiguous(inputs),
             w_out_ptr=w_out,
             k_out_ptr=k_out,
             a_out_ptr=a_out,
@@ -248,57 +233,22 @@ def terms(
 
 
 def terms_backward(
-    dw_out: Tensor,
-    dk_out: Tensor,
-    da_out: Tensor,
-    db_out: Tensor,
-    dv_out: Tensor | None,
-    dk_read: Tensor | None,
-    dv_read: Tensor | None,
-    w: Tensor,
-    k: Tensor,
-    a: Tensor,
-    v: Tensor | None,
-    v_gate: Tensor | None,
-    first: Tensor | None,
-    k_k: Tensor,
-    k_a: Tensor,
-    w_bias: Tensor | None,
-    a_bias: Tensor | None,
-    v_bias: Tensor | None,
-    heads: int,
-    slowest: float,
-    eps: float,
+    douts: TermsGrads, inputs: TermsInputs, heads: int, slowest: float, eps: float
 ) -> list[Tensor]:
     """Gradients of the tensors that there are, in their order."""
-    douts = _contiguous(
-        dw_out=dw_out,
-        dk_out=dk_out,
-        da_out=da_out,
-        db_out=db_out,
-        dv_out=dv_out,
-        dk_read=dk_read,
-        dv_read=dv_read,
-    )
-    tensors = _contiguous(w=w, k=k, a=a, v=v, v_gate=v_gate, first=first, k_k=k_k, k_a=k_a)
-    tensors |= _contiguous(w_bias=w_bias, a_bias=a_bias, v_bias=v_bias)
+    w = inputs.w
     elements, per_processor, warps = _terms_tile(w.shape[2] // heads)
     sizes = _sizes(w, heads, elements)
     P = _programs(w, sizes, heads, per_processor)
-    grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-             for x in (w, k, a, v, v_gate, first, k_k, k_a, w_bias, a_bias, v_bias)]  # fmt: skip
-    dw, dk, da, dv, dv_gate, dfirst, *parameters = grads
+    grads = {name: None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+             for name, x in inputs._asdict().items()}  # fmt: skip
+    of_tokens, parameters = [*grads][:6], [*grads.values()][6:]
     partial = torch.empty(P, len(parameters), sizes["D"], dtype=torch.float32, device=w.device)
     with device_of(w.device):
         cached(rwkv7_terms_bwd_kernel)[(P, heads)](
-            **douts,
-            **tensors,
-            dw_ptr=dw,
-            dk_ptr=dk,
-            da_ptr=da,
-            dv_ptr=dv,
-            dv_gate_ptr=dv_gate,
-            dfirst_ptr=dfirst,
+            **_contiguous(douts),
+            **_contiguous(inputs),
+            **{f"d{name}_ptr": grads[name] for name in of_tokens},
             partial_ptr=partial,
             slowest=slowest,
             eps=eps,
@@ -306,7 +256,7 @@ def terms_backward(
             num_warps=warps,
         )
     add_partial_sums(partial, parameters)
-    return [x for x in grads if x is not None]
+    return [x for x in grads.values() if x is not None]
 
 
 def _terms_tile(K: int) -> tuple[int, int, int]:
@@ -314,73 +264,50 @@ def _terms_tile(K: int) -> tuple[int, int, int]:
     return next((tile for k, tile in TERMS_BACKWARD.items() if k >= K), TERMS_BACKWARD[256])
 
 
-def output(
-    o: Tensor,
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    r_k: Tensor,
-    eps: float,
-) -> Tensor:
+def output(inputs: OutputInputs, eps: float) -> Tensor:
     """[B, T, D]"""
+    o, gate = inputs.o, inputs.gate
     sizes, heads = _sizes(gate, o.shape[2], FORWARD), o.shape[2]
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
-    tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
     grads = dict.fromkeys(f"{x}_ptr" for x in ("dy", "do", "dr", "dk", "dv", "dgate", "partial"))
     with device_of(o.device):
         cached(rwkv7_output_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
-            **tensors, **grads, y_ptr=y, eps=eps, **sizes, num_warps=4
+            **_contiguous(inputs), **grads, y_ptr=y, eps=eps, **sizes, num_warps=4
         )
     return y
 
 
-def output_backward(
-    dy: Tensor,
-    o: Tensor,
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    r_k: Tensor,
-    eps: float,
-) -> list[Tensor]:
+def output_backward(dy: Tensor, inputs: OutputInputs, eps: float) -> list[Tensor]:
     """Gradients of all other tensors, in their order."""
-    tensors = _contiguous(o=o, r=r, k=k, v=v, gate=gate, weight=weight, bias=bias, r_k=r_k)
+    o, gate = inputs.o, inputs.gate
     (elements, per_processor, warps), heads = OUTPUT_BACKWARD, o.shape[2]
     sizes = _sizes(gate, heads, elements)
     P = _programs(gate, sizes, heads, per_processor)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device)
-             for x in (o, r, k, v, gate, weight, bias, r_k)]  # fmt: skip
-    do, dr, dk, dv, dgate, *parameters = grads
+    grads = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device)
+             for name, x in inputs._asdict().items()}  # fmt: skip
+    of_tokens, parameters = [*grads][:5], [*grads.values()][5:]
     partial = torch.empty(P, 3, sizes["D"], dtype=torch.float32, device=o.device)
     # rows past the last are zeros, and their norm is to be zero too: sums over rows have it
     eps = max(eps, torch.finfo(torch.float32).tiny)
     with device_of(o.device):
         cached(rwkv7_output_kernel)[(P, heads)](
             dy_ptr=dy.contiguous(),
-            **tensors,
+            **_contiguous(inputs),
             y_ptr=None,
-            do_ptr=do,
-            dr_ptr=dr,
-            dk_ptr=dk,
-            dv_ptr=dv,
-            dgate_ptr=dgate,
+            **{f"d{name}_ptr": grads[name] for name in of_tokens},
             partial_ptr=partial,
             eps=eps,
             **sizes,
             num_warps=warps,
         )
     add_partial_sums(partial, parameters)
-    return grads
+    return [*grads.values()]
 
 
-def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
-    return {f"{name}_ptr": x if x is None else x.contiguous() for name, x in tensors.items()}
+def _contiguous(inputs: TermsInputs | TermsGrads | OutputInputs) -> dict[str, Tensor | None]:
+    """Arguments of a kernel."""
+    named = inputs._asdict().items()
+    return {f"{name}_ptr": x if x is None else x.contiguous() for name, x in named}
 
 
 def _heads(x: Tensor, heads: int, dtype: torch.dtype | None = None) -> Tensor:

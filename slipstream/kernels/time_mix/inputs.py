@@ -1,0 +1,45 @@
+"""What the operators around RWKV-7's recurrence take, in the order of their schemas; rwkv7.py has
+the formulas. B batch, T tokens, D channels, H heads of K channels, V = K."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class TermsInputs(NamedTuple):
+    """v, v_gate and first_value are all given, or none of them."""
+
+    w: Tensor  # [B, T, D] up to first_value, as projected
+    k: Tensor
+    a: Tensor
+    v: Tensor | None
+    v_gate: Tensor | None
+    first_value: Tensor | None
+    k_k: Tensor  # [D], as all further ones
+    k_a: Tensor
+    w_bias: Tensor | None = None
+    a_bias: Tensor | None = None
+    v_bias: Tensor | None = None  # of v_gate
+
+
+class TermsGrads(NamedTuple):
+    """Gradients of the terms; those of k' and v' come once more from what `output` reads."""
+
+    dw_out: Tensor  # [B, T, H, K], as all of them
+    dk_out: Tensor
+    da_out: Tensor
+    db_out: Tensor
+    dv_out: Tensor | None
+    dk_read: Tensor | None
+    dv_read: Tensor | None
+
+
+class OutputInputs(NamedTuple):
+    o: Tensor  # [B, T, H, K] up to v
+    r: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor  # [B, T, D]
+    weight: Tensor  # [D], of the norm
+    bias: Tensor
+    r_k: Tensor  # [H, K]
