@@ -1,5 +1,7 @@
 """A linear layer whose outputs are too many to keep: rows of them at a time, and its gradients."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -8,10 +10,31 @@ from torch import Tensor
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
+class ClassifierInputs(NamedTuple):
+    """A linear layer's, whose V outputs are logits of classes, and the class of each row."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    target: Tensor  # int64 [N]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+
 def row_chunks(hidden: Tensor, columns: int) -> list[slice]:
     """Slices of the rows of hidden [N, D] whose logits have at most CHUNK_ELEMENTS numbers."""
     step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // max(columns, 1), 1)
     return [slice(i, i + step) for i in range(0, len(hidden), step)]
+
+
+def empty_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for dhidden, and dweight and dbias of a dtype."""
+    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=dtype)
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=dtype), dbias
 
 
 class LinearRows:

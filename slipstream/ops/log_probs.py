@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
+from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.kernels.log_probs import op
 from slipstream.ops.loss import linear_cross_entropy
 from slipstream.runtime.dispatch import choose, triton_or_eager
@@ -95,7 +96,8 @@ def linear_log_probs(
     call = (hidden, weight.shape[0])
     impls = choose(_CANDIDATES, call, impl, "linear_log_probs", hidden).impls
     rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    found = op.log_probs(rows, weight, bias, ids, 1 / float(temperature), ignore_index, impls)
+    given = ClassifierInputs(rows, weight, bias, ids)
+    found = op.log_probs(given, 1 / float(temperature), ignore_index, impls)
     log_prob, entropy = (x.view(target.shape) for x in found)
     return log_prob, entropy
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
+from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.kernels.loss import op
 from slipstream.kernels.loss.launch import kind
 from slipstream.kernels.loss.reference import LossInputs
@@ -162,7 +163,8 @@ def linear_cross_entropy(
         part = shard.equal_shards(weight.shape[0], group)
         loss = shard.linear_cross_entropy(rows, weight, bias, ids, terms, part, reduction, impl)
         return loss.view(target.shape) if reduction == "none" else loss
-    loss = op.linear_cross_entropy(rows, weight, bias, ids, terms, reduction, impl)
+    given = ClassifierInputs(rows, weight, bias, ids)
+    loss = op.linear_cross_entropy(given, terms, reduction, impl)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

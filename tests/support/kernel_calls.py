@@ -192,8 +192,8 @@ LOSS = {
     "loss.triton.launch:cross_entropy": _rows,
     "loss.triton.launch:inverse_count": lambda t, i: 1 / (t != i).sum().float(),
     "loss.triton.launch:scale_": lambda x, s: x.mul_(s),
-    "loss.triton.launch:linear_rows": lambda h, w, b, t, d, *rest: loss_eager.linear_rows(
-        h, w, b, t, None if d is None else d.expand(t.shape), *rest
+    "loss.triton.launch:linear_rows": lambda given, d, *rest: loss_eager.linear_rows(
+        given, None if d is None else d.expand(given.target.shape), *rest
     ),
 }
 

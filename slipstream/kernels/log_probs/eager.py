@@ -7,34 +7,21 @@
 Rows go through in chunks, whose logits are dropped again; backward makes them a second time.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common.linear_rows import LinearRows, row_chunks
+from slipstream.common.linear_rows import ClassifierInputs, LinearRows, row_chunks
 
 
-class Given(NamedTuple):
-    """hidden [N, D], weight [V, D], bias [V] or None, target int64 [N]."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
-
-
-def forward(given: Given, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+def forward(inputs: ClassifierInputs, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """log_prob and entropy [N]; 0 where the target is ignored."""
-    hidden, target = given.hidden, given.target
-    log_prob, entropy = (hidden.new_zeros(len(target), dtype=given.compute_dtype) for _ in range(2))
-    for rows in row_chunks(hidden, len(given.weight)):
-        log_p, at = _log_softmax(given, rows, scale), target[rows]
+    hidden, target = inputs.hidden, inputs.target
+    log_prob, entropy = (
+        hidden.new_zeros(len(target), dtype=inputs.compute_dtype) for _ in range(2)
+    )
+    for rows in row_chunks(hidden, len(inputs.weight)):
+        log_p, at = _log_softmax(inputs, rows, scale), target[rows]
         live = at != ignore_index
         chosen = log_p.gather(1, torch.where(live, at, 0)[:, None])[:, 0]
         log_prob[rows] = torch.where(live, chosen, 0)
@@ -43,13 +30,13 @@ def forward(given: Given, scale: float, ignore_index: int) -> tuple[Tensor, Tens
 
 
 def backward(
-    given: Given, dlog_prob: Tensor, dentropy: Tensor, scale: float, ignore_index: int
+    inputs: ClassifierInputs, dlog_prob: Tensor, dentropy: Tensor, scale: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dhidden [N, D] in hidden's dtype; dweight [V, D] and dbias [V] in float32 or float64."""
-    hidden, weight, bias, target = given
-    layer = LinearRows(hidden, weight, bias, True, given.compute_dtype)
+    hidden, weight, bias, target = inputs
+    layer = LinearRows(hidden, weight, bias, True, inputs.compute_dtype)
     for rows in row_chunks(hidden, len(weight)):
-        log_p, at = _log_softmax(given, rows, scale), target[rows]
+        log_p, at = _log_softmax(inputs, rows, scale), target[rows]
         live = at != ignore_index
         up, down = (torch.where(live, g[rows], 0)[:, None] for g in (dlog_prob, dentropy))
         entropy = entropy_of(log_p)[:, None]
@@ -62,8 +49,8 @@ def backward(
     return layer.dhidden, layer.dweight, layer.dbias
 
 
-def _log_softmax(given: Given, rows: slice, scale: float) -> Tensor:
-    z = F.linear(given.hidden[rows], given.weight, given.bias).to(given.compute_dtype)
+def _log_softmax(inputs: ClassifierInputs, rows: slice, scale: float) -> Tensor:
+    z = F.linear(inputs.hidden[rows], inputs.weight, inputs.bias).to(inputs.compute_dtype)
     return z.mul_(scale).log_softmax(-1)
 
 

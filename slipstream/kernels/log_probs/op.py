@@ -5,40 +5,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.linear_rows import ClassifierInputs, empty_gradients
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.log_probs import eager
-from slipstream.kernels.log_probs.eager import Given
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, is_triton
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.token_ids import expect_ids
 
 
 def log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    scale: float,
-    ignore_index: int,
-    impl: str,
+    inputs: ClassifierInputs, scale: float, ignore_index: int, impl: str
 ) -> tuple[Tensor, Tensor]:
-    """hidden [N, D], weight [V, D], bias [V], target [N] -> log_prob and entropy [N]."""
+    """log_prob and entropy [N]."""
     if impl == "reference":
-        return reference(Given(hidden, weight, bias, target), scale, ignore_index)
-    if needs_autograd(hidden, weight, bias):
-        return _LogProbs.apply(hidden, weight, bias, target, scale, ignore_index, impl)
-    return _call(hidden, weight, bias, target, scale, ignore_index, impl)
+        return reference(inputs, scale, ignore_index)
+    call = _LogProbs.apply if needs_autograd(*inputs) else _call
+    return call(*inputs, scale, ignore_index, impl)
 
 
-def reference(given: Given, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+def reference(inputs: ClassifierInputs, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Plain differentiable torch, which holds the logits."""
-    z = torch.nn.functional.linear(given.hidden, given.weight, given.bias)
-    log_p = (z.to(given.compute_dtype) * scale).log_softmax(-1)
-    live = given.target != ignore_index
-    chosen = log_p.gather(1, torch.where(live, given.target, 0)[:, None])[:, 0]
+    z = torch.nn.functional.linear(inputs.hidden, inputs.weight, inputs.bias)
+    log_p = (z.to(inputs.compute_dtype) * scale).log_softmax(-1)
+    live = inputs.target != ignore_index
+    chosen = log_p.gather(1, torch.where(live, inputs.target, 0)[:, None])[:, 0]
     return torch.where(live, chosen, 0), torch.where(live, eager.entropy_of(log_p), 0)
 
 
@@ -51,20 +44,11 @@ class _LogProbs(Function):
     operator = "slipstream::linear_log_probs"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        scale: float,
-        ignore_index: int,
-        impl: str,
-    ) -> tuple[Tensor, Tensor]:
-        save(ctx, hidden, weight, bias, target)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        save(ctx, *args[:4])
         ctx.set_materialize_grads(False)
-        ctx.options = scale, ignore_index, impl
-        return _call(hidden, weight, bias, target, *ctx.options)
+        ctx.options = args[4:]
+        return _call(*args)
 
     @staticmethod
     @once_differentiable
@@ -75,30 +59,30 @@ class _LogProbs(Function):
         if like is None:
             return (None,) * 7
         weight, bias = saved[1:3]
-        given = (torch.zeros_like(like) if x is None else x for x in (dlog_prob, dentropy))
-        grads = (x.contiguous() for x in given)
+        douts = dlog_prob, dentropy
+        grads = (torch.zeros_like(like) if x is None else x.contiguous() for x in douts)
         dhidden, dweight, dbias = _call_backward(*saved, *grads, *ctx.options)
         dbias = None if bias is None else dbias.to(bias.dtype)
         return dhidden, dweight.to(weight.dtype), dbias, None, None, None, None
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    given, (scale, ignore_index, impl) = Given(*args[:4]), args[4:]
-    expect_ids("target", given.target, given.weight.shape[0], ignore_index)
-    with _guard(impl, given) as usable:
+    inputs, (scale, ignore_index, impl) = ClassifierInputs(*args[:4]), args[4:]
+    expect_ids("target", inputs.target, inputs.weight.shape[0], ignore_index)
+    with _guard(impl, inputs) as usable:
         if usable:
-            return _kernels().forward(given, scale, ignore_index)
-    return eager.forward(given, scale, ignore_index)
+            return _kernels().forward(inputs, scale, ignore_index)
+    return eager.forward(inputs, scale, ignore_index)
 
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given, grads, (*options, impl) = Given(*args[:4]), args[4:6], args[6:]
-    with _guard(impl, given) as usable:
+    inputs, grads, (*options, impl) = ClassifierInputs(*args[:4]), args[4:6], args[6:]
+    with _guard(impl, inputs) as usable:
         if usable:
-            return _kernels().backward(given, *grads, *options)
-    dhidden, dweight, dbias = eager.backward(given, *grads, *options)
+            return _kernels().backward(inputs, *grads, *options)
+    dhidden, dweight, dbias = eager.backward(inputs, *grads, *options)
     if is_triton(impl):
-        dweight, dbias = dweight.to(given.weight.dtype), dbias.to(given.weight.dtype)
+        dweight, dbias = dweight.to(inputs.weight.dtype), dbias.to(inputs.weight.dtype)
     return dhidden, dweight, dbias
 
 
@@ -109,10 +93,10 @@ def _kernels() -> Any:
     return log_probs
 
 
-def _guard(impl: str, given: Given) -> Guard:
-    dtype, classes, device = given.hidden.dtype, given.weight.shape[0], given.hidden.device
+def _guard(impl: str, inputs: ClassifierInputs) -> Guard:
+    dtype, classes, device = inputs.hidden.dtype, inputs.weight.shape[0], inputs.hidden.device
     return Guard(
-        impl, device, lambda: kind(dtype, classes), lambda: _mismatch(given.hidden, classes)
+        impl, device, lambda: kind(dtype, classes), lambda: _mismatch(inputs.hidden, classes)
     )
 
 
@@ -124,31 +108,29 @@ def _mismatch(like: Tensor, classes: int) -> str | None:
     made["weight"] = numeric_probe.random_like(like, classes, 16) / 4
 
     def run(impl: str) -> Any:
-        def call(x: numeric_probe.Given) -> Tensor:
-            args = x["hidden"], x["weight"], None, target, 0.9, -100, impl
-            return torch.stack(log_probs(*args))
+        def call(x: Any) -> Tensor:
+            inputs = ClassifierInputs(x["hidden"], x["weight"], None, target)
+            return torch.stack(log_probs(inputs, 0.9, -100, impl))
 
         return call
 
     return numeric_probe.mismatch(run(TRITON_OR_EAGER), run("eager"), made)
 
 
-def _forward_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return hidden.new_empty(target.shape, dtype=dtype), hidden.new_empty(target.shape, dtype=dtype)
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs = ClassifierInputs(*args[:4])
+    shape, dtype = inputs.target.shape, inputs.compute_dtype
+    return inputs.hidden.new_empty(shape, dtype=dtype), inputs.hidden.new_empty(shape, dtype=dtype)
 
 
-def _backward_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, d: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = weight.dtype if is_triton(rest[-1]) else d.dtype
-    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=dtype)
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=dtype), dbias
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, bias, _, dlog_prob, *_, impl = args
+    return empty_gradients(
+        hidden, weight, bias, weight.dtype if is_triton(impl) else dlog_prob.dtype
+    )
 
 
-_TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
+_TENSORS = schema_of(ClassifierInputs)
 _call = KernelOp(
     "linear_log_probs",
     f"({_TENSORS}, float scale, int ignore_index, str impl) -> (Tensor, Tensor)",

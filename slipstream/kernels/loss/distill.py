@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common.linear_rows import LinearRows, row_chunks
+from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
@@ -190,11 +190,8 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    # of dweight and dbias
-    grad_dtype = weight.dtype if is_triton(args[-1]) else _compute_dtype(hidden)
-    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=grad_dtype)
-    dweight = weight.new_empty(weight.shape, dtype=grad_dtype)
-    return loss, hidden.new_empty(hidden.shape), dweight, dbias
+    dtype = weight.dtype if is_triton(args[-1]) else _compute_dtype(hidden)
+    return loss, *empty_gradients(hidden, weight, bias, dtype)
 
 
 _CALL = KernelOp(

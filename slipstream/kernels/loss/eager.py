@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common.linear_rows import LinearRows, row_chunks
+from slipstream.common.linear_rows import ClassifierInputs, LinearRows, row_chunks
 from slipstream.kernels.loss.reference import LossInputs
 
 
@@ -72,20 +72,14 @@ def dlogits(r: Rows, dloss: Tensor | None, options: LossInputs) -> Tensor:
 
 
 def linear_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    dloss: Tensor | None,
-    options: LossInputs,
-    grads: bool,
+    inputs: ClassifierInputs, dloss: Tensor | None, options: LossInputs, grads: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [N], and with `grads` dhidden [N, D], dweight [V, D], dbias [V]; else three empty ones.
 
     Args:
         dloss: [N], what comes into each row's loss; None is 1.
     """
-    compute_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    (hidden, weight, bias, target), compute_dtype = inputs, inputs.compute_dtype
     layer = LinearRows(hidden, weight, bias, grads, compute_dtype)
     loss = hidden.new_empty(len(hidden), dtype=compute_dtype)
     for chunk in row_chunks(hidden, len(weight)):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import LossInputs
@@ -99,23 +100,15 @@ def _simple(impl: str, name: str, args: tuple, plain: Any, fresh: Any) -> Any:
 
 
 def linear_rows(
-    impl: str,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    dloss: Tensor | None,
-    options: LossInputs,
-    grads: bool,
+    impl: str, inputs: ClassifierInputs, dloss: Tensor | None, options: LossInputs, grads: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with _guard(impl, hidden.dtype, weight.t()) as usable:
+    dtype = inputs.weight.dtype
+    with _guard(impl, inputs.hidden.dtype, inputs.weight.t()) as usable:
         if usable:
-            return _launch().linear_rows(hidden, weight, bias, target, dloss, options, grads)
-    row_weight = None if dloss is None else dloss.expand(target.shape)
-    loss, dhidden, dweight, dbias = eager.linear_rows(
-        hidden, weight, bias, target, row_weight, options, grads
-    )
-    return loss, dhidden, dweight.to(weight.dtype), dbias.to(weight.dtype)
+            return _launch().linear_rows(inputs, dloss, options, grads)
+    row_weight = None if dloss is None else dloss.expand(inputs.target.shape)
+    loss, dhidden, dweight, dbias = eager.linear_rows(inputs, row_weight, options, grads)
+    return loss, dhidden, dweight.to(dtype), dbias.to(dtype)
 
 
 def _guard(impl: str, dtype: torch.dtype, like: Tensor) -> Guard:

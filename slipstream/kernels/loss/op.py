@@ -1,11 +1,13 @@
 """The losses behind autograd; linear_cross_entropy is one opaque operator, so that a compiled
 graph holds neither the logits nor the loop over chunks. Of logits that are there: launch.py."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.common.linear_rows import ClassifierInputs, empty_gradients
 from slipstream.kernels.loss import cross_entropy_op, eager, launch
 from slipstream.kernels.loss.reference import LossInputs, rows_reference
 from slipstream.runtime.autograd import (
@@ -18,7 +20,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import is_triton
 from slipstream.runtime.token_ids import expect_ids, launched
 
@@ -46,33 +48,24 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, options: LossInputs, impl
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    options: LossInputs,
-    reduction: str,
-    impl: str,
+    inputs: ClassifierInputs, options: LossInputs, reduction: str, impl: str
 ) -> Tensor:
-    """hidden [N, D], weight [V, D], bias [V], target [N] -> loss [N], or [] whose gradient is made
-    in the forward if it is wanted."""
+    """loss [N], or [] whose gradient is made in the forward if it is wanted."""
+    hidden, weight, bias, target = inputs
     if impl == "reference":
-        compute_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logits = torch.nn.functional.linear(hidden, weight, bias).to(compute_dtype)
+        logits = torch.nn.functional.linear(hidden, weight, bias).to(inputs.compute_dtype)
         return cross_entropy(logits, target, options, reduction, impl)
     grads = needs_autograd(hidden, weight, bias)
     if is_triton(impl) and not by_operation() and reduction != "none":
-        mean = reduction == "mean"
-        loss = _TritonLinear.apply(hidden, weight, bias, target, options, mean, grads, impl)
+        loss = _TritonLinear.apply(*inputs, options, reduction == "mean", grads, impl)
         launched()
         return loss
-    args = (hidden, weight, bias, target)
     if not grads:
-        rows = _call_linear(*args, None, *options, False, impl)[0]
+        rows = _call_linear(*inputs, None, *options, False, impl)[0]
         return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
     if reduction == "none":
-        return _LinearRows.apply(*args, options, impl)
-    return _reduced(_LinearSum.apply(*args, options, impl), target, options, reduction)
+        return _LinearRows.apply(*inputs, options, impl)
+    return _reduced(_LinearSum.apply(*inputs, options, impl), target, options, reduction)
 
 
 def _reduced(total: Tensor, target: Tensor, options: LossInputs, reduction: str) -> Tensor:
@@ -104,17 +97,10 @@ class _LinearSum(Function):
     operator = "slipstream::linear_cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        options: LossInputs,
-        impl: str,
-    ) -> Tensor:
-        loss, *gradients = _call_linear(hidden, weight, bias, target, None, *options, True, impl)
-        save(ctx, *gradients, *anchors(hidden, weight, bias))
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        (*inputs, options, impl), (_, weight, bias) = args, args[:3]
+        loss, *gradients = _call_linear(*inputs, None, *options, True, impl)
+        save(ctx, *gradients, *anchors(*inputs[:3]))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
 
@@ -134,26 +120,17 @@ class _LinearRows(Function):
     operator = "slipstream::linear_cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        options: LossInputs,
-        impl: str,
-    ) -> Tensor:
-        save(ctx, hidden, weight, bias, target)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *inputs, options, impl = args
+        save(ctx, *inputs)
         ctx.options, ctx.impl = options, impl
-        return _call_linear(hidden, weight, bias, target, None, *options, False, impl)[0]
+        return _call_linear(*inputs, None, *options, False, impl)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target = saved
-        _, dhidden, dweight, dbias = _call_linear(
-            hidden, weight, bias, target, dloss, *ctx.options, True, ctx.impl
-        )
+        _, weight, bias, _ = saved
+        _, dhidden, dweight, dbias = _call_linear(*saved, dloss, *ctx.options, True, ctx.impl)
         dbias = None if bias is None else dbias.to(bias.dtype)
         return dhidden, dweight.to(weight.dtype), dbias, None, None, None
 
@@ -164,31 +141,18 @@ class _TritonLinear(Function):
     operator = "slipstream::linear_cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        options: LossInputs,
-        mean: bool,
-        grads: bool,
-        impl: str,
-    ) -> Tensor:
-        factor = launch.inverse_count(impl, target, options.ignore_index, weight.shape[0])
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        inputs, (options, mean, grads, impl) = ClassifierInputs(*args[:4]), args[4:]
+        classes = inputs.weight.shape[0]
+        factor = launch.inverse_count(impl, inputs.target, options.ignore_index, classes)
         factor = factor if mean else None
         # a float16 gradient of one row's share of the mean would underflow
-        scales_late = hidden.dtype == torch.float16
-        loss, *grads_saved = launch.linear_rows(
-            impl, hidden, weight, bias, target, None if scales_late else factor, options, grads
-        )
-        save(ctx, hidden, weight, bias, target, factor)
-        ctx.options, ctx.impl, ctx.scales_late, ctx.grads_saved = (
-            options,
-            impl,
-            scales_late,
-            grads_saved if grads else None,
-        )
+        scales_late = inputs.hidden.dtype == torch.float16
+        row_weight = None if scales_late else factor
+        loss, *grads_saved = launch.linear_rows(impl, inputs, row_weight, options, grads)
+        save(ctx, *inputs, factor)
+        ctx.options, ctx.impl, ctx.scales_late = options, impl, scales_late
+        ctx.grads_saved = grads_saved if grads else None
         total = loss.sum()
         return total if factor is None else total * factor
 
@@ -196,69 +160,47 @@ class _TritonLinear(Function):
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         grads_saved, ctx.grads_saved = ctx.grads_saved, None
-        hidden, weight, bias, target, factor = saved
+        inputs, factor = ClassifierInputs(*saved[:4]), saved[4]
         if grads_saved is None:
             row_weight = None if ctx.scales_late else factor
-            args = (hidden, weight, bias, target, row_weight, ctx.options, True)
-            _, *grads_saved = launch.linear_rows(ctx.impl, *args)
+            _, *grads_saved = launch.linear_rows(ctx.impl, inputs, row_weight, ctx.options, True)
         if ctx.scales_late and factor is not None:
             dloss = dloss * factor
         dhidden, dweight, dbias = (launch.scale_(ctx.impl, x, dloss) for x in grads_saved)
-        return dhidden, dweight, None if bias is None else dbias, *[None] * 5
+        return dhidden, dweight, None if inputs.bias is None else dbias, *[None] * 5
 
 
-def _linear(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    dloss: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    logit_scale: float,
-    grads: bool,
-    impl: str = "eager",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    expect_ids("target", target, weight.shape[0], ignore_index)
-    options = LossInputs(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+def _linear(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs, dloss, options, grads, impl = _of_call(args)
+    expect_ids("target", inputs.target, inputs.weight.shape[0], options.ignore_index)
     if is_triton(impl):
-        return launch.linear_rows(impl, hidden, weight, bias, target, dloss, options, grads)
-    return eager.linear_rows(hidden, weight, bias, target, dloss, options, grads)
+        return launch.linear_rows(impl, inputs, dloss, options, grads)
+    return eager.linear_rows(inputs, dloss, options, grads)
 
 
-def _linear_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    dloss: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    logit_scale: float,
-    grads: bool,
-    impl: str = "eager",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    compute_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    loss = hidden.new_empty(hidden.shape[0], dtype=compute_dtype)
+def _linear_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs, _, _, grads, impl = _of_call(args)
+    (hidden, weight, bias, _), dtype = inputs, inputs.compute_dtype
+    loss = hidden.new_empty(hidden.shape[0], dtype=dtype)
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    # of dweight and dbias
-    grad_dtype = weight.dtype if is_triton(impl) else compute_dtype
-    dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=grad_dtype)
-    dweight = weight.new_empty(weight.shape, dtype=grad_dtype)
-    return loss, hidden.new_empty(hidden.shape), dweight, dbias
+    dtype = weight.dtype if is_triton(impl) else dtype
+    return loss, *empty_gradients(hidden, weight, bias, dtype)
+
+
+def _of_call(
+    args: Sequence[Any],
+) -> tuple[ClassifierInputs, Tensor | None, LossInputs, bool, str]:
+    """The arguments of slipstream::linear_cross_entropy."""
+    # torch's dispatcher leaves out what is the default
+    impl = args[11] if len(args) > 11 else "eager"
+    return ClassifierInputs(*args[:4]), args[4], LossInputs(*args[5:10]), args[10], impl
 
 
 _call_linear = KernelOp(
     "linear_cross_entropy",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? dloss, int ignore_index, "
-    "float label_smoothing, float softcap, float z_loss, float logit_scale, bool grads, "
-    'str impl="eager") '
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"({schema_of(ClassifierInputs)}, Tensor? dloss, {schema_of(LossInputs)}, bool grads, "
+    'str impl="eager") -> (Tensor, Tensor, Tensor, Tensor)',
     _linear,
     _linear_fake,
 )
@@ -266,10 +208,9 @@ _call_linear = KernelOp(
 
 def _of_operator(*args: Any) -> Any:
     """As slipstream::linear_cross_entropy is called."""
-    hidden, weight, bias, target, dloss, *options, _, impl = args
-    if dloss is not None:
-        return ()
-    return _LinearRows.apply(hidden, weight, bias, target, LossInputs(*options), impl)
+    *inputs, dloss = args[:5]
+    options, impl = LossInputs(*args[5:-2]), args[-1]
+    return () if dloss is not None else _LinearRows.apply(*inputs, options, impl)
 
 
 _call_linear.set_gradient(_of_operator)

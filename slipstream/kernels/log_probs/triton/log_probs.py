@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.common.linear_rows import LinearRows
-from slipstream.kernels.log_probs.eager import Given
+from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
@@ -114,28 +113,28 @@ def log_probs_kernel(
         tl.store(p_grad + target, d.to(grad_ptr.dtype.element_ty), mask=live)
 
 
-def forward(given: Given, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+def forward(inputs: ClassifierInputs, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """As eager.forward."""
-    log_prob, entropy, *_ = _through_chunks(given, None, scale, ignore_index)
+    log_prob, entropy, *_ = _through_chunks(inputs, None, scale, ignore_index)
     return log_prob, entropy
 
 
 def backward(
-    given: Given, dlog_prob: Tensor, dentropy: Tensor, scale: float, ignore_index: int
+    inputs: ClassifierInputs, dlog_prob: Tensor, dentropy: Tensor, scale: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As eager.backward, with dweight and dbias in weight's dtype."""
-    _, _, *grads = _through_chunks(given, (dlog_prob, dentropy), scale, ignore_index)
+    _, _, *grads = _through_chunks(inputs, (dlog_prob, dentropy), scale, ignore_index)
     return grads[0], grads[1], grads[2]
 
 
 def _through_chunks(
-    given: Given, grads: tuple[Tensor, Tensor] | None, scale: float, ignore_index: int
+    inputs: ClassifierInputs, grads: tuple[Tensor, Tensor] | None, scale: float, ignore_index: int
 ) -> list[Tensor]:
     """log_prob and entropy [N], and with grads, dlog_prob and dentropy [N], also dhidden, dweight
     and dbias. One buffer holds the logits of a chunk of rows, which become their gradient."""
-    hidden, weight = given.hidden.contiguous(), given.weight.contiguous()
-    layer = LinearRows(hidden, weight, given.bias, grads is not None, weight.dtype)
-    target = given.target.contiguous()
+    hidden, weight = inputs.hidden.contiguous(), inputs.weight.contiguous()
+    layer = LinearRows(hidden, weight, inputs.bias, grads is not None, weight.dtype)
+    target = inputs.target.contiguous()
     N, V = hidden.shape[0], weight.shape[0]
     outputs = [torch.empty(N, dtype=torch.float32, device=hidden.device) for _ in range(2)]
     step = logit_chunks.rows_of_chunk(N, V, hidden.element_size())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common.linear_rows import LinearRows
+from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.kernels.loss.triton.cross_entropy import (
     cross_entropy_kernel,
@@ -125,13 +125,7 @@ def scale_(x: Tensor, s: Tensor) -> Tensor:
 
 
 def linear_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    dloss: Tensor | None,
-    options: LossInputs,
-    grads: bool,
+    inputs: ClassifierInputs, dloss: Tensor | None, options: LossInputs, grads: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [N] float32, and with `grads` dhidden [N, D], dweight [V, D], dbias [V] in the dtypes of
     what they belong to; else three empty ones.
@@ -139,6 +133,7 @@ def linear_rows(
     Args:
         dloss: [N] or [] float32, what comes into each row's loss; None is 1.
     """
+    hidden, weight, bias, target = inputs
     layer = LinearRows(hidden.contiguous(), weight.contiguous(), bias, grads, weight.dtype)
     target = target.contiguous()
     N, V = hidden.shape[0], weight.shape[0]
