@@ -51,11 +51,18 @@ def sample(name: str) -> Sample:
     return next(x for x in OPERATORS if x.name == name)
 
 
+def steps_of(op: Sample, name: str) -> int:
+    """Entries a token in an argument, or in o; 0 without time."""
+    letters = op.dims.get(name, "T" if name == "o" else "")
+    return 1 if "T" in letters else 2 if "R" in letters else 0
+
+
 def parts(op: Sample, args: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The tokens begin .. end - 1, as leaves."""
     given = {}
     for name, x in args.items():
-        cut = x[:, begin:end] if "T" in op.dims.get(name, "") else x
+        steps = steps_of(op, name)
+        cut = x[:, steps * begin : steps * end] if steps else x
         given[name] = cut.detach().requires_grad_(x.is_floating_point())
     return given
 

@@ -13,7 +13,7 @@ import slipstream.compat.fla as compat
 import slipstream.ops
 from slipstream.compat.fla.adaptor import HINTS, REFUSED
 from slipstream.compat.fla.operators import OPERATORS
-from slipstream.compat.fla.paths import FUNCTIONS, MISSING
+from slipstream.compat.fla.paths import FUNCTIONS, MISSING, PARALLEL
 from slipstream.models import MIXERS
 
 ROOT = compat.__name__
@@ -222,6 +222,8 @@ def page() -> str:
         "",
         "`fla.modules` itself has all of the classes. fla 0.6 has moved some of these modules",
         "(`fla.modules.norm.layernorm`, `fla.modules.causal_conv1d`); both paths lead to the same.",
+        "Styles for `parallelize_module`, on a mesh of one dimension:",
+        f"{', '.join(f'`fla.{path}.{name}`' for path, name in PARALLEL.items() if '.' in path)}.",
         "",
         "| fla | names | in new code |",
         "|---|---|---|",

@@ -61,14 +61,18 @@ ALIASES = {
     "modules.norm.layernorm_gated": "modules.layernorm_gated",
     "modules.rotary.ops": "modules.rotary",
 }
+# styles of tensor parallelism, in a module that imports torch's collectives
+PARALLEL: dict[str, str] = {
+    "modules": "NormParallel",
+    "modules.fused_linear_cross_entropy": "LinearLossParallel",
+    "modules.layernorm": "NormParallel",
+    "modules.mlp": "SwiGLULinearParallel",
+    "modules.parallel": "PrepareModuleWeight",
+}
 # what fla 0.6 has where Slipstream has other names; whole modules that are missing say so by
 # themselves
 MISSING: dict[str, tuple[str, ...]] = {
-    "modules": ("NormParallel",),
     "modules.convolution": ("causal_conv1d_update_states", "fast_causal_conv1d_fn"),
-    "modules.fused_linear_cross_entropy": ("LinearLossParallel",),
-    "modules.layernorm": ("NormParallel",),
-    "modules.mlp": ("SwiGLULinearParallel",),
     "ops": (
         "chunk_cyfa", "chunk_log_linear_attn", "chunk_mesa_net",
         "chunk_momentum_delta_rule", "fused_recurrent_cyfa",
@@ -95,7 +99,7 @@ MISSING: dict[str, tuple[str, ...]] = {
 
 def make_modules() -> None:
     """Puts every module of the tables into sys.modules, and its names into its parents."""
-    paths = {*FUNCTIONS, *MISSING, *(row.path for row in OPERATORS)}
+    paths = {*FUNCTIONS, *MISSING, *PARALLEL, *(row.path for row in OPERATORS)}
     files = pkgutil.walk_packages(sys.modules[ROOT].__path__, f"{ROOT}.")
     paths |= {file.name.removeprefix(f"{ROOT}.") for file in files}
     for path in sorted(paths):
@@ -111,6 +115,19 @@ def make_modules() -> None:
         vars(_module(parent)).setdefault(child, module)
     for path, names in MISSING.items():
         vars(_module(path))["__getattr__"] = missing_names(f"{ROOT}.{path}", names)
+    for path, name in PARALLEL.items():
+        vars(_module(path))["__getattr__"] = _style(path, name)
+
+
+def _style(path: str, style: str) -> Callable[[str], Any]:
+    """The __getattr__ of a module with a style of tensor parallelism."""
+
+    def getattr_of_module(name: str) -> Any:
+        if name == style:
+            return getattr(importlib.import_module("slipstream.compat.fla_parallel"), name)
+        raise AttributeError(f"module {ROOT}.{path} has no attribute {name!r}")
+
+    return getattr_of_module
 
 
 def _module(path: str) -> ModuleType:
