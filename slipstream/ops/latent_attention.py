@@ -29,7 +29,8 @@ def latent_attention(
         q: [B, T, H, R + P], fp16, bf16, fp32 or fp64; the last query is aligned with its sequence's
             last key.
         latent: [B, S, R + P] in q's dtype: c and then r; or pages [M, page, R + P].
-        lengths: int32 or int64 [B], keys in use; None is all, negative is none, and o is 0.
+        lengths: int32 or int64 [B], keys in use; None, or more than there are, is all, negative
+            is none, and o is 0.
         width: R, of c.
         scale: of the scores.
         table: int32 or int64 [B, pages], the pages of each sequence. A negative one is read as a

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.gluon_emulator import threads
 
 ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
+INPUTS_HAVE_NAN = False  # else what is not finite has been read where nothing was written
 ANEW = "slipstream.kernels.primitives.smem_scalars", "slipstream.kernels.linear.sm90."
 
 
@@ -31,7 +32,7 @@ class Pointer(threads.Pointer):
 
 def _copy_out(desc: Descriptor, at: list, buffer: threads.Buffer) -> None:
     row, column = (int(x) for x in at)
-    assert buffer.shape == desc.block and np.isfinite(buffer.data).all()
+    assert buffer.shape == desc.block and (INPUTS_HAVE_NAN or np.isfinite(buffer.data).all())
 
     def finish() -> None:
         part = desc.data[row : row + desc.block[0], column : column + desc.block[1]]
@@ -89,7 +90,7 @@ def emulated() -> Any:
         zeros_like=lambda x: threads.tensor(np.zeros_like(x)),
         reshape=lambda x, shape: threads.tensor(np.reshape(x, shape)),
         permute=lambda x, order: threads.tensor(np.transpose(x, order)),
-        min=lambda x, axis: threads.tensor(np.min(x, axis)),
+        min=lambda x, axis: threads.tensor(np.fmin.reduce(x, axis)),
         associative_scan=_scan,
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),

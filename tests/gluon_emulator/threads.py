@@ -388,9 +388,10 @@ def _language() -> SimpleNamespace:
         where=lambda c, x, y: (
             (x if c else y) if isinstance(x, Pointer) else tensor(np.where(c, x, y))
         ),
-        minimum=lambda x, y: tensor(np.minimum(x, y)),
-        maximum=lambda x, y: tensor(np.maximum(x, y)),
-        max=lambda x, axis: tensor(np.max(x, axis)),
+        # of a NaN and a number the number, as a GPU has it
+        minimum=lambda x, y: tensor(np.fmin(x, y)),
+        maximum=lambda x, y: tensor(np.fmax(x, y)),
+        max=lambda x, axis=None: tensor(np.fmax.reduce(x, axis)),
         sum=lambda x, axis: tensor(np.sum(x, axis)),
         exp2=lambda x: tensor(np.exp2(x)),
         exp=lambda x: tensor(np.exp(x)),

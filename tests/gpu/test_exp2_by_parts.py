@@ -42,3 +42,8 @@ def test_whole_numbers_move_exponents_alone() -> None:
 def test_least_numbers_stay_small() -> None:
     x = torch.tensor([-127.5, -1e4, -torch.inf], device="cuda").repeat(BLOCK)
     assert exp2_of(x).max() <= 2.0**-125
+
+
+def test_nan_stays() -> None:
+    x = torch.full((BLOCK,), torch.nan, device="cuda")
+    assert exp2_of(x).isnan().all()

@@ -39,7 +39,7 @@ def latent_attention(
     Args:
         q: [B, T, H, width + rest], the last query on its sequence's last key.
         latent: [B, S, width + rest], or pages [M, page, width + rest].
-        lengths: [B], keys in use; None is all.
+        lengths: [B], keys in use; None, or more than there are, is all.
         width: of c. scale: of the scores.
         table: [B, pages], the pages of each sequence; one outside of the cache is a page of zeros.
         impl: "triton", "eager", or None to choose.
@@ -70,7 +70,7 @@ def eager_latent_attention(
     x = (x.double() if x.dtype == torch.float64 else x.float()) * scale
     if lengths is None:
         lengths = torch.full(q.shape[:1], S, device=q.device)
-    query_position = lengths[:, None] - T + torch.arange(T, device=q.device)
+    query_position = lengths.clamp(max=S)[:, None] - T + torch.arange(T, device=q.device)
     later = torch.arange(S, device=q.device) > query_position[..., None]
     x = x.masked_fill(later[:, :, None], -torch.inf)
     lse = x.logsumexp(-1)

@@ -32,7 +32,6 @@ def kernels() -> SimpleNamespace:
     """weak, of chunks that are not strong, strong, walk and back."""
     language = threads._language()
     vars(language).update(
-        max=lambda x, axis=None: threads.tensor(np.max(x, axis)),
         cast=lambda x, dtype: threads.tensor(x),
         associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
     )
@@ -241,6 +240,25 @@ def test_past_keeps_its_bits(case: str) -> None:
         want, got = (Walk(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
         assert torch.equal(got[:, :cut], want[:, :cut]), (gates.__name__, strength)
         assert not torch.equal(got[:, cut:], want[:, cut:])
+
+
+@pytest.mark.parametrize("strength", [0.1, 5.0, 90.0])
+@pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])
+def test_nan_gate_reaches_later_outputs(
+    case: str, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
+    terms = inputs(CASES[case], lambda x: -strength * x)
+    assert terms.g is not None
+    for token in (70, 120):
+        g = terms.g.clone()
+        g[0, token, 0, 5] = torch.nan
+        one = terms._replace(g=g)
+        o, final = Walk(one, prepared(one, keep=False)).forward(None)
+        assert o[0, token:, 0].isnan().all() and final[0, 0].isnan().any()
+        assert (
+            not o[0, :C].isnan().any() and not o[1:].isnan().any() and not o[:, :, 1].isnan().any()
+        )
 
 
 def all_kinds(x: Tensor) -> Tensor:

@@ -244,6 +244,22 @@ def test_additive_walks_match_reference(case: tuple, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_nan_gate_reaches_later_outputs(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
+    terms = inputs((2 * C + 20, 1, 2, 2, True, True), width)
+    assert terms.g is not None
+    for token in (5, C + 20, 2 * C + 3):
+        g = terms.g.clone()
+        g[0, token, 0] = torch.nan
+        one = terms._replace(g=g)
+        final = torch.empty(*terms.state_shape, dtype=torch.float64)
+        o = Run(one).walk(one[:3], one.initial_state, final)
+        assert o[0, token:, 0].isnan().all() and final[0, 0].isnan().all()
+        assert not o[0, : token // C * C].isnan().any()
+        assert not o[1].isnan().any() and not o[:, :, 1].isnan().any()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_past_keeps_its_bits(width: int) -> None:
     terms = inputs((2 * C + 20, 1, 1, 1, True, True), width)
     for cut, strength in ((5, 50.0), (C + 20, 0.01), (2 * C + 3, 1.0)):

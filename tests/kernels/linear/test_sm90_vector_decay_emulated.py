@@ -59,7 +59,6 @@ class Buffer(emulator.Buffer):
 @functools.cache
 def kernel(name: str) -> Any:
     language = threads._language()
-    language.min = lambda x, axis: threads.tensor(np.min(x, axis))
     with (
         mock.patch.object(threads, "_language", return_value=language),
         emulator.emulated(),
@@ -169,6 +168,21 @@ def test_past_keeps_its_bits(before: bool) -> None:
         want, got = (walk(t, t.v, t.initial_state, final) for t in pair)
         assert torch.equal(got[:, :cut], want[:, :cut]), (kind, strength)
         assert not torch.equal(got[:, cut:], want[:, cut:])
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong", "mixed"])
+def test_nan_gate_reaches_later_outputs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
+    terms = inputs((96, 1, 2, 2, kind, False, True))
+    assert terms.g is not None
+    for token in (25, 40, 70):
+        g = terms.g.clone()
+        g[0, token, 0, 5] = torch.nan
+        final = torch.empty(*terms.state_shape, dtype=torch.float64)
+        o = walk(terms._replace(g=g), terms.v, terms.initial_state, final)
+        assert o[0, token:, 0].isnan().all() and final[0, 0].isnan().any()
+        assert not o[0, : token // C * C].isnan().any()
+        assert not o[1].isnan().any() and not o[:, :, 1].isnan().any()
 
 
 def edges(t: LinearInputs, do: Tensor, s_in: Tensor | None, sums: dict, reverse: bool) -> Tensor:

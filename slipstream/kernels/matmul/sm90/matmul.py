@@ -80,9 +80,9 @@ def _sigmoid(x):
 @gluon.jit
 def _activate(x, ACTIVATION: gl.constexpr):
     if ACTIVATION == "relu":
-        x = gl.maximum(x, 0.0)
+        x = gl.where(x < 0.0, 0.0, x)
     elif ACTIVATION == "squared_relu":
-        x = gl.maximum(x, 0.0)
+        x = gl.where(x < 0.0, 0.0, x)
         x = x * x
     elif ACTIVATION == "sigmoid":
         x = _sigmoid(x)

@@ -18,9 +18,9 @@ import triton.language as tl
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "squared_relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         x = x * x
     elif ACTIVATION == "sigmoid":
         x = tl.sigmoid(x)

@@ -235,7 +235,7 @@ def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr)
     """exp(g) of the gate before its activation, and dt."""
     dt = x
     if GATE == "softplus":
-        dt = tl.minimum(tl.maximum(softplus(x), dt_min), dt_max)
+        dt = tl.clamp(softplus(x), dt_min, dt_max, propagate_nan=tl.PropagateNan.ALL)
         x = -rate * dt
     if GATE == "sigmoid":
         x = lower_bound * tl.sigmoid(rate * x)

@@ -107,7 +107,7 @@ def _sigmoid(x):
 def _activation(x, ACTIVATION: gl.constexpr):
     """f, as triton/glu.py has it."""
     if ACTIVATION == "relu2":
-        r = gl.maximum(x, 0.0)
+        r = gl.where(x < 0.0, 0.0, x)
         f = r * r
     elif ACTIVATION == "gelu":
         f = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))

@@ -24,7 +24,7 @@ COLUMNS, ELEMENTS, WARPS = 1024, 2048, 8
 def _activation(b_g, F: tl.constexpr):
     """f and its derivative."""
     if F == "relu2":
-        b_r = tl.maximum(b_g, 0.0)
+        b_r = tl.maximum(b_g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         b_f, b_df = b_r * b_r, 2 * b_r
     elif F == "gelu":
         # tanh(x) = 2 s(2 x) - 1: one exponential; 1.5957 is 2 sqrt(2 / pi), 0.134145 is 3 b

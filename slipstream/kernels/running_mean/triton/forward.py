@@ -36,9 +36,14 @@ def softplus(x):
 
 
 @triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _larger_decayed(d_a, m_a, n_a, d_b, m_b, n_b):
     """Two runs of tokens, one after the other: sum of log decays, and two maxima."""
-    return d_a + d_b, tl.maximum(m_a + d_b, m_b), tl.maximum(n_a + d_b, n_b)
+    return d_a + d_b, _maximum(m_a + d_b, m_b), _maximum(n_a + d_b, n_b)
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D):
 @triton.jit
 def _after(b_before, b_k):
     """z after a token, from that before it, decayed."""
-    b_m = tl.maximum(b_before, b_k)
+    b_m = _maximum(b_before, b_k)
     return b_m + tl.log(tl.exp(b_before - b_m) + tl.exp(b_k - b_m))
 
 

@@ -186,10 +186,17 @@ def exp2_by_parts(b):
     b_whole = (b - (0.5 - 2.0**-14)) + WHOLE
     b_mantissa = gl.exp2(b - (b_whole - WHOLE))
     bits = b_mantissa.to(gl.int32, bitcast=True) + (b_whole.to(gl.int32, bitcast=True) << 23)
-    return bits.to(gl.float32, bitcast=True)
+    # the bits of a NaN would become those of a number
+    return bits.to(gl.float32, bitcast=True) + 0.0 * b
 
 
 @gluon.jit
 def exp2_or_least(b):
     """exp2_by_parts of b below 126, but 2^-126 where it would be less."""
-    return exp2_by_parts(gl.maximum(b, -126.0))
+    return exp2_by_parts(at_least(b, -126.0))
+
+
+@gluon.jit
+def at_least(b, low):
+    """The larger one, and NaN for NaN, which gl.maximum would drop."""
+    return gl.where(b < low, low, b)

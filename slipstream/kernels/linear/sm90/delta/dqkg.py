@@ -126,7 +126,8 @@ def triangular_products(
         G_i = gl.load(p_beta_gate + C + o_i)
         G_j = gl.load(p_beta_gate + C + o_j)
         between = G_i[:, None] - G_j[None, :]
-        between = gl.exp2(gl.minimum(gl.where(before, between, -between), 0.0))
+        between = gl.where(before, between, -between)
+        between = gl.exp2(gl.where(between > 0.0, 0.0, between))
     b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
     diag = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
     b_old = gl.where(before, beta_j[None, :] * between, 0.0)

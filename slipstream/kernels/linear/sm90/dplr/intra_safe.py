@@ -20,6 +20,7 @@ there always, and rows that wy.py would take are made once more as it makes them
 """
 
 from slipstream.kernels.linear.sm90.common.device import (
+    at_least,
     exp2_by_parts,
     exp2_or_least,
     locate_sequence,
@@ -146,7 +147,7 @@ def whole_operands(
     b_e += b_base
     LOW: gl.constexpr = -(2 * LIMIT + 1)
     block_operands(
-        gl.maximum(b_e, LOW), gl.maximum(b_before + b_base, LOW), b_e.to(gl.int32) * 0,
+        at_least(b_e, LOW), at_least(b_before + b_base, LOW), b_e.to(gl.int32) * 0,
         q, a, b, k, x, y, z, w, flat, 0.0, DELTA, GATED,
     )  # fmt: skip
     return gl.convert_layout(gl.reshape(gl.min(b_e, 2), [64]), gl.SliceLayout(1, layout))
@@ -245,7 +246,7 @@ def load_gates(p, n, stride, num_rows, none, CHANNEL: gl.constexpr):
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
     p += o_t * stride + (n * 64 + o_n) * CHANNEL
     b_g = gl.load(p, mask=o_t < num_rows + 0 * o_n, other=0.0).to(gl.float32)
-    return gl.maximum(b_g * LOG2E, LOWEST)
+    return at_least(b_g * LOG2E, LOWEST)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ can hold is above 1.
 
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
+    at_least,
     invalidate_mbarriers,
     locate_sequence,
 )
@@ -300,7 +301,7 @@ def one_chunk(
     o_o = first * K + o_c[:, None] * (HV * K) + o_k[None, :]
     o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
     b_g = gl.load(g_ptr + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
-    b_g = gl.maximum(b_g, LOWEST)
+    b_g = at_least(b_g, LOWEST)
     b_k = gl.load(k_ptr + o_q, mask=m, other=0.0)
     ins.index(0).store(gl.load(q_ptr + o_q, mask=m, other=0.0))
     p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c

@@ -23,6 +23,7 @@ three programs fit a multiprocessor, and one loads while another computes.
 
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
+    at_least,
     exp2_by_parts,
     exp2_or_least,
     invalidate_mbarriers,
@@ -296,7 +297,7 @@ def dplr_wy_sm90_kernel(
                 zero_tail_rows(keys.index(n), num_rows, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
-            b_g = gl.maximum(b_g * LOG2E, LOWEST)
+            b_g = at_least(b_g * LOG2E, LOWEST)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             strongest = decay(
                 b_g, strongest, qs.index(n), reads.index(n), bs.index(n), keys.index(n),

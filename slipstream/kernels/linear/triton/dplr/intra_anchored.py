@@ -125,11 +125,12 @@ def exp2_by_parts(b, APART: tl.constexpr):
     exponent alone, as n may be: a GPU's instruction rounds otherwise below 0 than above it, so that
     it gets what is after the point. Without APART there is no n."""
     if APART > 0:
-        b = tl.maximum(b, -126.0)
+        b = tl.maximum(b, -126.0, propagate_nan=tl.PropagateNan.ALL)
         b_whole = (b - (0.5 - 2.0**-16)) + WHOLE
         b_mantissa = tl.exp2(b - (b_whole - WHOLE))
         bits = b_mantissa.to(tl.int32, bitcast=True) + (b_whole.to(tl.int32, bitcast=True) << 23)
-        b_power = bits.to(tl.float32, bitcast=True)
+        # the bits of a NaN would become those of a number
+        b_power = bits.to(tl.float32, bitcast=True) + 0.0 * b
     else:
         b_power = tl.exp2(b)
     return b_power
@@ -142,7 +143,7 @@ def exp2_of_start(b_middle, o_c, APART: tl.constexpr):
     b_n = b_middle[None, :] + tl.where(later, -APART, APART)[:, None]
     if APART > 0:  # of a whole number nothing but the exponent
         bits = ((b_n + WHOLE).to(tl.int32, bitcast=True) << 23) + 0x3F800000
-        b_power = tl.where(b_n < -126, 0.0, bits.to(tl.float32, bitcast=True))
+        b_power = tl.where(b_n < -126, 0.0, bits.to(tl.float32, bitcast=True) + 0.0 * b_n)
     else:
         b_power = tl.exp2(b_n)
     return b_power

@@ -1,0 +1,114 @@
+"""A NaN in an input reaches whatever depends on it, under Triton's interpreter.
+
+tests/support/quick_interpreter.py makes maximum and minimum drop NaN there, as they do on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.tools.catalog import OPERATORS, Sample
+from tests.support.formulas import has_formula, wanted
+from tests.support.interpreted import PARTS, parts, run
+from tests.support.operators import LINEAR, Args, Size, block_size, cast, each, with_grads
+
+# of kernels that others have too, or as many heads as others have numbers
+OTHERS = ("fused_recurrent_", "chunk_gated_oja_rule", "chunk_mamba3-mimo", "chunk_precond_kda")
+ROWS = [x for x in OPERATORS if not x.random and x.variant != "heads"]
+# of which impl="triton" has no backward
+WITHOUT_GRADIENTS = (
+    "flash_attn_with_kvcache",
+    "latent_attention",
+    "short_convolution_update",
+    "recurrent_step",
+)
+
+
+def results(call: Callable[[Args], list[Tensor]], row: Sample, args: Args) -> list[Tensor]:
+    """Outputs, and gradients where there are some; of copies: some calls write into their input."""
+    args = {name: each(Tensor.clone, x) for name, x in args.items()}
+    if row.op in WITHOUT_GRADIENTS or set(row.fixed.split()) >= set(args):
+        return call(args)
+    return [x for some in with_grads(call, args) for x in some]
+
+
+def plain(row: Sample, args: Args) -> list[Tensor]:
+    if row.tested and has_formula(row):
+        return results(partial(wanted, row), row, cast(args, torch.float64))
+    if row in LINEAR:
+        return results(partial(row.call, impl="reference"), row, cast(args, torch.float64))
+    return results(partial(row.call, impl="eager"), row, args)
+
+
+def numbers(args: Args) -> Iterator[tuple[str, Tensor]]:
+    """Each floating tensor's element that is a NaN in turn."""
+    for name, x in args.items():
+        for i, y in enumerate(x if isinstance(x, tuple) else (x,)):
+            if y.is_floating_point() and y.numel() > 0:
+                yield f"{name} {i}", y.view(-1)[y.numel() // 3]
+
+
+def lost(row: Sample, args: Args) -> list[str]:
+    found = []
+    for name, x in numbers(args):
+        number, seen = x.item(), []
+        for other in (number, number / 2, -number):
+            x.fill_(other)
+            seen.append(plain(row, args))
+        x.fill_(torch.nan)
+        got = results(partial(row.call, impl="triton"), row, args)
+        x.fill_(number)
+        for i, (y, a, b, c) in enumerate(zip(got, *seen, strict=True)):
+            depends = (a != b) | (a != c)
+            if count := int((depends & y.isfinite()).sum()):
+                found.append(f"{row.name}: {name}: {count} numbers of result {i}")
+    return found
+
+
+def check(part: str) -> None:
+    faults = []
+    for row in ROWS:
+        further = row.name.startswith(OTHERS)
+        if further and part == "sample":
+            continue
+        linear = row.op.startswith(("chunk_", "fused_recurrent_", "recurrent_", "mixer_"))
+        for gate in ("weak",) if part == "sample" else ("weak", "strong", "mixed"):
+            if part == "further" and gate == "weak" and not further:
+                continue
+            size = (
+                Size(B=1, T=40, H=1, HV=1, K=16, V=16, gate=gate) if linear else block_size(7, 12)
+            )
+            faults += lost(row, row.inputs(size))
+        print(row.name, flush=True)
+    assert not faults, "\n".join(faults)
+
+
+def check_apart(part: str) -> None:
+    """With halves of chunks apart, as bfloat16 has them."""
+    from slipstream.kernels.linear.triton.dplr import tiles
+    from slipstream.kernels.linear.triton.vector_decay import backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiles.APART, torch.float32, 11.0)
+        for table, value in ((backend.APART, 55.0), (backend.SHIFT, 60.0), (backend.BOUND, 60.0)):
+            patch.setitem(table, torch.float32, value)
+        check(part)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("part", PARTS)
+def test_nan_reaches_results_interpreted(part: str) -> None:
+    run(part, script="tests.kernels.test_nan_interpreted")
+
+
+if __name__ == "__main__":
+    with np.errstate(all="ignore"):
+        for part in parts():
+            check_apart(part)
+            if part == "further":
+                check(part)
