@@ -324,7 +324,11 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return h if self.depth is None or layer == 0 else self.depth(layer, sources)
 
     def _with_added(self, layer: int, sources: list[Tensor], h: Tensor, y: Tensor) -> list[Tensor]:
-        return sources if self.depth is None else self.depth.with_added(layer, sources, y - h)
+        if self.depth is None:
+            return sources
+        # of a model on several devices, each block's may be another
+        added = (y - h.to(y.device)).to(sources[0].device)
+        return self.depth.with_added(layer, sources, added)
 
     def _normed(self, h: Tensor) -> Tensor:
         return self.norm(h.to(self.norm.weight.dtype) if self.config.residual_in_fp32 else h)

@@ -1,5 +1,8 @@
 """Operators and models on a CUDA device that is not the current one, or on two at once."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,20 +76,25 @@ def masks() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mask", masks(), ids=["whole", "padded"])
-@pytest.mark.parametrize("name", ["every", "hybrid"])
-def test_model_on_two_devices(name: str, mask: Tensor) -> None:
-    accelerate = pytest.importorskip("accelerate")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["every", "hybrid", "residuals"])
+def test_model_on_two_devices(name: str, tied: bool, mask: Tensor, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     torch.cuda.set_device(0)
-    plain, split = make(name, "cuda:0"), make(name)
-    layers = len(split.model.layers)
-    places = {f"model.layers.{i}": int(i >= layers // 2) for i in range(layers)}
-    places |= {"model.embed_tokens": 0, "model.norm": 1, "lm_head": 1}
-    split = accelerate.dispatch_model(split, places)
+    options: dict[str, Any] = {"tie_word_embeddings": tied}
+    if name == "residuals":
+        name, options = "hybrid", {**options, "attention_residuals": 2}
+    plain = make(name, "cuda:0", **options)
+    plain.save_pretrained(tmp_path)
+    size = sum(p.numel() for p in plain.parameters()) * 4
+    split = SlipstreamForCausalLM.from_pretrained(
+        tmp_path, device_map="auto", max_memory={0: size * 6 // 10, 1: 10 * size}
+    ).train()
+    assert {p.device.index for p in split.parameters()} == {0, 1}, split.hf_device_map
     assert_same(step(split, mask), step(plain, mask))
-    assert isinstance(split, SlipstreamForCausalLM)
     given = {"attention_mask": mask.cuda(0), "max_new_tokens": 4, "do_sample": False}
-    options = {"pad_token_id": 0, "eos_token_id": None}
-    tokens = [m.eval().generate(IDS.cuda(0), **given, **options) for m in (split, plain)]
+    ids = {"pad_token_id": 0, "eos_token_id": None}
+    tokens = [m.eval().generate(IDS.cuda(0), **given, **ids) for m in (split, plain)]
     assert torch.equal(tokens[0], tokens[1])
 
 
@@ -103,4 +111,7 @@ def test_model_on_another_device(way: str) -> None:
         got = step(model, mask, device=1)
     else:
         got = step(nn.DataParallel(model, [0, 1]), mask)
+        # to it a parameter that no replica used has a gradient of zeros
+        unused = got[1].keys() - want[1].keys()
+        assert not any(got[1].pop(name).any() for name in unused)
     assert_same(got, want)

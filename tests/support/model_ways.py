@@ -35,7 +35,7 @@ Way = Callable[[SlipstreamForCausalLM], Step]
 MODELS["every"] = [*(layers[0] for n, layers in MODELS.items() if n != "hybrid"), "rwkv7"]
 
 
-def make(name: str, device: str = "cpu") -> SlipstreamForCausalLM:
+def make(name: str, device: str = "cpu", **options: Any) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     config = SlipstreamConfig(
         vocab_size=VOCAB,
@@ -44,6 +44,7 @@ def make(name: str, device: str = "cpu") -> SlipstreamForCausalLM:
         intermediate_size=48,
         mixers=MODELS[name],
         initializer_range=0.2,
+        **options,
     )
     return SlipstreamForCausalLM(config).train().to(device)
 
