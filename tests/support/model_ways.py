@@ -66,6 +66,40 @@ class Rounded(nn.Linear):
         return nn.functional.linear(narrow(input), narrow(self.weight), self.bias)
 
 
+class Round(torch.autograd.Function):
+    """To another dtype and back, and its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].to(ctx.dtype).to(grads[0].dtype), None
+
+
+class Rounds(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Any:
+        return Round.apply(x, self.dtype)
+
+
+def round_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every Linear as under autocast, but in float32: of what it takes and gives, and of their
+    gradients, what dtype holds."""
+    to = Rounds(dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda module, args: (to(args[0]),))
+            module.register_forward_hook(lambda module, args, y: to(y))
+            if name != "lm_head":  # whose weight is the embedding's
+                nn.utils.parametrize.register_parametrization(module, "weight", Rounds(dtype))
+
+
 def trained(model: nn.Module) -> Step:
     def step(ids: Tensor) -> Tensor:
         loss = model(ids, labels=ids).loss
@@ -228,6 +262,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for n, p in model.named_parameters():
         if p.grad is not None:
+            n = n.replace("parametrizations.weight.original", "weight")
             # a copy: DTensor's may be a view
             found[n] = getattr(p.grad, "full_tensor", p.grad.clone)()
     return found
