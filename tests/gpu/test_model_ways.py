@@ -14,6 +14,7 @@ from slipstream.models import SlipstreamForCausalLM
 from tests.support.model_ways import WAYS, check
 from tests.support.trainer_runs import (
     IDS,
+    QUARTERS,
     STEPS,
     generated,
     losses,
@@ -65,13 +66,12 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch and transformers about one another
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("run", RUNS)
-def test_trainer_is_the_plain_loop_on_cuda(run: str, side: str, tmp_path: Path) -> None:
-    want = own_loop(make("every"), RUNS[run].get("label_smoothing_factor", 0.0))
-    model = make("every")
-    found = trainer(model, tmp_path, side, use_cpu=False, **RUNS[run])
+def assert_trains_as_plain_loop(
+    name: str, run: str, side: str, folder: Path
+) -> SlipstreamForCausalLM:
+    want = own_loop(make(name), RUNS[run].get("label_smoothing_factor", 0.0))
+    model = make(name)
+    found = trainer(model, folder, side, use_cpu=False, **RUNS[run])
     if run == "fp16":
         # at the usual 65536 the first steps are left out: a gradient of 1 in 16 bits overflows
         found.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -79,12 +79,24 @@ def test_trainer_is_the_plain_loop_on_cuda(run: str, side: str, tmp_path: Path) 
     assert losses(found) == pytest.approx(want, rel=3e-2 if "16" in run else 2e-3)
     norms = [x["grad_norm"] for x in found.state.log_history if "grad_norm" in x]
     assert len(norms) == STEPS and all(math.isfinite(x) for x in norms)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers about one another
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("run", RUNS)
+def test_trainer_is_the_plain_loop_on_cuda(run: str, side: str, tmp_path: Path) -> None:
+    """One mixer of each family: a row with all of them compiles kernels for minutes."""
+    assert_trains_as_plain_loop("hybrid", run, side, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trained_model_saved_generates_the_same_on_cuda(tmp_path: Path) -> None:
-    model = make("every")
-    trainer(model, tmp_path, use_cpu=False).train()
+@pytest.mark.parametrize(("run", "side"), [("padded", "left"), ("bf16", "right")])
+@pytest.mark.parametrize("name", QUARTERS)
+def test_every_mixer_trained_and_saved_generates_the_same_on_cuda(
+    name: str, run: str, side: str, tmp_path: Path
+) -> None:
+    model = assert_trains_as_plain_loop(name, run, side, tmp_path)
     model.save_pretrained(tmp_path / "saved")
     again = SlipstreamForCausalLM.from_pretrained(tmp_path / "saved").cuda().eval()
     ids = IDS[:, :4].cuda()
