@@ -93,7 +93,7 @@ def test_trainer_is_the_plain_loop_on_cuda(run: str, side: str, tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("run", "side"), [("padded", "left"), ("bf16", "right")])
 @pytest.mark.parametrize("name", QUARTERS)
-def test_every_mixer_trained_and_saved_generates_the_same_on_cuda(
+def test_trained_mixer_saved_generates_the_same_on_cuda(
     name: str, run: str, side: str, tmp_path: Path
 ) -> None:
     model = assert_trains_as_plain_loop(name, run, side, tmp_path)
