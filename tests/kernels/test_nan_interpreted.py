@@ -17,8 +17,8 @@ from tests.support.formulas import has_formula, wanted
 from tests.support.interpreted import PARTS, parts, run
 from tests.support.operators import LINEAR, Args, Size, block_size, cast, each, with_grads
 
-# of kernels that others have too, or as many heads as others have numbers
-OTHERS = ("fused_recurrent_", "chunk_gated_oja_rule", "chunk_mamba3-mimo", "chunk_precond_kda")
+# of the linear family, one of each kernel; the others, and other gates, are further
+SAMPLE = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv4")
 ROWS = [x for x in OPERATORS if not x.random and x.variant != "heads"]
 # of which impl="triton" has no backward
 WITHOUT_GRADIENTS = (
@@ -73,13 +73,10 @@ def lost(row: Sample, args: Args) -> list[str]:
 def check(part: str) -> None:
     faults = []
     for row in ROWS:
-        further = row.name.startswith(OTHERS)
-        if further and part == "sample":
+        linear = row.op.startswith(("chunk_", "fused_recurrent_"))
+        if (part == "sample") != (row.name in SAMPLE or not linear):
             continue
-        linear = row.op.startswith(("chunk_", "fused_recurrent_", "recurrent_", "mixer_"))
-        for gate in ("weak",) if part == "sample" else ("weak", "strong", "mixed"):
-            if part == "further" and gate == "weak" and not further:
-                continue
+        for gate in ("weak", "strong", "mixed")[: 1 if part == "sample" else 3]:
             size = (
                 Size(B=1, T=40, H=1, HV=1, K=16, V=16, gate=gate) if linear else block_size(7, 12)
             )
