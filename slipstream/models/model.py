@@ -326,9 +326,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     def _with_added(self, layer: int, sources: list[Tensor], h: Tensor, y: Tensor) -> list[Tensor]:
         if self.depth is None:
             return sources
-        # of a model on several devices, each block's may be another
-        added = (y - h.to(y.device)).to(sources[0].device)
-        return self.depth.with_added(layer, sources, added)
+        # each block of a model may be on a device of its own
+        return self.depth.with_added(layer, sources, (y - h.to(y.device)).to(sources[0].device))
 
     def _normed(self, h: Tensor) -> Tensor:
         return self.norm(h.to(self.norm.weight.dtype) if self.config.residual_in_fp32 else h)
