@@ -1,7 +1,9 @@
 """Names of modules, functions, classes and constants are those of GLOSSARY.md."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,3 +180,41 @@ def test_launches_name_their_arguments() -> None:
         if len(call.args) > 6 or any(isinstance(x, ast.Starred) for x in call.args)
     ]
     assert by_place == []
+
+
+def _documented(node: ast.AST) -> list[str]:
+    """The names that the section "Args:" of a docstring explains."""
+    section = ("\n" + (ast.get_docstring(node) or "")).partition("\nArgs:\n")[2]  # type: ignore[arg-type]
+    lines = section.partition("\n\n")[0].split("\n")
+    found = [re.match(r"    ([A-Za-z_]\w*(?:, \w+)*): ", line) for line in lines]
+    return [name for x in found if x for name in x[1].split(", ")]
+
+
+def test_docstrings_explain_parameters_that_there_are() -> None:
+    wrong, count = [], 0
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
+                documented = _documented(node)
+                count += len(documented)
+                wrong += [(path.name, node.name, x) for x in documented if x not in names]
+    assert wrong == []
+    assert count > 500
+
+
+def test_prose_names_constants_that_there_are() -> None:
+    """BLOCK_M in a comment or docstring is a name, or a word of a string, of some module."""
+    known: set[str] = set()
+    named: list[tuple[str, str]] = []
+    for path in sorted(ROOT.rglob("*.py")):
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        for token in tokens:
+            words = re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z][A-Z0-9_]*\b", token.string)
+            prose = token.type == tokenize.COMMENT or token.string.startswith('"""')
+            if prose:
+                named += [(str(path.relative_to(ROOT)), x) for x in words]
+            else:
+                known.update(words)
+    assert len(named) > 100
+    assert [x for x in named if x[1] not in known] == []

@@ -41,8 +41,8 @@ def scan_ids_kernel(
     N, R, W, size, more, step, last, ignore_index, name,
     KIND: tl.constexpr, HAS_IGNORED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / R), R a multiple of B. ids: from 0 to size. indices: below size, and none where
-    they are negative. offsets: from 0 to size, and never fall."""
+    """Grid (N / R), R a multiple of B. By KIND, ids are to be from 0 to size; indices below size,
+    negative ones counting as none; offsets from 0 to size, without falling."""
     begin = tl.program_id(0).to(tl.int64) * R
     end = tl.minimum(begin + R, N)
     first = end

@@ -63,7 +63,7 @@ class MatrixRun:
         """Rows under one Triton release, None for the one that is here; prints its table.
 
         Args:
-            anew: rows of earlier runs count for nothing.
+            recompile: rows of earlier runs count for nothing.
         """
         path: list[str] = []
         if release is not None:

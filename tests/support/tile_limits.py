@@ -91,5 +91,5 @@ def of_attention(
 
 def of_norm(tile: norms.Tile, size: int) -> TileRequirements:
     row = tile.BR * tile.BD
-    ahead = (row,) * norms.AHEAD if tile.stages > 1 else ()
+    ahead = (row,) * norms.PREFETCHED_TENSORS if tile.stages > 1 else ()
     return TileRequirements(size, tile.warps, tile.stages, loads=ahead, sums=row)

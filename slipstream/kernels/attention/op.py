@@ -179,8 +179,11 @@ call_forward.set_gradient(_of_operator)
 def softmax(
     inputs: AttentionInputs, options: AttentionOptions, impl: str, backward_impls: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64, with gradients, by impl
-    too unless of_gradients is given."""
+    """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64, with gradients.
+
+    Args:
+        backward_impls: implementations of the gradients; None: those of `impl`.
+    """
     if torch.compiler.is_compiling():
         inputs = _distinct(inputs)
     if needs_autograd(*inputs):

@@ -23,7 +23,7 @@ def compile_scan(back: bool, bytes_each: int, D: int, capability: int, packed: b
     if back:
         tensors |= {"h_ptr": x, "initial_ptr": wide, "dg_ptr": wide}
     tile = launch.BACKWARD if back else launch.FORWARD
-    constants = {"D": D, "RUN": tile.RUN, "RUNS": tile.RUNS, "BD": tile.BD, "VEC": tile.VEC}
+    constants = {"D": D, "RUN": tile.RUN, "RUNS": tile.RUNS, "BD": tile.BD}
     return compile_kernel(
         "slipstream.kernels.gated_scan.triton.scan:scan_kernel",
         tensors,

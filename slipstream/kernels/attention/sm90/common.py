@@ -191,7 +191,7 @@ def visible_key_tiles(
 @gluon.jit
 def visible_query_tiles(row, queries, keys, window, BM: gl.constexpr, BN: gl.constexpr,
                  FLAGS: gl.constexpr, MIN_TILES: gl.constexpr = 1):  # fmt: skip
-    """tiles_of the queries that see BN keys."""
+    """The tiles of the queries that see BN keys, at least MIN_TILES."""
     left, right = window
     shift = keys - queries
     low, inner, outer, high = visible_tiles(

@@ -128,8 +128,10 @@ def scores(
 
 @triton.jit
 def add_product(acc, x, y, TWO_TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + x y, x float32 and taken in y's dtype; TWO_TERMS: what that loses is
-    a second term."""
+    """acc + x y for float32 x, which is rounded to y's dtype.
+
+    TWO_TERMS: what the rounding of x loses is multiplied as well, as a second product.
+    """
     b_x = x.to(y.dtype)
     acc = tl.dot(b_x, y, acc, input_precision=PRECISION)
     if TWO_TERMS and y.dtype.primitive_bitwidth == 16:

@@ -16,13 +16,12 @@ from slipstream.runtime.launch_cache import cached
 
 
 class Tile(NamedTuple):
-    """RUNS runs of RUN rows, and BD channels, VEC a thread or as many as it can load if 0."""
+    """RUNS runs of RUN rows, and BD channels."""
 
     RUN: int
     RUNS: int
     BD: int
     warps: int
-    VEC: int = 0
 
 
 FORWARD = Tile(4, 32, 16, 2)
@@ -103,7 +102,6 @@ def _scan(
             RUN=tile.RUN,
             RUNS=tile.RUNS,
             BD=tile.BD,
-            VEC=tile.VEC,
             REVERSE=back is not None,
             num_warps=tile.warps,
         )

@@ -166,7 +166,6 @@ def scan_kernel(
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     BD: tl.constexpr,
-    VEC: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """grid (ceil(D / BD) * slots,)"""
@@ -177,8 +176,6 @@ def scan_kernel(
     # tiles are taken in order, so that a tile's predecessors have begun: no deadlock
     ticket = tl.atomic_add(word_ptr, 1, sem="relaxed").to(tl.int32)
     o_d = (ticket % ND) * BD + tl.arange(0, BD)
-    if VEC > 0:  # channels a thread takes, fewer than it could load at once
-        o_d = tl.max_contiguous(tl.multiple_of(o_d, VEC), VEC)
     m_d = o_d < D
     tile = (ticket // ND).to(tl.int64)
     i_n, i_t = _tile_of(cu_ptr, tile, T, N, L)

@@ -7,10 +7,10 @@
     dlogits = weight dz scale (1 - (z / softcap)^2)
 
 A program has one row and goes through it in blocks of BV, in base 2. Each thread keeps the largest
-and the sum of its own elements, of INNER neighbours at a time, so that threads meet but once a
-row. The second pass, for dlogits, goes from the end of the row to its start: what was read last is
-still in the L2 cache. It leaves out the target, which is written after the others. dlogits may be
-the logits. Rows whose target is ignore_index have loss and gradient 0 and are not read.
+and the sum of its own elements, of INNER neighbours at a time, so that threads exchange numbers
+once a row. The second pass, for dlogits, goes from the end of the row to its start: what was read
+last is still in the L2 cache. It leaves out the target, which is written after the others. dlogits
+may be the logits. Rows whose target is ignore_index have loss and gradient 0 and are not read.
 
 Of a vocabulary in shards (SHARD) the logits are columns `first` to first + V. The first pass then
 writes lse, z[target] or 0, and sum(z) of its own columns; the second is given lse of all.
@@ -71,9 +71,9 @@ def cross_entropy_kernel(
     V: tl.constexpr, BV: tl.constexpr, INNER: tl.constexpr, CAP: tl.constexpr,
     SMOOTH: tl.constexpr, HAS_LSE: tl.constexpr, SHARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). Reads lse if it is there already, else writes it and loss where wanted.
+    """Grid (rows). With HAS_LSE it reads lse, else it writes loss, and lse if there is a pointer.
 
-    each: smoothing / the size of the whole vocabulary."""
+    smoothing_each: smoothing / the size of the whole vocabulary."""
     i = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + i)
     live = target != ignore_index
@@ -160,8 +160,8 @@ def cross_entropy_kernel(
 def inverse_count_kernel(
     target_ptr, out_ptr, records_ptr, N, ignore_index, size, NAME: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """out: 1 / how many targets count, or 1 if none does; one program. With slots the first target
-    that counts and is outside of [0, size) is left there, as runtime/token_ids.py has them."""
+    """out: 1 / how many targets count, or 1 if none does; one program. With records_ptr the first
+    target that counts and is outside of [0, size) is recorded there (runtime/token_ids.py)."""
     b_count = tl.zeros([B], tl.int32)
     b_first = tl.zeros([B], tl.int32) + N
     for i in range(0, N, B):

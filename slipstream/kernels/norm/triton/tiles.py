@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """widest: row of the table for BD up to this. per_processor: programs at a time on each
-    multiprocessor, which then go on to the next tile; 0 is a program for each tile.
-    stages: of the loads ahead of their use, 1 is none. lean: a forward row of 16 bits stays as it
-    was loaded while its sums are awaited, for norms that allow it (launch.py)."""
+    """A row of a table.
+
+    widest: the largest BD that it is for. per_processor: programs on a multiprocessor at a time,
+    each of which goes on to further tiles; 0: a program for each tile. stages: of loads ahead of
+    their use; 1: none. lean: while its sums are computed, a forward row of 16 bits stays in the
+    dtype it was loaded in, for norms that allow it (launch.py).
+    """
 
     widest: int
     elements: int
@@ -57,9 +60,9 @@ SINGLE = (
 LOOPED, UNEVEN = Row(32768, 32768, 32, 0, 1), Row(8192, 8192, 8, 0, 1)
 SPLIT, SUMS = Row(4096, 8192, 8, 2, 1), Row(4096, 4096, 8, 0, 1)
 # Columns above which backward with a gate or a bias spills registers.
-HEAVY = 8192
-# Tensors that a backward tile may hold ahead: dy, h, gate, dh, w.
-AHEAD = 5
+MAX_HEAVY_COLUMNS = 8192
+# Tensors that a backward tile may load ahead of their use: dy, h, gate, dh, w.
+PREFETCHED_TENSORS = 5
 
 
 def choose(
@@ -81,7 +84,7 @@ def choose(
     """
     table = FORWARD if not backward else BACKWARD if sums else SINGLE
     BD = 1 << max(D - 1, 0).bit_length()
-    max_columns = HEAVY if heavy and backward else BD
+    max_columns = MAX_HEAVY_COLUMNS if heavy and backward else BD
     rows = [row for row in table if lean or not row.lean]
     row = next((row for row in rows if row.widest >= BD and max_columns >= BD), None)
     if row is None:
@@ -89,6 +92,6 @@ def choose(
         BD = row.widest
     BR = max(1, row.elements // BD)
     # one tile ahead is slower than none
-    ahead = (row.stages - 1) * AHEAD * BR * BD * bytes_each
+    ahead = (row.stages - 1) * PREFETCHED_TENSORS * BR * BD * bytes_each
     stages = row.stages if ahead <= shared else 1
     return Tile(BR, BD, row.warps, row.per_processor, stages, row.lean)

@@ -34,11 +34,11 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.scalar_decay.device import (
-    chunk_start,
-    gate_range,
+    anchor_chunks,
     load_chunk_gates,
+    load_initial_state,
     masked_scores,
-    program_coords,
+    rows_of_head,
 )
 
 
@@ -230,11 +230,11 @@ def scalar_decay_chunk_kernel(
     o_x = i_x * BX + o_n
     i_r = i_h // (HV // HR)
     i_w = i_h // (HV // HX)
-    r_ptr = program_coords(r_ptr, begin, HR, i_r, D, TMA)
-    w_ptr = program_coords(w_ptr, begin, HR, i_r, D, TMA)
-    x_ptr = program_coords(x_ptr, begin, HX, i_w, X, TMA)
+    r_ptr = rows_of_head(r_ptr, begin, HR, i_r, D, TMA)
+    w_ptr = rows_of_head(w_ptr, begin, HR, i_r, D, TMA)
+    x_ptr = rows_of_head(x_ptr, begin, HX, i_w, X, TMA)
     if HAS_Y:
-        y_ptr = program_coords(y_ptr, begin, HV, i_h, X, TMA)
+        y_ptr = rows_of_head(y_ptr, begin, HV, i_h, X, TMA)
     if HAS_GATE:
         g_ptr += i_h.to(tl.int64) * stride_gh
         g_ptr += begin * stride_gt if PACKED else i_b * stride_gb + skip.to(tl.int64) * stride_gt
@@ -243,9 +243,9 @@ def scalar_decay_chunk_kernel(
     o_s = o_x[:, None] * D + o_d[None, :]
     i_s = (i_n * HV + i_h) * (D * X)
     o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
-    b_s = chunk_start(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
+    b_s = load_initial_state(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
     if HAS_DG:
-        qk_ptr = program_coords(qk_ptr, begin, HX, i_w, X, TMA)
+        qk_ptr = rows_of_head(qk_ptr, begin, HX, i_w, X, TMA)
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
         anchor_ptr += (first_anchor * HV + i_h) * (D * X)
 
@@ -259,7 +259,7 @@ def scalar_decay_chunk_kernel(
     # one has no branch that would keep its loads from being issued ahead
     for i_anchor in range(segment_anchors):
         if HAS_DG:
-            anchor, first, count = gate_range(
+            anchor, first, count = anchor_chunks(
                 i_anchor, segment_anchors, chunks, ANCHOR_INTERVAL, REVERSE
             )
             p_a = anchor_ptr + anchor.to(tl.int64) * HV * (D * X) + o_s

@@ -1,5 +1,4 @@
-"""Parts of Triton's scans over chunks: gates, decayed scores, where a scan begins
-(chunk.py)."""
+"""Device functions of chunk.py's scan over chunks: gates, decayed scores, where a scan begins."""
 
 import triton
 import triton.language as tl
@@ -45,18 +44,19 @@ def decay_between(seen, b_G, b_low, REVERSE: tl.constexpr, FP32: tl.constexpr):
 
 
 @triton.jit
-def program_coords(p, begin, heads, i_h, N: tl.constexpr, TMA: tl.constexpr):
-    """A head's rows of width N from token `begin` on; a descriptor stays what it is."""
+def rows_of_head(p, begin, heads, i_h, N: tl.constexpr, TMA: tl.constexpr):
+    """Where a head's rows of width N begin, from token `begin` on. TMA: p is a descriptor, which
+    has coordinates instead and is returned as it is."""
     if not TMA:
         p += (begin * heads + i_h) * N
     return p
 
 
 @triton.jit
-def chunk_start(
+def load_initial_state(
     s_in_ptr, i, o, m, scale, BX: tl.constexpr, BD: tl.constexpr, HAS_S_IN: tl.constexpr
 ):
-    """The state that a scan begins with, [BX, BD], at i + o."""
+    """The state [BX, BD] that a scan begins with, at s_in_ptr + i + o; zeros without one."""
     if HAS_S_IN:
         b_s = tl.load(s_in_ptr + i + o, mask=m, other=0.0).to(tl.float32) * scale
     else:
@@ -65,8 +65,11 @@ def chunk_start(
 
 
 @triton.jit
-def gate_range(i_anchor, num_anchors, chunks, ANCHOR_INTERVAL: tl.constexpr, REVERSE: tl.constexpr):
-    """Of the anchor interval that comes as number i_anchor: its number, first chunk and chunks."""
+def anchor_chunks(
+    i_anchor, num_anchors, chunks, ANCHOR_INTERVAL: tl.constexpr, REVERSE: tl.constexpr
+):
+    """The i_anchor-th interval between anchors in the order of the scan: its number from the first
+    token on, its first chunk, and how many chunks it has."""
     anchor = num_anchors - 1 - i_anchor if REVERSE else i_anchor
     first = anchor * ANCHOR_INTERVAL
     return anchor, first, tl.minimum(chunks - first, ANCHOR_INTERVAL)
@@ -83,7 +86,8 @@ def masked_scores(
     DIAGONAL_LAST: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """A [j, i] where i sees j, decayed, and, if OWN_LAST, which leaves that out, its diagonal."""
+    """A [j, i], decayed, where i sees j, else 0; and 0, or with DIAGONAL_LAST the diagonal, which
+    A is without."""
     diag = 0.0
     if REVERSE:
         seen = o_c[:, None] >= o_c[None, :]

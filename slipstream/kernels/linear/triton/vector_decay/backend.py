@@ -234,8 +234,11 @@ def _intra_chunk(
     fine: bool = False,
     p: Tensor | None = None,
 ) -> IntraChunk:
-    """room: a tensor that is free until the gradients are written; fine: ke in two parts; p: memory
-    for P, which is made too."""
+    """Args:
+    memory: a tensor that is free until the gradients are written.
+    fine: ke in two parts.
+    p: memory for P, which is then computed too.
+    """
     k, g, terms, C = problem.k, problem.g, problem.terms, problem.tile.C
     HV, K = g.shape[2:]
     free: list[Tensor] = []

@@ -286,7 +286,7 @@ def _diagonal(b_q, b_k, u_ptr, i_h, o_k, K: tl.constexpr):
 
 @triton.jit
 def _store_scores(p_a, b_a, b_diag, rows, mask, C: tl.constexpr, APART: tl.constexpr):
-    """APART: with b_own as the diagonal. mask: of rows [C, 1], or None for all."""
+    """APART: with b_diag as the diagonal. mask: of rows [C, 1], or None for all."""
     o_c = tl.arange(0, C)
     i, j = rows[:, None], o_c[None, :]
     if APART:

@@ -39,7 +39,7 @@ class VectorDecayProblem(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """At most (delta_solve.find_chunk)."""
+        """An upper bound, which needs no lengths (delta/solve_tril.py, locate_chunk)."""
         B, T = self.k.shape[:2]
         packed = self.terms.cu_seqlens is not None
         return T // self.tile.C + self.terms.sequences if packed else B * -(-T // self.tile.C)
