@@ -42,12 +42,21 @@ MAX_THREADS = 40
 # Kernels that take more than a second of a processor's time, the longest first.
 LONGEST = (
     "softmax_bwd_sm90_kernel",
+    "delta_chunk_bwd_sm90_kernel",
     "dplr_intra_safe_sm90_kernel",
     "softmax_fwd_sm90_kernel",
-    "dplr_intra_safe_bwd_sm90_kernel",
+    "vector_decay_intra_bwd_kernel",
     "conv_bwd_rolling_kernel",
+    "dplr_intra_safe_bwd_sm90_kernel",
     "dplr_wy_sm90_kernel",
+    "scalar_decay_chunk_bwd_sm90_kernel",
     "dplr_dqkg_sm90_kernel",
+    "dplr_chunk_fwd_sm90_kernel",
+    "scalar_decay_chunk_fwd_sm90_kernel",
+    "delta_chunk_fwd_sm90_kernel",
+    "vector_decay_dqkg_halves_kernel",
+    "glu_products_sm90_kernel",
+    "matmul_sm90_kernel",
 )
 # Seconds for another process to compile a kernel; after that this one does it, too.
 PATIENCE = 120

@@ -331,8 +331,7 @@ class TritonDplr:
         if terms.g is not None and terms.decay != "channel":
             grads["g"] = grads["g"].sum(-1)
         if dbeta is not None:
-            memory = reuse_or_empty(out.get("beta"), (B, T, HV), torch.float32, do.device)
-            grads["beta"] = torch.sum(dbeta, 0, out=memory)
+            grads["beta"] = dbeta.sum(0)
         return grads
 
     def launch_dqkg(
