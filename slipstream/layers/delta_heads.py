@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixer, expect_divisor, reset_decay
-from slipstream.nn import decoding
+from slipstream.layers.base import Mixer, ShortConvolution, State, expect_divisor, reset_decay
+from slipstream.nn import decoding, projections
 
 
 class DeltaHeads(Mixer):
@@ -26,6 +26,7 @@ class DeltaHeads(Mixer):
     g_down: Any
     g_up: Any
     o_proj: Any
+    allow_neg_eigval: bool
 
     def __init__(
         self,
@@ -78,3 +79,35 @@ class DeltaHeads(Mixer):
         gate = self.g_up(gate)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
         return self.o_proj(o.flatten(-2))
+
+    def _step_of_mixer(
+        self,
+        qkv: Tensor,
+        z: Tensor | None,
+        state: State,
+        conv: ShortConvolution,
+        residual: Tensor | None,
+        **terms: Any,
+    ) -> Tensor:
+        """A step by decoding.mixer and o_proj, of which z is the output's gate and beta is raw.
+
+        Args:
+            terms: further arguments of ops.mixer_step.
+        """
+        q, k, v = self._heads_of(qkv)
+        options: dict[str, Any] = {"A_log": self.A_log, "dt_bias": self.dt_bias} | terms
+        y = decoding.mixer(
+            q,
+            k,
+            v,
+            state,
+            conv,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            use_qk_l2norm_in_kernel=True,
+            z=None if z is None else z.view_as(v),
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+            **options,
+        )
+        return projections.projected(y, self.o_proj, residual)

@@ -166,24 +166,6 @@ class GatedDeltaNet(DeltaHeads):
         residual: Tensor | None = None,
     ) -> Tensor:
         qkv, z, ab = projections.linears(x, (self.qkv_proj, self.z_proj, self.ab_proj), norm)
-        q, k, v = self._heads_of(qkv)
         a, b = ab.chunk(2, dim=-1)
-        y = decoding.mixer(
-            q,
-            k,
-            v,
-            state,
-            conv,
-            g=a,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            beta=b,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            use_qk_l2norm_in_kernel=True,
-            z=None if z is None else z.view_as(v),
-            z_activation=self.gate_activation,
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-        )
-        return projections.projected(y, self.o_proj, residual)
+        terms = {"g": a, "beta": b, "z_activation": self.gate_activation}
+        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)

@@ -133,33 +133,16 @@ class GatedDeltaNet2(DeltaHeads):
     ) -> Tensor:
         layers = self.qkv_proj, self.bw_proj, self.f_down, self.g_down
         qkv, bw, f, z = projections.linears(x, layers, norm)
-        q, k, v = self._heads_of(qkv)
         b, w = bw.split([self.keys, self.values], dim=-1)
         f, b = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (self.f_up(f), b))
         A_log, dt_bias = self.A_log, self.dt_bias
         if (group := self.num_v_heads // self.num_heads) > 1:
             A_log = A_log.repeat_interleave(group)
             dt_bias = dt_bias.view(self.num_heads, -1).repeat_interleave(group, 0)
-        y = decoding.mixer(
-            q,
-            k,
-            v,
-            state,
-            conv,
-            g=self._of_values(f),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            beta=self._of_values(b),
-            write=w.view_as(v),
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            use_qk_l2norm_in_kernel=True,
-            z=self.g_up(z).view_as(v),
-            z_activation="sigmoid",
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-        )
-        return projections.projected(y, self.o_proj, residual)
+        terms = {"A_log": A_log, "dt_bias": dt_bias, "z_activation": "sigmoid"}
+        terms |= {"g": self._of_values(f), "beta": self._of_values(b)}
+        terms |= {"write": w.unflatten(-1, (self.num_v_heads, self.head_v_dim))}
+        return self._step_of_mixer(qkv, self.g_up(z), state, conv, residual, **terms)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """g, b [B, T, H, K] and w [B, T, HV, V]"""

@@ -170,24 +170,6 @@ class KimiDeltaAttention(DeltaHeads):
     ) -> Tensor:
         layers = self.qkv_proj, self.b_proj, self.f_down, self.g_down
         qkv, beta, f, z = projections.linears(x, layers, norm)
-        q, k, v = self._heads_of(qkv)
-        y = decoding.mixer(
-            q,
-            k,
-            v,
-            state,
-            conv,
-            g=self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim)),
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            lower_bound=self.lower_bound,
-            beta=beta,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            use_qk_l2norm_in_kernel=True,
-            z=self.g_up(z).view_as(v),
-            z_activation="sigmoid",
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-        )
-        return projections.projected(y, self.o_proj, residual)
+        g = self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim))
+        terms = {"g": g, "lower_bound": self.lower_bound, "beta": beta, "z_activation": "sigmoid"}
+        return self._step_of_mixer(qkv, self.g_up(z), state, conv, residual, **terms)
