@@ -80,9 +80,11 @@ class Gated(Family):
 
     kind: str
     defaults: ClassVar[dict[str, Any]]
+    # options of the mixer of the same name and meaning
+    equal: ClassVar[tuple[str, ...]]
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
-        """Options of the mixer, all of them that the family can set."""
+        """The other options of the mixer that the family can set."""
         raise NotImplementedError
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
@@ -102,9 +104,8 @@ class Gated(Family):
             ratio = config["hidden_ratio"] or 4
             inner = int(config["hidden_size"] * ratio * 2 / 3)
             inner = (inner + 255) // 256 * 256
-        mixers = [
-            {"type": self.kind, **self.mixer(config)} for _ in range(config["num_hidden_layers"])
-        ]
+        mixer = {key: config[key] for key in (*self.equal, "norm_eps")} | self.mixer(config)
+        mixers = [{"type": self.kind, **mixer} for _ in range(config["num_hidden_layers"])]
         for i, options in _attention(config).items():
             mixers[i] = {"type": "attention", **options}
         return {
@@ -123,6 +124,7 @@ class Gated(Family):
             "intermediate_size": config.intermediate_size,
             "norm_eps": config.norm_eps,
             "attn": _attention_of(config),
+            **{key: mixer[key] for key in self.equal},
             **self.options(mixer, config),
         }
 
@@ -147,6 +149,7 @@ class Gated(Family):
 class GLA(Gated):
     name = model_type = "gla"
     architecture, kind = "GLAForCausalLM", "gla"
+    equal = ("expand_k", "expand_v", "num_heads", "num_kv_heads", "clamp_min")
     defaults: ClassVar = {
         "expand_k": 0.5, "expand_v": 1.0, "num_heads": 4, "num_kv_heads": None, "feature_map": None,
         "use_short_conv": False, "conv_size": 4, "use_output_gate": True, "clamp_min": None,
@@ -157,8 +160,7 @@ class GLA(Gated):
         config.expect("use_gk", True)
         config.expect("use_gv", False)
         config.expect("feature_map", *GLA_FEATURE_MAPS)
-        keys = ("expand_k", "expand_v", "num_heads", "num_kv_heads", "clamp_min", "norm_eps")
-        return {key: config[key] for key in keys} | {
+        return {
             "feature_map": GLA_FEATURE_MAPS[config["feature_map"]],
             "conv_size": _conv_size(config),
             "use_gate": config["use_output_gate"],
@@ -166,8 +168,7 @@ class GLA(Gated):
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        keys = ("expand_k", "expand_v", "num_heads", "num_kv_heads", "clamp_min")
-        return {key: mixer[key] for key in keys} | {
+        return {
             "feature_map": _inverse(GLA_FEATURE_MAPS, mixer["feature_map"]),
             **_conv_of(mixer),
             "use_output_gate": mixer["use_gate"],
@@ -190,6 +191,7 @@ class GLA(Gated):
 class RetNet(Gated):
     name = model_type = "retnet"
     architecture, kind = "RetNetForCausalLM", "retention"
+    equal = ("num_heads", "num_kv_heads")
     defaults: ClassVar = {
         "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2, "num_heads": 8, "num_kv_heads": None,
         "feature_map": None, "use_short_conv": False, "conv_size": 4, "use_output_gate": True,
@@ -199,9 +201,8 @@ class RetNet(Gated):
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         config.expect("use_short_conv", False)  # fla's model does not hand it on to its layers
         config.expect("feature_map", *RETNET_FEATURE_MAPS)
-        keys = ("num_heads", "num_kv_heads", "norm_eps")
         head_dim = _head_dim(config, "expand_k")
-        return {key: config[key] for key in keys} | {
+        return {
             "head_dim": head_dim,
             "expand_v": _head_dim(config, "expand_v") / head_dim,
             "feature_map": RETNET_FEATURE_MAPS[config["feature_map"]],
@@ -210,9 +211,8 @@ class RetNet(Gated):
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        keys, size = ("num_heads", "num_kv_heads"), config.hidden_size
-        width = mixer["head_dim"] * mixer["num_heads"]
-        return {key: mixer[key] for key in keys} | {
+        size, width = config.hidden_size, mixer["head_dim"] * mixer["num_heads"]
+        return {
             "expand_k": width / size,
             "expand_v": width * mixer["expand_v"] / size,
             "feature_map": _inverse(RETNET_FEATURE_MAPS, mixer["feature_map"]),
@@ -228,6 +228,7 @@ class RetNet(Gated):
 class DeltaNet(Gated):
     name = model_type = "delta_net"
     architecture, kind = "DeltaNetForCausalLM", "delta_net"
+    equal = ("num_heads", "use_gate", "allow_neg_eigval", "use_beta", "qk_norm")
     defaults: ClassVar = {
         "expand_k": 1.0, "expand_v": 1.0, "use_gate": False, "use_short_conv": True,
         "allow_neg_eigval": False, "conv_size": 4, "use_beta": True, "use_output_norm": True,
@@ -238,8 +239,7 @@ class DeltaNet(Gated):
         config.expect("qk_activation", *QK_ACTIVATIONS)
         config.expect("qk_norm", "l2", "sum")
         config.expect("use_output_norm", True)
-        keys = ("num_heads", "use_gate", "allow_neg_eigval", "use_beta", "qk_norm", "norm_eps")
-        return {key: config[key] for key in keys} | {
+        return {
             "head_dim": _head_dim(config, "expand_k"),
             "head_v_dim": _head_dim(config, "expand_v"),
             "conv_size": _conv_size(config),
@@ -247,9 +247,8 @@ class DeltaNet(Gated):
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        keys, size = ("num_heads", "use_gate", "allow_neg_eigval", "use_beta", "qk_norm"), "head"
         size = config.hidden_size / mixer["num_heads"]
-        return {key: mixer[key] for key in keys} | {
+        return {
             "expand_k": mixer["head_dim"] / size,
             "expand_v": mixer["head_v_dim"] / size,
             **_conv_of(mixer),
@@ -269,6 +268,7 @@ class DeltaNet(Gated):
 class GatedDeltaNet(Gated):
     name = model_type = "gated_deltanet"
     architecture, kind = "GatedDeltaNetForCausalLM", "gated_deltanet"
+    equal = ("num_heads", "num_v_heads", "head_dim", "use_gate", "allow_neg_eigval")
     defaults: ClassVar = {
         "expand_v": 2.0, "use_gate": True, "use_short_conv": True, "allow_neg_eigval": False,
         "conv_size": 4, "head_dim": 256, "num_heads": 6, "num_v_heads": None,
@@ -277,17 +277,15 @@ class GatedDeltaNet(Gated):
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         config.expect("output_gate_activation", "swish", "silu", "sigmoid")
-        keys = ("num_heads", "num_v_heads", "head_dim", "use_gate", "allow_neg_eigval", "norm_eps")
         f = config["output_gate_activation"]
-        return {key: config[key] for key in keys} | {
+        return {
             "head_v_dim": whole("expand_v", config["head_dim"] * config["expand_v"]),
             "conv_size": _conv_size(config),
             "gate_activation": "sigmoid" if f == "sigmoid" else "silu",
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        keys = ("num_heads", "num_v_heads", "head_dim", "use_gate", "allow_neg_eigval")
-        return {key: mixer[key] for key in keys} | {
+        return {
             "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
             **_conv_of(mixer),
             "output_gate_activation": mixer["gate_activation"],
@@ -312,28 +310,25 @@ class GatedDeltaNet(Gated):
 class KDA(Gated):
     name = model_type = "kda"
     architecture, kind = "KDAForCausalLM", "kda"
+    equal = ("num_heads", "num_v_heads", "head_dim", "allow_neg_eigval", "lower_bound")
     defaults: ClassVar = {
         "expand_v": 1.0, "use_short_conv": True, "allow_neg_eigval": False, "safe_gate": False,
         "lower_bound": None, "conv_size": 4, "head_dim": 128, "num_heads": 16, "num_v_heads": None,
     }  # fmt: skip
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
-        keys = ("num_heads", "num_v_heads", "head_dim", "allow_neg_eigval", "norm_eps")
         values = whole("expand_v", config["head_dim"] * config["expand_v"])
-        bound = config["lower_bound"]
-        if config["safe_gate"] and bound is None:
+        if config["safe_gate"] and config["lower_bound"] is None:
             raise ValueError("safe_gate: want a lower_bound beside it, got None")
-        return {key: config[key] for key in keys} | {
+        return {
             "head_v_dim": values,
             "gate_low_rank_dim": values,
             "conv_size": _conv_size(config),
             "gate_bias": True,
-            "lower_bound": bound,
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        keys = ("num_heads", "num_v_heads", "head_dim", "allow_neg_eigval", "lower_bound")
-        return {key: mixer[key] for key in keys} | {
+        return {
             "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
             **_conv_of(mixer),
             "safe_gate": mixer["lower_bound"] is not None,

@@ -46,6 +46,31 @@ COMMON: dict[str, Any] = {
 }
 
 
+# options of mixers, and transformers' names of them
+GATED_DELTANET = {
+    "num_heads": "linear_num_key_heads", "num_v_heads": "linear_num_value_heads",
+    "head_dim": "linear_key_head_dim", "head_v_dim": "linear_value_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+}  # fmt: skip
+ATTENTION = {
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}  # fmt: skip
+MLA = {
+    "num_heads": "num_attention_heads", "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank", "nope_head_dim": "qk_nope_head_dim",
+    "rope_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim",
+}  # fmt: skip
+
+
+def _read(names: dict[str, str], config: ForeignConfig) -> dict[str, Any]:
+    return {ours: config[theirs] for ours, theirs in names.items()}
+
+
+def _written(names: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+    return {theirs: options[ours] for ours, theirs in names.items()}
+
+
 class Qwen3Next(Family):
     name = model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
@@ -72,20 +97,10 @@ class Qwen3Next(Family):
         config.expect("attention_bias", False)
         eps, layers = config["rms_norm_eps"], config["num_hidden_layers"]
         base, factor = _rotary(config, config["partial_rotary_factor"])
-        linear = {
-            "type": "gated_deltanet",
-            "num_heads": config["linear_num_key_heads"],
-            "num_v_heads": config["linear_num_value_heads"],
-            "head_dim": config["linear_key_head_dim"],
-            "head_v_dim": config["linear_value_head_dim"],
-            "conv_size": config["linear_conv_kernel_dim"],
-            "norm_eps": eps,
-        }
+        linear = {"type": "gated_deltanet", **_read(GATED_DELTANET, config), "norm_eps": eps}
         attention = {
             "type": "attention",
-            "num_heads": config["num_attention_heads"],
-            "num_kv_heads": config["num_key_value_heads"],
-            "head_dim": config["head_dim"],
+            **_read(ATTENTION, config),
             "rotary_dim": int(config["head_dim"] * factor),
             "rotary_base": base,
             "qk_norm": True,
@@ -122,11 +137,7 @@ class Qwen3Next(Family):
             "num_hidden_layers": len(layers),
             "intermediate_size": config.intermediate_size,
             "rms_norm_eps": config.norm_eps,
-            "linear_num_key_heads": linear["num_heads"],
-            "linear_num_value_heads": linear["num_v_heads"],
-            "linear_key_head_dim": linear["head_dim"],
-            "linear_value_head_dim": linear["head_v_dim"],
-            "linear_conv_kernel_dim": linear["conv_size"],
+            **_written(GATED_DELTANET, linear),
             "layer_types": [_kind(x) for x in kinds],
             **_moe_of(config, "qwen3_next_moe", self.moe),
         }
@@ -134,15 +145,11 @@ class Qwen3Next(Family):
         written["mlp_only_layers"] = [i for i in layers if not sparse[i]]
         if "attention" in kinds:
             x = of_all_layers(config, "attention", self.name)
-            written |= {
-                "num_attention_heads": x["num_heads"],
-                "num_key_value_heads": x["num_kv_heads"],
-                "head_dim": x["head_dim"],
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": x["rotary_base"],
-                    "partial_rotary_factor": x["rotary_dim"] / x["head_dim"],
-                },
+            written |= _written(ATTENTION, x)
+            written["rope_parameters"] = {
+                "rope_type": "default",
+                "rope_theta": x["rotary_base"],
+                "partial_rotary_factor": x["rotary_dim"] / x["head_dim"],
             }
         return written
 
@@ -271,12 +278,12 @@ class KimiLinear(Family):
             ("hidden_act", "silu"),
             ("attention_bias", False),
             ("moe_layer_freq", 1),
+            ("mla_use_nope", True),
+            ("use_grouped_topk", True),
+            ("moe_router_activation_func", "sigmoid"),
+            ("num_nextn_predict_layers", 0),
         ):
             config.expect(key, value)
-        config.expect("mla_use_nope", True)
-        config.expect("use_grouped_topk", True)
-        config.expect("moe_router_activation_func", "sigmoid")
-        config.expect("num_nextn_predict_layers", 0)
         config.expect("num_key_value_heads", None, heads)
         eps, linear = config["rms_norm_eps"], config["linear_attn_config"] or {}
         kda = {
@@ -286,16 +293,7 @@ class KimiLinear(Family):
             "conv_size": linear.get("short_conv_kernel_size", config["linear_conv_kernel_dim"]),
             "norm_eps": eps,
         }
-        mla = {
-            "type": "mla",
-            "num_heads": heads,
-            "q_lora_rank": config["q_lora_rank"],
-            "kv_lora_rank": config["kv_lora_rank"],
-            "nope_head_dim": config["qk_nope_head_dim"],
-            "rope_head_dim": config["qk_rope_head_dim"],
-            "v_head_dim": config["v_head_dim"],
-            "rotary_base": None,
-        }
+        mla = {"type": "mla", **_read(MLA, config), "rotary_base": None}
         full = {i - 1 for i in linear.get("full_attn_layers", ())}
         kinds = config["layer_types"] or [
             i in full if "full_attn_layers" in linear else i > 0 and i % 4 == 0
@@ -332,15 +330,7 @@ class KimiLinear(Family):
         }
         if "mla" in kinds:
             x = of_all_layers(config, "mla", self.name)
-            written |= {
-                "num_attention_heads": x["num_heads"],
-                "num_key_value_heads": x["num_heads"],
-                "q_lora_rank": x["q_lora_rank"],
-                "kv_lora_rank": x["kv_lora_rank"],
-                "qk_nope_head_dim": x["nope_head_dim"],
-                "qk_rope_head_dim": x["rope_head_dim"],
-                "v_head_dim": x["v_head_dim"],
-            }
+            written |= {**_written(MLA, x), "num_key_value_heads": x["num_heads"]}
         return written
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
