@@ -119,7 +119,8 @@ def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
     kept = plan.delta_tokens, backend.scalar_decay_tokens, backend.ANCHOR_INTERVAL
     plan.delta_tokens = lambda programs, T, C: chunks * C if chunks > 0 else None
     backend.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = 1
-    backend.scalar_decay_tokens = launch.scalar_decay_tokens = plan.delta_tokens
+    tokens = plan.delta_tokens
+    backend.scalar_decay_tokens = launch.scalar_decay_tokens = lambda *x: tokens(*x[:3])
     _StateExchange.segments = choose_segments
     try:
         do = torch.randn(terms.v.shape)

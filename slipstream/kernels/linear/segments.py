@@ -9,6 +9,7 @@ of one scan are. Each family of kernels has its own costs, and so its own functi
 
     state_scan_sm90       sm_90, scalar decay, the one that consistent=True has
     scalar_decay_tokens   Triton, no transition: M is one number, or one a channel
+    vector_decay_sm90     sm_90, a decay per channel without transition, forward
     delta_tokens          Triton, delta rule and DPLR: M is [K, K]
     delta_sm90            sm_90, delta rule
     dplr_sm90             sm_90, per-channel decay, and free a and b
@@ -25,12 +26,15 @@ NUM_SMS = 132  # multiprocessors of the GPU that these choices were measured on
 # Programs of Triton's chunk kernels that fill it: two on each.
 TARGET_PROGRAMS = 2 * NUM_SMS
 # Chunks from one anchor of the gate's gradient to the next (triton/scalar_decay/chunk.py), a
-# multiple of which is a segment. An anchor costs as much to write and read as 4 / ANCHOR_INTERVAL
-# of the chunk's tensors at K = V = 128.
+# multiple of which is a segment backward. An anchor costs as much to write and read as
+# 4 / ANCHOR_INTERVAL of the chunk's tensors at K = V = 128.
 ANCHOR_INTERVAL = 16
+FORWARD_UNIT = 4  # chunks of which one is a multiple forward
+MIN_CUT_CHUNKS = 16  # with fewer, the launches of a cut take as long as what it saves
 CHUNK = 64  # tokens a chunk of every sm_90 kernel
 TILE_V = 64  # columns of V a program of the delta rule's kernels on sm_90
 MIN_SEGMENT_CHUNKS = 8
+MIN_VECTOR_DECAY_CHUNKS_AND_HEADS = 1024
 # Chunks that a cut has to take off a program's loop: about 30 us, the time of its launches.
 MIN_CHUNKS_SAVED = 18
 # How much faster a chunk of a scan without outputs is, and that scan's launch in chunks.
@@ -42,6 +46,7 @@ FUSED_BWD_MIN_HEADS = 96
 FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
 # In chunks of a program's loop: combining one more segment with M from memory, and the launches.
 COMBINE_COST, LAUNCH_COST = 4, 18
+MARGIN = 1.04  # what more segments may cost where states do not decay
 
 
 class Segments(NamedTuple):
@@ -88,16 +93,17 @@ def delta_grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_
     return (V // tile * HV * num_sequences(terms, segments),)
 
 
-def scalar_decay_tokens(programs: int, tokens: int, C: int) -> int | None:
+def scalar_decay_tokens(programs: int, tokens: int, C: int, unit: int) -> int | None:
     """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
 
-    programs: those of one sequence. A cut reads half of the inputs once more: made where it at
-    least triples the programs.
+    programs: those of one sequence. unit: chunks of which a segment is a multiple, forward
+    FORWARD_UNIT and backward ANCHOR_INTERVAL. A cut reads half of the inputs once more: made where
+    it at least triples the programs.
     """
-    count, anchor = TARGET_PROGRAMS // max(programs, 1), ANCHOR_INTERVAL * C
-    if consistent_scope.on or count < 3 or tokens < 2 * anchor:
+    count, chunks = TARGET_PROGRAMS // max(programs, 1), -(-tokens // C)
+    if consistent_scope.on or count < 3 or chunks < max(2 * unit, MIN_CUT_CHUNKS):
         return None
-    return -(-tokens // (count * anchor)) * anchor
+    return -(-chunks // (count * unit)) * unit * C
 
 
 def state_scan_sm90(terms: LinearInputs) -> Segments | None:
@@ -111,6 +117,17 @@ def state_scan_sm90(terms: LinearInputs) -> Segments | None:
     if chunks - each < chunks / SCAN_SPEEDUP + MIN_CHUNKS_SCANNED:
         return None
     return split_into_segments(terms, each * CHUNK)
+
+
+def vector_decay_sm90(terms: LinearInputs) -> Segments | None:
+    """As many segments as find a multiprocessor for their programs, where that at least triples
+    the programs: what segments add takes half of a scan. Of less than
+    MIN_VECTOR_DECAY_CHUNKS_AND_HEADS Triton's kernels are faster."""
+    heads, chunks = terms.v.shape[2] * terms.sequences, _chunks_of_a_sequence(terms)
+    count = min(NUM_SMS // heads, chunks // MIN_SEGMENT_CHUNKS)
+    if consistent_scope.on or count < 3 or heads * chunks < MIN_VECTOR_DECAY_CHUNKS_AND_HEADS:
+        return None
+    return split_into_segments(terms, -(-chunks // count) * CHUNK)
 
 
 def delta_tokens(programs: int, T: int, C: int) -> int | None:
@@ -142,7 +159,7 @@ def delta_sm90(terms: LinearInputs) -> Segments | None:
 
 
 def dplr_sm90(terms: LinearInputs) -> Segments | None:
-    """The number of segments with the least cost, in chunks of a program's loop:
+    """The number of segments with about the least cost, in chunks of a program's loop:
 
     chunks / n       times how often all multiprocessors are filled by E and M of segments, M as
                      wide as K, which take no longer for a chunk than o does
@@ -169,7 +186,11 @@ def num_dplr_sm90(programs: int, tiles: int, chunks: int) -> int:
         waves = -(-programs * tiles * n // NUM_SMS)
         return -(-chunks // n) * (waves + 1) + COMBINE_COST * n + LAUNCH_COST
 
-    return min(range(1, max(1, max_segments) + 1), key=cost)
+    counts = range(1, max(1, max_segments) + 1)
+    best = min(counts, key=cost)
+    # where states decay E and M take no time, and the more segments the better (chunk_fwd.py)
+    fits = [n for n in counts if programs * tiles * n <= NUM_SMS]
+    return max([best, *(n for n in fits if cost(n) <= MARGIN * cost(best))])
 
 
 def uses_fused_bwd(terms: LinearInputs) -> bool:

@@ -11,8 +11,10 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 # programs, tiles for E and M, chunks, segments
 RULE = [
     (1, 2, 16, 1),  # too short
-    (1, 2, 64, 1),
-    (1, 2, 128, 8),
+    (1, 2, 64, 8),  # these cost as much as none, and less where states decay
+    (1, 2, 128, 10),
+    (16, 2, 32, 1),
+    (16, 2, 64, 4),
     (4, 2, 512, 16),
     (8, 2, 512, 8),  # of 16, E and M would be two rounds of all multiprocessors
     (16, 2, 512, 8),

@@ -146,8 +146,8 @@ def check_split(part: str) -> None:
     from slipstream.kernels.linear import segments
     from slipstream.kernels.linear.triton.vector_decay import backend, launch
 
-    kept = segments.ANCHOR_INTERVAL
-    segments.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = 2
+    kept = segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT
+    segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT = 3, 2, 1
     for form, size, gate in SPLIT[part]:
         terms = make(form, size, gate, torch.float32, True)
         prepared = backend.to_kernel_layout(terms)
@@ -156,7 +156,7 @@ def check_split(part: str) -> None:
         print(form, size, gate, "ok", flush=True)
     if part == "sample":
         check_wide("split, packed", "mixed")
-    segments.ANCHOR_INTERVAL = launch.ANCHOR_INTERVAL = kept
+    segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT = kept
 
 
 def check_shifted() -> None:

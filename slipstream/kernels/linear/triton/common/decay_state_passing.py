@@ -18,6 +18,21 @@ from slipstream.runtime.launch_cache import cached
 BLOCK = 1024  # numbers of a state that a program follows
 
 
+@triton.jit
+def _load_segment(
+    states_ptr, total_ptr, at, exists, o, m, o_d, D: tl.constexpr, SIZE: tl.constexpr
+):
+    """What a segment adds, and its decay."""
+    m = m & exists
+    b_e = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
+    b_d = 1.0
+    if D > 0:
+        b_d = tl.load(total_ptr + at * D + o_d, mask=m, other=0.0)
+    elif total_ptr is not None:
+        b_d = tl.exp2(tl.load(total_ptr + at, mask=exists, other=0.0))
+    return b_e, b_d
+
+
 @triton.jit(do_not_specialize=["scale_in", "scale_out", "T", "N", "HV", "segment"])
 def decay_state_passing_kernel(
     states_ptr,  # [segments, HV, SIZE]: what a segment adds; becomes the state that it meets
@@ -48,6 +63,7 @@ def decay_state_passing_kernel(
     i_n = (pid // NB // HV).to(tl.int64)
     o = (pid % NB) * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
+    o_d = o
     if D > 0:
         o_d = o % D if COLUMNS else o // (SIZE // D)
     if PACKED:
@@ -63,15 +79,18 @@ def decay_state_passing_kernel(
         b_s = tl.load(s_in_ptr + o_io, mask=m, other=0.0).to(tl.float32) * scale_in
     else:
         b_s = tl.zeros((BLOCK,), tl.float32)
+    step = -HV if REVERSE else HV
+    at = (i_seg + (count - 1 if REVERSE else 0)) * HV + i_h
+    b_e, b_d = _load_segment(states_ptr, total_ptr, at, count > 0, o, m, o_d, D, SIZE)
     for i in range(count):
-        at = (i_seg + (count - 1 - i if REVERSE else i)) * HV + i_h
-        b_add = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
+        # before the store, which no later load may overtake: else each waits for the one before
+        b_next, b_d_next = _load_segment(
+            states_ptr, total_ptr, at + step, i + 1 < count, o, m, o_d, D, SIZE
+        )
         tl.store(states_ptr + at * SIZE + o, b_s, mask=m)
-        if D > 0:
-            b_s *= tl.load(total_ptr + at * D + o_d, mask=m, other=0.0)
-        elif total_ptr is not None:
-            b_s *= tl.exp2(tl.load(total_ptr + at))
-        b_s += b_add
+        b_s = b_s * b_d + b_e
+        b_e, b_d = b_next, b_d_next
+        at += step
     if s_out_ptr is not None:
         tl.store(s_out_ptr + o_io, (b_s * scale_out).to(s_out_ptr.dtype.element_ty), mask=m)
 

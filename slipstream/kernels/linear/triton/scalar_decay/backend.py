@@ -25,6 +25,7 @@ from slipstream.kernels.linear.backend import (
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
+    FORWARD_UNIT,
     Segments,
     num_sequences,
     scalar_decay_tokens,
@@ -110,7 +111,7 @@ class TritonScalarDecay:
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
         chunks = ChunkLaunch(terms.q, terms.k, terms.v, o, s_in=terms.initial_state, s_out=final)
         with device_of(o.device):
-            segments = _choose_segments(terms, exchange)
+            segments = _choose_segments(terms, exchange, FORWARD_UNIT)
             if segments is not None:
                 chunks = _entry_states(chunks, terms, segments, exchange)._replace(s_out=None)
             elif (segments := self.segments_of_equal_bits(terms)) is not None:
@@ -143,7 +144,7 @@ class TritonScalarDecay:
         states = ChunkLaunch(q, k, v, None, s_in=terms.initial_state)
         dv_chunks = ChunkLaunch(k, q, do, dv, s_in=dfinal, s_out=dstate, **scales)
         with device_of(q.device):
-            segments = _choose_segments(terms, exchange)
+            segments = _choose_segments(terms, exchange, ANCHOR_INTERVAL)
             sums = None
             if gate_gradient and terms.g is not None:
                 sums = self._empty_gate_sums(terms, segments)
@@ -286,13 +287,13 @@ def gate_strides(g: Tensor | None) -> dict[str, int]:
     return dict(zip(("stride_gb", "stride_gt", "stride_gh"), strides))
 
 
-def _choose_segments(terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
+def _choose_segments(terms: LinearInputs, exchange: Exchange | None, unit: int) -> Segments | None:
     """Decided by shapes alone."""
     B, T, HV, V = terms.v.shape
     tile, _ = _tile_of(terms)
     packed = terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, tile.C))
+    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, tile.C, unit))
     if exchange is None:
         return segments
     return exchange.segments(terms, segments, tile.C, _anchor_tokens(terms))

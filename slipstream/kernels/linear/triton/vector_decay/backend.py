@@ -219,13 +219,15 @@ def to_input_layout(grads: dict[str, Tensor], given: LinearInputs) -> dict[str, 
 def make_problem(
     terms: LinearInputs, do: Tensor | None, exchange: Exchange | None = None
 ) -> VectorDecayProblem:
+    """do: of backward."""
+    backward = do is not None
     q, k, v, g = terms.q, terms.k, terms.v, terms.g
     if terms.gv is not None:
         q, k, v, g, do = do, v, k, terms.gv, q
     assert g is not None
     tile = _tile(k.device, k.shape[-1], k.element_size())
     problem = VectorDecayProblem(q, k, v, do, g, terms, tile, None)
-    return problem._replace(segments=choose_segments(problem, exchange))
+    return problem._replace(segments=choose_segments(problem, exchange, backward))
 
 
 def _intra_chunk(

@@ -10,6 +10,7 @@ from slipstream.kernels.linear.backend import Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
+    FORWARD_UNIT,
     Segments,
     num_sequences,
     scalar_decay_tokens,
@@ -91,15 +92,18 @@ def _chunk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -
     )
 
 
-def choose_segments(problem: VectorDecayProblem, exchange: Exchange | None) -> Segments | None:
+def choose_segments(
+    problem: VectorDecayProblem, exchange: Exchange | None, backward: bool
+) -> Segments | None:
     """Decided by shapes alone."""
+    unit = ANCHOR_INTERVAL if backward else FORWARD_UNIT
     B, T, HV, K = problem.g.shape
     V = problem.v.shape[-1]
     tile, _ = _chunk_tile(problem.k.device, K, V, problem.k.element_size(), problem.tile.C)
     packed = problem.terms.cu_seqlens is not None
     programs = -(-V // tile.BX) * HV * (1 if packed else B)
     C, terms = problem.tile.C, problem.terms
-    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, C))
+    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, C, unit))
     if exchange is None:
         return segments
     return exchange.segments(terms, segments, C, ANCHOR_INTERVAL * C)
