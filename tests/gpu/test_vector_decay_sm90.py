@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90 import plan
 from tests.gpu.sm90_runs import (
     LENGTHS,
     MARKS,
+    SCALE,
     expect,
     gradients_of_results,
     offsets,
@@ -47,6 +49,26 @@ def inputs(size: tuple, kind: str) -> LinearInputs:
         initial_state=torch.randn(N, HV, 128, 128, device="cuda"),
         cu_seqlens=offsets(lengths),
     )
+
+
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_segments_match_reference(
+    size: tuple, kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.segments import split_into_segments
+    from slipstream.kernels.linear.sm90.vector_decay import backend
+
+    torch.manual_seed(0)
+    terms = inputs(size, kind)
+    want = reference(terms, *gradients_of_results(terms))
+    monkeypatch.setattr(backend, "vector_decay_sm90", lambda x: split_into_segments(x, tokens))
+
+    def forward() -> dict[str, Tensor]:
+        return dict(zip(("o", "final"), backend.forward(terms, SCALE), strict=True))
+
+    expect(forward, want, LIMITS, 0.008)
 
 
 @pytest.mark.parametrize("kind", ["weak", "strong"])

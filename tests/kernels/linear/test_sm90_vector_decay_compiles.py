@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,6 +70,43 @@ def test_channel_walks_compile(case: tuple) -> None:
         }
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_segments_compile(case: tuple) -> None:
+    from slipstream.compiler.trace import trace
+    from slipstream.kernels.linear.segments import split_into_segments
+    from slipstream.kernels.linear.sm90.vector_decay import backend
+
+    def call(device: torch.device) -> None:
+        with mock.patch.object(backend, "vector_decay_sm90", lambda x: split_into_segments(x, 64)):
+            backend.forward(terms(case, device), 0.1)
+
+    ends, passing, o = trace(call, "sm_90", backward=False)
+    assert ends.name == "vector_decay_segment_transition_sm90_kernel"
+    assert passing.name == "decay_state_passing_kernel"
+    assert o.name == "vector_decay_chunk_fwd_sm90_kernel"
+    for job, stack, wgmma in ((ends, 0, 16), (o, 144, 40)):
+        got = job.compile()
+        assert got.shared <= ARCHS["sm_90"].shared and got.stack <= stack
+        assert got.instructions["wgmma"] >= wgmma and got.instructions["tma"] >= 5
+        assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
+        assert not arrives_early(got.ptx)
+
+
+def test_few_heads_go_in_segments() -> None:
+    """Backward by the portable kernels."""
+    from slipstream.compiler.trace import trace
+
+    def call(device: torch.device) -> None:
+        size, make = (1, 4096, 16, 128), {"device": device, "dtype": torch.bfloat16}
+        q, k, v, g = (torch.empty(size, **make, requires_grad=True) for _ in range(4))
+        ops.chunk_gla(q=q, k=k, v=v, g=g)
+
+    names = {x.name for x in trace(call, "sm_90", backward=True)}
+    assert "vector_decay_segment_transition_sm90_kernel" in names
+    assert "vector_decay_chunk_fwd_sm90_kernel" in names and "vector_decay_chunk_kernel" in names
+    assert "vector_decay_dqk_sm90_kernel" not in names
+
+
 def operator(name: str, gate: torch.dtype, device: torch.device) -> Any:
     """chunk_gla or chunk_rwkv6, with as many heads as are walked whole."""
     size, make = (2, 192, 2, 128), {"device": device, "dtype": torch.bfloat16}
@@ -114,6 +152,6 @@ def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         for dtype in (torch.float16, torch.float32):
             other = given._replace(**{name: getattr(given, name).to(dtype)})
             assert f"{name} is {dtype}" in str(refuses(other))
-    long = (x[:, :1].expand(1, 32768, *x.shape[2:]) for x in (*given[:3], given.g))
-    assert "few heads" in str(refuses(LinearInputs(*long)))
     assert "one gate" in str(refuses(given._replace(g=None)))
+    few = (x[:, :1].expand(1, 2048, *x.shape[2:]) for x in (*given[:3], given.g))
+    assert "few heads" in str(refuses(LinearInputs(*few)))

@@ -18,6 +18,12 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.segments import (
+    Segments,
+    num_sequences,
+    size_args,
+    split_into_segments,
+)
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 from tests.support.causality import with_other_future
@@ -65,7 +71,7 @@ def kernel(name: str) -> Any:
     ):
         language.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
         sys.modules.pop("slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd", None)
-        for part in ("intra", "chunk_fwd", "chunk_dqk"):
+        for part in ("intra", "chunk_fwd", "chunk_dqk", "segment_transition"):
             sys.modules.pop(f"{MODULES}{part}", None)  # which come back after this
         module = importlib.import_module(f"{MODULES}{name}")
         return getattr(module, f"vector_decay_{name.replace('chunk_dqk', 'dqk')}_sm90_kernel")
@@ -111,10 +117,11 @@ def walk(
     t: LinearInputs,
     x: Tensor,
     s_in: Tensor | None,
-    s_out: Tensor,
+    s_out: Tensor | None,
     reverse: bool = False,
+    segments: Segments | None = None,
 ) -> Tensor:
-    _, T, HV, X = x.shape
+    HV, X = x.shape[2:]
     y = torch.full(x.shape, torch.nan, dtype=torch.float64)
     tiles = [(t.q, K), (t.k, K), (x, 64), (t.g, K), (y, 64)]
     made = [emulator.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles]
@@ -122,13 +129,31 @@ def walk(
     given = [y, t.u, s_in, s_out, t.cu_seqlens]
     pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
     scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
-    sizes = (T, t.sequences, HV, t.q.shape[2])
+    sizes = tuple(size_args(t, segments).values())
     flags = {"K": K, "X": X, "C": C, "ST": 2, "LEVELS": 6, "BOUND": 60.0, "SHIFT": 60.0}
     flags |= {"REVERSE": reverse, "HAS_U": t.u is not None, "HAS_S_IN": s_in is not None}
-    flags |= {"HAS_S_OUT": True, "PACKED": t.cu_seqlens is not None}
+    flags |= {"HAS_S_OUT": s_out is not None, "SPLIT": segments is not None}
+    flags["PACKED"] = t.cu_seqlens is not None
     args = (*made, *pointers, SCALE, *scales, *sizes)
-    threads.launch(kernel("chunk_fwd"), HV * t.sequences, args, **flags)
+    threads.launch(kernel("chunk_fwd"), HV * num_sequences(t, segments), args, **flags)
     return y
+
+
+def segment_transition(t: LinearInputs, segments: Segments) -> tuple[Tensor, Tensor]:
+    """E and total."""
+    assert t.g is not None
+    HV = t.v.shape[2]
+    wide: dict[str, Any] = {"dtype": torch.float64}
+    E = torch.full((segments.count, HV, K, V), torch.nan, **wide)
+    total = torch.full((segments.count, HV, K), torch.nan, **wide)
+    tiles = [(t.k, K), (t.v, 64), (t.g, K)]
+    made = [emulator.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles]
+    pointers = [None if p is None else emulator.Pointer(p) for p in (E, total, t.cu_seqlens)]
+    flags = {"K": K, "V": V, "C": C, "ST": 2, "BOUND": 60.0, "PACKED": t.cu_seqlens is not None}
+    args = (*made, *pointers, *size_args(t, segments).values())
+    programs = HV * segments.count
+    threads.launch(kernel("segment_transition"), programs, args, **flags)
+    return E, total
 
 
 def near(got: Tensor, want: Tensor) -> None:
@@ -156,6 +181,30 @@ def test_channel_walk_matches_reference(case: tuple) -> None:
     near(dv[:, :end], want_dv)
     near(dinitial, want_start)
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
+
+
+@pytest.mark.parametrize("case", ["odd", "packed", "before", "huge"])
+def test_segments_match_reference(case: str) -> None:
+    """Of two chunks; the last of a sequence is shorter."""
+    terms = inputs(CASES[case])
+    segments = split_into_segments(terms, 2 * C)
+    assert segments is not None
+    E, total = segment_transition(terms, segments)
+    cu, T = terms.cu_seqlens, terms.q.shape[1]
+    ends = [0, T] if cu is None else cu.tolist()
+    states, finals = torch.zeros_like(E), torch.zeros(*terms.state_shape, dtype=torch.float64)
+    for n, (begin, end) in enumerate(itertools.pairwise(ends)):
+        state = finals[n] if terms.initial_state is None else terms.initial_state[n]
+        first = begin // segments.tokens + n if cu is not None else 0
+        for at in range(first, first - (begin - end) // segments.tokens):
+            states[at], state = state, total[at][..., None] * state + E[at]
+        finals[n] = state
+    o = walk(terms, terms.v, states, None, segments=segments)
+    of_tokens = terms.of_tokens(lambda x: x[:, : ends[-1]])
+    want, want_final = linear_reference(of_tokens, SCALE)
+    near(o[:, : ends[-1]], want)
+    near(finals, want_final)
+    assert o[:, ends[-1] :].isnan().all()
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -3,7 +3,12 @@
 import torch
 
 from slipstream.kernels.linear.inputs import LinearInputs, not_taken
-from slipstream.kernels.linear.segments import CHUNK, scalar_decay_tokens
+from slipstream.kernels.linear.segments import (
+    CHUNK,
+    FORWARD_UNIT,
+    scalar_decay_tokens,
+    vector_decay_sm90,
+)
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime.backends import sm90_unsupported
 from slipstream.runtime.guarded_launch import known_failure
@@ -94,8 +99,9 @@ def _vector_decay_reason(terms: LinearInputs) -> str | None:
     if reason := _width_reason(terms, SCALAR_DECAY_WIDTHS[:1]):
         return reason
     programs = 2 * v.shape[2] * (q.shape[0] if terms.cu_seqlens is None else 1)
-    if scalar_decay_tokens(programs, q.shape[1], CHUNK) is not None:
-        return "few heads of long sequences are cut into segments, which it does not do"
+    cut = scalar_decay_tokens(programs, q.shape[1], CHUNK, FORWARD_UNIT)
+    if cut is not None and vector_decay_sm90(terms) is None:
+        return "few heads of short sequences are faster in Triton's segments"
     return None
 
 

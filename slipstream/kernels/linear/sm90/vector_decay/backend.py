@@ -1,9 +1,11 @@
 """Launches with a decay per channel on sm_90: the scans in Gluon, and Triton's kernels around them.
 
-Forward is one scan (chunk_fwd.py), which leaves nothing but o and the final state. Backward is
-that scan reversed for dv, the two for dqs and dke (chunk_dqk.py), and Triton's kernels for
-P and for what chunks add by themselves (triton/vector_decay/dqkg.py). Memory beyond results:
-backward P, half of k, and a state every ANCHOR_INTERVAL chunks.
+Forward is one scan (chunk_fwd.py), which leaves nothing but o and the final state; of few heads and
+long sequences segments are scanned at once, from states that segment_transition.py's make. Backward
+is that scan reversed for dv, the two for dqs and dke (chunk_dqk.py), and Triton's kernels for P and
+for what chunks add by themselves (triton/vector_decay/dqkg.py); where those cut a sequence, they
+are Triton's altogether. Memory beyond results: forward a state a segment; backward P, half of k,
+and a state every ANCHOR_INTERVAL chunks.
 
 Nothing depends on device values.
 """
@@ -15,17 +17,33 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, CHUNK
+from slipstream.kernels.linear.segments import (
+    ANCHOR_INTERVAL,
+    CHUNK,
+    Segments,
+    num_sequences,
+    size_args,
+    vector_decay_sm90,
+)
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_dqk_sm90_kernel
 from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import vector_decay_chunk_fwd_sm90_kernel
+from slipstream.kernels.linear.sm90.vector_decay.segment_transition import (
+    vector_decay_segment_transition_sm90_kernel,
+)
+from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.vector_decay import backend as triton
-from slipstream.kernels.linear.triton.vector_decay.launch import GateSums, IntraChunk, gate_sums
+from slipstream.kernels.linear.triton.vector_decay.launch import (
+    ChunkLaunch,
+    GateSums,
+    IntraChunk,
+    gate_sums,
+)
 from slipstream.kernels.linear.workspace import sum_grouped_heads
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-HALF, STAGES = 64, 2
+HALF, STAGES, SEGMENT_STAGES = 64, 2, 3
 # what the z of a chunk is not known beyond (triton/vector_decay/chunk.py)
 NEGLIGIBLE_LOG2 = 2.0**-10
 CAPABILITIES = BackendCapabilities(exchanges=True)
@@ -43,9 +61,40 @@ def forward(
     terms = align_for_tma(triton.to_kernel_layout(terms))
     o = torch.empty_like(terms.v)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+    s_in, s_out, segments = terms.initial_state, final, vector_decay_sm90(terms)
     with device_of(o.device):
-        chunk_fwd(terms, terms.v, o, scale, terms.initial_state, final)
+        if segments is not None:
+            s_in, s_out = entry_states(terms, segments, final), None
+        chunk_fwd(terms, terms.v, o, scale, s_in, s_out, segments=segments)
     return o, final
+
+
+def entry_states(terms: LinearInputs, segments: Segments, final: Tensor) -> Tensor:
+    """The states before segments [count, HV, K, V]; final is written."""
+    k, v, g = terms.k, terms.v, terms.g
+    assert g is not None
+    K, (HV, V) = k.shape[-1], v.shape[2:]
+    states = final.new_empty(segments.count, HV, K, V)
+    total = final.new_empty(segments.count, HV, K)
+    launch: Any = cached(vector_decay_segment_transition_sm90_kernel)[(HV * segments.count,)]
+    launch(
+        k_desc=_tiles(k, K),
+        v_desc=_tiles(v, HALF),
+        g_desc=_tiles(g, K),
+        e_ptr=states,
+        total_ptr=total,
+        **_sizes(terms, segments),
+        K=K,
+        V=V,
+        C=CHUNK,
+        ST=SEGMENT_STAGES,
+        BOUND=triton.BOUND[k.dtype],
+        PACKED=terms.cu_seqlens is not None,
+        **_PROGRAM,
+    )
+    ends = ChunkLaunch(terms.q, k, v, s_in=terms.initial_state, s_out=final, total=total)
+    decay_state_passing(ends, terms, segments, states)
+    return states
 
 
 def backward(
@@ -61,6 +110,8 @@ def backward(
     given = terms
     terms = align_for_tma(triton.to_kernel_layout(terms))
     problem = triton.make_problem(terms, terms.v)
+    if problem.segments is not None:
+        return triton.backward(given, dout, dfinal, scale)
     if dout is None or scale == 0.0:
         do = torch.zeros_like(terms.v)
     else:
@@ -106,12 +157,15 @@ def chunk_fwd(
     scale_in: float = 1.0,
     scale_out: float = 1.0,
     reverse: bool = False,
+    segments: Segments | None = None,
 ) -> None:
-    """x: v or, reverse, do; y: o or dv."""
+    """x: v or, reverse, do; y: o or dv. s_in is that of segments, if cut."""
     q, g = terms.q, terms.g
     assert g is not None
     K, X = q.shape[-1], x.shape[-1]
-    launch: Any = cached(vector_decay_chunk_fwd_sm90_kernel)[(x.shape[2] * terms.sequences,)]
+    launch: Any = cached(vector_decay_chunk_fwd_sm90_kernel)[
+        (x.shape[2] * num_sequences(terms, segments),)
+    ]
     launch(
         q_desc=_tiles(q, K),
         k_desc=_tiles(terms.k, K),
@@ -125,7 +179,7 @@ def chunk_fwd(
         scale=scale,
         scale_in=scale_in,
         scale_out=scale_out,
-        **_sizes(terms),
+        **_sizes(terms, segments),
         K=K,
         X=X,
         C=CHUNK,
@@ -134,6 +188,7 @@ def chunk_fwd(
         SHIFT=triton.SHIFT[q.dtype],
         HAS_U=terms.u is not None,
         HAS_S_OUT=s_out is not None,
+        SPLIT=segments is not None,
         **_flags(terms, s_in, reverse),
     )
 
@@ -167,7 +222,7 @@ def chunk_dqk(
         anchor_ptr=sums.anchors,
         decay_ptr=decay,
         scale_in=scale_in,
-        **_sizes(terms),
+        **{name: x for name, x in _sizes(terms, None).items() if name != "segment"},
         K=K,
         V=V,
         C=CHUNK,
@@ -179,10 +234,9 @@ def chunk_dqk(
     )
 
 
-def _sizes(terms: LinearInputs) -> dict[str, Any]:
-    """cu_ptr to H."""
-    (T, H), HV = terms.q.shape[1:3], terms.v.shape[2]
-    return {"cu_ptr": terms.cu_seqlens, "T": T, "N": terms.sequences, "HV": HV, "H": H}
+def _sizes(terms: LinearInputs, segments: Segments | None) -> dict[str, Any]:
+    """cu_ptr to segment."""
+    return {"cu_ptr": terms.cu_seqlens, **size_args(terms, segments)}
 
 
 def _flags(terms: LinearInputs, s_in: Tensor | None, reverse: bool) -> dict[str, Any]:

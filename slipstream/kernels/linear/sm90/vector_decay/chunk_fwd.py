@@ -149,7 +149,7 @@ def state_partition(
         gl.store(s_out_ptr + o_out, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
 
 
-@gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", "T", "N", "HV", "H"])
+@gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", "T", "N", "HV", "H", "segment"])
 def vector_decay_chunk_fwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]
     k_desc,
@@ -158,7 +158,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     y_desc,  # [tokens, HV * X] by [C, HALF]: o, or dv
     y_ptr,
     u_ptr,  # [HV, K]
-    s_in_ptr,  # [N, HV, K, X]; times scale_in
+    s_in_ptr,  # [segments, HV, K, X]; times scale_in
     s_out_ptr,  # the same; times scale_out
     cu_ptr,  # [N + 1]
     scale,
@@ -168,6 +168,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     N,
     HV,
     H,
+    segment,
     K: gl.constexpr,
     X: gl.constexpr,
     C: gl.constexpr,
@@ -179,9 +180,11 @@ def vector_decay_chunk_fwd_sm90_kernel(
     HAS_U: gl.constexpr,
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
+    SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * N,), 4 warps: one program walks one head of one sequence; X is 128."""
+    """grid (HV * segments,), 4 warps: one program walks one head of one segment, which without
+    SPLIT is a sequence; X is 128."""
     dtype: gl.constexpr = q_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     rs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
@@ -200,7 +203,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     summed = alloc_mbarriers(1, ST)
     ready = alloc_mbarriers(1, ST)
     empty = alloc_mbarriers(2, ST)
-    i_h, i_n, row, length, _, n = program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
+    i_h, i_n, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     k_col = i_h // (HV // H) * K
     o_s = (i_n.to(gl.int64) * HV + i_h) * (K * X)
     # what is not given: something else, for only the first part takes None
