@@ -16,6 +16,8 @@ from tests.gpu.sm90_runs import LENGTHS, MARKS, gradients_of_results, reference,
 
 pytestmark = MARKS
 
+# What a segment of middling gates meets counts as nothing.
+FORMS, GATES = ("kda", "dplr"), ("weak", "strong", "middling")
 Way = Callable[[LinearInputs, Tensor, Tensor], dict[str, Tensor]]
 
 
@@ -52,7 +54,9 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
-@pytest.mark.parametrize("kind", ["kda weak", "kda strong", "dplr weak", "dplr strong", "iplr"])
+@pytest.mark.parametrize(
+    "kind", [f"{form} {gates}" for form in FORMS for gates in GATES] + ["iplr"]
+)
 def test_segments_match_reference(
     kind: str, lengths: tuple | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,7 @@ def check(case: tuple, back: bool, decays: bool) -> None:
     assert not met[: sequences(case)[0][0]].isnan().any()  # nobody's, before the first sequence
 
 
-def check_across_ranks(case: tuple, back: bool, ends: bool) -> None:
+def check_every(case: tuple, back: bool, ends: bool, starts: bool) -> None:
     """E and M of every segment, and the states that sequences end with."""
     from slipstream.kernels.linear.sm90.delta import state_passing
 
@@ -90,16 +90,21 @@ def check_across_ranks(case: tuple, back: bool, ends: bool) -> None:
     slots = T // SEGMENT + N if packed else N * -(-T // SEGMENT)
     made = torch.randn(slots, HV, K, V + K) / 4
     far = (torch.rand(slots, HV) < 0.3).int()
-    s_in, s_out = torch.randn(N, HV, K, V), torch.zeros(N, HV, K, V)
+    s_in, s_out = torch.randn(N, HV, K, V) * starts, torch.zeros(N, HV, K, V)
     met, cu = torch.zeros(slots, HV, K, V), None
     E = made[..., :V].contiguous() if back else made
     if packed:
         cu = torch.tensor(case, dtype=torch.int32)
     unwritten = made.clone()
     unwritten[..., V:][far.bool()] = torch.nan
+    if not starts:
+        for first, count in sequences(case):
+            if count:  # nor is it read where nothing comes in
+                unwritten[first + (count - 1) * back, ..., V:] = torch.nan
+    given = s_in if starts else None, met, s_out if ends else None, cu
     launch[(V // 16 * HV * (N + slots if ends else slots),)](
-        E, unwritten[..., V:], far, s_in, met, s_out if ends else None, cu, T, N, HV, SEGMENT,
-        K=K, V=V, BV=16, E_WIDTH=E.stride(2), M_WIDTH=V + K, BACK=back, HAS_S_IN=True,
+        E, unwritten[..., V:], far, *given, T, N, HV, SEGMENT,
+        K=K, V=V, BV=16, E_WIDTH=E.stride(2), M_WIDTH=V + K, BACK=back, HAS_S_IN=starts,
         HAS_S_OUT=ends, PACKED=packed,
     )  # fmt: skip
     found = wanted(case, made, made, far, s_in, back)
@@ -125,5 +130,6 @@ if __name__ == "__main__":
     for case in CASES:
         for back in (False, True):
             for yes in (False, True):
-                check_across_ranks(case, back, yes)
+                check_every(case, back, yes, starts=True)
+                check_every(case, back, yes, starts=False)
                 check(case, back, yes)

@@ -32,6 +32,7 @@ def kernels() -> SimpleNamespace:
     """weak, of chunks that are not strong, strong, walk and back."""
     language = threads._language()
     vars(language).update(
+        sqrt=np.sqrt,
         cast=lambda x, dtype: threads.tensor(x),
         associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
     )
@@ -106,13 +107,16 @@ class Walk:
         self._forward([*tiles, (states, self.K, self.K)], "states", None, start, None)
         return x, states
 
-    def segments(self) -> tuple[Tensor, Tensor]:
-        """E and M."""
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """E, M, and where that counts as zero and is not written."""
         E, M = self.empty(*self.ends), self.empty(*self.ends[:3], self.K)
+        m_is_zero = torch.full(self.ends[:2], -1, dtype=torch.int32)
         v = None if self.delta else (self.terms.v, *self.columns)
         tiles = [None, *self.prepared("w", "b", "k"), None, None, v, None, None, None]
-        self._forward(tiles, "ends", None, None, E, M)
-        return E, M
+        self._forward(tiles, "ends", None, None, E, M, m_is_zero)
+        empty = M.isnan().all((2, 3))
+        assert torch.equal(m_is_zero, empty.int())
+        return E, M.masked_fill(empty[..., None, None], 0.0), m_is_zero
 
     def _forward(
         self,
@@ -122,8 +126,10 @@ class Walk:
         start: Tensor | None,
         final: Tensor | None,
         m: Tensor | None = None,
+        m_is_zero: Tensor | None = None,
     ) -> None:
-        pointers = (o, self.made["u"], self.made["total"], start, final, m)
+        pointers = (o, self.made["u"], self.made["total"], start, final, m, m_is_zero)
+        pointers += (None, None) if m is None else (self.made["w"], self.made["b"])
         flags = {"DELTA": self.delta, "OUTPUT": make}
         flags |= {"HAS_S_IN": start is not None, "HAS_S_OUT": final is not None}
         many = 1 if m is None else 1 + -(-self.K // self.ends[3])
@@ -274,7 +280,7 @@ def test_segments_lead_from_state_to_state(case: str) -> None:
     terms = inputs(CASES[name], all_kinds if gates else None)
     made = check(terms)
     walk = Walk(terms, made, segment=C)
-    E, M = walk.segments()
+    E, M, _ = walk.segments()
     dE = walk.segments_back(made["do"])
     # a segment is a chunk here, and so are their numbers
     states, dstates = (made[name].nan_to_num().mT.contiguous() for name in ("states", "dstates"))
@@ -302,7 +308,7 @@ def test_rows_of_uneven_segments_equal_whole(case: str) -> None:
     terms = inputs((150, *heads, 2, of_delta, gated))
     made = check(terms)
     walk = Walk(terms, made, segment=2 * C)
-    (E, M), dE = walk.segments(), walk.segments_back(made["do"])
+    (E, M, _), dE = walk.segments(), walk.segments_back(made["do"])
     states, dstates = torch.empty_like(E), torch.empty_like(E)
     for n in range(2):
         state, dstate = torch.zeros_like(E[0]), made["dfinal"][n]
@@ -313,3 +319,35 @@ def test_rows_of_uneven_segments_equal_whole(case: str) -> None:
         near(state, made["final"][n])
         near(dstate, made["dstart"][n])
     check_from(walk, made, states, dstates)
+
+
+# Whether a transition counts as zero, for gates of
+DECAYED = {"-5 to 0": True, "-0.3": True, "-0.1": False, "swapped": False}
+
+
+def test_transition_counts_as_zero_where_its_norm_does() -> None:
+    """Each head has gates of its own. Those of "swapped" add up to 2^-230 a chunk, but every key,
+    erased twice, moves the state to the channel that is about to keep it."""
+    torch.manual_seed(0)
+    T, HV, K = 384, len(DECAYED), 64
+    make: dict[str, Any] = {"dtype": torch.float64}
+    k = torch.nn.functional.normalize(torch.randn(1, T, HV, K, **make), dim=-1)
+    k[:, :, 3], k[:, :, 3, 0], k[:, :, 3, 1] = 0.0, 0.5**0.5, -(0.5**0.5)
+    g = torch.empty(1, T, HV, K, **make)
+    g[:, :, 0], g[:, :, 1], g[:, :, 2], g[:, :, 3] = -5 * torch.rand(T, K, **make), -0.3, -0.1, -5.0
+    g[:, ::2, 3, 0] = g[:, 1::2, 3, 1] = 0.0
+    beta = torch.rand(1, T, HV, **make)
+    beta[:, :, 3] = 2.0
+    q, v = (torch.randn(1, T, HV, K, **make) for _ in range(2))
+    start = torch.randn(1, HV, K, K, **make)
+    terms = LinearInputs(q, k, v, g=g, beta=beta, initial_state=start)
+    walk = Walk(terms, prepared(terms, False), segment=3 * C)
+    E, M, m_is_zero = walk.segments()
+    assert m_is_zero.tolist() == 2 * [[int(x) for x in DECAYED.values()]]
+    state = M[0] @ start[0] + E[0]
+    half = terms.of_tokens(lambda x: x[:, : 3 * C])
+    _, want = linear_reference(half, 0.3)
+    torch.testing.assert_close(state[None], want, rtol=0.0, atol=2.0**-30)
+    assert 1 - 1e-9 < M[0, 3, 0, 0] < 1 + 1e-9  # all that this channel held is there
+    o, _ = walk.forward(torch.stack((start[0], state)))
+    torch.testing.assert_close(o, linear_reference(terms, 0.3)[0], rtol=0.0, atol=2.0**-30)

@@ -113,12 +113,13 @@ def state_passing(
     segments: Segments,
     exchange: Exchange | None = None,
     reverse: bool = False,
+    s_out: Tensor | None = None,
 ) -> Tensor:
     """The state before each segment [count, HV, K, V]; reverse: the gradient of that after it.
 
     Args:
         E, M: [count, HV, K, V] and [count, HV, K, K]; there may be others beside their rows.
-        s_in: before or after all.
+        s_in, s_out: before and after all, or the other way round; s_out is written.
         exchange: says what other ranks have of s_in. E and M are then of every segment.
     """
     HV, V = terms.v.shape[2:]
@@ -157,7 +158,7 @@ def state_passing(
     def transition() -> Tensor:
         return torch.where(m_is_zero[..., None, None] == 0, M, 0.0)
 
-    pass_states(run, entry, None, terms, segments, transition, exchange, reads_others=True)
+    pass_states(run, entry, s_out, terms, segments, transition, exchange, reads_others=True)
     return entry
 
 

@@ -75,7 +75,9 @@ def delta_state_passing_sm90_kernel(
     o_n = (i_n.to(tl.int64) * HV + i_h) * (K * V)
     steps = 0  # whose M counts
     p_zero = m_is_zero_ptr + i_seg * HV + i_h
-    while tl.load(p_zero + (steps + 1) * step * HV, mask=steps < before, other=1) == 0:
+    # without s_in nothing meets the first segment's M
+    most = before if HAS_S_IN else before - 1
+    while tl.load(p_zero + (steps + 1) * step * HV, mask=steps < most, other=1) == 0:
         steps += 1
     if steps < before:
         at = (i_seg + (steps + 1) * step).to(tl.int64) * HV + i_h

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.segments import CHUNK, Segments, dplr_sm90, num_sequences
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
+from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
@@ -90,9 +91,10 @@ def chunk_fwd(
     s_in: Tensor | None = None,
     s_out: Tensor | None = None,
     m: Tensor | None = None,
+    m_is_zero: Tensor | None = None,
     segments: Segments | None = None,
 ) -> None:
-    """As the Triton kernel's launch."""
+    """As the Triton kernel's launch. m_is_zero: with m, where that is not written."""
     make = "ends" if m is not None else "o" if states is None else "states"
     if make != "o":
         intra = intra._replace(q=None, qb=None, qk=None)  # o alone wants these
@@ -119,6 +121,9 @@ def chunk_fwd(
         s_in_ptr=s_in,
         s_out_ptr=s_out,
         m_ptr=m,
+        m_is_zero_ptr=m_is_zero,
+        w_ptr=None if m is None else w,
+        b_ptr=None if m is None else b,
         **token_args(terms, segments),
         OUTPUT=make,
         ST=2 if two_stages else STAGES,
@@ -171,6 +176,31 @@ class Sm90Dplr(TritonDplr):
 
     def contiguous(self, x: Tensor) -> Tensor:
         return align16(x).contiguous()
+
+    def segment_transition(
+        self, terms: LinearInputs, intra: IntraChunk, segments: Segments
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """As TritonDplr's, and where M counts as zero."""
+        (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
+        E = intra.u.new_empty(segments.count, HV, K, V)
+        M = intra.u.new_empty(segments.count, HV, K, K)
+        m_is_zero = M.new_empty(segments.count, HV, dtype=torch.int32)
+        chunk_fwd(terms, intra, s_out=E, m=M, m_is_zero=m_is_zero, segments=segments)
+        return E, (M, m_is_zero)
+
+    def state_passing(
+        self,
+        terms: LinearInputs,
+        segments: Segments,
+        E: Tensor,
+        M: tuple[Tensor, Tensor],
+        s_in: Tensor | None,
+        s_out: Tensor | None,
+        reverse: bool = False,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
+        given = terms, E, M[0], M[1], s_in, segments, exchange
+        return segment_launch.state_passing(*given, reverse=reverse, s_out=s_out)
 
     def launch_dqkg(
         self,

@@ -21,6 +21,15 @@ chunk ahead. What limits the pace is memory.
 For backward x and S are written instead of o. Of sequences in segments (SPLIT) E and M are wanted
 first, as in triton/dplr/chunk.py: nothing else is written then, and a program has as many
 columns of M as another has of V, for which U and v are zeros.
+
+Where a state decays a segment needs not be scanned whole for these. A chunk's transition is
+total + b^T W, which makes no state longer than by
+
+    max total + sum over tokens of |b^_t| |W_t|
+
+Once the product of these over a segment's last chunks is below 2^-NEGLIGIBLE_LOG2, M is taken as
+zero, of which `m_is_zero` is told, and E from those chunks alone. Sums of gates would not do: a key
+that erases across channels moves what a weak one holds to a strong one and back.
 """
 
 from typing import Any, NamedTuple
@@ -38,10 +47,16 @@ from slipstream.kernels.primitives.gluon_compat import (
     gluon,
     mbarrier,
     store_wait,
+    uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
+MAX_WINDOW_CHUNKS = gl.constexpr(4)  # chunks that are looked at
+LEAST_LOG2 = gl.constexpr(8.0)  # what each of them has to take off for another one to be
+# what squares that float32 has no room for add up to at most
+LOST_SQUARES = gl.constexpr(2.0**-118)
 OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
@@ -63,6 +78,37 @@ class Copies(NamedTuple):
 
     x: Any  # or o
     state: Any
+
+
+@gluon.jit
+def transition_log2norm(w_ptr, b_ptr, total_ptr, at, K: gl.constexpr, C: gl.constexpr):
+    """log2 of what the transition of chunk and head `at` makes a state longer by at most."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    o_k = gl.arange(0, K, gl.SliceLayout(0, rows))
+    o_t = gl.arange(0, C, gl.SliceLayout(1, rows))
+    o = at * (C * K) + o_t[:, None] * K + o_k[None, :]
+    b_w = gl.load(w_ptr + o).to(gl.float32)
+    b_b = gl.load(b_ptr + o).to(gl.float32)
+    b_total = gl.load(total_ptr + at * K + o_k)
+    b_w = gl.sqrt(gl.sum(b_w * b_w, 1) + LOST_SQUARES)
+    b_b = gl.sqrt(gl.sum(b_b * b_b, 1) + LOST_SQUARES)
+    return gl.log2(gl.sum(b_w * b_b, 0) + gl.max(b_total, 0))
+
+
+@gluon.jit
+def effective_chunks(
+    w_ptr, b_ptr, total_ptr, chunk, HV, n, K: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Chunks, of n, that E comes from; whether M counts as zero."""
+    need = n * 0
+    log = 0.0
+    most = gl.minimum(n, MAX_WINDOW_CHUNKS)
+    while (need < most) & (log >= -NEGLIGIBLE_LOG2) & (log <= -LEAST_LOG2 * need):
+        need += 1
+        at = (chunk + (n - need) * HV).to(gl.int64)
+        log += transition_log2norm(w_ptr, b_ptr, total_ptr, at, K, C)
+    decayed = log < -NEGLIGIBLE_LOG2
+    return gl.where(decayed, need, n), decayed
 
 
 @gluon.jit
@@ -262,6 +308,9 @@ def dplr_chunk_fwd_sm90_kernel(
     s_in_ptr,  # [segments, HV, K, V]
     s_out_ptr,  # [segments, HV, K, V]: the final state; E
     m_ptr,  # [segments, HV, K, K]: M
+    m_is_zero_ptr,  # [segments, HV]: where M is taken as zero, and not written
+    w_ptr,  # "ends": what w_desc and b_desc are of
+    b_ptr,
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -324,9 +373,22 @@ def dplr_chunk_fwd_sm90_kernel(
     # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
+    i_s = i_seg.to(gl.int64) * HV + i_h
+    if OUTPUT == "ends":
+        decayed = n < 0
+        need = n
+        if HAS_GATE:
+            need, decayed = effective_chunks(w_ptr, b_ptr, total_ptr, chunk, HV, n, K, C)
+        gl.store(m_is_zero_ptr + i_s, gl.where(decayed, 1, 0), mask=m_col < 0)
+        # past the last column of M nothing is written
+        m_col = gl.where(decayed & (m_col >= 0), K, m_col)
+        skip = n - need
+        n = uniform(gl.where(m_col == K, 0, need))
+        chunk += skip * HV
+        row += skip * C
+        length -= skip * C
     # past all rows TMA gives zeros: M has no v
     v_row = gl.where(m_col < 0, row, OOB_ROW)
-    i_s = i_seg.to(gl.int64) * HV + i_h
     if NV == 1:
         gl.warp_specialize(
             [

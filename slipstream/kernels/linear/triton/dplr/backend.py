@@ -128,8 +128,9 @@ class TritonDplr:
         segments = self._segments(terms, exchange)
         if segments is None:
             return {"s_in": terms.initial_state, "s_out": final}
-        entry, M = self._segment_transition(terms, intra, segments)
-        state_passing(terms, segments, entry, M, terms.initial_state, final, exchange=exchange)
+        E, M = self.segment_transition(terms, intra, segments)
+        given = E, M, terms.initial_state, final
+        entry = self.state_passing(terms, segments, *given, exchange=exchange)
         return {"s_in": entry, "segments": segments}
 
     def backward(
@@ -160,14 +161,13 @@ class TritonDplr:
             segments = self._segments(terms, exchange)
             s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
             if segments is not None:
-                s_in, M = self._segment_transition(terms, intra, segments)
-                state_passing(terms, segments, s_in, M, terms.initial_state, None)
-                ds_in, ds_out = torch.empty_like(s_in), None
-                self.chunk_dstate(terms, do, intra, s_out=ds_in, segments=segments)
-                given_ends = M, dfinal, dstate
-                state_passing(terms, segments, ds_in, *given_ends, reverse=True, exchange=exchange)
-                del given_ends
-                del M
+                E, M = self.segment_transition(terms, intra, segments)
+                s_in = self.state_passing(terms, segments, E, M, terms.initial_state, None)
+                dE, ds_out = torch.empty_like(E), None
+                self.chunk_dstate(terms, do, intra, s_out=dE, segments=segments)
+                passed = terms, segments, dE, M, dfinal, dstate
+                ds_in = self.state_passing(*passed, reverse=True, exchange=exchange)
+                del E, M, dE, passed
             x, before = _empty_states(terms, intra)
             self.chunk_fwd(terms, intra, x=x, states=before, s_in=s_in, segments=segments)
             # what is not read again gives its memory to what comes after it
@@ -199,9 +199,25 @@ class TritonDplr:
         C, can_pass = tile_of(terms)[0].C, can_pass_states(terms)
         return exchange.segments(terms, segments, C, can_pass=can_pass)
 
-    def _segment_transition(
+    def state_passing(
+        self,
+        terms: LinearInputs,
+        segments: Segments,
+        E: Tensor,
+        M: Any,
+        s_in: Tensor | None,
+        s_out: Tensor | None,
+        reverse: bool = False,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
+        """The state before each segment, or, reverse, the gradient of that after it, where E was;
+        M is that of segment_transition."""
+        state_passing(terms, segments, E, M, s_in, s_out, reverse, exchange)
+        return E
+
+    def segment_transition(
         self, terms: LinearInputs, intra: IntraChunk, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Any]:
         """What segments add to the state [count, HV, K, V], and their factors [count, HV, K, K]."""
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
         E = intra.u.new_empty(segments.count, HV, K, V)
