@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.backends import is_fake, is_plain_call, triton_unsupported
+from slipstream.runtime.launch_cache import of_thread
 
 FALLBACK = "SLIPSTREAM_FALLBACK"
 PLAIN = ("eager", "reference")
@@ -68,6 +69,7 @@ class FallbackWarning(RuntimeWarning):
 
 
 _reported: set[tuple[str, str]] = set()
+_fallbacks = 0  # how many calls have fallen back
 
 
 def fallback_is_error() -> bool:
@@ -79,6 +81,14 @@ def fallback_is_error() -> bool:
     if value not in ("warn", "error"):
         raise ValueError(f"{FALLBACK}: want warn or error, got {value!r}")
     return value == "error"
+
+
+def choose_anew() -> None:
+    """Nothing of the call that runs is remembered: the next looks at SLIPSTREAM_FALLBACK again."""
+    global _fallbacks
+    _fallbacks += 1
+    if of_thread.recorder is not None:
+        of_thread.recorder.launched((), None)
 
 
 def report_fallback(plan: Selection, family: str, x: Any) -> None:
@@ -96,6 +106,7 @@ def report_fallback(plan: Selection, family: str, x: Any) -> None:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.rejected)
     if fallback_is_error():
         raise NotImplementedError(f"{family}: no kernel takes this call ({reasons})")
+    choose_anew()
     if (family, reasons) not in _reported:
         _reported.add((family, reasons))
         text = f"{family} runs in plain torch on the GPU, which is slow ({reasons})"
@@ -210,12 +221,16 @@ class ValidationCache:
         self._by_key: dict[tuple, Any] = {}
 
     def get(self, key: tuple | None, make: Callable[[], Any]) -> Any:
-        """make(), or what it returned for the same key; what it raises is not remembered."""
+        """make(), or what it returned for the same key. Not remembered is what it raises, and which
+        calls on a GPU run in plain torch."""
         if key is None:
             return make()
         found = self._by_key.get(key)
         if found is None:
             if len(self._by_key) >= _MAX_ENTRIES:
                 self._by_key.clear()
-            found = self._by_key[key] = make()
+            before = _fallbacks
+            found = make()
+            if before == _fallbacks:
+                self._by_key[key] = found
         return found

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from slipstream.runtime import call_replay
 from slipstream.runtime import dispatch as plan
 from slipstream.runtime.dispatch import Candidate, choose
 
@@ -85,6 +86,28 @@ def test_fallback_variable_raises(on_gpu: Given, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(plan.FALLBACK, "raise")
     with pytest.raises(ValueError, match="SLIPSTREAM_FALLBACK: want warn or error, got 'raise'"):
         choose(WITHOUT_KERNEL, "K", None, "conv", on_gpu)
+
+
+def test_fallback_variable_raises_after_the_first_call(
+    on_gpu: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where choices are remembered by signature, and calls as records."""
+    plans = plan.ValidationCache()
+
+    def call(family: str = "conv") -> str:
+        make = lambda: choose(WITHOUT_KERNEL, "K", None, family, on_gpu)  # noqa: E731
+        return plans.get((family,), make).impl
+
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x + 1
+
+    with pytest.warns(plan.FallbackWarning):
+        assert call() == "eager"
+    assert call_replay.record(recorded, [torch.ones(2)])[1] is None
+    monkeypatch.setenv(plan.FALLBACK, "error")
+    with pytest.raises(NotImplementedError, match="conv: no kernel takes"):
+        call()
 
 
 def test_every_operator_reports_its_fallbacks(
