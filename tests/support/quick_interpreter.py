@@ -25,6 +25,19 @@ def install() -> None:
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args: None
     _combine_slices(interpreter)
     _drop_nan(interpreter)
+    _round_once(interpreter)
+
+
+def _round_once(interpreter: Any) -> None:
+    """tl.fma, of which the interpreter rounds the product and the sum."""
+
+    def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+        wide = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
+        return wide.astype(x.dtype)
+
+    interpreter.InterpreterBuilder.create_fma = lambda self, x, y, z: self.ternary_op(
+        x, y, z, fused
+    )
 
 
 def _drop_nan(interpreter: Any) -> None:

@@ -15,7 +15,8 @@ from slipstream.runtime.launch_cache import cached
 
 ROWS, WARPS = 16, 4
 TWO_OVER_PI = tl.constexpr(0.6366197723675814)
-# pi / 2 as a sum; of all but the last, multiples below 2^16 are exact
+# pi / 2 as a sum, all but the last of 8 bits: with fused products, what is left of an angle below
+# 2^24 after each is exact
 HALF_PI_1 = tl.constexpr(1.5703125)
 HALF_PI_2 = tl.constexpr(0.0004825592041015625)
 HALF_PI_3 = tl.constexpr(1.2665987014770508e-06)
@@ -23,11 +24,23 @@ HALF_PI_4 = tl.constexpr(9.92093629470503e-10)
 
 
 @triton.jit
-def _cos_sin(b_x):
-    """Of angles in radians, to 2e-7 below 2^16, and of any a turn: Triton's are two calls, which
-    reduce each."""
+def _quarter_turns(b_x):
+    """n, and what n quarters of a turn leave of angles."""
     b_n = tl.floor(b_x * TWO_OVER_PI + 0.5)
-    b_r = b_x - b_n * HALF_PI_1 - b_n * HALF_PI_2 - b_n * HALF_PI_3 - b_n * HALF_PI_4
+    b_r = tl.fma(b_n, -HALF_PI_1, b_x)
+    b_r = tl.fma(b_n, -HALF_PI_2, b_r)
+    b_r = tl.fma(b_n, -HALF_PI_3, b_r)
+    return b_n.to(tl.int32), tl.fma(b_n, -HALF_PI_4, b_r)
+
+
+@triton.jit
+def _cos_sin(b_x):
+    """Of angles in radians, to 4e-7 below 2^24, and of any a turn: Triton's are two calls, which
+    reduce each."""
+    b_q, b_r = _quarter_turns(b_x)
+    # of large angles n is rounded, and two may be left
+    b_rest, b_r = _quarter_turns(b_r)
+    b_q += b_rest
     # beyond 2^24, where float32 has not every whole number, n may be far from a quarter turn
     b_r = tl.where(tl.abs(b_r) > 1.0, 0.0, b_r)
     b_2 = b_r * b_r
@@ -39,7 +52,6 @@ def _cos_sin(b_x):
         * b_2
         * (4.166664568298827e-2 + b_2 * (-1.388731625493765e-3 + b_2 * 2.443315711809948e-5))
     )
-    b_q = b_n.to(tl.int32)
     odd = (b_q & 1) != 0
     b_c, b_s = tl.where(odd, b_sin, b_cos), tl.where(odd, b_cos, b_sin)
     return tl.where((b_q + 1) & 2 != 0, -b_c, b_c), tl.where(b_q & 2 != 0, -b_s, b_s)
