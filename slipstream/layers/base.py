@@ -178,6 +178,8 @@ class Mixer(nn.Module):
         super().__init__()
         if mode not in MODES:
             raise ValueError(f"mode: want one of {MODES}, got {mode!r}")
+        if not isinstance(layer_idx, int) or layer_idx < 0:
+            raise ValueError(f"layer_idx: want an int, at least 0, got {layer_idx!r}")
         self.mode, self.layer_idx = mode, layer_idx
 
     def reset_parameters(self) -> None:

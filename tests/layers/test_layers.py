@@ -314,6 +314,13 @@ def test_layer_rejects_sizes_that_do_not_fit(name: str, options: dict[str, Any],
 
 
 @every_layer
+def test_layer_rejects_no_index(name: str) -> None:
+    for layer_idx in (None, -1, "3"):
+        with pytest.raises(ValueError, match="layer_idx: want an int, at least 0, got"):
+            make(name, layer_idx=layer_idx)
+
+
+@every_layer
 @torch.no_grad()
 def test_default_dtype_changes_nothing(name: str) -> None:
     layer, x = make(name).bfloat16(), torch.randn(2, 23, D).bfloat16()
