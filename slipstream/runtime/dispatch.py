@@ -83,7 +83,7 @@ def fallback_is_error() -> bool:
     return value == "error"
 
 
-def choose_anew() -> None:
+def forget_choice() -> None:
     """Nothing of the call that runs is remembered: the next looks at SLIPSTREAM_FALLBACK again."""
     global _fallbacks
     _fallbacks += 1
@@ -106,7 +106,7 @@ def report_fallback(plan: Selection, family: str, x: Any) -> None:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.rejected)
     if fallback_is_error():
         raise NotImplementedError(f"{family}: no kernel takes this call ({reasons})")
-    choose_anew()
+    forget_choice()
     if (family, reasons) not in _reported:
         _reported.add((family, reasons))
         text = f"{family} runs in plain torch on the GPU, which is slow ({reasons})"

@@ -123,7 +123,7 @@ class Guard:
                 "this one ends the run; the next one uses other kernels on this machine"
             )
         here.warn_fallback(kind, reason)
-        dispatch.choose_anew()
+        dispatch.forget_choice()
         return True
 
 

@@ -24,7 +24,7 @@ HALF_PI_4 = tl.constexpr(9.92093629470503e-10)
 
 
 @triton.jit
-def _quarter_turns(b_x):
+def _reduced(b_x):
     """n, and what n quarters of a turn leave of angles."""
     b_n = tl.floor(b_x * TWO_OVER_PI + 0.5)
     b_r = tl.fma(b_n, -HALF_PI_1, b_x)
@@ -37,9 +37,9 @@ def _quarter_turns(b_x):
 def _cos_sin(b_x):
     """Of angles in radians, to 4e-7 below 2^24, and of any a turn: Triton's are two calls, which
     reduce each."""
-    b_q, b_r = _quarter_turns(b_x)
+    b_q, b_r = _reduced(b_x)
     # of large angles n is rounded, and two may be left
-    b_rest, b_r = _quarter_turns(b_r)
+    b_rest, b_r = _reduced(b_r)
     b_q += b_rest
     # beyond 2^24, where float32 has not every whole number, n may be far from a quarter turn
     b_r = tl.where(tl.abs(b_r) > 1.0, 0.0, b_r)
