@@ -97,7 +97,7 @@ def test_attention_holds_some_heads_of_other_ranks(tmp_path: Path) -> None:
     shares = in_processes(2, tmp_path, attention_bytes)
     assert len(shares) == 2
     for forward, both in shares:
-        assert 0.5 < forward <= 0.6 and 0.5 < both <= 0.6
+        assert 0.5 < forward <= 0.6 and 0.45 < both <= 0.5
 
 
 def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:

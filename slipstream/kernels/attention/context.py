@@ -4,15 +4,15 @@ the heads, over all tokens.
 Queries, keys and values go from parts of the tokens to parts of the heads, and o back. That is the
 same work on every rank wherever sequences begin and end, the kernels are those of one rank, and so
 are the bits. Heads go in groups, one after the other: beside what a rank has of its own there is
-one group's share at a time and, where gradients are wanted, the next one's inputs, which are on
-their way meanwhile. Backward exchanges all that it reads once more instead of keeping it.
+one group's share at a time. Its results go back as the next one's inputs come. Backward exchanges
+all that it reads once more instead of keeping it.
 
-Results go back before the next group is computed. NCCL's kernels hold multiprocessors while they
+Nothing is on its way while heads are computed. NCCL's kernels hold multiprocessors while they
 wait for those of other ranks, and the backward, whose blocks of keys add in a fixed order, is as
 slow as the slowest of its programs (docs/dev/log/context-parallel.md).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ def softmax_by_heads(
     call = _Call(options, impl, share, wants_lse)
     if needs_autograd(*inputs):
         return _ByHeads.apply(call, *inputs)
-    return _forward(inputs, call, False)[:2]
+    return _forward(inputs, call)[:2]
 
 
 class _ByHeads(Function):
@@ -73,7 +73,7 @@ class _ByHeads(Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *args: Any) -> tuple[Tensor, Tensor]:
         inputs = AttentionInputs(*args)
-        o, lse, lse_groups = _forward(inputs, call, True)
+        o, lse, lse_groups = _forward(inputs, call)
         ctx.call = call
         ctx.set_materialize_grads(False)
         save(ctx, *args, o, *lse_groups)
@@ -117,58 +117,60 @@ def _packed(x: Tensor) -> Tensor:
     return packed
 
 
-class _Heads:
-    """What is on its way from parts of the tokens to this rank's heads."""
+class _Exchange:
+    """What is on its way between parts of the tokens and this rank's heads, in one operation."""
 
-    def __init__(self, share: Share, tensors: list[Tensor | None]) -> None:
-        """tensors: [B, tokens here, heads, width] of a group."""
+    def __init__(
+        self,
+        share: Share,
+        to_heads: list[Tensor | None],
+        to_tokens: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        """
+        Args:
+            to_heads: [B, tokens here, heads, width] of a group.
+            to_tokens: x [B, all tokens, heads, width] and where it goes, a view [B, tokens here,
+                heads * ranks, width].
+        """
         self._whole: list[Tensor | None] = []
         self._strided: list[tuple[Tensor, Tensor]] = []
-        sent, received, ranks = [], [], len(share.lengths)
-        for x in tensors:
+        sent, received, local, ranks = [], [], [], len(share.lengths)
+        for x in to_heads:
             if x is None:
                 self._whole.append(None)
                 continue
             B, _, H, D = x.shape
             whole = x.new_empty(B, sum(share.lengths), H // ranks, D)
             by_rank, shares = x.unflatten(2, (ranks, H // ranks)), whole.split(share.lengths, 1)
-            _copy(shares[share.rank], by_rank[:, :, share.rank])
+            local.append((shares[share.rank], by_rank[:, :, share.rank]))
             for rank in share.others:
                 sent.append((rank, _packed(by_rank[:, :, rank])))
-                dense = shares[rank]
-                if not dense.is_contiguous():
-                    dense = torch.empty_like(dense, memory_format=torch.contiguous_format)
-                    self._strided.append((shares[rank], dense))
-                received.append((rank, dense))
+                received.append((rank, self._dense(shares[rank])))
             self._whole.append(whole)
+        for x, target in to_tokens:
+            by_rank, shares = target.unflatten(2, (ranks, x.shape[2])), x.split(share.lengths, 1)
+            local.append((by_rank[:, :, share.rank], shares[share.rank]))
+            for rank in share.others:
+                sent.append((rank, _packed(shares[rank])))
+                received.append((rank, self._dense(by_rank[:, :, rank])))
         self._messages = share.start_messages(sent, received)
+        for target, x in local:  # beside the messages
+            _copy(target, x)
+
+    def _dense(self, target: Tensor) -> Tensor:
+        """Memory that a message is written to, and goes from to its target."""
+        if target.is_contiguous():
+            return target
+        self._strided.append((target, target.new_empty(target.shape)))
+        return self._strided[-1][1]
 
     def wait(self) -> list[Any]:
-        """Each [B, all tokens, heads / ranks, width]; nothing is kept of them here."""
+        """Of each to_heads [B, all tokens, heads / ranks, width]; nothing is kept of them here."""
         self._messages.wait()
         for target, x in self._strided:
             _copy(target, x)
         whole, self._whole, self._strided = self._whole, [], []
         return whole
-
-
-def _to_tokens(share: Share, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Back from this rank's heads to parts of the tokens.
-
-    pairs: x [B, all tokens, heads, width] and where it goes, a view [B, tokens here,
-        heads * ranks, width].
-    """
-    sent, received, places, ranks = [], [], [], len(share.lengths)
-    for x, target in pairs:
-        by_rank, shares = target.unflatten(2, (ranks, x.shape[2])), x.split(share.lengths, 1)
-        _copy(by_rank[:, :, share.rank], shares[share.rank])
-        for rank in share.others:
-            sent.append((rank, _packed(shares[rank])))
-            places.append(by_rank[:, :, rank])
-            received.append((rank, x.new_empty(places[-1].shape)))
-    share.start_messages(sent, received).wait()
-    for place, (_, x) in zip(places, received):
-        _copy(place, x)
 
 
 class _Group(NamedTuple):
@@ -199,16 +201,19 @@ def _groups(inputs: AttentionInputs, share: Share) -> list[_Group]:
     return groups
 
 
-def _each(
-    groups: list[_Group], send: Callable[[_Group], _Heads], ahead: bool
-) -> Iterator[tuple[_Group, _Heads]]:
-    """Each group and what it gets; ahead: while the next one's tensors are on their way."""
-    heads = send(groups[0])
+def _compute_groups(
+    share: Share,
+    groups: list[_Group],
+    inputs_of: Callable[[_Group], list[Tensor | None]],
+    compute: Callable[[_Group, list[Any]], list[tuple[Tensor, Tensor]]],
+) -> None:
+    """compute(group, received) of each group, whose results go back to parts of the tokens."""
+    exchange = _Exchange(share, inputs_of(groups[0]))
     for group, after in zip(groups, [*groups[1:], None]):
-        following = send(after) if ahead and after is not None else None
-        yield group, heads
-        if after is not None:
-            heads = following or send(after)
+        results = compute(group, exchange.wait())
+        exchange = _Exchange(share, [] if after is None else inputs_of(after), results)
+        del results  # before the next heads come
+    exchange.wait()
 
 
 def _of_heads(inputs: AttentionInputs, group: _Group, received: list[Any]) -> AttentionInputs:
@@ -231,37 +236,26 @@ def _to_send(inputs: AttentionInputs, group: _Group) -> list[Tensor | None]:
     return [*queries, None if g is None else g[:, :, group.queries, None]]
 
 
-def _forward(
-    inputs: AttentionInputs, call: _Call, ahead: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o, lse or nothing, and lse of the heads that this rank has computed, by group.
-
-    ahead: inputs are on their way beside the heads before. Without gradients they are not: it would
-    be most of the memory beyond inputs and outputs.
-    """
+def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o, lse or nothing, and lse of the heads that this rank has computed, by group."""
     share, groups = call.share, _groups(inputs, call.share)
     B, T, H, _ = inputs.q.shape
     o = inputs.q.new_empty(B, T, H, inputs.v.shape[-1])
     lse = o.new_empty((B, H, T) if call.wants_lse else 0, dtype=inputs.dtype)
     lse_groups = []
-    for group, heads in _each(groups, lambda x: _Heads(share, _to_send(inputs, x)), ahead):
-        o_heads, lse_heads = _of_group(inputs, call, group, heads.wait())
-        pairs = [(o_heads, o[:, :, group.queries])]
-        if call.wants_lse:
-            pairs.append((lse_heads.mT[..., None], lse[:, group.queries].mT[..., None]))
-        _to_tokens(share, pairs)
+
+    def compute(group: _Group, received: list[Any]) -> list[tuple[Tensor, Tensor]]:
+        inputs_of_heads = _of_heads(inputs, group, received)
+        impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
+        o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, impls)
         lse_groups.append(lse_heads)
-        del o_heads, pairs  # before the next heads come
+        results = [(o_heads, o[:, :, group.queries])]
+        if call.wants_lse:
+            results.append((lse_heads.mT[..., None], lse[:, group.queries].mT[..., None]))
+        return results
+
+    _compute_groups(share, groups, lambda x: _to_send(inputs, x), compute)
     return o, lse, lse_groups
-
-
-def _of_group(
-    inputs: AttentionInputs, call: _Call, group: _Group, received: list[Any]
-) -> tuple[Tensor, Tensor]:
-    """o and lse of this rank's heads, over all tokens."""
-    inputs_of_heads = _of_heads(inputs, group, received)
-    impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
-    return op.call_forward(*inputs_of_heads, *call.options, impls)
 
 
 def _backward(
@@ -279,21 +273,23 @@ def _backward(
     if inputs.sinks is not None:
         grads["sinks"] = torch.zeros_like(inputs.sinks)
 
-    def send(group: _Group) -> _Heads:
+    def inputs_of(group: _Group) -> list[Tensor | None]:
         of_lse = None if dlse is None else dlse[:, group.queries].mT[..., None]
-        more = o[:, :, group.queries], do[:, :, group.queries], of_lse
-        return _Heads(share, [*_to_send(inputs, group), *more])
+        return [*_to_send(inputs, group), o[:, :, group.queries], do[:, :, group.queries], of_lse]
 
-    for lse, (group, heads) in zip(lse_groups, _each(groups, send, True)):
-        mine = _gradients_of_group(inputs, call, group, lse, heads.wait())
+    every_lse = iter(lse_groups)
+
+    def compute(group: _Group, received: list[Any]) -> list[tuple[Tensor, Tensor]]:
+        mine = _gradients_of_group(inputs, call, group, next(every_lse), received)
         if inputs.sinks is not None:
             grads["sinks"][group.mine] = mine["sinks"]
-        pairs = []
+        results = []
         for name in names:
             target = grads[name][:, :, group.keys if name in "kv" else group.queries]
-            pairs.append((mine[name], target if name != "g" else target[..., None]))
-        _to_tokens(share, pairs)
-        del mine, pairs  # before the next heads come
+            results.append((mine[name], target if name != "g" else target[..., None]))
+        return results
+
+    _compute_groups(share, groups, inputs_of, compute)
     return grads
 
 
