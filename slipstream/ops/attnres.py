@@ -6,6 +6,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.attnres import op
+from slipstream.kernels.attnres.inputs import AttnresInputs
 
 
 @overload
@@ -109,5 +110,5 @@ def attnres(
     checks.expect_floating(given)
     checks.expect_one_device(given)
     weights = rms_weight, output_rms_weight
-    y, p = op.attnres(query, parts, *weights, float(rms_eps), float(scale), impl)
+    y, p = op.attnres(AttnresInputs(query, parts, *weights, float(rms_eps), float(scale)), impl)
     return (y, p) if return_weights else y

@@ -281,23 +281,12 @@ def kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
     return distill.kl_rows(student, teacher, *rest)
 
 
-def attnres(
-    q: Tensor,
-    rows: list[Tensor],
-    w: Tensor,
-    wo: Any,
-    eps: float,
-    scale: float,
-    o: Tensor,
-    rest: Any,
-) -> tuple:
-    y, s = attnres_op.eager(q, rows, w, wo, eps, scale)
-    o = attnres_op.eager(q, rows, w, None, eps, scale)[0] if o.numel() else o
-    rstd = torch.stack([(x.square().mean(-1) + eps).rsqrt() for x in rows])
+def attnres(inputs: Any, o: Tensor, rest: Any) -> tuple:
+    y, s = attnres_op.eager(inputs)
+    o = attnres_op.eager(inputs._replace(output_weight=None))[0] if o.numel() else o
+    rstd = torch.stack([(x.square().mean(-1) + inputs.eps).rsqrt() for x in inputs.residuals])
     return y, s, rstd, s.logsumexp(0), o, rest
 
 
-def attnres_back(
-    q: Tensor, rows: list[Tensor], w: Tensor, wo: Any, dy: Tensor, *rest: Any
-) -> tuple:
-    return attnres_op._eager_backward(q, rows, w, wo, dy, *rest[-2:])
+def attnres_back(inputs: Any, dy: Tensor, sums: Any) -> list[Tensor]:
+    return attnres_op.eager_backward(inputs, dy)

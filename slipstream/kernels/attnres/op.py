@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums
 from slipstream.kernels.attnres.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -22,42 +23,27 @@ from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 STREAMS, WIDEST = 16, 8192
 
 
-def attnres(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    eps: float,
-    scale: float,
-    impl: str | None,
-) -> tuple[Tensor, Tensor]:
+def attnres(inputs: AttnresInputs, impl: str | None) -> tuple[Tensor, Tensor]:
     """y [..., D] and p [L, ...], of which y has gradients."""
-    call = *residuals, output_weight
-    impls = choose(_CANDIDATES, call, impl, "attnres", residuals[0]).impls
-    return _run(query, residuals, weight, output_weight, eps, scale, impls)
+    residuals = inputs.residuals
+    call = *residuals, inputs.output_weight
+    return _run(inputs, choose(_CANDIDATES, call, impl, "attnres", residuals[0]).impls)
 
 
-def _run(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    eps: float,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _run(inputs: AttnresInputs, impl: str) -> tuple[Tensor, Tensor]:
     """impl: "eager", "triton", "sm90", or several to try in order."""
     if impl.startswith(PLAIN):
-        y, s = eager(query, residuals, weight, output_weight, eps, scale)
+        y, s = eager(inputs)
         return y, s.detach().softmax(0)
+    query, residuals, weight, output_weight, *options = inputs
     shape = residuals[0].shape
     output_weight = None if output_weight is None else output_weight.contiguous()
-    given = query.contiguous(), weight.contiguous(), output_weight
-    if needs_autograd(*given, *residuals):
-        y, s, lse = _Attnres.apply(*given, eps, scale, impl, *residuals)
+    query, weight = query.contiguous(), weight.contiguous()
+    if needs_autograd(query, weight, output_weight, *residuals):
+        y, s, lse = _Attnres.apply(query, weight, output_weight, *options, impl, *residuals)
     else:
-        options = *given[1:], eps, scale, impl, False
-        y, s, _, lse, *_ = forward(given[0], _rows(residuals), *options)
+        rows = _rows(residuals)
+        y, s, _, lse, *_ = forward(query, rows, weight, output_weight, *options, impl, False)
     return y.view(shape), (s - lse).exp().view(len(residuals), *shape[:-1])
 
 
@@ -70,16 +56,8 @@ class _Attnres(Function):
     operator = "slipstream::attnres"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        weight: Tensor,
-        output_weight: Tensor | None,
-        eps: float,
-        scale: float,
-        impl: str,
-        *residuals: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, weight, output_weight, eps, scale, impl, *residuals = args
         given = query, _rows(residuals), weight, output_weight
         keep = not impl.startswith("sm90")
         y, s, rstd, lse, o, rest = forward(*given, eps, scale, impl, keep)
@@ -93,27 +71,18 @@ class _Attnres(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        query, weight, output_weight, o, rest, s, rstd, lse, *residuals = saved
-        eps, scale, impl = ctx.options
-        da, dwo, *grads = backward(
-            query, _rows(residuals), weight, output_weight, dy, o, rest, s, rstd, lse, eps, scale,
-            impl,
-        )  # fmt: skip
+        (query, weight, output_weight), sums, residuals = saved[:3], saved[3:8], saved[8:]
+        given, scale = (query, _rows(residuals), weight, output_weight), ctx.options[1]
+        da, dwo, *grads = backward(*given, dy, *sums, *ctx.options)
         grads = [g.view(x.shape) for g, x in zip(grads, residuals)]
         dq, dw = da * weight * scale, da * query * scale
         dwo = None if output_weight is None else dwo.to(output_weight.dtype)
         return dq.to(query.dtype), dw.to(weight.dtype), dwo, None, None, None, *grads
 
 
-def eager(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    eps: float,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def eager(inputs: AttnresInputs) -> tuple[Tensor, Tensor]:
     """y [..., D] in the residuals' dtype and s [L, ...]."""
+    query, residuals, weight, output_weight, eps, scale = inputs
     dtype = residuals[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     v = torch.stack([x.to(wide) for x in residuals])
@@ -125,16 +94,9 @@ def eager(
     return o.to(dtype), s
 
 
-def _eager_backward(
-    query: Tensor,
-    residuals: list[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    dy: Tensor,
-    eps: float,
-    scale: float,
-) -> list[Tensor]:
+def eager_backward(inputs: AttnresInputs, dy: Tensor) -> list[Tensor]:
     """As the kernels' backward."""
+    query, residuals, weight, output_weight, eps, scale = inputs
 
     def grads() -> list[Tensor]:
         a = query.float() * weight.float() * scale
@@ -142,7 +104,7 @@ def _eager_backward(
         leaves = [x.detach().clone().requires_grad_() for x in given]
         last = None if output_weight is None else leaves[1]
         rows = leaves[1:] if last is None else leaves[2:]
-        y, _ = eager(leaves[0], rows, torch.ones_like(leaves[0]), last, eps, 1.0)
+        y, _ = eager(AttnresInputs(leaves[0], rows, torch.ones_like(leaves[0]), last, eps, 1.0))
         return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
 
     found = run_isolated(grads, dy.device)
@@ -213,8 +175,8 @@ def _mismatch(
 
     def of(run: Any, given: Any, *impl: str) -> Tensor:
         rows = [given[f"r{i}"] for i in range(len(residuals))]
-        last, options = given.get("last"), (1e-6, width**-0.5, *impl)
-        return run(given["query"], rows, given["weight"], last, *options)[0]
+        tensors = given["query"], rows, given["weight"], given.get("last")
+        return run(AttnresInputs(*tensors, 1e-6, width**-0.5), *impl)[0]
 
     return numeric_probe.mismatch(
         lambda given: of(_run, given, f"{kernels}|eager"), lambda given: of(eager, given), made
@@ -228,64 +190,44 @@ def _for_backward(first: Tensor, output_weight: Tensor | None, keep: bool) -> tu
     return o, rest
 
 
-def _forward(
-    query: Tensor,
-    residuals: list[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    eps: float,
-    scale: float,
-    impl: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """With keep, o, which y is the norm of, and what rounding has left of it follow, of no elements
     where y is o, and where o is not rounded."""
+    inputs, (impl, keep) = AttnresInputs(*args[:6]), args[6:]
+    residuals, output_weight = inputs.residuals, inputs.output_weight
+    more = _for_backward(residuals[0], output_weight, keep)
     with _guard(impl, residuals, output_weight) as usable:
         if usable:
             from slipstream.kernels.attnres.triton import attnres as kernels
 
-            more = _for_backward(residuals[0], output_weight, keep)
-            return kernels.forward(query, residuals, weight, output_weight, eps, scale, *more)
-    y, s = eager(query, residuals, weight, output_weight, eps, scale)
-    o, rest = (x.zero_() for x in _for_backward(residuals[0], output_weight, keep))
+            return kernels.forward(inputs, *more)
+    y, s = eager(inputs)
+    o, rest = (x.zero_() for x in more)
     if keep and output_weight is not None:
-        o = eager(query, residuals, weight, None, eps, scale)[0].contiguous()
-    rstd = torch.stack([(x.float().square().mean(-1) + eps).rsqrt() for x in residuals])
+        o = eager(inputs._replace(output_weight=None))[0].contiguous()
+    rstd = torch.stack([(x.float().square().mean(-1) + inputs.eps).rsqrt() for x in residuals])
     return y.contiguous(), s.float(), rstd, s.float().logsumexp(0), o, rest
 
 
-def _backward(
-    query: Tensor,
-    residuals: list[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    dy: Tensor,
-    o: Tensor,
-    rest: Tensor,
-    s: Tensor,
-    rstd: Tensor,
-    lse: Tensor,
-    eps: float,
-    scale: float,
-    impl: str,
-) -> list[Tensor]:
+def _backward(*args: Any) -> list[Tensor]:
     """da, dwo (of no elements where there is no weight) and the gradients of the residuals."""
-    dy, given = dy.contiguous(), (query, residuals, weight, output_weight)
+    inputs, dy, sums = AttnresInputs(*args[:4], *args[10:12]), args[4].contiguous(), args[5:10]
+    impl = args[12]
     kernels = impl.partition("|")[0]
-    with _guard(impl, residuals, output_weight, kernels) as usable:
+    with _guard(impl, inputs.residuals, inputs.output_weight, kernels) as usable:
         if usable and kernels == "sm90":
             from slipstream.kernels.attnres.sm90 import launch
 
-            return launch.backward(*given, dy, s, rstd, lse, eps, scale)
+            return launch.backward(inputs, dy, ForwardSums(*sums))
         if usable:
             from slipstream.kernels.attnres.triton import attnres
 
-            return attnres.backward(*given, dy, o, rest, s, rstd, lse, eps, scale)
-    return _eager_backward(*given, dy, eps, scale)
+            return attnres.backward(inputs, dy, ForwardSums(*sums))
+    return eager_backward(inputs, dy)
 
 
 def _guard(
-    impl: str, residuals: list[Tensor], output_weight: Tensor | None, kernels: str = "triton"
+    impl: str, residuals: Sequence[Tensor], output_weight: Tensor | None, kernels: str = "triton"
 ) -> Guard:
     return Guard(
         impl,
@@ -295,26 +237,17 @@ def _guard(
     )
 
 
-def _forward_fake(
-    query: Tensor,
-    residuals: list[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    eps: float,
-    scale: float,
-    impl: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    first = residuals[0]
-    sizes = (len(residuals), first.shape[0])
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs, keep = AttnresInputs(*args[:6]), args[7]
+    first = inputs.residuals[0]
+    sizes = (len(inputs.residuals), first.shape[0])
     s, rstd = (first.new_empty(sizes, dtype=torch.float32) for _ in range(2))
     lse = first.new_empty(sizes[1], dtype=torch.float32)
-    return torch.empty_like(first), s, rstd, lse, *_for_backward(first, output_weight, keep)
+    return torch.empty_like(first), s, rstd, lse, *_for_backward(first, inputs.output_weight, keep)
 
 
-def _backward_fake(
-    query: Tensor, residuals: list[Tensor], weight: Tensor, output_weight: Tensor | None, *rest: Any
-) -> list[Tensor]:
+def _backward_fake(*args: Any) -> list[Tensor]:
+    query, residuals, _, output_weight = args[:4]
     da = query.new_empty(query.shape[0], dtype=torch.float32)
     dwo = da.new_empty(0) if output_weight is None else torch.empty_like(da)
     return [da, dwo, *(torch.empty_like(x) for x in residuals)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.kernels.attnres import op
+from slipstream.kernels.attnres.inputs import AttnresInputs
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import run
 
@@ -24,10 +25,11 @@ def check(normed: bool) -> None:
     rows = [torch.randn(6, 512).half() for _ in range(5)]
     query, weight, last = torch.randn(3, 512).unbind()
     leaves = [x.requires_grad_() for x in rows]
-    y, _ = op._run(query, leaves, weight, last if normed else None, 1e-6, 1.0, "triton")
+    last = last if normed else None
+    y, _ = op._run(AttnresInputs(query, leaves, weight, last, 1e-6, 1.0), "triton")
     wide = [x.detach().double().requires_grad_() for x in rows]
-    given = query.double(), wide, weight.double(), last.double() if normed else None
-    want, p = op.eager(*given, 1e-6, 1.0)
+    given = query.double(), wide, weight.double(), None if last is None else last.double()
+    want, p = op.eager(AttnresInputs(*given, 1e-6, 1.0))
     assert p.softmax(0).max() > 0.999
     dy = torch.randn_like(y)
     got = torch.autograd.grad(y, leaves, dy)
@@ -44,7 +46,7 @@ def check_eps_of_zero() -> None:
         leaves = [x.to(dtype).requires_grad_() for x in given]
         *rows, query, weight, last = leaves
         more = ("triton",) if dtype == torch.float32 else ()
-        y = call(query, rows, weight, last, 0.0, 1.0, *more)[0]
+        y = call(AttnresInputs(query, rows, weight, last, 0.0, 1.0), *more)[0]
         found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
@@ -54,7 +56,8 @@ def check_one_residual() -> None:
     """The scores of a softmax of one have no gradient, however o is rounded."""
     query, weight = torch.randn(2, 512).unbind()
     query.requires_grad_()
-    y, _ = op._run(query, [torch.randn(6, 512).half()], weight, None, 1e-6, 1.0, "triton")
+    rows = [torch.randn(6, 512).half()]
+    y, _ = op._run(AttnresInputs(query, rows, weight, None, 1e-6, 1.0), "triton")
     assert torch.autograd.grad(y, query, torch.randn_like(y))[0].count_nonzero() == 0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attnres import op
+from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums
 from slipstream.kernels.attnres.sm90 import plan
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
@@ -60,11 +61,12 @@ def test_emulated_matches_torch(L: int, R: int, D: int, normed: bool) -> None:
     query, weight, last, dy = torch.randn(3 + R, D).double().split([1, 1, 1, R])
     query, weight = query[0] * D**-0.5, weight[0]
     output = last[0] if normed else None
-    _, s = op.eager(query, rows, weight, output, 1e-6, 0.5)
+    inputs = AttnresInputs(query, rows, weight, output, 1e-6, 0.5)
+    _, s = op.eager(inputs)
     rstd = torch.stack([(x.square().mean(-1) + 1e-6).rsqrt() for x in rows])
     with mock.patch.object(plan, "programs", return_value=1):
-        got = launch().backward(query, rows, weight, output, dy, s, rstd, s.logsumexp(0), 1e-6, 0.5)
-    want = op._eager_backward(query, rows, weight, output, dy, 1e-6, 0.5)
+        got = launch().backward(inputs, dy, ForwardSums(None, None, s, rstd, s.logsumexp(0)))
+    want = op.eager_backward(inputs, dy)
     for x, right in zip(got, want, strict=True):
         assert (x.double() - right).norm() <= 1e-5 * right.norm()
 

@@ -1,11 +1,10 @@
 """Launch of the backward for sm_90: no memory beyond results but 4 or 8 bytes a channel and program
 for sums over rows."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums
 from slipstream.kernels.attnres.sm90 import plan
 from slipstream.kernels.attnres.sm90.backward import attnres_bwd_sm90_kernel
 from slipstream.kernels.attnres.triton.streams import named
@@ -13,21 +12,11 @@ from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
 
-def backward(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    dy: Tensor,
-    s: Tensor,
-    rstd: Tensor,
-    lse: Tensor,
-    eps: float,
-    scale: float,
-) -> list[Tensor]:
-    """As triton/attnres.py's, without the sum o."""
+def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tensor]:
+    """As triton/attnres.py's, without the sums o and rest."""
+    (query, _, weight, output_weight, eps, scale), (_, _, s, rstd, lse) = inputs, sums
     # its asynchronous copies, of 4 bytes or more, do not compile for views that begin elsewhere
-    residuals = [x.clone() if x.data_ptr() % 16 else x for x in residuals]
+    residuals = [x.clone() if x.data_ptr() % 16 else x for x in inputs.residuals]
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     grads = [torch.empty_like(x) for x in residuals]

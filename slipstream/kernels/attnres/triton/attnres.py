@@ -17,13 +17,12 @@ Its programs go on to other rows and keep da and dw_o, each over a fixed share o
 inputs, the same bits.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums
 from slipstream.kernels.attnres.triton.streams import named, stream
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
@@ -164,17 +163,11 @@ def _given(x: Tensor) -> Tensor | None:
 
 
 def forward(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    eps: float,
-    scale: float,
-    o: Tensor,
-    rest: Tensor,
+    inputs: AttnresInputs, o: Tensor, rest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [R, D], s and rstd [L, R], lse [R]; residuals [R, D], contiguous. o and rest are
-    written, if they have elements: the sum before its norm, and what is left of it."""
+    """y [R, D], then s, rstd, lse, o and rest (ForwardSums); the last two are written if they have
+    elements."""
+    query, residuals, weight, output_weight, eps, scale = inputs
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     y = torch.empty_like(first)
@@ -193,22 +186,10 @@ def forward(
     return y, s, rstd, lse, o, rest
 
 
-def backward(
-    query: Tensor,
-    residuals: Sequence[Tensor],
-    weight: Tensor,
-    output_weight: Tensor | None,
-    dy: Tensor,
-    o: Tensor,
-    rest: Tensor,
-    s: Tensor,
-    rstd: Tensor,
-    lse: Tensor,
-    eps: float,
-    scale: float,
-) -> list[Tensor]:
+def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tensor]:
     """Gradients of scale q w [D] and of the output's weight [D] (of no elements where there is
-    none), float32, and of the residuals. o, rest: of forward, o the sum before its norm."""
+    none), float32, and of the residuals."""
+    (query, residuals, weight, output_weight, eps, scale), (o, rest, s, rstd, lse) = inputs, sums
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     grads = [torch.empty_like(x) for x in residuals]

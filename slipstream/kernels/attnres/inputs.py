@@ -1,0 +1,24 @@
+"""What attention over the depth is given, and what its forward leaves for its backward. L residuals
+of R rows of D features."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AttnresInputs(NamedTuple):
+    query: Tensor  # [D]
+    residuals: Sequence[Tensor]  # L of [..., D]; kernels take [R, D], contiguous
+    weight: Tensor  # [D]
+    output_weight: Tensor | None  # [D], of the norm of the sum
+    eps: float
+    scale: float
+
+
+class ForwardSums(NamedTuple):
+    o: Tensor  # [R, D], the sum before its norm
+    rest: Tensor  # [R, D], what rounding has left of it; of no elements where o is not rounded
+    s: Tensor  # [L, R], scores
+    rstd: Tensor  # [L, R]
+    lse: Tensor  # [R]
