@@ -83,9 +83,17 @@ class Pointer:
         return Pointer(self.data, self.at + np.asarray(offset))
 
 
+class _Dtype(str):
+    primitive_bitwidth = 16
+
+
+DTYPE = _Dtype("16-bit")
+
+
 class Descriptor:
     def __init__(self, data: np.ndarray, block: tuple[int, ...]) -> None:
-        self.data, self.dtype, self.layout = data, "16-bit", None
+        self.data, self.dtype, self.layout = data, DTYPE, None
+        self.block_shape = list(block)
         self.block_type = SimpleNamespace(nbytes=int(np.prod(block)), shape=block)
         self.block = block
 
@@ -103,7 +111,7 @@ class Buffer:
     """Shared memory; poisoned until it is written."""
 
     def __init__(self, data: np.ndarray) -> None:
-        self.data, self.shape, self.dtype = data, data.shape, "16-bit"
+        self.data, self.shape, self.dtype = data, data.shape, DTYPE
 
     def index(self, i: Any) -> Any:
         return self.data[int(i), 0] if self.data.dtype == object else Buffer(self.data[int(i)])
