@@ -32,7 +32,7 @@ from typing import Any
 
 from slipstream.compiler.aot import Job, gpu_target, source_of
 from slipstream.tools.backend_query import find_kernels
-from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
+from slipstream.tools.catalog import FURTHER, LAYER_SAMPLES, REPRESENTATIVE, chosen
 from slipstream.tools.variant_cover import cover, resolved
 
 _SYMBOL = re.compile(r'@"[^"]*"|@[\w.$]+')
@@ -101,9 +101,11 @@ def digest(task: tuple[Job, str]) -> tuple[str, str]:
 def write(args: argparse.Namespace) -> None:
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     shapes = (*REPRESENTATIVE, *FURTHER)[: args.shapes]
+    # as `slipstream matrix`: parts of layers besides, which are no operators
+    samples = [*chosen(args.operators), *([] if args.operators else LAYER_SAMPLES)]
     tasks: list[tuple[Job, str]] = []
     for arch in args.arch.split(","):
-        found = find_kernels(chosen(args.operators or None), shapes, arch)
+        found = find_kernels(samples, shapes, arch)
         for failure in found.failures:
             print(failure, file=sys.stderr)
         variants = resolved(args.variants, arch) if args.level == "ptx" else "all"
