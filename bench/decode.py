@@ -36,20 +36,22 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.tools.catalog import Shape, chosen
 
-# operator, B, H, HV, state V-first
+# operator, B, H, HV, V, state V-first
 STEPS = [
-    ("gated_delta_rule", 1, 16, 32, False),
-    ("gated_delta_rule", 8, 16, 32, False),
-    ("gated_delta_rule", 64, 16, 32, False),
-    ("gated_delta_rule", 256, 16, 32, False),
-    ("gated_delta_rule", 64, 16, 32, True),
-    ("gated_delta_rule", 256, 16, 32, True),
-    ("kda", 64, 32, 32, False),
-    ("rwkv7", 64, 32, 32, False),
-    ("retention", 64, 16, 16, False),
-    # what tensor parallelism over 2 to 8 GPUs leaves a GPU of Qwen3-Next and Kimi Linear
-    *(("gated_delta_rule", 64, 16 // n, 32 // n, False) for n in (2, 4, 8)),
-    *(("kda", 64, 32 // n, 32 // n, False) for n in (2, 4, 8)),
+    ("gated_delta_rule", 1, 16, 32, 128, False),
+    ("gated_delta_rule", 8, 16, 32, 128, False),
+    ("gated_delta_rule", 64, 16, 32, 128, False),
+    ("gated_delta_rule", 256, 16, 32, 128, False),
+    ("gated_delta_rule", 64, 16, 32, 128, True),
+    ("gated_delta_rule", 256, 16, 32, 128, True),
+    ("kda", 64, 32, 32, 128, False),
+    ("rwkv7", 64, 32, 32, 128, False),
+    ("retention", 64, 16, 16, 128, False),
+    # what tensor parallelism over 2 to 8 GPUs leaves a GPU of Qwen3-Next and Kimi Linear, and over
+    # 1 to 8 of Nemotron-H of 8 B
+    *(("gated_delta_rule", 64, 16 // n, 32 // n, 128, False) for n in (2, 4, 8)),
+    *(("kda", 64, 32 // n, 32 // n, 128, False) for n in (2, 4, 8)),
+    *(("simple_gla", 64, 8 // n, 128 // n, 64, False) for n in (1, 2, 4, 8)),
 ]
 # of an operator's arguments, what recurrent_step calls them
 NAMES = {"r": "q", "w": "g", "gk": "g"}
@@ -67,10 +69,12 @@ WAYS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def arguments(name: str, B: int, T: int, H: int, HV: int, report: Report) -> dict[str, Tensor]:
+def arguments(
+    name: str, B: int, T: int, H: int, HV: int, report: Report, V: int = 128
+) -> dict[str, Tensor]:
     """Of an operator, without its state, called as recurrent_step does."""
     sample = chosen([f"fused_recurrent_{name}"])[0]
-    shape = report.shape(Shape(B=B, T=T, H=H, HV=HV, dtype=BF16))
+    shape = report.shape(Shape(B=B, T=T, H=H, HV=HV, V=V, dtype=BF16))
     args = {NAMES.get(n, n): x for n, x in sample.inputs(shape, DEVICE).items()}
     if name == "retention":
         heads = torch.arange(shape.HV or shape.H, device=DEVICE)
@@ -78,9 +82,11 @@ def arguments(name: str, B: int, T: int, H: int, HV: int, report: Report) -> dic
     return args
 
 
-def step(name: str, B: int, H: int, HV: int, v_first: bool, report: Report) -> tuple[Call, float]:
+def step(
+    name: str, B: int, H: int, HV: int, V: int, v_first: bool, report: Report
+) -> tuple[Call, float]:
     """The call, on a pool of states with some slots to spare, and the bytes that it must move."""
-    args = arguments(name, B, 1, H, HV, report)
+    args = arguments(name, B, 1, H, HV, report, V)
     rows, _, heads, V = args["v"].shape
     K = args["k"].shape[-1]
     size = (rows + 3, heads, V, K) if v_first else (rows + 3, heads, K, V)
@@ -206,9 +212,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             report.row("generate_cpu", row)
         return
     steps: list[tuple[str, str, Callable]] = []
-    for name, B, H, HV, v_first in STEPS:
-        shape = f"B{B} H{H} HV{HV}{' V first' if v_first else ''}"
-        steps.append((f"step {name}", shape, partial(step, name, B, H, HV, v_first)))
+    for name, B, H, HV, V, v_first in STEPS:
+        shape = f"B{B} H{H} HV{HV}{'' if V == 128 else f' V{V}'}{' V first' if v_first else ''}"
+        steps.append((f"step {name}", shape, partial(step, name, B, H, HV, V, v_first)))
     scans = [("hgrn", ops.chunk_hgrn)]
     try:
         hgrn = importlib.import_module("fla.ops.hgrn")
