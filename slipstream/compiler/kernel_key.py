@@ -19,6 +19,7 @@ _FAMILIES = {
     "glu_products": "pointwise",
     "rotary": "pointwise",
     "token_shift": "pointwise",
+    "place_tokens": "pointwise",
     "token_mix": "time_mix",
     "rwkv7": "time_mix",
     "embedding": "pointwise",

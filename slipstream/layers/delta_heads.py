@@ -6,8 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.mixer_step.block_inputs import (
+    Blocks,
+    TokenInputs,
+    block_inputs,
+    unsupported_reason,
+)
 from slipstream.layers.base import Mixer, ShortConvolution, State, expect_divisor, reset_decay
 from slipstream.nn import decoding, projections
+from slipstream.nn.linear import is_hooked
+from slipstream.runtime.consistent import consistent_scope
 
 
 class DeltaHeads(Mixer):
@@ -69,6 +77,37 @@ class DeltaHeads(Mixer):
         qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
         q, k = (qk if unit is None else unit(qk)).chunk(2, dim=2)
         return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+
+    def _block_terms(
+        self, qkv: Tensor, g: Tensor, beta: Tensor, lower_bound: float | None = None
+    ) -> tuple[list[Tensor], Tensor] | None:
+        """In a step of a consistent model q, k, v, log decays and betas of the whole blocks that
+        its tokens are in, and the window of the convolution, by one launch. None where what makes
+        them has to be called one after the other.
+
+        qkv [N, 1, C], g [N, 1, HV] or [N, 1, HV, K] and beta [N, 1, HV] as projected.
+        """
+        step, conv = consistent_scope.step, getattr(self, "conv", None)
+        if step is None or not step.of_tokens or conv is None or is_hooked(conv):
+            return None
+        parameters = self.A_log, self.dt_bias
+        tokens = TokenInputs(
+            qkv[:, 0],
+            conv.weight,
+            conv.bias,
+            g[:, 0],
+            *parameters,
+            beta[:, 0],
+            step.counts,
+            conv.activation is not None,
+            self.allow_neg_eigval,
+            lower_bound,
+        )
+        if unsupported_reason(tokens, self.head_dim) is not None:
+            return None
+        blocks = Blocks(*step.take(len(Blocks._fields)))
+        block_inputs(tokens, blocks)
+        return [*blocks[1:]], blocks.window.mT
 
     def _gate_of(self, x: Tensor) -> Any:
         """Of a gate of low rank the narrow part, for _output."""

@@ -103,6 +103,14 @@ class GatedDeltaNet(DeltaHeads):
             return [*before, q, k, v]
 
         a, b = ab.chunk(2, dim=-1)  # [B, T, HV]
+        ends: dict[str, Any] = {
+            "initial_state": past(state, "recurrent"),
+            "output_final_state": use_cache,
+        }
+        if (placed := self._block_terms(qkv, a, b)) is not None:
+            terms, conv = placed
+            o, recurrent = chunk_gated_delta_rule(*terms, **ends)
+            return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
         rule = (
             fused_recurrent_gated_delta_rule
             if self.recurrent(x, context)
@@ -116,8 +124,7 @@ class GatedDeltaNet(DeltaHeads):
                 v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
                 g=a,
                 beta=b,
-                initial_state=past(state, "recurrent"),
-                output_final_state=use_cache,
+                **ends,
                 use_gate_in_kernel=True,
                 A_log=self.A_log,
                 dt_bias=self.dt_bias,

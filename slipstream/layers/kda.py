@@ -103,7 +103,15 @@ class KimiDeltaAttention(DeltaHeads):
     ) -> Mixed:
         layers = self.qkv_proj, self.f_down, self.b_proj, self.g_down
         qkv, f, beta, z = linears(x, layers)
-        f, conv = self.f_up(f), None
+        f, conv = self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim)), None
+        ends: dict[str, Any] = {
+            "initial_state": past(state, "recurrent"),
+            "output_final_state": use_cache,
+        }
+        if (placed := self._block_terms(qkv, f, beta, self.lower_bound)) is not None:
+            terms, conv = placed
+            o, recurrent = chunk_kda(*terms, **ends)
+            return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
         sizes = (self.keys, self.keys, self.values)
         A_log, dt_bias = self.A_log, self.dt_bias
         convolve, elements = convolution_in_parts(
@@ -113,8 +121,7 @@ class KimiDeltaAttention(DeltaHeads):
         def prepare() -> list[Tensor]:
             nonlocal conv
             (q, k, v, *before), conv = convolve(qkv)
-            raw = f.unflatten(-1, (self.num_v_heads, self.head_dim))
-            g = delta_gate(raw, A_log, dt_bias, self.lower_bound)
+            g = delta_gate(f, A_log, dt_bias, self.lower_bound)
             return [*before, q, k, v, g]
 
         kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
@@ -129,8 +136,7 @@ class KimiDeltaAttention(DeltaHeads):
                 v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
                 g,
                 beta,
-                initial_state=past(state, "recurrent"),
-                output_final_state=use_cache,
+                **ends,
                 use_beta_sigmoid_in_kernel=True,
                 allow_neg_eigval=self.allow_neg_eigval,
                 cu_seqlens=cu_seqlens,

@@ -317,8 +317,10 @@ def shifted(
         return None, None
     step = consistent_scope.step
     if step is not None and state is not None:
-        rows, after = step.behind(x, state[:, None])
-        return rows[:, :-1], after[:, 0]
+        window = step.window(x, state[:, :, None])
+        if window is not None:
+            before = window.mT.clone()
+            return before, window.copy_(x.mT)[:, :, 0]
     return token_shift(
         x,
         initial_state=state,

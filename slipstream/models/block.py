@@ -17,7 +17,7 @@ from slipstream.models.mlps import make_mlp
 from slipstream.models.rollback import MLP_SHIFT, Record
 from slipstream.nn import LayerNorm, SwiGLU, projections
 from slipstream.nn import RMSNorm as RMSNorm
-from slipstream.nn.linear import is_hooked
+from slipstream.nn.linear import GatedMLP, is_hooked
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -129,9 +129,14 @@ class Block(GradientCheckpointingLayer):
         """h + y + mlp(norm(h + y)), and the MLP's next state if it has one."""
         if self.mlp is None or self.mlp_norm is None:
             return h + y, None
+        if layer is not None and type(self.mlp) is SwiGLU and projections.fuses(h):
+            h = h + y
+            return projections.gated_mlp(self.mlp, h, self.mlp_norm, h), None
         # h + y, and its norm, in one pass
         x, h = self.mlp_norm(y, h, prenorm=True, residual_in_fp32=self.residual_in_fp32)
         if not self.shifts:
+            if isinstance(self.mlp, GatedMLP):
+                return projections.consistent_mlp(self.mlp, x, h), None
             return h + self.mlp(x), None
         if layer is not None:
             layer.record_mlp(x)

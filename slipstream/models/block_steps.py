@@ -1,10 +1,9 @@
 """Decoding steps of models with consistent=True on CUDA, for graphs: on tensors of fixed addresses.
 
-A step runs the layers for one token a row, [N, 1]. Recurrences and convolutions alone see the block
-of 64 tokens that it is in: their inputs of the block are kept (runtime/block_step.py). The places
-after that token in the block hold zeros or tokens of older blocks, which change no bit of its
-result. Keys are written behind those before it. Rows whose block is complete take over the states
-at its end.
+A step runs the layers for one token a row, [N, 1]. The recurrences alone see the block of 64 tokens
+that it is in: their inputs of the block are kept (runtime/block_step.py). The places after that
+token in the block hold zeros or tokens of older blocks, which change no bit of its result. Keys are
+written behind those before it. Rows whose block is complete take over the states at its end.
 """
 
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.pointwise.place_tokens import place_tokens
 from slipstream.layers.attention import InPlace
 from slipstream.models.consistent import LayerStates, ModelStates, Row, State, normed
 from slipstream.nn import decoding
@@ -67,7 +67,7 @@ class OpenBlocks:
                 for state, names in zip(states, each)
             ],
             each,
-            BlockStep(counts),
+            BlockStep(counts, place_tokens),
         )
         made.load(model, rows)
         return made
@@ -167,7 +167,6 @@ class OpenBlocks:
                 if name not in names:  # those are there already
                     each = whole.view(-1, *[1] * (x.dim() - 1))
                     x.copy_(torch.where(each, (layer.after or {})[name], x))
-        self.inputs.close(whole)
         self.positions.add_(BLOCK * whole[:, None])
         self.counts.mul_(~whole)
 

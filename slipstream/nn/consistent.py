@@ -7,6 +7,7 @@ and the kernel of a decoding step, which a GPU has shown to give equal bits
 
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +55,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y[: rows.shape[0]].view(*x.shape[:-1], weight.shape[0])
 
 
-def step_products(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor] | None:
+def step_products(
+    x: Tensor, layers: Sequence[nn.Module], **options: Any
+) -> Sequence[Tensor] | None:
     """layer(x) for each of the layers, in one launch, for an x [..., in] of few rows.
 
-    The bits are those of the layers' own calls. None where the layers have to be called instead.
+    options: activation or residual [..., out], as ops.projection_step; then there is one result.
+    The bits are those of the layers' own calls, and of what follows. None where the layers have to
+    be called instead.
     """
     if not x.is_cuda or not all(has_consistent_product(y) and not has_hooks(y) for y in layers):
         return None
@@ -69,8 +74,9 @@ def step_products(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor] | 
     configs = [_config(x.dtype, *weight.shape, x.device) for weight in weights]
     if any(config.kernel != "tma" for config in configs):
         return None
-    y = _of_step(x, weights)
-    return y.split_with_sizes([weight.shape[0] for weight in weights], -1)
+    y = _of_step(x, weights, **options)
+    glu = "activation" in options
+    return [y] if glu else y.split_with_sizes([weight.shape[0] for weight in weights], -1)
 
 
 def _is_step(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -84,14 +90,18 @@ def _is_step(x: Tensor, weights: Sequence[Tensor]) -> bool:
     )
 
 
-def _of_step(x: Tensor, weights: list[Tensor]) -> Tensor:
+def _of_step(
+    x: Tensor, weights: list[Tensor], residual: Tensor | None = None, **options: Any
+) -> Tensor:
     """All products in one tensor, side by side.
 
     The kernel for one row adds in another order, so one row is passed as two equal rows.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    y = projection_step(rows if rows.shape[0] > 1 else rows.expand(2, -1), weights)
-    return y[: rows.shape[0]].view(*x.shape[:-1], y.shape[-1])
+    given = [None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, residual)]
+    rows, added = (t.expand(2, -1) if t is not None and t.shape[0] == 1 else t for t in given)
+    assert rows is not None
+    y = projection_step(rows, weights, residual=added, **options)
+    return y[: x.numel() // x.shape[-1]].view(*x.shape[:-1], y.shape[-1])
 
 
 @cache

@@ -13,6 +13,7 @@ from slipstream.ops.conv import (
     split_convolution,
     unit_heads,
 )
+from slipstream.ops.norm import l2_norm
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -59,9 +60,10 @@ class ShortConvolution(nn.Module):
         expect_tensor("x", x)
         step = consistent_scope.step
         if step is not None and state is not None:
-            x, after = step.behind(x, state.mT)
-            y, _ = short_convolution(x, self.weight, self.bias, activation=self.activation)
-            return y[:, self.width :], after.mT
+            window = step.window(x, state)
+            if window is not None:
+                given = x, window, self.weight, self.bias
+                return short_convolution_update(*given, activation=self.activation), window
         one = x.shape[1] == 1 and cu_seqlens is None and context is None
         if one and state is not None and use_cache and not torch.is_grad_enabled():
             state = state.clone()
@@ -95,17 +97,16 @@ class ShortConvolution(nn.Module):
         if is_hooked(self) or one or torch.compiler.is_compiling():
             y, after = self(x, state, use_cache, cu_seqlens, context)
             parts = [*y.split(sizes, -1)]
-            return unit_heads(parts, unit) if unit else parts, after
+            if not unit:
+                return parts, after
+            if not one:
+                return unit_heads(parts, unit), after
+            queries, keys, _ = sizes  # in one launch
+            heads = l2_norm(y[..., : queries + keys].unflatten(-1, (-1, unit))).flatten(-2)
+            return [*heads.split((queries, keys), -1), *parts[2:], *parts[:2]], after
         step = consistent_scope.step
         if step is not None and state is not None:
-            # of one sequence it is faster to convolve the block again than to copy three rows; with
-            # heads to be normed they go to a recurrence as they are
-            rows, after = step.behind(x, state.mT, whole=unit > 0 and x.shape[0] == 1)
-            given = rows, self.weight, self.bias, sizes
-            parts, _ = split_convolution(*given, activation=self.activation)
-            parts = [y[:, self.width :] for y in parts]
-            # apart from the convolution, as it is where there are states or packed sequences
-            return unit_heads(parts, unit) if unit else parts, after.mT
+            step.window(x, state)  # for the steps after this block
         return split_convolution(
             x,
             self.weight,

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.nn.consistent import step_products
 from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear
 from slipstream.nn.norm import RMSNorm
 from slipstream.ops.projection_step import projection_step
+from slipstream.runtime.consistent import consistent_scope
 
 # of all sequences: with more, matrix products are as fast
 MAX_ROWS = 64
@@ -62,6 +64,17 @@ def gated_mlp(mlp: GatedMLP, x: Tensor, norm: nn.Module, residual: Tensor) -> Te
     if mlp.activation != "swiglu" or is_hooked(mlp) or not _plain(x, layers):
         return residual + mlp(_normed(x, norm))
     return projected(_call(x, layers, norm, activation="swiglu"), mlp.down_proj, residual)
+
+
+def consistent_mlp(mlp: GatedMLP, x: Tensor, residual: Tensor) -> Tensor:
+    """residual + mlp(x), in two launches with the same bits where a step of a consistent model has
+    them."""
+    if consistent_scope.step is not None and mlp.activation == "swiglu" and not is_hooked(mlp):
+        inner = step_products(x, (mlp.gate_proj, mlp.up_proj), activation=mlp.activation)
+        if inner is not None:
+            y = step_products(inner[0], (mlp.down_proj,), residual=residual)
+            return residual + mlp.down_proj(inner[0]) if y is None else y[0]
+    return residual + mlp(x)
 
 
 def _on_device(x: Tensor) -> bool:

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.decay_gate.op import decay_gate
+from slipstream.kernels.pointwise.activation import glu
 from slipstream.ops.norm import l2_norm
+from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -124,8 +126,9 @@ def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:
 def beta_sigmoid(beta: Tensor, is_raw: bool, allow_neg_eigval: bool) -> Tensor:
     """sigmoid(beta), or 2 sigmoid(beta): eigenvalues of the transition down to -1 instead of 0.
 
-    In beta's dtype, the same bits as torch.sigmoid(beta) passed as beta; the gradient is that of
-    the sigmoid before it is rounded.
+    In beta's dtype, the same bits as torch.sigmoid(beta) passed as beta, but those of a kernel
+    where a step of a consistent model has it within another (kernels/mixer_step/block_inputs.py);
+    the gradient is that of the sigmoid before it is rounded.
     """
     if not is_raw:
         raise ValueError(
@@ -133,6 +136,11 @@ def beta_sigmoid(beta: Tensor, is_raw: bool, allow_neg_eigval: bool) -> Tensor:
             "which is off; pass beta in (0, 2) itself"
         )
     checks.expect_floating({"beta": beta})
-    wide = beta.sigmoid() if beta.dtype == torch.float64 else beta.float().sigmoid()
-    beta = wide.to(beta.dtype)
+    narrow = beta.dtype.itemsize == 2
+    if narrow and consistent_scope.on and beta.is_cuda:
+        beta = glu(beta, None, "sigmoid", None)
+    elif narrow and needs_autograd(beta):
+        beta = beta.float().sigmoid().to(beta.dtype)
+    else:
+        beta = beta.sigmoid()
     return 2 * beta if allow_neg_eigval else beta

@@ -15,9 +15,12 @@ from slipstream.kernels.linear.context_in_order import LocalSegments
 from slipstream.kernels.linear.dispatch import plan_for
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_impl
+from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.pointwise import gated_mlp
+from slipstream.kernels.pointwise.place_tokens import place_tokens
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.token_mix import mixed_projections
+from slipstream.runtime.consistent import BLOCK
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.tools.samples import CPU as CPU
 from slipstream.tools.samples import LayerSample
@@ -314,6 +317,30 @@ def _consistent_simple_gla(
     return ops.chunk_simple_gla(q, k, v, g, output_final_state=True, consistent=True, impl=impl)
 
 
+def _place_tokens(
+    q: Tensor, g: Tensor, qs: Tensor, gs: Tensor, counts: Tensor, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    place_tokens([q[:, None], g[:, None]], [qs, gs], counts.long(), impl)
+    return qs, gs
+
+
+def _block_inputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: Tensor, impl: str = ""
+) -> block_inputs.Blocks:
+    x = torch.cat([y.flatten(1) for y in (q, k, v)], 1)
+    weight, rate = x.new_ones(x.shape[1], 4), g.new_ones(g.shape[1], dtype=torch.float32)
+    window = x.new_ones(x.shape[0], 4, x.shape[1])
+    blocks = [y[:, None].repeat_interleave(BLOCK, 1) for y in (q, k, v, g.float(), beta)]
+    tokens = block_inputs.TokenInputs(
+        x, weight, None, g, rate, rate, beta, counts.long(), True, False, None
+    )
+    if impl != "eager" and (reason := block_inputs.unsupported_reason(tokens, q.shape[-1])):
+        raise NotImplementedError(reason)
+    made = block_inputs.Blocks(window, *blocks)
+    block_inputs.block_inputs(tokens, made, impl or TRITON_OR_EAGER)
+    return made
+
+
 def _on_8_bits(q: Tensor, impl: str | None = None, **cache: Tensor) -> Any:
     return ops.flash_attn_with_kvcache(q, **cache, causal=True, impl=impl)  # pyright: ignore[reportArgumentType]
 
@@ -325,8 +352,8 @@ def _of_layer(name: str, function: Any, tensors: str, variant: str = "") -> Laye
 _RWKV7_OUTPUT = "r=BTHV k=BTHV v=BTHV gate=BTHV weight=HV bias=HV r_k=HV"
 _RWKV7_TERMS = "w=BTD k=BTD a=BTD k_k=D k_a=D"
 _8_BITS = "q=BTHK k_cache=BRHK:codes v_cache=BRHV:codes k_scale=BRH:sum v_scale=BRH:sum"
-# as rwkv7's time and channel mix call it, a gated MLP, a context, and consistent models and caches
-# in 8 bits
+# as rwkv7's time and channel mix call it, a gated MLP, a context, consistent models, their steps,
+# and caches in 8 bits
 LAYER_SAMPLES = [
     _mixes(6),
     _mixes(1),
@@ -335,6 +362,10 @@ LAYER_SAMPLES = [
     _of_layer("rwkv7_output", _rwkv7_output, _RWKV7_OUTPUT),
     _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{_UNIT} g=BTG:gate beta=BTG:beta"),
+    _of_layer("place_tokens", _place_tokens, "q=BHK g=BG qs=BTHK gs=BTG counts=B:prefixes"),
+    _of_layer(
+        "block_inputs", _block_inputs, "q=BHK k=BHK v=BGV g=BG beta=BG:beta counts=B:prefixes"
+    ),
     _of_layer("consistent_simple_gla", _consistent_simple_gla, f"{_QKV} g=BTG:gate"),
     LayerSample(
         "attention_on_8_bits",

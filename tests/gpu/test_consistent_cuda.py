@@ -3,8 +3,13 @@
 import pytest
 import torch
 
+from slipstream.kernels.pointwise.place_tokens import place_tokens
+from slipstream.nn import SwiGLU, projections
 from slipstream.nn.consistent import linear, step_products, use_consistent_products
 from slipstream.ops import chunk_simple_gla, short_convolution
+from slipstream.runtime.block_step import BlockStep
+from slipstream.runtime.consistent import consistent
+from tests.support.block_inputs import LAYERS, check_inputs
 from tests.support.consistent import LENGTH, OPERATORS, Sample, attention_differing, differing
 from tests.support.consistent_models import differing as logits_differing
 from tests.support.consistent_models import model_of, sequences
@@ -83,6 +88,13 @@ def test_generate_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", range(len(LAYERS)))
+def test_inputs_of_steps_on_cuda_have_equal_bits(case: int, dtype: torch.dtype) -> None:
+    make, bound = LAYERS[case]
+    check_inputs(make(), bound, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize(("N", "K"), [(256, 512), (1000, 1048)])
 def test_products_on_cuda_give_equal_bits(N: int, K: int, dtype: torch.dtype) -> None:
     """By all tiles that calls of some numbers of rows have."""
@@ -109,6 +121,24 @@ def test_step_products_on_cuda_give_equal_bits(dtype: torch.dtype) -> None:
         found = step_products(x[:rows], [*layers])
         assert found is not None
         assert all(torch.equal(y, z[:rows]) for y, z in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("in_fp32", [False, True])
+@torch.no_grad()
+def test_gated_mlp_step_on_cuda_gives_equal_bits(dtype: torch.dtype, in_fp32: bool) -> None:
+    mlp = SwiGLU(1024, 2816).to("cuda", dtype)
+    use_consistent_products(mlp)
+    x, h = torch.randn(2, 512, 1, 1024, device="cuda", dtype=dtype)
+    h = h.float() if in_fp32 else h
+    with consistent():
+        want = projections.consistent_mlp(mlp, x, h)
+        step = BlockStep(torch.zeros(1, dtype=torch.int64, device="cuda"), place_tokens)
+        for rows in (1, 2, 16, 64):
+            with step.running():
+                assert torch.equal(
+                    projections.consistent_mlp(mlp, x[:rows], h[:rows]), want[:rows]
+                ), rows
 
 
 def test_convolution_on_cuda_gives_equal_bits() -> None:

@@ -102,7 +102,7 @@ def test_step_of_oja_is_one_pass_over_the_state(off_host: list[str]) -> None:
     [
         *((name, {}) for name in ("gated_deltanet", "kda", "gla", "mamba2", "delta_net")),
         ("attention", {"qk_norm": True, "output_gate": True}),
-        ("retention", {}),  # whose block is not fused
+        ("retention", {}),  # of whose blocks the MLP alone is fused
     ],
 )
 @torch.no_grad()
@@ -132,11 +132,12 @@ def test_steps_of_models_fuse_norms_and_residuals(
         steps = [model(input_ids=ids[:, :5], cache=cache).logits[:, -1:]]
         calls.clear()
         steps += [model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in (5, 6)]
-        fused = on_device and mixer != "retention"
-        residuals = 8 - 2 * hooked if rows == 1 else 4  # down_proj's sums are long
-        assert len(calls) == (8 + residuals) * fused
-        assert sum("residual" in call for call in calls) == residuals * fused
-        assert sum("norm_eps" in call for call in calls) == 8 * fused * (rows == 1)
+        each = 4 * on_device  # of two layers and two steps
+        mixes = each * (mixer != "retention")
+        downs = (each - 2 * hooked * on_device) * (rows == 1)  # their sums are long
+        assert len(calls) == each + downs + 2 * mixes
+        assert sum("residual" in call for call in calls) == downs + mixes
+        assert sum("norm_eps" in call for call in calls) == (each + mixes) * (rows == 1)
         logits.append(torch.cat(steps, 1))
         if hook is not None:
             hook.remove()

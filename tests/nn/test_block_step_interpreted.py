@@ -7,10 +7,12 @@ TRITON_INTERPRET=1 python -m tests.nn.test_block_step_interpreted
 
 import torch
 
+from slipstream.kernels.pointwise.place_tokens import place_tokens
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops import chunk_gated_delta_rule
 from slipstream.runtime.block_step import BlockStep
 from slipstream.runtime.consistent import consistent
+from tests.support.block_inputs import LAYERS, check_inputs
 from tests.support.interpreted import run
 
 H, K = 2, 64
@@ -36,7 +38,7 @@ def check(N: int) -> None:
         return o
 
     counts = torch.zeros(N, dtype=torch.int64)
-    step = BlockStep(counts)
+    step = BlockStep(counts, place_tokens)
     with consistent():
         want = call(x, g, beta)
         with step.running(fills=True):
@@ -51,3 +53,5 @@ def check(N: int) -> None:
 if __name__ == "__main__":
     check(1)
     check(2)
+    for make, bound in LAYERS:
+        check_inputs(make(), bound, torch.float16)

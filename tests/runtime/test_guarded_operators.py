@@ -44,6 +44,7 @@ def wrong(plain: Callable) -> Callable:
     def launch(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
         written = [args[i] for i in WRITTEN.get(plain, ())]
+        written = [y for x in written for y in (x if isinstance(x, (list, tuple)) else [x])]
         for x in (kwargs.get("loss"), kwargs.get("grad"), *written):
             if x is not None:
                 x.mul_(1.2)
@@ -266,6 +267,7 @@ GUARDED = {
     "gated_scan/op.py": ("gated_scan.triton",),
     "selective_scan/op.py": ("selective_scan.triton",),
     "mixer_step/op.py": ("mixer_step.triton",),
+    "mixer_step/block_inputs.py": ("mixer_step.block_inputs",),
     "projection_step/op.py": ("projection_step.triton",),
     "decay_gate/op.py": ("decay_gate.triton",),
     "erase/op.py": ("erase.triton",),
@@ -286,6 +288,7 @@ GUARDED = {
     "pointwise/gated_mlp.py": ("glu_products.sm90",),
     "pointwise/linear.py": ("glu_bwd_recompute.triton",),
     "pointwise/rotary.py": ("rotary.triton",),
+    "pointwise/place_tokens.py": ("place_tokens.triton",),
     "pointwise/token_shift.py": ("token_shift.triton",),
     "pointwise/embedding.py": ("embedding.triton",),
 }

@@ -21,8 +21,9 @@ from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.loss.cross_entropy_op import LossInputs
+from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step.eager import step_eager
-from slipstream.kernels.pointwise import embedding
+from slipstream.kernels.pointwise import embedding, place_tokens
 from slipstream.kernels.preconditioner import op as preconditioner_op
 from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInputs
 from slipstream.kernels.rotation import op as rotation_op
@@ -79,6 +80,26 @@ def mixer_steps() -> list[Tensor]:
     q, k, v, z = (torch.randn(2, 1, 2, 8) for _ in range(4))
     state, g = torch.randn(2, 2, 8, 8), -torch.rand(2, 1, 2)
     return [ops.mixer_step(q, k, v, state=state, g=g, z=z, norm_eps=1e-5), state]
+
+
+def placed_tokens() -> list[Tensor]:
+    q, g, qs, gs = (torch.randn(3, *n) for n in ((1, 2, 8), (1, 2), (5, 2, 8), (5, 2)))
+    place_tokens.place_tokens([q, g], [qs, gs], torch.tensor([4, 0, 2]))
+    return [qs, gs]
+
+
+def inputs_of_blocks() -> list[Tensor]:
+    N, T, H, K = 3, 5, 2, 64
+    sizes = [(N, 4, 3 * H * K), *[(N, T, H, K)] * 3, *[(N, T, H)] * 2]
+    blocks = block_inputs.Blocks._make(torch.randn(size) for size in sizes)
+    x, weight = torch.randn(N, 3 * H * K), torch.randn(3 * H * K, 4)
+    g, A_log, beta = torch.randn(N, H), torch.randn(H), torch.rand(N, H)
+    counts = torch.tensor([4, 0, 2])
+    tokens = block_inputs.TokenInputs(
+        x, weight, None, g, A_log, None, beta, counts, silu=True, doubled=True, lower_bound=None
+    )
+    block_inputs.block_inputs(tokens, blocks)
+    return [*blocks]
 
 
 def decay_gates() -> list[Tensor]:

@@ -17,8 +17,16 @@ from slipstream.kernels.linear import gsa, householder
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.log_probs import eager as log_probs_eager
 from slipstream.kernels.matmul import eager as matmul_eager
+from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.norm import fallback as norm_plain
-from slipstream.kernels.pointwise import activation, embedding, linear, rotary, token_shift
+from slipstream.kernels.pointwise import (
+    activation,
+    embedding,
+    linear,
+    place_tokens,
+    rotary,
+    token_shift,
+)
 from slipstream.kernels.preconditioner import op as preconditioner_op
 from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.rotation import op as rotation_op
@@ -223,6 +231,17 @@ FAMILIES = [
         "mixer_step.triton", calls.mixer_steps, {"mixer_step.triton.launch:step": calls.mixer_step}
     ),
     Family(
+        "mixer_step.block_inputs",
+        calls.inputs_of_blocks,
+        {"mixer_step.triton.block_inputs:block_inputs": block_inputs._eager},
+    ),
+    Family(
+        "place_tokens.triton",
+        calls.placed_tokens,
+        {"pointwise.triton.place_tokens:place_tokens": place_tokens._eager},
+        ("slipstream.kernels.pointwise.place_tokens",),
+    ),
+    Family(
         "gated_scan.triton",
         calls.sampled("chunk_hgrn"),
         {
@@ -320,6 +339,8 @@ FAMILIES = [
 WRITTEN: dict[Any, tuple[int, ...]] = {
     cache.append: (0, 1),
     calls.mixer_step: (0,),
+    block_inputs._eager: (1,),
+    place_tokens._eager: (1,),
     gsa._eager_softmax: (1,),
     gsa._eager_backward: (1,),
     householder.eager_deinterleave: (3,),

@@ -91,7 +91,7 @@ def run(
         _expect_consistent(options)
         step = consistent_scope.step
     if step is not None:
-        terms = terms.of_tokens(step.block)
+        terms = terms.with_tokens(step.blocks)
     if options.context is not None:
         given = terms, options, options.context, recurrent, names or {}
         return options.context.eagerly(_run_across_ranks, *given)

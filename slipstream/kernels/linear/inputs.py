@@ -25,7 +25,7 @@ Shapes: B batch, T tokens, H heads of q, k, p, a, b; HV heads of the rest, a mul
 reading head hv // (HV // H); K key width, V value width; N sequences (B, or those packed in B = 1).
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
@@ -126,8 +126,12 @@ class LinearInputs(NamedTuple):
 
     def of_tokens(self, change: Callable[[Tensor], Tensor]) -> "LinearInputs":
         """With `change` of each term that has a row for each token."""
-        given = ((name, getattr(self, name)) for name in TOKEN_TERMS)
-        return self._replace(**{name: change(x) for name, x in given if x is not None})
+        return self.with_tokens(lambda terms: [change(x) for x in terms])
+
+    def with_tokens(self, change: Callable[[list[Tensor]], Sequence[Tensor]]) -> "LinearInputs":
+        """With what `change` makes of all such terms together."""
+        given = {name: x for name in TOKEN_TERMS if (x := getattr(self, name)) is not None}
+        return self._replace(**dict(zip(given, change([*given.values()]), strict=True)))
 
 
 class ForwardCall(NamedTuple):

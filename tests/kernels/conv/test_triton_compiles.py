@@ -78,4 +78,4 @@ def test_small_convolution_kernels_compile(arch: str) -> None:
     flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}
     assert stack("conv_state_bwd_kernel", tensors, {**flags, "SX": 4096}, 2) == 0
     tensors = {f"{x}_ptr": "*bf16" for x in ("x", "s", "w", "b", "r", "y")} | {"index_ptr": "*i32"}
-    assert stack("conv_update_kernel", tensors, {**flags, "BW": 4}, 2) == 0
+    assert stack("conv_update_kernel", tensors, flags, 2) == 0

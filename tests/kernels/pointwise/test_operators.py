@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.loss import cross_entropy_op as loss
-from slipstream.kernels.pointwise import activation, linear, rotary, token_shift
+from slipstream.kernels.pointwise import activation, linear, place_tokens, rotary, token_shift
 from slipstream.ops.activation import glu_linear
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
@@ -45,6 +45,10 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     for back in (False, True):
         yield f"token_shift {back}", token_shift._call.overload, (x, state[:1], None, back)
         yield f"token_shift packed {back}", token_shift._call.overload, (x, state, CU, back)
+    counts, tokens, gates = torch.tensor([4, 0, 2]), torch.randn(3, 7), torch.randn(3, 2)
+    places = torch.randn(3, 5, 7), torch.randn(3, 5, 2)
+    given = (counts, tokens, gates, *[None] * 4, *places, *[None] * 4)
+    yield "place_tokens", place_tokens._call.overload, given
     weight, bias, past = torch.randn(6, 4), torch.randn(6), torch.randn(3, 6, 4)
     yield "conv", conv._call.overload, (x, weight, None, None, None, None, None, 0, True)
     yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, None, 0, True)
@@ -109,7 +113,7 @@ def check_operators() -> None:
         moved = copies(args), copies(args)
         got = operator(*moved[0], "triton")
         want = operator(*moved[1], "eager")
-        pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (got, want)), strict=True)
+        pairs = zip(*([x] if isinstance(x, Tensor) else x or () for x in (got, want)), strict=True)
         for x, y in (*pairs, *zip(*moved)):
             # where a token stands is told by the kernels alone
             if isinstance(x, Tensor) and x.is_floating_point():

@@ -59,3 +59,12 @@ def test_token_shift_compiles(arch: str, cu: str | None) -> None:
             target=arch,
         )
         assert got.stack == 0
+
+
+@archs
+def test_place_tokens_compiles(arch: str) -> None:
+    tensors = {f"{x}{i}_ptr": "*bf16" for x in "xy" for i in range(5)} | {"counts_ptr": "*i64"}
+    scalars = {f"{x}{i}": "i32:16" for x in ("stride", "D") for i in range(6)}
+    kernel = f"{PACKAGE}.place_tokens:place_tokens_kernel"
+    got = compile_kernel(kernel, tensors, {"T": 64, "BD": 1024}, scalars=scalars, target=arch)
+    assert got.stack == 0

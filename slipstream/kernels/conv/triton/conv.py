@@ -326,35 +326,32 @@ def conv_positions_kernel(cu_ptr, positions_ptr, T, N, bits, B: tl.constexpr):
 @triton.jit(do_not_specialize=["num_states"])
 def conv_update_kernel(
     x_ptr, s_ptr, w_ptr, b_ptr, r_ptr, index_ptr, y_ptr, stride_n, stride_d, stride_w, num_states,
-    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """One token of sequence n, whose window moves on in place; grid (D / BD, N).
 
     index [N]: which state is a sequence's; outside of [0, slots) nothing is touched and y is 0."""
     n = tl.program_id(1).to(tl.int64)
-    o_d, o_w = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BW)
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     m_d = o_d < D
     # an index outside of the pool: y is 0 and no state is touched
     cache_slot, live = n, n >= 0
     if index_ptr is not None:
         cache_slot = tl.load(index_ptr + n).to(tl.int64)
         live = (cache_slot >= 0) & (cache_slot < num_states)
-    m = (m_d & live)[:, None] & (o_w < W)[None, :]
-    p_s = (
-        s_ptr
-        + cache_slot * stride_n
-        + o_d[:, None].to(tl.int64) * stride_d
-        + o_w[None, :] * stride_w
-    )
-    # the window is read a column further on, and gets the token as its last column
-    b_s = tl.load(p_s + stride_w, mask=m & (o_w < W - 1)[None, :], other=0.0)
-    b_x = tl.load(x_ptr + n * D + o_d, mask=m_d, other=0.0).to(b_s.dtype)
-    b_s = tl.where((o_w == W - 1)[None, :], b_x[:, None], b_s)
+    m = m_d & live
+    p_s = s_ptr + cache_slot * stride_n + o_d.to(tl.int64) * stride_d
+    # the window a token further on, whose last column is the token
+    xs = ()
+    for j in tl.static_range(1, W):
+        xs = xs + (tl.load(p_s + j * stride_w, mask=m, other=0.0),)
+    b_x = tl.load(x_ptr + n * D + o_d, mask=m_d, other=0.0)
+    xs = xs + (b_x.to(s_ptr.dtype.element_ty),)
     # every thread has read the window before any of them moves it
     tl.debug_barrier()
-    tl.store(p_s, b_s, mask=m)
-    b_w = tl.load(w_ptr + o_d[:, None] * W + o_w[None, :], mask=m, other=0.0).to(tl.float32)
-    b_z = tl.sum(b_w * b_s.to(tl.float32), 1) + _bias(b_ptr, o_d, m_d, BD)
+    for j in tl.static_range(W):
+        tl.store(p_s + j * stride_w, xs[j], mask=m)
+    b_z = _dot(_taps(w_ptr, o_d, m, W), xs, _bias(b_ptr, o_d, m_d, BD), 0, W)
     if SILU:
         b_z *= tl.sigmoid(b_z)
     if r_ptr is not None:

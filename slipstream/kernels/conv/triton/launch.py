@@ -173,7 +173,7 @@ def update(
     N, D = x.shape
     W = weight.shape[1]
     y = torch.empty_like(x)
-    BD, BW = 128, 1 << (W - 1).bit_length()
+    BD = 128
     with device_of(x.device):
         cached(conv_update_kernel)[(-(-D // BD), N)](
             x_ptr=x,
@@ -188,7 +188,6 @@ def update(
             D=D,
             W=W,
             BD=BD,
-            BW=BW,
             SILU=silu,
             num_warps=2,
         )

@@ -6,7 +6,8 @@
     y = y + residual
 
 A program has BN rows of one weight. One row of x is multiplied without tensor cores; its norm is
-taken along the way, the products divided by the root of its squares' mean at the end.
+taken along the way, the products divided by the root of its squares' mean at the end. Of several
+rows y_i is rounded, as a linear layer's result is, so that bits are those of the layers apart.
 """
 
 import triton
@@ -177,10 +178,16 @@ def projection_step_kernel(
             x_ptr, weight_ptr, w1_ptr, o_m, m_m, row_x, o_n, m_n, K, BM, BN, BK, GLU
         )  # fmt: skip
     acc += tl.load(bias_ptr + o_n, mask=m_n & (has_bias != 0), other=0.0).to(tl.float32)[:, None]
+    if not ONE:
+        acc = acc.to(w0_ptr.dtype.element_ty).to(tl.float32)
     if GLU:
         if b1_ptr is not None:
             up += tl.load(b1_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        if not ONE:
+            up = up.to(w0_ptr.dtype.element_ty).to(tl.float32)
         acc = acc * tl.sigmoid(acc) * up
+        if not ONE:
+            acc = acc.to(w0_ptr.dtype.element_ty).to(tl.float32)
     m_y = m_n[:, None] & m_m[None, :]
     o_y = column + o_n[:, None]
     if residual_ptr is not None:

@@ -1,0 +1,146 @@
+"""slipstream::block_inputs: what a delta rule's chunk kernels read of a token, in one launch.
+
+It is made of the projections of a token of each row, and written into the row's block.
+triton/block_inputs.py has the formulas. No gradients.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.backends import triton_unsupported
+from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard, known_failure
+
+# of which the norm's kernel has a row in lanes of 8 numbers
+WIDTHS = (64, 128, 256)
+MAX_TAPS = 8
+UNIT_EPS = 1e-6  # of ops.l2_norm
+
+
+class TokenInputs(NamedTuple):
+    """Of a token of each row. x: [N, C], C = 2 H K + HV V, before the convolution of weight [C, W]
+    and bias [C]. g: [N, HV] or [N, HV, K], before its activation. A_log: [HV]. dt_bias: as g's
+    last. beta: [N, HV], before its sigmoid, and whether that is doubled. counts: int64 [N], the
+    place in its block. lower_bound: of g, or None."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    g: Tensor
+    A_log: Tensor
+    dt_bias: Tensor | None
+    beta: Tensor
+    counts: Tensor
+    silu: bool
+    doubled: bool
+    lower_bound: float | None
+
+
+class Blocks(NamedTuple):
+    """Written into. window: [N, W, C], the tokens before. q, k: [N, T, H, K]. v: [N, T, HV, V].
+    g: [N, T, HV] or [N, T, HV, K], float32. beta: [N, T, HV]. All are contiguous."""
+
+    window: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def unsupported_reason(t: TokenInputs, K: int) -> str | None:
+    """Why the kernel can't take a call with keys of K channels, or None if it can."""
+    if reason := triton_unsupported(t.x, "x"):
+        return reason
+    if t.x.dtype.itemsize != 2 or K not in WIDTHS:
+        return f"it takes heads of {', '.join(map(str, WIDTHS))} channels in 16 bits"
+    if t.weight.shape[1] > MAX_TAPS:
+        return f"it takes at most {MAX_TAPS} taps"
+    tensors = (t.weight, t.bias, t.A_log, t.dt_bias)
+    if not all(x is None or x.is_contiguous() for x in tensors):
+        return "a parameter is not contiguous"
+    return known_failure(lambda: _kind(t, K), t.x.device)
+
+
+def block_inputs(t: TokenInputs, blocks: Blocks, impl: str = TRITON_OR_EAGER) -> None:
+    """Writes the blocks, and moves the windows on."""
+    _call(*blocks, *t, impl)
+
+
+def _kind(t: TokenInputs, K: int) -> KernelKey:
+    rest = t.weight.shape[1], t.g.dim() == 3, t.lower_bound is not None
+    return ("mixer_step.block_inputs", t.x.dtype, t.weight.dtype, K, *rest)
+
+
+def _impl(*args: Any) -> None:
+    blocks, t, impl = Blocks(*args[:6]), TokenInputs(*args[6:-1]), args[-1]
+    kind = _kind(t, blocks.q.shape[-1])
+    with Guard(impl, t.x.device, lambda: kind, lambda: _mismatch(t, blocks)) as usable:
+        if usable:
+            from slipstream.kernels.mixer_step.triton.block_inputs import block_inputs
+
+            return block_inputs(t, blocks)
+    return _eager(t, blocks)
+
+
+def _eager(t: TokenInputs, blocks: Blocks) -> None:
+    row = torch.arange(t.x.shape[0], device=t.x.device)
+    blocks.window.copy_(torch.cat([blocks.window[:, 1:], t.x[:, None]], 1))
+    x = (blocks.window.float() * t.weight.float().t()).sum(1)
+    x = x if t.bias is None else x + t.bias
+    x = (F.silu(x) if t.silu else x).to(t.x.dtype)
+    heads = [y.shape[2:] for y in (blocks.q, blocks.k, blocks.v)]
+    q, k, v = (y.unflatten(-1, n) for y, n in zip(x.split([n.numel() for n in heads], -1), heads))
+    q, k = (y * (y.float().square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt() for y in (q, k))
+    a, rate = t.g.float(), t.A_log.float().exp()
+    if t.dt_bias is not None:
+        a = a + t.dt_bias.view(a.shape[1:])
+    rate = rate if a.dim() == 2 else rate[:, None]
+    bound = t.lower_bound
+    g = -rate * F.softplus(a) if bound is None else bound * torch.sigmoid(rate * a)
+    beta = t.beta.float().sigmoid().to(t.beta.dtype) * (1 + t.doubled)
+    for y, token in zip(blocks[1:], (q, k, v, g, beta)):
+        y[row, t.counts] = token.to(y.dtype)
+
+
+def _mismatch(t: TokenInputs, like: Blocks) -> str | None:
+    """The probe: three rows, at other places of blocks of five tokens."""
+
+    def values(x: Tensor, *shape: int) -> Tensor:
+        return numeric_probe.random_like(x, *shape)
+
+    blocks = {name: values(x, 3, 5, *x.shape[2:]) for name, x in like._asdict().items()}
+    blocks["window"] = values(like.window, 3, *like.window.shape[1:])
+    tokens = {name: values(x, 3, *x.shape[1:]) for name, x in t._asdict().items() if name in _ROWS}
+    counts = torch.tensor([4, 0, 2], device=t.x.device)
+
+    def run(tensors: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
+        written = Blocks(*(tensors[f"block {name}"] for name in Blocks._fields))
+        rows = {name: tensors[name] for name in _ROWS}
+        block_inputs(t._replace(**rows, counts=counts), written, impl)
+        return written
+
+    probe_inputs = tokens | {f"block {name}": x for name, x in blocks.items()}
+    return numeric_probe.mismatch(
+        lambda t: run(t, TRITON_OR_EAGER),
+        lambda t: run(t, "eager"),
+        probe_inputs,
+        gradients=False,
+    )
+
+
+_ROWS = ("x", "g", "beta")
+_call = KernelOp(
+    "block_inputs",
+    "(Tensor(a!) window, Tensor(b!) q_block, Tensor(c!) k_block, Tensor(d!) v_block, "
+    f"Tensor(e!) g_block, Tensor(f!) beta_block, {schema_of(TokenInputs)}, str impl) -> ()",
+    _impl,
+    lambda *args: None,
+    replay=True,
+)
