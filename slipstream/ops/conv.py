@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.conv import fallback, op
 from slipstream.kernels.conv.eager import last_inputs
-from slipstream.kernels.conv.inputs import UNIT_TENSORS
+from slipstream.kernels.conv.inputs import UNIT_TENSORS, ConvInputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.autograd import wants_gradient
@@ -137,18 +137,19 @@ def _convolve(
     whole = initial_state
     if share is not None:
         initial_state, past = states_of_pieces(x, weight.shape[1], initial_state, share)
-    call = (x, weight, bias, residual, initial_state, cu_seqlens)
-    impl = choose(_CANDIDATES, call, impl, "short_convolution", x).impls
-    given = (x, weight, bias, residual, initial_state, cu_seqlens, activation is not None)
+    inputs = ConvInputs(x, weight, bias, residual, initial_state, cu_seqlens)
+    impl = choose(_CANDIDATES, inputs, impl, "short_convolution", x).impls
+    silu = activation is not None
     if is_triton(impl):
         # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
         apart = sizes is not None and past is None and not any(n % 8 for n in sizes)
         parts = sizes if apart else None
         within = parts is not None and op.normalises(parts, unit, initial_state, cu_seqlens)
-        ys = op.convolution(*given, impl, parts, unit if within else 0)
+        ys = op.convolution(inputs, silu, impl, parts, unit if within else 0)
         unit = 0 if within else unit
     else:
-        ys = [fallback.convolution(*given, *([_by_definition] if impl == "reference" else []))]
+        by = [_by_definition] if impl == "reference" else []
+        ys = [fallback.convolution(inputs, silu, *by)]
     if past is not None:
         ys = [tie(ys[0], past)]
     if sizes is not None and len(ys) == 1:

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from slipstream import ops
 from slipstream.kernels.conv import op as conv_op
+from slipstream.kernels.conv.inputs import ConvInputs
 from slipstream.tools.catalog import Sample
 from tests.support.operators import FIXED, TESTED, Size, block_size, leaves
 
@@ -65,7 +66,8 @@ def _of_row(row: Sample) -> Case:
 def _convolved(args: Args) -> list[Tensor]:
     """The operator of the Triton kernel, by plain torch; nothing is contiguous."""
     x, weight = args["x"].mT, args["weight"].mT
-    return conv_op.convolution(x, weight, args["bias"], None, args["state"], None, True, "eager")
+    inputs = ConvInputs(x, weight, args["bias"], None, args["state"], None)
+    return conv_op.convolution(inputs, True, "eager")
 
 
 def _convolution() -> Args:

@@ -7,22 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.conv.eager import convolve
-from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS
+from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs
 from slipstream.runtime.guarded_launch import run_isolated
 from slipstream.runtime.token_ids import expect_below
 
 
 def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    convolve: Callable[..., Tensor] = convolve,
+    inputs: ConvInputs, silu: bool, convolve: Callable[..., Tensor] = convolve
 ) -> Tensor:
     """y in x's shape and dtype, with gradients."""
+    x, weight, bias, residual, state, cu_seqlens = inputs
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = None if state is None else state.to(compute_dtype)
     y = _finish(
@@ -32,23 +26,15 @@ def convolution(
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    sizes: Sequence[int] | None = None,
-    unit: int = 0,
+    inputs: ConvInputs, silu: bool, sizes: Sequence[int] | None = None, unit: int = 0
 ) -> list[Tensor]:
     """As the launch; `backward` does not look at where a token stands."""
-    y = convolution(x, weight, bias, residual, state, cu_seqlens, silu)
+    y = convolution(inputs, silu)
     tensors = normalised(y, sizes or y.shape[-1:], unit)
     ys = [channels.contiguous() for channels in tensors]
-    if cu_seqlens is None:
+    if inputs.cu_seqlens is None:
         return ys
-    return [*ys, torch.zeros(2, x.shape[1], dtype=torch.int32, device=x.device)]
+    return [*ys, torch.zeros(2, y.shape[1], dtype=torch.int32, device=y.device)]
 
 
 def normalised(y: Tensor, sizes: Sequence[int], unit: int) -> list[Tensor]:
@@ -82,7 +68,9 @@ def backward(
 
     def run() -> list[Tensor]:
         leaves = [None if t is None else t.clone().requires_grad_() for t in detached]
-        y = convolution(*leaves[:3], None, leaves[3], cu_seqlens, silu)  # type: ignore[arg-type]
+        x, weight, bias, state = leaves
+        assert x is not None and weight is not None
+        y = convolution(ConvInputs(x, weight, bias, None, state, cu_seqlens), silu)
         requested = [t for t in leaves if t is not None]
         tensors = normalised(y, [dy.shape[-1] for dy in dys], unit)
         grads = torch.autograd.grad(tensors, requested, [*dys])

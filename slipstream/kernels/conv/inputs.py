@@ -1,4 +1,18 @@
-"""What a convolution can do to its results besides."""
+"""What a convolution is given, and what it can do to its results besides."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ConvInputs(NamedTuple):
+    x: Tensor  # [B, T, D]
+    weight: Tensor  # [D, W]
+    bias: Tensor | None  # [D]
+    residual: Tensor | None  # [B, T, D]
+    state: Tensor | None  # [N, D, W]
+    cu_seqlens: Tensor | None  # [N + 1]
+
 
 # Of three tensors how many are normalised: queries and keys.
 UNIT_TENSORS = 2

@@ -6,7 +6,7 @@ gradients of these, those of x, weight and of bias and state, if they are there;
 slipstream::short_convolution_update y, and moves the state on in place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.conv import fallback
-from slipstream.kernels.conv.inputs import UNIT_TENSORS, UNIT_WIDTHS
+from slipstream.kernels.conv.inputs import UNIT_TENSORS, UNIT_WIDTHS, ConvInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -25,7 +25,7 @@ from slipstream.runtime.autograd import (
     save,
     wants_gradient,
 )
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 MAX_TAPS = 8
@@ -58,29 +58,20 @@ def kind(what: str, x: Tensor, weight: Tensor) -> KernelKey:
 
 
 def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    impl: str,
-    sizes: tuple[int, ...] | None = None,
-    unit: int = 0,
+    inputs: ConvInputs, silu: bool, impl: str, sizes: tuple[int, ...] | None = None, unit: int = 0
 ) -> list[Tensor]:
     """y, or one of each of up to three sizes channels. impl: triton, or triton|eager.
 
     unit: channels of a head of the first two of three tensors; each head is divided by its norm. 0
     normalises nothing. As `normalises` allows, and without a residual.
     """
-    tensors = (x, weight, bias, residual, state)
-    if needs_autograd(*tensors):
+    options = sizes, unit, silu, impl
+    if needs_autograd(*inputs[:5]):
         # here, so that what the Function saves are its inputs
-        x, weight, bias, state = _contiguous(x, weight, bias, state)
-        options = cu_seqlens, sizes, unit, silu, impl
-        return [*_Convolution.apply(x, weight, bias, residual, state, *options)]
-    return _call(*tensors, cu_seqlens, sizes, unit, silu, impl)[: len(sizes or (1,))]
+        x, weight, bias, state = _contiguous(inputs.x, inputs.weight, inputs.bias, inputs.state)
+        inputs = inputs._replace(x=x, weight=weight, bias=bias, state=state)
+        return [*_Convolution.apply(*inputs, *options)]
+    return _call(*inputs, *options)[: len(sizes or (1,))]
 
 
 def normalises(
@@ -112,11 +103,11 @@ def update(
 
 def _forward(*args: Any) -> list[Tensor]:
     *tensors, sizes, unit, silu, impl = args
-    kernel_args: Any = (*_contiguous(*tensors), silu, sizes, unit)
-    with _guard(impl, kernel_args[0], kernel_args[1]) as usable:
+    inputs = ConvInputs(*_contiguous(*tensors))
+    with _guard(impl, inputs.x, inputs.weight) as usable:
         if usable:
-            return _launch().forward(*kernel_args)
-    return fallback.forward(*kernel_args)
+            return _launch().forward(inputs, silu, sizes, unit)
+    return fallback.forward(inputs, silu, sizes, unit)
 
 
 def _backward(*args: Any) -> list[Tensor]:
@@ -162,8 +153,8 @@ def _mismatch(x: Tensor, weight: Tensor) -> str | None:
     probe_inputs |= {"state": numeric_probe.random_like(x, 2, D, W)}
     probe_inputs["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
     mismatch = numeric_probe.mismatch(
-        lambda t: convolution(**t, silu=True, impl="triton|eager")[0],
-        lambda t: fallback.convolution(**t, silu=True),
+        lambda t: convolution(ConvInputs(**t), True, "triton|eager")[0],
+        lambda t: fallback.convolution(ConvInputs(**t), True),
         probe_inputs,
     )
     return mismatch or _mismatch_of_unit(x, weight)
@@ -179,10 +170,10 @@ def _mismatch_of_unit(x: Tensor, weight: Tensor) -> str | None:
     }
 
     def convolve(t: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
-        arguments: Any = [t["x"], t["weight"], None, None, None, None, True]
+        inputs = ConvInputs(t["x"], t["weight"], None, None, None, None)
         if impl:
-            return tuple(convolution(*arguments, impl=impl, sizes=sizes, unit=unit))
-        return tuple(fallback.normalised(fallback.convolution(*arguments), sizes, unit))
+            return tuple(convolution(inputs, True, impl, sizes, unit))
+        return tuple(fallback.normalised(fallback.convolution(inputs, True), sizes, unit))
 
     return numeric_probe.mismatch(
         lambda t: convolve(t, "triton|eager"), lambda t: convolve(t, ""), probe_inputs
@@ -215,21 +206,11 @@ class _Convolution(Function):
     operator = "slipstream::short_convolution"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        sizes: Sequence[int] | None,
-        unit: int,
-        silu: bool,
-        impl: str,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, sizes, unit, silu, impl = args
+        x, weight, bias, residual, state, cu_seqlens = tensors
         sizes = None if sizes is None else tuple(sizes)
-        results = _call(x, weight, bias, residual, state, cu_seqlens, sizes, unit, silu, impl)
+        results = _call(*tensors, sizes, unit, silu, impl)
         count = len(sizes or (1,))
         save(ctx, x, weight, bias, state, cu_seqlens, *(results[count:] or (None,)))
         ctx.options = unit, silu, impl
@@ -278,8 +259,7 @@ def _fake_update(x: Tensor, *_: Any) -> Tensor:
 
 _call = KernelOp(
     "short_convolution",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? cu_seqlens, "
-    "int[]? sizes, int unit, bool silu, str impl) -> Tensor[]",
+    f"({schema_of(ConvInputs)}, int[]? sizes, int unit, bool silu, str impl) -> Tensor[]",
     _forward,
     _fake,
     replay=True,

@@ -83,6 +83,7 @@ def check_offsets_past_the_end() -> None:
 def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Channels in tensors of their own: the bits of those in one."""
     from slipstream.kernels.conv import op
+    from slipstream.kernels.conv.inputs import ConvInputs
 
     B, T, sizes = (1, sum(lengths), (24, 8, 16)) if lengths else (2, 21, (8, 40))
     D, N = sum(sizes), len(lengths) or B
@@ -92,10 +93,11 @@ def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     found: list[list[Tensor]] = []
     for apart in (None, sizes):
         x, weight, bias, state = (t.clone().requires_grad_() for t in inputs)
-        ys = op.convolution(x, weight, bias, None, state, cu, True, "triton", apart)
+        call = ConvInputs(x, weight, bias, None, state, cu), True, "triton", apart
+        ys = op.convolution(*call)
         assert all(y.is_contiguous() for y in ys)
         with torch.no_grad():
-            again = op.convolution(x, weight, bias, None, state, cu, True, "triton", apart)
+            again = op.convolution(*call)
         dys = dy.split([y.shape[-1] for y in ys], -1)
         grads = torch.autograd.grad(ys, [x, weight, bias, state], dys)
         found.append([torch.cat(ys, -1), torch.cat(again, -1), *grads])
@@ -106,6 +108,7 @@ def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
 def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool) -> None:
     """Heads that are normalised within the convolution, against l2_norm after it."""
     from slipstream.kernels.conv import fallback, op
+    from slipstream.kernels.conv.inputs import ConvInputs
 
     sizes, unit = (64, 128, 24), 64
     assert op.normalises(sizes, unit, None, None)
@@ -119,14 +122,14 @@ def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool) -> None:
         x, weight, b = (*leaves, None)[:3]
         assert x is not None
         assert weight is not None
+        call = ConvInputs(x, weight, b, None, None, None)
         if kernels:
-            given = (x, weight, b, None, None, None, True, "triton", sizes, unit)
-            ys = op.convolution(*given)
+            ys = op.convolution(call, True, "triton", sizes, unit)
             with torch.no_grad():
-                again = op.convolution(*given)
+                again = op.convolution(call, True, "triton", sizes, unit)
             assert all(torch.equal(y, z) for y, z in zip(ys, again, strict=True))
         else:
-            y = fallback.convolution(x, weight, b, None, None, None, True)
+            y = fallback.convolution(call, True)
             ys = fallback.normalised(y, sizes, unit)
         dys = [t.to(y.dtype) for y, t in zip(ys, dy.split(sizes, -1))]
         found.append([*ys, *torch.autograd.grad(ys, leaves, dys)])

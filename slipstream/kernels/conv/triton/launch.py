@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS
+from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs
 from slipstream.kernels.conv.triton.bwd_rolling import conv_bwd_rolling_kernel
 from slipstream.kernels.conv.triton.conv import (
     conv_bwd_kernel,
@@ -40,18 +40,11 @@ BACKWARD_ROLLING = Tile(8, 256, 2, 4)
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    sizes: Sequence[int] | None,
-    unit: int = 0,
+    inputs: ConvInputs, silu: bool, sizes: Sequence[int] | None, unit: int = 0
 ) -> list[Tensor]:
     """y [B, T, D], or one of each of sizes channels, and `where` of packed sequences for backward.
     All contiguous. unit: as op.convolution."""
+    x, weight, bias, residual, state, cu_seqlens = inputs
     T, D = x.shape[1:]
     W = weight.shape[1]
     ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes or (D,)]
