@@ -73,7 +73,7 @@ def test_gradient_kernels_compile(case: tuple) -> None:
         got = found[name].compile()
         assert got.shared <= ARCHS["sm_90"].shared
         # of strong chunks with free a and b: five sums of 64 x 64, read twice within 16 tokens
-        most = 64 if case[0] == "dplr" and "safe" in name else 0
+        most = 64 if case[0] == "dplr" and "safe" in name else 8 if case[0] == "dplr" else 0
         assert got.stack <= most, f"{name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0 and got.instructions["tma"] >= 5
         assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0

@@ -39,7 +39,8 @@ def kernels() -> SimpleNamespace:
     with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
         for name in [x for x in sys.modules if x.startswith(PARTS)]:
             del sys.modules[name]
-        own = ("wy", "solve_tril", "blocks", "intra_safe", "chunk_fwd", "chunk_dstate")
+        own = ("wy", "by_quarters", "solve_tril", "blocks", "intra_safe")
+        own = (*own, "chunk_fwd", "chunk_dstate")
         names = ["common.tril_inverse", *(f"dplr.{name}" for name in own)]
         made = {name: importlib.import_module(PARTS + name) for name in names}
         vars(made["common.tril_inverse"])["halves"] = lambda b: (b, 0.0 * b)
@@ -223,6 +224,7 @@ def test_strong_chunks_walk_to_reference(case: str) -> None:
         lambda x: torch.where(x < 0.02, -1e4, -0.1 * x),
         lambda x: -5 * x,
         lambda x: torch.where(x < 0.3, 0.0, -9 * x),
+        lambda x: 0 * x - 5,
     ):
         made = check(inputs(CASES[case], gates))
         assert made["strong"].nan_to_num().max() > 0

@@ -19,6 +19,7 @@ from tests.support.sm90_dplr import CASES, PARTS, inputs, prepared
 GATES = {
     "weak": lambda x: -0.1 * x,
     "all -5": lambda x: 0 * x - 5,
+    "last -5": lambda x: torch.where(torch.arange(x.shape[-1]) < x.shape[-1] // 2, -0.1 * x, -5),
     "to -9": lambda x: -9 * x,
     "strong": lambda x: -50 * x,
     "resets": lambda x: torch.where(x < 0.03, -torch.inf, -0.1 * x),
@@ -32,6 +33,11 @@ CHANGES = [
     ("strong", "weak", 2),
     ("strong", "weak", 21),
     ("all -5", "weak", 12),
+    ("all -5", "weak", 50),
+    ("all -5", "strong", 40),
+    ("weak", "all -5", 21),
+    ("weak", "last -5", 10),
+    ("last -5", "strong", 50),
     ("to -9", "strong", 60),
     ("mixed", "mixed", 40),
 ]
@@ -83,11 +89,11 @@ def check(case: str, gates: str, later: str, cut: int, dtype: torch.dtype) -> No
         limits = 3.0, 0.0
     with rounded(dtype):
         want, got = (prepared(x, True, kernels(), limits) for x in (terms, changed))
-    assert not torch.equal(want["strong"], got["strong"]) or want["strong"].min() == 2
+    assert not torch.equal(want["strong"], got["strong"]) or want["strong"].min() >= 2
     for name in ("q", "w", "u", "qb", "qk", "ak", "r"):
         if want[name] is not None:
             x, y = (made[name].mT if name == "u" else made[name] for made in (want, got))
             x, y = x[:, :, :cut], y[:, :, :cut]
-            if name in "qw":  # bf16 has fewer digits there
-                x, y = (torch.where(z.abs() < 2.0**-120, 0.0, z) for z in (x, y))
+            # of what is less bf16 has fewer digits, or none
+            x, y = (torch.where(z.abs() < 2.0**-112, 0.0, z) for z in (x, y))
             assert torch.equal(x, y), f"{name}: {(x != y).nonzero()[:3].tolist()}"

@@ -251,7 +251,7 @@ class Sm90Dplr(TritonDplr):
             "DELTA": terms.transition == "delta",
             "PACKED": terms.cu_seqlens is not None,
         }
-        # the chunks that are not strong, and then those that are
+        # the chunks whose quarters allow it, and then the others
         launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sm_count(do.device.index), chunks * HV),)]
         launch(
             **_rows(terms, TILE_K),
@@ -259,7 +259,6 @@ class Sm90Dplr(TritonDplr):
             total=chunks * HV,
             NK=1 if dbeta is None else dbeta.shape[0] - 1,
             WIDE=WIDE,
-            APART=APART[terms.v.dtype],
             **common,
             num_warps=4 * WIDE,
             maxnreg=168,  # of 12 warps: what all partitions share

@@ -8,11 +8,14 @@ u = k N, in 16 bits,
     dw = exp(late) x dS'^T + dqb^T r + dab^T s          db = N (dw + own r)
     du = exp(late) v dS'^T + dqk^T r + dak^T s          dk = N (du + own' r)
 
-Halves of a chunk are APART, as in wy.py: P and N have exp2(-APART) and exp2(APART) in the first
-half, and the other way round in the second. So dr and ds take what comes of writes in the first
-half, then rows of the second half are multiplied by 2^(-2 APART), then comes the rest; dw and du
-take what was read in the second half first. own and own' are the gradients of the scores of pairs
-(i, i), whose P N is 1, and
+P and N are relative to half of what a quarter of a chunk, 16 tokens, decays by: P = exp(G - h) and
+N = exp(h - G), with G from the quarter's start and h half of its gates. Channels are columns here,
+so that what a quarter wrote comes to the next ones by a factor a channel: dr and ds take what comes
+of the first quarter, then rows of later ones are multiplied by exp(h + h'), h' of the quarter after
+it, then comes the second quarter, and so on; dw and du begin with what the last quarter read. Where
+halves of the chunk decay by more than LIMIT of wy.py (deep) such a factor may be less than float32
+has, and takes two steps. early and late are exp(h) of the first and of the last quarter. own and
+own' are the gradients of the scores of pairs (i, i), whose P N is 1, and
 
     dg_t = z + sum over i >= t of (r dr - w dw - u du)_i + sum over i > t of (s ds)_i
     z    = exp(G_C) sum over V of S dS' + sum over i of (w exp(late) x dS'^T + u ...)_i
@@ -35,32 +38,37 @@ take, and does without the stack. Every operand comes by TMA into a buffer of it
     it: with the last block of the chunk for what a chunk has once, at the block's end for OPERANDS.
 
 What goes to global memory is stored after a fence rather than before, which would wait for it.
-Strong chunks are left to intra_safe_bwd.py.
+Chunks with quarters that decay further are left to intra_safe_bwd.py.
 """
 
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
 from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     DSTATE,
+    END,
     GATES,
     LOG2E,
     OPERANDS,
     READS,
+    REST,
     SCORES,
+    START,
     STATE,
+    TOTAL,
     WRITES,
-    back,
     chunk_tiles,
     clear,
     erase_gradients,
     fast_exp2,
     fast_reciprocal,
     load_partition,
+    part_product,
     products_of_states,
+    put_factors,
     seen,
     store_dbeta,
     store_gates,
-    sums_of_halves,
+    towards,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,
@@ -74,11 +82,11 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 @gluon.jit
 def decays(
-    gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows, dg_ptr,
-    stride, zero,
-    C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, APART: gl.constexpr,
+    gs, gate_terms, sums, factors, full, empty, now, none, num_rows, b_dg, was_first,
+    was_num_rows, dg_ptr, stride, zero,
+    C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """Gates, E, early and late; the gradients of the gates before them are written."""
+    """Gates and G - h; the gradients of the gates before them are written."""
     cl: gl.constexpr = zero.type.layout
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
@@ -90,19 +98,18 @@ def decays(
     g_high, g_low = halves(b_g)
     gate_terms.index(0).store(g_high)
     gate_terms.index(1).store(g_low)
+    sums.store(gl.sum(gl.reshape(b_g, [4, C // 4, BK]), 1))
     fence_async_shared()
     gl.thread_barrier()
     # after a fence, which waits for what is being stored
     store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
-    from_middle = seen(C, ca, none, True)
-    b_e = warpgroup_mma(from_middle, gate_terms.index(1), zero, use_acc=False, is_async=True)
-    b_e = warpgroup_mma(from_middle, gate_terms.index(0), b_e, is_async=True)
-    b_early, b_late = sums_of_halves(b_g, gl.SliceLayout(0, cl))
+    around = seen(C, ca, none, True)
+    b_e = warpgroup_mma(around, gate_terms.index(1), zero, use_acc=False, is_async=True)
+    b_e = warpgroup_mma(around, gate_terms.index(0), b_e, is_async=True)
+    put_factors(sums, factors, wide)
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
-    if APART > 0:
-        b_e += gl.where(o_c + none < C // 2, -APART, APART)[:, None]
     mbarrier.arrive(empty.index(GATES), count=1)
-    return b_g, b_e, b_early, b_late
+    return b_g, b_e
 
 
 @gluon.jit
@@ -140,124 +147,92 @@ def decay_operands(
 
 
 @gluon.jit
-def half_product(b, score, rhs, at: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """b and a half of score rhs, or of score^T rhs: what comes of 32 tokens, from `at` on."""
-    if TRANSPOSED:
-        lhs = score.slice(at, 32).permute((1, 0))
-    else:
-        lhs = score.slice(at, 32, 1)
-    return warpgroup_mma(lhs, rhs.slice(at, 32), b, is_async=True)
-
-
-@gluon.jit
 def gradients_of_reads(
-    ss, ds, os, ys, ops, at, scores, full, empty, i_tile, last, none, b_early, b_late, scale, zero,
+    ss, ds, os, ys, ops, at, scores, factors, deep, full, empty, i_tile, last, none, scale, zero,
     V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
-    APART: gl.constexpr,
 ):  # fmt: skip
     """dr and ds [C, BK], and the sum over V of S dS', decayed."""
     W: gl.constexpr = 1 if DELTA else 3
-    C: gl.constexpr = zero.shape[0]
-    cl: gl.constexpr = zero.type.layout
+    line: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     b_z = products_of_states(ss, ds, V, BK, wide)
-    b_z = gl.convert_layout(b_z, gl.SliceLayout(0, cl))
-    b_z *= gl.exp2(b_early + b_late)
+    b_z = gl.convert_layout(b_z, line) * factors.index(TOTAL).load(line)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
     b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
     mbarrier.arrive(empty.index(STATE), count=1)
     if last:
         mbarrier.arrive(empty.index(READS), count=1)
-    b_early = gl.exp2(b_early + APART)[None, :]
-    b_dr *= b_early * scale
-    b_ds *= b_early
+    b_start = factors.index(START).load(line)[None, :]
+    b_dr *= b_start * scale
+    b_ds *= b_start
     mbarrier.wait(full.index(SCORES), i_tile & 1)
     w = ops.index(at + W)
-    if APART > 0:
-        for half in gl.static_range(2):
-            b_dr = half_product(b_dr, scores.index(none), w, 32 * half, False)
-            b_ds = half_product(b_ds, scores.index(none + 1), w, 32 * half, False)
-            if not DELTA:
-                u = ops.index(at + 1)
-                b_dr = half_product(b_dr, scores.index(none + 2), u, 32 * half, False)
-                b_ds = half_product(b_ds, scores.index(none + 3), u, 32 * half, False)
-            b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-            if half == 0:
-                b_back = back(cl, none, C, True, APART)
-                b_dr *= b_back
-                b_ds *= b_back
-    else:
-        b_dr = warpgroup_mma(scores.index(none), w, b_dr, is_async=True)
-        b_ds = warpgroup_mma(scores.index(none + 1), w, b_ds, is_async=True)
+    for quarter in gl.static_range(4):
+        b_dr = part_product(b_dr, scores.index(none), w, quarter, False)
+        b_ds = part_product(b_ds, scores.index(none + 1), w, quarter, False)
         if not DELTA:
-            b_dr = warpgroup_mma(scores.index(none + 2), ops.index(at + 1), b_dr, is_async=True)
-            b_ds = warpgroup_mma(scores.index(none + 3), ops.index(at + 1), b_ds, is_async=True)
+            u = ops.index(at + 1)
+            b_dr = part_product(b_dr, scores.index(none + 2), u, quarter, False)
+            b_ds = part_product(b_ds, scores.index(none + 3), u, quarter, False)
         b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+        if quarter < 3:
+            b_f = towards(factors, quarter, zero, none, True, quarter)
+            b_dr *= b_f
+            b_ds *= b_f
+            if deep:
+                b_f = towards(factors, quarter, zero, none, True, REST + quarter)
+                b_dr *= b_f
+                b_ds *= b_f
     return b_dr, b_ds, b_z
 
 
 @gluon.jit
-def by_scores(b_dw, b_du, ops, at, scores, none, half: gl.constexpr, DELTA: gl.constexpr):
-    """dw and du, with what comes of a half of the tokens by way of the scores; under way."""
-    r = ops.index(at)
-    s = ops.index(at + 2)
-    if half is None:
-        b_dw = warpgroup_mma(scores.index(none).permute((1, 0)), r, b_dw, is_async=True)
-        b_dw = warpgroup_mma(scores.index(none + 1).permute((1, 0)), s, b_dw, is_async=True)
-        if not DELTA:
-            b_du = warpgroup_mma(scores.index(none + 2).permute((1, 0)), r, b_du, is_async=True)
-            b_du = warpgroup_mma(scores.index(none + 3).permute((1, 0)), s, b_du, is_async=True)
-    else:
-        b_dw = half_product(b_dw, scores.index(none), r, 32 * half, True)
-        b_dw = half_product(b_dw, scores.index(none + 1), s, 32 * half, True)
-        if not DELTA:
-            b_du = half_product(b_du, scores.index(none + 2), r, 32 * half, True)
-            b_du = half_product(b_du, scores.index(none + 3), s, 32 * half, True)
-    return b_dw, b_du
-
-
-@gluon.jit
 def gradients_of_writes(
-    ds, xs, vs, ops, at, scores, empty, last, none, b_late, b_z, zero, DELTA: gl.constexpr,
-    APART: gl.constexpr,
-):  # fmt: skip
+    ds, xs, vs, ops, at, scores, factors, deep, empty, last, none, b_z, zero, DELTA: gl.constexpr
+):
     """dw and du [C, BK]; z with what they have of dS'."""
     cl: gl.constexpr = zero.type.layout
-    C: gl.constexpr = zero.shape[0]
     W: gl.constexpr = 1 if DELTA else 3
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
     b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
-    b_late = gl.exp2(b_late + APART)[None, :]
-    b_dw *= b_late
+    b_end = factors.index(END).load(gl.SliceLayout(0, cl))[None, :]
+    b_dw *= b_end
     b_sum = ops.index(at + W).load(cl).to(gl.float32) * b_dw
     b_du = b_dw
     if not DELTA:
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
         b_du = warpgroup_mma_wait(0, deps=(b_du,))
-        b_du *= b_late
+        b_du *= b_end
         b_sum += ops.index(at + 1).load(cl).to(gl.float32) * b_du
     mbarrier.arrive(empty.index(DSTATE), count=1)
     if last:
         mbarrier.arrive(empty.index(WRITES), count=1)
-    if APART > 0:
-        b_dw, b_du = by_scores(b_dw, b_du, ops, at, scores, none, 1, DELTA)
-        b_back = back(cl, none, C, False, APART)
-        b_sum *= b_back
+    r = ops.index(at)
+    s = ops.index(at + 2)
+    for i in gl.static_range(4):
+        b_dw = part_product(b_dw, scores.index(none), r, 3 - i, True)
+        b_dw = part_product(b_dw, scores.index(none + 1), s, 3 - i, True)
         if DELTA:
-            b_dw = warpgroup_mma_wait(0, deps=(b_dw,)) * b_back
+            b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
         else:
+            b_du = part_product(b_du, scores.index(none + 2), r, 3 - i, True)
+            b_du = part_product(b_du, scores.index(none + 3), s, 3 - i, True)
             b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
-            b_dw *= b_back
-            b_du *= b_back
-        b_dw, b_du = by_scores(b_dw, b_du, ops, at, scores, none, 0, DELTA)
-    else:
-        b_dw, b_du = by_scores(b_dw, b_du, ops, at, scores, none, None, DELTA)
+        if i < 3:
+            b_f = towards(factors, 2 - i, zero, none, False, 2 - i)
+            b_sum *= b_f
+            b_dw *= b_f
+            if not DELTA:
+                b_du *= b_f
+            if deep:
+                b_f = towards(factors, 2 - i, zero, none, False, REST + 2 - i)
+                b_sum *= b_f
+                b_dw *= b_f
+                if not DELTA:
+                    b_du *= b_f
     b_z += gl.sum(b_sum, 0)
     if DELTA:
-        b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
         b_du = b_dw
-    else:
-        b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
     if last:
         mbarrier.arrive(empty.index(SCORES), count=1)
     return b_dw, b_du, b_z
@@ -292,11 +267,11 @@ def clear_ends(
 
 @gluon.jit
 def dqkg_partition(
-    ss, ds, os, ys, xs, vs, ops, gs, gate_terms, scores, full, empty,
+    ss, ds, os, ys, xs, vs, ops, gs, gate_terms, gate_sums, factors, scores, full, empty,
     strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
     scale, total, tokens, T, N, HV,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
-    wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr, APART: gl.constexpr,
+    wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     GATED: gl.constexpr = DELTA and beta_ptr is None
     act: gl.constexpr = ss.dtype
@@ -318,7 +293,7 @@ def dqkg_partition(
         n = pid + i * programs
         strong = strong_next
         strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
-        if strong < 2:
+        if strong < 3:
             row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
             i_h = n % HV
             first = row.to(gl.int64) * HV + i_h
@@ -340,9 +315,9 @@ def dqkg_partition(
                     b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
                 if not DELTA:
                     b_qk = gl.load(p_diag + C)[:, None]
-                b_g, b_e, b_early, b_late = decays(
-                    gs, gate_terms, full, empty, now, none, num_rows, b_dg, was_first, was_num_rows,
-                    dg_ptr, HV * K, zero, C, BK, wide, APART,
+                b_g, b_e = decays(
+                    gs, gate_terms, gate_sums, factors, full, empty, now, none, num_rows, b_dg,
+                    was_first, was_num_rows, dg_ptr, HV * K, zero, C, BK, wide,
                 )  # fmt: skip
                 b_p = fast_exp2(b_e)
                 b_n = fast_exp2(-b_e)
@@ -359,8 +334,8 @@ def dqkg_partition(
                     clear_ends(os.index(none), vs.index(none), num_rows, C, V, wide, DELTA)
                 b_dr, b_ds, b_z = gradients_of_reads(
                     ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
-                    full, empty, i_tile, last, none, b_early, b_late, scale, zero,
-                    V, BK, wide, DELTA, APART,
+                    factors, strong > 0, full, empty, i_tile, last, none, scale, zero,
+                    V, BK, wide, DELTA,
                 )  # fmt: skip
                 o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
                 o_o = (o_c + none)[:, None] * (HV * K) + o_n[None, :]
@@ -387,8 +362,8 @@ def dqkg_partition(
                     b_s += b_t
                 # by way of the state after it, and what was read
                 b_dw, b_du, b_z = gradients_of_writes(
-                    ds.index(none), xs.index(none), vs.index(none), ops, at, scores, empty, last,
-                    none, b_late, b_z, zero, DELTA, APART,
+                    ds.index(none), xs.index(none), vs.index(none), ops, at, scores, factors,
+                    strong > 0, empty, last, none, b_z, zero, DELTA,
                 )  # fmt: skip
                 b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
                 if not DELTA:
@@ -452,7 +427,6 @@ def dplr_dqkg_sm90_kernel(
     WIDE: gl.constexpr,
     DELTA: gl.constexpr,
     PACKED: gl.constexpr,
-    APART: gl.constexpr,
 ):
     """grid (programs,), 4 WIDE warps: each does every programs-th of the chunks and value heads.
 
@@ -467,6 +441,10 @@ def dplr_dqkg_sm90_kernel(
         gs = gate_terms._reinterpret(gl.float32, [C, BK], g_desc.layout)
     else:
         gs = gate_terms.index(0)._reinterpret(g_desc.dtype, [C, BK], g_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    gate_sums = gl.allocate_shared_memory(gl.float32, [4, BK], plain)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    factors = gl.allocate_shared_memory(gl.float32, [9, BK], line)
     if DELTA:
         vs = xs
     else:
@@ -477,10 +455,10 @@ def dplr_dqkg_sm90_kernel(
     gl.warp_specialize(
         [
             (dqkg_partition, (
-                ss, ds, os, ys, xs, vs, ops, gs, gate_terms, scores, full, empty,
-                strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr,
-                cu_ptr, scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA, PACKED,
-                APART)),
+                ss, ds, os, ys, xs, vs, ops, gs, gate_terms, gate_sums, factors, scores, full,
+                empty, strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr,
+                dbeta_ptr, cu_ptr, scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA,
+                PACKED)),
             (load_partition, (
                 q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
                 states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,

@@ -1,7 +1,7 @@
 """Parts of the gradients' kernels of per-channel decay on sm_90 (dqkg.py)."""
 
 from slipstream.kernels.linear.sm90.common.device import locate_sequence
-from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier
+from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -14,6 +14,11 @@ OPERANDS = gl.constexpr(3)  # q, k, a and b, two stages
 READS = gl.constexpr(5)  # do and y
 WRITES = gl.constexpr(6)  # x and v
 SCORES = gl.constexpr(7)  # gradients of the scores
+# rows of factors after those from a quarter to the next
+START = gl.constexpr(3)
+END = gl.constexpr(4)
+TOTAL = gl.constexpr(5)
+REST = gl.constexpr(6)
 
 
 @gluon.jit
@@ -87,7 +92,7 @@ def load_partition(
         n = pid + i * programs
         strong = strong_next
         strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
-        if strong < 2:
+        if strong < 3:
             row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
             i_h = n % HV
             # phases: of a chunk, of a block of channels, of a stage of two
@@ -145,8 +150,8 @@ def load_partition(
 
 
 @gluon.jit
-def seen(C: gl.constexpr, layout: gl.constexpr, none, FROM_MIDDLE: gl.constexpr):
-    """[C, C]: what E is of gates, or 1 for what comes later.
+def seen(C: gl.constexpr, layout: gl.constexpr, none, AROUND: gl.constexpr):
+    """[C, C]: what G - h is of gates, or 1 for what comes later.
 
     none: 0, and no compiler knows it; another one each turn, or it would take registers all the
     time. Where an element of a left operand in registers is a constant, ptxas (12.8, 13.0) may give
@@ -154,9 +159,8 @@ def seen(C: gl.constexpr, layout: gl.constexpr, none, FROM_MIDDLE: gl.constexpr)
     """
     i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
     t = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
-    if FROM_MIDDLE:
-        ahead = gl.where((t < C // 2) & (t > i), -1.0, 0.0)
-        b = gl.where((t >= C // 2) & (t <= i), 1.0, ahead)
+    if AROUND:
+        b = gl.where(i // (C // 4) == t // (C // 4), gl.where(t > i, -0.5, 0.5), 0.0)
     else:
         b = gl.where(t > i, 1.0, 0.0)
     return b.to(gl.bfloat16)
@@ -172,12 +176,51 @@ def clear(tile, num_rows, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_halves(b, line: gl.constexpr):
-    """Over the first half of the rows [C, K], and over the others: the warps' sums are shared."""
-    b = gl.sum(gl.reshape(b, [4, b.shape[0] // 4, b.shape[1]]), 1)
-    first = (gl.arange(0, 4, gl.SliceLayout(1, b.type.layout)) < 2)[:, None]
-    b_first = gl.convert_layout(gl.sum(gl.where(first, b, 0.0), 0), line)
-    return b_first, gl.convert_layout(gl.sum(gl.where(first, 0.0, b), 0), line)
+def put_factors(sums, factors, wide: gl.constexpr):
+    """Of sums of quarters [4, BK]: exp(h + h') to the next, 2^-126 or more, exp(h) of the first and
+    of the last, the chunk's decay, and what is left of those to the next."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4 * wide], [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    sums = sums._reinterpret(gl.float32, sums.shape, plain)  # the same, to be indexed
+    b_last = 0.5 * sums.index(0).load(line)
+    b_total = b_last
+    factors.index(START).store(gl.exp2(b_last))
+    for i in gl.static_range(3):
+        b_h = 0.5 * sums.index(i + 1).load(line)
+        b_next = b_last + b_h
+        factors.index(i).store(gl.exp2(gl.maximum(b_next, -126.0)))
+        factors.index(REST + i).store(gl.exp2(gl.minimum(b_next + 126.0, 0.0)))
+        b_total += b_h
+        b_last = b_h
+    factors.index(END).store(gl.exp2(b_last))
+    factors.index(TOTAL).store(gl.exp2(2 * b_total))
+
+
+@gluon.jit
+def towards(factors, quarter: gl.constexpr, zero, none, LATER: gl.constexpr, row: gl.constexpr):
+    """[C, BK]: from `quarter` to the next one for the rows after it, or back for the others, of the
+    factors' row; 1 for the rest."""
+    layout: gl.constexpr = zero.type.layout
+    C: gl.constexpr = zero.shape[0]
+    b_f = factors.index(row).load(gl.SliceLayout(0, layout))[None, :]
+    o_c = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    later = o_c >= (quarter + 1) * (C // 4)
+    if LATER:
+        b_f = gl.where(later, b_f, 1.0)
+    else:
+        b_f = gl.where(later, 1.0, b_f)
+    return b_f
+
+
+@gluon.jit
+def part_product(b, score, rhs, quarter: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """b and a part of score rhs, or of score^T rhs: what comes of a quarter's tokens; under way."""
+    COUNT: gl.constexpr = score.shape[0] // 4
+    if TRANSPOSED:
+        lhs = score.slice(quarter * COUNT, COUNT).permute((1, 0))
+    else:
+        lhs = score.slice(quarter * COUNT, COUNT, 1)
+    return warpgroup_mma(lhs, rhs.slice(quarter * COUNT, COUNT), b, is_async=True)
 
 
 @gluon.jit
@@ -196,18 +239,6 @@ def store_gates(dg_ptr, b_dg, first, num_rows, o_c, o_k, stride):
     p = dg_ptr + first
     b_dg = b_dg.to(dg_ptr.dtype.element_ty)
     gl.store(p + (o_c[:, None] * stride + o_k[None, :]), b_dg, mask=(o_c < num_rows)[:, None])
-
-
-@gluon.jit
-def back(layout: gl.constexpr, none, C: gl.constexpr, LATER: gl.constexpr, APART: gl.constexpr):
-    """[C, 1]: 2^(-2 APART) for tokens of the later half, or of the other, and 1 for the rest."""
-    later = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none >= C // 2
-    BACK: gl.constexpr = 2.0 ** (-2 * APART)
-    if LATER:
-        b = gl.where(later, BACK, 1.0)
-    else:
-        b = gl.where(later, 1.0, BACK)
-    return b
 
 
 @gluon.jit

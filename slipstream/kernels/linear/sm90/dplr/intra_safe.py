@@ -32,6 +32,7 @@ from slipstream.kernels.linear.sm90.dplr.blocks import (
     flattened,
     put_product,
 )
+from slipstream.kernels.linear.sm90.dplr.by_quarters import of_tokens, quarters, takes_quarters
 from slipstream.kernels.linear.sm90.dplr.solve_tril import (
     put,
     ready,
@@ -40,8 +41,6 @@ from slipstream.kernels.linear.sm90.dplr.solve_tril import (
 )
 from slipstream.kernels.linear.sm90.dplr.wy import (
     LOG2E,
-    of_tokens,
-    quarters,
     sum_before,
     sum_from,
     sums_of_quarters,
@@ -121,7 +120,7 @@ def to_edges(
     b_off = b_n - b_base
     b_f = flattened(gl.exp2(b_rest - b_e), flat)
     b_r = flattened(exp2_or_least(b_e - b_off), flat)
-    b_q = q.load(flat) * b_r * of_tokens(b_start * scale, b_g, flat)
+    b_q = q.load(flat) * b_r * of_tokens(b_start * scale, flat)
     gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
     b_a = a.load(flat)
     if DELTA:
@@ -318,7 +317,8 @@ def dplr_intra_safe_sm90_kernel(
     while at < total:  # a chunk needs all registers: one number, `at`, is what outlives it
         b_at = at + o_m * gl.num_programs(0)
         b_strong = gl.load(strong_ptr + b_at, mask=b_at < total, other=0)
-        ahead = gl.min(gl.where(b_strong > 1, o_m, FLAGS_PER_LOAD), 0)
+        strong = b_strong > (2 if takes_quarters(K, DELTA, APART) else 1)
+        ahead = gl.min(gl.where(strong, o_m, FLAGS_PER_LOAD), 0)
         if ahead < FLAGS_PER_LOAD:
             one_chunk(
                 q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,

@@ -1,4 +1,5 @@
-"""Per-channel decay on sm_90: the gradients of dqkg.py in strong chunks, by levels.
+"""Per-channel decay on sm_90: the gradients of dqkg.py by levels, in chunks with a quarter that
+decays too far for it.
 
 Since a token is a reader or a writer at a level (subchunk_decay.py, whose e are these, for a
 without t's own gate), each score takes one product: with D its gradient, D + D^T where halves are
@@ -408,7 +409,7 @@ def dplr_intra_safe_bwd_sm90_kernel(
 ):
     """grid (K / BK * chunks * HV,), 8 warps: BK channels of one chunk and value head a program."""
     unit = gl.program_id(0)
-    if gl.load(strong_ptr + unit // (K // BK)) < 2:
+    if gl.load(strong_ptr + unit // (K // BK)) < 3:
         return
     one_chunk(
         q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,

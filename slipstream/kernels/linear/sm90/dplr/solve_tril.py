@@ -19,17 +19,6 @@ HEADROOM = gl.constexpr(4.0)
 
 
 @gluon.jit
-def together(b, none, APART: gl.constexpr):
-    """Scores [64, 64] of operands whose halves are APART (wy.py)."""
-    if APART > 0:
-        layout: gl.constexpr = b.type.layout
-        o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + none
-        o_j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-        b *= gl.where((o_i >= 32) & (o_j < 32), 2.0 ** (-2 * APART), 1.0)
-    return b
-
-
-@gluon.jit
 def split(b, dtype: gl.constexpr):
     """b rounded to dtype, and the rest of it, rounded too."""
     high = b.to(dtype)
@@ -63,6 +52,14 @@ def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0):
     o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
     p = p + o_r[:, None] * N + o_c[None, :]
     gl.store(p, gl.convert_layout(b, rows))
+
+
+@gluon.jit
+def put_late(p, b, N: gl.constexpr, rows: gl.constexpr):
+    """Of a tile [64, 64] rows of the second half and columns of the first, as put."""
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
+    o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
+    gl.store(p + o_r * N + o_c, gl.convert_layout(b, rows), mask=(o_r >= 32) & (o_c < 32))
 
 
 @gluon.jit

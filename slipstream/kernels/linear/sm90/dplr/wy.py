@@ -10,8 +10,15 @@ A pair of one half has its decay, and a read of the second half with a write of 
 2^(2 APART) times its decay, which `together` takes off. So all of them fit bf16, and scores
 float32, unless a half decays by more than 2^(-2 LIMIT), and a chunk may decay by twice that. m
 depends on later gates, but no bit of a result does: G is a multiple of 2^-12 and n a whole number,
-so that n moves exponents alone. float16 has no room for it: n is 0 there, and a half decays by no
-more than 2^-LIMIT. Other chunks are strong, and left to intra_safe.py.
+so that n moves exponents alone.
+
+Where a half decays further, but no quarter by more than 2^(-2 LIMIT), each half is taken as a chunk
+is, n by its own middle and its two quarters. Pairs of different halves take a second product, of
+the same operands with n = m (to_middle): whole powers of 2 make them. The first 64 channels that
+want it decide, and those before are moved (to_quarters).
+
+float16 has no room for either: n is 0 there, and a half decays by no more than 2^-LIMIT. Other
+chunks are strong, and left to intra_safe.py.
 
     A = q~ b~^T, a~ b~^T, q~ k~^T, a~ k~^T        R = (I + beta ab)^-1 or (I - ab)^-1
     W = -R beta (k exp(G)) or R (a exp(G_prev))   U^T = v^T (R beta)^T or v^T (R ak)^T
@@ -30,12 +37,20 @@ from slipstream.kernels.linear.sm90.common.device import (
     locate_sequence,
     zero_tail_rows,
 )
+from slipstream.kernels.linear.sm90.dplr.by_quarters import (
+    anchors_of,
+    load_beta,
+    of_tokens,
+    quarters,
+    takes_quarters,
+    to_quarters,
+    with_halves,
+)
 from slipstream.kernels.linear.sm90.dplr.solve_tril import (
     put,
     ready,
     scores,
     solve,
-    together,
 )
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -93,14 +108,21 @@ def sum_from(b_all, quarter, three: gl.constexpr):
 
 
 @gluon.jit
-def quarters(layout: gl.constexpr):
-    return gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+def sum_until(b_all, end: gl.constexpr, three: gl.constexpr):
+    """The sum of quarters before `end` [1, 1, 64], rounded down."""
+    four: gl.constexpr = b_all.type.layout
+    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
+    b_sum = gl.floor(gl.sum(gl.where(other < end, b_all, 0.0), 1))
+    return gl.convert_layout(b_sum[:, None, :], three)
 
 
 @gluon.jit
-def gates_of(b_g, APART: gl.constexpr):
-    """Of gates in base 2 [4, 16, 64]: G - n, that without a token's own gate; n [4, 1, 64]; m, the
-    sums of both halves [1, 1, 64]."""
+def gates_of(
+    b_g, by_quarters, anchors, n, LIMIT: gl.constexpr, APART: gl.constexpr, QUARTERS: gl.constexpr
+):
+    """Of gates in base 2 [4, 16, 64]: G - n, that without a token's own gate; n [4, 1, 64]; the
+    chunk's sum [1, 1, 64]; the largest decay of a half and of a quarter; by_quarters, or whether
+    these want it. anchors get what anchors_of wants."""
     three: gl.constexpr = b_g.type.layout
     b_e, b_before, b_all = sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
@@ -108,15 +130,29 @@ def gates_of(b_g, APART: gl.constexpr):
     other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     b_early = gl.sum(gl.where(other < 2, b_all, 0.0), 1)
     b_late = gl.sum(gl.where(other < 2, 0.0, b_all), 1)
-    b_early = gl.convert_layout(b_early[:, None, :], three)
-    b_late = gl.convert_layout(b_late[:, None, :], three)
-    b_middle = 0.0 * b_early
+    b_total = gl.convert_layout((b_early + b_late)[:, None, :], three)
+    half = gl.max(-gl.minimum(b_early, b_late))
+    quarter = gl.max(-b_all)
     b_n = 0.0 * b_base
     if APART > 0:
-        b_middle = gl.floor(b_early)
+        # blocks.py cuts gates that are further below 0 than half of that
+        lowest = gl.max(-2.0 * b_g)
+        half = gl.maximum(half, lowest)
+        quarter = gl.maximum(quarter, lowest)
+        b_middle = sum_until(b_all, 2, three)
+        anchors.index(n).store(gl.reshape(b_middle, [64]))
         b_n = b_middle + gl.where(quarters(three) < 2, APART, -APART)
+    if QUARTERS:
+        by_quarters = by_quarters | (half > 2 * LIMIT).to(gl.int32)
+        b_first = sum_until(b_all, 1, three)
+        b_third = sum_until(b_all, 3, three)
+        NK: gl.constexpr = anchors.shape[0] // 3
+        anchors.index(NK + n).store(gl.reshape(b_first, [64]))
+        anchors.index(2 * NK + n).store(gl.reshape(b_third, [64]))
+        _, b_quarters = anchors_of(b_middle, b_first, b_third, APART)
+        b_n = gl.where(by_quarters != 0, b_quarters, b_n)
     b_off = b_n - b_base
-    return b_e - b_off, b_before - b_off, b_n, b_middle, b_early, b_late
+    return b_e - b_off, b_before - b_off, b_n, b_total, half, quarter, by_quarters
 
 
 @gluon.jit
@@ -154,44 +190,87 @@ def decay_operands(
 
 
 @gluon.jit
-def of_tokens(b, b_g, flat: gl.constexpr):
-    """b [4, 1, 64] for each token [64, 64]."""
-    b, _ = gl.broadcast(b, b_g)
-    return gl.convert_layout(gl.reshape(b, [64, 64]), flat)
-
-
-@gluon.jit
 def decay(
-    b_g, strongest, q, a, b, k, middle, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
-    flat: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr, DELTA: gl.constexpr,
-    GATED: gl.constexpr,
+    b_g, strongest, farthest, by_quarters, q, a, b, k, anchors, n, q_out_ptr, b_out_ptr, k_out_ptr,
+    p_total, o_w, scale, flat: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
+    QUARTERS: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """64 channels: the chunk's decay, and unless it is strong operands of products in place, q~,
-    b^, k^ and the middle; the largest decay of a half, or strongest, that of channels before."""
+    b^ and k^; the largest decay of a half, or strongest, that of channels before, of a quarter, or
+    farthest, and whether the chunk goes by_quarters."""
     line: gl.constexpr = gl.SliceLayout(0, flat)
-    b_e, b_before, b_n, b_middle, b_early, b_late = gates_of(b_g, APART)
-    strongest = gl.maximum(strongest, gl.max(-gl.minimum(b_early, b_late)))
-    if APART > 0:  # blocks.py cuts what is further below 0 than half a half
-        strongest = gl.maximum(strongest, gl.max(-2.0 * b_g))
-    b_total = b_early + b_late
+    b_e, b_before, b_n, b_total, half, quarter, by_quarters = gates_of(
+        b_g, by_quarters, anchors, n, LIMIT, APART, QUARTERS
+    )
+    strongest = gl.maximum(strongest, half)
+    farthest = gl.maximum(farthest, quarter)
     gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
-    if strongest <= strong_from(LIMIT, APART):
-        middle.store(gl.reshape(b_middle, [64]))
+    if not is_strong(strongest, farthest, LIMIT, APART, QUARTERS):
         b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, DELTA, GATED)
-        b_end = of_tokens(gl.exp2(b_total - b_n), b_g, flat)
-        b_start = gl.where(b_n < -126, 0.0, exp2_or_least(b_n))
-        b_q = b_q * of_tokens(b_start * scale, b_g, flat)
+        b_end = of_tokens(gl.exp2(b_total - b_n), flat)
+        # n is down to -215, and 55 at most
+        b_start = gl.where(b_n < -196, 0.0, exp2_or_least(b_n + 70))
+        b_q = b_q * of_tokens(b_start, flat) * (scale * 2.0**-70)
         gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
         gl.store(b_out_ptr + o_w, (b_b * b_end).to(b.dtype))
         if not DELTA:
             gl.store(k_out_ptr + o_w, (b_k * b_end).to(b.dtype))
-    return strongest
+    return strongest, farthest, by_quarters
 
 
 @gluon.jit
-def strong_from(LIMIT: gl.constexpr, APART: gl.constexpr):
-    """What halves of a chunk that is not strong decay by at most."""
+def is_strong(
+    strongest, farthest, LIMIT: gl.constexpr, APART: gl.constexpr, QUARTERS: gl.constexpr
+):
+    """Of the largest decays of a half and of a quarter."""
+    if QUARTERS:
+        strong = farthest > 2 * LIMIT
+    else:
+        strong = strongest > half_limit(LIMIT, APART)
+    return strong
+
+
+@gluon.jit
+def strength_of(strongest, farthest, LIMIT: gl.constexpr, APART: gl.constexpr):
+    strength = gl.where(strongest > LIMIT, 1, 0)
+    strength = gl.where(strongest > half_limit(LIMIT, APART), 2, strength)
+    return gl.where(farthest > 2 * LIMIT, 3, strength)
+
+
+@gluon.jit
+def without_gates(
+    q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, o_w, scale, flat: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """As decay, of what does not decay."""
+    gl.store(q_out_ptr + o_w, (q.load(flat) * scale).to(q.dtype))
+    if DELTA:
+        b_b = a.load(flat)
+        b.store(b_b)
+    else:
+        b_b = b.load(flat)
+        gl.store(k_out_ptr + o_w, k.load(flat))
+    gl.store(b_out_ptr + o_w, b_b)
+
+
+@gluon.jit
+def half_limit(LIMIT: gl.constexpr, APART: gl.constexpr):
+    """What a half may decay by where chunks are not taken by quarters."""
     return 2 * LIMIT if APART > 0 else LIMIT
+
+
+@gluon.jit
+def together(b, by_quarters, APART: gl.constexpr):
+    """Scores [64, 64] of operands whose halves, or the quarters of each, are APART."""
+    if APART > 0:
+        layout: gl.constexpr = b.type.layout
+        row = (gl.arange(0, 64, gl.SliceLayout(1, layout)) // 16)[:, None]
+        column = (gl.arange(0, 64, gl.SliceLayout(0, layout)) // 16)[None, :]
+        halves = (row >= 2) & (column < 2)
+        even = (column == 0) | (column == 2)
+        apart = gl.where(by_quarters != 0, (row == column + 1) & even, halves)
+        b *= gl.where(apart, 2.0 ** (-2 * APART), 1.0)
+    return b
 
 
 @gluon.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
@@ -214,7 +293,7 @@ def dplr_wy_sm90_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [slots, HV]: 1 if a half decays by more than LIMIT, 2 if the chunk is strong
+    strong_ptr,  # [slots, HV]: 1 if a half decays by more than LIMIT, 2 if further, 3 a quarter too
     cu_ptr,  # [N + 1]
     scale,
     keep,
@@ -236,6 +315,7 @@ def dplr_wy_sm90_kernel(
     NK: gl.constexpr = K // 64
     GK: gl.constexpr = K**CHANNEL
     GATED: gl.constexpr = DELTA and beta_ptr is None
+    QUARTERS: gl.constexpr = takes_quarters(K, DELTA, APART)
     OPERANDS: gl.constexpr = (2 if DELTA else 4) + GATED
     flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
@@ -253,10 +333,10 @@ def dplr_wy_sm90_kernel(
         keys = bs
     if not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
-    middles = reads
+    anchors = reads
     if HAS_GATE:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        middles = gl.allocate_shared_memory(gl.float32, [NK, 64], plain)
+        anchors = gl.allocate_shared_memory(gl.float32, [3 * NK if QUARTERS else NK, 64], plain)
     pid = gl.program_id(0)
     i_h = pid % HV
     row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
@@ -275,12 +355,11 @@ def dplr_wy_sm90_kernel(
         mbarrier.expect(full.index(n), OPERANDS * q_desc.block_type.nbytes)
         copy_in(q_desc, [row, col + n * 64], full.index(n), qs.index(n))
         copy_in((k_desc if DELTA else a_desc), [row, col + n * 64], full.index(n), reads.index(n))
-        if GATED:
-            copy_in(b_desc, [row, i_h * K + n * 64], full.index(n), bs.index(n))
+        if GATED or not DELTA:
+            copy_in(b_desc, [row, (i_h * K if GATED else col) + n * 64], full.index(n), bs.index(n))
         if not DELTA:
-            copy_in(b_desc, [row, col + n * 64], full.index(n), bs.index(n))
             copy_in(k_desc, [row, col + n * 64], full.index(n), keys.index(n))
-    strongest = -1.0
+    strongest, farthest, by_quarters = -1.0, -1.0, keep * 0
     for n in range(NK):
         o_w = i_chunk_head * (C * K) + n * 64 + o_f
         if HAS_GATE:
@@ -290,35 +369,36 @@ def dplr_wy_sm90_kernel(
         if num_rows < C:
             zero_tail_rows(qs.index(n), num_rows, C, 64)
             zero_tail_rows(reads.index(n), num_rows, C, 64)
-            if GATED:
+            if GATED or not DELTA:
                 zero_tail_rows(bs.index(n), num_rows, C, 64)
             if not DELTA:
-                zero_tail_rows(bs.index(n), num_rows, C, 64)
                 zero_tail_rows(keys.index(n), num_rows, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
             b_g = at_least(b_g * LOG2E, LOWEST)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
-            strongest = decay(
-                b_g, strongest, qs.index(n), reads.index(n), bs.index(n), keys.index(n),
-                middles.index(n), q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale, flat,
-                LIMIT, APART, DELTA, GATED,
+            before = by_quarters
+            strongest, farthest, by_quarters = decay(
+                b_g, strongest, farthest, by_quarters, qs.index(n), reads.index(n), bs.index(n),
+                keys.index(n), anchors, n, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
+                flat, LIMIT, APART, QUARTERS, DELTA, GATED,
             )  # fmt: skip
+            if QUARTERS:
+                # those before, if these are the first to want it
+                for j in range(n * (by_quarters - before)):
+                    to_quarters(
+                        anchors, j, qs.index(j), reads.index(j), bs.index(j), keys.index(j), flat,
+                        three, APART, DELTA,
+                    )  # fmt: skip
         else:
-            gl.store(q_out_ptr + o_w, (qs.index(n).load(flat) * scale).to(act))
-            if DELTA:
-                b_b = reads.index(n).load(flat)
-                bs.index(n).store(b_b)
-            else:
-                b_b = bs.index(n).load(flat)
-                gl.store(k_out_ptr + o_w, keys.index(n).load(flat))
-            gl.store(b_out_ptr + o_w, b_b)
+            without_gates(
+                qs.index(n), reads.index(n), bs.index(n), keys.index(n), q_out_ptr, b_out_ptr,
+                k_out_ptr, o_w, scale, flat, DELTA,
+            )  # fmt: skip
     invalidate_mbarriers(full)
     if HAS_GATE:
-        too_strong = strongest > strong_from(LIMIT, APART)
-        strength = gl.where(too_strong, 2, gl.where(strongest > LIMIT, 1, 0))
-        gl.store(strong_ptr + i_chunk_head, strength)
-        if too_strong:
+        gl.store(strong_ptr + i_chunk_head, strength_of(strongest, farthest, LIMIT, APART))
+        if is_strong(strongest, farthest, LIMIT, APART, QUARTERS):
             return
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))
@@ -327,30 +407,37 @@ def dplr_wy_sm90_kernel(
     zero = gl.zeros([64, 64], gl.float32, al)
     i_a = i_chunk_head * (C * C)
     if DELTA and not GATED:
-        p_beta = beta_ptr + token
-        b_beta = gl.load(p_beta + o_i * HV, mask=o_i < num_rows, other=0.0).to(gl.float32)
+        b_beta = load_beta(beta_ptr + token, HV, num_rows, al)
     ready()
-    b_qb = together(scores(qs, bs, NK, zero), 0, APART)
+    b_qb = together(scores(qs, bs, NK, zero), by_quarters, APART)
     put(qb_ptr + i_a, gl.where(seen, b_qb * scale, 0.0).to(act), C, rows)
     if not DELTA:
-        b_qk = together(scores(qs, keys, NK, zero), 0, APART)
+        b_qk = together(scores(qs, keys, NK, zero), by_quarters, APART)
         put(qk_ptr + i_a, gl.where(seen, b_qk * scale, 0.0).to(act), C, rows)
-        b_ak = gl.where(past, together(scores(reads, keys, NK, zero), 0, APART), 0.0).to(act)
+        b_ak = together(scores(reads, keys, NK, zero), by_quarters, APART)
+        b_ak = gl.where(past, b_ak, 0.0).to(act)
         aks = gl.allocate_shared_memory(act, [64, 64], tile)
         aks.store(b_ak)
         fence_async_shared()
         if keep != 0:
             put(ak_ptr + i_a, b_ak, C, rows)
-    b_a = gl.where(past, together(scores(reads, bs, NK, zero), 0, APART), 0.0)
+    b_a = gl.where(past, together(scores(reads, bs, NK, zero), by_quarters, APART), 0.0)
     if DELTA and not GATED:
         b_a = b_a * b_beta[:, None]
+    if QUARTERS:
+        b_a = with_halves(
+            b_a, by_quarters, qs, reads, bs, keys, None if DELTA else aks, anchors,
+            beta_ptr + token if DELTA and not GATED else None, HV, num_rows, qb_ptr + i_a,
+            None if DELTA else qk_ptr + i_a, None if DELTA else ak_ptr + i_a, keep, scale, T, flat,
+            three, rows, APART,
+        )  # fmt: skip
     if not DELTA:
         b_a = -b_a
-        # again: it would be on the stack since the gates
-        token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
+    # again: it would be on the stack since the gates
+    token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
     gl.thread_barrier()
     solve(
-        b_a, None if DELTA else aks, reads, middles,
+        b_a, None if DELTA else aks, reads, anchors,
         beta_ptr + token if DELTA and not GATED else None, v_ptr + token * V,
         write_ptr + token * V if GATED else None, w_out_ptr + i_chunk_head * (C * K),
         u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA, APART,

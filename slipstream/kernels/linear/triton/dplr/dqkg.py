@@ -224,7 +224,7 @@ def dplr_dqkg_kernel(
     apart = 0.0
     if HAS_GATE:  # there is no strong_ptr without
         strength = tl.load(strong_ptr + i_chunk_head)
-        if strength == 2:
+        if strength >= 2:
             return
         apart = strength * APART
     i_k = pid % NK

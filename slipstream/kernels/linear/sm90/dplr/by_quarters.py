@@ -1,0 +1,156 @@
+"""Decays per channel on sm_90: operands of wy.py by halves of a chunk, or by quarters.
+
+A chunk by quarters has two products: each half's own pairs, and then those of different halves, of
+the same operands relative to the middle. What is between two ways is a whole power of 2 a quarter
+and channel, so that operands are moved in place, and no digit changes.
+"""
+
+from slipstream.kernels.linear.sm90.common.device import exp2_by_parts
+from slipstream.kernels.linear.sm90.dplr.solve_tril import put, put_late, ready, scores
+from slipstream.kernels.primitives.gluon_compat import gl, gluon
+
+
+@gluon.jit
+def quarters(layout: gl.constexpr):
+    return gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+
+
+@gluon.constexpr_function
+def takes_quarters(K: int, delta: bool, apart: float) -> bool:
+    """Whether chunks are taken by quarters: of four tiles 128 channels wide two programs would fit
+    a multiprocessor, in place of three."""
+    return apart > 0 and (delta or K <= 64)
+
+
+@gluon.jit
+def anchors_of(b_middle, b_first, b_third, APART: gl.constexpr):
+    """n [4, 1, 64] by halves and by quarters, of sums up to the middle, and to those of both halves
+    [1, 1, 64]."""
+    three: gl.constexpr = b_middle.type.layout
+    quarter = quarters(three)
+    b_halves = b_middle + gl.where(quarter < 2, APART, -APART)
+    b_quarters = gl.where(quarter < 2, b_first, b_third)
+    return b_halves, b_quarters + gl.where((quarter & 1) == 0, APART, -APART)
+
+
+@gluon.jit
+def of_tokens(b, flat: gl.constexpr):
+    """b [4, 1, 64] for each token [64, 64]."""
+    three: gl.constexpr = b.type.layout
+    b, _ = gl.broadcast(b, gl.zeros([4, 16, 64], gl.float32, three))
+    return gl.convert_layout(gl.reshape(b, [64, 64]), flat)
+
+
+@gluon.jit
+def load_anchors(anchors, n, three: gl.constexpr):
+    """m, and the middles of both halves [1, 1, 64]."""
+    line: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, three))
+    NK: gl.constexpr = anchors.shape[0] // 3
+    b_middle = anchors.index(n).load(line)[None, None, :]
+    b_first = anchors.index(NK + n).load(line)[None, None, :]
+    return b_middle, b_first, anchors.index(2 * NK + n).load(line)[None, None, :]
+
+
+@gluon.jit
+def move(tile, b_n, flat: gl.constexpr):
+    """A tile times 2^b_n [4, 1, 64], whole numbers, in two steps: float32 has the sum's powers."""
+    b_half = gl.floor(0.5 * b_n)
+    b = tile.load(flat).to(gl.float32) * of_tokens(exp2_by_parts(b_half), flat)
+    tile.store((b * of_tokens(exp2_by_parts(b_n - b_half), flat)).to(tile.dtype))
+
+
+@gluon.jit
+def to_quarters(
+    anchors, n, q, a, b, k, flat: gl.constexpr, three: gl.constexpr, APART: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """Operands by halves of the chunk as those by quarters, in place."""
+    b_middle, b_first, b_third = load_anchors(anchors, n, three)
+    b_halves, b_quarters = anchors_of(b_middle, b_first, b_third, APART)
+    b_n = b_halves - b_quarters
+    move(q, b_n, flat)
+    move(a, b_n, flat)
+    move(b, -b_n, flat)
+    if not DELTA:
+        move(k, -b_n, flat)
+
+
+@gluon.jit
+def to_middle(
+    anchors, n, q, a, b, k, flat: gl.constexpr, three: gl.constexpr, APART: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """Operands by quarters relative to the middle, in place: reads of the second half and writes of
+    the first; a of the first half to the start."""
+    b_middle, b_first, b_third = load_anchors(anchors, n, three)
+    late = quarters(three) >= 2
+    _, b_n = anchors_of(b_middle, b_first, b_third, APART)
+    b_read = b_n - gl.where(late, b_middle, 0.0)
+    move(q, gl.where(late, b_read, 0.0), flat)
+    move(a, b_read, flat)
+    b_write = gl.where(late, 0.0, b_middle - b_n)
+    move(b, b_write, flat)
+    if not DELTA:
+        move(k, b_write, flat)
+
+
+@gluon.jit
+def to_start(anchors, n, a, flat: gl.constexpr, three: gl.constexpr, APART: gl.constexpr):
+    """And a of the second half to the start, 2^(2 APART) times that, as solve has it where m is
+    -APART."""
+    b_middle, _, _ = load_anchors(anchors, n, three)
+    late = quarters(three) >= 2
+    move(a, gl.where(late, b_middle + 2 * APART, 0.0), flat)
+
+
+@gluon.jit
+def load_beta(p, HV, num_rows, layout: gl.constexpr, none=0):
+    """Of a chunk's tokens, as rows of `layout`. none: as put has it."""
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, layout)) + none
+    return gl.load(p + o_i * HV, mask=o_i < num_rows, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def with_halves(
+    b_a, by_quarters, qs, reads, bs, keys, aks, anchors, beta_ptr, HV, num_rows, qb_ptr, qk_ptr,
+    ak_ptr, keep, scale, T, flat: gl.constexpr, three: gl.constexpr, rows: gl.constexpr,
+    APART: gl.constexpr,
+):  # fmt: skip
+    """Scores b_a of pairs of a half, and if by_quarters those of different halves; the others' get
+    them where they are."""
+    C: gl.constexpr = 64
+    NK: gl.constexpr = qs.shape[0]
+    DELTA: gl.constexpr = aks is None
+    act: gl.constexpr = qs.dtype
+    al: gl.constexpr = b_a.type.layout
+    line: gl.constexpr = gl.SliceLayout(0, flat)
+    if by_quarters != 0:
+        none = T + by_quarters >> 31 << 10  # 0: what is made of it is not kept since the products
+        gl.thread_barrier()
+        for n in range(NK):
+            to_middle(
+                anchors, n, qs.index(none + n), reads.index(none + n), bs.index(none + n),
+                keys.index(none + n), flat, three, APART, DELTA,
+            )  # fmt: skip
+        ready()
+        zero = gl.zeros([64, 64], gl.float32, al)
+        o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None]
+        late = (o_i >= 32) & (gl.arange(0, 64, gl.SliceLayout(0, al)) < 32)[None, :]
+        put_late(qb_ptr, (scores(qs, bs, NK, zero, none) * scale).to(act), C, rows)
+        if not DELTA:
+            put_late(qk_ptr, (scores(qs, keys, NK, zero, none) * scale).to(act), C, rows)
+            b_ak = gl.where(late, scores(reads, keys, NK, zero, none).to(act), aks.load(al))
+            aks.store(b_ak)
+            if keep != 0:
+                put(ak_ptr, b_ak, C, rows)
+        b_late = scores(reads, bs, NK, zero, none)
+        if beta_ptr is not None:
+            b_late *= load_beta(beta_ptr, HV, num_rows, al, none)[:, None]
+        b_a = gl.where(late, b_late, b_a)
+        gl.thread_barrier()
+        for n in range(NK):
+            to_start(anchors, n, reads.index(none + n), flat, three, APART)
+        ready()
+        for n in range(NK):
+            anchors.index(n).store(gl.full([64], -APART, gl.float32, line))
+    return b_a
