@@ -17,7 +17,7 @@ from tests.support.formulas import has_formula, wanted
 from tests.support.interpreted import PARTS, parts, run
 from tests.support.operators import LINEAR, Args, Size, block_size, cast, each, with_grads
 
-# of the linear family, one of each kernel; the others, and other gates, are further
+# of the linear family, one of each kernel; the others, other gates and variants are further
 SAMPLE = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv4")
 ROWS = [x for x in OPERATORS if not x.random and x.variant != "heads"]
 # of which impl="triton" has no backward
@@ -74,7 +74,7 @@ def check(part: str) -> None:
     faults = []
     for row in ROWS:
         linear = row.op.startswith(("chunk_", "fused_recurrent_"))
-        if (part == "sample") != (row.name in SAMPLE or not linear):
+        if (part == "sample") != (row.name in SAMPLE or not (linear or row.variant)):
             continue
         for gate in ("weak", "strong", "mixed")[: 1 if part == "sample" else 3]:
             size = (
