@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.compiler.aot import FUSION
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
 from slipstream.runtime.launch_replay import LaunchBatch, ReplayedLaunch, TensorMapCache, c_launcher
 
 if TYPE_CHECKING:
@@ -50,6 +50,14 @@ _DESCRIPTOR = "TensorDescriptor"
 _dtype = attrgetter("dtype")
 # by the identity of kernels, which it keeps alive
 _CACHED: dict[int, Any] = {}
+
+
+def launches_as_plain(x: Tensor) -> bool:
+    """Whether a call on x launches what a plain one does (backends.is_plain_call): it is one, or
+    stands for one whose launches are only compiled (parallel_compile.py)."""
+    if torch.compiler.is_compiling():
+        return False
+    return is_plain_call(x) or of_thread.warmup is not None
 
 
 def cached(kernel: Any) -> Any:

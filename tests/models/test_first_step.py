@@ -1,5 +1,6 @@
 """What compiles a model's kernels before its first step leaves no trace but compiled kernels."""
 
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
@@ -7,7 +8,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.op import forward_impl, linear
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, first_step
+from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime.parallel_compile import _ProtectInputs
 
 
 def small(*mixers: str) -> Any:
@@ -180,7 +185,25 @@ def test_block_is_like_the_models(trained: bool) -> None:
         assert p.requires_grad == q.requires_grad and p.data_ptr() != q.data_ptr(), name
 
 
-@pytest.mark.parametrize("mixer", ["attention", "kda", "mamba2", "rwkv7"])
+def test_delta_rule_saves_as_its_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while launches only compile: else its step compiles another kernel later, alone."""
+    seen: list[Any] = []
+
+    def saving(*args: Any) -> Any:
+        seen.append(of_thread.warmup)
+        return forward_impl(*args[:-3], "eager", *args[-2:], save=True)
+
+    monkeypatch.setattr("slipstream.kernels.linear.op._call_forward_saving", saving)
+    q, k, v = (torch.randn(1, 9, 2, 4, requires_grad=True) for _ in range(3))
+    terms = LinearInputs(q, k, v, beta=torch.rand(1, 9, 2))
+    for warmup in (None, Future()):
+        monkeypatch.setattr(of_thread, "warmup", warmup)
+        with nullcontext() if warmup is None else _ProtectInputs():
+            linear(terms, 0.5, 32, "sm90|eager")
+    assert len(seen) == 2 and seen[1] is not None
+
+
+@pytest.mark.parametrize("mixer", ["attention", "gated_deltanet", "kda", "mamba2", "rwkv7"])
 def test_kernels_of_the_step(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced for sm_90: what the blocks that only compile launch is what the model's launch."""
     from slipstream.tools.model_kernels import trace_model

@@ -36,10 +36,10 @@ from slipstream.kernels.linear.inputs import (
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.backends import is_plain_call
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.launch_cache import launches_as_plain
 
 # Up to this many tokens, Triton's fused_recurrent takes one after the other, in registers; more go
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
@@ -441,7 +441,7 @@ class Linear(Function):
         terms = LinearInputs(*given)
         packed = chunk == CONSISTENT and terms.cu_seqlens is not None
         num_slices, saved = 1 if packed else workspace.num_slices(terms, impl), []
-        if impl.startswith("sm90") and terms.transition == "delta" and is_plain_call(terms.q):
+        if impl.startswith("sm90") and terms.transition == "delta" and launches_as_plain(terms.q):
             o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, num_slices)
         elif num_slices > 1 or workspace.fwd_unsliced(terms, impl):
             o, final, *saved = _call_slices(*given, scale, chunk, impl, wide, num_slices)
