@@ -22,6 +22,7 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import (
     is_pair_in_half,
     load_channel_gates,
     pairs_of_step,
+    product_of_gates,
     signed,
     sums_bwd,
     to_end,
@@ -132,10 +133,12 @@ def _gradient(
             b_e = at_step(gates, o_c, step, not WRITE, True, FP32, PRECISION)
         b_ne = (b_n * b_e).to(act)
         b_t = _through_scores(p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION)
-        b_t *= at_step(gates, o_c, step, WRITE, BEFORE, FP32, PRECISION)
-        b_d += b_t
-        b_t = signed(b_t * b_diag, o_c, step, first, WRITE)
-        b_dg += sums_bwd(is_pair_in_half(i, t, step, BEFORE), b_t, FP32, PRECISION)
+        b_e = at_step(gates, o_c, step, WRITE, BEFORE, FP32, PRECISION)
+        # as the other's products have it, so that what cancels in a block does so to the last bits
+        b_own = (b_diag.to(act) * b_e).to(act)
+        b_own = signed(b_own * b_t, o_c, step, first, WRITE)
+        b_dg += product_of_gates(is_pair_in_half(i, t, step, BEFORE), b_own, FP32, PRECISION)
+        b_d += b_t * b_e
     return b_d, b_dg
 
 
