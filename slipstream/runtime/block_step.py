@@ -67,7 +67,7 @@ class BlockStep:
         if self._rows is None:
             first = torch.arange(0, y.shape[0] * BLOCK, BLOCK, device=y.device)
             self._rows = first + self.counts
-        return y.flatten(0, 1)[self._rows][:, None]
+        return y.flatten(0, 1).index_select(0, self._rows)[:, None]
 
     def window(self, x: Tensor, before: Tensor) -> Tensor | None:
         """The W tokens before the step's, [N, C, W], for the caller to move on in place.
