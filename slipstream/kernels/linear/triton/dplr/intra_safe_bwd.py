@@ -135,9 +135,9 @@ def _gradient(
         b_t = _through_scores(p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION)
         b_e = at_step(gates, o_c, step, WRITE, BEFORE, FP32, PRECISION)
         # as the other's products have it, so that what cancels in a block does so to the last bits
-        b_own = (b_diag.to(act) * b_e).to(act)
-        b_own = signed(b_own * b_t, o_c, step, first, WRITE)
-        b_dg += product_of_gates(is_pair_in_half(i, t, step, BEFORE), b_own, FP32, PRECISION)
+        b_rounded = (b_diag.to(act) * b_e).to(act)
+        b_rounded = signed(b_rounded * b_t, o_c, step, first, WRITE)
+        b_dg += product_of_gates(is_pair_in_half(i, t, step, BEFORE), b_rounded, FP32, PRECISION)
         b_d += b_t * b_e
     return b_d, b_dg
 
