@@ -1,5 +1,7 @@
 """The subcommands of `slipstream`: one file each, which imports what it needs when it runs."""
 
+import inspect
+import re
 from typing import Annotated
 
 import typer
@@ -14,7 +16,9 @@ from slipstream.cli.train import train
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 for command in (train, generate, convert, doctor, explain, matrix, precompile):
-    app.command()(command)
+    # rich breaks lines where docstrings do
+    paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+    app.command(help=paragraphs)(command)
 
 
 @app.callback(invoke_without_command=True)

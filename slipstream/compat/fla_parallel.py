@@ -1,7 +1,8 @@
 """fla's styles of tensor parallelism, for torch's parallelize_module on a mesh of one dimension.
 
-Our kernels take no DTensors: a module with a style computes on this rank's tensors, and DTensors
-are made of what it returns. Imported when one is asked for, and with it torch's collectives.
+Our kernels take no DTensors: a module with a style computes on this rank's tensors, and its results
+are wrapped as DTensors. This module imports torch's collectives, so that it is imported only when
+one of its classes is asked for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 def _local(x: Any, mesh: DeviceMesh, placement: Placement, given: Placement | None = None) -> Any:
-    """This rank's part of x with a placement; what is no DTensor is its part with `given`, or has
-    the placement already. Gradients of what all ranks have are added up."""
+    """This rank's part of x under a placement. A plain tensor is this rank's part under `given`, or
+    under the placement itself. Gradients of replicated tensors are summed over the ranks."""
     if not isinstance(x, Tensor):
         return x
     if not isinstance(x, DTensor):
@@ -38,8 +39,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class PrepareModuleWeight(ParallelStyle):
-    """The module's own parameters as DTensors. Where its arguments are none, it computes on this
-    rank's tensors, and gradients of replicated parameters are added up.
+    """Makes the module's own parameters DTensors. If its arguments are plain tensors, it computes on
+    this rank's part of them, and gradients of replicated parameters are summed over the ranks.
 
     Args:
         layouts: their placement, Replicate() if None: equal on all ranks, or this rank's part.
@@ -64,10 +65,10 @@ class PrepareModuleWeight(ParallelStyle):
 
 
 class NormParallel(ParallelStyle):
-    """A norm whose tokens are dealt out along sequence_dim, its parameters replicated.
+    """A norm whose tokens are sharded along sequence_dim, with replicated parameters.
 
     Args:
-        use_local_output: the result is this rank's tokens and no DTensor.
+        use_local_output: the result is this rank's tokens as a plain tensor.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -95,13 +96,13 @@ class NormParallel(ParallelStyle):
 
 
 class SwiGLULinearParallel(ParallelStyle):
-    """SwiGLULinear whose channels are dealt out: its weight is Shard(1), and the ranks' results are
-    added up.
+    """SwiGLULinear whose channels are sharded: its weight is Shard(1), and the results are summed
+    over the ranks.
 
     Args:
-        input_layouts: of x and y where they are no DTensors, Shard(-1) if None.
+        input_layouts: of x and y where they are plain tensors, Shard(-1) if None.
         output_layouts: of the result, Replicate() if None.
-        use_local_output: the result is no DTensor.
+        use_local_output: the result is a plain tensor.
     """
 
     def __init__(
@@ -135,12 +136,12 @@ class SwiGLULinearParallel(ParallelStyle):
 
 
 class LinearLossParallel(ParallelStyle):
-    """FusedLinearCrossEntropyLoss of tokens that are dealt out along sequence_dim: the mean or the
-    sum of all ranks' tokens. x that is no DTensor is this rank's tokens; the targets, the weight
-    and the bias are all of them.
+    """FusedLinearCrossEntropyLoss of tokens that are sharded along sequence_dim: the mean or the sum
+    over all ranks' tokens. A plain x is this rank's tokens. Plain targets, weights and biases are
+    whole.
 
     Args:
-        use_local_output: the loss is no DTensor.
+        use_local_output: the loss is a plain tensor.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:

@@ -231,8 +231,10 @@ def page(data: dict) -> str:
         ptxas = ", ".join(f"{x} {y['ptxas']}" for x, y in known if y["ptxas"])
         counts = ", ".join(f"{x} {y['kernels']} ({_chosen(y)})" for x, y in known)
         lines.append(f"\nptxas: {ptxas or 'none'}. Kernels compiled: {counts}.")
-        days = sorted({y["date"] for _, y in known if "date" in y})
-        lines += [f"\nRecorded {' to '.join(dict.fromkeys([days[0], days[-1]]))}."] if days else []
+        dated = [(y["date"], x) for x, y in known if "date" in y]
+        days = {day: [x for other, x in dated if other == day] for day, _ in sorted(dated)}
+        said = "; ".join(f"{day}: {', '.join(here)}" for day, here in days.items())
+        lines += [f"\nRecorded {said}."] if days else []
     lines.append("\n## Notes\n")
     lines += [f"{i}. {x}" for i, x in enumerate(footnotes, 1)]
     lines.append("\n## In plain torch everywhere\n")
@@ -290,9 +292,10 @@ status of an operator is that of its worst kernel.
 - torch: no kernel takes it there, plain torch does.
 - empty: the operator is newer than the record. `slipstream matrix NAME --arch ARCH` compiles it.
 
-A table is of the day it was recorded. Kernels that have changed since then compile in a child
-process first: [slipstream doctor](tools/doctor.md) says which, and lists the faults of compilers
-that the notes name.
+Under each table are the days on which its columns were recorded. Kernels may have changed since
+then, so that a cell may be out of date; those that have changed compile in a child process first.
+[slipstream doctor](tools/doctor.md) says which they are with the Triton that is installed, and
+lists the faults of compilers that the notes name.
 
 The word beside a count of kernels says which of a kernel's variants were compiled:
 

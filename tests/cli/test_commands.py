@@ -191,6 +191,13 @@ def test_command_help_and_version() -> None:
     assert result.exit_code == 0 and result.output == f"slipstream {slipstream.__version__}\n"
 
 
+def test_help_breaks_no_line_within_a_paragraph() -> None:
+    commands = typer.main.get_command(app).commands
+    assert len(commands["train"].help.split("\n\n")) == 2
+    broken = [name for name, x in commands.items() if "\n" in x.help.replace("\n\n", "")]
+    assert not broken
+
+
 @pytest.mark.parametrize(
     ("missing", "extra"),
     [("typer", "cli"), ("rich", "cli"), ("yaml", "cli"), ("transformers", "lm")],

@@ -208,6 +208,9 @@ def test_support_page_cells() -> None:
     assert "sm_86 3 (flags)" in text
     data["3.6.0"]["sm_86"]["shapes"] = 2
     assert "sm_86 3 (flags, 2 shapes)" in page(data)
+    for arch, day in (("sm_80", 24), ("sm_86", 26), ("sm_90", 24)):
+        data["3.6.0"][arch]["date"] = f"2026-11-{day}"
+    assert "\nRecorded 2026-11-24: sm_80, sm_90; 2026-11-26: sm_86.\n" in page(data)
 
 
 def test_matrix_raises_errors_of_done() -> None:
