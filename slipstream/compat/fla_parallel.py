@@ -39,8 +39,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class PrepareModuleWeight(ParallelStyle):
-    """Makes the module's own parameters DTensors. If its arguments are plain tensors, it computes on
-    this rank's part of them, and gradients of replicated parameters are summed over the ranks.
+    """Makes the module's own parameters DTensors. If its arguments are plain tensors, it computes
+    on this rank's part of them; gradients of replicated parameters are summed over the ranks.
 
     Args:
         layouts: their placement, Replicate() if None: equal on all ranks, or this rank's part.
@@ -136,9 +136,9 @@ class SwiGLULinearParallel(ParallelStyle):
 
 
 class LinearLossParallel(ParallelStyle):
-    """FusedLinearCrossEntropyLoss of tokens that are sharded along sequence_dim: the mean or the sum
-    over all ranks' tokens. A plain x is this rank's tokens. Plain targets, weights and biases are
-    whole.
+    """FusedLinearCrossEntropyLoss of tokens that are sharded along sequence_dim: the mean or the
+    sum over all ranks' tokens. A plain x is this rank's tokens. Plain targets, weights and biases
+    are whole.
 
     Args:
         use_local_output: the loss is a plain tensor.

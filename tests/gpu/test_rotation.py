@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.rotation.test_rotation_interpreted import check_large_angles
+from tests.support.large_angles import check_large_angles
 
 pytestmark = [
     pytest.mark.gpu,
