@@ -4,6 +4,7 @@ kernel, which has to round alike."""
 
 import functools
 import importlib
+import math
 import sys
 from types import SimpleNamespace
 
@@ -97,3 +98,24 @@ def check(case: str, gates: str, later: str, cut: int, dtype: torch.dtype) -> No
             # of what is less bf16 has fewer digits, or none
             x, y = (torch.where(z.abs() < 2.0**-112, 0.0, z) for z in (x, y))
             assert torch.equal(x, y), f"{name}: {(x != y).nonzero()[:3].tolist()}"
+
+
+@pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])
+def test_writes_of_a_quarter_outlive_its_decay(case: str) -> None:
+    """The last ones, whose operands are the largest, of a quarter that decays by 2^-159, and what
+    is left of them in 40 more: exp2 of the difference alone is below what float32 has."""
+    of_quarters = torch.tensor([-20.0, -159.0, -25.0, -15.0]).repeat_interleave(16)
+    _, H, HV, K, V, _, *of = CASES[case]
+    gates = (of_quarters / 16 * math.log(2))[:, None, None]
+    terms = inputs((64, H, HV, K, V, 1, *of), lambda x: 0 * x + gates)
+    with rounded(torch.bfloat16):
+        made = prepared(terms, True, kernels())
+    assert made["strong"].eq(2).all()  # by quarters
+    assert terms.g is not None
+    later = terms.g[0].flip(0)
+    to_end = (later.cumsum(0) - later).flip(0).exp().transpose(0, 1)
+    writes = {"b": terms.k if terms.b is None else terms.b, "k": terms.k}
+    for name, x in writes.items():
+        if made[name] is not None:
+            want = to_end * x[0].transpose(0, 1)
+            torch.testing.assert_close(made[name][0][:, 28:], want[:, 28:], rtol=2**-6, atol=0)

@@ -207,14 +207,15 @@ def decay(
     gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
     if not is_strong(strongest, farthest, LIMIT, APART, QUARTERS):
         b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, DELTA, GATED)
-        b_end = of_tokens(gl.exp2(b_total - b_n), flat)
+        # b_b is up to 2^105, and what b^ takes of that may be less than float32 has
+        b_end = of_tokens(gl.exp2(b_total - b_n + 70), flat)
         # n is down to -215, and 55 at most
         b_start = gl.where(b_n < -196, 0.0, exp2_or_least(b_n + 70))
         b_q = b_q * of_tokens(b_start, flat) * (scale * 2.0**-70)
         gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
-        gl.store(b_out_ptr + o_w, (b_b * b_end).to(b.dtype))
+        gl.store(b_out_ptr + o_w, (b_b * b_end * 2.0**-70).to(b.dtype))
         if not DELTA:
-            gl.store(k_out_ptr + o_w, (b_k * b_end).to(b.dtype))
+            gl.store(k_out_ptr + o_w, (b_k * b_end * 2.0**-70).to(b.dtype))
     return strongest, farthest, by_quarters
 
 
