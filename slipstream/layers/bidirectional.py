@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.layers.base import Mixed, Mixer, State
+from slipstream.layers.base import Mixer, State
 from slipstream.runtime.context_parallel import ContextParallel
 
 COMBINE = ("mean", "sum")
@@ -47,8 +47,9 @@ class Bidirectional(Mixer):
         if combine not in COMBINE:
             raise ValueError(f"combine: want one of {COMBINE}, got {combine!r}")
         self.layer, self.block_size, self.combine = layer, block_size, combine
-        # a class says it, but here each layer does
+        # classes say it, but here each layer does
         self.token_states = layer.token_states  # pyright: ignore[reportAttributeAccessIssue]
+        self.takes_first_value = layer.takes_first_value
 
     def forward(
         self,
@@ -59,51 +60,69 @@ class Bidirectional(Mixer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-    ) -> Mixed:
+        first_value: Tensor | None = None,
+        output_value: bool = False,
+    ) -> Any:
+        """As Mixer. The last two are RWKV7.forward's, of layers that take them: both directions
+        read first_value, and the value returned is the mean of theirs."""
         if self.block_size is None and (state is not None or use_cache):
             name = "use_cache" if state is None else "state"
             raise ValueError(f"{name}: without block_size there is none of both directions")
         if context is not None:
-            return self._across_ranks(x, cu_seqlens, context, positions, state, use_cache)
-        B, T, D = x.shape
+            context.expect_no_offsets(cu_seqlens, None)
+            options = {"positions": positions, "state": state, "use_cache": use_cache}
+            return self._across_ranks(x, context, first_value, output_value, options)
+        B, T, _ = x.shape
         offsets, parts = self._parts(B, T, cu_seqlens, x.device)
         turned = _turned(parts, B * T)
-        rows = x.reshape(1, B * T, D)
-        both = torch.cat([rows, rows[:, turned]], dim=1)
         ends = torch.cat([offsets, B * T + parts[1:]]).int()
         places = _places(positions, parts, B)
         N, more = offsets.shape[0] - 1, parts.shape[0] - 1
-        y, after = self.layer(
-            both, cu_seqlens=ends, positions=places, state=_widened(state, more),
-            use_cache=use_cache,
+        first = None if first_value is None else _both(first_value, turned)
+        y, after, *value = self.layer(
+            _both(x, turned), cu_seqlens=ends, positions=places, state=_widened(state, more),
+            use_cache=use_cache, **_values(first, output_value),
         )  # fmt: skip
         if after is not None:
             after = {name: s[:N] for name, s in after.items()}
-        return self._combined(y[:, : B * T], y[:, B * T :][:, turned]).reshape(B, T, D), after
+        forth = [z[:, : B * T].reshape(x.shape) for z in (y, *value)]
+        back = [z[:, B * T :][:, turned].reshape(x.shape) for z in (y, *value)]
+        return self._results(forth, back, after)
 
     def _across_ranks(
         self,
         x: Tensor,
-        cu_seqlens: Tensor | None,
         context: ContextParallel,
-        positions: Tensor | None,
-        state: State | None,
-        use_cache: bool,
-    ) -> Mixed:
+        first_value: Tensor | None,
+        output_value: bool,
+        options: dict[str, Any],
+    ) -> Any:
         """Two calls: sequences go on at other ranks forth, and back too unless they are blocks."""
-        context.expect_no_offsets(cu_seqlens, None)
-        forth, after = self.layer(
-            x, context=context, positions=positions, state=state, use_cache=use_cache
+        y, after, *value = self.layer(
+            x, context=context, **options, **_values(first_value, output_value)
         )
-        B, T, D = x.shape
+        B, T, _ = x.shape
         if self.block_size is None:
-            back, _ = self.layer(x.flip(1), context=context.reversed())
-            return self._combined(forth, back.flip(1)), after
-        context.share(T).expect_begins("block_size", self.block_size)
-        _, parts = self._parts(B, T, context.offsets_on(x.device), x.device)
-        turned = _turned(parts, B * T)
-        back, _ = self.layer(x.reshape(1, B * T, D)[:, turned], cu_seqlens=parts.int())
-        return self._combined(forth, back[:, turned].reshape(B, T, D)), after
+            rows, turned = B, torch.arange(T - 1, -1, -1, device=x.device)
+            others: dict[str, Any] = {"context": context.reversed()}
+        else:
+            context.share(T).expect_begins("block_size", self.block_size)
+            _, parts = self._parts(B, T, context.offsets_on(x.device), x.device)
+            rows, turned = 1, _turned(parts, B * T)
+            others = {"cu_seqlens": parts.int()}
+
+        def turn(y: Tensor) -> Tensor:
+            return y.reshape(rows, turned.shape[0], y.shape[-1])[:, turned]
+
+        first = None if first_value is None else turn(first_value)
+        back, _, *more = self.layer(turn(x), **others, **_values(first, output_value))
+        back = [turn(z).reshape(x.shape) for z in (back, *more)]
+        return self._results([y, *value], back, after)
+
+    def _results(self, forth: list[Tensor], back: list[Tensor], after: State | None) -> Any:
+        """Of y, and of the value for later layers if there is one, in both directions."""
+        (y, *value), (other, *more) = forth, back
+        return (self._combined(y, other), after, *((a + b) / 2 for a, b in zip(value, more)))
 
     def _combined(self, forth: Tensor, back: Tensor) -> Tensor:
         y = forth + back
@@ -112,7 +131,7 @@ class Bidirectional(Mixer):
     def step(
         self, x: Tensor, state: State, *, positions: Tensor | None = None, **options: Any
     ) -> Any:
-        return self._call_in_place(x, state, positions)
+        return self._call_in_place(x, state, positions, **options)
 
     def _parts(
         self, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device
@@ -131,6 +150,18 @@ class Bidirectional(Mixer):
         bounds = offsets.tolist()
         found = [i for a, b in pairwise(bounds) for i in range(a, b, self.block_size)]
         return offsets, torch.tensor([*found, bounds[-1]], device=device)
+
+
+def _values(first_value: Tensor | None, output_value: bool) -> dict[str, Any]:
+    """Options that only some layers take."""
+    given: dict[str, Any] = {} if first_value is None else {"first_value": first_value}
+    return given | ({"output_value": True} if output_value else {})
+
+
+def _both(x: Tensor, turned: Tensor) -> Tensor:
+    """[1, 2 B T, D]: all tokens, and the same turned."""
+    rows = x.flatten(0, 1)
+    return torch.cat([rows, rows[turned]])[None]
 
 
 def _turned(parts: Tensor, tokens: int) -> Tensor:

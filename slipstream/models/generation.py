@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+from slipstream.layers import Bidirectional
 from slipstream.models import greedy, lookup
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
@@ -46,6 +47,16 @@ class Generation(_Base):
         finally:
             self.decoding.end()
 
+    def _expect_steps(self) -> None:
+        """Refuses mixers to which the tokens generated so far are no past."""
+        for i, block in enumerate(self.model.layers):  # pyright: ignore[reportAttributeAccessIssue]
+            mixer = block.mixer
+            if isinstance(mixer, Bidirectional) and mixer.block_size != 1:
+                raise ValueError(
+                    f"use_cache: want False, got True; mixers[{i}] sees whole blocks, of which a "
+                    "step has one token. With a cache, call the model with whole blocks"
+                )
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -67,6 +78,8 @@ class Generation(_Base):
             raise NotImplementedError("generate: a consistent model verifies no drafts")
         if isinstance(given, StateCache):
             self.decoding.claim(self, given)  # pyright: ignore[reportArgumentType]
+        if generation_config.use_cache is not False:
+            self._expect_steps()
         if given is not None or generation_config.use_cache is False:
             return made
         if drafted and not self._looks_up(generation_config):
