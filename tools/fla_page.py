@@ -147,8 +147,8 @@ LAYERS = {
 }
 MODELS = (
     "BitNet, Comba, DeltaNet, Forgetting Transformer, GLA, GSA, Gated DeltaNet, Gated DeltaProduct,"
-    " HGRN, HGRN-2, KDA, LightNet, linear attention, MLA, Mamba, Mamba-2, RWKV-6, RWKV-7, Raven,"
-    " RetNet, Samba, Transformer and YOCO."
+    " HGRN, HGRN-2, KDA, LightNet, linear attention, MLA, Mamba, Mamba-2, Precond Gated DeltaNet,"
+    " Precond KDA, RWKV-6, RWKV-7, Raven, RetNet, Samba, Transformer and YOCO."
 )
 
 

@@ -253,6 +253,13 @@ def test_preconditioned_states_apart(name: str) -> None:
         mixed, _, _ = function(**given | {"v": v.half()})
         assert mixed.dtype == torch.float16
         torch.testing.assert_close(mixed.float(), o, rtol=1e-2, atol=1e-2)
+    if name == "precond_gated_delta_rule":
+        naive = preconditioned.naive_recurrent_precond_gated_delta_rule
+        torch.testing.assert_close(naive(**given)[0], o)
+        centre = torch.full((2,), 0.3)
+        want, S, A = function(**given, log_atk_scale=centre, output_final_state=True)
+        got = naive(**given, log_atk_scale=0.3, output_final_state=True)
+        torch.testing.assert_close(got, (want, S, A))
     refused = {"cp_context": object()}
     with pytest.raises(TypeError, match="cp_context: want what"):
         getattr(preconditioned, f"chunk_{name}")(**given, **refused)

@@ -29,6 +29,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "ops.precond_gated_delta_rule.fused_recurrent": (
         preconditioned.fused_recurrent_precond_gated_delta_rule,
     ),
+    "ops.precond_gated_delta_rule.naive": (
+        preconditioned.naive_recurrent_precond_gated_delta_rule,
+    ),
     "ops.precond_kda.chunk": (preconditioned.chunk_precond_kda,),
     "ops.precond_kda.fused_recurrent": (preconditioned.fused_recurrent_precond_kda,),
     "ops.lightnet.fused_recurrent": (functions.fused_recurrent_lightnet,),
@@ -88,7 +91,6 @@ MISSING: dict[str, tuple[str, ...]] = {
     "ops.gated_delta_rule": (
         "naive_chunk_gated_delta_rule", "naive_recurrent_gated_delta_rule",
     ),
-    "ops.precond_gated_delta_rule": ("naive_recurrent_precond_gated_delta_rule",),
     "ops.precond_kda": ("naive_recurrent_precond_kda",),
     "ops.utils": (
         "addmm", "logsumexp_fwd", "matmul", "prepare_block_csr", "sinkhorn", "softmax_bwd",

@@ -74,6 +74,36 @@ def fused_recurrent_precond_gated_delta_rule(
     )  # fmt: skip
 
 
+def naive_recurrent_precond_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_atk: Tensor,
+    g: Tensor,
+    beta_atk: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_A_state: Tensor | None = None,
+    output_final_state: bool = False,
+    x: float = 1.5,
+    eps: float = 1e-6,
+    log_atk_scale: Tensor | float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Result:
+    """The reference of slipstream.ops.fused_recurrent_precond_gated_delta_rule, which fla's layer
+    imports; q and k are normalised."""
+    if isinstance(log_atk_scale, (int, float)):
+        log_atk_scale = k.new_full((k.shape[2],), log_atk_scale, dtype=torch.float32)
+    return _call(
+        ops.fused_recurrent_precond_gated_delta_rule, initial_state, initial_A_state, None,
+        q=q, k=k, v=v, g_atk=g_atk, g=g, beta_atk=beta_atk, beta=beta, scale=scale,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens, state_v_first=False, x=x, eps=eps, log_atk_scale=log_atk_scale,
+        impl="reference",
+    )  # fmt: skip
+
+
 def chunk_precond_kda(
     q: Tensor,
     k: Tensor,
