@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -54,22 +54,27 @@ _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 def forward(
     terms: LinearInputs, scale: float, exchange: Exchange | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As Triton's, which it is where q is float32, or where ranks exchange states: this has no
-    kernel for what segments add."""
-    if terms.q.dtype == torch.float32 or exchange is not None:
+    """As Triton's, which it is where q is float32, and in the mode of equal bits: whether plan.py
+    takes this depends on the tokens of a rank."""
+    fixed = exchange is not None and exchange.segment_tokens is not None
+    if terms.q.dtype == torch.float32 or fixed:
         return triton.forward(terms, scale, exchange=exchange)
     terms = align_for_tma(triton.to_kernel_layout(terms))
     o = torch.empty_like(terms.v)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
     s_in, s_out, segments = terms.initial_state, final, vector_decay_sm90(terms)
+    if exchange is not None:
+        segments = exchange.segments(terms, segments, CHUNK)
     with device_of(o.device):
         if segments is not None:
-            s_in, s_out = entry_states(terms, segments, final), None
+            s_in, s_out = entry_states(terms, segments, final, exchange), None
         chunk_fwd(terms, terms.v, o, scale, s_in, s_out, segments=segments)
     return o, final
 
 
-def entry_states(terms: LinearInputs, segments: Segments, final: Tensor) -> Tensor:
+def entry_states(
+    terms: LinearInputs, segments: Segments, final: Tensor, exchange: Exchange | None = None
+) -> Tensor:
     """The states before segments [count, HV, K, V]; final is written."""
     k, v, g = terms.k, terms.v, terms.g
     assert g is not None
@@ -92,8 +97,12 @@ def entry_states(terms: LinearInputs, segments: Segments, final: Tensor) -> Tens
         PACKED=terms.cu_seqlens is not None,
         **_PROGRAM,
     )
-    ends = ChunkLaunch(terms.q, k, v, s_in=terms.initial_state, s_out=final, total=total)
-    decay_state_passing(ends, terms, segments, states)
+
+    def run(states: Tensor, s_out: Tensor | None) -> None:
+        ends = ChunkLaunch(terms.q, k, v, s_in=terms.initial_state, s_out=s_out, total=total)
+        decay_state_passing(ends, terms, segments, states)
+
+    pass_states(run, states, final, terms, segments, lambda: total[..., None], exchange)
     return states
 
 
@@ -104,7 +113,7 @@ def backward(
     scale: float,
     exchange: Exchange | None = None,
 ) -> dict[str, Tensor]:
-    """As Triton's, which it is where forward is."""
+    """As Triton's, which it is where q is float32, or where ranks exchange states."""
     if terms.q.dtype == torch.float32 or exchange is not None:
         return triton.backward(terms, dout, dfinal, scale, exchange=exchange)
     given = terms
