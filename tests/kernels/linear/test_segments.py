@@ -44,3 +44,18 @@ def test_segments_cover_every_sequence(lengths: tuple | None) -> None:
     assert split is not None and split.tokens % 64 == 0
     wanted = sum(-(-n // split.tokens) for n in lengths or (T,))
     assert wanted <= split.count <= wanted + len(lengths or ())
+
+
+@pytest.mark.parametrize("form", ["gla", "kda", "gated_deltanet", "simple_gla"])
+def test_no_batch_has_a_plan(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On sm_90 too, where what cuts segments divides by the heads of all sequences."""
+    from slipstream.kernels.linear.sm90 import plan
+
+    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
+    terms = LinearInputs(*(torch.empty(0, 4096, 4, 128, dtype=torch.bfloat16) for _ in "qkv"))
+    by_token = terms.q[..., 0]
+    terms = terms._replace(
+        g=terms.q if form in ("gla", "kda") else by_token,
+        beta=by_token if form in ("kda", "gated_deltanet") else None,
+    )
+    assert plan.unsupported_reason(terms) == "there are no tokens"

@@ -39,16 +39,18 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
     if reason := sm90_unsupported(q):
         return reason
     tokens = q.shape[0] * q.shape[1]
+    if not tokens:
+        return "there are no tokens"
     if terms.transition != "none":
         taken, its_reason = TRANSITION_TERMS, _transition_reason
-        tokens += CHUNK * terms.sequences if tokens else 0
+        tokens += CHUNK * terms.sequences
     elif is_vector_decay(terms):
         taken, its_reason = VECTOR_DECAY_TERMS, _vector_decay_reason
     else:
         taken, its_reason = SCALAR_DECAY_TERMS, _scalar_decay_reason
     if reason := not_taken(terms, taken) or its_reason(terms):
         return reason
-    if not tokens or tokens * v.shape[2] * 2 >= 2**31:
+    if tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
     return known_failure(lambda: kind(terms, "sm90"), q.device)
 
