@@ -268,6 +268,26 @@ def test_comba() -> None:
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_forgetting_attention(window: int | None) -> None:
+    layer = randomised(
+        layers.ForgettingAttention(D, num_heads=H, num_kv_heads=2, window_size=window)
+    )
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    K = D // H
+    q, k, v = layer.qkv_proj(x).split([H * K, 2 * K, 2 * K], -1)
+    q, k, v = heads(q), grouped(heads(k, 2), H), grouped(heads(v, 2), H)
+    forgets, rows = layer.f_proj(x).sigmoid().log(), []
+    for t in range(T):
+        seen = range(0 if window is None else max(0, t - window + 1), t + 1)
+        scores = torch.stack(
+            [(q[:, t] * k[:, s]).sum(-1) * K**-0.5 + forgets[:, s + 1 : t + 1].sum(1) for s in seen]
+        ).softmax(0)
+        rows.append(sum(p[..., None] * v[:, s] for p, s in zip(scores, seen)))
+    want = layer.o_proj(torch.stack(rows, 1).flatten(2))
+    torch.testing.assert_close(layer(x)[0], want)
+
+
 def test_rwkv4() -> None:
     layer = randomised(layers.RWKV4(D))
     x = torch.randn(B, T, D, dtype=torch.float64)
