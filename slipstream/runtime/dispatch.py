@@ -50,13 +50,15 @@ class Selection(NamedTuple):
     """impl: the one chosen; why; rejected: those preferred to it, each with its reason.
 
     fallbacks: those after it that take the call, for when the machine's compilers turn out to fail
-    at its kernels (runtime/guarded_launch.py); none if it was asked for by name.
+    at its kernels (runtime/guarded_launch.py); none if it was asked for by name. family: of the
+    operators that choose so, for `slipstream explain`.
     """
 
     impl: str
     why: str
     rejected: tuple[tuple[str, str], ...] = ()
     fallbacks: tuple[str, ...] = ()
+    family: str = ""
 
     @property
     def impls(self) -> str:
@@ -163,7 +165,7 @@ def choose(
     if first is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
         raise NotImplementedError(f"no implementation takes this call ({reasons})")
-    plan = Selection(first.name, first.why, rejected, fallbacks)
+    plan = Selection(first.name, first.why, rejected, fallbacks, family)
     if rejected and x is not None and x.is_cuda:
         report_fallback(plan, family, x)
     return plan

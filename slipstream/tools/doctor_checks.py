@@ -203,7 +203,8 @@ def examine_one(
     blank = Check(sample.name, "-", str(shape), ok=False, bars=BARS[shape.dtype])
     try:
         args = sample.inputs(shape, device)
-        wide = {name: _each(x, _widened) for name, x in args.items()}
+        fixed = sample.of_one_dtype
+        wide = {k: _each(x, Tensor.cpu if k in fixed else _widened) for k, x in args.items()}
         want = _oracle(sample, wide, shape.dtype)
     except Exception as error:  # a checkup reports, whatever it meets
         yield replace(blank, impl="reference", error=f"{type(error).__name__}: {error}"[:200])

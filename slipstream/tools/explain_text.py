@@ -8,7 +8,6 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import named
 from slipstream.compiler.compiler_state import CompilerState
 from slipstream.compiler.known_bugs import applying
-from slipstream.runtime.dispatch import Selection
 from slipstream.tools.backend_query import IMPLS, TracedKernels, trace_operator
 from slipstream.tools.catalog import Sample, Shape
 from slipstream.tools.precompile_cache import DTYPES
@@ -78,17 +77,20 @@ def _called(sample: Sample) -> str:
 
 def _way(got: TracedKernels, flags: bool) -> Iterator[str]:
     default = got.jobs.get(None)
+    plans = (got.plan, *got.besides) if got.plan else ()
+    several = len({x.family for x in plans}) > 1
     if None in got.refused:
         yield f"  refused: {got.refused[None]}"
-    elif got.plan:
-        yield f"  chosen: {got.plan.impl}, {got.plan.why}"
-    else:
+    elif not plans:
         yield f"  chosen: {'triton, the only one with kernels' if default else 'plain torch'}"
-    rejected = dict(got.plan.rejected) if got.plan else {}
-    yield from _rejected(got.plan, "  ")
-    for plan in got.besides:
-        yield f"  besides: {plan.impl}, {plan.why}"
-        yield from _rejected(plan, "    ")
+    said: set[str] = set()
+    for plan in plans:
+        word = "besides" if plan.family in said else "chosen"
+        part = f" for {plan.family}" if several else ""
+        yield f"  {word}{part}: {plan.impl}, {plan.why}"
+        yield from (f"    rejected: {name}, {reason}" for name, reason in plan.rejected)
+        said.add(plan.family)
+    rejected = {name for plan in plans for name, _ in plan.rejected}
     yield from _kernels(default or (), flags)
     for impl in IMPLS:
         reason = got.refused.get(impl, "impl: want").removeprefix(f"impl={impl!r}: ")
@@ -97,11 +99,6 @@ def _way(got: TracedKernels, flags: bool) -> Iterator[str]:
             yield from _kernels(got.jobs[impl], flags)
         elif not reason.startswith("impl: want") and impl not in rejected:
             yield f"  with impl={impl!r}: not possible, {reason}"
-
-
-def _rejected(plan: Selection | None, indent: str) -> Iterator[str]:
-    for name, reason in plan.rejected if plan else ():
-        yield f"{indent}rejected: {name}, {reason}"
 
 
 def _kernels(jobs: Sequence[Job], flags: bool) -> Iterator[str]:

@@ -176,11 +176,13 @@ FILL: Mapping[str, Callable[[list[int], Making], Tensor]] = {
 }
 # Fills that are float32 whatever the operator computes in.
 _WIDE = ("gate", "bounded", "state", "sum")
-_INTEGERS = {
+# Fills of one dtype, which is part of a format.
+_DTYPES = {
     **dict.fromkeys(("ids", "targets", "positions", "used", "cached"), torch.int64),
     **dict.fromkeys(("lengths", "prefixes"), torch.int32),
     "codes": torch.int8,
     "bytes": torch.uint8,
+    "scale": torch.bfloat16,
 }
 
 
@@ -226,6 +228,11 @@ class Sample:
         """Letters of each tensor argument."""
         return {name: letters for name, letters, _ in map(_parsed, self.tensors.split())}
 
+    @property
+    def of_one_dtype(self) -> set[str]:
+        """Names of arguments whose dtype is part of a format, whatever the operator computes in."""
+        return {name for name, _, fill in map(_parsed, self.tensors.split()) if fill in _DTYPES}
+
     def inputs(
         self, shape: Shape, device: torch.device = CPU, blank: bool = False
     ) -> dict[str, Any]:
@@ -236,7 +243,7 @@ class Sample:
             third, one = shape.T // 3, min(shape.T - shape.T // 3, 1)
             lengths = (third, 0, one, shape.T - third - one)
             shape = replace(shape, lengths=lengths)
-        elif "cu_seqlens" not in self.takes:
+        elif "cu_seqlens" not in self.takes or not any("T" in x for x in self.dims.values()):
             shape = replace(shape, packed=False, lengths=None)
         args: dict[str, Any] = {}
         making = Making(shape, shape.dims(), args, device)
@@ -297,8 +304,7 @@ def _parsed(word: str) -> tuple[str, str, str]:
 def _make(letters: str, fill: str, making: Making, blank: bool) -> Tensor:
     size, dtype = [making.dims[c] for c in letters], making.shape.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    kind = _INTEGERS.get(fill) or (wide if fill in _WIDE else dtype)
-    kind = torch.bfloat16 if fill == "scale" else kind
+    kind = _DTYPES.get(fill) or (wide if fill in _WIDE else dtype)
     if blank:
         return torch.empty(size, dtype=kind, device=making.device)
     return FILL[fill](size, making).to(kind)

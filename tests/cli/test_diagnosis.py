@@ -69,6 +69,15 @@ def test_doctor_agrees_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(0 < x["output"] < 1e-4 for x in report["checks"])
 
 
+def test_doctor_agrees_about_every_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    status, text = invoke("doctor", "--no-interpreted")
+    assert "recurrent_step-int8" in text
+    assert status == 0, [x for x in text.splitlines() if x.startswith("FAIL")]
+
+
 def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream import ops
 
@@ -311,6 +320,20 @@ def test_explain_says_each_fact_once() -> None:
     facts = [x for x in text.splitlines() if x.strip() and not x.startswith(of_a_way)]
     facts += [x for x in text.splitlines() if "known fault" in x]
     assert len(facts) == len(set(facts)) and "232448 bytes of shared memory" in text
+
+
+@needs_compiler
+def test_explain_says_what_a_backend_is_chosen_for() -> None:
+    """A gate's kernels are Triton's whatever the recurrence runs on."""
+    sizes = ("--shape", "K=128,V=128")
+    status, text = invoke("explain", "chunk_gated_delta_rule", "--arch", "sm_80", *sizes)
+    _, _, gated = text.partition("chunk_gated_delta_rule (gate)\n")
+    gated = gated.partition("\n\n")[0]
+    assert status == 0
+    assert "  chosen for decay_gate: triton, " in gated
+    assert "  chosen for linear attention: triton, " in gated
+    # said once, as rejected, and not again as impossible
+    assert text.count("impl='sm90': not possible") == 0
 
 
 @needs_compiler
