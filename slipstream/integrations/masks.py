@@ -315,9 +315,9 @@ def modeling_source(config_module: str) -> str:
 
 
 def cuts_by_position(mask: Tensor | None, positions: Any, q: Tensor, k: Tensor) -> Tensor | None:
-    """Offsets of the sequences that position_ids tell of, the rows one behind the other, under a
-    causal mask. transformers' masks do not read them beside a cache or padding, and not all models
-    hand them on. They are kept with the mask: all layers ask."""
+    """Offsets of the sequences that position_ids describe, with rows one after the other, under a
+    causal mask. transformers' masks do not read positions beside a cache or padding, and some
+    models do not pass them to the mask. The offsets are stored on the mask: every layer asks."""
     if mask is None or not is_rule_mask(mask) or Rule.of_size(mask.shape[1]).right != 0:
         return None
     (B, _, T, _), (places, numbers) = q.shape, mask.shape[2:]

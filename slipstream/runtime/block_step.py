@@ -1,9 +1,9 @@
 """Steps of one token with the bits of blocks: what operators have seen of each row's open block.
 
-With consistent=True a token's bits are those of a call of its whole block of 64 tokens. What works
-on one token at a time (products, norms, gates) gives them for that token alone, and so do
-convolutions, which see the few tokens of a window. The recurrences alone look at the whole block:
-their inputs of it are kept here.
+With consistent=True a token's bits are those of a call of its whole block of 64 tokens. Operators
+that work on one token at a time (products, norms, gates) have these bits for that token alone, and
+so do convolutions, which see the few tokens of a window. Only the recurrences need the whole block,
+and their inputs for it are kept here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

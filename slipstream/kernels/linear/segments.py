@@ -120,8 +120,8 @@ def state_scan_sm90(terms: LinearInputs) -> Segments | None:
 
 
 def vector_decay_sm90(terms: LinearInputs) -> Segments | None:
-    """As many segments as find a multiprocessor for their programs, where that at least triples
-    the programs: what segments add takes half of a scan. Of less than
+    """As many segments as there are multiprocessors for their programs, if that at least triples
+    the programs, since the kernel of what segments add takes half the time of a scan. Below
     MIN_VECTOR_DECAY_CHUNKS_AND_HEADS Triton's kernels are faster."""
     heads, chunks = terms.v.shape[2] * terms.sequences, _chunks_of_a_sequence(terms)
     count = min(NUM_SMS // heads, chunks // MIN_SEGMENT_CHUNKS)

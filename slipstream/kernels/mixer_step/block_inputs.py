@@ -1,6 +1,6 @@
-"""slipstream::block_inputs: what a delta rule's chunk kernels read of a token, in one launch.
+"""slipstream::block_inputs: inputs of a delta rule's chunk kernels for one token a row, one launch.
 
-It is made of the projections of a token of each row, and written into the row's block.
+They are computed from the token's projections and written into the row's block.
 triton/block_inputs.py has the formulas. No gradients.
 """
 
@@ -17,14 +17,14 @@ from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
-# of which the norm's kernel has a row in lanes of 8 numbers
+# of heads whose rows the norm's kernel loads with 8 numbers a thread
 WIDTHS = (64, 128, 256)
 MAX_TAPS = 8
 UNIT_EPS = 1e-6  # of ops.l2_norm
 
 
 class TokenInputs(NamedTuple):
-    """Of a token of each row. x: [N, C], C = 2 H K + HV V, before the convolution of weight [C, W]
+    """One token of each row. x: [N, C], C = 2 H K + HV V, before the convolution of weight [C, W]
     and bias [C]. g: [N, HV] or [N, HV, K], before its activation. A_log: [HV]. dt_bias: as g's
     last. beta: [N, HV], before its sigmoid, and whether that is doubled. counts: int64 [N], the
     place in its block. lower_bound: of g, or None."""
@@ -43,8 +43,9 @@ class TokenInputs(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Written into. window: [N, W, C], the tokens before. q, k: [N, T, H, K]. v: [N, T, HV, V].
-    g: [N, T, HV] or [N, T, HV, K], float32. beta: [N, T, HV]. All are contiguous."""
+    """Tensors that are written into. window: [N, W, C], the tokens before. q, k: [N, T, H, K]. v:
+    [N, T, HV, V]. g: [N, T, HV] or [N, T, HV, K], float32. beta: [N, T, HV]. All are
+    contiguous."""
 
     window: Tensor
     q: Tensor

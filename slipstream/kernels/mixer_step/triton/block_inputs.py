@@ -1,12 +1,12 @@
-"""What a delta rule's chunk kernels read of a token, from its projections, into the token's block.
+"""Inputs of a delta rule's chunk kernels from a token's projections, written into its block.
 
     x_t = silu(bias + sum_j weight_j x_{t-W+1+j})       of the channels of q, k and v
     q, k = q / |q|, k / |k|
     beta = sigmoid(beta), or twice that
     g = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))
 
-The bits are those of the kernels of a prompt, which do this in a launch each: x_t is rounded before
-its norm, in the order of sums that norm/triton/norm.py has for heads of K.
+The bits are those of a prompt, where each line is a kernel of its own: x_t is rounded before its
+norm, whose sums have the order that norm/triton/norm.py has for heads of K.
 """
 
 import triton

@@ -1,8 +1,9 @@
 """Decays per channel on sm_90: operands of wy.py by halves of a chunk, or by quarters.
 
-A chunk by quarters has two products: each half's own pairs, and then those of different halves, of
-the same operands relative to the middle. What is between two ways is a whole power of 2 a quarter
-and channel, so that operands are moved in place, and no digit changes.
+A chunk by quarters has two products: the first for pairs of tokens of one half, the second for
+pairs of different halves, of the same operands relative to the chunk's middle. Operands of the two
+differ by a whole power of 2 for each quarter and channel, so that they are moved in place and no
+digit changes.
 """
 
 from slipstream.kernels.linear.sm90.common.device import exp2_by_parts
@@ -17,15 +18,15 @@ def quarters(layout: gl.constexpr):
 
 @gluon.constexpr_function
 def takes_quarters(K: int, delta: bool, apart: float) -> bool:
-    """Whether chunks are taken by quarters: of four tiles 128 channels wide two programs would fit
-    a multiprocessor, in place of three."""
+    """Whether chunks are taken by quarters. With four tiles of 128 channels only two programs would
+    fit a multiprocessor, instead of three."""
     return apart > 0 and (delta or K <= 64)
 
 
 @gluon.jit
 def anchors_of(b_middle, b_first, b_third, APART: gl.constexpr):
-    """n [4, 1, 64] by halves and by quarters, of sums up to the middle, and to those of both halves
-    [1, 1, 64]."""
+    """n [4, 1, 64] by halves and by quarters, from the sums of gates up to the chunk's middle and
+    up to the middle of either half [1, 1, 64]."""
     three: gl.constexpr = b_middle.type.layout
     quarter = quarters(three)
     b_halves = b_middle + gl.where(quarter < 2, APART, -APART)

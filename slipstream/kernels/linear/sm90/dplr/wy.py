@@ -12,10 +12,11 @@ float32, unless a half decays by more than 2^(-2 LIMIT), and a chunk may decay b
 depends on later gates, but no bit of a result does: G is a multiple of 2^-12 and n a whole number,
 so that n moves exponents alone.
 
-Where a half decays further, but no quarter by more than 2^(-2 LIMIT), each half is taken as a chunk
-is, n by its own middle and its two quarters. Pairs of different halves take a second product, of
-the same operands with n = m (to_middle): whole powers of 2 make them. The first 64 channels that
-want it decide, and those before are moved (to_quarters).
+Where a half decays further, but no quarter by more than 2^(-2 LIMIT), the operands of each half are
+relative to its own middle and its two quarters, as a chunk's are to its middle and two halves.
+Pairs of different halves take a second product of the same operands, moved to n = m by whole powers
+of 2 (to_middle). The first 64 channels with such a half decide for the chunk, and channels before
+them are moved (to_quarters).
 
 float16 has no room for either: n is 0 there, and a half decays by no more than 2^-LIMIT. Other
 chunks are strong, and left to intra_safe.py.
@@ -120,9 +121,9 @@ def sum_until(b_all, end: gl.constexpr, three: gl.constexpr):
 def gates_of(
     b_g, by_quarters, anchors, n, LIMIT: gl.constexpr, APART: gl.constexpr, QUARTERS: gl.constexpr
 ):
-    """Of gates in base 2 [4, 16, 64]: G - n, that without a token's own gate; n [4, 1, 64]; the
-    chunk's sum [1, 1, 64]; the largest decay of a half and of a quarter; by_quarters, or whether
-    these want it. anchors get what anchors_of wants."""
+    """From gates in base 2 [4, 16, 64]: G - n, and that without a token's own gate; n [4, 1, 64];
+    the chunk's sum [1, 1, 64]; the largest decay of a half and of a quarter; by_quarters, set also
+    if these channels need it. Writes what anchors_of takes into anchors."""
     three: gl.constexpr = b_g.type.layout
     b_e, b_before, b_all = sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout

@@ -1,9 +1,9 @@
-"""A decay per channel on sm_90, sequences in segments: what a segment makes of the state it meets.
+"""A decay per channel on sm_90, sequences in segments: what a segment does to the state before it.
 
     S <- total S + E
 
-E is the state after the segment that begins with none, total what each channel decays by from its
-start to its end. A chunk, D and G as in intra.py, takes
+E is the state after the segment if the state before it is zero; total is the decay of each channel
+from the segment's start to its end. A chunk, D and G as in intra.py, takes
 
     E <- D E + (k exp(G_C - G))^T v        total <- total D
 
