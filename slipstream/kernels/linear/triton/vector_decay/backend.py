@@ -32,8 +32,8 @@ from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
 from slipstream.kernels.linear.triton.vector_decay.dqkg import (
+    vector_decay_dqkg_halves_kernel,
     vector_decay_dqkg_kernel,
-    vector_decay_dqkg_quarters_kernel,
 )
 from slipstream.kernels.linear.triton.vector_decay.intra_bwd import vector_decay_intra_bwd_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
@@ -351,15 +351,15 @@ def launch_grads(
     options: dict[str, Any] = {**_options(problem, kernel_tile), **_bound(problem), "K": K}
     cached(vector_decay_dqkg_kernel)[total,](**args, **options)
     options["MAX_CHUNKS"] = MAX_PAIRS_SHARE
-    quarters = None
-    if APART[problem.k.dtype] > 0 and "dk" in named:
-        quarters = problem.k.new_empty(total, dtype=torch.int32)
-        cached(vector_decay_dqkg_quarters_kernel)[_programs(total),](
-            **args, quarters_ptr=quarters, total=total, **options
+    apart, halves = APART[problem.k.dtype], None
+    if apart and "dk" in named:
+        halves = problem.k.new_empty(total, dtype=torch.int32)
+        cached(vector_decay_dqkg_halves_kernel)[_programs(total),](
+            **args, halves_ptr=halves, total=total, APART=apart, **options
         )
     options |= {"LEVELS": C.bit_length() - 1, "SHIFT": SHIFT[problem.k.dtype]}
     cached(vector_decay_intra_bwd_kernel)[_programs(total),](
-        **args, quarters_ptr=quarters, total=total, **options
+        **args, halves_ptr=halves, total=total, **options
     )
 
 

@@ -13,16 +13,15 @@ In a chunk that is one safe block (subchunk_decay.py; intra_bwd.py has the other
     r_i = q_i exp(G_i)     dr = (lower triangle of P) w   dq_i = scale * (dqs_i + dr_i) exp(G_i)
     w_j = k_j exp(-G_j)    dw = (upper) r                 dk_j = scale * (dke_j D + dw_j) exp(-G_j)
 
-with G from the chunk's start and D = exp(G_C). In chunks of which each quarter is one, from half of
-what it decays by (subchunk_decay.py), the products of a quarter come after those of the one before
-it, or for dw of the one after it, and between them what later rows have so far, or earlier ones,
-takes a channel's factor to the next quarter. dg is what every exponent adds to its gates:
+with G from the chunk's start and D = exp(G_C), or in chunks of which each half is one relative to n
+of subchunk_decay.py: there products of a half come before those of the other, and what one half
+has is rescaled between them. dg is what every exponent adds to its gates:
 
     dg_t = z + sum over i >= t of (r_i * (dqs_i + dr_i) - w_i * dw_i)
              + sum over j < t of w_j * dke_j D
 
 The one difference is of the same products, so that it cancels to the last bits. With u the
-diagonal of P is left out of the triangles and counts apart, and so it is where quarters are taken.
+diagonal of P is left out of the triangles and counts apart.
 
 Channels of K are independent, BK of them a program. Without dk_ptr it is dq alone, which with the
 roles exchanged (backend.py) is o. dq and dk may be where dqs and dke are.
@@ -34,43 +33,37 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    are_quarters_safe,
-    block_span,
+    are_halves_safe,
     dot_with,
+    half_sums,
     is_block_safe,
     is_chunk_safe,
-    of_quarter,
-    of_tokens,
+    offsets,
     prefix_span,
     prefix_span_bwd,
-    quarter_halves,
     spans_to_gates_bwd,
     split_gates,
     suffix_span_bwd,
     sums,
     tokens,
-    until_end,
 )
 
 
 @triton.jit
 def anchored_reads(
-    b_p, b_w, b_dqs, b_h, rows, dtype: tl.constexpr, BEFORE: tl.constexpr,
-    QUARTERS: tl.constexpr, PRECISION: tl.constexpr,
+    b_p, b_w, b_dqs, b_early, rows, dtype: tl.constexpr, BEFORE: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dqs + (lower triangle of P) w [C, BK], in float32; h as quarter_halves has it."""
+    """dqs + (lower triangle of P) w [C, BK], in float32."""
     C: tl.constexpr = rows.shape[0]
     i, j = rows[:, None], tl.arange(0, C)[None, :]
-    b_p = tl.where(i > j if BEFORE or QUARTERS else i >= j, b_p, 0.0)
-    if QUARTERS:
-        b_dr = b_dqs * tl.exp2(of_quarter(b_h, 0))[None, :]
-        # a loop: four products side by side would go to the stack
-        for quarter in range(4):
-            end = (quarter + 1) * (C // 4)
-            of = (j >= end - C // 4) & (j < end)
-            b_dr += dot_with(tl.where(of, b_p, 0.0).to(b_p.dtype), b_w, dtype, PRECISION)
-            b_next = tl.exp2(of_quarter(b_h, quarter) + of_quarter(b_h, quarter + 1))
-            b_dr *= tl.where(i >= end, b_next[None, :], 1.0)
+    b_p = tl.where(i > j if BEFORE else i >= j, b_p, 0.0)
+    if APART > 0:
+        # writes of the first half are 2^(2 APART) times what they are to the other's reads
+        b_dr = b_dqs * tl.exp2(b_early + APART)[None, :]
+        b_dr += dot_with(tl.where(j < C // 2, b_p, 0.0), b_w, dtype, PRECISION)
+        b_dr *= tl.where(i < C // 2, 1.0, 2.0 ** (-2 * APART))
+        b_dr += dot_with(tl.where(j < C // 2, 0.0, b_p), b_w, dtype, PRECISION)
     else:
         b_dr = dot_with(b_p, b_w, dtype, PRECISION) + b_dqs
     return b_dr
@@ -78,20 +71,16 @@ def anchored_reads(
 
 @triton.jit
 def anchored_writes(
-    b_p, b_r, b_h, rows, BEFORE: tl.constexpr, QUARTERS: tl.constexpr, PRECISION: tl.constexpr
+    b_p, b_r, rows, BEFORE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr
 ):
     """(upper triangle of P) r [C, BK]."""
     C: tl.constexpr = rows.shape[0]
     j, i = rows[:, None], tl.arange(0, C)[None, :]
-    b_p = tl.where(j < i if BEFORE or QUARTERS else j <= i, b_p, 0.0)
-    if QUARTERS:
-        b_dw = tl.zeros(b_r.shape, tl.float32)
-        for n in range(4):
-            begin = (3 - n) * (C // 4)
-            b_of = tl.where((i >= begin) & (i < begin + C // 4), b_p, 0.0).to(b_p.dtype)
-            b_dw = tl.dot(b_of, b_r, b_dw, input_precision=PRECISION)
-            b_next = tl.exp2(of_quarter(b_h, 2 - n) + of_quarter(b_h, 3 - n))
-            b_dw *= tl.where(j < begin, b_next[None, :], 1.0)
+    b_p = tl.where(j < i if BEFORE else j <= i, b_p, 0.0)
+    if APART > 0:
+        b_dw = tl.dot(tl.where(i < C // 2, 0.0, b_p), b_r, input_precision=PRECISION)
+        b_dw *= tl.where(j < C // 2, 2.0 ** (-2 * APART), 1.0)
+        b_dw = tl.dot(tl.where(i < C // 2, b_p, 0.0), b_r, b_dw, input_precision=PRECISION)
     else:
         b_dw = tl.dot(b_p, b_r, input_precision=PRECISION)
     return b_dw
@@ -138,46 +127,43 @@ def vector_decay_dqkg_kernel(
         _tile(
             q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr,
             du_ptr, decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
-            K, BK, C, False, BEFORE, PACKED, BF16_TERMS, PRECISION,
+            K, BK, C, 0.0, BEFORE, PACKED, BF16_TERMS, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
-def vector_decay_dqkg_quarters_kernel(
+def vector_decay_dqkg_halves_kernel(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
-    decay_ptr, quarters_ptr, cu_ptr, scale, total, T, N, HV, HK,
+    decay_ptr, halves_ptr, cu_ptr, scale, total, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr,
-    C: tl.constexpr, BOUND: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BOUND: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
+    PACKED: tl.constexpr, GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (at least total / MAX_CHUNKS,): the same of chunks that are not one safe block, where
-    each quarter is one.
+    each half is one.
 
-    total: tiles of K times chunks times value heads. quarters: [total], 1 where that is so, else 0.
+    total: tiles of K times chunks times value heads. halves: [total], 1 where that is so, else 0.
     """
     if not GROUPED:
         HK = HV
     NK: tl.constexpr = (K + BK - 1) // BK
-    # of a tile at once more would go to the stack
-    TILES: tl.constexpr = 2 if K % BK == 0 and BK > 32 else 1
     if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
         return
     for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(i_tile // NK, tl.int64)
         if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-            safe = _has_safe_quarters(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
-            tl.store(quarters_ptr + i_tile, safe.to(tl.int32))
+            safe = _has_safe_halves(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
+            tl.store(halves_ptr + i_tile, safe.to(tl.int32))
             if safe:
-                for i in tl.range(TILES, disable_licm=True):
-                    _tile(
-                        q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
-                        dg_ptr, du_ptr, None, cu_ptr, scale, i_tile * TILES + i, T, N, HV, HK,
-                        K, BK // TILES, C, True, BEFORE, PACKED, BF16_TERMS, PRECISION,
-                    )  # fmt: skip
+                _tile(
+                    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
+                    dg_ptr, du_ptr, None, cu_ptr, scale, i_tile, T, N, HV, HK,
+                    K, BK, C, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
+                )  # fmt: skip
 
 
 @triton.jit
-def _has_safe_quarters(
+def _has_safe_halves(
     g_ptr, cu_ptr, i_tile, T, N, HV,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -189,23 +175,22 @@ def _has_safe_quarters(
     o_k = (i_tile % NK) * BK + tl.arange(0, BK)
     p_g = g_ptr + ((begin + i_c * C) * HV + i_h) * K
     b_g = load_block(p_g, HV * K, o_c, o_c < length - i_c * C, o_k, K, K % BK != 0)  # [C, BK]
-    return are_quarters_safe(quarter_halves(b_g.to(tl.float32), C))
+    b_early, b_late = half_sums(b_g.to(tl.float32), C)
+    return are_halves_safe(b_early, b_late)
 
 
 @triton.jit
 def _tile(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
     decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, QUARTERS: tl.constexpr,
-    BEFORE: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
+    PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BK channels of one chunk and value head; unless QUARTERS the chunk is one safe block."""
+    """BK channels of one chunk and value head; APART: 0 if the chunk is one safe block."""
     NK: tl.constexpr = (K + BK - 1) // BK
     HAS_DK: tl.constexpr = dk_ptr is not None
     ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
     TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
-    # what a read has of the token before it cancels between two sums, and strong gates leave little
-    ALL_TERMS: tl.constexpr = 3 if QUARTERS and BF16_TERMS > 0 else TWO
     i_h = (pid // NK) % HV
     i_chunk = pid // NK // HV
     at = i_chunk.to(tl.int64) * HV + i_h
@@ -226,66 +211,53 @@ def _tile(
     if HAS_DK:
         b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
-    # beside the sums, or the diagonal would cancel in dg what is much smaller
-    APART: tl.constexpr = u_ptr is not None or QUARTERS
-    if APART:
-        b_u = tl.full((BK,), 1.0, tl.float32) * scale
-        if u_ptr is not None:
-            b_u *= tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    if u_ptr is not None:
+        b_u = tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
+        b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
+        b_diag = b_diagonal[:, None] * b_u[None, :]
     b_g, b_terms = split_gates(b_g, BF16_TERMS)
-    b_h = None
-    if QUARTERS:
-        b_h = quarter_halves(b_g, C)
-        QUARTER: tl.constexpr = C.bit_length() - 3  # 2^QUARTER tokens
-        b_G = sums(block_span(rows, QUARTER, False), b_terms, BF16_TERMS, PRECISION)
-        b_G -= of_tokens(b_h, C)
-    else:
-        b_G = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+    b_G = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+    b_early = None
+    if APART > 0:
+        b_early, b_late = half_sums(b_g, C)
+        b_G -= offsets(b_early, rows, APART)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
     b_e = b_G
     if BEFORE:
-        if QUARTERS:
-            b_e = sums(block_span(rows, QUARTER, True), b_terms, BF16_TERMS, PRECISION)
-            b_e -= of_tokens(b_h, C)
-        else:
-            b_e = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
+        b_e = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
+        if APART > 0:
+            b_e -= offsets(b_early, rows, APART)
     b_e = tl.exp2(b_e)
     b_dr = anchored_reads(
-        b_p, b_w, b_dq, b_h, rows, b_k.dtype, BEFORE, QUARTERS, PRECISION
+        b_p, b_w, b_dq, b_early, rows, b_k.dtype, BEFORE, APART, PRECISION
     )  # [C, BK]
     b_w = b_w.to(b_k.dtype)
     if dq_ptr is not None:
         b_dq = b_dr * b_e * scale
-        if APART:
-            b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
-            b_dq += b_diagonal[:, None] * b_u[None, :] * b_k
+        if u_ptr is not None:
+            b_dq += b_diag * b_k
         tl.store(dq_ptr + i_o + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
     if HAS_DK:
         b_r = (b_q * b_e).to(b_k.dtype)  # [C, BK]
         b_leave = b_r * b_dr
-        b_dw = anchored_writes(b_p, b_r, b_h, rows, BEFORE, QUARTERS, PRECISION)  # [C, BK]
+        b_dw = anchored_writes(b_p, b_r, rows, BEFORE, APART, PRECISION)  # [C, BK]
         b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
         if BEFORE:
-            span = prefix_span_bwd(rows, C, True)
-            b_dg = spans_to_gates_bwd(span, b_leave, b_dg, ALL_TERMS, PRECISION)
+            b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, True), b_leave, b_dg, TWO, PRECISION)
             b_leave = tl.zeros((C, BK), tl.float32)
         b_leave -= b_w * b_dw
-        TERMS: tl.constexpr = ALL_TERMS if BEFORE else TWO
-        b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, False), b_leave, b_dg, TERMS, PRECISION)
+        b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, False), b_leave, b_dg, TWO, PRECISION)
         b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        if QUARTERS:
-            b_enter = b_dk * of_tokens(tl.exp2(until_end(b_h)), C)
+        if APART > 0:
+            b_enter = b_dk * tl.exp2(b_late[None, :] - offsets(0.0 * b_early, rows, APART))
         else:
             b_end = tl.load(decay_ptr + at * K + o_k, mask=o_k < K, other=0.0)
             b_enter = b_dk * b_end[None, :]
         b_dw += b_enter
         b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, PRECISION)
         tl.store(dg_ptr + i_o + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
-        if QUARTERS and not BEFORE:
-            b_dk = b_dw / b_e * scale  # G - h kept till here would go to the stack
-        else:
-            b_dk = b_dw * tl.exp2(-b_G) * scale
-        if APART:
+        b_dk = b_dw * tl.exp2(-b_G) * scale
+        if u_ptr is not None:
             # read again: kept till here they would go to the stack
             b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
             b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)

@@ -57,7 +57,7 @@ def vector_decay_intra_bwd_kernel(
     dg_ptr,  # [tokens, HV, K]
     du_ptr,  # [chunks, HV, K]
     decay_ptr,  # [chunks, HV, K]
-    quarters_ptr,  # [chunks, HV, tiles of K]: 1 where dqkg.py has taken quarters; None if nowhere
+    halves_ptr,  # [chunks, HV, tiles of K]: 1 where dqkg.py has taken halves; None if nowhere
     cu_ptr,  # [N + 1]
     scale,
     total,
@@ -91,8 +91,8 @@ def vector_decay_intra_bwd_kernel(
     for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(i_tile // NK, tl.int64)
         strong = not is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
-        if quarters_ptr is not None:
-            strong = strong and tl.load(quarters_ptr + i_tile) == 0
+        if halves_ptr is not None:
+            strong = strong and tl.load(halves_ptr + i_tile) == 0
         if strong:
             if dk_ptr is None:
                 tl.static_assert(u_ptr is None)
@@ -138,7 +138,7 @@ def _outputs(
     b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
     whole = is_read_safe(b_until, BOUND)
     b_w = b_k * chunk_writes(b_until, BOUND)  # [C, BK]
-    b_dq = anchored_reads(tl.load(p_p), b_w, b_dqs, None, rows, b_k.dtype, False, False, PRECISION)
+    b_dq = anchored_reads(tl.load(p_p), b_w, b_dqs, None, rows, b_k.dtype, False, 0.0, PRECISION)
     b_dq = b_dq * tl.exp2(b_until) * scale
     tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o & whole)
     # dqs of the others is as it was, where dq is in its place

@@ -21,10 +21,10 @@ Where the gates of a block of 2^base tokens add up to no less than -BOUND, whate
 exp(G_i) and exp(-G_j) from its start are safe after all: one product takes the place of `base`
 levels. Most chunks of a trained model are one such block.
 
-In bfloat16, whose exponents have room for it, gradients take a chunk of which each quarter decays
-by no more than 2^-QUARTER as one block, too: factors are exp(G_i - h) and exp(h - G_j), G from the
-quarter's start and h half of what it decays by. Channels are columns of such products, so that
-what one quarter has for the next takes a factor a channel, exp(h + h').
+In bfloat16, whose exponents have room for it, gradients take a chunk of which each half decays by
+no more than 2^-HALF as one block, too: factors are exp(G_i - n) and exp(n - G_j), n the sum up to
+the middle and APART more in the first half, less in the second. What a read of the second half has
+of a write in the first comes out 2^(2 APART) times too large, which is taken off.
 
 An output has the same bits whatever comes after it, so gates of later tokens must not choose how
 it is computed. A read i takes the whole chunk as one block while the gates up to i allow that;
@@ -43,10 +43,8 @@ BASE = tl.constexpr(4)
 # A chunk whose gates add up to -BOUND is one block for all of its reads, also where the sums of
 # single reads are rounded otherwise than that of the chunk.
 ROUNDING = tl.constexpr(0.125)
-# What a half of a chunk decays by at most in forward, where both take the place of one block, and a
-# quarter in backward, where all four do, in base 2: float32 has the factor between two of these.
+# What a half of a chunk decays by at most where both take the place of one block, in base 2.
 HALF = tl.constexpr(160.0)
-QUARTER = tl.constexpr(126.0)
 
 
 @triton.jit
@@ -226,36 +224,17 @@ def half_sums(b_g, C: tl.constexpr):
 
 
 @triton.jit
-def quarter_halves(b_g, C: tl.constexpr):
-    """h: half of the gates of each quarter of a chunk, in base 2, [C, BK] -> [4, BK]."""
-    return tl.sum(tl.reshape(b_g, (4, C // 4, b_g.shape[1])), 1) * (0.5 * LOG2E)
+def are_halves_safe(b_early, b_late):
+    """Whether both are in all channels; not so for NaN."""
+    safe = (b_early >= -HALF) & (b_late >= -HALF)
+    return tl.min(safe.to(tl.int32), 0) == 1
 
 
 @triton.jit
-def are_quarters_safe(b_h):
-    """Whether all are in all channels; not so for NaN."""
-    return tl.min(tl.min((b_h >= -QUARTER / 2).to(tl.int32), 1), 0) == 1
-
-
-@triton.jit
-def of_quarter(b_h, quarter):
-    """[BK]"""
-    return tl.sum(tl.where(tl.arange(0, 4)[:, None] == quarter, b_h, 0.0), 0)
-
-
-@triton.jit
-def of_tokens(b_h, C: tl.constexpr):
-    """[C, BK]: of each token's quarter."""
-    BK: tl.constexpr = b_h.shape[1]
-    return tl.reshape(tl.broadcast_to(b_h[:, None, :], (4, C // 4, BK)), (C, BK))
-
-
-@triton.jit
-def until_end(b_h):
-    """[4, BK]: the gates from h of each quarter to the chunk's end."""
-    quarter = tl.arange(0, 4)
-    later = (quarter[:, None] < quarter[None, :])[:, :, None]
-    return b_h + 2 * tl.sum(tl.where(later, b_h[None, :, :], 0.0), 1)
+def offsets(b_early, rows, APART: tl.constexpr):
+    """n [C, BK]: the sum up to the middle, and APART more in the first half, less in the other."""
+    later = rows >= rows.shape[0] // 2
+    return b_early[None, :] + tl.where(later, -APART, APART)[:, None]
 
 
 @triton.jit
