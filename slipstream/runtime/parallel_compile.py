@@ -54,7 +54,7 @@ LONGEST = (
     "dplr_chunk_fwd_sm90_kernel",
     "scalar_decay_chunk_fwd_sm90_kernel",
     "delta_chunk_fwd_sm90_kernel",
-    "vector_decay_dqkg_quarters_kernel",
+    "vector_decay_dqkg_halves_kernel",
     "glu_products_sm90_kernel",
     "matmul_sm90_kernel",
 )
