@@ -11,7 +11,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 class ClassifierInputs(NamedTuple):
-    """A linear layer's, whose V outputs are logits of classes, and the class of each row."""
+    """Inputs of a linear layer whose V outputs are logits of classes, and the class of each row."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]

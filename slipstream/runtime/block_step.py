@@ -87,8 +87,8 @@ class BlockStep:
         return None
 
     def take(self, count: int) -> list[Tensor]:
-        """Of the next operators so many of what they keep, for a caller that writes the step's
-        tokens there itself: windows [N, W, C] and blocks."""
+        """What the next `count` operators keep, windows [N, W, C] and blocks: the caller writes the
+        step's tokens into them."""
         self._next += count
         return self._kept[self._next - count : self._next]
 

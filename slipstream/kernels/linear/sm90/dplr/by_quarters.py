@@ -65,7 +65,7 @@ def to_quarters(
     anchors, n, q, a, b, k, flat: gl.constexpr, three: gl.constexpr, APART: gl.constexpr,
     DELTA: gl.constexpr,
 ):  # fmt: skip
-    """Operands by halves of the chunk as those by quarters, in place."""
+    """Moves operands in place: relative to halves of the chunk before, to quarters after."""
     b_middle, b_first, b_third = load_anchors(anchors, n, three)
     b_halves, b_quarters = anchors_of(b_middle, b_first, b_third, APART)
     b_n = b_halves - b_quarters
@@ -117,8 +117,8 @@ def with_halves(
     ak_ptr, keep, scale, T, flat: gl.constexpr, three: gl.constexpr, rows: gl.constexpr,
     APART: gl.constexpr,
 ):  # fmt: skip
-    """Scores b_a of pairs of a half, and if by_quarters those of different halves; the others' get
-    them where they are."""
+    """Scores b_a with those between halves: by_quarters they are missing, and operands are moved
+    to make them. Otherwise b_a has them already."""
     C: gl.constexpr = 64
     NK: gl.constexpr = qs.shape[0]
     DELTA: gl.constexpr = aks is None

@@ -82,7 +82,7 @@ class Copies(NamedTuple):
 
 @gluon.jit
 def transition_log2norm(w_ptr, b_ptr, total_ptr, at, K: gl.constexpr, C: gl.constexpr):
-    """log2 of what the transition of chunk and head `at` makes a state longer by at most."""
+    """log2 of the largest factor by which a chunk can lengthen a state; `at`: chunk and head."""
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
     o_k = gl.arange(0, K, gl.SliceLayout(0, rows))
     o_t = gl.arange(0, C, gl.SliceLayout(1, rows))
@@ -99,7 +99,7 @@ def transition_log2norm(w_ptr, b_ptr, total_ptr, at, K: gl.constexpr, C: gl.cons
 def effective_chunks(
     w_ptr, b_ptr, total_ptr, chunk, HV, n, K: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """Chunks, of n, that E comes from; whether M counts as zero."""
+    """The number of last chunks, of n, that E is made from, and whether M counts as zero."""
     need = n * 0
     log = 0.0
     most = gl.minimum(n, MAX_WINDOW_CHUNKS)

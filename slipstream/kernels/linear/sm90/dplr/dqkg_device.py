@@ -177,8 +177,9 @@ def clear(tile, num_rows, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
 
 @gluon.jit
 def put_factors(sums, factors, wide: gl.constexpr):
-    """Of sums of quarters [4, BK]: exp(h + h') to the next, 2^-126 or more, exp(h) of the first and
-    of the last, the chunk's decay, and what is left of those to the next."""
+    """Stores factors of each channel from the sums of gates of quarters [4, BK]: exp(h + h') from a
+    quarter to the next, at least 2^-126, and the rest of that factor; exp(h) of the first and of
+    the last quarter; the chunk's decay."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4 * wide], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sums = sums._reinterpret(gl.float32, sums.shape, plain)  # the same, to be indexed
@@ -214,7 +215,7 @@ def towards(factors, quarter: gl.constexpr, zero, none, LATER: gl.constexpr, row
 
 @gluon.jit
 def part_product(b, score, rhs, quarter: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """b and a part of score rhs, or of score^T rhs: what comes of a quarter's tokens; under way."""
+    """Starts b += score rhs, or score^T rhs, for the tokens of one quarter; the caller waits."""
     COUNT: gl.constexpr = score.shape[0] // 4
     if TRANSPOSED:
         lhs = score.slice(quarter * COUNT, COUNT).permute((1, 0))

@@ -56,7 +56,7 @@ def put(p, b, N: gl.constexpr, rows: gl.constexpr, none=0):
 
 @gluon.jit
 def put_late(p, b, N: gl.constexpr, rows: gl.constexpr):
-    """Of a tile [64, 64] rows of the second half and columns of the first, as put."""
+    """As put, but only rows of the second half and columns of the first of a tile [64, 64]."""
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
     o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
     gl.store(p + o_r * N + o_c, gl.convert_layout(b, rows), mask=(o_r >= 32) & (o_c < 32))

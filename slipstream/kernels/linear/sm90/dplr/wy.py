@@ -224,7 +224,8 @@ def decay(
 def is_strong(
     strongest, farthest, LIMIT: gl.constexpr, APART: gl.constexpr, QUARTERS: gl.constexpr
 ):
-    """Of the largest decays of a half and of a quarter."""
+    """Whether intra_safe takes the chunk, not wy: its largest decays are `strongest` in a half and
+    `farthest` in a quarter."""
     if QUARTERS:
         strong = farthest > 2 * LIMIT
     else:
@@ -244,7 +245,7 @@ def without_gates(
     q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, o_w, scale, flat: gl.constexpr,
     DELTA: gl.constexpr,
 ):  # fmt: skip
-    """As decay, of what does not decay."""
+    """Writes the operands of channels without gates."""
     gl.store(q_out_ptr + o_w, (q.load(flat) * scale).to(q.dtype))
     if DELTA:
         b_b = a.load(flat)
@@ -257,13 +258,14 @@ def without_gates(
 
 @gluon.jit
 def half_limit(LIMIT: gl.constexpr, APART: gl.constexpr):
-    """What a half may decay by where chunks are not taken by quarters."""
+    """The decay that a half may have in a chunk that is not taken by quarters."""
     return 2 * LIMIT if APART > 0 else LIMIT
 
 
 @gluon.jit
 def together(b, by_quarters, APART: gl.constexpr):
-    """Scores [64, 64] of operands whose halves, or the quarters of each, are APART."""
+    """Takes the factor 2^(2 APART) out of scores [64, 64] between halves; by_quarters, out of those
+    between the quarters of a half."""
     if APART > 0:
         layout: gl.constexpr = b.type.layout
         row = (gl.arange(0, 64, gl.SliceLayout(1, layout)) // 16)[:, None]
