@@ -14,7 +14,7 @@ from slipstream.models import SlipstreamForCausalLM
 from tests.support.model_ways import WAYS, check
 from tests.support.trainer_runs import (
     IDS,
-    QUARTERS,
+    PAIRS,
     STEPS,
     generated,
     losses,
@@ -86,16 +86,17 @@ def assert_trains_as_plain_loop(
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("run", RUNS)
 def test_trainer_is_the_plain_loop_on_cuda(run: str, side: str, tmp_path: Path) -> None:
-    """One mixer of each family: a row with all of them compiles kernels for minutes."""
+    """One mixer of each family; all rows of a dtype take the same kernels."""
     assert_trains_as_plain_loop("hybrid", run, side, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("run", "side"), [("padded", "left"), ("bf16", "right")])
-@pytest.mark.parametrize("name", QUARTERS)
+@pytest.mark.parametrize("name", PAIRS)
 def test_trained_mixer_saved_generates_the_same_on_cuda(
     name: str, run: str, side: str, tmp_path: Path
 ) -> None:
+    """Two mixers: a row with all of them compiles kernels for minutes."""
     model = assert_trains_as_plain_loop(name, run, side, tmp_path)
     model.save_pretrained(tmp_path / "saved")
     again = SlipstreamForCausalLM.from_pretrained(tmp_path / "saved").cuda().eval()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slipstream.models import SlipstreamForCausalLM
 from tests.support.derivatives import ON_CUDA, Case, Problem, assert_near
-from tests.support.model_ways import make
+from tests.support.trainer_runs import IDS, PAIRS, make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,6 @@ pytestmark = [
 # whose gradients are plain torch's
 PLAIN = {"short_convolution_update-bias", "latent_attention"}
 NEAR = 1e-3
-IDS = torch.arange(18).mul(7).remainder(53).view(2, 9)
 
 
 def on_device(case: Case, index: int) -> Problem:
@@ -75,43 +74,60 @@ def masks() -> list[Tensor]:
     return [torch.ones_like(IDS), padded]
 
 
-@pytest.mark.parametrize("mask", masks(), ids=["whole", "padded"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["every", "hybrid", "residuals"])
-def test_model_on_two_devices(name: str, tied: bool, mask: Tensor, tmp_path: Path) -> None:
+def whole_and_split(
+    name: str, folder: Path, device_map: Any, **options: Any
+) -> tuple[SlipstreamForCausalLM, SlipstreamForCausalLM]:
+    """A model on one device, and the same loaded onto two."""
     pytest.importorskip("accelerate")
     torch.cuda.set_device(0)
-    options: dict[str, Any] = {"tie_word_embeddings": tied}
-    if name == "residuals":
-        name, options = "hybrid", {**options, "attention_residuals": 2}
-    plain = make(name, "cuda:0", **options)
-    plain.save_pretrained(tmp_path)
+    plain = make(name, **options).train().cuda()
+    plain.save_pretrained(folder)
     size = sum(p.numel() for p in plain.parameters()) * 4
-    split = SlipstreamForCausalLM.from_pretrained(
-        tmp_path, device_map="auto", max_memory={0: size * 6 // 10, 1: 10 * size}
-    ).train()
+    memory = {0: size * 6 // 10, 1: 10 * size} if device_map == "auto" else None
+    split = SlipstreamForCausalLM.from_pretrained(folder, device_map=device_map, max_memory=memory)
     assert {p.device.index for p in split.parameters()} == {0, 1}, split.hf_device_map
+    return plain, split.train()
+
+
+def assert_trains_and_generates_the_same(
+    split: SlipstreamForCausalLM, plain: SlipstreamForCausalLM, mask: Tensor
+) -> None:
     assert_same(step(split, mask), step(plain, mask))
     given = {"attention_mask": mask.cuda(0), "max_new_tokens": 4, "do_sample": False}
-    ids = {"pad_token_id": 0, "eos_token_id": None}
-    tokens = [m.eval().generate(IDS.cuda(0), **given, **ids) for m in (split, plain)]
+    tokens = [m.eval().generate(IDS.cuda(0), **given) for m in (split, plain)]
     assert torch.equal(tokens[0], tokens[1])
 
 
-@pytest.mark.parametrize("way", ["moved", "parallel"])
-def test_model_on_another_device(way: str) -> None:
-    torch.cuda.set_device(0)
-    plain, model = make("every", "cuda:0"), make("every", "cuda:0")
-    mask = masks()[0]
+@pytest.mark.parametrize("mask", masks(), ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_word_embeddings": False}, {"attention_residuals": 2}]
+)
+def test_model_on_two_devices(options: dict[str, Any], mask: Tensor, tmp_path: Path) -> None:
+    """One mixer of each family: kernels of all would compile for minutes."""
+    plain, split = whole_and_split("hybrid", tmp_path, "auto", **options)
+    assert_trains_and_generates_the_same(split, plain, mask)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_mixers_on_two_devices(name: str, tmp_path: Path) -> None:
+    """A mixer on each, then both on the one that is not the current one."""
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    plain, split = whole_and_split(name, tmp_path, {**places, "lm_head": 0})
+    mask = masks()[1]
+    assert_trains_and_generates_the_same(split, plain, mask)
+    plain.train().zero_grad()
     want = step(plain, mask)
-    if way == "moved":
-        step(model, mask)
-        model.zero_grad()
-        model.to("cuda:1")
-        got = step(model, mask, device=1)
-    else:
-        got = step(nn.DataParallel(model, [0, 1]), mask)
-        # to it a parameter that no replica used has a gradient of zeros
-        unused = got[1].keys() - want[1].keys()
-        assert not any(got[1].pop(name).any() for name in unused)
+    plain.zero_grad()
+    plain.to("cuda:1")
+    assert_same(step(plain, mask, device=1), want)
+
+
+def test_replicas_on_two_devices() -> None:
+    torch.cuda.set_device(0)
+    plain, model = make("hybrid").train().cuda(), make("hybrid").train().cuda()
+    mask = masks()[0]
+    want, got = step(plain, mask), step(nn.DataParallel(model, [0, 1]), mask)
+    # to it a parameter that no replica used has a gradient of zeros
+    unused = got[1].keys() - want[1].keys()
+    assert not any(got[1].pop(name).any() for name in unused)
     assert_same(got, want)

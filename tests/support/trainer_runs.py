@@ -19,9 +19,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 MODELS: dict[str, list[Any]] = {n: [{"type": n, **OPTIONS.get(n, {})}] * 2 for n in MIXERS}
 # a layer of each, and one that takes RWKV-7's first value past them
 MODELS["every"] = [*(layers[0] for layers in MODELS.values()), {"type": "rwkv7"}]
-HYBRID: dict[str, list[Any]] = {"hybrid": ["gated_deltanet", "rwkv7", "attention", "mamba2"]}
-# the same in four models, for kernels that take long to compile
-QUARTERS = {f"quarter {i}": [*MODELS["every"][i:-1:4], {"type": "rwkv7"}] for i in range(4)}
+HYBRID: dict[str, list[Any]] = {
+    "hybrid": ["gated_deltanet", "rwkv7", "attention", "mamba2", "rwkv7"]
+}
+_KINDS = list(MIXERS)
+# two mixers in each, for kernels that take long to compile
+PAIRS = {
+    "+".join(pair): [MODELS[name][0] for name in pair]
+    for pair in (_KINDS[i : i + 2] for i in range(0, len(_KINDS), 2))
+}
 IDS = torch.arange(18).mul(7).remainder(VOCAB - 1).add(1).view(2, 9)
 
 
@@ -33,7 +39,7 @@ def make(name: str, **options: Any) -> SlipstreamForCausalLM:
         hidden_size=16,
         num_heads=2,
         intermediate_size=24,
-        mixers=(MODELS | QUARTERS | HYBRID)[name],
+        mixers=(MODELS | PAIRS | HYBRID)[name],
         initializer_range=0.1,
         pad_token_id=0,
         eos_token_id=None,
