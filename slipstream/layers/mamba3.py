@@ -18,9 +18,13 @@ class Mamba3(Mixer):
 
         z, u, B, C, dt, A, trap, angle = x W_in
         B, C = rms_norm(B) + b_B, rms_norm(C) + b_C, of each head and rank
-        step = softplus(dt + dt_bias);  g = -softplus(A) step;  theta += pi step tanh(angle)
+        step = softplus(dt + dt_bias);  g = -f(A) step;  theta += pi step tanh(angle)
         o_r = mamba3(C_r, B_r, u * m_r, g, step, sigmoid(trap), theta) + D u * m_r
         y = (sum_r n_r * o_r * silu(z * l_r)) W_out
+
+    Channels 2 i and 2 i + 1 of B and C turn together. mamba_ssm's and fla's MIMO turns i and
+    i + N / 2: their weights are these with the N channels of B and C, in in_proj, B_norm, C_norm,
+    B_bias and C_bias, in the order 0, N / 2, 1, N / 2 + 1, ... (`mimo_order`).
 
     Args:
         hidden_size: D.
@@ -31,9 +35,12 @@ class Mamba3(Mixer):
         expand: inner width by D.
         mimo_rank: R, inputs and outputs of a token; 1 is SISO, without m, n and l.
         rotary_fraction: share of the N channels that turn.
-        A_floor: least softplus(A).
-        norm_eps: of the norms of B and C.
+        A_floor: least f(A).
+        A_activation: f, "softplus", or "heavy_tail" (1 + A, and 1 / (1 - A) below 0), which
+            mamba_ssm has after 2.3.2.
+        norm_eps: of all norms.
         use_bias: whether W_in and W_out have a bias.
+        output_norm: o_r is normalised, each head with a weight of its own, before its gate.
         mode, layer_idx: as Mixer.
 
     State: recurrent [sequences, H, N, P], key [sequences, H, R, N] and value [sequences, H, R, P]
@@ -44,6 +51,7 @@ class Mamba3(Mixer):
     mimo_x: nn.Parameter | None
     mimo_z: nn.Parameter | None
     mimo_o: nn.Parameter | None
+    norm_weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -60,7 +68,9 @@ class Mamba3(Mixer):
         layer_idx: int = 0,
         *,
         A_floor: float = 1e-4,
+        A_activation: str = "softplus",
         use_bias: bool = False,
+        output_norm: bool = False,
     ) -> None:
         super().__init__(mode, layer_idx)
         self.inner = expand * hidden_size
@@ -84,7 +94,10 @@ class Mamba3(Mixer):
         self.num_heads, self.state_size, self.n_groups = num_heads, state_size, n_groups
         if mimo_rank < 1:
             raise ValueError(f"mimo_rank: want at least 1, got {mimo_rank}")
+        if A_activation not in _ACTIVATIONS:
+            raise ValueError(f"A_activation: want one of {[*_ACTIVATIONS]}, got {A_activation!r}")
         self.mimo_rank, self.norm_eps, self.A_floor = mimo_rank, norm_eps, A_floor
+        self.A_activation = A_activation
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=use_bias)
         self.out_proj = nn.Linear(self.inner, hidden_size, bias=use_bias)
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
@@ -97,6 +110,8 @@ class Mamba3(Mixer):
         for name in ("mimo_x", "mimo_z", "mimo_o"):
             weight = None if mimo_rank == 1 else torch.empty(num_heads, mimo_rank, width)
             self.register_parameter(name, None if weight is None else nn.Parameter(weight))
+        norm_weight = nn.Parameter(torch.empty(num_heads, width)) if output_norm else None
+        self.register_parameter("norm_weight", norm_weight)
         self.reset_parameters()
 
     @property
@@ -114,8 +129,9 @@ class Mamba3(Mixer):
         for weight in (self.mimo_x, self.mimo_o):
             if weight is not None:
                 nn.init.constant_(weight, 1 / self.mimo_rank)
-        if self.mimo_z is not None:
-            nn.init.ones_(self.mimo_z)
+        for weight in (self.mimo_z, self.norm_weight):
+            if weight is not None:
+                nn.init.ones_(weight)
 
     def forward(
         self,
@@ -129,7 +145,7 @@ class Mamba3(Mixer):
     ) -> Mixed:
         z, u, b, c, dt, a, trap, angle = self.in_proj(x).split(self.sizes, dim=-1)
         step = F.softplus(widen(dt) + self.dt_bias)
-        rate = F.softplus(widen(a)).clamp(min=self.A_floor)
+        rate = _ACTIVATIONS[self.A_activation](widen(a)).clamp(min=self.A_floor)
         angles = math.pi * step[..., None] * torch.tanh(widen(angle))[:, :, None]
         u, z = self._of_ranks(u, self.mimo_x), self._of_ranks(z, self.mimo_z)
         mamba3 = fused_recurrent_mamba3 if self.recurrent(x, context) else chunk_mamba3
@@ -146,7 +162,10 @@ class Mamba3(Mixer):
             cu_seqlens=cu_seqlens,
             context=context,
         )
-        o = (o + self.D[:, None, None].to(o.dtype) * u) * F.silu(z)
+        o = o + self.D[:, None, None].to(o.dtype) * u
+        if self.norm_weight is not None:
+            o = rms_norm(o, eps=self.norm_eps) * self.norm_weight[:, None].to(o.dtype)
+        o = o * F.silu(z)
         if self.mimo_o is not None:
             o = o * self.mimo_o.to(o.dtype)
         y = self.out_proj(o.sum(3).flatten(2))
@@ -164,6 +183,18 @@ class Mamba3(Mixer):
         """[B, T, H P] -> [B, T, H, R, P]"""
         x = x.unflatten(-1, (self.num_heads, 1, -1))
         return x if weight is None else x * weight.to(x.dtype)
+
+
+def mimo_order(state_size: int) -> Tensor:
+    """Which of mamba_ssm's channels of B and C is each of ours, with several ranks."""
+    return torch.arange(state_size).view(2, -1).T.flatten()
+
+
+def _heavy_tail(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+
+
+_ACTIVATIONS = {"softplus": F.softplus, "heavy_tail": _heavy_tail}
 
 
 def _before(state: State | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -154,7 +154,7 @@ def _mamba3(m: Any, ranks: int) -> Heads:
     blocks, last = [inner, inner, *groups, H, H, H, m.pairs], len(groups) + 5
     whole = (last,) if apart else (*range(2, 2 + len(groups)), last)
     found = _linear("in_proj", *blocks, whole=whole)
-    for name in ("dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o"):
+    for name in ("dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight"):
         found[name] = rows(H)
     return Heads(found, ("num_heads", "inner", *(["n_groups"] if apart else [])))
 

@@ -1,6 +1,7 @@
 """Layers beside their formulas, token by token: those that transformers has no like of."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -303,14 +304,19 @@ def test_rwkv4() -> None:
     torch.testing.assert_close(layer(x)[0], want)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-def test_mamba3(rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "options"),
+    [(1, {}), (3, {}), (1, {"output_norm": True}), (3, {"output_norm": True}),
+     (1, {"A_activation": "heavy_tail"})],
+)  # fmt: skip
+def test_mamba3(rank: int, options: dict[str, Any]) -> None:
     N, P, pairs = 8, 12, 2
-    layer = randomised(layers.Mamba3(D, H, None, N, 2, mimo_rank=rank))
+    layer = randomised(layers.Mamba3(D, H, None, N, 2, mimo_rank=rank, **options))
     x = torch.randn(B, T, D, dtype=torch.float64)
     sizes = [48, 48, 2 * rank * N, 2 * rank * N, H, H, H, pairs]
     z, u, b, c, dt, a, trap, angle = layer.in_proj(x).split(sizes, -1)
-    step, g = F.softplus(dt + layer.dt_bias), F.softplus(a).clamp(min=1e-4)
+    rate = torch.where(a < 0, 1 / (1 - a), 1 + a) if "A_activation" in options else F.softplus(a)
+    step, g = F.softplus(dt + layer.dt_bias), rate.clamp(min=1e-4)
     theta = (torch.pi * step[..., None] * angle.tanh()[:, :, None]).cumsum(1)[:, :, :, None]
     alpha, share = torch.exp(-g * step)[..., None, None], trap.sigmoid()[..., None, None]
     step = step[..., None, None]
@@ -334,7 +340,10 @@ def test_mamba3(rank: int) -> None:
         S = alpha[:, t] * (S + (1 - share[:, t]) * step[:, t] * before)
         S, before = S + share[:, t] * step[:, t] * write, write
         out.append(c[:, t] @ S + layer.D[:, None, None] * u[:, t])
-    o = (n * torch.stack(out, 1) * F.silu(z)).sum(3)
+    o = torch.stack(out, 1)
+    if layer.norm_weight is not None:
+        o = normed(o, layer.norm_weight[:, None], 1e-5)
+    o = (n * o * F.silu(z)).sum(3)
     torch.testing.assert_close(layer(x)[0], layer.out_proj(o.flatten(2)))
 
 

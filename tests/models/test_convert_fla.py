@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import slipstream.compat
 from slipstream.models import SlipstreamForCausalLM
@@ -80,12 +81,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "KDA", {**HEADS, "safe_gate": True, "lower_bound": -4.0, "allow_neg_eigval": True},
     ),
     "kda-unconvolved": ("KDA", {**HEADS, "use_short_conv": False, "attn": ATTENTION}),
+    "lightnet": ("LightNet", {**FOUR, "expand_ratio": 24, "gate_low_rank_dim": 8}),
+    "lightnet-convolved": (
+        "LightNet", {"expand_ratio": 16, "use_short_conv": True, "attn": ATTENTION},
+    ),
+    "forgetting_transformer": ("ForgettingTransformer", FOUR),
+    "forgetting_transformer-grouped": (
+        "ForgettingTransformer",
+        {**FOUR, "num_kv_heads": 2, "qkv_bias": True, "use_output_gate": True, "window_size": None},
+    ),
+    "precond_gated_deltanet": (
+        "PrecondGatedDeltaNet", {**HEADS, "squash_x": 1.8, "attn": ATTENTION},
+    ),
+    "precond_gated_deltanet-plain": (
+        "PrecondGatedDeltaNet",
+        {**HEADS, "use_gate": False, "allow_neg_eigval": True, "squash_eps": 0.01},
+    ),
+    "precond_kda": ("PrecondKDA", {**FOUR, "head_dim": 16, "expand_v": 1.5, "attn": ATTENTION}),
+    "precond_kda-bounded": (
+        "PrecondKDA",
+        {**FOUR, "head_dim": 16, "safe_gate": True, "lower_bound": -4.0, "use_short_conv": False},
+    ),
     "rwkv7": ("RWKV7", RWKV),
     "rwkv7-unbiased": ("RWKV7", {**RWKV, "norm_bias": False, "norm_first": False}),
     "fla_mamba2": ("Mamba2", MAMBA),
     "fla_mamba2-plain": (
         "Mamba2",
         {**MAMBA, "D_has_hdim": True, "rmsnorm": False, "use_bias": True, "use_conv_bias": False},
+    ),
+    "mamba3": ("Mamba3", {**MAMBA, "n_groups": 2}),
+    "mamba3-normed": ("Mamba3", {**MAMBA, "is_outproj_norm": True, "rope_fraction": 1.0}),
+    "mamba3-mimo": ("Mamba3", {**MAMBA, "is_mimo": True, "mimo_rank": 3, "use_bias": True}),
+    "mamba3-mimo normed": (
+        "Mamba3",
+        {**MAMBA, "n_groups": 2, "is_mimo": True, "is_outproj_norm": True, "rope_fraction": 1.0},
     ),
     "fla_mamba2-before": (
         "Mamba2", {**MAMBA, "norm_before_gate": True, "dt_limit": (0.01, 2.0)},
@@ -97,14 +126,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def fla() -> Iterator[ModuleType]:
     with warnings.catch_warnings(), slipstream.compat.install(*slipstream.compat.PACKAGES):
         warnings.simplefilter("ignore")  # of what fla's files warn as they are imported
-        yield importlib.import_module("fla.models")
+        found = importlib.import_module("fla.models")
+        # fla's refuses a CPU, where compat's kernels run
+        importlib.import_module("fla.layers.mamba3").Mamba3.forward = _mamba3_forward
+        yield found
+
+
+def _mamba3_forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Any, ...]:
+    y, _ = self.cuda_kernels_forward(hidden_states)
+    return y, None, options.get("past_key_values")
 
 
 def original(fla: ModuleType, name: str) -> Any:
     prefix, options = MODELS[name]
     torch.manual_seed(0)
     given = {**SMALL, **options}
-    if prefix == "Mamba2":
+    if prefix in ("Mamba2", "Mamba3"):
         del given["intermediate_size"]
     config = getattr(fla, f"{prefix}Config")(**given)
     model = getattr(fla, f"{prefix}ForCausalLM")(config)

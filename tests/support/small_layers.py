@@ -61,6 +61,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "Mamba2-normed before": {"state_size": 7, "norm_before_gate": True},
     "Mamba3": {"state_size": 8, "n_groups": 2},
     "Mamba3-mimo": {"state_size": 8, "mimo_rank": 3, "rotary_fraction": 1.0, "use_bias": True},
+    "Mamba3-normed": {"state_size": 8, "output_norm": True, "A_activation": "heavy_tail"},
+    "Mamba3-mimo-normed": {"state_size": 8, "mimo_rank": 2, "output_norm": True},
     "DeltaNet": {"head_v_dim": 5},
     "DeltaNet-relu": {"qk_activation": "relu", "conv_bias": True, "use_beta": False},
     "DeltaNet-elu": {"qk_activation": "elu_plus_one", "qk_norm": "sum", "conv_size": None},

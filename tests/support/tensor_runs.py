@@ -25,7 +25,7 @@ OPTIONS: list[Any] = [
     {"type": "mamba2", "num_heads": 4, "state_size": 5, "norm_before_gate": True},
     {"type": "mamba3", "num_heads": 4, "state_size": 8, "n_groups": 2, "mimo_rank": 2,
      "use_bias": True},
-    {"type": "mamba3", "num_heads": 4, "state_size": 8, "mimo_rank": 2},
+    {"type": "mamba3", "num_heads": 4, "state_size": 8, "mimo_rank": 2, "output_norm": True},
     {"type": "retention", "num_kv_heads": 2, "conv_size": 3, "norm_affine": True},
     {"type": "gla", "num_kv_heads": 2, "conv_size": 3, "bidirectional": True},
     {"type": "delta_net", "use_gate": True, "conv_size": None},

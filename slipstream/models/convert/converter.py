@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert import files, fla, mamba2, qwen_kimi, rwkv7
+from slipstream.models.convert import files, fla, fla_others, mamba2, mamba3, qwen_kimi, rwkv7
 from slipstream.models.convert.families import Family, expect_equal
 from slipstream.models.convert.rules import Rule
 from slipstream.models.model import SlipstreamForCausalLM
@@ -28,15 +28,19 @@ FAMILIES: dict[str, Family] = {
         fla.DeltaNet(),
         fla.GatedDeltaNet(),
         fla.KDA(),
+        fla_others.LightNet(),
+        fla_others.ForgettingTransformer(),
+        fla_others.PrecondGatedDeltaNet(),
+        fla_others.PrecondKDA(),
         rwkv7.RWKV7(),
         mamba2.FlaMamba2(),
         mamba2.Mamba2(),
+        mamba3.Mamba3(),
         qwen_kimi.Qwen3Next(),
         qwen_kimi.KimiLinear(),
     )
 }
-"""Name -> the family: of fla gla, retnet, delta_net, gated_deltanet, kda, rwkv7 and fla_mamba2, of
-transformers qwen3_next, kimi_linear and mamba2."""
+"""Name -> the family: of transformers qwen3_next, kimi_linear and mamba2, of fla the others."""
 
 OURS = "slipstream"
 SHARD_BYTES = 5_000_000_000

@@ -131,17 +131,12 @@ def tokens_of(config: SlipstreamConfig) -> dict[str, Any]:
 def completed(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]]:
     """Name and all options of a mixer, None replaced by what it stands for."""
     name, options = config.mixer(layer)
-    cls = getattr(layers, MIXERS[name])
-    defaults = {
-        key: p.default
-        for key, p in inspect.signature(cls).parameters.items()
-        if key not in ("hidden_size", "mode", "layer_idx", "num_layers")
-    }
+    defaults = _defaults(getattr(layers, MIXERS[name]))
     options.pop("mode", None)
     options.pop("num_layers", None)
     full = {**defaults, "num_heads": config.num_heads, **options}
     size = config.hidden_size
-    if name == "mamba2":
+    if name in ("mamba2", "mamba3"):
         inner = full["expand"] * size
         full["num_heads"] = inner // full["head_dim"] if full["head_dim"] else full["num_heads"]
         full["head_dim"] = inner // full["num_heads"]
@@ -149,7 +144,7 @@ def completed(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]
         full["head_dim"] = size // full["num_heads"]
     follows = {"head_v_dim": "head_dim", "num_v_heads": "num_heads", "num_kv_heads": "num_heads"}
     follows |= {"rotary_dim": "head_dim"}
-    if name == "kda":
+    if name in ("kda", "precond_kda"):
         follows |= {"gate_low_rank_dim": "head_dim"}
     for key, other in follows.items():
         if key in full and full[key] is None:
@@ -159,6 +154,18 @@ def completed(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]
     if full.get("dt_limit") is not None:
         full["dt_limit"] = tuple(full["dt_limit"])
     return name, full
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Of a layer's options, and of those that it hands on to the class that it extends."""
+    found: dict[str, Any] = {}
+    for owner in (x for x in cls.__mro__ if "__init__" in vars(x)):
+        parameters = inspect.signature(owner).parameters.values()
+        found = {p.name: p.default for p in parameters if p.kind != p.VAR_POSITIONAL} | found
+        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            break
+    others = ("hidden_size", "mode", "layer_idx", "num_layers", "options")
+    return {name: value for name, value in found.items() if name not in others}
 
 
 def completed_mlp(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]]:

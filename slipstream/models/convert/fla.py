@@ -82,6 +82,7 @@ class Gated(Family):
     defaults: ClassVar[dict[str, Any]]
     # options of the mixer of the same name and meaning
     equal: ClassVar[tuple[str, ...]]
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         """The other options of the mixer that the family can set."""
@@ -96,7 +97,7 @@ class Gated(Family):
         raise NotImplementedError
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = ForeignConfig(given, {**GATED, **self.defaults}, WITHOUT_EFFECT)
+        config = ForeignConfig(given, {**GATED, **self.defaults}, self.without_effect)
         config.expect("hidden_act", "swish", "silu")
         config.expect("attnres_block_size", None)
         inner = config["intermediate_size"]
@@ -139,7 +140,7 @@ class Gated(Family):
                 *(f"mlp.{x}.weight" for x in ("gate_proj", "up_proj", "down_proj")),
             )
             if name == "attention":
-                mixer = _attention_rules(options)
+                mixer = attention_rules(options)
             else:
                 mixer = self.layer(options, block.mixer, config)
             yield from (rule.prefixed(at, at) for rule in inner)
@@ -162,7 +163,7 @@ class GLA(Gated):
         config.expect("feature_map", *GLA_FEATURE_MAPS)
         return {
             "feature_map": GLA_FEATURE_MAPS[config["feature_map"]],
-            "conv_size": _conv_size(config),
+            "conv_size": conv_size_of(config),
             "use_gate": config["use_output_gate"],
             "norm_affine": bool(config["elementwise_affine"]),
         }
@@ -170,21 +171,21 @@ class GLA(Gated):
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         return {
             "feature_map": _inverse(GLA_FEATURE_MAPS, mixer["feature_map"]),
-            **_conv_of(mixer),
+            **conv_of(mixer),
             "use_output_gate": mixer["use_gate"],
             "elementwise_affine": mixer["norm_affine"],
         }
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
         return [
-            *_projections(*"qkvo", *("g" if mixer["use_gate"] else "")),
+            *projections(*"qkvo", *("g" if mixer["use_gate"] else "")),
             *renamed(
                 ("gk_down.weight", "gk_proj.0.weight"),
                 ("gk_up.weight", "gk_proj.1.weight"),
                 ("gk_up.bias", "gk_proj.1.bias"),
             ),
             *_gate_norm(mixer, module),
-            *_conv(module.conv, module.channels),
+            *convolution(module.conv, module.channels),
         ]
 
 
@@ -221,8 +222,8 @@ class RetNet(Gated):
         }
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
-        projections = _projections(*"qkvo", *("g" if mixer["use_gate"] else ""))
-        return [*projections, *_gate_norm(mixer, module)]
+        found = projections(*"qkvo", *("g" if mixer["use_gate"] else ""))
+        return [*found, *_gate_norm(mixer, module)]
 
 
 class DeltaNet(Gated):
@@ -242,7 +243,7 @@ class DeltaNet(Gated):
         return {
             "head_dim": _head_dim(config, "expand_k"),
             "head_v_dim": _head_dim(config, "expand_v"),
-            "conv_size": _conv_size(config),
+            "conv_size": conv_size_of(config),
             "qk_activation": QK_ACTIVATIONS[config["qk_activation"]],
         }
 
@@ -251,7 +252,7 @@ class DeltaNet(Gated):
         return {
             "expand_k": mixer["head_dim"] / size,
             "expand_v": mixer["head_v_dim"] / size,
-            **_conv_of(mixer),
+            **conv_of(mixer),
             "qk_activation": _inverse(QK_ACTIVATIONS, mixer["qk_activation"]),
         }
 
@@ -260,7 +261,7 @@ class DeltaNet(Gated):
         others = "o" + "b" * mixer["use_beta"] + "g" * mixer["use_gate"]
         return [
             *_qkv(module.conv, [keys, keys, values]),
-            *_projections(*others),
+            *projections(*others),
             *renamed(("norm_weight", "o_norm.weight")),
         ]
 
@@ -280,14 +281,14 @@ class GatedDeltaNet(Gated):
         f = config["output_gate_activation"]
         return {
             "head_v_dim": whole("expand_v", config["head_dim"] * config["expand_v"]),
-            "conv_size": _conv_size(config),
+            "conv_size": conv_size_of(config),
             "gate_activation": "sigmoid" if f == "sigmoid" else "silu",
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         return {
             "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
-            **_conv_of(mixer),
+            **conv_of(mixer),
             "output_gate_activation": mixer["gate_activation"],
         }
 
@@ -296,7 +297,7 @@ class GatedDeltaNet(Gated):
         heads = [mixer["num_v_heads"]] * 2
         return [
             *_qkv(module.conv, [module.keys, module.keys, module.values]),
-            *_projections("o"),
+            *projections("o"),
             joined("ab_proj.weight", ["a_proj.weight", "b_proj.weight"], heads),
             *renamed(
                 *gate,
@@ -323,21 +324,21 @@ class KDA(Gated):
         return {
             "head_v_dim": values,
             "gate_low_rank_dim": values,
-            "conv_size": _conv_size(config),
+            "conv_size": conv_size_of(config),
             "gate_bias": True,
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         return {
             "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
-            **_conv_of(mixer),
+            **conv_of(mixer),
             "safe_gate": mixer["lower_bound"] is not None,
         }
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
         return [
             *_qkv(module.conv, [module.keys, module.keys, module.values]),
-            *_projections(*"bo"),
+            *projections(*"bo"),
             *renamed(
                 ("f_down.weight", "f_proj.0.weight"),
                 ("f_up.weight", "f_proj.1.weight"),
@@ -355,11 +356,11 @@ def _head_dim(config: ForeignConfig, ratio: str) -> int:
     return whole(ratio, config["hidden_size"] * config[ratio] / config["num_heads"])
 
 
-def _conv_size(config: ForeignConfig) -> int | None:
+def conv_size_of(config: ForeignConfig) -> int | None:
     return config["conv_size"] if config["use_short_conv"] else None
 
 
-def _conv_of(mixer: dict[str, Any]) -> dict[str, Any]:
+def conv_of(mixer: dict[str, Any]) -> dict[str, Any]:
     size = mixer["conv_size"]
     return {"use_short_conv": size is not None, "conv_size": size or 4}
 
@@ -368,18 +369,18 @@ def _inverse(names: dict[Any, Any], value: Any) -> Any:
     return next((theirs for theirs, ours in names.items() if ours == value), value)
 
 
-def _projections(*names: str) -> list[Rule]:
+def projections(*names: str) -> list[Rule]:
     return renamed(*(f"{x}_proj.weight" for x in names))
 
 
 def _qkv(conv: Any, sizes: list[int]) -> list[Rule]:
     return [
         joined("qkv_proj.weight", [f"{x}_proj.weight" for x in "qkv"], sizes),
-        *_conv(conv, sizes),
+        *convolution(conv, sizes),
     ]
 
 
-def _conv(conv: Any, sizes: list[int]) -> list[Rule]:
+def convolution(conv: Any, sizes: list[int]) -> list[Rule]:
     if conv is None:
         return []
     return [convolutions("conv.weight", [f"{x}_conv1d.weight" for x in "qkv"], sizes)]
@@ -424,11 +425,11 @@ def _attention_of(config: SlipstreamConfig) -> list[dict[str, Any]] | None:
     return specs or None
 
 
-def _attention_rules(options: dict[str, Any]) -> list[Rule]:
+def attention_rules(options: dict[str, Any]) -> list[Rule]:
     queries, keys = (options["head_dim"] * options[x] for x in ("num_heads", "num_kv_heads"))
     parts = ("weight", "bias") if options["qkv_bias"] else ("weight",)
     sizes = [queries, keys, keys]
     return [
         *(joined(f"qkv_proj.{x}", [f"{n}_proj.{x}" for n in "qkv"], sizes) for x in parts),
-        *_projections("o"),
+        *projections("o"),
     ]

@@ -59,6 +59,15 @@ def transposed(ours: str, theirs: str) -> Rule:
     return Rule((ours,), (theirs,), _transpose, _transpose)
 
 
+def reordered(name: str, order: Tensor, dim: int) -> Rule:
+    """Ours has theirs at `order`, along a dimension."""
+
+    def changed(order: Tensor) -> Change:
+        return lambda given: [given[0].index_select(dim, order)]
+
+    return Rule((name,), (name,), changed(order), changed(order.argsort()))
+
+
 def stacked(ours: str, theirs: Sequence[str], shape: Sequence[int]) -> Rule:
     """Ours is theirs, each flattened, one below the other; theirs are of this shape."""
     return Rule(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.layers.mamba3 import mimo_order
 from slipstream.ops._fp32 import widen
 from slipstream.ops.mamba3 import chunk_mamba3
 
@@ -72,7 +73,7 @@ def mamba3_mimo(
     if Z is not None and MIMO_Z is None:
         raise ValueError("Z: wants MIMO_Z too")
     # chunk_mamba3 turns neighbours: both halves of the channels, in turns
-    order = torch.arange(N, device=Q.device).view(2, -1).T.flatten()
+    order = mimo_order(N).to(Q.device)
     q, k = (
         (x.transpose(2, 3).repeat_interleave(H // Q.shape[3], dim=2) + bias)[..., order].to(dtype)
         for x, bias in ((Q, Q_bias), (K, K_bias))

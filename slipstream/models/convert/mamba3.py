@@ -1,0 +1,110 @@
+"""Mamba-3, fla's."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.layers.mamba3 import mimo_order
+from slipstream.models.config import SlipstreamConfig
+from slipstream.models.convert.families import (
+    Family,
+    ForeignConfig,
+    of_all_layers,
+    shared_ends,
+    tokens_of,
+    whole,
+)
+from slipstream.models.convert.fla import COMMON
+from slipstream.models.convert.mamba2 import FlaMamba2
+from slipstream.models.convert.rules import Rule, renamed, reordered, shaped
+
+
+class Mamba3(Family):
+    name = model_type = "mamba3"
+    architecture = "Mamba3ForCausalLM"
+    defaults: ClassVar = {
+        **COMMON, "head_dim": 64, "state_size": 128, "num_hidden_layers": 48, "norm_eps": 1e-5,
+        "pad_token_id": 0, "expand": 2, "n_groups": 1, "use_bias": False, "rope_fraction": 0.5,
+        "A_floor": 1e-4, "is_outproj_norm": False, "is_mimo": False, "mimo_rank": 4,
+        "residual_in_fp32": True,
+    }  # fmt: skip
+    without_effect = (*FlaMamba2.without_effect, "hidden_act", "num_heads")
+    # options of the mixer of the same name and meaning
+    equal = ("head_dim", "state_size", "n_groups", "A_floor", "norm_eps", "use_bias")
+
+    def read(self, given: dict[str, Any]) -> dict[str, Any]:
+        config = ForeignConfig(given, self.defaults, self.without_effect)
+        if config["is_mimo"] and config["mimo_rank"] < 2:
+            raise ValueError(f"mimo_rank: want 2 or more, got {config['mimo_rank']}")
+        inner = whole("expand", config["expand"] * config["hidden_size"])
+        mixer = {
+            "type": "mamba3",
+            "num_heads": inner // config["head_dim"],
+            "expand": whole("expand", config["expand"]),
+            "mimo_rank": config["mimo_rank"] if config["is_mimo"] else 1,
+            "rotary_fraction": config["rope_fraction"],
+            "output_norm": config["is_outproj_norm"],
+            **{key: config[key] for key in self.equal},
+        }
+        layers = config["num_hidden_layers"]
+        return {
+            **config.tokens(),
+            "num_heads": mixer["num_heads"],
+            "mixers": [mixer] * layers,
+            "mlps": ["none"] * layers,
+            "residual_in_fp32": config["residual_in_fp32"],
+            "norm_eps": config["norm_eps"],
+        }
+
+    def write(self, config: SlipstreamConfig) -> dict[str, Any]:
+        mixer = of_all_layers(config, "mamba3", self.name)
+        if mixer["rotary_fraction"] not in (0.5, 1.0):
+            raise ValueError(f"rotary_fraction: fla has 0.5 or 1, got {mixer['rotary_fraction']}")
+        return {
+            **tokens_of(config),
+            "num_hidden_layers": config.num_hidden_layers,
+            **{key: mixer[key] for key in ("expand", *self.equal)},
+            "is_mimo": mixer["mimo_rank"] > 1,
+            "mimo_rank": mixer["mimo_rank"],
+            "rope_fraction": mixer["rotary_fraction"],
+            "is_outproj_norm": mixer["output_norm"],
+            "residual_in_fp32": config.residual_in_fp32,
+            "norm_eps": config.norm_eps,
+        }
+
+    def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
+        yield from shared_ends(config, "backbone", "embeddings", "norm_f")
+        for i, block in enumerate(model.model.layers):
+            ours, theirs = f"model.layers.{i}.", f"backbone.layers.{i}."
+            yield renamed(("mixer_norm.weight", "norm.weight"))[0].prefixed(ours, theirs)
+            for rule in _mixer(block.mixer):
+                yield rule.prefixed(f"{ours}mixer.", f"{theirs}mixer.")
+
+
+def _mixer(m: Any) -> Iterable[Rule]:
+    N = m.state_size
+    order = torch.arange(N) if m.mimo_rank == 1 else mimo_order(N)
+    rows = _rows(m.sizes, order)
+    yield reordered("in_proj.weight", rows, 0)
+    for name in ("B_bias", "C_bias"):
+        yield reordered(name, order, 2)
+    for name in ("B_norm", "C_norm"):
+        yield reordered(name, order, 0)._replace(theirs=(f"{name}.weight",))
+    yield from renamed("out_proj.weight", "dt_bias", "D")
+    if m.mimo_rank > 1:
+        yield from renamed("mimo_x", "mimo_z", "mimo_o")
+    if m.in_proj.bias is not None:
+        yield reordered("in_proj.bias", rows, 0)
+        yield from renamed("out_proj.bias")
+    if m.norm_weight is not None:
+        shape = m.norm_weight.shape
+        yield shaped("norm_weight", "norm.weight", shape, (shape.numel(),))
+
+
+def _rows(sizes: list[int], order: Tensor) -> Tensor:
+    """Of in_proj, whose third and fourth blocks have these channels, of each rank and group."""
+    rows = list(torch.arange(sum(sizes)).split(sizes))
+    rows[2:4] = [x.view(-1, len(order))[:, order].flatten() for x in rows[2:4]]
+    return torch.cat(rows)
