@@ -151,7 +151,7 @@ def state_passing(
             HAS_S_IN=s_in is not None,
             HAS_S_OUT=s_out is not None,
             PACKED=terms.cu_seqlens is not None,
-            num_warps=8,
+            num_warps=4,
             num_stages=1,
         )
 
