@@ -10,7 +10,7 @@ Threads begin when the call has run: each operation of torch gives up Python's l
 to get it back from whoever makes a kernel's first form out of its source, which holds it. That is
 done one kernel at a time, those first that take longest to compile: at the end of it little is left
 to do. The digest of Triton (compiler/triton_cache_key.py) is made, if it has to be, while the
-kernels' modules are imported.
+kernels' modules are imported, and the C part of its driver (compiler/triton_driver.py) built.
 
 Several processes that begin with one empty cache of Triton's compile each kernel once: the first to
 come holds a lock in the kernel's folder of that cache, and the others wait for what it makes.
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slipstream.compiler import triton_cache_key
+from slipstream.compiler import triton_cache_key, triton_driver
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import WrongId
 
@@ -94,7 +94,9 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
     with ThreadPoolExecutor(threads) as pool, Mode(executor, ignore_errors=True):
         try:
             of_thread.warmup = pool.submit(triton_cache_key.reuse)
+            pool.submit(triton_driver.begin())
         except RuntimeError:  # there are no threads: too many, or the interpreter ends
+            of_thread.warmup = None
             return
         try:
             with _ProtectInputs():

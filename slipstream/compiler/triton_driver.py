@@ -1,0 +1,52 @@
+"""Triton's driver for CUDA, before its C part is there.
+
+The first launch, also one that only compiles, makes Triton build a C module with the host's
+compiler: 0.2 to 1.8 s in which nothing else happens. Kernels are compiled without it; it is wanted
+when the first of them is loaded. Here a thread builds it meanwhile.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+# In this release a driver is made as below.
+RELEASE = "3.6."
+
+
+def begin() -> Callable[[], object]:
+    """Gives Triton a driver if it has none yet. What is returned builds the C part, for a thread;
+    whoever wants it before that waits."""
+    with contextlib.suppress(Exception):
+        from triton import __version__
+        from triton.backends.nvidia.driver import CudaDriver
+        from triton.runtime import driver
+
+        config: Any = driver
+        untouched = config._active is None and config._default is None
+        if untouched and __version__.startswith(RELEASE) and CudaDriver.is_active():
+            early = _driver()
+            config.set_active(early)
+            return lambda: early.utils
+    return lambda: None
+
+
+def _driver() -> Any:
+    from triton.backends.driver import GPUDriver
+    from triton.backends.nvidia import driver as nvidia
+
+    class EarlyDriver(nvidia.CudaDriver):
+        def __init__(self) -> None:
+            self._lock, self._utils = threading.Lock(), None
+            self.launcher_cls = nvidia.CudaLauncher
+            GPUDriver.__init__(self)
+
+        @property
+        def utils(self) -> Any:
+            """The C part. Where it cannot be built, whoever asks is told why, each time."""
+            with self._lock:
+                if self._utils is None:
+                    self._utils = nvidia.CudaUtils()
+            return self._utils
+
+    return EarlyDriver()

@@ -1,0 +1,82 @@
+"""Triton's driver is there before its C part is built, which is done once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from slipstream.compiler import triton_driver
+
+nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+config: Any = pytest.importorskip("triton.runtime").driver
+
+
+class Utils:
+    """Takes until it is let go; the first `failures` times there is no compiler."""
+
+    made = 0
+    failures = 0
+    go = threading.Event()
+
+    def __init__(self) -> None:
+        assert self.go.wait(30)
+        Utils.made += 1
+        if Utils.made <= Utils.failures:
+            raise RuntimeError("no C compiler")
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_active", None)
+    monkeypatch.setattr(config, "_default", None)
+    monkeypatch.setattr(nvidia, "CudaUtils", Utils)
+    monkeypatch.setattr(nvidia.CudaDriver, "is_active", staticmethod(lambda: True))
+    monkeypatch.setattr(triton_driver, "RELEASE", "")
+    monkeypatch.setattr(Utils, "made", 0)
+    monkeypatch.setattr(Utils, "failures", 0)
+    monkeypatch.setattr(Utils, "go", threading.Event())
+
+
+@pytest.mark.usefixtures("untouched")
+def test_driver_does_not_wait_for_its_c_part() -> None:
+    build = triton_driver.begin()
+    active = config.active
+    assert isinstance(active, nvidia.CudaDriver)
+    assert active.launcher_cls is nvidia.CudaLauncher
+    assert callable(active.get_current_stream) and callable(active.get_current_device)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(build), *(pool.submit(lambda: active.utils) for _ in range(2))]
+        assert Utils.made == 0
+        Utils.go.set()
+        assert len({x.result() for x in found}) == 1
+    assert Utils.made == 1
+
+
+@pytest.mark.usefixtures("untouched")
+def test_it_is_asked_for_again_where_it_could_not_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Utils, "failures", 2)
+    Utils.go.set()
+    build = triton_driver.begin()
+    for ask in (build, lambda: config.active.utils):
+        with pytest.raises(RuntimeError, match="no C compiler"):
+            ask()
+    assert isinstance(config.active.utils, Utils)
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("place", ["_active", "_default"])
+def test_a_driver_that_is_there_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = object()
+    monkeypatch.setattr(config, place, there)
+    triton_driver.begin()()
+    assert config.active is there
+    assert Utils.made == 0
+
+
+@pytest.mark.usefixtures("untouched")
+def test_another_release_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_driver, "RELEASE", "0.")
+    triton_driver.begin()()
+    assert config._active is None
+    assert Utils.made == 0
