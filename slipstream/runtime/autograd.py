@@ -19,7 +19,7 @@ Its derivatives are of first order and in reverse mode. Every other way to diffe
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -133,15 +133,13 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         saved = ctx.saved_tensors
         if torch.compiler.is_compiling():
             return backward(ctx, saved, *grads)
-        given = next((x for x in grads if x is not None), None)
-        if given is None or autocast_dtype(given) is None:
-            decided = nullcontext()
-        else:  # of a backward within a block of autocast: the forward has chosen the dtypes
-            decided = torch.autocast(given.device.type, enabled=False)
+        decided = _forward_decided(grads)
         if not torch.is_grad_enabled():
+            if decided is None:
+                return backward(ctx, saved, *grads)
             with decided:
                 return backward(ctx, saved, *grads)
-        with torch.no_grad(), decided:
+        with torch.no_grad(), decided or nullcontext():
             results = backward(ctx, saved, *grads)
         through = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
         if not through:
@@ -153,6 +151,16 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if x is None else next(refusing) for x in results)
 
     return run
+
+
+def _forward_decided(grads: tuple) -> AbstractContextManager | None:
+    """Of a backward within a block of autocast: off, for the forward has chosen the dtypes."""
+    for x in grads:
+        if x is not None:
+            if autocast_dtype(x) is None:
+                return None
+            return torch.autocast(x.device.type, enabled=False)
+    return None
 
 
 class _Refusing(torch.autograd.Function):

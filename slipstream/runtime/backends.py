@@ -56,13 +56,16 @@ def is_fake(x: Tensor) -> bool:
     return type(x) not in _PLAIN and isinstance(x, FakeTensor) and not TRACING
 
 
-def device_of(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
+def is_current(device: torch.device) -> bool:
+    """Whether this thread's launches go to the device as they are."""
     if not hasattr(_THREAD, "bound"):
         _bind(device)
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOWHERE
-    return torch.cuda.device(device)
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
+def device_of(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    return _NOWHERE if is_current(device) else torch.cuda.device(device)
 
 
 def _bind(device: torch.device) -> None:

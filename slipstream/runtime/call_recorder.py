@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,8 @@ ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros
 METHODS = ("sum", "add", "sub", "mul", "neg", "exp", "flip", "cumsum", "copy_", "add_", "mul_")
 # Makes a step's values, given all of them and their addresses.
 Run = Callable[[list, list], None]
+# Fresh memory.
+Make = Callable[[], Tensor]
 
 
 class Launch(Protocol):
@@ -68,8 +71,8 @@ class LaunchStep(NamedTuple):
 class RecordedStep(NamedTuple):
     """reads, makes: numbers of values. run(values, addresses): makes them, and says where they are.
 
-    A launch, which reads only addresses, has `launch` instead; fresh: bytes of the memory that is
-    all it makes.
+    A launch, which reads only addresses, has `launch` instead, and fresh memory `make`; fresh: its
+    bytes.
     """
 
     reads: tuple[int, ...]
@@ -77,6 +80,7 @@ class RecordedStep(NamedTuple):
     run: Run | None = None
     view: bool = False
     launch: LaunchStep | None = None
+    make: Make | None = None
     fresh: int | None = None
 
 
@@ -157,11 +161,12 @@ class CallRecorder(TorchDispatchMode):
         name = func._schema.name
         if name in EMPTY | ZEROS and not kwargs.get("pin_memory"):
             made, size = self._made(out), out.untyped_storage().nbytes()
-            like: Any = {"dtype": out.dtype, "device": out.device}
-            run = allocation(made, tuple(out.shape), out.stride(), zero=name in ZEROS, **like)
-            self.operations += name in ZEROS
-            fresh = None if name in ZEROS else size
-            self.steps.append(RecordedStep((), (made,), run, fresh=fresh))
+            make = allocation(tuple(out.shape), out.stride(), out.dtype, out.device)
+            if name in EMPTY:
+                self.steps.append(RecordedStep((), (made,), make=make, fresh=size))
+            else:
+                self.operations += 1
+                self.steps.append(RecordedStep((), (made,), _zeros(made, make)))
             return
         flat, spec = tree_flatten((args, kwargs))
         reads = {i: self.number(x) for i, x in enumerate(flat) if isinstance(x, Tensor)}
@@ -268,17 +273,18 @@ def is_view(func: Any) -> bool:
 
 
 def allocation(
-    made: int, size: tuple[int, ...], stride: tuple[int, ...], zero: bool = False, **options: Any
-) -> Run:
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Make:
+    """By a tensor's method, whose arguments torch reads sooner than torch.empty_strided's."""
+    return partial(torch.empty(0, dtype=dtype, device=device).new_empty_strided, size, stride)
+
+
+def _zeros(made: int, make: Make) -> Run:
     def run(values: list, addresses: list) -> None:
-        values[made] = x = torch.empty_strided(size, stride, **options)
+        values[made] = x = make().zero_()
         addresses[made] = x.data_ptr()
 
-    def run_zeros(values: list, addresses: list) -> None:
-        values[made] = x = torch.empty_strided(size, stride, **options).zero_()
-        addresses[made] = x.data_ptr()
-
-    return run_zeros if zero else run
+    return run
 
 
 @contextmanager

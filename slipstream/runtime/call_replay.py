@@ -48,7 +48,7 @@ _ALIGNED = 512  # as torch's allocator does
 MAX_KEYS = 1024
 _PLAIN = (Tensor, Parameter)
 # most of what else there is: isinstance takes longer
-_NO_TENSOR = frozenset((type(None), bool, int, float, str))
+_NO_TENSOR = frozenset((bool, int, float, str))
 
 
 def is_enabled(x: Tensor) -> bool:
@@ -62,6 +62,9 @@ def call_key(args: Sequence[Any]) -> tuple[Key | None, list[Any], list[int]]:
     parts: list[Any] = [args[0].get_device()]
     values, addresses = [], []
     for x in args:
+        if x is None:
+            parts.append(None)
+            continue
         kind = type(x)
         if kind in _PLAIN:
             address = x.data_ptr()
@@ -97,15 +100,17 @@ class RecordedCall:
         self.operations = taken.operations
         results = (result,) if type(result) is ValueRef else result
         returned = {x.number for x in results if x is not None}
+        # whether all results are memory of their own, and none is a view
+        made = {x.makes[0] for x in taken.steps if x.make is not None}
+        self.makes_results = returned <= made
         steps = _drop_dead_views(taken.steps, returned)
         self._room, places = _pack_workspace(steps, returned)
         stays = returned
         if self._room:
             stays = returned | {taken.count}  # until the end: it is small
             steps = _rebase(steps, places, taken.count)
-            shape = ((self._room,), (1,))
-            run = allocation(taken.count, *shape, dtype=torch.uint8, device=taken.device)
-            steps.insert(0, RecordedStep((), (taken.count,), run, fresh=self._room))
+            make = allocation((self._room,), (1,), torch.uint8, taken.device)
+            steps.insert(0, RecordedStep((), (taken.count,), make=make, fresh=self._room))
         self._runs = _group_launches(_hoist_allocations(_add_liveness(steps, stays, inputs)))
         # values that are there before the first step, and their addresses
         self._space = [taken.constants.get(n) for n in range(inputs, taken.count + 1)]
@@ -116,8 +121,12 @@ class RecordedCall:
         """As call_key gives them; the lists are used up."""
         values += self._space
         addresses += self._at
-        for run, drops in self._runs:
-            run(values, addresses)
+        for made, run, drops in self._runs:
+            if made is None:
+                run(values, addresses)
+            else:
+                values[made] = x = run()
+                addresses[made] = x.data_ptr()
             for n in drops:
                 values[n] = None
         result: Any = self._result
@@ -207,16 +216,23 @@ def _hoist_allocations(steps: Sequence[Dropping]) -> list[Dropping]:
     return found
 
 
-def _group_launches(steps: Sequence[Dropping]) -> list[tuple[Run, tuple[int, ...]]]:
-    """What is run, and the values that are let go after it: launches in a row are one."""
-    found: list[tuple[Run, tuple[int, ...]]] = []
+# What is done, and the values that are let go after it: fresh memory made, the number of its value,
+# or anything else run.
+Doing = tuple[int | None, Any, tuple[int, ...]]
+
+
+def _group_launches(steps: Sequence[Dropping]) -> list[Doing]:
+    """Launches in a row are one."""
+    found: list[Doing] = []
     for together, group in groupby(steps, lambda x: x[0].launch and x[0].launch.together):
         row = list(group)
         if together is None:
-            found += [(step.run, drops) for step, drops in row if step.run is not None]
+            for step, drops in row:
+                made = None if step.make is None else step.makes[0]
+                found.append((made, step.make or step.run, drops))
         else:
             run = _fuse_launches([step.launch for step, _ in row if step.launch is not None])
-            found.append((run, tuple(n for _, drops in row for n in drops)))
+            found.append((None, run, tuple(n for _, drops in row for n in drops)))
     return found
 
 

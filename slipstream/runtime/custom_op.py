@@ -9,12 +9,13 @@ implementation at once: the dispatcher would take as long as a launch.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, get_type_hints
 
 import torch
 
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
-from slipstream.runtime.backends import device_of, is_plain_call
+from slipstream.runtime.backends import device_of, is_current, is_plain_call
 from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
@@ -80,11 +81,8 @@ class DirectCall:
                 return self._record(key, args)
             if known:
                 raise_pending()
-                with device_of(x.device):
-                    if known.operations and torch.is_autocast_enabled(x.device.type):
-                        with torch.autocast(x.device.type, enabled=False):
-                            return _as_bases(known.play(values, addresses), args)
-                    return _as_bases(known.play(values, addresses), args)
+                result = self._play(known, x.device, values, addresses)
+                return result if known.makes_results else _as_bases(result, args)
             if known is None and key is not None:
                 self._expect(key, args)
         elif self._overload is not None and x.device.type not in ("cpu", "cuda"):
@@ -99,6 +97,16 @@ class DirectCall:
             if plain[n] is not args[n]:
                 args[n].copy_(plain[n])
         return result
+
+    def _play(
+        self, known: call_replay.RecordedCall, device: torch.device, *places: list[Any]
+    ) -> Any:
+        autocast = known.operations and torch.is_autocast_enabled(device.type)
+        if not autocast and is_current(device):
+            return known.play(*places)
+        autocast_off = torch.autocast(device.type, enabled=False) if autocast else nullcontext()
+        with device_of(device), autocast_off:
+            return known.play(*places)
 
     def _expect(self, key: tuple, args: tuple) -> None:
         """The first call of a key: compiles its kernels side by side, and has the next recorded."""

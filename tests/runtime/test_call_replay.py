@@ -234,7 +234,7 @@ def test_temporaries_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(call_replay, "MAX_WORKSPACE_BYTES", most)
         taking = call_replay.record(body, (torch.ones(3),))[1]
         assert taking is not None
-        assert sorted(n for _, drops in taking._runs for n in drops) == gone
+        assert sorted(n for _, _, drops in taking._runs for n in drops) == gone
 
 
 def test_temporaries_are_places_of_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

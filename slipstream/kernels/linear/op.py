@@ -381,8 +381,11 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 def grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
     """What backward returns, in order. The gradient of g may cost as much as all others."""
-    given = (name for name in DIFFERENTIABLE if getattr(terms, name) is not None)
-    return [name for name in given if gate_gradient or name != "g"]
+    return [
+        name
+        for name, x in zip(LinearInputs._fields, terms)
+        if x is not None and name in DIFFERENTIABLE and (gate_gradient or name != "g")
+    ]
 
 
 def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
@@ -456,15 +459,17 @@ class Linear(Function):
         given, saved = saved[:NUM_TERMS], saved[NUM_TERMS:]
         if dout is None and dfinal is None:
             return (None,) * (4 + len(given))
-        terms = LinearInputs(*given)
         gate_gradient = ctx.needs_input_grad[4 + LinearInputs._fields.index("g")]
         args = (*given, dout, dfinal, *ctx.options, gate_gradient, *saved)
         if len(saved) <= 1:
             grads = call_backward(*args)
         else:
             grads = _call_backward_saved(*args)
-        named = by_name(terms, gate_gradient, grads)
-        by_term = [named.get(name) for name in DIFFERENTIABLE]
+        left = iter(grads)
+        by_term = [
+            next(left) if x is not None and (gate_gradient or name != "g") else None
+            for name, x in zip(DIFFERENTIABLE, given)
+        ]
         return (None, None, None, None, *by_term, None)
 
 
