@@ -13,7 +13,8 @@ files are taken as they are, but that
 - without a GPU "cuda" in them is "cpu".
 
 Each file is a process of pytest, without the peers' own configuration. Printed are counts and the
-tests that fail, with the first line of why. Needs pytest and einops.
+tests that fail, with the first line of why. Needs pytest and einops; fla's tests of layers and
+models also its files (tests/compat/test_fla_interop.py says which).
 """
 
 import argparse
@@ -45,10 +46,15 @@ SUITES = {
     "mamba_ssm": (
         "tests/ops/test_selective_scan.py", "tests/ops/triton/test_layernorm_gated.py",
         "tests/ops/triton/test_selective_state_update.py", "tests/ops/triton/test_ssd.py",
-        "tests/ops/triton/test_mamba3_siso.py",
+        "tests/ops/triton/test_mamba3_siso.py", "tests/modules/test_mamba3_varlen.py",
     ),
-    "fla": ("tests/ops/test_*.py", "tests/modules/test_*.py", "tests/layers/test_*.py"),
+    "fla": (
+        "tests/ops/test_*.py", "tests/modules/test_*.py", "tests/layers/test_*.py",
+        "tests/models/test_modeling_*.py",
+    ),
 }  # fmt: skip
+# whose functions a peer's own files call
+OTHERS = {"fla": ("causal_conv1d", "mamba_ssm"), "mamba_ssm": ("causal_conv1d",)}
 COLUMNS: tuple[str, ...] = (
     "date",
     "device",
@@ -70,7 +76,9 @@ class _Rewrite(ast.NodeTransformer):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         module = node.module or ""
-        if node.level or module.partition(".")[0] not in SUITES:
+        if node.level:  # a file beside this one
+            return ast.ImportFrom(node.module, node.names, 0)
+        if module.partition(".")[0] not in SUITES:
             return node
         lines = [
             f"{x.asname or x.name} = __import__('peer_suites').wanted({module!r}, {x.name!r})"
@@ -144,6 +152,13 @@ def _is_plain(function: ast.FunctionDef) -> bool:
     return not function.decorator_list and not any(isinstance(x, ast.Subscript) for x in calls)
 
 
+def beside(path: Path) -> set[Path]:
+    """Files of its folder that it imports, and those that these import."""
+    imports = (x for x in ast.walk(ast.parse(path.read_text("utf-8"))) if type(x) is ast.ImportFrom)
+    found = {path.with_name(f"{x.module}.py") for x in imports if x.level == 1}
+    return found.union(*map(beside, found))
+
+
 # as pytest's plugin
 
 
@@ -183,9 +198,10 @@ def run_file(checkout: Path, package: str, path: Path, sample: int, seconds: flo
     """Counts of one file's tests."""
     with tempfile.TemporaryDirectory() as folder:
         copy, found = Path(folder, path.name), Path(folder, "found.json")
-        copy.write_text(ast.unparse(rewritten(path)), "utf-8")
+        for file in (path, *beside(path)):
+            Path(folder, file.name).write_text(ast.unparse(rewritten(file)), "utf-8")
         tools = Path(__file__).parent
-        packages = {package, *({"causal_conv1d"} if package in ("fla", "mamba_ssm") else ())}
+        packages = {package, *OTHERS.get(package, ())}
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(tools.parent), str(tools), *sys.path[1:]]),
             "SLIPSTREAM_PEERS": ",".join(sorted(packages)),
