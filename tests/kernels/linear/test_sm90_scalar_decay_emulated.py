@@ -26,7 +26,7 @@ from tests.gluon_emulator import threads
 from tests.support.causality import with_other_future
 
 C, SPAN = 64, 2
-WIDTHS = (128, 256)  # of K and of V; the second is chunk_wide.py's
+WIDTHS = (128, 256)  # of K and of V; HALVES is 1 for the second
 CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gated, initial state
     "plain": (128, 1, 1, 1, False, False),
     "odd": (150, 1, 2, 2, True, True),
@@ -58,7 +58,7 @@ def emulated() -> Iterator[None]:
 @functools.cache
 def module(name: str) -> ModuleType:
     with emulated():
-        for file in ("chunk_fwd", "chunk_bwd", "chunk_wide", "state_scan"):
+        for file in ("chunk_fwd", "chunk_bwd", "state_scan"):
             sys.modules.pop(f"{MODULES}.{file}", None)  # which come back after this
         return importlib.import_module(f"{MODULES}.{name}")
 
@@ -106,17 +106,16 @@ class Run:
         r, w, x = names
         y = self.empty(self.B, self.T, self.HV, width)
         tiles = [(r, width), (w, width), (x, 64), (y, 64), (getattr(t, qk), 64) if qk else None]
+        wide = width == WIDTHS[1]
+        assert wide or not reverse
         flags: dict[str, Any] = {"D": width, "X": width, "TRANSPOSED": transposed}
+        flags |= {"HALVES": 1 if wide else 2, "REVERSE": reverse}
         heads = (r.shape[2], x.shape[2])
         scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
-        if width == WIDTHS[1]:
-            sums = (self.rows[qk], self.z, self.anchors) if qk else (None, None, None)
-            flags["REVERSE"] = reverse
-            self.launch("chunk_wide", tiles, [y], [s_in, s_out, *sums], scales, heads, flags)
-        else:
-            assert not reverse
-            sums = (self.rows[qk], self.anchors) if qk else (None, None)
-            self.launch("chunk_fwd", tiles, [y], [s_in, s_out, *sums], scales, heads, flags)
+        sums = (None, None, None)
+        if qk:
+            sums = (self.rows[qk], self.z if reverse else None, self.anchors)
+        self.launch("chunk_fwd", tiles, [y], [s_in, s_out, *sums], scales, heads, flags)
         return y
 
     def back(self, do: Tensor, s_in: Tensor, s_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,9 +150,8 @@ class Run:
         flags |= {"C": C, "ST": 2, "ANCHOR_INTERVAL": SPAN, "HAS_GATE": t.g is not None}
         flags |= {"HAS_DG": rows is not None, "HAS_S_IN": s_in is not None}
         flags |= {"HAS_S_OUT": s_out is not None, "SPLIT": self.segment is not None}
-        spans = (self.spans,) if name != "chunk_fwd" else ()
-        args = (*made, *pointers, SCALE, *scales, *sizes, *spans, *strides)
-        programs = self.HV * self.slots * (self.width // 64 if name == "chunk_wide" else 1)
+        args = (*made, *pointers, SCALE, *scales, *sizes, self.spans, *strides)
+        programs = self.HV * self.slots * (self.width // 64 if flags.get("HALVES") == 1 else 1)
         threads.launch(kernel(name), programs, args, PACKED=self.packed, **flags)
 
     def gradients(self, do: Tensor, dfinal: Tensor, dinitial: Tensor) -> dict[str, Tensor]:
@@ -324,11 +322,17 @@ def test_segments_from_scanned_states_equal_whole(case: tuple) -> None:
     torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-10, atol=1e-10)
 
 
+SHARED_ALONE = [
+    "chunk_fwd: mbarrier.wait(barriers.s_empty.index(0), (i & 1) ^ 1)",
+    "chunk_fwd: fence_async_shared()",
+]
+
+
 def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for two: that scores are free is said by the stage, of which there are as many, and
-    that a stage is full by its scores."""
+    """But for those that only a shared S has, and two: that scores are free is said by the stage,
+    of which there are as many, and that a stage is full by its scores."""
     monkeypatch.setattr(threads, "_WAIT", 0.5)
-    wide = module("chunk_wide")
+    wide = module("chunk_fwd")
     terms = inputs((150, 1, 1, 1, True, True), WIDTHS[1])
     do, end = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
     unnoticed = []
@@ -336,8 +340,8 @@ def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) 
         planted = dict(vars(wide))
         with emulated():
             exec(compile(text, str(wide.__file__), "exec"), planted)
-        found = planted["scalar_decay_chunk_wide_sm90_kernel"]
-        monkeypatch.setattr(wide, "scalar_decay_chunk_wide_sm90_kernel", found)
+        found = planted["scalar_decay_chunk_fwd_sm90_kernel"]
+        monkeypatch.setattr(wide, "scalar_decay_chunk_fwd_sm90_kernel", found)
         run = Run(terms)
         try:
             run.walk(terms[:3], terms.initial_state, torch.empty_like(end))
@@ -345,7 +349,10 @@ def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) 
         except (AssertionError, TimeoutError):
             continue
         unnoticed.append(line)
-    assert unnoticed == [
-        "chunk_wide: mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)",
-        "chunk_wide: mbarrier.wait(full.index(s), (i // ST) & 1)",
-    ]
+    assert sorted(unnoticed) == sorted(
+        [
+            "chunk_fwd: mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)",
+            "chunk_fwd: mbarrier.wait(barriers.full.index(s), (i // ST) & 1)",
+            *SHARED_ALONE,
+        ]
+    )

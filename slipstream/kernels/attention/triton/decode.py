@@ -7,11 +7,15 @@ of head r % group. Each share leaves o and lse of its keys, and the second kerne
 
 How many shares depends on the size of the cache, not on the lengths, which the programs read.
 Rows and pages outside of the `slots` that the cache has are not read, and hold no keys.
+
+Keys and values in 8 bits have a scale each. For queries in 16 bits they are loaded as words of four
+channels (decode_words.py): every product is then four, each of a quarter of the channels.
 """
 
 import triton
 import triton.language as tl
 
+from slipstream.kernels.attention.triton.decode_words import channels, load_queries
 from slipstream.kernels.attention.triton.scores import LN2, LOG2E, finite, in_window, scores
 
 SIZES = ["T", "HKV", "B", "tiles", "splits", "left", "right", "group", "capacity", "cache_rows"]
@@ -133,11 +137,19 @@ def softmax_step(b_s, b_m, b_l, score_scale):
     return b_p, b_top, b_l * b_shrink + tl.sum(b_p, 1), b_shrink
 
 
+@triton.jit
+def _scaled(b_os, b_factor, CODES: tl.constexpr):
+    result = ()
+    for c in tl.static_range(CODES):
+        result = result + (b_os[c] * b_factor,)
+    return result
+
+
 @triton.jit(do_not_specialize=["factor", "cap", "stride_table", *SIZES, *STRIDES])
 def softmax_decode_kernel(
     q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
-    k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides
-    v_ptr,  # [N, S, HKV, DV], or pages, by strides
+    k_ptr,  # [N, S, HKV, D], or pages [M, PAGE, HKV, D], by strides; with WORDS D / 4 of int32
+    v_ptr,  # [N, S, HKV, DV], or pages, by strides; the same
     o_ptr,  # [shares, B, T, H, DV]
     lse_ptr,  # [shares, B, H, T], in base 2
     slopes_ptr,  # [B or 1, H]
@@ -187,6 +199,9 @@ def softmax_decode_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
+    WORDS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    ASM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (shares * tiles * HKV * B,)"""
@@ -195,11 +210,14 @@ def softmax_decode_kernel(
         HAS_LENGTHS, HAS_ROWS, HAS_LEFTPAD,
     )  # fmt: skip
 
+    # a product is the sum of those of every CODES-th channel
+    CODES: tl.constexpr = 4 if WORDS else 1
+    ZERO: tl.constexpr = 0 if WORDS else 0.0
     # row r of the tile is query r / group of head r % group
     o_m = tile * BM + tl.arange(0, BM)
     o_n = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_v = tl.arange(0, BV)
+    o_d = tl.arange(0, BD // CODES)
+    o_v = tl.arange(0, BV // CODES)
     o_t = o_m // group
     b_h = i_kv * group + o_m % group
     m_m = o_m < T * group
@@ -208,8 +226,7 @@ def softmax_decode_kernel(
     stride_kb = stride_kb.to(tl.int64) * UNIT
     stride_vb = stride_vb.to(tl.int64) * UNIT
     p_q = q_ptr + (i_b * stride_qb + b_h * stride_qh + o_t * stride_qt) * UNIT
-    m_q = m_m[:, None] & (o_d < D)[None, :]
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [BM, BD]
+    b_qs, b_unit = load_queries(p_q, o_d, m_m, D, CODES, FLOAT8)  # CODES of [BM, BD / CODES]
     k_ptr += i_kv * stride_kh * UNIT
     v_ptr += i_kv * stride_vh * UNIT
     p_table = table_ptr
@@ -229,7 +246,7 @@ def softmax_decode_kernel(
 
     SCALED: tl.constexpr = HAS_SOFTCAP or HAS_SLOPES
     score_scale = 1.0 if SCALED else factor
-    b_slope = b_q
+    b_slope = b_qs[0]
     if HAS_SLOPES:
         b_slope = tl.load(slopes_ptr + i_b * stride_slope + b_h, mask=m_m, other=0.0) * LOG2E
         b_slope = b_slope[:, None]
@@ -239,7 +256,7 @@ def softmax_decode_kernel(
     )
     b_m = tl.full((BM,), float("-inf"), tl.float32)
     b_l = tl.zeros((BM,), tl.float32)
-    b_o = tl.zeros((BM, BV), tl.float32)
+    b_os = (tl.zeros((BM, BV // CODES), tl.float32),) * CODES
     # the pages of a tile are known a tile ahead: a load of keys waits for no other
     page = pages_of(low, keys, o_n, p_table, PAGE, BN)
     for i in range(tl.cdiv(high - low, BN)):
@@ -249,41 +266,59 @@ def softmax_decode_kernel(
             m_n &= (page >= 0) & (page < cache_rows)
         after = pages_of(j + BN, keys, o_n, p_table, PAGE, BN)
         p_k = rows_of_keys(k_ptr, stride_kb, stride_kt, j, o_n, page, PAGE, BN)
-        b_k = tl.load(p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
-        # 8 bits are exact in the dtype of q
-        b_k = b_k.to(b_q.dtype)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+        b_k = tl.load(
+            p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D // CODES)[None, :], other=ZERO
+        )
+        b_codes = channels(b_k, 0, b_qs[0].dtype, WORDS, FLOAT8, ASM)
+        b_s = tl.dot(b_qs[0], tl.trans(b_codes), input_precision=PRECISION)  # [BM, BN]
+        for c in tl.static_range(1, CODES):
+            b_codes = channels(b_k, c, b_qs[0].dtype, WORDS, FLOAT8, ASM)
+            b_s = tl.dot(b_qs[c], tl.trans(b_codes), b_s, input_precision=PRECISION)
         if IN_8_BITS:
             p_s = k_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
-            b_s *= tl.load(p_s, mask=m_n, other=0.0)[None, :]
+            b_scale = tl.load(p_s, mask=m_n, other=0.0)[None, :]
+            if WORDS:
+                b_scale *= b_unit
+            b_s *= b_scale
         b_s = visible(
             b_s, b_slope, position, j, o_n, m_n, factor, cap, left, right,
             HAS_SOFTCAP, HAS_SLOPES, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         b_p, b_m, b_l, b_shrink = softmax_step(b_s, b_m, b_l, score_scale)
-        b_o *= b_shrink[:, None]
+        b_os = _scaled(b_os, b_shrink[:, None], CODES)
         p_v = rows_of_keys(v_ptr, stride_vb, stride_vt, j, o_n, page, PAGE, BN)
         if IN_8_BITS:
             p_s = v_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
             b_scale = tl.load(p_s, mask=m_n, other=0.0)
             b_scale, unit = factors_of_values(b_scale)
             b_p *= b_scale[None, :]
+            if FLOAT8:
+                unit *= 256.0
         page = after
-        b_v = tl.load(p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)
-        b_v = b_v.to(b_q.dtype)
-        if IN_8_BITS:
-            b_o += unit * tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
-        else:
-            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
+        b_v = tl.load(
+            p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV // CODES)[None, :], other=ZERO
+        )
+        b_p = b_p.to(b_qs[0].dtype)
+        added = ()
+        for c in tl.static_range(CODES):
+            b_codes = channels(b_v, c, b_p.dtype, WORDS, FLOAT8, ASM)
+            if IN_8_BITS:
+                b_o = b_os[c] + unit * tl.dot(b_p, b_codes, input_precision=PRECISION)
+            else:
+                b_o = tl.dot(b_p, b_codes, b_os[c], input_precision=PRECISION)
+            added = added + (b_o,)  # [BM, BV / CODES]
+        b_os = added
 
     has_no_key = b_l == 0.0
     b_l = tl.where(has_no_key, 1.0, b_l)
-    b_o *= (1.0 / b_l)[:, None]
+    b_os = _scaled(b_os, (1.0 / b_l)[:, None], CODES)
     b_lse = tl.where(has_no_key, float("-inf"), b_m + tl.log2(b_l))
     H = HKV * group
     row = ((i_s * B + i_b) * T + o_t) * H + b_h
-    m_o = m_m[:, None] & (o_v < DV)[None, :]
-    tl.store(o_ptr + row[:, None] * DV + o_v[None, :], b_o, mask=m_o)
+    p_o = o_ptr + row[:, None] * DV + CODES * o_v[None, :]
+    m_o = m_m[:, None] & (o_v < DV // CODES)[None, :]
+    for c in tl.static_range(CODES):
+        tl.store(p_o + c, b_os[c], mask=m_o)
     tl.store(lse_ptr + ((i_s * B + i_b) * H + b_h) * T + o_t, b_lse, mask=m_m)
 
 

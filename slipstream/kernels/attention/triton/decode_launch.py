@@ -1,7 +1,5 @@
 """Launches over a cache: how many shares the keys are cut into, and where new keys go."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from slipstream.kernels.attention.triton.decode import (
     softmax_combine_kernel,
     softmax_decode_kernel,
 )
-from slipstream.kernels.attention.triton.decode_rounded import softmax_decode_rounded_kernel
 from slipstream.kernels.attention.triton.launch_utils import (
     STRIDES,
     bound,
@@ -70,12 +67,8 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
     o, lse = q.new_empty(B, T, H, DV), partial_lse.new_empty(B, H, T)
     q, options, _ = positive(q, options)
-    kernel: Any = softmax_decode_kernel
-    options_of_kernel: dict[str, Any] = {"PRECISION": fp32_dot_precision()}
+    float8 = in_words and k.dtype == torch.float8_e4m3fn
     if in_words:
-        kernel = softmax_decode_rounded_kernel
-        in_asm = not INTERPRETED and torch.version.hip is None
-        options_of_kernel = {"FLOAT8": k.dtype == torch.float8_e4m3fn, "ASM": in_asm}
         k, v = k.view(torch.int32), v.view(torch.int32)
     unit, strides = unit_and_strides(q, k, v)
     factor, cap = factor_and_cap(options)
@@ -86,7 +79,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         k_scale, v_scale = (x if same else x.contiguous() for x in (k_scale, v_scale))
     slopes = None if slopes is None else slopes.float().contiguous()
     with device_of(q.device):
-        cached(kernel)[(splits * tiles * HKV * B,)](
+        cached(softmax_decode_kernel)[(splits * tiles * HKV * B,)](
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
@@ -131,7 +124,11 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             HAS_LENGTHS=call.lengths is not None,
             HAS_ROWS=call.rows is not None and table is None,
             HAS_LEFTPAD=call.leftpad is not None,
-            **options_of_kernel,
+            WORDS=in_words,
+            FLOAT8=float8,
+            # by instructions of NVIDIA's GPUs
+            ASM=in_words and not INTERPRETED and torch.version.hip is None,
+            PRECISION=fp32_dot_precision(),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -154,7 +151,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
 
 
 def _fit_words(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether decode_rounded.py takes a cache in 8 bits."""
+    """Whether decode_words.py takes a cache in 8 bits."""
     sizes = [n for x in (k, v) for n in (x.shape[-1], x.storage_offset(), *x.stride()[:3])]
     return q.element_size() == 2 and all(n % 4 == 0 for n in sizes)
 

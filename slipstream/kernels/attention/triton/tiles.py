@@ -110,7 +110,7 @@ LATENT = {
     "sm_90": Tile(64, 64, 8, 2),
     "interpreter": Tile(16, 16, 4, 1),
 }
-# (family, widest head) -> tile of decode_rounded.py, where it is not that of decode: few rows, for
+# (family, widest head) -> tile of decode_words.py, where it is not that of decode: few rows, for
 # every one costs as much as those that there are, and warps enough to share a row of values.
 ROUNDED = {
     ("sm_90", 64): Tile(16, 32, 1, 3),
@@ -135,7 +135,7 @@ def family(capability: tuple[int, int], hip: bool = False) -> str:
 
 
 def rounded(family: str, widest: int, decode: Tile) -> Tile:
-    """Of decode_rounded.py for heads of at most 64, 128 or 256."""
+    """Of decode_words.py for heads of at most 64, 128 or 256."""
     row = FALLBACK_FAMILY.get(family, family)
     return ROUNDED.get((row, max(64, widest)), decode)
 

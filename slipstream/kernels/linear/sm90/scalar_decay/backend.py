@@ -21,9 +21,6 @@ from slipstream.kernels.linear.segments import (
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import scalar_decay_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import scalar_decay_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_wide import (
-    scalar_decay_chunk_wide_sm90_kernel,
-)
 from slipstream.kernels.linear.sm90.scalar_decay.state_scan import (
     scalar_decay_state_scan_sm90_kernel,
 )
@@ -41,7 +38,7 @@ HALF = 64
 STAGES, BACK_STAGES = 3, 2
 SCAN_STAGES = 6  # of 16 KB
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)
-WIDE, WIDE_ROWS, WIDE_STAGES = 256, 64, 2  # chunk_wide.py
+WIDE, WIDE_STAGES = 256, 2
 # of 16 warps: what all parts of a program share
 _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 _WIDE_PROGRAM = {"num_warps": 8, "maxnreg": 128}
@@ -59,10 +56,12 @@ def launch_chunks(
     r, w, x, y = chunks[:4]
     assert y is not None
     X, D = x.shape[-1], r.shape[-1]
-    if D == WIDE:
-        _launch_wide_chunks(chunks, terms, scale, segments, sums, qk)
-        return
-    launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[_grid(terms, segments)]
+    halves = 1 if D == WIDE else X // HALF
+    (programs,) = _grid(terms, segments)
+    rows = None
+    if sums is not None:
+        rows = sums.k_rows if chunks.reverse else sums.q_rows
+    launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[(X // HALF // halves * programs,)]
     launch(
         r_desc=_tiles(r, D),
         w_desc=_tiles(w, D),
@@ -70,61 +69,23 @@ def launch_chunks(
         y_desc=_tiles(y, HALF),
         q_desc=None if sums is None or qk is None else _tiles(qk, HALF),
         y_ptr=y,
-        rows_ptr=sums.q_rows if sums else None,
-        anchor_ptr=sums.anchors if sums else None,
-        HR=r.shape[2],
-        HX=x.shape[2],
-        **common_args(chunks, terms, scale, segments),
-        D=D,
-        X=X,
-        C=CHUNK,
-        ST=STAGES,
-        ANCHOR_INTERVAL=ANCHOR_INTERVAL,
-        TRANSPOSED=chunks.transposed,
-        **_flags(chunks, terms, segments, sums),
-        **_PROGRAM,
-    )
-
-
-def _launch_wide_chunks(
-    chunks: ChunkLaunch,
-    terms: LinearInputs,
-    scale: float,
-    segments: Segments | None,
-    sums: GateSums | None,
-    qk: Tensor | None,
-) -> None:
-    r, w, x, y = chunks[:4]
-    assert y is not None
-    tiles = WIDE // WIDE_ROWS
-    (programs,) = _grid(terms, segments)
-    rows = None
-    if sums is not None:
-        rows = sums.k_rows if chunks.reverse else sums.q_rows
-    launch: Any = cached(scalar_decay_chunk_wide_sm90_kernel)[(tiles * programs,)]
-    launch(
-        r_desc=_tiles(r, WIDE),
-        w_desc=_tiles(w, WIDE),
-        x_desc=_tiles(x, WIDE_ROWS),
-        y_desc=_tiles(y, WIDE_ROWS),
-        q_desc=None if sums is None or qk is None else _tiles(qk, WIDE_ROWS),
-        y_ptr=y,
         rows_ptr=rows,
-        z_ptr=sums.z if sums else None,
+        z_ptr=sums.z if sums and chunks.reverse else None,
         anchor_ptr=sums.anchors if sums else None,
         HR=r.shape[2],
         HX=x.shape[2],
         num_anchors=sums.z.shape[1] if sums else 0,
         **common_args(chunks, terms, scale, segments),
-        D=WIDE,
-        X=WIDE,
+        D=D,
+        X=X,
         C=CHUNK,
-        ST=WIDE_STAGES,
+        ST=WIDE_STAGES if D == WIDE else STAGES,
+        HALVES=halves,
         ANCHOR_INTERVAL=ANCHOR_INTERVAL,
         REVERSE=chunks.reverse,
         TRANSPOSED=chunks.transposed,
         **_flags(chunks, terms, segments, sums),
-        **_WIDE_PROGRAM,
+        **(_WIDE_PROGRAM if D == WIDE else _PROGRAM),
     )
 
 

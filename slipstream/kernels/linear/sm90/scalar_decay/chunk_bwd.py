@@ -269,12 +269,12 @@ def scalar_decay_chunk_bwd_sm90_kernel(
         [
             (state_partition, (
                 dv_desc, dv_ptr, tiles, barriers, p_in, p_out, p_rows, p_z, p_anchor, o_s, row,
-                HV, i_h * V, length, n, scale, scale_in, scale_out, 0, K, V, C, ST,
+                HV, i_h * V, length, n, scale, scale_in, scale_out, 0, 0, 2, K, V, C, ST,
                 ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
             (state_partition, (
                 dv_desc, dv_ptr, tiles, barriers, p_in, p_out, p_rows,
                 p_z + to_half if HAS_DG else p_z, p_anchor, o_s, row, HV, i_h * V, length, n,
-                scale, scale_in, scale_out, 1, K, V, C, ST, ANCHOR_INTERVAL, True, False,
+                scale, scale_in, scale_out, 0, 1, 2, K, V, C, ST, ANCHOR_INTERVAL, True, False,
                 HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
             (dqkv_partition, (
                 dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty,

@@ -7,10 +7,15 @@ the sum of the chunk's gates, which decay by E[j, i] = exp(G_i - G_j) between to
     A = (w r^T) E [j, i]            y^T = scale * (S r^T exp(G_i) + x^T A)
     S <- exp(G_C) S + (x exp(G_C - G))^T w
 
-The columns of x are rows here: two warpgroups carry 64 rows of S each in registers, from where S
-and x^T go into the products as left operands.
+The columns of x are rows here, HALF of them in a tile. With HALVES of 2, for X = 128, two
+state_partitions carry 64 rows of S each in registers, from where S and x^T go into the products as
+left operands. With HALVES of 1, for D = X = 256, a program takes 64 of x's columns: one
+state_partition of two warpgroups, each with half of the columns of S [64, D], makes half of the
+tokens of y^T, for which S is copied to shared memory. Reversed it scans from the last token to the
+first, j >= i, with exp(G_j - G_i): dq, dk and dv of 256 channels are three launches, since dS, do,
+v, q and k of a chunk would not fit shared memory beside each other.
 
-    load_partition, 1 warp     score_partition, 4 warps       state_partition, twice: 64 rows of S
+    load_partition, 1 warp     score_partition, 4 warps       HALVES state_partitions, 64 rows of S
       r, w, x -- full ---->      A                              S and y
                                  A, factors -- a_full --->      y^T = S r^T + x^T A
                                  <-- a_empty
@@ -19,9 +24,10 @@ and x^T go into the products as left operands.
       <-- q_empty
 
     buffers                   stages  arrivals a phase: full / empty
-    r, w [C, D], x [C, X]     ST      1 (TMA) / 3, the three partitions
-    A [C, C], the factors     2       1 / 2, the two state_partitions
-    q [C, X]                  2       1 (TMA) / 2
+    r, w [C, D], x [C, X]     ST      1 (TMA) / 1 + HALVES, score_ and the state_partitions
+    A [C, C], the factors     2       1 / HALVES, the state_partitions
+    q [C, X]                  2       1 (TMA) / HALVES
+    S [64, D], 16 bits        1       of HALVES 1: state_partition's alone
 
 score_partition is ahead of the chain: it zeroes what is past the end of a short chunk, which the
 others see by a_full, and computes what the gates decay by.
@@ -31,6 +37,7 @@ from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
+    locate_sequence,
     program_coords,
     store_tile_transposed,
     zero_tail_rows,
@@ -48,7 +55,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-128.0)
-HALF = gl.constexpr(64)  # rows of S in a warpgroup
+HALF = gl.constexpr(64)  # rows of S of a state_partition
 
 
 class StateTiles(NamedTuple):
@@ -58,7 +65,7 @@ class StateTiles(NamedTuple):
     w: Any
     x: Any  # two halves a stage
     q: Any  # of HAS_DG
-    state: Any  # of SHARED
+    state: Any  # of SHARED, or of HALVES 1
     scores: Any  # A
     factors: Any  # exp(G) and exp(G_C - G)
     y: Any
@@ -139,51 +146,54 @@ def first_anchor(
 @gluon.jit
 def load_partition(
     r_desc, w_desc, x_desc, q_desc, rs, ws, xs, qs, full, empty, q_full, q_empty, row, n, r_col,
-    x_col, C: gl.constexpr, ST: gl.constexpr, HAS_DG: gl.constexpr,
+    x_col, C: gl.constexpr, ST: gl.constexpr, HALVES: gl.constexpr, REVERSE: gl.constexpr,
+    HAS_DG: gl.constexpr,
 ):  # fmt: skip
     nbytes: gl.constexpr = (
-        r_desc.block_type.nbytes + w_desc.block_type.nbytes + 2 * x_desc.block_type.nbytes
+        r_desc.block_type.nbytes + w_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
     )
     for i in range(n):
         s = i % ST
-        t = row + i * C
+        t = row + (n - 1 - i if REVERSE else i) * C
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         copy_in(w_desc, [t, r_col], full.index(s), ws.index(s))
         copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
-        copy_in(x_desc, [t, x_col], full.index(s), xs.index(2 * s))
-        copy_in(x_desc, [t, x_col + HALF], full.index(s), xs.index(2 * s + 1))
+        for half in gl.static_range(HALVES):
+            copy_in(x_desc, [t, x_col + half * HALF], full.index(s), xs.index(HALVES * s + half))
         if HAS_DG:
             b = i % 2
             mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)
-            mbarrier.expect(q_full.index(b), 2 * q_desc.block_type.nbytes)
-            copy_in(q_desc, [t, x_col], q_full.index(b), qs.index(2 * b))
-            copy_in(q_desc, [t, x_col + HALF], q_full.index(b), qs.index(2 * b + 1))
+            mbarrier.expect(q_full.index(b), HALVES * q_desc.block_type.nbytes)
+            for half in gl.static_range(HALVES):
+                q_col = x_col + half * HALF
+                copy_in(q_desc, [t, q_col], q_full.index(b), qs.index(HALVES * b + half))
 
 
 @gluon.jit
 def score_partition(
     rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_g, length, n,
-    D: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HALVES: gl.constexpr,
+    REVERSE: gl.constexpr, HAS_GATE: gl.constexpr,
 ):  # fmt: skip
-    """A [j, i] of each chunk, and exp(G_i), exp(G_C - G_j)."""
+    """A [j, i] of each chunk, and what S r^T and x decay by."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     o_j = gl.arange(0, C, gl.SliceLayout(1, al))
     o_i = gl.arange(0, C, gl.SliceLayout(0, al))
     zero = gl.zeros([C, C], gl.float32, al)
-    seen = o_j[:, None] <= o_i[None, :]
+    seen = o_j[:, None] >= o_i[None, :] if REVERSE else o_j[:, None] <= o_i[None, :]
     if HAS_GATE:
-        b_g = load_gates(p_g, stride_g, 0, length, C)
+        b_g = load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * C if REVERSE else 0, length, C)
     for i in range(n):
         s = i % ST
         a = i % 2
-        num_rows = length - i * C
+        t = (n - 1 - i if REVERSE else i) * C
         mbarrier.wait(full.index(s), (i // ST) & 1)
-        if num_rows < C:
-            zero_tail_rows(rs.index(s), num_rows, C, D)
-            zero_tail_rows(ws.index(s), num_rows, C, D)
-            zero_tail_rows(xs.index(2 * s), num_rows, C, HALF)
-            zero_tail_rows(xs.index(2 * s + 1), num_rows, C, HALF)
+        if length - t < C:
+            zero_tail_rows(rs.index(s), length - t, C, D)
+            zero_tail_rows(ws.index(s), length - t, C, D)
+            for half in gl.static_range(HALVES):
+                zero_tail_rows(xs.index(HALVES * s + half), length - t, C, HALF)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -192,18 +202,19 @@ def score_partition(
         if HAS_GATE:
             b_start, b_end = gates_of(b_g, sums, C)
             # the next chunk's, which come from afar
-            b_g = load_gates(p_g, stride_g, (i + 1) * C, length, C)
+            b_g = load_gates(p_g, stride_g, gl.maximum(t - C, 0) if REVERSE else t + C, length, C)
             G_j = sums.load(gl.SliceLayout(1, al))[:, None]
             G_i = sums.load(gl.SliceLayout(0, al))[None, :]
-            b_decay = gl.exp2(gl.where(seen, G_i - G_j, float("-inf")))
+            between = G_j - G_i if REVERSE else G_i - G_j
+            b_decay = gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         mbarrier.arrive(empty.index(s), count=1)
         b_a = b_a * b_decay if HAS_GATE else gl.where(seen, b_a, 0.0)
         mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)
         scores.index(a).store(b_a.to(rs.dtype))
         if HAS_GATE:
-            factors.index(2 * a).store(b_start)
-            factors.index(2 * a + 1).store(b_end)
+            factors.index(2 * a + REVERSE).store(b_start)
+            factors.index(2 * a + 1 - REVERSE).store(b_end)
         fence_async_shared()
         mbarrier.arrive(a_full.index(a), count=1)
 
@@ -211,18 +222,20 @@ def score_partition(
 @gluon.jit
 def state_partition(
     y_desc, y_ptr, tiles, barriers, s_in_ptr, s_out_ptr, p_rows, p_z, p_anchor, o_s, row, HV, y_col,
-    length, n, scale, scale_in, scale_out,
-    I: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    ANCHOR_INTERVAL: gl.constexpr, REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_DG: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SHARED: gl.constexpr,
+    length, n, scale, scale_in, scale_out, i_x,
+    I: gl.constexpr, HALVES: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr,
+    ST: gl.constexpr, ANCHOR_INTERVAL: gl.constexpr, REVERSE: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HAS_GATE: gl.constexpr, HAS_DG: gl.constexpr,
+    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Rows HALF * I and on of S, and of y^T. SHARED: S is copied for dk, but q . y is not made."""
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    """Rows HALF * (i_x + I) and on of S, and of y^T. SHARED: S is copied for dk, but q . y is not
+    made."""
+    GROUPS: gl.constexpr = 3 - HALVES  # warpgroups
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, D // GROUPS, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, C // GROUPS, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
-    o_x = HALF * I + gl.arange(0, HALF, gl.SliceLayout(1, sl))
+    o_x = HALF * (i_x + I) + gl.arange(0, HALF, gl.SliceLayout(1, sl))
     o_d = gl.arange(0, D, gl.SliceLayout(0, sl))
     o_a = o_x[:, None] * D + o_d[None, :] if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
     o_s += o_a
@@ -241,6 +254,11 @@ def state_partition(
             anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
             b_z = gl.sum(b_s * gl.load(p_anchor + anchor * (D * X) + o_a), 1)
             gl.store(p_z + anchor, gl.sum(b_z, 0) * scale_out)
+        if HALVES == 1:
+            # a warpgroup has half of S's columns, and multiplies all of them by half of the tokens
+            tiles.state.store(b_s.to(tiles.r.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
         # score_partition has seen the stage full, and may have cleared its tail
         mbarrier.wait(barriers.a_full.index(a), (i // 2) & 1)
         mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
@@ -251,6 +269,8 @@ def state_partition(
             gl.thread_barrier()
             mbarrier.arrive(barriers.s_full.index(0), count=1)
             lhs = tiles.state.index(I)
+        elif HALVES == 1:
+            lhs = tiles.state
         else:
             lhs = gl.convert_layout(b_s.to(tiles.r.dtype), sa)
         if HAS_GATE:
@@ -259,7 +279,7 @@ def state_partition(
         b_y = warpgroup_mma(
             lhs, tiles.r.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        x_t = tiles.x.index(2 * s + I).permute((1, 0))
+        x_t = tiles.x.index(HALVES * s + I).permute((1, 0))
         b_x = x_t.load(xa)
         if HAS_GATE:
             b_end = tiles.factors.index(2 * a + 1).load(gl.SliceLayout(0, xa))
@@ -282,7 +302,7 @@ def state_partition(
         if HAS_DG and not SHARED:
             b = i % 2
             mbarrier.wait(barriers.q_full.index(b), (i // 2) & 1)
-            b_q = gl.convert_layout(tiles.q.index(2 * b + I).permute((1, 0)).load(sa), yl)
+            b_q = gl.convert_layout(tiles.q.index(HALVES * b + I).permute((1, 0)).load(sa), yl)
             b_row = gl.sum(b_q.to(gl.float32) * b_y, 0)
             gl.store(p_rows + t + o_c, b_row, mask=o_c < length - t)
             mbarrier.arrive(barriers.q_empty.index(b), count=1)
@@ -294,7 +314,7 @@ def state_partition(
         gl.store(s_out_ptr + o_s, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
 
 
-_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment"]
+_SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "num_anchors"]
 _STRIDES = ["stride_gb", "stride_gt", "stride_gh"]
 
 
@@ -304,12 +324,13 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     w_desc,  # [tokens, HR * D] by [C, D]
     x_desc,  # [tokens, HX * X] by [C, HALF]
     y_desc,  # [tokens, HV * X] by [C, HALF]
-    q_desc,  # [tokens, HX * X] by [C, HALF]: q for the dq scan
+    q_desc,  # [tokens, HX * X] by [C, HALF]: q for the dq scan, k for the dk scan
     y_ptr,
     g_ptr,  # [B, T, HV] by strides
     s_in_ptr,  # [segments, HV, D, X], or [segments, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
-    rows_ptr,  # [2, HV, tokens]: q . dq
+    rows_ptr,  # [X // HALF, HV, tokens]: q . dq, or k . dk
+    z_ptr,  # [X // HALF, anchors, HV]: sum(S * dS) after an anchor interval, by the dk scan
     anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
     scale,
@@ -322,6 +343,7 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     HX,
     tokens,
     segment,
+    num_anchors,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -329,7 +351,9 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     X: gl.constexpr,
     C: gl.constexpr,
     ST: gl.constexpr,
+    HALVES: gl.constexpr,
     ANCHOR_INTERVAL: gl.constexpr,
+    REVERSE: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_DG: gl.constexpr,
@@ -338,7 +362,8 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """grid (HV * segments,), 4 warps: one program scans one head of one segment; X is 128.
+    """grid (X // (HALVES * HALF) * HV * segments,), 4 warps, 8 with HALVES of 1: one program scans
+    HALVES * HALF rows of the state of one head of one segment.
 
     Without SPLIT a segment is a sequence.
     """
@@ -347,34 +372,47 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     rs = gl.allocate_shared_memory(dtype, [ST, C, D], r_desc.layout)
     ws = gl.allocate_shared_memory(dtype, [ST, C, D], w_desc.layout)
-    xs = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], x_desc.layout)
-    ys = gl.allocate_shared_memory(dtype, [2, C, HALF], y_desc.layout)
+    xs = gl.allocate_shared_memory(dtype, [HALVES * ST, C, HALF], x_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [HALVES, C, HALF], y_desc.layout)
     scores = gl.allocate_shared_memory(dtype, [2, C, C], a_layout)
+    state = ys
+    if HALVES == 1:
+        state = gl.allocate_shared_memory(dtype, [HALF, D], r_desc.layout)
     qs = xs
     factors = scores
     sums = scores
     full = alloc_mbarriers(1, ST)
-    empty = alloc_mbarriers(3, ST)
+    empty = alloc_mbarriers(1 + HALVES, ST)
     a_full = alloc_mbarriers(1, 2)
-    a_empty = alloc_mbarriers(2, 2)
+    a_empty = alloc_mbarriers(HALVES, 2)
     q_full = full
     q_empty = empty
     if HAS_DG:
-        qs = gl.allocate_shared_memory(dtype, [4, C, HALF], q_desc.layout)
+        qs = gl.allocate_shared_memory(dtype, [2 * HALVES, C, HALF], q_desc.layout)
         q_full = alloc_mbarriers(1, 2)
-        q_empty = alloc_mbarriers(2, 2)
+        q_empty = alloc_mbarriers(HALVES, 2)
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
-    i_h, i_seg, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    if HALVES == 2:
+        i_h, i_seg, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+        i_x = 0
+    else:
+        pid = gl.program_id(0)
+        i_x = pid % (X // HALF)
+        i_h = pid // (X // HALF) % HV
+        i_seg = pid // (X // HALF) // HV
+        row, length, _ = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+        n = gl.cdiv(length, C)
     r_col = i_h // (HV // HR) * D
-    x_col = i_h // (HV // HX) * X
+    x_col = i_h // (HV // HX) * X + i_x * HALF
     o_s = (i_seg.to(gl.int64) * HV + i_h) * (D * X)
     # what is not given: something else, for only the first part takes None
     p_g = g_ptr if HAS_GATE else y_ptr
     p_in = s_in_ptr if HAS_S_IN else y_ptr
     p_out = s_out_ptr if HAS_S_OUT else y_ptr
     p_rows = rows_ptr if HAS_DG else y_ptr
+    p_z = z_ptr if HAS_DG and REVERSE else y_ptr
     p_anchor = anchor_ptr if HAS_DG else y_ptr
     if HAS_GATE:
         p_g = place_gates(
@@ -386,29 +424,53 @@ def scalar_decay_chunk_fwd_sm90_kernel(
             * HV
             + i_h
         )
-        p_rows += i_h.to(gl.int64) * tokens + row
+        p_rows += (i_x * HV + i_h).to(gl.int64) * tokens + row
+        if REVERSE:
+            p_z += (i_x * num_anchors).to(gl.int64) * HV + anchor
         p_anchor += anchor * (D * X)
-    tiles = StateTiles(rs, ws, xs, qs, qs, scores, factors, ys)
-    # there is no copy of S: its barriers are never waited for
+    tiles = StateTiles(rs, ws, xs, qs, state, scores, factors, ys)
+    # S is not shared with others: its barriers are never waited for
     barriers = StateBarriers(full, empty, q_full, q_empty, a_full, a_empty, full, empty)
-    gl.warp_specialize(
-        [
-            (state_partition, (
-                y_desc, y_ptr, tiles, barriers, p_in, p_out, p_rows, y_ptr, p_anchor, o_s, row,
-                HV, i_h * X, length, n, scale, scale_in, scale_out, 0, D, X, C, ST,
-                ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, False)),
-            (state_partition, (
-                y_desc, y_ptr, tiles, barriers, p_in, p_out,
-                p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows, y_ptr, p_anchor, o_s,
-                row, HV, i_h * X, length, n, scale, scale_in, scale_out, 1, D, X, C, ST,
-                ANCHOR_INTERVAL, False, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, False)),
-            (score_partition, (
-                rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
-                length, n, D, C, ST, HAS_GATE)),
-            (load_partition, (
-                r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, rs, ws, xs, qs, full, empty,
-                q_full, q_empty, row, n, r_col, x_col, C, ST, HAS_DG)),
-        ],
-        [4, 4, 1],
-        [192, 104, 24],
-    )  # fmt: skip
+    y_col = i_h * X + i_x * HALF
+    if HALVES == 1:
+        gl.warp_specialize(
+            [
+                (state_partition, (
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, p_rows, p_z, p_anchor, o_s, row,
+                    HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C, ST,
+                    ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                    False)),
+                (score_partition, (
+                    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
+                    length, n, D, C, ST, HALVES, REVERSE, HAS_GATE)),
+                (load_partition, (
+                    r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, rs, ws, xs, qs, full,
+                    empty, q_full, q_empty, row, n, r_col, x_col, C, ST, HALVES, REVERSE, HAS_DG)),
+            ],
+            [4, 1],
+            [104, 24],
+        )  # fmt: skip
+    else:
+        p_second = p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows
+        gl.warp_specialize(
+            [
+                (state_partition, (
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, p_rows, p_z, p_anchor, o_s, row,
+                    HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C, ST,
+                    ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                    False)),
+                (state_partition, (
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, p_second, p_z, p_anchor, o_s, row,
+                    HV, y_col, length, n, scale, scale_in, scale_out, i_x, 1, HALVES, D, X, C, ST,
+                    ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                    False)),
+                (score_partition, (
+                    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
+                    length, n, D, C, ST, HALVES, REVERSE, HAS_GATE)),
+                (load_partition, (
+                    r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, rs, ws, xs, qs, full,
+                    empty, q_full, q_empty, row, n, r_col, x_col, C, ST, HALVES, REVERSE, HAS_DG)),
+            ],
+            [4, 4, 1],
+            [192, 104, 24],
+        )  # fmt: skip
