@@ -67,7 +67,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
         """Where the sequences of the arguments of a forward lie; `others` has those of PACKING."""
         packing = check_arguments(others)
         offsets = given_offsets(batch, tokens, cu_seqlens, **packing)
-        continued = cache is not None and cache.get_seq_length() > 0
+        past = 0 if cache is None else cache.get_seq_length()
         return find_sequences(
             batch,
             tokens,
@@ -75,7 +75,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
             position_ids,
             offsets,
             packing.get("seq_idx"),
-            continued,
+            past,
         )
 
     @classmethod
@@ -118,7 +118,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     Args of forward:
         input_ids [B, T], or inputs_embeds [B, T, D].
         attention_mask [B, T] or, with a cache, [B, past + T]: 0 where there is padding, on
-            either side. Not looked at in a decoding step (T = 1 after the first call).
+            either side. Not looked at in a compiled or captured step (T = 1 after the first call).
         position_ids [1 or B, T]: positions of the tokens, for layers that use them. Without
             offsets and seq_idx a new sequence begins in a row where position_ids[t] is not
             position_ids[t - 1] + 1. A tensor [3, 1 or B, T] must hold one table three times.
@@ -416,7 +416,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         if use_cache is None and labels is not None:
             use_cache = False
         cache, sequences = the_cache(cache, past_key_values, len(self.model.layers)), None
-        plain = labels is None and not output_hidden_states
+        plain = labels is None and attention_mask is None and not output_hidden_states
         if self.decoding.here and plain and is_step(input_ids, cache, others):
             assert input_ids is not None
             assert cache is not None

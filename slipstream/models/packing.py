@@ -60,18 +60,21 @@ def find_sequences(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     seq_idx: Tensor | None,
-    continued: bool,
+    past: int,
 ) -> Sequences | None:
     """None where each row is one sequence without padding.
 
     Args:
         position_ids: as text_positions returns them. cu_seqlens: as given_offsets does.
-        continued: whether a cache holds earlier tokens, one sequence in each row.
+        past: how many columns a cache holds already, one sequence in each row.
     """
-    if continued and tokens == 1:
-        # one real token per sequence; looking at the mask would be a sync
-        return None if cu_seqlens is None else Sequences(cu_seqlens)
-    real = None if attention_mask is None else _real_tokens(attention_mask, batch, tokens)
+    if past and tokens == 1:
+        if cu_seqlens is not None:
+            return Sequences(cu_seqlens)
+        if attention_mask is None or not _may_wait(attention_mask):
+            return None
+        position_ids = seq_idx = None  # one token begins nothing
+    real = None if attention_mask is None else _real_tokens(attention_mask, batch, tokens, past)
     if cu_seqlens is not None:
         return _without_padding(cu_seqlens, real)
     if real is None and position_ids is None and seq_idx is None:
@@ -92,7 +95,7 @@ def find_sequences(
     begin = breaks.nonzero()[:, 0].to(torch.int32) + 1
     if begin.shape[0] == 0:
         return None if real is None else Sequences(rows, index)
-    if continued:
+    if past:
         raise ValueError(
             "position_ids (or seq_idx): want consecutive tokens of one sequence in each row beside "
             f"a cache that holds earlier ones, got a new sequence inside a row of {tokens} tokens"
@@ -101,15 +104,22 @@ def find_sequences(
     return Sequences(begin, None if real is None else index)
 
 
-def _real_tokens(attention_mask: Tensor, batch: int, tokens: int) -> Tensor | None:
+def _may_wait(x: Tensor) -> bool:
+    """Whether the host may look at numbers of x here: not in a graph of a step."""
+    captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not captures and not torch.compiler.is_compiling()
+
+
+def _real_tokens(attention_mask: Tensor, batch: int, tokens: int, past: int) -> Tensor | None:
     """Which of the last `tokens` columns are no padding, bool [B, T]; None if all are."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
         raise ValueError(
             f"attention_mask: want shape ({batch}, tokens), got {tuple(attention_mask.shape)}"
         )
-    if attention_mask.shape[1] < tokens:
+    if attention_mask.shape[1] not in (tokens, past + tokens):
+        beside = f", or {past + tokens} with those of the cache" if past else ""
         raise ValueError(
-            f"attention_mask: want at least the {tokens} columns of input_ids, "
+            f"attention_mask: want the {tokens} columns of input_ids{beside}, "
             f"got {attention_mask.shape[1]}"
         )
     if attention_mask.is_complex():

@@ -94,9 +94,11 @@ def test_trainer_is_the_plain_loop_on_cuda(run: str, side: str, tmp_path: Path) 
 @pytest.mark.parametrize(("run", "side"), [("padded", "left"), ("bf16", "right")])
 @pytest.mark.parametrize("name", PAIRS)
 def test_trained_mixer_saved_generates_the_same_on_cuda(
-    name: str, run: str, side: str, tmp_path: Path
+    name: str, run: str, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two mixers: a row with all of them compiles kernels for minutes."""
+    if "mla" in name:  # its weights are in float32, which no kernel of its decoding takes
+        monkeypatch.setenv("SLIPSTREAM_FALLBACK", "warn")
     model = assert_trains_as_plain_loop(name, run, side, tmp_path)
     model.save_pretrained(tmp_path / "saved")
     again = SlipstreamForCausalLM.from_pretrained(tmp_path / "saved").cuda().eval()

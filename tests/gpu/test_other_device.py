@@ -109,8 +109,10 @@ def test_model_on_two_devices(options: dict[str, Any], mask: Tensor, tmp_path: P
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_mixers_on_two_devices(name: str, tmp_path: Path) -> None:
+def test_mixers_on_two_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixer on each, then both on the one that is not the current one."""
+    if "mla" in name:  # no kernel of its decoding takes float32
+        monkeypatch.setenv("SLIPSTREAM_FALLBACK", "warn")
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
     plain, split = whole_and_split(name, tmp_path, {**places, "lm_head": 0})
     mask = masks()[1]

@@ -12,7 +12,7 @@ from slipstream.layers import Mixer
 from tests.support.small_layers import LAYERS, D, make
 
 # seconds each: one of each kind of state, the rest are slow
-COMPILED = ("GatedDeltaNet", "RWKV7-later", "Attention-grouped")
+COMPILED = ("GatedDeltaNet", "Attention-grouped")
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 

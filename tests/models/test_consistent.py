@@ -193,7 +193,7 @@ class _Again:
 def test_generate_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = model_of("kda", "attention"), sequences(2)[:, :60]
     ways: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.2}, {"num_beams": 2}]
-    options: dict[str, Any] = {"max_new_tokens": 80, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     want = [model.generate(prompt, **options, **way) for way in ways]
     for module in (consistent_models, graphs):
         monkeypatch.setattr(module, "runs_kernels", lambda device: True)
@@ -208,7 +208,7 @@ def test_generate_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.decoding.reason is None
         # a step that ends a block is another graph
         assert model.decoding.captures == 2 and model.decoding.eager == 2
-        assert model.decoding.replays == 2 * 79 - 2
+        assert model.decoding.replays == 2 * 11 - 2
         assert len(loads) == 2  # once for each prompt: beams are put in order where they are
 
 
