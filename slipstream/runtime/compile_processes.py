@@ -4,6 +4,8 @@ A kernel's first form is made by Python out of its source, and so is a part of e
 Threads take turns for that, processes do not. A child is forked from the process that wants the
 kernels: it has their modules, sources and options already, does nothing but compile, and never
 touches the GPU. What no child has finished, since it died or hung, is left to the parent.
+
+    SLIPSTREAM_FORK   on, or off
 """
 
 import contextlib
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+ENABLED = os.environ.get("SLIPSTREAM_FORK", "on") != "off"
 # Below so many processors threads do as well, and below so many kernels.
 LEAST_PROCESSORS, LEAST_KERNELS = 4, 3
 MAX_CHILDREN = 32
@@ -29,7 +32,7 @@ def begin(work: Sequence[Callable[[], object]]) -> "Children | None":
     that is registered with a network card is not to be forked.
     """
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    if not LEAST_KERNELS <= len(work) < 256 or processors < LEAST_PROCESSORS:
+    if not ENABLED or not LEAST_KERNELS <= len(work) < 256 or processors < LEAST_PROCESSORS:
         return None
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():

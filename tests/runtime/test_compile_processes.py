@@ -159,11 +159,14 @@ def test_no_child_where_none_can_be_forked(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("processors")
-def test_ranks_do_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     work = [lambda: None] * 4
     found = compile_processes.begin(work)
     assert found is not None and sorted(found.finished()) == [0, 1, 2, 3]
     expect_no_children()
     assert compile_processes.begin(work[:2]) is None
+    with monkeypatch.context() as off:
+        off.setattr(compile_processes, "ENABLED", False)
+        assert compile_processes.begin(work) is None
     monkeypatch.setattr(compile_processes.torch.distributed, "is_initialized", lambda: True)
     assert compile_processes.begin(work) is None
