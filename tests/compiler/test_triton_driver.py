@@ -54,7 +54,7 @@ def test_driver_does_not_wait_for_its_c_part() -> None:
 
 
 @pytest.mark.usefixtures("untouched")
-def test_it_is_asked_for_again_where_it_could_not_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_part_is_tried_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Utils, "failures", 2)
     Utils.go.set()
     build = triton_driver.begin()
@@ -66,7 +66,7 @@ def test_it_is_asked_for_again_where_it_could_not_be_built(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("place", ["_active", "_default"])
-def test_a_driver_that_is_there_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_driver_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there = object()
     monkeypatch.setattr(config, place, there)
     triton_driver.begin()()

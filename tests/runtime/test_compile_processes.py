@@ -136,7 +136,7 @@ def test_parent_compiles_what_children_leave(
 
 
 @pytest.mark.usefixtures("processors")
-def test_an_error_is_the_parents(tmp_path: Path) -> None:
+def test_error_reaches_the_caller(tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir()
     tasks = [task_of(size, made) for size in (*SIZES, 48)]  # no power of two
@@ -147,7 +147,7 @@ def test_an_error_is_the_parents(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("processors")
-def test_no_child_where_none_can_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_compile_where_fork_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fork() -> int:
         raise OSError("no memory")
 

@@ -465,9 +465,9 @@ class Linear(Function):
             grads = call_backward(*args)
         else:
             grads = _call_backward_saved(*args)
-        left = iter(grads)
+        remaining = iter(grads)
         by_term = [
-            next(left) if x is not None and (gate_gradient or name != "g") else None
+            next(remaining) if x is not None and (gate_gradient or name != "g") else None
             for name, x in zip(DIFFERENTIABLE, given)
         ]
         return (None, None, None, None, *by_term, None)
