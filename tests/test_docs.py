@@ -44,6 +44,20 @@ def test_code_fits_the_page() -> None:
     assert not wide
 
 
+def test_pages_have_no_math_markup() -> None:
+    """The site renders no LaTeX, so that readers would see the markup itself."""
+    code = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+    pages = [x for x in DOCS.rglob("*.md") if "_build" not in x.parts]
+    marked = {
+        f"{page.name}: {found[0]}"
+        for page in pages
+        for found in re.finditer(
+            r"\$[^$\n]+\$|\\[a-z]+\{|\\\(", code.sub("", page.read_text(encoding="utf-8"))
+        )
+    }
+    assert pages and not marked
+
+
 def test_quickstart_names_every_mixer() -> None:
     pytest.importorskip("transformers")
     mixers = importlib.import_module("slipstream.models.config").MIXERS

@@ -1,1 +1,1 @@
-"""What every kernel family shares: argument checks, packing, registration, choice of a kernel."""
+"""Shared by all kernel families: argument checks, packing, registration, choice of a kernel."""

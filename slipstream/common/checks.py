@@ -120,7 +120,7 @@ _WORDS = {Tensor: "a torch.Tensor", type(None): "None", float: "a number", int: 
 
 
 class _Types:
-    """What a parameter's annotation lets pass.
+    """The values that a parameter's annotation allows.
 
     exact: types of which no object needs another look.
     types: those that isinstance() takes.
@@ -169,7 +169,7 @@ def _and_also(member: type) -> tuple[type, ...]:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast, if on for x's device, makes of x; None if it leaves x alone."""
+    """The dtype to which autocast, if on for x's device, casts x; None if it leaves x alone."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -248,7 +248,7 @@ def expect_state(
 def expect_int8_state(
     codes: Tensor, scale: Tensor, residual: Tensor, v_first: bool, names: tuple[str, str, str]
 ) -> None:
-    """What int8_states.encode makes, of codes [..., K, V], or [..., V, K] if v_first."""
+    """Expects tensors of int8_states.encode: codes are [..., K, V], or [..., V, K] if v_first."""
     *batch, K, V = codes.mT.shape if v_first else codes.shape
     words = 3 * int8_states.rows_of(K)
     expect_shape(names[1], scale, (*batch, V))
@@ -286,7 +286,7 @@ def expect_multiple(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def expect_not_negative(name: str, value: float) -> None:
-    """Nor NaN."""
+    """Raises ValueError for a negative number and for NaN."""
     if not value >= 0:
         raise ValueError(f"{name}: want 0 or more, got {value}")
 

@@ -37,7 +37,7 @@ class Int8State(NamedTuple):
 
 
 def rows_of(K: int) -> int:
-    """R: words of a column, a power of two of at least 2."""
+    """R, the words of a column: a power of two of at least 2."""
     return max(16, 1 << (K - 1).bit_length()) // FIELDS
 
 

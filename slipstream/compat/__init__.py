@@ -27,7 +27,7 @@ PACKAGES = ("causal_conv1d", "fla", "flash_attn", "flash_attn_interface", "mamba
 
 
 class Installed:
-    """What install() returns: as a context manager it uninstalls at the end of the block."""
+    """The result of install(): as a context manager it uninstalls at the end of the block."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)

@@ -22,7 +22,7 @@ def peer_spec(name: str, path: Sequence[str] | None, finders: Sequence[Any]) -> 
     Args:
         name: of the module, such as fla.layers.gla.
         path: __path__ of its parent.
-        finders: those of the import system, but for ours.
+        finders: those of the import system, except for ours.
 
     Raises:
         ModuleNotFoundError: it is one of PEER_FILES, and the peer is not there.

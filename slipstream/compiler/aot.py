@@ -93,7 +93,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Equal for equal compilations."""
+        """A key that is equal for equal compilations."""
         fields = (self.tensors, self.constants, self.scalars, self.options)
         return repr(
             [self.kernel, self.arch, self.warps, self.stages, *(sorted(x.items()) for x in fields)]
@@ -196,7 +196,7 @@ def job_of(module: str, name: str, compile: dict, arch: str) -> Job:
 
 
 def source_of(job: Job) -> Any:
-    """What Triton compiles for a job, and hashes to find it again."""
+    """The source that Triton compiles for a job, and hashes to find it again."""
     fn, gpu = load(job.kernel), gpu_target(job.arch)
     return _source(fn, job.tensors, job.constants, job.scalars, gpu)
 

@@ -1,4 +1,4 @@
-"""What each GPU architecture can do, as data; nothing here touches a device, Triton or torch.
+"""The abilities of each GPU architecture, as data; nothing here touches a device, Triton or torch.
 
 ARCHS["sm_90"].shared       bytes of shared memory one program may use
 of((8, 9))                  the row of a device by its compute capability
@@ -111,7 +111,7 @@ def named(name: str) -> Arch:
 def of(capability: tuple[int, int], hip: bool = False) -> Arch:
     """The row of a device; an unknown one gets the limits of the nearest below, under its own name.
 
-    A later device has at least its predecessor's units, but for sm_90's wgmma and sm_100's tcgen05.
+    A later device has at least its predecessor's units, except sm_90's wgmma and sm_100's tcgen05.
     """
     if hip:
         return ARCHS["gfx942"]

@@ -240,7 +240,7 @@ class CompilerState:
 
     @property
     def trust(self) -> str:
-        """In words."""
+        """Which kernels are verified, in words."""
         if not self.unverified:
             return "verified by the support matrix"
         if not self.verified:
@@ -280,7 +280,7 @@ class CompilerState:
         return self._verdicts
 
     def mark_unusable(self, kind: KernelKey, reason: str, lasting: bool = True) -> None:
-        """lasting: for later processes, too."""
+        """Stops using these kernels; with `lasting` in later processes too."""
         self._reasons[kind] = reason
         self.accepted.discard(kind)
         if lasting:
@@ -303,7 +303,7 @@ class CompilerState:
         self._learn("probed", kind, "agrees")
 
     def warn_fallback(self, kind: KernelKey, reason: str) -> None:
-        """A warning, once a process."""
+        """Warns once a process."""
         if kind in self._said:
             return
         self._said.add(kind)

@@ -73,7 +73,7 @@ def _words(kind: KernelKey) -> list[str]:
 
 
 def features_of(kind: KernelKey) -> frozenset[str]:
-    """What compiler/known_bugs.py calls the features of such kernels."""
+    """The features of such kernels, as compiler/known_bugs.py names them."""
     words = _words(kind)
     features = {
         y

@@ -36,7 +36,7 @@ class _Op(NamedTuple):
 
 
 def find_hazard(text: str) -> list[str]:
-    """What may be lost, in words. text: Triton's GPU IR of a kernel."""
+    """The writes that may be lost, in words. text: Triton's GPU IR of a kernel."""
     ops = list(_ops(text))
     by_name = {x.name: x for x in ops if x.name}
     return [*_races(ops, by_name), *_barriers(ops, by_name)]

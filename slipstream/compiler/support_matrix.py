@@ -173,7 +173,7 @@ def judge(job: Job, outcome: Outcome) -> tuple[str, str]:
 
 
 def _missing(arch: Arch, got: Compiled, job: Job) -> str:
-    """What the products use instead of the architecture's tensor cores, if they do.
+    """The instructions that products use instead of the architecture's tensor cores, if they do.
 
     Kernels in Gluon name each product's instruction: mma.sync beside wgmma is meant. So it is where
     every product has fewer rows than wgmma and tcgen05 take.

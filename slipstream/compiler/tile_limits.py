@@ -34,7 +34,7 @@ class TileRequirements:
 
 
 def violation(n: TileRequirements, arch: Arch) -> str | None:
-    """What of a tile the architecture cannot do, or None."""
+    """The part of a tile that the architecture cannot do, or None."""
     max_warps = arch.threads // arch.warp
     if not _is_power(n.warps) or n.warps > max_warps:
         return f"warps: want a power of two up to {max_warps}, got {n.warps}"

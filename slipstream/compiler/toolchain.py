@@ -25,7 +25,7 @@ BLACKWELL = "TRITON_PTXAS_BLACKWELL_PATH"
 
 @cache
 def triton_version() -> str | None:
-    """Without importing it."""
+    """Triton's version, without importing Triton."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -106,7 +106,7 @@ def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous
 
 
 class _Context:
-    """What an autograd.Function keeps between forward and backward."""
+    """Tensors that an autograd.Function saves between forward and backward."""
 
     saved_tensors: tuple = ()
     # whether gradients that there are not come in as zeros
@@ -226,7 +226,7 @@ def _properties(arch: Arch) -> Any:
 
 
 class _Driver:
-    """What the JIT asks a driver before it compiles."""
+    """The driver's answers that the JIT needs before it compiles."""
 
     def __init__(self, arch: str) -> None:
         self._arch = arch

@@ -64,10 +64,13 @@ def call_in_context(
         )
     for name in ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache"):
         if options.get(name) is not None and options[name] is not False:  # use_cache=False
-            raise ValueError(f"{name}: has no meaning beside a context")
+            raise ValueError(f"{name}: want None with a context")
     routers = options.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routers is None else routers:
-        raise ValueError("output_router_logits: a rank's own tokens do not balance the experts")
+        raise ValueError(
+            "output_router_logits: want False with a context, where each rank has a part of the "
+            "tokens that balance the experts"
+        )
     patch(model)
     share = context.share(input_ids.shape[1])
     longest = max((y - x for x, y in itertools.pairwise(share.offsets)), default=0)

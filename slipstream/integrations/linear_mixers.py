@@ -1,4 +1,4 @@
-"""What the linear layers of transformers' models call, on slipstream's operators.
+"""The functions that the linear layers of transformers' models call, on slipstream's operators.
 
 Each function here has the arguments of transformers' own function of that purpose, by its names,
 and its results. FUNCTIONS says under which name transformers looks it up in fla, causal_conv1d or
@@ -346,7 +346,7 @@ def selective_scan_fn(
     """Mamba-1: hidden_states, dt, z [B, D, T], A [D, N], B, C [B, N, T] or [B, G, N, T], D [D]
     -> [B, D, T], and the last states [B, D, N]."""
     if A.is_complex() or B.dim() < 3 or C.dim() < 3:
-        raise NotImplementedError("A, B, C: complex states, or B and C that are of no token")
+        raise NotImplementedError("A, B, C: want a real A, and B and C for each token")
     u = hidden_states.mT
     B, C = (x.movedim(-1, 1) for x in (B, C))
     tensors = (u, dt.mT, B, C) if z is None else (u, dt.mT, B, C, z.mT)

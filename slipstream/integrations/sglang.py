@@ -33,7 +33,7 @@ _REGISTRY = "sglang.srt.configs.linear_attn_model_registry"
 
 
 class _Kernel:
-    """What SGLang's dispatchers ask of a kernel, besides its calls."""
+    """Properties that SGLang's dispatchers read of a kernel."""
 
     uses_state_checkpoints = False
     supports_fused_chain_verify = False

@@ -121,7 +121,7 @@ class Attention(Mixer):
         cache = lengths = None
         if state is not None or use_cache:
             if context is not None:
-                raise NotImplementedError("use_cache: with a context no keys are kept")
+                raise NotImplementedError("use_cache, state: want neither with a context")
             cache = extended({"k": k, "v": v}, cu_seqlens, state)
         if state is not None and cache is not None:  # else the new keys are all there are
             k, v, lengths = cache["k"], cache["v"], cache["length"]

@@ -1,4 +1,4 @@
-"""What the layers share: how a model calls them, when they go token by token, where tokens stand.
+"""Shared by the layers: how a model calls them, when they go token by token, positions of tokens.
 
 Every layer mixes tokens, [B, T, D] to [B, T, D], and is called the same way:
 

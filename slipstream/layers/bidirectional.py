@@ -67,7 +67,7 @@ class Bidirectional(Mixer):
         read first_value, and the value returned is the mean of theirs."""
         if self.block_size is None and (state is not None or use_cache):
             name = "use_cache" if state is None else "state"
-            raise ValueError(f"{name}: without block_size there is none of both directions")
+            raise ValueError(f"{name}: want a layer with block_size; both directions have no state")
         if context is not None:
             context.expect_no_offsets(cu_seqlens, None)
             options = {"positions": positions, "state": state, "use_cache": use_cache}

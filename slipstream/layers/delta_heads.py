@@ -1,4 +1,4 @@
-"""What GatedDeltaNet, KimiDeltaAttention and the layers like them share: their heads."""
+"""The heads that GatedDeltaNet, KimiDeltaAttention and similar layers share."""
 
 from collections.abc import Callable
 from typing import Any

@@ -56,7 +56,7 @@ class ForgettingAttention(Attention):
         cache = lengths = None
         if state is not None or use_cache:
             if context is not None:
-                raise NotImplementedError("use_cache: with a context no keys are kept")
+                raise NotImplementedError("use_cache, state: want neither with a context")
             cache = extended({"k": k, "v": v, "f": f}, cu_seqlens, state)
         if state is not None and cache is not None:  # else the new keys are all there are
             k, v, f, lengths = cache["k"], cache["v"], cache["f"], cache["length"]

@@ -116,7 +116,7 @@ class Mamba3(Mixer):
 
     @property
     def sizes(self) -> list[int]:
-        """Of what in_proj returns: z, u, b, c, dt, a, trap and angle."""
+        """The sizes of in_proj's outputs: z, u, b, c, dt, a, trap and angle."""
         groups, H = self.n_groups * self.mimo_rank * self.state_size, self.num_heads
         return [self.inner, self.inner, groups, groups, H, H, H, self.pairs]
 

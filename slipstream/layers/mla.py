@@ -107,7 +107,7 @@ class MLA(Mixer):
         cache = lengths = None
         if state is not None or use_cache:
             if context is not None:
-                raise NotImplementedError("use_cache: with a context no keys are kept")
+                raise NotImplementedError("use_cache, state: want neither with a context")
             cache = extended({"latent": latent}, cu_seqlens, state)
         if state is not None and cache is not None:  # else the new tokens are all there are
             latent, lengths = cache["latent"], cache["length"]

@@ -139,7 +139,7 @@ class RWKV7(Mixer):
         r, v, gate, make = self._project(x, before, first_value)
         operator = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
         # of every other layer: the terms take six times the memory of x, and of all kernels here
-        # those that make them are the slowest but for the recurrence
+        # those that make them are the slowest except for the recurrence
         elements = 0 if torch.compiler.is_compiling() or self.layer_idx % 2 == 0 else x.numel()
         with Recompute(make, elements) as made:
             w, k, a, b, v, k_read, v_read = _with_values(made, v)
@@ -298,7 +298,7 @@ class Lora(nn.Module):
         return self.from_inner(product(x, self.down))
 
     def from_inner(self, inner: Tensor, biased: bool = True) -> Tensor:
-        """Of x W_down, without the bias if it is not wanted."""
+        """The result for x W_down, without the bias if it is not wanted."""
         inner = inner if self.f is None else self.f(inner)
         return product(inner, self.up, self.bias if biased else None)
 

@@ -46,7 +46,7 @@ def check_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward that refuses arguments of another kind before anything looks at them.
+    """Wraps a model's forward, so that it checks the types of its arguments first.
 
     Raises:
         TypeError, ValueError: the first such argument, by its name.

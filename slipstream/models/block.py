@@ -46,7 +46,7 @@ class Block(GradientCheckpointingLayer):
         if not isinstance(both, bool):
             raise TypeError(f"bidirectional: want a bool, got {type(both).__name__}")
         if turned and not both:
-            raise ValueError("block_size: has no meaning with bidirectional=False")
+            raise ValueError("block_size: want bidirectional=True beside it, got False")
         if both:
             self.mixer = layers.Bidirectional(self.mixer, **turned)
         has_mlp = config.mlp(layer_idx)[0] != "none"

@@ -1,4 +1,4 @@
-"""What the layers keep between calls: a pool of states, as transformers expects a cache to look.
+"""The layers' cache between calls: a pool of states, with the interface of transformers' caches.
 
 Every tensor is made once and updated in place from then on, so that a CUDA graph of a decoding step
 stays right. Only what changes the number of rows (batch_select_indices, batch_repeat_interleave) or
@@ -69,7 +69,7 @@ class LayerState(CacheLayerMixin):
 
     @property
     def room(self) -> int | None:
-        """S; None without tensors that grow."""
+        """The number of places S; None without tensors that grow."""
         if self._tensors is None or not self.token_states:
             return None
         return self._tensors[self.token_states[0]].shape[1]
@@ -189,7 +189,7 @@ class LayerState(CacheLayerMixin):
         return made
 
     def empty_rows(self, rows: int, max_length: int | None) -> "LayerState":
-        """Of so many rows, with tensors like these, all zero."""
+        """A state of so many rows, with tensors like these, all zero."""
         assert self._tensors is not None
         made = LayerState(max_length, *self.rounding)
         made.token_states, made.rounded_keys = self.token_states, self.rounded_keys
@@ -203,7 +203,7 @@ class LayerState(CacheLayerMixin):
         return made
 
     def put(self, row: int, other: "LayerState | None") -> None:
-        """One row as that of a state of one row, or empty."""
+        """Sets one row to that of a state of one row, or to an empty one."""
         assert self._tensors is not None
         source = None if other is None or other.state is None else other.view(0)
         for name, x in self._tensors.items():
@@ -263,12 +263,12 @@ class LayerState(CacheLayerMixin):
             self.rollback = None
 
     def record(self, record: Record) -> None:
-        """Before a call of the layer, what it is called with."""
+        """Records the arguments of a layer's call, before the call."""
         if self.rollback is not None and not self.token_states:
             self.rollback.add(record, self.seen, self.state)
 
     def record_mlp(self, x: Tensor) -> None:
-        """Of the same call, what an MLP with a state is called with."""
+        """Records the same call's arguments of an MLP with a state."""
         if self.rollback is not None and not self.token_states:
             self.rollback.add_mlp(x)
 
@@ -306,7 +306,7 @@ class LayerState(CacheLayerMixin):
             record.run(self._tensors)
 
     def reset(self) -> None:
-        """No tokens; the tensors stay where they are."""
+        """Removes all tokens; the tensors stay where they are."""
         self.is_initialized, self.seen = False, 0
         if self.rollback is not None:
             self.rollback = Rollback()
@@ -374,7 +374,7 @@ class StateCache(OpenRows):
 
     @property
     def rows(self) -> int:
-        """N; 0 before the first call."""
+        """The number of rows N; 0 before the first call."""
         if self._rows is not None:
             return len(self._rows)
         for layer in self.layers:
@@ -491,5 +491,5 @@ class StateCache(OpenRows):
 
 
 def named(cache: StateCache | None) -> dict[str, Any]:
-    """It as an argument of outputs."""
+    """The cache as a keyword of the model's outputs."""
     return {CACHE: cache}

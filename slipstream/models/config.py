@@ -108,7 +108,7 @@ class SlipstreamConfig(PreTrainedConfig):
 
     Args:
         mixers: one entry per layer, bottom first: a name of MIXERS, or a dict
-            {"type": name, option: value, ...} whose options go to the layer's class, but for
+            {"type": name, option: value, ...} whose options go to the layer's class, except for
             "bidirectional": true and "block_size", which layers.Bidirectional explains.
         vocab_size: entries of the vocabulary.
         hidden_size: width D of the residual stream.
@@ -228,7 +228,7 @@ class SlipstreamConfig(PreTrainedConfig):
         """Nothing: save_pretrained would copy this file, and AUTO_MAP names the classes."""
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What save_pretrained writes."""
+        """The dictionary that save_pretrained writes."""
         return {**super().to_diff_dict(), "auto_map": dict(AUTO_MAP)}
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:

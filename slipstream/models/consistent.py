@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
 
 def prepare(model: Any) -> None:
-    """A new SlipstreamModel, if it is to be consistent."""
+    """Prepares a new SlipstreamModel with consistent=True."""
     if model.config.consistent:
         use_consistent_products(model)
 
@@ -117,7 +117,7 @@ def run(
     """
     if context is not None or hidden_states:
         name = "output_hidden_states" if context is None else "context"
-        raise NotImplementedError(f"{name}: not with consistent")
+        raise NotImplementedError(f"{name}: is not implemented for a consistent model")
     if cu_seqlens is None:
         parts = list(h.split(1))
         places = [None] * len(parts)
@@ -128,7 +128,7 @@ def run(
         parts = [h[:, begin:end] for begin, end in ends]
         places = [None if positions is None else positions[:, begin:end] for begin, end in ends]
     if cache is not None and any(cache.rounding):
-        raise NotImplementedError("state_dtype, key_dtype: not with consistent")
+        raise NotImplementedError("state_dtype, key_dtype: want None for a consistent model")
     rows = (None if cache is None else cache.open_rows) or [Row.empty(h)] * len(parts)
     if len(rows) != len(parts):
         raise ValueError(f"cache: want {len(rows)} sequences as before, got {len(parts)}")
@@ -157,7 +157,7 @@ def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
         NotImplementedError: with gradient checkpointing, whose layers return no states.
     """
     if model.gradient_checkpointing and model.training:
-        raise NotImplementedError("consistent: on a CPU not with gradient checkpointing")
+        raise NotImplementedError("consistent: gradient checkpointing is not implemented on a CPU")
     outputs, grad = [], torch.is_grad_enabled()
     for at in range(0, row.h.shape[1], BLOCK):
         block = row.h[:, at : at + BLOCK], row.positions[:, at : at + BLOCK]

@@ -7,7 +7,7 @@ from slipstream.ops.attnres import attnres
 
 
 class AttentionResiduals(nn.Module):
-    """What goes into each layer but the first, and into the last norm.
+    """Attention over depth: the input of each layer after the first, and of the last norm.
 
         v_0 is the embedding, v_1, v_2, ... what each `group` layers in a row have added
         h = sum_i p_i v_i,  p = softmax over i of query . rms_norm(v_i) * weight

@@ -1,4 +1,4 @@
-"""What transformers' generate asks of a model, for one whose cache is a pool of states."""
+"""The hooks of transformers' generate, for a model whose cache is a pool of states."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -75,7 +75,7 @@ class Generation(_Base):
         given = model_kwargs.get(CACHE)
         drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if drafted and self.config.consistent:  # pyright: ignore[reportAttributeAccessIssue]
-            raise NotImplementedError("generate: a consistent model verifies no drafts")
+            raise NotImplementedError("generate: drafts are not implemented for a consistent model")
         if isinstance(given, StateCache):
             self.decoding.claim(self, given)  # pyright: ignore[reportArgumentType]
         if generation_config.use_cache is not False:
@@ -242,7 +242,7 @@ class Generation(_Base):
         return by_transformers()
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The mask as it is: layers make none of every query and key."""
+        """Returns the mask unchanged: layers need no mask over queries and keys."""
         return kwargs.get("attention_mask")
 
     def _valid_auto_compile_criteria(
@@ -282,7 +282,7 @@ class Generation(_Base):
 
 
 def rounding_of(generation_config: Any) -> Rounding:
-    """What `cache_config` says of a StateCache."""
+    """The options of a StateCache in `cache_config`."""
     given = getattr(generation_config, "cache_config", None) or {}
     known = {"state_dtype": ("int8",), "key_dtype": ("int8", "float8_e4m3fn")}
     if not isinstance(given, dict) or given.keys() - known.keys():
@@ -305,7 +305,7 @@ class Flag:
 
 
 class LateFlag(Flag):
-    """The same, known when it is asked for: set() does not wait."""
+    """A flag whose set() does not wait; it is read from the device when asked for."""
 
     def __init__(self, device: torch.device) -> None:
         on_device = device.type == "cuda"

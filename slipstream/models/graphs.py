@@ -118,7 +118,7 @@ class Decoding:
         return True
 
     def end(self) -> None:
-        """After it: the cache that it was lent is kept for the next."""
+        """Ends a generate; its cache is kept for the next one."""
         self.active, self._thread, self.assistant = False, None, None
         if self._lent is not None:
             rows, cache = self._lent
@@ -260,7 +260,7 @@ def _of_inference(cache: StateCache) -> bool:
 
 
 def graph_on(device: torch.device) -> Graph | None:
-    """A new graph, where there are any."""
+    """A new graph, on devices that have graphs."""
     kinds: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph, "cpu": HostGraph}
     return kinds[device.type]() if device.type in kinds else None
 

@@ -21,7 +21,7 @@ AHEAD = 2
 
 @dataclass
 class Greedy:
-    """What steps for N sequences read and write.
+    """The buffers that steps for N sequences read and write.
 
     ids: [N, 1], the last tokens. positions: [N, 1] or None. tokens: [N, L], those so far.
     at: [1], how many. unfinished: [N]. done: whether none is, where the host can read it.
@@ -59,7 +59,7 @@ class Greedy:
         return same and room <= self.tokens.shape[1]
 
     def begin(self, first: Tensor, positions: Tensor | None, eos: Tensor | None, pad: Any) -> None:
-        """first: [N], the tokens after the prompt. positions: theirs."""
+        """Starts from the tokens `first` [N] after the prompt, at `positions`."""
         self.at.zero_()
         self.unfinished.fill_(True)
         self.done.fill_(False)

@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 
 class CannotRepeat(RuntimeError):
-    """A step that was run, with this result, but has something in it that a replay would miss."""
+    """A step ran and has this result, but a replay would miss a part of it."""
 
     def __init__(self, why: str, result: Tensor) -> None:
         super().__init__(why)
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):
         self._before: dict[Any, tuple[Tensor, Tensor]] = {}  # what else it has changed
 
     def undo(self) -> None:
-        """Gives what the step has changed its values of before."""
+        """Restores the values that the step has changed."""
         for x, before in reversed(self._before.values()):
             x.copy_(before)
 

@@ -101,7 +101,7 @@ class Verifier:
 
 
 class AssistantBusy(RuntimeError):
-    """It generates elsewhere, for this call or in another thread."""
+    """The assistant already generates, for this call or in another thread."""
 
 
 # what tokens may come after these, so many at most

@@ -241,7 +241,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         A model with consistent=True has no states but those of whole blocks: NotImplementedError.
         """
         if self.config.consistent:
-            raise NotImplementedError("verify: a consistent model verifies no drafts")
+            raise NotImplementedError("verify: drafts are not implemented for a consistent model")
         with decoding.step(drafts):
             h = self._first_normed(self.embed_tokens(input_ids))
             return self._advance(h, cache, False, None, room)[0]
@@ -316,11 +316,11 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return h if self.embed_norm is None or self.config.consistent else self.embed_norm(h)
 
     def _sources(self, h: Tensor) -> list[Tensor]:
-        """What attention residuals mix, if there are such."""
+        """The tensors that attention residuals mix, if the model has them."""
         return [h.float() if self.config.residual_in_fp32 else h] if self.depth is not None else []
 
     def _mixed(self, layer: int, h: Tensor, sources: list[Tensor]) -> Tensor:
-        """What goes into a layer, or into the norm after the last; h is what came out before."""
+        """The input of a layer, or of the norm after the last; h is the output before it."""
         return h if self.depth is None or layer == 0 else self.depth(layer, sources)
 
     def _with_added(self, layer: int, sources: list[Tensor], h: Tensor, y: Tensor) -> list[Tensor]:

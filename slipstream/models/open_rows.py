@@ -54,7 +54,7 @@ class OpenRows(Cache):
         return blocks
 
     def drop_blocks(self) -> None:
-        """The next step makes others, of the dtypes that states have by then."""
+        """Drops the blocks; the next step makes new ones in the dtypes of the states."""
         self.open_rows, self._blocks = self.open_rows, None
 
     def step_blocks_on(self, tokens: int) -> None:
@@ -63,7 +63,7 @@ class OpenRows(Cache):
 
     def _expect_tensors(self, what: str) -> None:
         if self.has_open_rows:
-            raise NotImplementedError(f"{what}: not with the cache of a consistent model")
+            raise NotImplementedError(f"{what}: is not implemented for a consistent cache")
 
     def _choose(self, rows: list[int]) -> None:
         found = self.open_rows

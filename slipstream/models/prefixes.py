@@ -41,7 +41,7 @@ class PrefixCache:
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor) -> StateCache:
-        """A cache of the prompt [1, T] but for its last tokens, 1 to `every`, for generate to run.
+        """A cache of the prompt [1, T] except its last tokens, 1 to `every`, for generate to run.
 
         Raises:
             ValueError: more than one row, or none.

@@ -70,7 +70,7 @@ def shard_heads(model: nn.Module, mesh: "DeviceMesh") -> nn.Module:
     if mesh.ndim != 1:
         raise ValueError(f"mesh: want one dimension, got {mesh.ndim}; take one of it by its name")
     if is_dealt_out(model):
-        raise ValueError("model: its heads are dealt out already")
+        raise ValueError("model: is already sharded by tensor parallelism")
     shard = HeadShard(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     # of every layer before any is changed
     found = [(x, heads) for x in model.modules() if (heads := heads_of(x, shard.size)) is not None]
@@ -115,7 +115,7 @@ class _Dealer:
         self.made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def deal_heads(self, module: nn.Module, heads: Heads) -> list[_Parameter]:
-        """What the parameters of a mixer or MLP become."""
+        """The sharded parameters of a mixer or MLP."""
         found = []
         for prefix, owner in module.named_modules():
             for name, parameter in list(_own(owner)):
@@ -138,7 +138,7 @@ class _Dealer:
         return found
 
     def deal_whole(self, module: nn.Module) -> None:
-        """A module that every rank computes all of."""
+        """Marks a module that every rank computes whole."""
         found = []
         for name, parameter in list(_own(module)):
             module._parameters[name] = self._whole(parameter)
@@ -146,7 +146,7 @@ class _Dealer:
         _install(module, found, None)
 
     def deal_embedding(self, module: Any) -> None:
-        """A table of the vocabulary, of which each rank has as many rows."""
+        """Shards a table of the vocabulary by rows, the same number on each rank."""
         size = module.num_embeddings
         module._parameters["weight"] = self._part(module.weight, 0)
         parameter = _Parameter(module, "weight", ("weight",))
@@ -324,5 +324,5 @@ def deal_planned_heads(model: nn.Module) -> None:
 
 
 def is_dealt_out(model: nn.Module) -> bool:
-    """Whether shard_heads was here."""
+    """Whether shard_heads has sharded the model."""
     return any(isinstance(x, Mixer) and x.head_shard is not None for x in model.modules())

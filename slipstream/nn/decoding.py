@@ -166,7 +166,7 @@ _STEP = threading.local()
 
 
 class Drafts:
-    """What layers keep of the last call's tokens, until it is known how many of them were right.
+    """The last call's tokens, kept until it is known how many of them were right.
 
     pending: how many there are, the size of the largest call. accepted: [1], how many were right.
     """
@@ -231,7 +231,7 @@ def _known_tables() -> dict[Any, Any] | None:
 
 
 def first_positions(tokens: int, device: torch.device) -> Tensor:
-    """0, 1, ... [1, T], once where tables are."""
+    """Positions 0, 1, ... [1, T], made once on the device of the tables."""
     known = _known_tables()
     if known is None:
         return torch.arange(tokens, device=device)[None]

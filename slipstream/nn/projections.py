@@ -21,7 +21,7 @@ MAX_ROWS = 64
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether x [N, 1, D] is such a step's."""
+    """Whether x [N, 1, D] is the input of a fused step."""
     return (
         x.dim() == 3
         and x.shape[1] == 1

@@ -22,7 +22,7 @@ SCALE = PARTS[0]
 
 
 class Rounding(NamedTuple):
-    """What a cache keeps in 8 bits, and how.
+    """Which tensors a cache keeps in 8 bits, and how.
 
     states: torch.int8, of recurrent states of matrices, or None.
     keys: torch.int8 or torch.float8_e4m3fn, of keys and values of softmax attention, or None.

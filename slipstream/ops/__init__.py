@@ -1,4 +1,4 @@
-"""What users call: one module an operator."""
+"""The public operators, one module each."""
 
 from slipstream.ops.activation import geglu as geglu
 from slipstream.ops.activation import glu_linear as glu_linear

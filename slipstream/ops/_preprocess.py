@@ -1,4 +1,4 @@
-"""What operators do before a recurrence that others have too: checks, norms, gates, heads, time.
+"""Steps before a recurrence that several operators share: checks, norms, gates, heads, time.
 
 An operator that is another one with its arguments changed is a prologue from its arguments to
 LinearInputs, and a call of linear.dispatch.run, which checks what the prologue passes on.

@@ -149,11 +149,11 @@ def attention(
         window_size = (left, right)
     if context is not None:
         if consistent:
-            raise NotImplementedError("consistent: not with a context")
+            raise NotImplementedError("consistent: is not implemented with a context")
         given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths}
         for name, x in given.items():
             if x is not None:
-                raise ValueError(f"{name}: the context has the offsets; want None beside it")
+                raise ValueError(f"{name}: want None with a context, which has the offsets")
         return context.eagerly(
             _across_ranks,
             q, k, v, g, context, causal, window_size, dropout_p,
@@ -227,10 +227,10 @@ def _across_ranks(
 ) -> Any:
     """This rank's queries and the keys of all ranks up to what the last query sees."""
     if dropout_p:
-        raise NotImplementedError("dropout_p: with a context no weight is dropped")
+        raise NotImplementedError(f"dropout_p: want 0 with a context, got {dropout_p}")
     right = window_of(None if window_size == 0 else window_size, causal)[1]
     if right > 0:
-        raise NotImplementedError("window_size: with a context no window reaches to later keys")
+        raise NotImplementedError(f"window_size: want no later keys with a context, got {right}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.expect_rank(name, x, 4, "[B, T, H, D]")
         checks.expect_shape(name, x, (q.shape[0], q.shape[1], *x.shape[2:]))
@@ -248,8 +248,8 @@ def _across_ranks(
     copies = key_copies(q, k, share)
     if share.segment_tokens is not None and not copies:
         raise NotImplementedError(
-            f"context: with segment_tokens ranks exchange heads, and {k.shape[2]} of k are not as "
-            f"many for each of {len(share.lengths)}"
+            f"context: with segment_tokens ranks exchange heads; want heads of k that "
+            f"{len(share.lengths)} ranks can share equally, got {k.shape[2]}"
         )
     if copies:
         if copies > 1:
@@ -356,7 +356,7 @@ def window_of(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:
-    """None is D^-0.5."""
+    """The scale, D^-0.5 for None."""
     if scale is None:
         if not q.shape[-1]:
             raise ValueError("q: want at least one feature, or a scale, got D = 0")

@@ -80,7 +80,7 @@ def causal_conv1d_fn(
     checks.expect_rank("weight", weight, 2, "[D, W]")
     if query_start_loc is not None:
         if cu_seqlens is not None:
-            raise ValueError("query_start_loc: stands for cu_seqlens; give one")
+            raise ValueError("query_start_loc, cu_seqlens: want one of them, got both")
         cu_seqlens, offsets = query_start_loc, "query_start_loc"
     if cu_seqlens is not None and x.dim() == 2:
         y = causal_conv1d_fn(
@@ -96,9 +96,9 @@ def causal_conv1d_fn(
     options: dict[str, Any] = {"activation": activation, "impl": impl}
     if seq_idx is not None:
         if initial_states is not None or return_final_states:
-            raise ValueError("seq_idx: packed sequences have no states here; give cu_seqlens")
+            raise ValueError("seq_idx: returns no states; give cu_seqlens in its place")
         if cu_seqlens is not None:
-            raise ValueError("seq_idx: stands for cu_seqlens; give one")
+            raise ValueError("seq_idx, cu_seqlens: want one of them, got both")
         _expect_index("seq_idx", seq_idx, (B, T), x)
         rows = x.mT.reshape(1, B * T, D)
         y, _ = short_convolution(rows, weight, bias, cu_seqlens=_offsets(seq_idx), **options)

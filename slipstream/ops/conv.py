@@ -62,7 +62,7 @@ def short_convolution(
 
     Cost: 2 B T D W flops; the state is W numbers a channel and sequence.
     Source: Poli et al., Hyena Hierarchy, 2023, section 3; calls as in the causal_conv1d package,
-        but for the layout [B, T, D].
+        except for the layout [B, T, D].
     """
     if context is not None and torch.compiler.is_compiling():
         return context.eagerly(

@@ -88,7 +88,7 @@ def fused_recurrent_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Delta rule, token by token: for decoding and short sequences, with gradients.
 
-    Arguments, result and errors as chunk_delta_rule, but for beta.
+    Arguments, result and errors as chunk_delta_rule, except for beta.
 
     Args:
         beta: [B, T, HV], or [B, T, HV, V] for each column of the state; 1 if None.

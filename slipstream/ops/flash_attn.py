@@ -349,7 +349,7 @@ def _check_rows(
     B = q.shape[0]
     if table is not None:
         if rows is not None or pad is not None:
-            raise ValueError("block_table: stands for cache_batch_idx and cache_leftpad; give one")
+            raise ValueError("block_table: want cache_batch_idx and cache_leftpad to be None")
         _check_pages(k, v, table, B)
         return
     for name, x in (("cache_batch_idx", rows), ("cache_leftpad", pad)):

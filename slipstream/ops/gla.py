@@ -93,7 +93,7 @@ def fused_recurrent_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention, token by token: for decoding and short sequences, with gradients.
 
-    Arguments, result and errors as chunk_gla, but for the gates, which may both be absent:
+    Arguments, result and errors as chunk_gla, except for the gates, which may both be absent:
 
     Args:
         gk: log decay of the rows of the state [B, T, HV, K], chunk_gla's g; none if None.

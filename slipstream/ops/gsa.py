@@ -238,6 +238,6 @@ def _check(given: GSAInputs, options: LinearOptions) -> None:
     if g is None and (cu_seqlens is not None or keys is not None):
         given_too = "initial_state" if cu_seqlens is None else "cu_seqlens"
         raise NotImplementedError(
-            f"{given_too}: not without g, whose slots are normalised over one whole sequence; "
-            "pass g, or each sequence whole and alone"
+            f"{given_too}: want g beside it: without g, slots are normalised over one whole "
+            "sequence; pass g, or each sequence whole and alone"
         )

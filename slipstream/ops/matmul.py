@@ -103,7 +103,9 @@ def _check_dtypes(a: Tensor, b: Tensor) -> None:
     elif b.dtype not in FP8:
         raise TypeError(f"b: want float8_e4m3fn or float8_e5m2 like a, got {b.dtype}")
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        raise NotImplementedError("a, b: float8 has no gradients; quantise inside of your own")
+        raise NotImplementedError(
+            "a, b: float8 has no gradients; quantise inside your own autograd.Function"
+        )
 
 
 def _scale(name: str, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What the launches and the plans of all families ask about tensors, devices and Triton."""
+"""Facts about tensors, devices and Triton for the launches and plans of all families."""
 
 import importlib.util
 import os

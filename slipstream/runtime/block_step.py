@@ -16,7 +16,7 @@ from slipstream.runtime.consistent import BLOCK, consistent_scope
 
 
 class BlockStep:
-    """What the operators of a model keep for one block a row, at fixed addresses.
+    """Buffers of a model's operators for one block a row, at fixed addresses.
 
     A tensor is found by its place in the order of calls, which is the same in every step.
 

@@ -51,7 +51,7 @@ class Recorder(Protocol):
         again: Launch | None,
         together: Together = run_sequentially,
     ) -> None:
-        """Of a kernel, with these; None if it can't be done again."""
+        """The record of a kernel's launch; None if it cannot be repeated."""
         ...
 
 
@@ -265,7 +265,7 @@ def _nested(func: Any, flat: list, spec: Any, reads: dict[int, int], makes: tupl
 
 
 def is_view(func: Any) -> bool:
-    """Of its first argument, or several."""
+    """Whether a function returns a view of its first argument, or several."""
     made, given = (
         [x.alias_info for x in y] for y in (func._schema.returns, func._schema.arguments)
     )
@@ -289,7 +289,7 @@ def _zeros(made: int, make: Make) -> Run:
 
 @contextmanager
 def use_recorder(whom: Recorder | None) -> Iterator[None]:
-    """This thread's recorder is another."""
+    """Sets this thread's recorder."""
     before, of_thread.recorder = of_thread.recorder, whom
     try:
         yield

@@ -84,7 +84,7 @@ def call_key(args: Sequence[Any]) -> tuple[Key | None, list[Any], list[int]]:
 
 
 def compile_class_key(args: Sequence[Any]) -> Key:
-    """What calls of different numbers of sequences, tokens and heads have in common."""
+    """The part of call_key that no number of sequences, tokens or heads changes."""
     parts: list[Any] = []
     for x in args:
         shaped = isinstance(x, Tensor)
@@ -93,7 +93,7 @@ def compile_class_key(args: Sequence[Any]) -> Key:
 
 
 class RecordedCall:
-    """What a call does, to be done again."""
+    """The launches and allocations of a call, recorded to be repeated."""
 
     def __init__(self, taken: CallRecorder, inputs: int, result: Any) -> None:
         """result: what it returns, values as places: one, or a tuple or a list of them and None."""
@@ -118,7 +118,7 @@ class RecordedCall:
         self._result = result
 
     def play(self, values: list[Any], addresses: list[int]) -> Any:
-        """As call_key gives them; the lists are used up."""
+        """Repeats the call with call_key's values and addresses; empties both lists."""
         values += self._space
         addresses += self._at
         for made, run, drops in self._runs:

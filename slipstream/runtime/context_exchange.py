@@ -26,7 +26,7 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> T
 
 
 def all_gather(x: Tensor, ranks: int, group: Any) -> Tensor:
-    """Starts it, as all_to_all."""
+    """Starts an all-gather, as all_to_all does."""
     if of_thread.warmup is not None:
         return x.new_empty(ranks * x.shape[0], *x.shape[1:])
     return torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group.group_name)
@@ -144,7 +144,8 @@ def states_of_pieces(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The last `width` inputs before each of this rank's pieces [N, D, width], of x [B, T, D].
 
-    states: those before all sequences; None is zeros. Also what `tie` has to hold, or None.
+    states: those before all sequences; None is zeros. Also returns the tensors that `tie` has to
+    hold, or None.
     """
     rows = 1 if share.packed else x.shape[0]
     if not share.crossings.any:

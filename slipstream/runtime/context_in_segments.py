@@ -132,7 +132,7 @@ def _states_before(
     starts: list[list[Tensor | None]] = [[] for _ in changes]
 
     def go_through(i: int, state: Tensor | None) -> Tensor | None:
-        """To the state after piece i, if the sequence goes on."""
+        """Advances to the state after piece i, if the sequence goes on."""
         for added, decay in changes[i]:
             starts[i].append(state)
             state = added if state is None else added + decay * state

@@ -95,8 +95,8 @@ class ContextParallel:
         if self._lengths is None:
             if total % self.size:
                 raise ValueError(
-                    f"lengths: {total} tokens are not the same number for {self.size} ranks; say "
-                    "how many each has"
+                    f"lengths: want the tokens of each rank: {total} tokens are not a multiple of "
+                    f"{self.size} ranks"
                 )
             self._lengths = (total // self.size,) * self.size
         if sum(self._lengths) != total:
@@ -134,13 +134,13 @@ class ContextParallel:
             raise ValueError("impl: the reference runs on one rank; want another beside context")
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over all ranks, without gradients."""
+        """The sum over all ranks, without gradients."""
         x = x.detach().clone()
         dist.all_reduce(x, group=self.group)
         return x
 
     def repeated(self, n: int) -> "ContextParallel":
-        """The same where every token is n."""
+        """The same plan where every token counts as n."""
         found = copy(self)
         found._shares, found._elsewhere, found._whole = {}, {}, {}
         if self.segment_tokens is not None:
@@ -174,8 +174,7 @@ class ContextParallel:
         """
         if self._lengths is None and tokens % self.size:
             raise ValueError(
-                f"context: {tokens} tokens are not the same number for {self.size} ranks; give "
-                "lengths"
+                f"context: want lengths: {tokens} tokens are not a multiple of {self.size} ranks"
             )
         lengths = self._lengths or (tokens // self.size,) * self.size
         if sum(lengths) != tokens:
@@ -212,7 +211,7 @@ def _integers(name: str, given: Iterable[Any]) -> tuple[int, ...]:
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """There, without the host waiting for it."""
+    """A copy on another device, without a wait of the host."""
     if device.type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

@@ -73,7 +73,7 @@ class Share:
 
     @cached_property
     def local_offsets(self) -> list[int]:
-        """Of the pieces, from 0."""
+        """The offsets of the pieces on this rank, from 0."""
         after = [min(self.offsets[n + 1], self.end) - self.begin for n in self.pieces]
         return [0, *after]
 
@@ -87,7 +87,7 @@ class Share:
         self.expect_begins("segment_tokens", self.segment_tokens)
 
     def expect_begins(self, name: str, tokens: int) -> None:
-        """The same of another number, by its name."""
+        """The same check for another number of tokens; `name` is for the error."""
         for rank, at in enumerate(self.begins[:-1]):
             begin = self.offsets[max(bisect_right(self.offsets, at) - 1, 0)]
             if at < self.offsets[-1] and (at - begin) % tokens:
@@ -164,9 +164,9 @@ class Share:
     def start_messages(
         self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]
     ) -> Messages:
-        """See Messages; the ranks are in the order of tokens."""
+        """Starts Messages; the ranks are in the order of tokens."""
         if self.backwards:
-            raise NotImplementedError("attention: not with a context that runs backwards")
+            raise NotImplementedError("attention: is not implemented with a backward context")
         return Messages(sent, received, self.group)
 
     def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:
@@ -228,7 +228,7 @@ class Share:
     def local_states(
         self, states: Tensor | None, before: Tensor | None, rows: int
     ) -> Tensor | None:
-        """What this rank's pieces start from: `states` of all sequences, `rows` each, but for a
+        """What this rank's pieces start from: `states` of all sequences, `rows` each, except for a
         head that continues an earlier rank's `before`. None is zeros."""
         if states is None and (before is None or len(self.pieces) == 1):
             return before

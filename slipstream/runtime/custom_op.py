@@ -67,7 +67,7 @@ class DirectCall:
         self._written: tuple[int, ...] = ()  # which arguments it writes into
         # key -> True where the next call is recorded, then the record, or False if there is none
         self._known: dict[tuple | None, Any] = {}
-        # of calls that take the same kernels, but for what a short or long sequence adds
+        # of calls that take the same kernels, except for what a short or long sequence adds
         self._kinds: set[tuple] = set()
 
     def __call__(self, *args: Any) -> Any:

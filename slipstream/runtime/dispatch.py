@@ -62,7 +62,7 @@ class Selection(NamedTuple):
 
     @property
     def impls(self) -> str:
-        """What an operator is told: "triton|eager" is the first of them that works."""
+        """The `impl` for an operator: "triton|eager" is the first of them that works."""
         return "|".join((self.impl, *self.fallbacks)) if self.fallbacks else self.impl
 
 
@@ -196,7 +196,7 @@ def triton_or_eager(kernel_reason: Callable[..., str | None]) -> tuple[Candidate
 
 
 def is_triton(impl: str) -> bool:
-    """Of what Selection.impls says."""
+    """Whether the first of Selection.impls is Triton's."""
     return impl.startswith("triton")
 
 

@@ -136,7 +136,7 @@ def _rank_of_several() -> int | None:
 
 
 def _compiler_error(error: Exception) -> str | None:
-    """What a compiler did, None if it was not the compiler."""
+    """How a compiler failed; None if the error is not a compiler's."""
     if isinstance(error, Unusable):
         return str(error)
     if reason := _of_machine(error):
@@ -243,7 +243,7 @@ def _suspected_bugs(here: CompilerState) -> str:
 
 
 def clear_verdicts() -> None:
-    """Everything learnt on this computer."""
+    """Forgets all verdicts of this computer."""
     machines.verdicts_file().unlink(missing_ok=True)
     machines.compiler_state.cache_clear()
     machines._of_arch.cache_clear()

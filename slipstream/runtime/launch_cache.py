@@ -31,7 +31,7 @@ Pick = Callable[[Any], tuple]
 
 
 class _OfThread(threading.local):
-    """What launches of this thread do besides launching.
+    """Effects of this thread's launches besides the launch itself.
 
     Attributes:
         recorder: is told of each (runtime/call_replay.py).
@@ -61,7 +61,7 @@ def launches_as_plain(x: Tensor) -> bool:
 
 
 def cached(kernel: Any) -> Any:
-    """The kernel, but for the time that a launch takes."""
+    """The kernel with a launch that takes the host less time."""
     try:
         return _CACHED[id(kernel)]
     except KeyError:
@@ -86,7 +86,7 @@ class ArgLayout(NamedTuple):
 
 
 class CompiledEntry:
-    """What Triton compiled for some arguments; `constexprs` are the last of them."""
+    """A kernel that Triton compiled for some arguments; `constexprs` are the last of them."""
 
     def __init__(self, compiled: Any, constexprs: tuple = ()) -> None:
         from triton import __version__
@@ -106,7 +106,7 @@ class CompiledEntry:
         self._handles += (compiled.packed_metadata, None, None, None)  # no hooks
 
     def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
-        """grid: all three of its sizes."""
+        """Launches the kernel; grid has all three sizes."""
         if self.run is None or self.is_profiled():
             self._compiled[grid](*args, *self.constexprs)  # with what a profiler wants to know
             return
@@ -117,13 +117,13 @@ class CompiledEntry:
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
     def prefix(self, grid: tuple[int, ...]) -> tuple:
-        """What `run` wants before the kernel's arguments."""
+        """The arguments of `run` before the kernel's own."""
         active = self._driver.active
         stream = active.get_current_stream(active.get_current_device())
         return (*grid, stream, *self._handles)
 
     def profiler_args(self) -> tuple:
-        """The last three of prefix, where a profiler wants to know."""
+        """The last three of prefix, where a profiler reads them."""
         hooks = self._hooks
         metadata = self._compiled.launch_metadata((), 0)
         return metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -283,6 +283,6 @@ def _picking(places: list) -> Pick:
 
 
 def _described(x: Any) -> tuple:
-    """What kernels are compiled for of a tensor descriptor, which begins at a multiple of 16."""
+    """The type of a tensor descriptor in a kernel's signature; it begins at a multiple of 16."""
     layout = getattr(x, "layout", None)
     return (x.base.dtype, *x.block_shape, layout, getattr(x, "padding", None))

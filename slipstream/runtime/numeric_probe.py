@@ -20,7 +20,7 @@ def mismatch(
     gradients: bool = True,
     minimum_bar: float = 0.0,
 ) -> str | None:
-    """What differs between two functions' outputs (a tensor, or several) and gradients, or None.
+    """The difference between two functions' outputs (a tensor, or several) and gradients, or None.
 
     `plain` gets the floating ones of `given` in float32. minimum_bar: of outputs, where they are
     rounded to less than their dtype.

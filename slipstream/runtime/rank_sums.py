@@ -94,7 +94,7 @@ def sum_gradients(x: Tensor, group: Any) -> Tensor:
 
 
 def sum_parts(x: Tensor, group: Any) -> Tensor:
-    """What all ranks have of a sum; each gets the whole gradient."""
+    """The sum over all ranks; each rank gets the whole gradient."""
     return _SumParts.apply(x, group)
 
 

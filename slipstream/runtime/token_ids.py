@@ -197,7 +197,7 @@ def synchronize() -> None:
 
 
 def launched() -> None:
-    """After each launch that may have found something."""
+    """Called after each launch that may have found a wrong index."""
     if SYNC and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         synchronize()
 

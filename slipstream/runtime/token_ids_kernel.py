@@ -129,5 +129,5 @@ def _device_of(x: Tensor) -> AbstractContextManager:
 
 
 def last_length(ids: Tensor) -> int:
-    """What a position is divided by to be two numbers; 0 if it is one."""
+    """The divisor that splits a position into two numbers; 0 if it is one number."""
     return ids.shape[-1] if ids.dim() > 1 else 0

@@ -1,1 +1,1 @@
-"""What the commands do: matrix, doctor, precompile, explain. Nothing here runs in a model."""
+"""The commands matrix, doctor, precompile and explain. Nothing here runs in a model."""

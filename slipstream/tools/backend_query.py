@@ -1,4 +1,4 @@
-"""What an operator would run on an architecture: its implementations there, and their kernels."""
+"""An operator's implementations on an architecture, and their kernels."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What doctor looks at: the installation, and operators against float64 on fresh random inputs."""
+"""The checks of doctor: the installation, and operators against float64 on fresh random inputs."""
 
 import json
 import math
@@ -58,7 +58,7 @@ _ERRORS = ("output", "gradient")
 
 
 def as_json(check: Check) -> dict[str, Any]:
-    """JSON has no infinity: null stands for it."""
+    """A check as JSON, with null for infinity."""
     row = dict(check.__dict__)
     return row | {k: row[k] if math.isfinite(row[k]) else None for k in _ERRORS}
 
@@ -367,13 +367,13 @@ def interpreted(
 
 
 def stream(numbers: Sequence[int]) -> None:
-    """What the child does."""
+    """The work of the child process."""
     for check in examine([SAMPLES[i] for i in numbers], full=False):
         print(json.dumps(as_json(check), allow_nan=False), flush=True)
 
 
 def show(about: Mapping[str, Any]) -> None:
-    """The report without its checks, for people."""
+    """Prints the report without its checks."""
     for key in ("slipstream", "python", "torch", "triton", "cuda"):
         print(f"{key:11} {about[key] or 'none'}", flush=True)
     device, ptxas = about["device"], about["ptxas"]
@@ -402,7 +402,7 @@ def show(about: Mapping[str, Any]) -> None:
 
 
 def show_headings() -> None:
-    """Of show_check."""
+    """Prints the headings of show_check."""
     print("\nRelative errors against float64 (root mean square), and the most that is allowed:\n")
     print(f"     {'operator':35} {'back end':11} {'outputs':16} gradients")
 

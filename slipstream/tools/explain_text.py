@@ -1,4 +1,4 @@
-"""What explain prints about an operator: the device's facts once, then each way to call it."""
+"""The text of explain for an operator: the device's facts once, then each way to call it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

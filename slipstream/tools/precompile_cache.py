@@ -1,4 +1,4 @@
-"""What precompile does: the calls to prepare for, and Triton's cache filled with their kernels."""
+"""The work of precompile: the calls to prepare for, and Triton's cache with their kernels."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def fill(
 
 
 def made_by(arch: str) -> dict[str, str]:
-    """What a cache is made by, and has to be read by."""
+    """The versions that make a cache, and that have to read it."""
     path = toolchain.ptxas_path(arch)
     return {
         "arch": arch,

@@ -82,7 +82,7 @@ class Shape:
         }
 
     def offsets(self, device: torch.device, blank: bool = False) -> Tensor:
-        """Of the sequences in one row, of different lengths."""
+        """Offsets of sequences of different lengths in one row."""
         n = self.sequences
         if blank:
             return torch.empty(n + 1, dtype=torch.int32, device=device)
@@ -99,7 +99,7 @@ class Shape:
 
 
 class Making(NamedTuple):
-    """What an argument may depend on: the call's shape, its dims, and the arguments before it."""
+    """Values that an argument may depend on: the call's shape, dims, and earlier arguments."""
 
     shape: Shape
     dims: Mapping[str, int]
@@ -132,14 +132,14 @@ class Making(NamedTuple):
         return -50 * x if kind == "strong" else -weak * x
 
     def targets(self, size: list[int]) -> Tensor:
-        """Classes, the second of them ignored."""
+        """Class indices, of which the second is the ignored index."""
         found = self.integers(size, self.dims["Z"])
         if size[0] > 2:
             found[1] = -100
         return found
 
     def used(self, size: list[int]) -> Tensor:
-        """Of S keys: as many as there are tokens, or some more."""
+        """How many of S keys are used: as many as there are tokens, or some more."""
         return self.dims["S"] - 1 - 2 * (torch.arange(size[0], device=self.device) % 2)
 
     def cached(self, size: list[int]) -> Tensor:
@@ -260,7 +260,7 @@ class Sample:
         return args
 
     def __call__(self, args: Mapping[str, Any], **options: Any) -> Any:
-        """What the function returns, its final states too."""
+        """The function's results, with its final states."""
         final = {"output_final_state": True} if self.op in _RETURN_STATES else {}
         copies = {name: args[name].clone() for name in self.written.split()}
         # to a trace each new tensor is one with gradients

@@ -213,7 +213,7 @@ def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -
 
 
 def page(data: dict) -> str:
-    """docs/SUPPORT.md."""
+    """The text of docs/SUPPORT.md."""
     footnotes: list[str] = []
     lines = [_HEAD]
     everything = [cells["operators"] for archs in data.values() for cells in archs.values()]

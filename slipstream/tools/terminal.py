@@ -42,7 +42,7 @@ def counts(statuses: Iterable[str]) -> str:
 
 
 def legend(statuses: Iterable[str]) -> str:
-    """What the statuses mean, a line each."""
+    """The meaning of each status, a line each."""
     seen = set(statuses)
     return "\n".join(f"{x}: {what}" for x, what in STATUSES.items() if x in seen)
 

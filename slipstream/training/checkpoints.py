@@ -75,7 +75,7 @@ def expect_whole(checkpoint: Path) -> None:
 
 
 def exported(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the callback EXPORTED has left in a trainer_state.json."""
+    """The state of the callback EXPORTED in a trainer_state.json."""
     return state["stateful_callbacks"][EXPORTED]["attributes"]
 
 

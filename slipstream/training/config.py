@@ -1,4 +1,4 @@
-"""What a run is: a YAML file of sections, overridden by dotted key=value arguments.
+"""The configuration of a run: a YAML file of sections, overridden by dotted key=value arguments.
 
 output_dir: runs/name
 init_from: runs/other                            a model to begin with instead of new weights

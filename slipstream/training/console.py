@@ -1,4 +1,4 @@
-"""What a run says on the terminal: a line every few steps, and a bar with the time left."""
+"""A run's output on the terminal: a line every few steps, and a bar with the time left."""
 
 from typing import Any
 

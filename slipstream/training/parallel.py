@@ -70,7 +70,7 @@ def make_mesh(parallel: Parallel, device: torch.device) -> DeviceMesh:
 
 
 def shard_model(model: SlipstreamForCausalLM, mesh: DeviceMesh, device: torch.device) -> None:
-    """In place: heads are dealt out, and each block and the rest are units of FSDP2."""
+    """Shards a model in place: heads over ranks; each block and the rest are units of FSDP2."""
     nn.Module.to(model, device)
     if mesh["tensor"].size() > 1:
         shard_heads(model, mesh["tensor"])
@@ -220,6 +220,6 @@ class ShardedTrainer(LMTrainer):
 
 
 def described(parallel: Parallel) -> str:
-    """For the first line of a run: "data 2 x context 2"."""
+    """The layout of the processes for a run's first line: "data 2 x context 2"."""
     sizes = {name: n for name, n in asdict(parallel).items() if n > 1}
     return " x ".join(f"{name} {n}" for name, n in sizes.items())

@@ -19,7 +19,7 @@ def rank() -> int:
 
 
 def on_first_rank(call: Callable[[], T]) -> T:
-    """What call() returns, or raises, on the first rank: the same on all. The others wait."""
+    """Runs call() on the first rank; returns its result, or raises its error, on all ranks."""
     if not in_group():
         return call()
     answer: list[Any] = [None, None]
@@ -78,6 +78,6 @@ def leave() -> None:
 
 
 def wait() -> None:
-    """For all ranks to come here."""
+    """Waits until all ranks have called it."""
     if in_group():
         dist.barrier()

@@ -35,11 +35,11 @@ class Speed(TrainerCallback):
         self._mark = time.perf_counter()
 
     def rate(self) -> float:
-        """Over the last WINDOW steps."""
+        """Tokens a second over the last WINDOW steps."""
         return sum(n for n, _ in self._steps) / max(sum(s for _, s in self._steps), 1e-9)
 
     def mean_rate(self) -> float:
-        """Over all steps so far."""
+        """Tokens a second over all steps so far."""
         return self.total_tokens / max(self.total_seconds, 1e-9)
 
     def seconds_per_step(self) -> float:
@@ -63,7 +63,7 @@ class Speed(TrainerCallback):
 
 
 def peak_flops() -> float | None:
-    """Of one device; None where PEAKS does not have it."""
+    """Peak flops of one device; None where PEAKS does not have it."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

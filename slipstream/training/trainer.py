@@ -226,7 +226,7 @@ class LMTrainer(Trainer):
             yield batch, True
 
     def eval_nats(self, batch: dict[str, Any], targets: int) -> float:
-        """Of all its predicted tokens."""
+        """The sum of nats over a batch's predicted tokens."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.model(**self._prepare_inputs(batch), skip_logits=True).loss
         return loss.item() * targets

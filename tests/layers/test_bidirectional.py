@@ -110,7 +110,7 @@ def test_models_generate_no_tokens_in_blocks() -> None:
 
 def test_both_directions_refuse_what_they_cannot_do() -> None:
     layer, x = make("GatedDeltaNet"), torch.randn(1, 5, D)
-    with pytest.raises(ValueError, match="use_cache: without block_size"):
+    with pytest.raises(ValueError, match="use_cache: want a layer with block_size"):
         Bidirectional(layer)(x, use_cache=True)
     with pytest.raises(ValueError, match="combine: want one of"):
         Bidirectional(layer, combine="concat")

@@ -260,10 +260,10 @@ def test_drafts_are_refused_at_once() -> None:
     calls: list[Any] = []
     model.model.register_forward_pre_hook(lambda *given: calls.append(given))
     for options in drafted:
-        with pytest.raises(NotImplementedError, match="verifies no drafts"):
+        with pytest.raises(NotImplementedError, match="drafts are not implemented"):
             model.generate(prompt, max_new_tokens=5, do_sample=False, **options)
     assert not calls
-    with pytest.raises(NotImplementedError, match="verifies no drafts"):
+    with pytest.raises(NotImplementedError, match="drafts are not implemented"):
         model.model.verify(prompt, StateCache(1), Drafts(3), 64)
 
 

@@ -84,9 +84,9 @@ def test_other_attention_is_refused() -> None:
     q = torch.randn(1, 5, 2, 16)
     with pytest.raises(NotImplementedError, match="consistent: want causal"):
         attention(q, q, q, consistent=True, causal=False)
-    with pytest.raises(NotImplementedError, match="consistent: not with dropout_p"):
+    with pytest.raises(NotImplementedError, match="consistent: want dropout_p=0"):
         attention(q, q, q, consistent=True, dropout_p=0.5)
-    with pytest.raises(NotImplementedError, match="consistent: not with impl='reference'"):
+    with pytest.raises(NotImplementedError, match="implemented with impl='reference'"):
         attention(q, q, q, consistent=True, impl="reference")
     with pytest.raises(NotImplementedError, match="as many keys as queries"):
         attention(q, q[:, :3], q[:, :3], consistent=True)

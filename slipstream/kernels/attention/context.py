@@ -118,7 +118,7 @@ def _packed(x: Tensor) -> Tensor:
 
 
 class _Exchange:
-    """What is on its way between parts of the tokens and this rank's heads, in one operation."""
+    """A message between parts of the tokens and this rank's heads, in one operation."""
 
     def __init__(
         self,

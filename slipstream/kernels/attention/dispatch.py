@@ -142,16 +142,16 @@ def _expect_consistent(options: AttentionOptions, impl: str | None) -> None:
     if options.right != 0:
         raise NotImplementedError("consistent: want causal attention")
     if options.dropout:
-        raise NotImplementedError("consistent: not with dropout_p")
+        raise NotImplementedError("consistent: want dropout_p=0")
     if impl == "reference" or torch.compiler.is_compiling():
         other = "impl='reference'" if impl == "reference" else "torch.compile"
-        raise NotImplementedError(f"consistent: not with {other}")
+        raise NotImplementedError(f"consistent: is not implemented with {other}")
 
 
 def plan_across_ranks(
     inputs: AttentionInputs, options: AttentionOptions, impl: str | None
 ) -> tuple[str, str]:
-    """What operators are told to try, forward and backward, for heads of tokens of all ranks."""
+    """The impl, forward and backward, for heads with the tokens of all ranks."""
     plan = choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)
     if op.has_gradients(plan.impl, inputs):
         return plan.impls, plan.impls

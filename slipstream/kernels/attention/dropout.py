@@ -19,12 +19,12 @@ _LOW = 0xFFFFFFFF
 
 
 def threshold(dropout: float) -> int:
-    """What the halved word of a weight that is kept is below; an int32."""
+    """The bound below which a halved random word keeps its weight; an int32."""
     return min(int((1.0 - dropout) * 2**31), 2**31 - 1)
 
 
 def factor(dropout: float) -> float:
-    """What weights that are kept are multiplied with."""
+    """The factor of weights that are kept."""
     return 1.0 / (1.0 - dropout) if dropout < 1 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a call of softmax attention is made of (reference.py has the formula, MATH.md the rest)."""
+"""The inputs of softmax attention (reference.py has the formula, MATH.md the rest)."""
 
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ class AttentionInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype of the arithmetic."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     @property

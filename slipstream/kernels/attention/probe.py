@@ -74,7 +74,7 @@ def like(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def mismatch_of_cache(call: Cache, options: AttentionOptions, decode: Callable) -> str | None:
-    """What differs between readings of a small cache, in pages if the call's is."""
+    """The difference between readings of a small cache, in pages if the call's is."""
     q, k, v = call[:3]
     H = max(q.shape[2] // max(k.shape[2], 1), 1)
     page = k.shape[1] if call.table is not None else 40

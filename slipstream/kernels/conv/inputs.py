@@ -1,4 +1,4 @@
-"""What a convolution is given, and what it can do to its results besides."""
+"""The inputs of a convolution, and its options."""
 
 from typing import NamedTuple
 

@@ -53,7 +53,7 @@ def update_unsupported_reason(x: Tensor, *tensors: Tensor | None) -> str | None:
 
 
 def kind(what: str, x: Tensor, weight: Tensor) -> KernelKey:
-    """What a verdict on the kernels holds for."""
+    """The calls that share a verdict on the kernels."""
     return (f"conv.{what}", x.dtype, weight.dtype, weight.shape[1])
 
 

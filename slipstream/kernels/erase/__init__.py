@@ -1,1 +1,1 @@
-"""What a delta rule with gates of channels erases, as a vector for each token."""
+"""The vector that a delta rule with gates per channel erases, for each token."""

@@ -46,7 +46,7 @@ def _triton() -> Any:
 
 
 def kind(x: Tensor, g: Tensor) -> KernelKey:
-    """What a verdict on the kernels holds for."""
+    """The calls that share a verdict on the kernels."""
     return ("gated_scan.triton", x.dtype, g.dtype)
 
 

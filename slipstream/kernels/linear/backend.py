@@ -1,4 +1,4 @@
-"""What the modules that launch the linear family's kernels can do beyond `forward` and `backward`.
+"""Abilities of the modules that launch the linear family's kernels, beyond forward and backward.
 
 Each has a constant CAPABILITIES, which op.py and workspace.py read.
 """

@@ -1,4 +1,4 @@
-"""What ranks tell each other of states, forward and backward (context.py).
+"""Messages between ranks about states, forward and backward (context.py).
 
 Back ends that cut sequences into segments (segments.py) have M and E of these anyway, and exchange
 between these and the state passing, so that a call takes about as long as one of the same tokens
@@ -98,7 +98,7 @@ class _StateExchange(Exchange):
         self.received = self.share.send(message, to if tensors else [], sizes)
 
     def _combined(self, ranks: list[int], transpose: bool) -> Tensor:
-        """What the tokens of these ranks make of a state, one after the other."""
+        """A state after the tokens of these ranks, one after the other."""
         found, total = self.received, None
         assert found is not None
         for r in ranks:

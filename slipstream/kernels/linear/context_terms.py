@@ -1,4 +1,4 @@
-"""What both ways to exchange states have in common: the call, and the terms of a piece."""
+"""Shared by both ways to exchange states: the call, and the terms of a piece."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """The recurrence of inputs.py for states that stay where they are: a pool, updated in place.
 
-slipstream::linear_step takes the terms in their order but for the state before them, which is the
+slipstream::linear_step takes the terms in their order except the state before them, which is the
 pool's: sequence n's is state[state_indices[n]], or state[n] without indices, and becomes that
 after its tokens. Of states in int8 (common/int8_states.py) the pool is three tensors. It has no
 gradient.
@@ -254,7 +254,7 @@ def _stored(pool: Pool, states: Tensor) -> tuple[Tensor, ...]:
 
 
 def _where_tokens(terms: LinearInputs, new: Tensor, old: Tensor) -> Tensor:
-    """What sequences without tokens have is not rounded again."""
+    """States of sequences without tokens are not rounded again."""
     if terms.cu_seqlens is None:
         return new
     some = terms.cu_seqlens.diff() > 0

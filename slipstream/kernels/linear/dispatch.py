@@ -50,7 +50,7 @@ _PLANS = ValidationCache()
 
 
 class LinearOptions(NamedTuple):
-    """What every operator of the family takes besides its tensors."""
+    """The options of every operator of the family, besides its tensors."""
 
     scale: float | None = None
     output_final_state: bool = False
@@ -76,7 +76,7 @@ def run(
     """Runs one operator.
 
     Args:
-        terms: as the user gave them, but for initial_state, which may be V-first.
+        terms: as the user gave them, except for initial_state, which may be V-first.
         names: how the user calls a term where that is not its name here.
 
     Returns:
@@ -138,11 +138,13 @@ def _expect_consistent(options: LinearOptions) -> None:
     """
     if options.reverse or options.context is not None:
         name = "reverse" if options.reverse else "context"
-        raise NotImplementedError(f"consistent: not with {name}")
+        raise NotImplementedError(f"consistent: is not implemented with {name}")
     if options.impl == "reference":
-        raise NotImplementedError("consistent: not with impl='reference'")
+        raise NotImplementedError("consistent: is not implemented with impl='reference'")
     if torch.compiler.is_compiling():
-        raise NotImplementedError("consistent: not under torch.compile, which decides about sums")
+        raise NotImplementedError(
+            "consistent: want a call outside of torch.compile, which may change the order of sums"
+        )
 
 
 class _Choice(NamedTuple):
@@ -176,7 +178,9 @@ def _run_across_ranks(
         )
     if terms.beta is not None and terms.beta.dim() == 4:
         name = names.get("beta", "beta")
-        raise NotImplementedError(f"{name}: with a context it is one for a token and head")
+        raise NotImplementedError(
+            f"{name}: want one value for each token and head with a context, got one per channel"
+        )
     share = context.share(terms.q.shape[1])
     if initial_state is not None:
         name = names.get("initial_state", "initial_state")
@@ -207,7 +211,7 @@ def _run_across_ranks(
 
 
 class _Plan(NamedTuple):
-    """What runs a call, and how its heads are split for that, if they are."""
+    """The back end of a call, and how its heads are split for it, if they are."""
 
     impl: str
     impls: str

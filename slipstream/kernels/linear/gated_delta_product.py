@@ -64,7 +64,7 @@ def _of_steps(tokens: slice, n: int) -> slice:
 
 def num_slices(given: Steps, impl: str) -> int:
     """So many that a slice, which backward takes most for, takes what workspace.allowed_bytes says,
-    but no more than leave slices long; one but for a single row."""
+    but no more than leave slices long; one except for a single row."""
     (B, R, HV, V), E = given.v.shape, given.q.element_size()
     programs = HV * -(-V // 64)
     if B > 1 or 2 * programs < workspace.MIN_ACTIVE_PROGRAMS:

@@ -109,7 +109,7 @@ def _workspace_bytes(o: Tensor, s: Tensor) -> Tensor | None:
 
 
 def _like(given: GSAInputs, count: int, keep: bool) -> list[Tensor]:
-    """What _forward returns, but for p in second place."""
+    """The results of _forward, except for p in second place."""
     (N, H, K, M), V = given.first().state_shape, given.v.shape[-1]
     wide: dict[str, Any] = {"dtype": torch.float32}
     states = [(N, H, K, M), (N, H, M, V)]

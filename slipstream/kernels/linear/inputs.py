@@ -1,4 +1,4 @@
-"""What the linear family computes, as data: the tensors of one recurrence.
+"""The inputs of the linear family, as data: the tensors of one recurrence.
 
     S_t = D_t S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T          D_t = diag(exp(g_t))
     o_t = scale * q_t^T S_t

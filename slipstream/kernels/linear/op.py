@@ -192,7 +192,7 @@ def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:
 def _with_states(
     terms: LinearInputs, states: Tensor | None, saved: list[SavedWY | None], count: int | None
 ) -> list[Any]:
-    """What forward_impl returns after the final state."""
+    """The results of forward_impl after the final state."""
     if count is None:
         return []
     if states is None:
@@ -380,7 +380,7 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 
 def grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
-    """What backward returns, in order. The gradient of g may cost as much as all others."""
+    """Names of backward's results, in order. The gradient of g may cost as much as all others."""
     return [
         name
         for name, x in zip(LinearInputs._fields, terms)
@@ -430,7 +430,7 @@ _call_backward_saved = DirectCall(backward_impl)
 
 
 def by_name(terms: LinearInputs, gate_gradient: bool, grads: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What backward returns, by the name of each differentiable term given."""
+    """The gradients by the name of each differentiable term given."""
     return dict(zip(grad_names(terms, gate_gradient), grads))
 
 

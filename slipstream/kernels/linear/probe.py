@@ -34,7 +34,7 @@ _VALUES: dict[str, Callable[[list[int], torch.device], Tensor]] = {
 
 
 def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -> str | None:
-    """What differs between `impl`'s forward and backward and plain torch's, or None.
+    """The difference between `impl`'s forward and backward and plain torch's, or None.
 
     Args:
         linear: takes terms, scale, chunk and names of implementations.

@@ -167,7 +167,7 @@ def dplr_sm90(terms: LinearInputs) -> Segments | None:
     chunks / n       o
     LAUNCH_COST      the launches
 
-    Backward has the same once more, but for M.
+    Backward has the same once more, except for M.
     """
     HV, V = terms.v.shape[2:]
     tiles = 1 + -(-terms.q.shape[-1] // V)

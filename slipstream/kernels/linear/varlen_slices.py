@@ -51,7 +51,7 @@ class VarlenSlices(NamedTuple):
 
 
 def make_varlen_slices(cu_seqlens: Tensor, slices: Sequence[slice]) -> VarlenSlices:
-    """slices: of as many tokens each, but for the last."""
+    """slices: of as many tokens each, except for the last."""
     each, N = slices[0].stop - slices[0].start, cu_seqlens.shape[0] - 1
     lows = torch.arange(len(slices), device=cu_seqlens.device)[:, None] * each
     crossing = ((cu_seqlens <= lows).sum(1) - 1).clamp(0, N - 1)

@@ -36,7 +36,7 @@ def reference(inputs: ClassifierInputs, scale: float, ignore_index: int) -> tupl
 
 
 def kind(dtype: torch.dtype, classes: int) -> KernelKey:
-    """What a verdict on the kernel holds for."""
+    """The calls that share a verdict on the kernel."""
     return ("log_probs.triton", dtype, classes)
 
 

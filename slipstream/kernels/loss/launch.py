@@ -19,7 +19,7 @@ from slipstream.runtime.token_ids import expect_ids
 
 
 def kind(logits_dtype: torch.dtype, classes: int) -> KernelKey:
-    """What a verdict on the kernels holds for."""
+    """The calls that share a verdict on the kernels."""
     return ("cross_entropy.triton", logits_dtype, classes)
 
 

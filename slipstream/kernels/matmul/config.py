@@ -109,7 +109,7 @@ def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
 
 
 def violation(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
-    """What forbids a configuration, or None."""
+    """The reason why a configuration is not allowed, or None."""
     if c.kernel not in KERNELS:
         return f"kernel: want one of {KERNELS}, got {c.kernel!r}"
     min_k = 32 if p.size == 1 else 16

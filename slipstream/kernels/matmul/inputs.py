@@ -1,4 +1,4 @@
-"""What a matmul is besides its two factors.
+"""The options of a matmul, besides its two factors.
 
 z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
 """

@@ -110,7 +110,7 @@ def problem(t: MatmulInputs) -> Problem:
 
 
 def _kind(name: str, t: MatmulInputs) -> KernelKey:
-    """What a verdict on the kernels holds for."""
+    """The calls that share a verdict on the kernels."""
     return (f"matmul.{name}", t.a.dtype, t.precision)
 
 
@@ -157,7 +157,7 @@ def sm90_unsupported_reason(call: Call) -> str | None:
 
 
 def tma_unsupported_reason(t: MatmulInputs) -> str | None:
-    """What of dtypes and strides keeps TMA and wgmma from a call."""
+    """The dtype or stride that rules out TMA and wgmma for a call."""
     if t.a.dtype == torch.float32 and t.precision != "tf32":
         return f"wgmma multiplies float32 as tf32, not as {t.precision}"
     K, N = t.b.shape

@@ -81,7 +81,7 @@ def _rows(inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _gather(pool: Tensor, inputs: StepInputs, rows: Tensor | None) -> Tensor:
-    """What each sequence has in a pool, in the dtype of the arithmetic."""
+    """Each sequence's entry of a pool, in the dtype of the arithmetic."""
     return _rows_of_pool(pool, inputs, rows).to(inputs.dtype)
 
 

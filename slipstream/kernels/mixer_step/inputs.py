@@ -1,4 +1,4 @@
-"""What a step of a mixer computes from: its tensors and its options."""
+"""The inputs of a mixer's step: its tensors and its options."""
 
 from typing import NamedTuple
 

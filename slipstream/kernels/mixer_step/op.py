@@ -29,13 +29,13 @@ def mixer_step(
 
 
 def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:
-    """What the kernel's programs count in, where they do."""
+    """The counters of the kernel's programs, where it has some."""
     each = _triton().counters_per_slot(inputs, options)
     return None if each is None else counters_of(inputs.state, each)
 
 
 def kind(inputs: StepInputs) -> KernelKey:
-    """What a verdict on the kernel holds for."""
+    """The calls that share a verdict on the kernel."""
     decay = None if inputs.g is None else "channel" if inputs.g.dim() == 4 else "scalar"
     terms = tuple(x is not None for x in (inputs.beta, inputs.write, inputs.conv_state, inputs.z))
     q, state = inputs.q, inputs.state

@@ -2,7 +2,7 @@
 
 torch has a native layer norm on the CPU, forward and backward, but its rms_norm is a chain of
 pointwise operators. The backward of the layer norm takes mean and rstd as arguments, so with
-mean = 0 and the rms it gives the gradient of the rms norm but for one term, added here:
+mean = 0 and the rms it gives the gradient of the rms norm except for one term, added here:
 
     xhat = x rstd,  d = dy weight
     layer   dx = rstd (d - mean(d) - xhat mean(d xhat))

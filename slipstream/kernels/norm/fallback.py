@@ -1,4 +1,4 @@
-"""What the launches of the norms do, in plain torch: for compilers that fail at them."""
+"""The norms' launches in plain torch, for compilers that fail at their kernels."""
 
 from typing import Any, cast
 

@@ -1,4 +1,4 @@
-"""What a norm is besides its tensors."""
+"""The options of a norm."""
 
 from typing import NamedTuple
 

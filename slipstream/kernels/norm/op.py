@@ -46,7 +46,7 @@ def norm(
 
 
 def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) -> KernelKey:
-    """What a verdict on the kernels holds for."""
+    """The calls that share a verdict on the kernels."""
     flags = n.centre and "layer", n.l2 and "l2", n.groups, n.zero_centered and "zero-centered"
     if gate is not None:
         flags += n.activation, n.gate_first and "gate-first"

@@ -1,1 +1,1 @@
-"""What acts on each token alone or moves tokens about: rotary, activations, shift, embedding."""
+"""Operators on single tokens, and those that move tokens: rotary, activations, shift, embedding."""

@@ -32,7 +32,7 @@ from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
 
 def chosen(impl: str | None, k: Tensor, *others: Tensor | None) -> str | None:
-    """What precondition takes as impl, or None where plain torch is to do it."""
+    """The impl of precondition; None where plain torch computes it."""
     if impl == "reference" or transformed():
         return None
     impls = choose(_CANDIDATES, (k, *others), impl, "precond_delta_rule", k).impls

@@ -62,7 +62,7 @@ def load_state(
     p_s, m_s, scale_ptr, residual_ptr, o_c, live, V: tl.constexpr, BK: tl.constexpr,
     V_FIRST: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """What `decoded` takes: codes at p_s where m_s, words and scale of columns o_c.
+    """The arguments of `decoded`: codes at p_s where m_s, words and scale of columns o_c.
 
     scale_ptr: [V]; residual_ptr: [3 R, V], or [V, 3 R] if V_FIRST, of one head's state."""
     codes = tl.load(p_s, mask=m_s, other=0)

@@ -1,4 +1,4 @@
-"""What the linear layers of a step compute from."""
+"""The inputs of a step's linear layers."""
 
 from typing import NamedTuple
 

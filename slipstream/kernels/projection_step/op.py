@@ -102,7 +102,7 @@ def _check(t: ProjectionInputs) -> None:
 
 
 def _kind(t: ProjectionInputs) -> KernelKey:
-    """What a verdict on the kernel holds for."""
+    """The calls that share a verdict on the kernel."""
     terms = (t.glu, t.norm_eps is not None, t.residual is not None, t.x.shape[0] > 1)
     return ("projection_step.triton", t.x.dtype, t.weights[0].dtype, t.x.shape[1], *terms)
 

@@ -35,7 +35,7 @@ from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
 
 def chosen(operator: str, impl: str | None, k: Tensor, *others: Tensor) -> str | None:
-    """What running_weights and running_mean take as impl, or None where torch is to do it."""
+    """The impl of running_weights and running_mean; None where torch computes them."""
     if impl == "reference" or transformed():
         return None
     impls = choose(_CANDIDATES, (k, *others), impl, operator, k).impls

@@ -1,4 +1,4 @@
-"""What the selective scan computes from, and how its states are laid out between the passes."""
+"""The inputs of the selective scan, and the layout of its states between the passes."""
 
 from typing import NamedTuple
 

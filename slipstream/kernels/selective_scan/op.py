@@ -84,7 +84,7 @@ def _sm90() -> Any:
 
 
 def kind(inputs: ScanInputs, name: str = "triton") -> KernelKey:
-    """What a verdict on the kernels holds for."""
+    """The calls that share a verdict on the kernels."""
     dtypes = (None if x is None else x.dtype for x in inputs[:9])
     return (f"selective_scan.{name}", inputs.A.shape[1], *dtypes)
 

@@ -1,1 +1,1 @@
-"""What RWKV's time mixing does to tokens besides its recurrence."""
+"""RWKV's time mixing, besides its recurrence."""

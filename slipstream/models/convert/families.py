@@ -1,4 +1,4 @@
-"""What the families of foreign models share: reading their configs, and completing ours."""
+"""Shared by the families of foreign models: reading their configs, and completing ours."""
 
 import inspect
 import math
@@ -91,7 +91,7 @@ class Family:
         return given.get("model_type") == self.model_type
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Their config -> keys of SlipstreamConfig."""
+        """A foreign config as keys of SlipstreamConfig."""
         raise NotImplementedError
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def write(directory: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> int:
-    """Writes them in files of at most so many bytes, but for single tensors; returns all bytes."""
+    """Writes them in files of at most so many bytes, except single tensors; returns all bytes."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0

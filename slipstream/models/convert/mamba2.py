@@ -67,7 +67,7 @@ class FlaMamba2(Family):
         }
 
     def inner_eps(self, config: ForeignConfig) -> float:
-        """Of the gated norm."""
+        """The eps of the gated norm."""
         return config[self.eps]
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class FlaMamba2(Family):
         }
 
     def options(self, mixer: dict[str, Any]) -> dict[str, Any]:
-        """What transformers' Mamba-2 does not have."""
+        """Options that transformers' Mamba-2 does not have."""
         names = {"D_has_hdim": "D_per_channel", "rmsnorm": "norm"}
         names |= {"norm_before_gate": "norm_before_gate"}
         return {theirs: mixer[ours] for theirs, ours in names.items()}

@@ -31,12 +31,12 @@ def same(ours: str, theirs: str) -> Rule:
 
 
 def renamed(*names: str | tuple[str, str]) -> list[Rule]:
-    """Of ours and theirs, or one name for both."""
+    """Rules for weights that only have another name: ours and theirs, or one name for both."""
     return [same(x, x) if isinstance(x, str) else same(*x) for x in names]
 
 
 def joined(ours: str, theirs: Sequence[str], sizes: Sequence[int]) -> Rule:
-    """Theirs one below the other: rows `sizes`."""
+    """A rule that stacks their weights, of `sizes` rows, in one of ours."""
     return Rule(
         (ours,),
         tuple(theirs),

@@ -1,4 +1,4 @@
-"""What the launches share: the tiles of a device, its current stream, strides in wide units."""
+"""Shared by the launches: the tiles of a device, its current stream, strides in wide units."""
 
 import math
 from functools import cache

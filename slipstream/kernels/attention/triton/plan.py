@@ -50,7 +50,7 @@ def _too_wide(q: Tensor, v: Tensor) -> str | None:
 
 
 def kind(inputs: AttentionInputs, options: AttentionOptions, impl: str = "triton") -> KernelKey:
-    """What a verdict on the kernels of a call holds for."""
+    """The calls that share a verdict on the kernels."""
     q, flags = (
         inputs.q,
         [name for name in AttentionInputs._fields[3:] if getattr(inputs, name) is not None],

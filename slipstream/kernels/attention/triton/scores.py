@@ -1,4 +1,4 @@
-"""What the kernels of the family share: where a sequence lies, who sees whom, and the scores.
+"""Device functions of the family: where a sequence lies, the mask, and the scores.
 
 Rows are queries or keys of a sequence, positions are those of its keys; query r stands at position
 r + (keys - queries). Tiles of B rows: a tensor packed by cu [N + 1] has cu[N] / B + N of them, an

@@ -179,7 +179,7 @@ def attnres_bwd_sm90_kernel(
             do = do + (dy[p].to(gl.float32),)
         if wo_ptr is not None:
             do = _of_norm(do, rows, numbers, here, lse, wo, dwo, D, PIECES, BD, VEC, WARPS, L, eps)
-        # all p add up to 1 but for lse's rounding, which is not small beside scores of 100
+        # all p add up to 1 except for lse's rounding, which is not small beside scores of 100
         b_along, b_all = lse * 0.0, lse * 0.0
         for n in range(L):
             b_dot = gl.zeros([BD], gl.float32, layout)

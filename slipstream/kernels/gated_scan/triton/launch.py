@@ -30,7 +30,7 @@ INTERPRETER = Tile(2, 4, 16, 4)
 
 
 class Back(NamedTuple):
-    """What only the backward scan has, by the names of scan.py."""
+    """The backward scan's own arguments, by the names of scan.py."""
 
     h: Tensor
     initial: Tensor | None

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A span computed but for the scan.
+    """A span computed except for the scan.
 
     step: the scan's, whose rest the scan turns into x; inverse [n, C, C] of the matrix before x.
     """

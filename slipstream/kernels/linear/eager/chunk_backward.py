@@ -52,7 +52,7 @@ def chunk_backward(
 
 
 def _block_start_states(terms: LinearInputs, layout: Layout) -> list[Carry]:
-    """What the scan carries into each span."""
+    """The scan's state before each span."""
     carry, starts = layout.begin(terms.initial_state), []
     for span in layout.spans():
         starts.append(carry.copy())

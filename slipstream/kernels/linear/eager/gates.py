@@ -219,7 +219,7 @@ class ChannelGate:
         return InputGrads(d.from_state, d.to_state, dg)
 
     def _backward(self, cut: slice, reads: Rows, writes: Rows, d: IntraGrads, dg: Tensor) -> None:
-        """A slice of chunks, but for the diagonals; d.from_state and to_state become the result."""
+        """A slice of chunks, except the diagonals; d.from_state and to_state become the result."""
         assert d.log_total is not None
         scan = ChannelScan(self.g[cut])
         seams = list(scan.up())

@@ -58,7 +58,7 @@ def _shared_memory_reason(terms: LinearInputs) -> str | None:
 
 
 def kind(terms: LinearInputs, impl: str = "triton", by_token: bool = False) -> KernelKey:
-    """What a verdict on the kernels of a call holds for."""
+    """The calls that share a verdict on the kernels."""
     q, v = terms.q, terms.v
     if by_token or only_by_token(terms):
         return ("linear.step", q.dtype, v.dtype, q.shape[-1], v.shape[-1], terms.decay)

@@ -109,7 +109,7 @@ def _tensors(out: Tensor, inputs: StepInputs) -> dict[str, Any]:
 
 
 def _pools(inputs: StepInputs) -> dict[str, Any]:
-    """What is written in place: pointers, sizes and strides."""
+    """The tensors written in place: pointers, sizes and strides."""
     state, window = inputs.state, inputs.conv_state
     scale, residual = inputs.state_scale, inputs.state_residual
     return {

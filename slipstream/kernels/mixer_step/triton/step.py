@@ -65,7 +65,7 @@ def _token(
     pointers, rows, places, first, t, i_h, K: tl.constexpr, V: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads of token t: q, k, v, the gate with its bias, beta, write."""
+    """A program's inputs of token t: q, k, v, the gate with its bias, beta, write."""
     q_ptr, k_ptr, v_ptr, g_ptr, dt_bias_ptr, beta_ptr, write_ptr = pointers
     row_q, row_k, row_v, row_g, row_beta, row_write = rows
     o_k, o_c, m_k, m_v = places

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel share: layouts, loads and the functions of a token.
+"""Shared by the forward and the backward kernel: layouts, loads and the functions of a token.
 
 A thread keeps the states of CHANNELS channels, N / LANES numbers each, in registers, and goes from
 token to token. What it needs of a token comes from shared memory, where a tile of tokens was put

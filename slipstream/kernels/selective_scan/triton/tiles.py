@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel share: tiles of tokens, and scans of them.
+"""Shared by the forward and the backward kernel: tiles of tokens, and scans of them.
 
 A tile is RUNS runs of RUN tokens by BD channels. The tokens of a run are a thread's: a tensor of a
 tile is a tuple of RUN tensors [RUNS, BD], the i-th of the i-th token of every run.

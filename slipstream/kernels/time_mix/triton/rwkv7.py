@@ -317,7 +317,7 @@ def _heads(x: Tensor, heads: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _sizes(x: Tensor, heads: int, elements: int) -> dict[str, int]:
-    """What all kernels are told of x [B, T, D]."""
+    """The sizes and strides of x [B, T, D] that all kernels take."""
     D = x.shape[2]
     K = D // heads
     BK = triton.next_power_of_2(K)

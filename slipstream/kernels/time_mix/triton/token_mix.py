@@ -71,7 +71,7 @@ def token_mix_kernel(
     sums = (tl.zeros([BD], tl.float32),) * M
     first = tl.program_id(0) * rows_each
     last = tl.minimum(first + rows_each, R)
-    # of the token before: itself, and its gradient but for what this one adds
+    # of the token before: itself, and its gradient except for what this one adds
     b_last, b_waiting = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if before_ptr is None:
         b_last = _row(x_ptr, first - 1, o_d, m_d & (first % T != 0), D)

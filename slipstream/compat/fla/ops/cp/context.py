@@ -11,7 +11,7 @@ from slipstream.parallel import ContextParallel
 
 @dataclass
 class FLACPContext:
-    """What build_cp_context returns; without a group there is no context parallelism.
+    """The result of build_cp_context; without a group there is no context parallelism.
 
     Attributes:
         cu_seqlens, cu_seqlens_cpu: offsets of this rank's pieces of sequences, int32.

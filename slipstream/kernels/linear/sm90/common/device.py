@@ -1,4 +1,4 @@
-"""What kernels of the linear family on sm_90 share."""
+"""Device functions that the linear family's kernels on sm_90 share."""
 
 from slipstream.kernels.primitives.gluon_compat import (
     copy_out,

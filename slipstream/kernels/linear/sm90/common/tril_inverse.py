@@ -128,7 +128,7 @@ def lefts(b, wa: gl.constexpr):
 
 @gluon.jit
 def times(lhs, rhs, at: gl.constexpr, b, COLUMNS: gl.constexpr):
-    """b and left by right in float32, but for 2^-16 of it or less; a warp takes of right, its
+    """b and left by right in float32, except for 2^-16 of it or less; a warp takes of right, its
     halves, the block of the row `at` before its own."""
     wb: gl.constexpr = gl.DotOperandLayout(1, b.type.layout, 2)
     every = gl.zeros([NB, BASE, BASE], gl.bfloat16, wb)

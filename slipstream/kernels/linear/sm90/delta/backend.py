@@ -347,7 +347,7 @@ class Sm90Delta(DeltaBackend):
 
 
 def _flags(terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None) -> dict[str, Any]:
-    """What all kernels that go from chunk to chunk are compiled for."""
+    """The constants of all kernels that go from chunk to chunk."""
     return {
         "K": terms.q.shape[-1],
         "V": terms.v.shape[-1],

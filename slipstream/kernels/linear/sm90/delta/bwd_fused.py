@@ -11,7 +11,7 @@ formulas of triton/delta/dqkg.py.
 
 S and w are made once more, a block of `every` chunks at a time: forward leaves S before each block,
 in 16 bits as it is in all products, and from there a program scans to the block's end before it
-goes back (bwd_fused_recompute.py). Recomputed states go to memory of that program alone, but for
+goes back (bwd_fused_recompute.py). Recomputed states go to memory of that program alone, except for
 the first, which forward left, and the last, which is in shared memory; dS' is in memory too while S
 takes its registers.
 

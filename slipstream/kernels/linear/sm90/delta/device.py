@@ -1,4 +1,4 @@
-"""What the scans of the delta rule on sm_90 share: where a program is and what it finds there."""
+"""Shared by the scans of the delta rule on sm_90: a program's place, and its loads."""
 
 from typing import Any, NamedTuple
 

@@ -290,7 +290,7 @@ def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
 def _flags(
     terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None, segments: Segments | None
 ) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """The constants of both kernels."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     return {
         "K": K,

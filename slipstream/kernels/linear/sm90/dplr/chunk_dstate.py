@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What leaves by TMA, one for each 64 columns of V."""
+    """Tiles that TMA stores, one for each 64 columns of V."""
 
     dstate: Any
     y: Any

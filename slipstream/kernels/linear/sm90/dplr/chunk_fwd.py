@@ -74,7 +74,7 @@ class Tiles(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What leaves by TMA, one for each 64 columns of V."""
+    """Tiles that TMA stores, one for each 64 columns of V."""
 
     x: Any  # or o
     state: Any

@@ -390,7 +390,7 @@ def dplr_intra_safe_bwd_sm90_kernel(
     da_ptr,  # dplr
     db_ptr,  # and of what erases
     dg_ptr,  # in the gates' dtype
-    dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
+    dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     cu_ptr,  # [N + 1]
     scale,
     T,

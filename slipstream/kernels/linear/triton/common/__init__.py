@@ -1,1 +1,1 @@
-"""What the Triton kernels of the linear family share."""
+"""Shared by the Triton kernels of the linear family."""

@@ -22,7 +22,7 @@ BLOCK = 1024  # numbers of a state that a program follows
 def _load_segment(
     states_ptr, total_ptr, at, exists, o, m, o_d, D: tl.constexpr, SIZE: tl.constexpr
 ):
-    """What a segment adds, and its decay."""
+    """A segment's addition to the state, and its decay."""
     m = m & exists
     b_e = tl.load(states_ptr + at * SIZE + o, mask=m, other=0.0)
     b_d = 1.0

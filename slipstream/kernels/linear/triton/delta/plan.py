@@ -1,4 +1,4 @@
-"""What the delta rule's kernels are given by shapes, dtypes and device alone: tiles, segments."""
+"""Tiles and segments of the delta rule's kernels, by shapes, dtypes and device alone."""
 
 from functools import cache
 from typing import Any

@@ -52,7 +52,7 @@ CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=
 
 
 class ChunkStates(NamedTuple):
-    """What the gradients of all chunks are made from, by the names of chunk.py."""
+    """Inputs of the gradients of all chunks, by the names of chunk.py."""
 
     x: Tensor
     y: Tensor
@@ -361,7 +361,7 @@ class TritonDplr:
         dbeta: Tensor | None,
         scale: float,
     ) -> None:
-        """Into grads: those of q, k, a, b and g [B, T, HV, K]; and into dbeta but for its first.
+        """Into grads: those of q, k, a, b and g [B, T, HV, K]; and into dbeta except for its first.
 
         Args:
             strong: which chunks are computed again, in sub-chunks [chunks, HV].
@@ -437,7 +437,7 @@ def _triangles(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
 
 
 def _ones(terms: LinearInputs) -> Tensor:
-    """What dplr_gates.triangle reads."""
+    """The inputs of dplr_gates.triangle."""
     dtype = torch.float32 if _gate_options(terms)["FP32"] else torch.bfloat16
     return _triangles(terms.q.device, tile_of(terms)[0].C, dtype)
 

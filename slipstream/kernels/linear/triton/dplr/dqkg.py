@@ -100,7 +100,7 @@ def _of_states_after(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x dS'^T and, but for DELTA, v dS'^T [C, BK]."""
+    """x dS'^T and, except for DELTA, v dS'^T [C, BK]."""
     b_db = tl.zeros((o_c.shape[0], BK), tl.float32)
     b_dk = tl.zeros((o_c.shape[0], BK), tl.float32)
     for n in range(tl.cdiv(V, BV)):
@@ -166,7 +166,7 @@ def _of_writes(
     b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, apart,
     DELTA: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and da with what comes of what tokens wrote, w and but for DELTA u."""
+    """dq and da with what comes of what tokens wrote, w and except for DELTA u."""
     p_qk = dqb_ptr if DELTA else dqk_ptr + i_a
     p_ak = dqb_ptr if DELTA else dak_ptr + i_a
     b_dq = _scores_grads(
@@ -207,7 +207,7 @@ def dplr_dqkg_kernel(
     dk_ptr,
     da_ptr,  # dplr
     db_ptr, dg_ptr,
-    dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
+    dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     strong_ptr,  # [chunks, HV]
     cu_ptr,  # [N + 1]
     scale, T, N, HV, H, tokens,

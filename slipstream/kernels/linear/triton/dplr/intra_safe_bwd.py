@@ -8,7 +8,7 @@ As dqkg.py, but the scores' part step by step (gate_sums.py),
     dk = exp(G_C - G) v dS'^T + sum of exp(e) (dqk^T (q exp(e)) + dak^T (a exp(e)))
 
 and the gates' gradients from sums that run as those of the exponents do: dg_t comes of the pairs
-i >= t > j alone, but for pairs within a block of the first step, whose shares before and after t
+i >= t > j alone, except for pairs within a block of the first step, whose shares before and after t
 cancel.
 """
 
@@ -166,7 +166,7 @@ def dplr_intra_safe_bwd_kernel(
     da_ptr,  # dplr
     db_ptr,
     dg_ptr,
-    dbeta_ptr,  # [1 + NK, tokens, HV], delta, but for the first
+    dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     strong_ptr,  # [chunks, HV]
     ones_ptr,  # [2, C, C]: dplr_gates.triangle
     cu_ptr,  # [N + 1]

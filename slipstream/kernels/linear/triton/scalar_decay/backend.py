@@ -62,7 +62,7 @@ class ChunkLaunch(NamedTuple):
 
 
 class GateSums(NamedTuple):
-    """What the launches for dq and dk leave for dg, by the names of chunk.py."""
+    """Results of the launches for dq and dk that dg needs, by the names of chunk.py."""
 
     q_rows: Tensor
     k_rows: Tensor

@@ -78,7 +78,7 @@ class ChunkLaunch(NamedTuple):
 
 
 class GateSums(NamedTuple):
-    """What the dq and the dk scan leave for dg, by the names of chunk.py."""
+    """Results of the dq and the dk scan for dg, by the names of chunk.py."""
 
     sums: Tensor
     z: Tensor

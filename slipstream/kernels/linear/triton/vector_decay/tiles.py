@@ -2,7 +2,7 @@
 
 C tokens a chunk, in all of them; K is the side that decays. Preparing takes K by BK channels at a
 time, the gradients BK a program, both in `prepare` and `grads`; P takes V by as many as `prepare`.
-The scans' are those of tiles.py but for C.
+The scans' are those of tiles.py except for C.
 """
 
 from dataclasses import dataclass, replace
