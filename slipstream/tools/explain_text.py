@@ -41,16 +41,17 @@ def parse_shape(text: str, dtype: str, flags: Mapping[str, bool]) -> Shape:
 
 
 def lines(samples: Sequence[Sample], shape: Shape, arch: str, flags: bool = False) -> Iterator[str]:
-    """What is the same for ways to call an operator is said of the first of them.
+    """The lines of explain. A way to call an operator that has the kernels of an earlier one refers
+    to it.
 
     Args:
         flags: name the compile-time options of each kernel too.
     """
+    row = None if arch == "cpu" else named(arch)
     yield f"{', '.join(dict.fromkeys(x.op for x in samples))}  {shape}  {arch}"
-    if arch == "cpu":
+    if row is None:
         yield "  chosen: eager, plain torch; kernels run on GPUs"
         return
-    row = named(arch)
     toolchain.select_ptxas((arch,))
     yield f"  {arch}: {row.shared} bytes of shared memory, {row.instruction or 'no tensor cores'}"
     yield from _compilers(arch)

@@ -322,6 +322,11 @@ def test_explain_says_each_fact_once() -> None:
     assert len(facts) == len(set(facts)) and "232448 bytes of shared memory" in text
 
 
+def test_explain_refuses_unknown_architecture() -> None:
+    status, text = invoke("explain", "chunk_kda", "--arch", "sm_9")
+    assert status == 2 and text.startswith("error: arch: want one of sm_70")
+
+
 @needs_compiler
 def test_explain_says_what_a_backend_is_chosen_for() -> None:
     """A gate's kernels are Triton's whatever the recurrence runs on."""
