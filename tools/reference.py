@@ -20,7 +20,9 @@ GROUPS = {
         "delta_rule gated_delta_rule gated_delta_product kda gdn2 comba "
         "gated_oja_rule precond_gated_delta_rule precond_kda iplr_delta_rule dplr_delta_rule rwkv7"
     ),
-    "Decoding with a pool of states": ("recurrent_step mixer_step projection_step quantize_state"),
+    "Decoding with a pool of states": (
+        "recurrent_step mixer_step projection_step quantize_state prefix_states"
+    ),
     "State-space models": "selective_scan mamba3",
     "Softmax attention": "attention latent_attention flash_attn",
     "Normalisation": "norm attnres",

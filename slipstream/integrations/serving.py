@@ -5,12 +5,12 @@ the device, so all of it can be captured in a CUDA graph.
 """
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import prefix_states
 from slipstream.ops import mixer_step
 
 
@@ -120,51 +120,32 @@ def prefill(
     return o
 
 
-def prefill_in_pieces(
+def prefill_with_states(
     rule: Callable[..., tuple[Tensor, Tensor | None]],
     *tensors: Tensor,
     states: Tensor,
     slots: Tensor,
     cu_seqlens: Tensor,
     every: int,
+    count: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As prefill, and the states on the way: one call for each `every` tokens of the longest
-    sequence. Waits for the offsets. With consistent=True among the options, and `every` a multiple
-    of 64, o and the states have the bits of a call for each sequence.
+    """As prefill, and the states on the way.
+
+    Args:
+        every: a multiple of 64.
+        count: how many states that makes of all sequences: one after each `every` tokens, none
+            after a remainder.
 
     Returns:
-        o, and the states in float32 [count, HV, V, K], sequence by sequence: one after each `every`
-        tokens, none after a remainder.
+        o, and the states in float32 [count, HV, V, K], sequence by sequence.
     """
-    offsets = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in pairwise(offsets)]
-    state = read_rows(states, slots).float()
-    outputs: list[list[Tensor]] = [[] for _ in lengths]
-    checkpoints: list[list[Tensor]] = [[] for _ in lengths]
-    for at in range(0, max(lengths, default=0), every):
-        which = [n for n, length in enumerate(lengths) if length > at]
-        counts = [min(every, lengths[n] - at) for n in which]
-        cut = [slice(offsets[n] + at, offsets[n] + at + count) for n, count in zip(which, counts)]
-        rows = torch.tensor(which, device=state.device)
-        o, after = rule(
-            *(torch.cat([x[:, tokens] for tokens in cut], 1) for x in tensors),
-            initial_state=state.index_select(0, rows),
-            output_final_state=True,
-            state_v_first=True,
-            cu_seqlens=cu_seqlens.new_tensor([0, *accumulate(counts)]),
-            **options,
-        )
-        assert after is not None
-        state = state.index_copy(0, rows, after.float())
-        for n, part, one, count in zip(which, o.split(counts, 1), after, counts):
-            outputs[n].append(part)
-            checkpoints[n] += [one.float()] if count == every else []
-    write_rows(states, slots, state)
-    pieces = [part for parts in outputs for part in parts]
-    whole = [one for parts in checkpoints for one in parts]
-    o = torch.cat(pieces, 1) if pieces else tensors[2].clone()
-    return o, torch.stack(whole) if whole else state[:0]
+    v = tensors[2]
+    pool = states.new_empty(count, *states.shape[1:], dtype=torch.float32)
+    prefix = prefix_states.every(pool, cu_seqlens, v.shape[1], every)
+    given: dict[str, Any] = {"states": states, "slots": slots, "cu_seqlens": cu_seqlens}
+    with torch.no_grad():
+        return prefill(rule, *tensors, prefix_states=prefix, **given, **options), pool
 
 
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.integrations.serving import (
     prefill,
-    prefill_in_pieces,
+    prefill_with_states,
     step,
     step_drafts,
     unpacked,
@@ -174,9 +174,8 @@ class GDNKernel(_Kernel):
         options: dict[str, Any] = {"states": ssm_states, "slots": cache_indices}
         options |= {"cu_seqlens": query_start_loc, "use_qk_l2norm_in_kernel": True}
         if num_state_checkpoints:
-            o, h = prefill_in_pieces(
-                chunk_gated_delta_rule, *tensors, every=state_checkpoint_every_n_tokens, **options
-            )
+            options |= {"every": state_checkpoint_every_n_tokens, "count": num_state_checkpoints}
+            o, h = prefill_with_states(chunk_gated_delta_rule, *tensors, **options)
             return o, None, h[None]
         o = prefill(chunk_gated_delta_rule, *tensors, in_place=inplace_update, **options)
         return o, None, None

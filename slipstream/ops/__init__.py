@@ -1,5 +1,6 @@
 """The public operators, one module each."""
 
+from slipstream.kernels.linear.prefix_states import PrefixStates as PrefixStates
 from slipstream.ops.activation import geglu as geglu
 from slipstream.ops.activation import glu_linear as glu_linear
 from slipstream.ops.activation import sigmoid_glu as sigmoid_glu

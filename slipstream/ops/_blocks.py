@@ -17,6 +17,8 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.kernels.linear import prefix_states
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import INTERPRETED
 from slipstream.runtime.consistent import BLOCK
 
@@ -80,8 +82,17 @@ class _Blocks(NamedTuple):
 
     def run(self, fn: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
         rows, states, initial = [], [], self.given.get("initial_state")
+        prefix = self.given.get("prefix_states")
+        if prefix is not None:
+            q = self.given["q" if "q" in self.given else "r"]
+            terms = LinearInputs(q, self.given["k"], self.given["v"])
+            prefix = prefix_states.check(
+                prefix, terms._replace(cu_seqlens=self.given.get("cu_seqlens"))
+            )
         for n, place in enumerate(self.places):
-            o, state = self._sequence(fn, None if initial is None else initial[n : n + 1], *place)
+            to = None if prefix is None else (prefix.pool, prefix.rows[n].tolist())
+            state = None if initial is None else initial[n : n + 1]
+            o, state = self._sequence(fn, state, to, *place)
             rows.append(o)
             states.append(state)
         packed = self.given.get("cu_seqlens") is not None
@@ -89,17 +100,31 @@ class _Blocks(NamedTuple):
         return torch.cat(rows, dim=1 if packed else 0), final
 
     def _sequence(
-        self, fn: Callable[..., Any], state: Tensor | None, row: int, begin: int, end: int
+        self,
+        fn: Callable[..., Any],
+        state: Tensor | None,
+        prefix: tuple[Tensor, list[int]] | None,
+        row: int,
+        begin: int,
+        end: int,
     ) -> tuple[Tensor, Tensor]:
+        """prefix: a pool, and its rows for the states after blocks."""
         parts = []
         for at in range(begin, max(end, begin + 1), BLOCK):  # one of an empty sequence
             stop = min(at + BLOCK, end)
             block = {n: self._block(n, x[row : row + 1, at:stop]) for n, x in self.tokens.items()}
-            ends = {"initial_state": state, "output_final_state": True, "cu_seqlens": None}
+            ends: dict[str, Any] = {"initial_state": state, "output_final_state": True}
+            ends |= {"cu_seqlens": None, "prefix_states": None}
             o, state = fn(**{**self.given, **block, **ends})
             parts.append(o[:, : stop - at])
+            if prefix is not None and state is not None and stop - at == BLOCK:
+                self._store(state, prefix[0], prefix[1][(at - begin) // BLOCK])
         assert state is not None
         return torch.cat(parts, dim=1), state
+
+    def _store(self, state: Tensor, pool: Tensor, to: int) -> None:
+        if to >= 0:
+            pool[to] = state[0] if self.given.get("state_v_first") else state[0].mT
 
     def _block(self, name: str, x: Tensor) -> Tensor:
         missing = BLOCK - x.shape[1]

@@ -5,6 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops._blocks import by_blocks
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -28,6 +29,7 @@ def chunk_gla(
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
+    prefix_states: PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention, chunkwise: each row of the state decays at its own rate.
 
@@ -53,6 +55,8 @@ def chunk_gla(
         consistent: the same bits wherever a sequence is cut at a multiple of 64 tokens, with or
             without gradients, and whatever else there is in the batch. In plain torch slow: it goes
             64 tokens of one sequence at a time. Not with reverse or context.
+        prefix_states: states to leave on the way, for requests with the same prefix: a PrefixStates
+            lists multiples of 64 tokens and rows of a pool. Not with gradients, reverse or context.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -68,7 +72,15 @@ def chunk_gla(
     return run(
         LinearInputs(q, k, v, g=g, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(
-            scale, output_final_state, state_v_first, reverse, chunk_size, impl, context, consistent
+            scale,
+            output_final_state,
+            state_v_first,
+            reverse,
+            chunk_size,
+            impl,
+            context,
+            consistent,
+            prefix_states,
         ),
         recurrent=False,
     )

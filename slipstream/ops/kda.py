@@ -5,6 +5,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops._blocks import by_blocks
 from slipstream.ops._preprocess import beta_sigmoid, delta_gate, l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
@@ -37,6 +38,7 @@ def chunk_kda(
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
+    prefix_states: PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention, chunkwise: decay each channel, then correct what lies under the key.
 
@@ -72,6 +74,8 @@ def chunk_kda(
         consistent: the same bits wherever a sequence is cut at a multiple of 64 tokens, with or
             without gradients, and whatever else there is in the batch. In plain torch slow: it goes
             64 tokens of one sequence at a time. Not with reverse or context.
+        prefix_states: states to leave on the way, for requests with the same prefix: a PrefixStates
+            lists multiples of 64 tokens and rows of a pool. Not with gradients, reverse or context.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
@@ -97,7 +101,15 @@ def chunk_kda(
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(
-            scale, output_final_state, state_v_first, reverse, chunk_size, impl, context, consistent
+            scale,
+            output_final_state,
+            state_v_first,
+            reverse,
+            chunk_size,
+            impl,
+            context,
+            consistent,
+            prefix_states,
         ),
         recurrent=False,
     )

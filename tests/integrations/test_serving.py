@@ -16,7 +16,7 @@ from slipstream.integrations import sglang, vllm
 from slipstream.integrations.serving import (
     packed,
     prefill,
-    prefill_in_pieces,
+    prefill_with_states,
     read_rows,
     unpacked,
     write_rows,
@@ -109,7 +109,9 @@ def test_states_on_the_way(consistent: bool) -> None:
         rule = partial(chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, consistent=True)
         pool: dict[str, Any] = {"states": call.states, "slots": call.slots}
         tensors = [given[x] for x in names]
-        o, h = prefill_in_pieces(rule, *tensors, **pool, cu_seqlens=call.offsets, every=64)
+        o, h = prefill_with_states(
+            rule, *tensors, **pool, cu_seqlens=call.offsets, every=64, count=2
+        )
         left = call.states.clone()
         call.states.copy_(before)
         assert torch.equal(o, prefill(rule, *tensors, **pool, cu_seqlens=call.offsets))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange, SavedWY
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.workspace import (
     NO_OUTPUTS,
@@ -106,6 +107,7 @@ class DeltaBackend(ABC):
         s_out: Tensor | None = None,
         segments: Segments | None = None,
         checkpoints: Checkpoints | None = None,
+        prefix: PrefixStates | None = None,
     ) -> None:
         """Into out: o, or w if states [chunks, HV, V, K] are wanted, the state before each chunk.
         s_in, s_out: the states before and after sequences; s_in those before segments, if cut."""
@@ -218,6 +220,7 @@ class DeltaBackend(ABC):
         active: int | None = None,
         save: bool = False,
         exchange: Exchange | None = None,
+        prefix: PrefixStates | None = None,
     ) -> tuple[Tensor, Tensor, SavedWY | None]:
         """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and if a backward
         follows what that need not compute again.
@@ -228,6 +231,7 @@ class DeltaBackend(ABC):
             active: of for_active.
             save: whether a backward follows.
             exchange: of a call whose sequences go on at other ranks.
+            prefix: states to leave on the way.
         """
         backend, terms = self.for_active(active), self.to_kernel_layout(terms)
         o, final = out or (
@@ -242,7 +246,7 @@ class DeltaBackend(ABC):
             for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
                 wy_slice = wy.of_tokens(tokens)
                 ends = backend.scan_ends(terms_slice, wy_slice, end, exchange)
-                ends["checkpoints"] = for_backward
+                ends |= {"checkpoints": for_backward, "prefix": prefix}
                 backend.chunk_fwd(terms_slice, wy_slice, scale, o_slice, **ends)
         saved = SavedWY(*wy, for_backward.states if for_backward else None) if save else None
         return o, final, saved

@@ -6,6 +6,7 @@ argument checks under the user's names, default scale, autocast, reversed time, 
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,17 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
+from slipstream.kernels.linear import prefix_states
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs
-from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call_forward
+from slipstream.kernels.linear.op import (
+    CONSISTENT,
+    DEFAULT_CHUNK,
+    Linear,
+    call_forward,
+    forward_impl,
+)
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
@@ -60,6 +69,7 @@ class LinearOptions(NamedTuple):
     impl: str | None = None
     context: ContextParallel | None = None
     consistent: bool = False
+    prefix_states: PrefixStates | None = None
 
     def scale_of(self, q: Tensor) -> float:
         """The factor on the output: K^-0.5 if none is given."""
@@ -92,6 +102,8 @@ def run(
         step = consistent_scope.step
     if step is not None:
         terms = terms.with_tokens(step.blocks)
+    if options.prefix_states is not None:
+        _expect_prefix_states(options)
     if options.context is not None:
         given = terms, options, options.context, recurrent, names or {}
         return options.context.eagerly(_run_across_ranks, *given)
@@ -108,11 +120,13 @@ def run(
     if options.reverse:
         terms = _reversed(terms)
     scale = options.scale_of(terms.q)
-    if plan.impl == "reference":
+    chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+    chunk = CONSISTENT if same_bits else chunk
+    if options.prefix_states is not None:
+        o, state = _with_prefix_states(terms, options, plan, scale, chunk)
+    elif plan.impl == "reference":
         o, state = linear_reference(terms, scale)
     else:
-        chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-        chunk = CONSISTENT if same_bits else chunk
         groups = None if plan.impl in PLAIN else plan.groups
         given = terms if groups is None else split_heads(terms, groups)
         arguments = scale, chunk, plan.impls, groups is not None and groups.rows > 1
@@ -129,6 +143,30 @@ def run(
     if not options.output_final_state:
         return o, None
     return o, state.transpose(-1, -2) if options.state_v_first else state
+
+
+def _with_prefix_states(
+    terms: LinearInputs, options: LinearOptions, plan: "_Plan", scale: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """o and the final state, of a call that leaves states on its way."""
+    assert options.prefix_states is not None
+    prefix = prefix_states.check(options.prefix_states, terms)
+    by_kernels = plan.impl != "reference" and plan.groups is None and terms.gv is None
+    if plan.impl in PLAIN or by_kernels:
+        return forward_impl(*terms, scale, chunk, plan.impls, prefix=prefix)
+    ends = {"output_final_state": True, "state_v_first": False, "prefix_states": None}
+    call = partial(run, options=options._replace(**ends), recurrent=False)
+    return prefix_states.by_calls(call, terms, prefix)
+
+
+def _expect_prefix_states(options: LinearOptions) -> None:
+    """
+    Raises:
+        NotImplementedError: beside an option with which the states are others.
+    """
+    if options.reverse or options.context is not None:
+        name = "reverse" if options.reverse else "context"
+        raise NotImplementedError(f"prefix_states: not with {name}")
 
 
 def _expect_consistent(options: LinearOptions) -> None:

@@ -6,8 +6,7 @@ also returns the states between them, for backward. slipstream::linear_backward 
 LinearInputs and of BackwardCall, and returns the gradients of the differentiable terms given, in
 their order.
 
-From top to bottom: forward (forward_impl, which asks a back end or plain torch), backward
-(backward_impl), the operators, and the autograd function around them (Linear).
+Below: forward_impl, backward_impl, the operators, and the autograd function around them (Linear).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from slipstream.kernels.linear.inputs import (
     ForwardCall,
     LinearInputs,
 )
+from slipstream.kernels.linear.prefix_states import PrefixStates, by_calls
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -59,7 +59,11 @@ _TERMS = schema_of(LinearInputs)
 
 
 def forward_impl(
-    *args: Any, out: Outputs = None, save: bool = False, exchange: Exchange | None = None
+    *args: Any,
+    out: Outputs = None,
+    save: bool = False,
+    exchange: Exchange | None = None,
+    prefix: PrefixStates | None = None,
 ) -> tuple[Any, ...]:
     """Runs the first implementation of a call that works, and says nothing of gradients.
 
@@ -68,6 +72,7 @@ def forward_impl(
         out: memory for o and the final state.
         save: the back end leaves a SavedWY if it can.
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
+        prefix: states to leave on the way, of a call without the arguments before.
 
     Returns:
         o, the final state; and if ForwardCall.num_slices is given the states between the slices,
@@ -94,6 +99,8 @@ def forward_impl(
             backend = _backend_for(first, terms, by_token)
             can = backend.CAPABILITIES
             given = _as_fp32(terms) if wide and not can.fp32_out else terms
+            if prefix is not None:
+                return backend.forward(terms, scale, prefix=prefix)[:2]
             slices = _forward_slices(given, call, can, out, exchange)
             options, states = _forward_options(given, call, can, slices, save, exchange)
             if len(slices) == 1 and out is None:
@@ -107,12 +114,13 @@ def forward_impl(
             return _in_slices(run, given, call, slices, out)
     if others:
         args = *terms, *call._replace(impl=others)
-        return forward_impl(*args, out=out, save=save, exchange=exchange)
+        return forward_impl(*args, out=out, save=save, exchange=exchange, prefix=prefix)
+    if prefix is not None:
+        return by_calls(lambda x: forward_impl(*x, *call), terms, prefix)
     if exchange is not None:
         exchange.by_calls()
-    forward = partial(_eager, chunk=chunk)
+    forward, num_slices = partial(_eager, chunk=chunk), call.num_slices or 0
     terms = _as_fp32(terms) if wide else terms
-    num_slices = call.num_slices or 0
     if num_slices <= 1 and out is None:
         return *forward(terms, scale), *_with_states(terms, None, [], call.num_slices)
     slices = workspace.fwd_slices(terms, num_slices) if num_slices > 1 else [workspace.WHOLE]

@@ -15,6 +15,7 @@ import torch
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import race_detector, threads
+from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support.causality import with_other_future
 from tests.support.sm90_delta import CASES, C, Run, inputs, kernels, near
 
@@ -180,3 +181,27 @@ def test_ends_lead_to_the_states_that_segments_meet(case: tuple) -> None:
             M, E = made[slot + 1, :, :, V:], back[slot + 1]
             cut = (far[slot + 1] > 0)[:, None, None]
             near(torch.where(cut, E, M.mT @ dstates[slot + 1].mT + E), dstates[slot].mT)
+
+
+@pytest.mark.parametrize("case", [CASES["odd"], CASES["wide"]], ids=["odd", "packed"])
+@pytest.mark.parametrize("way", ["walk", "wide", "segments"])
+def test_states_are_left_on_the_way(case: tuple, way: str) -> None:
+    terms = inputs(case)
+    whole, run, start = Run(terms), Run(terms, segment=2 * C), terms.initial_state
+    if way == "segments":
+        _, states = whole.walk(start, None, keep=True)
+        start = run.empty(run.slots, *terms.state_shape[1:])
+        for n in range(terms.sequences):
+            begin, length = n * run.T, run.T
+            if terms.cu_seqlens is not None:
+                begin, length = int(terms.cu_seqlens[n]), int(terms.cu_seqlens.diff()[n])
+            for i in range(-(-length // (2 * C))):
+                places = [n * -(-run.T // tokens) for tokens in (C, 2 * C)]
+                if run.packed:
+                    places = [begin // tokens + n for tokens in (C, 2 * C)]
+                start[places[1] + i] = states[places[0] + 2 * i].mT
+    with expecting_prefix_states(terms):
+        if way == "segments":
+            run.walk(start, None, keep=False)
+        else:
+            getattr(whole, way)(start, None, keep=False)

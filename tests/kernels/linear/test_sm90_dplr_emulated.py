@@ -22,6 +22,7 @@ from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.segments import split_into_segments
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
+from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support import sm90_dplr
 from tests.support.causality import with_other_future
 from tests.support.sm90_dplr import CASES, PARTS, C, inputs
@@ -353,3 +354,11 @@ def test_transition_counts_as_zero_where_its_norm_does() -> None:
     assert 1 - 1e-9 < M[0, 3, 0, 0] < 1 + 1e-9  # all that this channel held is there
     o, _ = walk.forward(torch.stack((start[0], state)))
     torch.testing.assert_close(o, linear_reference(terms, 0.3)[0], rtol=0.0, atol=2.0**-30)
+
+
+@pytest.mark.parametrize("case", ["kda", "kda_packed", "dplr_packed"])
+def test_states_are_left_on_the_way(case: str) -> None:
+    terms = inputs(CASES[case])
+    walk = Walk(terms, prepared(terms, keep=False))
+    with expecting_prefix_states(terms):
+        walk.forward(terms.initial_state)

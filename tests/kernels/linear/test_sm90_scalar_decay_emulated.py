@@ -23,6 +23,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
+from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support.causality import with_other_future
 
 C, SPAN = 64, 2
@@ -356,3 +357,11 @@ def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) 
             *SHARED_ALONE,
         ]
     )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
+def test_states_are_left_on_the_way(case: tuple, width: int) -> None:
+    terms = inputs(case, width)
+    with expecting_prefix_states(terms):
+        Run(terms).walk((terms.q, terms.k, terms.v), terms.initial_state, None)

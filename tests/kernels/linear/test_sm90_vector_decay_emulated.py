@@ -26,6 +26,7 @@ from slipstream.kernels.linear.segments import (
 )
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
+from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support.causality import with_other_future
 
 C, SPAN, K, V = 64, 2, 128, 128
@@ -298,3 +299,10 @@ def test_edges_match_the_states(case: tuple) -> None:
             until = torch.stack([g[a : t + (terms.u is None)].sum(0) for t in range(a, b)])
             near(sums["z"][slot, h], (decay[:, None] * states[slot] * b_s[n]).sum(1))
             b_s[n] = decay[:, None] * b_s[n] + (q[a:b] * until.exp()).T @ d[a:b]
+
+
+@pytest.mark.parametrize("case", ["odd", "packed"])
+def test_states_are_left_on_the_way(case: str) -> None:
+    terms = inputs(CASES[case])
+    with expecting_prefix_states(terms):
+        walk(terms, terms.v, terms.initial_state, None)

@@ -1,5 +1,7 @@
 """Device functions that the linear family's kernels on sm_90 share."""
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.primitives.gluon_compat import (
     copy_out,
     fence_async_shared,
@@ -10,6 +12,28 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 WHOLE = gl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, which its last bits are
+
+
+class PoolRefs(NamedTuple):
+    """Where a scan leaves its state on the way (kernels/linear/prefix_states.py), or None."""
+
+    ptr: Any  # of the program's head, in a row of [HV, V, K]
+    rows: Any  # one for each of its chunks
+    size: Any  # of a row
+
+
+@gluon.jit
+def pool_refs_of(ptr, rows_ptr, i_n, i_s, at, HV, T, segment, SIZE: gl.constexpr, C: gl.constexpr):
+    """Of segment i_s of sequence i_n. at: the place of a program in a row; SIZE: of a head."""
+    rows_ptr += i_n * gl.cdiv(T, C) + i_s * (segment // C)
+    return PoolRefs(ptr + at, rows_ptr, HV.to(gl.int64) * SIZE)
+
+
+@gluon.jit
+def store_to_pool(pool, to, b_s, o):
+    """b_s to a row of the pool, if that is not below 0."""
+    if to >= 0:
+        gl.store(pool.ptr + to.to(gl.int64) * pool.size + o, b_s.to(pool.ptr.dtype.element_ty))
 
 
 @gluon.jit

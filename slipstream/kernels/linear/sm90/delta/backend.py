@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     CHUNK,
     NUM_SMS,
@@ -150,6 +151,7 @@ class Sm90Delta(DeltaBackend):
         s_out: Tensor | None = None,
         segments: Segments | None = None,
         checkpoints: Checkpoints | None = None,
+        prefix: PrefixStates | None = None,
     ) -> None:
         """In one of two kernels."""
         HV, V = terms.v.shape[2:]
@@ -179,6 +181,7 @@ class Sm90Delta(DeltaBackend):
             SAVE_STATES=states is not None,
             SAVE_CHECKPOINTS=checkpoints is not None,
             SKIP_EMPTY=self._skips_empty(segments),
+            **(prefix.pointers() if prefix else NO_POINTERS),
             **sizes,
             **_flags(terms, s_in, s_out),
         )

@@ -34,8 +34,11 @@ moves 232 KB a chunk.
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
+    PoolRefs,
     alloc_mbarriers,
     load_beta_gate,
+    pool_refs_of,
+    store_to_pool,
     zero_tail_rows,
 )
 from slipstream.kernels.linear.sm90.delta.device import (
@@ -151,7 +154,7 @@ def wy_partition(
 
 @gluon.jit
 def state_partition(
-    tiles, copies, barriers, state_refs, width, reads, writes, unit, n,
+    tiles, copies, barriers, state_refs, pool, width, reads, writes, unit, n,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     SAVE_STATES: gl.constexpr,
@@ -182,6 +185,8 @@ def state_partition(
     for i in range(n):
         s = i % ST
         w = i % 2
+        if pool.rows is not None:
+            to = gl.load(pool.rows + i)
         # wy_partition has seen the stage full, and may have cleared its tail
         mbarrier.wait(barriers.w_full.index(w), (i // 2) & 1)
         mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
@@ -216,6 +221,8 @@ def state_partition(
         mbarrier.arrive(barriers.x_full.index(w), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
+        if pool.rows is not None:
+            store_to_pool(pool, to, b_s, o_v[:, None] * K + o_k[None, :])
     if HAS_S_OUT:
         o_out = state_refs.out_offset + o_k[None, :] * width + o_v[:, None]
         gl.store(state_refs.out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
@@ -356,6 +363,8 @@ def delta_chunk_fwd_sm90_kernel(
     PACKED: gl.constexpr,
     SKIP_EMPTY: gl.constexpr = False,
     SAVE_CHECKPOINTS: gl.constexpr = False,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
     """grid (V / BV * HV * segments,), 4 warps: one program scans BV columns of V of one head.
 
@@ -385,6 +394,10 @@ def delta_chunk_fwd_sm90_kernel(
     o_out = state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = Tiles(ks, vs, rs, gs, ws)
     state_refs = StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
+    pool = PoolRefs(None, None, None)
+    if to_ptr is not None:
+        at = (i_h * V + i_v) * K
+        pool = pool_refs_of(pool_ptr, to_ptr, i_n, i_s, at, HV, T, segment, K * V, C)
     if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
         empty = alloc_mbarriers(1, ST)
@@ -393,7 +406,7 @@ def delta_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, barriers, state_refs, V, True, last, K, n,
+                    tiles, copies, barriers, state_refs, pool, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, copies, barriers, row, chunk, HV, HV * V, v_col,
@@ -425,7 +438,7 @@ def delta_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, barriers, state_refs, V, True, last, K, n,
+                    tiles, copies, barriers, state_refs, pool, V, True, last, K, n,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
                 (output_partition, (
                     o_desc, o_ptr, tiles, copies, barriers, queries, os, checkpoints, row, HV * V,

@@ -30,7 +30,14 @@ q.
 
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, store_tile, zero_tail_rows
+from slipstream.kernels.linear.sm90.common.device import (
+    PoolRefs,
+    alloc_mbarriers,
+    pool_refs_of,
+    store_tile,
+    store_to_pool,
+    zero_tail_rows,
+)
 from slipstream.kernels.linear.sm90.delta.device import (
     Checkpoints,
     Queries,
@@ -127,7 +134,7 @@ def load_partition(
 
 @gluon.jit
 def state_partition(
-    tiles, barriers, state_refs, length, n, tile: gl.constexpr,
+    tiles, barriers, state_refs, pool, length, n, tile: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
     SAVE_STATES: gl.constexpr,
@@ -146,6 +153,8 @@ def state_partition(
     zero = gl.zeros([BV, C], gl.float32, xl)
     for i in range(n):
         s = i % ST
+        if pool.rows is not None:
+            to = gl.load(pool.rows + i)
         mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
         if length - i * C < C:
             # the other state partition the rest
@@ -198,6 +207,8 @@ def state_partition(
         mbarrier.arrive(barriers.w_full.index(i_bar), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
+        if pool.rows is not None:
+            store_to_pool(pool, to, b_s, (tile * BV + o_v)[:, None] * K + o_k[None, :])
     if not SAVE_STATES:
         if tile == 0:
             # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
@@ -349,6 +360,8 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     PACKED: gl.constexpr,
     SKIP_EMPTY: gl.constexpr = False,
     SAVE_CHECKPOINTS: gl.constexpr = False,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program scans two tiles of V of one head.
 
@@ -369,6 +382,10 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     )
     o_state = state_offset(i_seg, i_h, HV, K, V) + i_v
     state_refs = StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
+    pool = PoolRefs(None, None, None)
+    if to_ptr is not None:
+        at = (i_h * V + i_v) * K
+        pool = pool_refs_of(pool_ptr, to_ptr, i_seg, 0, at, HV, T, T, K * V, C)
     if SKIP_EMPTY and n == 0:
         return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
@@ -381,10 +398,10 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, barriers, state_refs, length, n, 0,
+                    tiles, barriers, state_refs, pool, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
-                    tiles, barriers, state_refs, length, n, 1,
+                    tiles, barriers, state_refs, pool, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, tiles, barriers, row, chunk, HV, HV * V, v_col, i_v,
@@ -414,10 +431,10 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, barriers, state_refs, length, n, 0,
+                    tiles, barriers, state_refs, pool, length, n, 0,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (state_partition, (
-                    tiles, barriers, state_refs, length, n, 1,
+                    tiles, barriers, state_refs, pool, length, n, 1,
                     K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
                 (output_partition, (
                     o_desc, o_ptr, tiles, barriers, queries, os, checkpoints, row, HV * V, v_col,

@@ -14,7 +14,7 @@ wanted: these count as M = 0, which `m_is_zero` says of each segment and head. s
 joins them. Where a sequence goes on at other ranks (context.py) EVERY segment's are wanted.
 """
 
-from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers
+from slipstream.kernels.linear.sm90.common.device import PoolRefs, alloc_mbarriers
 from slipstream.kernels.linear.sm90.delta import chunk_dstate, chunk_fwd
 from slipstream.kernels.linear.sm90.delta.device import (
     StateRefs,
@@ -138,7 +138,8 @@ def delta_segment_transition_sm90_kernel(
     gl.warp_specialize(
         [
             (state_partition, (
-                tiles, chunk_fwd.Copies(ws, ws), barriers, state_refs, V + K, reads, True, unit, n,
+                tiles, chunk_fwd.Copies(ws, ws), barriers, state_refs, PoolRefs(None, None, None),
+                V + K, reads, True, unit, n,
                 K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
             (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
             (load_partition, (

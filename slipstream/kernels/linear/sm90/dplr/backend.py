@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import CHUNK, Segments, dplr_sm90, num_sequences
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.delta import segment_launch
@@ -93,6 +94,7 @@ def chunk_fwd(
     m: Tensor | None = None,
     m_is_zero: Tensor | None = None,
     segments: Segments | None = None,
+    prefix: PrefixStates | None = None,
 ) -> None:
     """As the Triton kernel's launch. m_is_zero: with m, where that is not written."""
     make = "ends" if m is not None else "o" if states is None else "states"
@@ -125,6 +127,7 @@ def chunk_fwd(
         w_ptr=None if m is None else w,
         b_ptr=None if m is None else b,
         **token_args(terms, segments),
+        **(prefix.pointers() if prefix else NO_POINTERS),
         OUTPUT=make,
         ST=2 if two_stages else STAGES,
         DELTA=terms.transition == "delta",

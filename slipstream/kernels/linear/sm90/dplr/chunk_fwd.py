@@ -35,8 +35,12 @@ that erases across channels moves what a weak one holds to a strong one and back
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
+    PoolRefs,
     alloc_mbarriers,
+    locate_segment,
     locate_sequence,
+    pool_refs_of,
+    store_to_pool,
     zero_tail_rows,
 )
 from slipstream.kernels.primitives.gluon_compat import (
@@ -168,7 +172,7 @@ def store_output(desc, at, column, tile, b):
 @gluon.jit
 def state_partition(
     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies,
-    full, empty, s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n,
+    full, empty, s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
     PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, OUTPUT: gl.constexpr,
@@ -205,6 +209,8 @@ def state_partition(
     b_u = load_u(p_u + o_x, m_u, TRANSITION)
     for i in range(n):
         s = i % ST
+        if pool.rows is not None:
+            to = gl.load(pool.rows + i)
         at = (chunk + i * HV) * V + PARTITION * 64
         p_u += gl.where(i + 1 < n, HV, 0) * (V * C)
         # a chunk ahead, so that no product waits for global memory
@@ -246,6 +252,8 @@ def state_partition(
             b_o = warpgroup_mma(gl.convert_layout(b_lhs, sa), right, b_o, is_async=True)
             b_s, b_o = warpgroup_mma_wait(0, deps=(b_s, b_o))
             mbarrier.arrive(empty.index(s), count=1)
+            if pool.rows is not None:
+                store_to_pool(pool, to, b_s, o_v[:, None] * K + o_k[None, :])
             write_o(
                 o_desc, o_ptr, copies.x.index(PARTITION), b_o.to(tiles.w.dtype), row + i * C,
                 v_col + PARTITION * 64,
@@ -327,6 +335,8 @@ def dplr_chunk_fwd_sm90_kernel(
     OUTPUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
     """grid (tiles * HV * segments,), 4 warps: one program scans one head of one segment.
 
@@ -387,6 +397,11 @@ def dplr_chunk_fwd_sm90_kernel(
         chunk += skip * HV
         row += skip * C
         length -= skip * C
+    pool = PoolRefs(None, None, None)
+    if to_ptr is not None:
+        _, _, _, i_n, i_split, _ = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+        at = i_h * V * K
+        pool = pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, K * V, C)
     # past all rows TMA gives zeros: M has no v
     v_row = gl.where(m_col < 0, row, OOB_ROW)
     if NV == 1:
@@ -394,8 +409,8 @@ def dplr_chunk_fwd_sm90_kernel(
             [
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 0,
-                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
+                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
+                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
                 (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
                     full, empty, chunk, HV, v_row, v_col, n,
@@ -409,12 +424,12 @@ def dplr_chunk_fwd_sm90_kernel(
             [
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 0,
-                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
+                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
+                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, chunk, HV, row, v_col, i_s, m_col, length, n, 1,
-                    K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
+                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
+                    1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
                 (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
                     full, empty, chunk, HV, v_row, v_col, n,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     CHUNK,
@@ -76,6 +77,7 @@ def launch_chunks(
         HX=x.shape[2],
         num_anchors=sums.z.shape[1] if sums else 0,
         **common_args(chunks, terms, scale, segments),
+        **(chunks.prefix.pointers() if chunks.prefix else NO_POINTERS),
         D=D,
         X=X,
         C=CHUNK,
@@ -104,12 +106,16 @@ class Sm90ScalarDecay(TritonScalarDecay):
         return super().to_kernel_layout(align_for_tma(terms)._replace(g=g))
 
     def forward(
-        self, terms: LinearInputs, scale: float, exchange: Exchange | None = None
+        self,
+        terms: LinearInputs,
+        scale: float,
+        exchange: Exchange | None = None,
+        prefix: PrefixStates | None = None,
     ) -> tuple[Tensor, Tensor]:
         """By Triton's kernels where o is wanted in float32."""
         if terms.q.dtype == torch.float32:
-            return triton.forward(terms, scale, exchange)
-        return super().forward(terms, scale, exchange)
+            return triton.forward(terms, scale, exchange, prefix)
+        return super().forward(terms, scale, exchange, prefix)
 
     def segments_of_equal_bits(self, terms: LinearInputs) -> Segments | None:
         return None if terms.q.shape[-1] == WIDE else state_scan_sm90(terms)

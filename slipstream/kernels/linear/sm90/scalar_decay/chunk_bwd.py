@@ -25,6 +25,7 @@ dqkv_partition zeroes what is past the end of a short chunk, which the others se
 """
 
 from slipstream.kernels.linear.sm90.common.device import (
+    PoolRefs,
     alloc_mbarriers,
     program_coords,
     zero_tail_rows,
@@ -265,14 +266,15 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     to_half = HV.to(gl.int64) * num_anchors
     tiles = StateTiles(ks, qs, ds, ds, ss, scores, factors, dvs)
     barriers = StateBarriers(full, empty, full, empty, a_full, a_empty, s_full, s_empty)
+    pool = PoolRefs(None, None, None)
     gl.warp_specialize(
         [
             (state_partition, (
-                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, p_rows, p_z, p_anchor, o_s, row,
-                HV, i_h * V, length, n, scale, scale_in, scale_out, 0, 0, 2, K, V, C, ST,
+                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_z, p_anchor, o_s,
+                row, HV, i_h * V, length, n, scale, scale_in, scale_out, 0, 0, 2, K, V, C, ST,
                 ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
             (state_partition, (
-                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, p_rows,
+                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows,
                 p_z + to_half if HAS_DG else p_z, p_anchor, o_s, row, HV, i_h * V, length, n,
                 scale, scale_in, scale_out, 0, 1, 2, K, V, C, ST, ANCHOR_INTERVAL, True, False,
                 HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),

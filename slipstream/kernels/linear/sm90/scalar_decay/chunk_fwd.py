@@ -36,10 +36,14 @@ others see by a_full, and computes what the gates decay by.
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
+    PoolRefs,
     alloc_mbarriers,
+    locate_segment,
     locate_sequence,
+    pool_refs_of,
     program_coords,
     store_tile_transposed,
+    store_to_pool,
     zero_tail_rows,
 )
 from slipstream.kernels.primitives.gluon_compat import (
@@ -221,8 +225,8 @@ def score_partition(
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, tiles, barriers, s_in_ptr, s_out_ptr, p_rows, p_z, p_anchor, o_s, row, HV, y_col,
-    length, n, scale, scale_in, scale_out, i_x,
+    y_desc, y_ptr, tiles, barriers, s_in_ptr, s_out_ptr, pool, p_rows, p_z, p_anchor, o_s, row, HV,
+    y_col, length, n, scale, scale_in, scale_out, i_x,
     I: gl.constexpr, HALVES: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, ANCHOR_INTERVAL: gl.constexpr, REVERSE: gl.constexpr,
     TRANSPOSED: gl.constexpr, HAS_GATE: gl.constexpr, HAS_DG: gl.constexpr,
@@ -250,6 +254,8 @@ def state_partition(
         s = i % ST
         a = i % 2
         c = n - 1 - i if REVERSE else i
+        if pool.rows is not None:
+            to = gl.load(pool.rows + i)
         if HAS_DG and REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (i == 0):
             anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
             b_z = gl.sum(b_s * gl.load(p_anchor + anchor * (D * X) + o_a), 1)
@@ -294,6 +300,8 @@ def state_partition(
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         mbarrier.arrive(barriers.a_empty.index(a), count=1)
+        if pool.rows is not None:
+            store_to_pool(pool, to, b_s, o_x[:, None] * D + o_d[None, :])
         b_y *= scale
         t = c * C
         store_tile_transposed(
@@ -361,6 +369,8 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
     """grid (X // (HALVES * HALF) * HV * segments,), 4 warps, 8 with HALVES of 1: one program scans
     HALVES * HALF rows of the state of one head of one segment.
@@ -428,6 +438,11 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         if REVERSE:
             p_z += (i_x * num_anchors).to(gl.int64) * HV + anchor
         p_anchor += anchor * (D * X)
+    pool = PoolRefs(None, None, None)
+    if to_ptr is not None:
+        _, _, _, i_n, i_split, _ = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+        at = i_h * X * D
+        pool = pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, X * D, C)
     tiles = StateTiles(rs, ws, xs, qs, state, scores, factors, ys)
     # S is not shared with others: its barriers are never waited for
     barriers = StateBarriers(full, empty, q_full, q_empty, a_full, a_empty, full, empty)
@@ -436,9 +451,9 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, p_rows, p_z, p_anchor, o_s, row,
-                    HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C, ST,
-                    ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_z, p_anchor, o_s,
+                    row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C,
+                    ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                     False)),
                 (score_partition, (
                     rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
@@ -455,15 +470,15 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, p_rows, p_z, p_anchor, o_s, row,
-                    HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C, ST,
-                    ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_z, p_anchor, o_s,
+                    row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C,
+                    ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
                     False)),
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, p_second, p_z, p_anchor, o_s, row,
-                    HV, y_col, length, n, scale, scale_in, scale_out, i_x, 1, HALVES, D, X, C, ST,
-                    ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
-                    False)),
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_second, p_z, p_anchor,
+                    o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 1, HALVES, D,
+                    X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN,
+                    HAS_S_OUT, False)),
                 (score_partition, (
                     rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
                     length, n, D, C, ST, HALVES, REVERSE, HAS_GATE)),

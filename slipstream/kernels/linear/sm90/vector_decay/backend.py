@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     CHUNK,
@@ -52,13 +53,16 @@ _PROGRAM = {"num_warps": 4, "maxnreg": 128}
 
 
 def forward(
-    terms: LinearInputs, scale: float, exchange: Exchange | None = None
+    terms: LinearInputs,
+    scale: float,
+    exchange: Exchange | None = None,
+    prefix: PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As Triton's, which it is where q is float32, and in the mode of equal bits: whether plan.py
     takes this depends on the tokens of a rank."""
     fixed = exchange is not None and exchange.segment_tokens is not None
     if terms.q.dtype == torch.float32 or fixed:
-        return triton.forward(terms, scale, exchange=exchange)
+        return triton.forward(terms, scale, exchange=exchange, prefix=prefix)
     terms = align_for_tma(triton.to_kernel_layout(terms))
     o = torch.empty_like(terms.v)
     final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
@@ -68,7 +72,7 @@ def forward(
     with device_of(o.device):
         if segments is not None:
             s_in, s_out = entry_states(terms, segments, final, exchange), None
-        chunk_fwd(terms, terms.v, o, scale, s_in, s_out, segments=segments)
+        chunk_fwd(terms, terms.v, o, scale, s_in, s_out, segments=segments, prefix=prefix)
     return o, final
 
 
@@ -167,6 +171,7 @@ def chunk_fwd(
     scale_out: float = 1.0,
     reverse: bool = False,
     segments: Segments | None = None,
+    prefix: PrefixStates | None = None,
 ) -> None:
     """x: v or, reverse, do; y: o or dv. s_in is that of segments, if cut."""
     q, g = terms.q, terms.g
@@ -185,6 +190,7 @@ def chunk_fwd(
         u_ptr=terms.u,
         s_in_ptr=s_in,
         s_out_ptr=s_out,
+        **(prefix.pointers() if prefix else NO_POINTERS),
         scale=scale,
         scale_in=scale_in,
         scale_out=scale_out,

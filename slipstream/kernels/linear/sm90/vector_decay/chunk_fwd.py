@@ -33,9 +33,13 @@ short chunk.
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
+    PoolRefs,
     alloc_mbarriers,
+    locate_segment,
+    pool_refs_of,
     program_coords,
     store_tile_transposed,
+    store_to_pool,
 )
 from slipstream.kernels.linear.sm90.vector_decay.intra import (
     flag_of,
@@ -90,7 +94,7 @@ def load_partition(
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, s_in_ptr, s_out_ptr,
+    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, s_in_ptr, s_out_ptr, pool,
     o_s, row, HV, y_col, length, n, scale, scale_in, scale_out,
     I: gl.constexpr, K: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
     REVERSE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
@@ -112,6 +116,8 @@ def state_partition(
     for i in range(n):
         s = i % ST
         t = (n - 1 - i if REVERSE else i) * C
+        if pool.rows is not None:
+            to = gl.load(pool.rows + i)
         mbarrier.wait(ready.index(s), (i // ST) & 1)
         strong = flag_of(flags, s) > 0.0
         b_d = totals.index(s).load(columns)[None, :]
@@ -138,6 +144,8 @@ def state_partition(
         if not REVERSE:
             b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
         mbarrier.arrive(empty.index(s), count=1)
+        if pool.rows is not None:
+            store_to_pool(pool, to, b_s, o_x[:, None] * K + o_k[None, :])
         b_y *= scale
         store_tile_transposed(
             y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C
@@ -182,6 +190,8 @@ def vector_decay_chunk_fwd_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
     """grid (HV * segments,), 4 warps: one program walks one head of one segment, which without
     SPLIT is a sequence; X is 128."""
@@ -210,17 +220,22 @@ def vector_decay_chunk_fwd_sm90_kernel(
     p_in = s_in_ptr if HAS_S_IN else y_ptr
     p_out = s_out_ptr if HAS_S_OUT else y_ptr
     p_u = u_ptr + i_h * K if HAS_U else y_ptr
+    pool = PoolRefs(None, None, None)
+    if to_ptr is not None:
+        _, _, _, i_m, i_split, _ = locate_segment(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
+        at = i_h * X * K
+        pool = pool_refs_of(pool_ptr, to_ptr, i_m, i_split, at, HV, T, segment, X * K, C)
     tiles = Tiles(rs, ws, xs, gs)
     gl.warp_specialize(
         [
             (state_partition, (
-                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, o_s, row, HV,
-                i_h * X, length, n, scale, scale_in, scale_out, 0, K, X, C, ST, REVERSE, HAS_S_IN,
-                HAS_S_OUT)),
+                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s, row,
+                HV, i_h * X, length, n, scale, scale_in, scale_out, 0, K, X, C, ST, REVERSE,
+                HAS_S_IN, HAS_S_OUT)),
             (state_partition, (
-                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, o_s, row, HV,
-                i_h * X, length, n, scale, scale_in, scale_out, 1, K, X, C, ST, REVERSE, HAS_S_IN,
-                HAS_S_OUT)),
+                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s, row,
+                HV, i_h * X, length, n, scale, scale_in, scale_out, 1, K, X, C, ST, REVERSE,
+                HAS_S_IN, HAS_S_OUT)),
             (score_partition, (
                 tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, K, C, ST,
                 2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),

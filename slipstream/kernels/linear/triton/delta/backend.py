@@ -8,6 +8,7 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, size_args
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.chunk import (
@@ -127,6 +128,7 @@ class TritonDelta(DeltaBackend):
         m: Tensor | None = None,
         segments: Segments | None = None,
         checkpoints: Checkpoints | None = None,
+        prefix: PrefixStates | None = None,
     ) -> None:
         """Or, with m, what each segment adds to the state, into s_out, and its transition M."""
         HV, V = terms.v.shape[2:]
@@ -172,6 +174,7 @@ class TritonDelta(DeltaBackend):
             GROUPED=H != HV,
             TMA=tma,
             SPLIT_BF16=uses_split_bf16(terms),
+            **(prefix.pointers() if prefix else NO_POINTERS),
             **launch_options(terms, kernel_tile),
         )
 

@@ -32,7 +32,13 @@ from slipstream.kernels.linear.triton.delta.solve_tril import (
     load_gates,
     load_gates_before,
 )
-from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment, load_rows, store_block
+from slipstream.kernels.linear.triton.scalar_decay.chunk import (
+    find_segment,
+    load_rows,
+    pool_rows_of,
+    store_block,
+    store_to_pool,
+)
 
 
 @triton.jit
@@ -151,6 +157,8 @@ def delta_chunk_fwd_kernel(
     OUTPUT: tl.constexpr, HAS_P: tl.constexpr, HAS_GATE: tl.constexpr, HAS_S_IN: tl.constexpr,
     HAS_S_OUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
     TMA: tl.constexpr, SPLIT_BF16: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / 64, rounded up]: rows of it for S after 64 tokens; none below 0
 ):  # fmt: skip
     """grid (tiles * HV * segments,): one program scans BV rows of one head's state in one segment.
 
@@ -204,6 +212,8 @@ def delta_chunk_fwd_kernel(
     # M is what becomes of the unit matrix
     if TRANSITION:
         b_s = tl.where((o_v[:, None] == o_k[None, :]) & (~of_v), 1.0, b_s)
+    if to_ptr is not None:
+        p_to = pool_rows_of(to_ptr, i_seg, i_b, begin, skip, T, segment, PACKED, SPLIT)
     for i in range(tl.cdiv(length, C)):
         i_c = i
         t = i_c * C
@@ -260,6 +270,9 @@ def delta_chunk_fwd_kernel(
             b_beta *= tl.exp2((G_C - b_G) + (low_C - b_low))
             b_s *= tl.exp2(G_C)
         b_s = _times(b_w * b_beta[None, :], b_k, b_s, PRECISION, SPLIT_BF16)  # [BV, BK]
+        if to_ptr is not None:
+            done = skip + t + C
+            store_to_pool(pool_ptr, p_to, done, i_h, HV, b_s, o_v, o_k, m_s, V, K)
         if OUTPUT == "o":
             store_block(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
     if TRANSITION:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous, pointers
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import Segments, num_chunks
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
@@ -99,12 +100,14 @@ class TritonDplr:
         out: tuple[Tensor, Tensor] | None = None,
         checkpoints: Tensor | None = None,
         exchange: Exchange | None = None,
+        prefix: PrefixStates | None = None,
     ) -> tuple[Tensor, Tensor]:
         """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
 
         Args:
             out: memory for both.
             checkpoints: memory for the states between slices of tokens; there is one slice more.
+            prefix: states to leave on the way.
         """
         terms = self.to_kernel_layout(terms)
         o, final = out or (
@@ -118,7 +121,7 @@ class TritonDplr:
                 chunks = slice_chunks(tokens, C)
                 intra_slice = IntraChunk._make(None if x is None else x[chunks] for x in intra)
                 ends = self._scan_ends(terms_slice, intra_slice, end, exchange)
-                self.chunk_fwd(terms_slice, intra_slice, o=o_slice, **ends)
+                self.chunk_fwd(terms_slice, intra_slice, o=o_slice, prefix=prefix, **ends)
         return o, final
 
     def _scan_ends(

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.chunk import locate_segment, v_columns
+from slipstream.kernels.linear.triton.scalar_decay.chunk import pool_rows_of, store_to_pool
 
 _SIZES = ["T", "N", "HV", "segment"]
 
@@ -62,6 +63,8 @@ def dplr_chunk_fwd_kernel(
     SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / 64, rounded up]: rows of it for S after 64 tokens; none below 0
 ):
     """grid (tiles * HV * segments,). Without SPLIT a segment is a sequence.
 
@@ -77,7 +80,9 @@ def dplr_chunk_fwd_kernel(
     tile = pid % TILES
     i_h = (pid // TILES) % HV
     i_n = pid // TILES // HV
-    begin, length, first, _, _ = locate_segment(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
+    begin, length, first, i_b, skip = locate_segment(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
+    if to_ptr is not None:
+        p_to = pool_rows_of(to_ptr, i_n, i_b, begin, skip, T, segment, PACKED, SPLIT)
     i_n = i_n.to(tl.int64)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, WIDE)
@@ -122,6 +127,9 @@ def dplr_chunk_fwd_kernel(
             b_v = v_columns(v_ptr + i_o, HV * V, o_c, m_c, o_v, V, VM)  # [BV, C]
             b_k = tl.load(k_ptr + i_chunk_head * (C * WIDE) + o_w)
             b_s = tl.dot(b_v, b_k, b_s, input_precision=PRECISION)
+        if to_ptr is not None:
+            done = skip + i_c * C + C
+            store_to_pool(pool_ptr, p_to, done, i_h, HV, b_s, o_v, o_k, m_s, V, K)
         if OUTPUT == "states":
             tl.store(x_ptr + o_u, b_x, mask=m_v)
         if OUTPUT == "o":

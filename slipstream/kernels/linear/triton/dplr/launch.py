@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import Segments, num_sequences
 from slipstream.kernels.linear.triton.delta.tiles import KernelTile
 from slipstream.kernels.linear.triton.dplr.chunk import (
@@ -78,6 +79,7 @@ def chunk_fwd(
     s_out: Tensor | None = None,
     m: Tensor | None = None,
     segments: Segments | None = None,
+    prefix: PrefixStates | None = None,
 ) -> None:
     """What is given is written: o; or x and the states before each chunk; or, of segments, m and
     what they add to the state, s_out."""
@@ -116,6 +118,7 @@ def chunk_fwd(
         HAS_S_IN=s_in is not None,
         HAS_S_OUT=s_out is not None,
         SPLIT=segments is not None,
+        **(prefix.pointers() if prefix else NO_POINTERS),
         **launch_options(terms, kernel_tile, is_scan=make == "o"),
     )
 

@@ -23,6 +23,7 @@ from slipstream.kernels.linear.backend import (
     unscaled,
 )
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     FORWARD_UNIT,
@@ -59,6 +60,7 @@ class ChunkLaunch(NamedTuple):
     scale_out: float = 1.0
     reverse: bool = False
     transposed: bool = False
+    prefix: PrefixStates | None = None
 
 
 class GateSums(NamedTuple):
@@ -103,9 +105,17 @@ class TritonScalarDecay:
         return contiguous(terms)
 
     def forward(
-        self, terms: LinearInputs, scale: float, exchange: Exchange | None = None
+        self,
+        terms: LinearInputs,
+        scale: float,
+        exchange: Exchange | None = None,
+        prefix: PrefixStates | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32."""
+        """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
+
+        Args:
+            prefix: states to leave on the way.
+        """
         terms = self.to_kernel_layout(terms)
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
@@ -116,7 +126,7 @@ class TritonScalarDecay:
                 chunks = _entry_states(chunks, terms, segments, exchange)._replace(s_out=None)
             elif (segments := self.segments_of_equal_bits(terms)) is not None:
                 chunks = self.states_before(chunks, terms, segments)
-            self.launch_chunks(chunks, terms, scale, segments)
+            self.launch_chunks(chunks._replace(prefix=prefix), terms, scale, segments)
         return o, final
 
     def backward(
@@ -235,6 +245,7 @@ class TritonScalarDecay:
             HX=x.shape[2],
             num_anchors=sums.z.shape[1] if sums else 0,
             **common_args(chunks, terms, scale, segments),
+            **(chunks.prefix.pointers() if chunks.prefix else NO_POINTERS),
             D=D,
             X=X,
             BD=BD,

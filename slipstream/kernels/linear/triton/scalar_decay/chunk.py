@@ -41,6 +41,8 @@ from slipstream.kernels.linear.triton.scalar_decay.device import (
     rows_of_head,
 )
 
+GRID = tl.constexpr(64)  # tokens between states that are prefix (kernels/linear/prefix_states.py)
+
 
 @triton.jit
 def load_block(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
@@ -163,6 +165,28 @@ def locate_segment(
 
 
 @triton.jit
+def pool_rows_of(
+    rows_ptr, i_seg, i_b, begin, skip, T, segment, PACKED: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Where rows of a segment's sequence are; begin to skip as locate_segment has them."""
+    i_n = i_seg
+    if SPLIT:
+        i_n = i_seg - skip // segment - (begin - skip) // segment if PACKED else i_b
+    return rows_ptr + i_n.to(tl.int64) * tl.cdiv(T, GRID)
+
+
+@triton.jit
+def store_to_pool(
+    pool_ptr, p_rows, tokens, i_h, HV, b_s, o_v, o_k, m_s, V: tl.constexpr, K: tl.constexpr
+):
+    """b_s [V, K], after so many tokens of a sequence, to a row of the pool if it has one
+    (kernels/linear/prefix_states.py)."""
+    row = tl.load(p_rows + tokens // GRID - 1, mask=tokens % GRID == 0, other=-1)
+    p = pool_ptr + (row.to(tl.int64) * HV + i_h) * (V * K) + o_v[:, None] * K + o_k[None, :]
+    tl.store(p, b_s.to(pool_ptr.dtype.element_ty), mask=m_s & (row >= 0))
+
+
+@triton.jit
 def first_chunk_of(begin, skip, i_seg, T, segment, C: tl.constexpr, PACKED: tl.constexpr):
     """The number of the first chunk of a segment; find_segment gives them, of C tokens."""
     start = begin - skip
@@ -199,6 +223,8 @@ def scalar_decay_chunk_kernel(
     HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DG: tl.constexpr, HAS_S_IN: tl.constexpr,
     HAS_S_OUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
     TMA: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
+    pool_ptr=None,  # [rows, HV, V, K], a pool
+    to_ptr=None,  # [N, T / 64, rounded up]: rows of it for S after 64 tokens; none below 0
 ):  # fmt: skip
     """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
@@ -249,6 +275,8 @@ def scalar_decay_chunk_kernel(
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
         anchor_ptr += (first_anchor * HV + i_h) * (D * X)
 
+    if to_ptr is not None:
+        p_to = pool_rows_of(to_ptr, i_seg, i_b, begin, skip, T, segment, PACKED, SPLIT)
     chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_DG:
         segment_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
@@ -304,6 +332,9 @@ def scalar_decay_chunk_kernel(
             if HAS_GATE:
                 b_s *= tl.exp2(G_C)
             b_s = tl.dot(b_x_decayed, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
+            if to_ptr is not None:
+                done = skip + t + C
+                store_to_pool(pool_ptr, p_to, done, i_h, HV, b_s, o_x, o_d, m_s, X, D)
             if HAS_Y:
                 if LAST:
                     b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)

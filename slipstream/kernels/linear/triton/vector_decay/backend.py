@@ -29,6 +29,7 @@ from slipstream.kernels.linear.backend import (
     unscaled,
 )
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
 from slipstream.kernels.linear.triton.vector_decay.dqkg import (
@@ -85,11 +86,13 @@ def forward(
     dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     exchange: Exchange | None = None,
+    prefix: PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in dtype, q's if None, and the final state [N, HV, K, V], float32.
 
     Args:
         out: memory for both.
+        prefix: states to leave on the way, of a call without gv.
     """
     terms = to_kernel_layout(terms)
     o, final = out or (
@@ -97,12 +100,17 @@ def forward(
         terms.v.new_empty(terms.state_shape, dtype=torch.float32),
     )
     with device_of(o.device):
-        _forward(terms, scale, o, final, exchange)
+        _forward(terms, scale, o, final, exchange, prefix)
     return o, final
 
 
 def _forward(
-    terms: LinearInputs, scale: float, o: Tensor, final: Tensor, exchange: Exchange | None
+    terms: LinearInputs,
+    scale: float,
+    o: Tensor,
+    final: Tensor,
+    exchange: Exchange | None,
+    prefix: PrefixStates | None,
 ) -> None:
     problem = make_problem(terms, None, exchange)
     wide = o.dtype if terms.gv is not None else problem.k.dtype
@@ -113,7 +121,8 @@ def _forward(
     if problem.segments is not None:
         chunks = entry_states(chunks, problem, intra, exchange)._replace(s_out=None)
     if p is None:
-        launch(chunks._replace(r=intra.qs, y=o, a=intra.a, scale=scale), problem, intra)
+        chunks = chunks._replace(r=intra.qs, y=o, a=intra.a, scale=scale, prefix=prefix)
+        launch(chunks, problem, intra)
     else:
         assert problem.do is not None
         launch(

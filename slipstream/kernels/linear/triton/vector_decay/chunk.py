@@ -31,7 +31,9 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import (
     first_chunk_of,
     load_rows,
     locate_segment,
+    pool_rows_of,
     store_block,
+    store_to_pool,
 )
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import split_bf16
 
@@ -55,29 +57,26 @@ _SIZES = ["T", "N", "HV", "HR", "HX", "segment"]
 @triton.jit(do_not_specialize=["scale", "scale_in", "scale_out", *_SIZES])
 def vector_decay_chunk_kernel(
     r_ptr,  # [tokens, HR, D], or, if TMA, a descriptor of [B, T, HR, D]; so w, x, y, other
-    w_ptr,  # [tokens, HR, D]
-    x_ptr,  # [tokens, HX, X]
+    w_ptr, x_ptr,  # [tokens, HR, D], [tokens, HX, X]
     rest_ptr,  # the second part of x if ROWS else of w; None where there is none
     y_ptr,  # [tokens, HV, X]; None where only the state is wanted
     a_ptr,  # [chunks * HV, C, C]: A, or, if TMA, a descriptor of it
     decay_ptr,  # [chunks, HV, X if ROWS else D]
-    s_in_ptr,  # [segments, HV, D, X], or [segments, HV, X, D] if TRANSPOSED; times scale_in
-    s_out_ptr,  # the same; times scale_out
+    s_in_ptr, s_out_ptr,  # [segments, HV, D, X], [segments, HV, X, D] if TRANSPOSED; times scale_*
     total_ptr,  # [segments, HV, D]: exp(gates of the segment)
     other_ptr,  # [tokens, HX, X]: qs for the dq scan, ke for the dk scan
-    sums_ptr,  # [chunks, HV, X]: of qs * dqs
-    z_ptr,  # [chunks, HV, X]
+    sums_ptr, z_ptr,  # [chunks, HV, X]: of qs * dqs; z
     anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
     scale, scale_in, scale_out, T, N, HV, HR, HX, segment,
     D: tl.constexpr, X: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     ANCHOR_INTERVAL: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, pool_ptr=None, to_ptr=None,
 ):  # fmt: skip
     """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
-    Without SPLIT a segment is a sequence, and segment is T.
+    Without SPLIT a segment is a sequence, segment is T. kept_*: of scalar_decay/chunk.py.
     """
     if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
         HR = HV
@@ -98,7 +97,6 @@ def vector_decay_chunk_kernel(
         first_chunk = first_chunk_of(begin, skip, i_seg, T, segment, C, PACKED)
     else:
         first_chunk = begin // C + i_seg
-
     o_c = tl.arange(0, C)
     o_d = tl.arange(0, BD)
     o_n = tl.arange(0, BX)
@@ -126,7 +124,8 @@ def vector_decay_chunk_kernel(
     if total_ptr is not None:
         b_total = tl.full((BD,), 1.0, tl.float32)
     b_z = tl.zeros((BX,), tl.float32)
-
+    if to_ptr is not None:
+        p_to = pool_rows_of(to_ptr, i_seg, i_b, begin, skip, T, segment, PACKED, SPLIT)
     chunks = tl.cdiv(tl.maximum(length, 0), C)
     if HAS_SUMS:
         segment_anchors = tl.cdiv(chunks, ANCHOR_INTERVAL)
@@ -185,6 +184,8 @@ def vector_decay_chunk_kernel(
                     b_rest = load_rows(rest_ptr, at, t, HR, o_c, m_c, o_d, D, BD, TMA)
                     b_s = tl.dot(b_x, b_rest, b_s)
             b_s = tl.dot(b_x, b_w, b_s, input_precision=PRECISION)  # [BX, BD]
+            if to_ptr is not None:
+                store_to_pool(pool_ptr, p_to, skip + t + C, i_h, HV, b_s, o_x, o_d, m_s, X, D)
             if HAS_SUMS:
                 at = (i_b, skip, i_w, i_x * BX)
                 b_other = load_rows(other_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)

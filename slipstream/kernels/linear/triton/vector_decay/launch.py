@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange, pass_states
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     FORWARD_UNIT,
@@ -75,6 +76,7 @@ class ChunkLaunch(NamedTuple):
     scale_out: float = 1.0
     reverse: bool = False
     rows: bool = False
+    prefix: PrefixStates | None = None
 
 
 class GateSums(NamedTuple):
@@ -197,6 +199,7 @@ def launch(
         sums_ptr=sums.sums if sums else None,
         z_ptr=sums.z if sums and chunks.reverse else None,
         anchor_ptr=sums.anchors if sums else None,
+        **(chunks.prefix.pointers() if chunks.prefix else NO_POINTERS),
         scale=chunks.scale,
         scale_in=chunks.scale_in,
         scale_out=chunks.scale_out,

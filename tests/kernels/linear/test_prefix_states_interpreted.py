@@ -1,0 +1,55 @@
+"""States that Triton's kernels leave on their way, under Triton's interpreter, whole and in
+segments; the checks run in a process of their own, this file as a script."""
+
+import pytest
+import torch
+
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from tests.support.interpreted import run
+from tests.support.prefix_states import OPERATORS, Call, expect_prefix_states
+
+LENGTHS = {"batch": None, "packed": (70, 0, 130)}
+
+
+def in_segments() -> None:
+    """Of a chunk of the largest tile."""
+    from slipstream.kernels.linear.triton.delta import plan
+    from slipstream.kernels.linear.triton.dplr import backend
+    from slipstream.kernels.linear.triton.scalar_decay import backend as scalar_backend
+    from slipstream.kernels.linear.triton.vector_decay import launch
+
+    plan.delta_tokens = lambda programs, T, C: 64
+    assert backend.segments_for_programs.__module__ == plan.__name__
+    for module in (scalar_backend, launch):
+        module.scalar_decay_tokens = lambda programs, tokens, C, unit: 64
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_states_are_left_when_interpreted() -> None:
+    run(script="tests.kernels.linear.test_prefix_states_interpreted")
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+    for segments in (False, True):
+        if segments:
+            in_segments()
+        for operator in OPERATORS:
+            for kind, lengths in LENGTHS.items():
+                expect_prefix_states(
+                    Call.make(operator, lengths, B=1, T=200, HV=1, impl="triton"), rtol=1e-4
+                )
+                print(operator, kind, segments, "ok", flush=True)
+    for operator in OPERATORS:
+        call = Call.make(operator, (70, 64), HV=1, impl="triton", consistent=True)
+        _, pool, _ = call.run()
+        alone = Call.make(operator, (70, 64), HV=1, impl="triton", consistent=True)
+        for n, (_, begin, end) in enumerate(alone.places):
+            piece = {name: x[:, begin:end] for name, x in alone.tensors.items()}
+            single = Call(
+                operator, piece, alone.state[n : n + 1], None, [(0, 0, end - begin)],
+                alone.prefix._replace(rows=alone.prefix.rows[n : n + 1, : -(-(end - begin) // 64)]),
+                alone.options,
+            )  # fmt: skip
+            single.run()
+        assert torch.equal(alone.prefix.pool.nan_to_num(7), pool.nan_to_num(7)), operator
