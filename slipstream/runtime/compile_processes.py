@@ -20,7 +20,7 @@ import torch
 ENABLED = os.environ.get("SLIPSTREAM_FORK", "on") != "off"
 # Below so many processors threads do as well, and below so many kernels.
 LEAST_PROCESSORS, LEAST_KERNELS = 4, 3
-MAX_CHILDREN = 32
+MAX_CHILDREN = 16
 # Seconds without news of any child, after which the parent compiles what is left.
 PATIENCE = 60.0
 

@@ -1,14 +1,18 @@
 """Limits of architectures: every device gets a row, and errors name what would run."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+from slipstream.compiler import arch
 from slipstream.compiler.arch import ARCHS, expect_fits, named, of
 
 
 def test_every_row_is_its_own_device() -> None:
-    for arch in ARCHS.values():
-        assert of(arch.capability, hip=arch.name == "gfx942") is arch
-        assert arch.wgmma == (arch.instruction == "wgmma")
+    for row in ARCHS.values():
+        assert of(row.capability, hip=row.name == "gfx942") is row
+        assert row.wgmma == (row.instruction == "wgmma")
 
 
 def test_unlisted_device_limits() -> None:
@@ -33,3 +37,16 @@ def test_errors_name_the_way_out() -> None:
     with pytest.raises(ValueError, match="no architecture has as much"):
         expect_fits("walk", 786432, ARCHS["sm_90"])
     expect_fits("walk", 65536, ARCHS["gfx942"])
+
+
+def test_units_are_in_the_table_alone() -> None:
+    """What is sized by a GPU's multiprocessors asks the table, or the device."""
+    root = Path(arch.__file__).parents[1]
+    units = 114, 132, 264, 528
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value in units
+    }
+    assert found == {"compiler/arch.py"}

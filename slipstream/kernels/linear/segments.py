@@ -19,10 +19,11 @@ of one scan are. Each family of kernels has its own costs, and so its own functi
 from math import isqrt
 from typing import NamedTuple
 
+from slipstream.compiler.arch import named
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.consistent import consistent_scope
 
-NUM_SMS = 132  # multiprocessors of the GPU that these choices were measured on
+NUM_SMS = named("sm_90").units  # of the GPU that these choices were measured on, on every GPU
 # Programs of Triton's chunk kernels that fill it: two on each.
 TARGET_PROGRAMS = 2 * NUM_SMS
 # Chunks from one anchor of the gate's gradient to the next (triton/scalar_decay/chunk.py), a

@@ -10,6 +10,7 @@ each time, so that no memory holds them apart. Programs are numbered so that the
 same chunk, is done when one begins, and its tiles are still in the L2 cache.
 """
 
+from slipstream.kernels.linear.segments import NUM_SMS
 from slipstream.kernels.linear.sm90.common.device import (
     add_rows_masked,
     alloc_mbarriers,
@@ -35,7 +36,7 @@ from slipstream.kernels.primitives.semaphore import (
     wait_bulk_stores,
 )
 
-RESIDENT_PROGRAMS = gl.constexpr(264)  # programs that run at a time
+RESIDENT_PROGRAMS = gl.constexpr(2 * NUM_SMS)  # programs that run at a time
 ROWS = gl.constexpr(16)  # of S at a time
 ROWS_BY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 

@@ -30,6 +30,7 @@ from slipstream.kernels.linear.backend import (
 )
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.prefix_states import PrefixStates
+from slipstream.kernels.linear.segments import NUM_SMS
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
 from slipstream.kernels.linear.triton.vector_decay.dqkg import (
@@ -72,7 +73,7 @@ APART = {torch.bfloat16: 55.0, torch.float16: 0.0, torch.float32: 0.0}
 CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True, exchanges=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MAX_PAIRS_SHARE = 16
-TARGET_PROGRAMS = 528
+TARGET_PROGRAMS = 4 * NUM_SMS
 
 
 @cache
