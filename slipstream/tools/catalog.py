@@ -4,6 +4,7 @@ the tests and the benchmarks call.
 A new operator is a new row; samples.py says what the letters and words of a row mean.
 """
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
@@ -317,6 +318,19 @@ def _consistent_simple_gla(
     return ops.chunk_simple_gla(q, k, v, g, output_final_state=True, consistent=True, impl=impl)
 
 
+def _prefix_states(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, impl: str | None = None, **more: Any
+    ) -> Any:
+        rows = q.new_zeros(q.shape[0], -(-q.shape[1] // BLOCK), dtype=torch.int32)
+        pool = q.new_zeros(1, *v.shape[2:], k.shape[-1], dtype=torch.float32)
+        with torch.no_grad():
+            prefix = ops.PrefixStates(pool, rows)
+            return rule(q, k, v, g, impl=impl, prefix_states=prefix, **more)
+
+    return call
+
+
 def _place_tokens(
     q: Tensor, g: Tensor, qs: Tensor, gs: Tensor, counts: Tensor, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -353,7 +367,7 @@ _RWKV7_OUTPUT = "r=BTHV k=BTHV v=BTHV gate=BTHV weight=HV bias=HV r_k=HV"
 _RWKV7_TERMS = "w=BTD k=BTD a=BTD k_k=D k_a=D"
 _8_BITS = "q=BTHK k_cache=BRHK:codes v_cache=BRHV:codes k_scale=BRH:sum v_scale=BRH:sum"
 # as rwkv7's time and channel mix call it, a gated MLP, a context, consistent models, their steps,
-# and caches in 8 bits
+# states of prefixes, and caches in 8 bits
 LAYER_SAMPLES = [
     _mixes(6),
     _mixes(1),
@@ -367,6 +381,15 @@ LAYER_SAMPLES = [
         "block_inputs", _block_inputs, "q=BHK k=BHK v=BGV g=BG beta=BG:beta counts=B:prefixes"
     ),
     _of_layer("consistent_simple_gla", _consistent_simple_gla, f"{_QKV} g=BTG:gate"),
+    *(
+        _of_layer(f"prefixes_of_{x.__name__}", _prefix_states(x), tensors)
+        for x, tensors in (
+            (ops.chunk_gated_delta_rule, f"{_UNIT} g=BTG:gate beta=BTG:beta"),
+            (ops.chunk_kda, f"{_UNIT} g=BTGK:gate beta=BTG:beta"),
+            (ops.chunk_simple_gla, f"{_QKV} g=BTG:gate"),
+            (ops.chunk_gla, f"{_QKV} g=BTGK:narrow"),
+        )
+    ),
     LayerSample(
         "attention_on_8_bits",
         f"{_8_BITS} cache_seqlens=B:prefixes",

@@ -5,9 +5,9 @@ argument checks under the user's names, default scale, autocast, reversed time, 
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from slipstream.kernels.linear.op import (
     call_forward,
     forward_impl,
 )
-from slipstream.kernels.linear.prefix_states import PrefixStates
+from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
@@ -39,6 +39,7 @@ from slipstream.kernels.linear.wide_heads import (
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.consistent import consistent, consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.dispatch import (
     PLAIN,
     Candidate,
@@ -145,15 +146,24 @@ def run(
     return o, state.transpose(-1, -2) if options.state_v_first else state
 
 
+def _forward_with_prefix_states(*args: Any) -> tuple[Any, ...]:
+    """As call_forward, and pool and rows behind its arguments."""
+    return forward_impl(*args[:-2], prefix=PrefixStates(*args[-2:]))
+
+
+_call_with_prefix_states = DirectCall(_forward_with_prefix_states)
+
+
 def _with_prefix_states(
     terms: LinearInputs, options: LinearOptions, plan: "_Plan", scale: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """o and the final state, of a call that leaves states on its way."""
     assert options.prefix_states is not None
     prefix = prefix_states.check(options.prefix_states, terms)
-    by_kernels = plan.impl != "reference" and plan.groups is None and terms.gv is None
-    if plan.impl in PLAIN or by_kernels:
-        return forward_impl(*terms, scale, chunk, plan.impls, prefix=prefix)
+    if plan.impl not in PLAIN and plan.groups is None and terms.gv is None:
+        with suppress(NoKernel):
+            o, state = _call_with_prefix_states(*terms, scale, chunk, plan.impls, *prefix)
+            return o, state
     ends = {"output_final_state": True, "state_v_first": False, "prefix_states": None}
     call = partial(run, options=options._replace(**ends), recurrent=False)
     return prefix_states.by_calls(call, terms, prefix)

@@ -32,7 +32,7 @@ from slipstream.kernels.linear.inputs import (
     ForwardCall,
     LinearInputs,
 )
-from slipstream.kernels.linear.prefix_states import PrefixStates, by_calls
+from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -72,7 +72,7 @@ def forward_impl(
         out: memory for o and the final state.
         save: the back end leaves a SavedWY if it can.
         exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
-        prefix: states to leave on the way, of a call without the arguments before.
+        prefix: states that kernels leave on the way, or NoKernel is raised.
 
     Returns:
         o, the final state; and if ForwardCall.num_slices is given the states between the slices,
@@ -116,7 +116,7 @@ def forward_impl(
         args = *terms, *call._replace(impl=others)
         return forward_impl(*args, out=out, save=save, exchange=exchange, prefix=prefix)
     if prefix is not None:
-        return by_calls(lambda x: forward_impl(*x, *call), terms, prefix)
+        raise NoKernel(impl)
     if exchange is not None:
         exchange.by_calls()
     forward, num_slices = partial(_eager, chunk=chunk), call.num_slices or 0

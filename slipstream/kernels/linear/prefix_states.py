@@ -39,6 +39,10 @@ class PrefixStates(NamedTuple):
 NO_POINTERS: Mapping[str, Tensor | None] = MappingProxyType({"pool_ptr": None, "to_ptr": None})
 
 
+class NoKernel(Exception):
+    """No kernel takes a call that is to leave states on its way."""
+
+
 def every(pool: Tensor, cu_seqlens: Tensor, total: int, tokens: int) -> PrefixStates:
     """Of packed sequences, sequence by sequence one state after each `tokens`, a multiple of 64,
     none after a remainder: rows of the pool from the first on. Nothing waits for the device."""
