@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cache import StateCache
+from slipstream.runtime.token_ids import clamped, expect_ids
 
 TENSORS = ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "cu_seqlens")
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -126,6 +127,28 @@ def _expect_places(x: object) -> None:
             raise TypeError(f"logits_to_keep: want integers or bools [N], got {kind}")
     elif x is not None and not isinstance(x, int | slice | list):
         raise TypeError(f"logits_to_keep: want an integer or places, got {type(x).__name__}")
+
+
+def at_places(h: Tensor, places: Any) -> Tensor:
+    """The hidden states [B, T, D] that logits are wanted of: the last n, or those at places.
+
+    Raises:
+        ValueError: names a place that is none; on CUDA the next call does.
+    """
+    if places is None:
+        return h
+    if isinstance(places, int):
+        return h[:, -places:]
+    if isinstance(places, slice):
+        return h[:, places]
+    at, tokens = torch.as_tensor(places, device=h.device), h.shape[1]
+    if at.dtype == torch.bool:
+        if at.shape[0] != tokens:
+            raise ValueError(f"logits_to_keep: want {tokens} bools, got {at.shape[0]}")
+        return h[:, at]
+    at = torch.where(at < 0, at + tokens, at).long()
+    expect_ids("logits_to_keep", at, tokens)
+    return h.index_select(1, clamped(at, tokens))
 
 
 def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from slipstream.layers import Mixer
-from slipstream.models.open_rows import OpenRows
+from slipstream.models.open_rows import OpenRows, expect_count, expect_row
 from slipstream.models.rollback import MLP_SHIFT, Record, Rollback
 from slipstream.nn import rounded
 
@@ -362,6 +362,7 @@ class StateCache(OpenRows):
         state_dtype: torch.dtype | None = None,
         key_dtype: torch.dtype | None = None,
     ) -> None:
+        expect_count("num_layers", num_layers)
         self.max_length, self.rounding = max_length, rounded.Rounding(state_dtype, key_dtype)
         super().__init__(layers=[LayerState(max_length, *self.rounding) for _ in range(num_layers)])
         # of decoding steps, by what they were captured for: models/graphs.py
@@ -371,16 +372,6 @@ class StateCache(OpenRows):
         self.greedy: Any = None
         self.drafts: Any = None  # of steps that verify drafts: models/lookup.py
         self.lengths: list[int] | None = None  # of a pool: how many tokens each row has
-
-    @property
-    def rows(self) -> int:
-        """The number of rows N; 0 before the first call."""
-        if self._rows is not None:
-            return len(self._rows)
-        for layer in self.layers:
-            for x in (layer.state or {}).values():
-                return x.shape[0]
-        return 0
 
     @property
     def grows(self) -> bool:
@@ -426,6 +417,8 @@ class StateCache(OpenRows):
 
     def copy(self, row: int = 0) -> "StateCache":
         """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
+        if self.rows:
+            expect_row(row, self.rows)
         made = StateCache(0, None, *self.rounding)
         made.layers = [layer.copied(row) for layer in self.layers]
         if self.open_rows is not None:  # whose tensors no call changes
@@ -446,6 +439,7 @@ class StateCache(OpenRows):
         does not matter, but it counts: `put(row, None)` empties it.
         """
         self._expect_tensors("pool")
+        expect_count("rows", rows)
         made = StateCache(0, max_length, *self.rounding)
         made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
         made.lengths = [0] * rows
@@ -456,6 +450,7 @@ class StateCache(OpenRows):
         cache is longer than the pool has room for."""
         if self.lengths is None:
             raise ValueError("put: want a cache that StateCache.pool() made")
+        expect_row(row, len(self.lengths))
         if cache is not None and cache.rows != 1:
             raise ValueError(f"put: want a cache of one row, got {cache.rows}")
         if cache is not None:
@@ -472,6 +467,7 @@ class StateCache(OpenRows):
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        expect_count("repeats", repeats)
         self.graphs.clear()
         super().batch_repeat_interleave(repeats)
 

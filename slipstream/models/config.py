@@ -181,6 +181,10 @@ class SlipstreamConfig(PreTrainedConfig):
         self.auto_map = dict(AUTO_MAP)  # TRL looks at it
         self._refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
+        least = {"vocab_size": 1, "hidden_size": 1, "num_heads": 1, "intermediate_size": 0}
+        for name, n in least.items():
+            if getattr(self, name) < n:
+                raise ValueError(f"{name}: want {n} or more, got {getattr(self, name)}")
         if not self.mixers:
             raise ValueError("mixers: want one entry per layer, got an empty list")
         if layers not in (None, len(self.mixers)):

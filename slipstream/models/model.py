@@ -456,8 +456,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         if skip_logits is None:
             skip_logits = self.training and labels is not None and logits_to_keep is None
         if not skip_logits:
-            keep = 0 if logits_to_keep is None else logits_to_keep
-            logits = blocks.logits_of(self, h[:, -keep:] if isinstance(keep, int) else h[:, keep])
+            logits = blocks.logits_of(self, arguments.at_places(h, logits_to_keep))
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]

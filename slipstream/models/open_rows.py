@@ -10,9 +10,21 @@ from transformers.cache_utils import Cache
 
 from slipstream.models.block_steps import OpenBlocks
 from slipstream.models.consistent import Row
+from slipstream.runtime.token_ids import clamped, expect_ids
+
+
+def expect_count(name: str, n: int) -> None:
+    if n < 0:
+        raise ValueError(f"{name}: want 0 or more, got {n}")
+
+
+def expect_row(row: int, rows: int) -> None:
+    if not 0 <= row < rows:
+        raise ValueError(f"row: want one of {rows}, got {row}")
 
 
 class OpenRows(Cache):
+    layers: list[Any]  # LayerState
     graphs: dict[Any, Any]
     # a Row of each sequence; None before the first call, and for other models
     _rows: list[Row] | None = None
@@ -31,6 +43,16 @@ class OpenRows(Cache):
     @open_rows.setter
     def open_rows(self, rows: list[Row] | None) -> None:
         self._rows, self._stepped = rows, False
+
+    @property
+    def rows(self) -> int:
+        """The number of rows N; 0 before the first call."""
+        if self._rows is not None:
+            return len(self._rows)
+        for layer in self.layers:
+            for x in (layer.state or {}).values():
+                return x.shape[0]
+        return 0
 
     @property
     def has_open_rows(self) -> bool:
@@ -73,11 +95,22 @@ class OpenRows(Cache):
     def bytes_of_rows(self) -> int:
         return sum(row.bytes() for row in self.open_rows or ())
 
+    def _there(self, name: str, rows: Any) -> Any:
+        """Indices of rows; on CUDA the next call raises for those that are not there."""
+        if not isinstance(rows, Tensor) or rows.is_floating_point() or rows.is_complex():
+            kind = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"{name}: want a tensor of integers, got {kind}")
+        if rows.dtype == torch.bool or not self.rows:
+            return rows
+        expect_ids(name, rows, self.rows)
+        return clamped(rows, self.rows)
+
     def reorder_cache(self, beam_idx: Any) -> None:
+        beam_idx = self._there("beam_idx", beam_idx)
         blocks = self._blocks if self._stepped else None
         if blocks is not None and len(beam_idx) == len(blocks.lengths):
             blocks.reorder(beam_idx)
-        else:
+        elif self.has_open_rows:
             self._choose(beam_idx.tolist())
         super().reorder_cache(beam_idx)
 
@@ -90,6 +123,7 @@ class OpenRows(Cache):
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        indices = self._there("batch_select_indices", indices)
         if self.has_open_rows:
             count = len(self.open_rows or ())
             self._choose(torch.arange(count, device="cpu")[indices.cpu()].tolist())

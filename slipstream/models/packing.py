@@ -44,8 +44,8 @@ class Sequences(NamedTuple):
 def next_tokens(labels: Tensor, sequences: Sequences | None, ignored: int) -> Tensor:
     """Each position's target [B, T]: the label of the token after it in the same sequence."""
     if sequences is None:
-        return F.pad(labels[:, 1:], (0, 1), value=ignored)
-    target = F.pad(sequences.pack(labels)[:, 1:], (0, 1), value=ignored)
+        return F.pad(labels, (0, 1), value=ignored)[:, 1:]
+    target = F.pad(sequences.pack(labels), (0, 1), value=ignored)[:, 1:]
     if target.shape[1]:
         # an empty sequence at the front has its last token at -1: that is the row's, ignored too
         last = (sequences.cu_seqlens[1:].long() - 1) % target.shape[1]
@@ -192,6 +192,8 @@ def given_offsets(
         "cu_seq_lens_q": cu_seq_lens_q,
         "cu_seq_lens_k": cu_seq_lens_k,
     }
+    if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.is_complex()):
+        raise TypeError(f"seq_idx: want integers, got {seq_idx.dtype}")
     if seq_idx is not None and seq_idx.shape not in ((batch, tokens), (1, tokens)):
         raise ValueError(f"seq_idx: want shape ({batch}, {tokens}), got {tuple(seq_idx.shape)}")
     for name, x in given.items():

@@ -30,6 +30,7 @@ SYNC = CHECK == "sync"
 # What may be found wrong, by the number that kernels know it by. Of the first, what they index; of
 # INDICES a negative one means none.
 TABLES = {"input_ids": "vocabulary", "target": "vocabulary", "positions": "table"}
+TABLES |= {"beam_idx": "rows", "batch_select_indices": "rows", "logits_to_keep": "tokens"}
 INDICES = ("state_indices", "conv_state_indices", "cache_seqlens", "cache_batch_idx")
 INDICES += ("cache_leftpad", "block_table", "table", "state_batch_indices", "indices")
 OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc")

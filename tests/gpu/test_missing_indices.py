@@ -11,6 +11,8 @@ from torch import Tensor
 
 import slipstream
 from slipstream import ops
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models.cache import CACHE
 from slipstream.runtime import token_ids
 from slipstream.runtime.token_ids import raise_pending
 
@@ -171,3 +173,25 @@ def test_indices_that_layers_share_are_looked_at_once() -> None:
             ops.recurrent_step(x, x, x, state=pool, state_indices=indices)
         expect_flag("state_indices", 9)
         indices[1] = 9
+
+
+@pytest.mark.parametrize("wrong", [2, 1 << 20, -1])
+def test_rows_and_places_of_a_model(wrong: int) -> None:
+    """Of a cache and of the logits wanted: torch's own indexing would end the process."""
+    config = {"vocab_size": 31, "hidden_size": 32, "num_heads": 2, "mixers": ["gla", "attention"]}
+    model = SlipstreamForCausalLM(SlipstreamConfig(**config)).cuda().eval()
+    ids, rows = torch.ones(2, 5, dtype=torch.int64, device="cuda"), torch.tensor([0, wrong]).cuda()
+    with torch.no_grad():
+        cache = model(ids, use_cache=True)[CACHE]
+        for name, run in (
+            ("beam_idx", cache.reorder_cache),
+            ("batch_select_indices", cache.batch_select_indices),
+        ):
+            with unread():
+                run(rows)
+            with pytest.raises(ValueError, match=f"{name}: id {wrong} at position"):
+                slipstream.synchronize()
+        with unread():
+            model(ids, logits_to_keep=rows * 100)
+        with pytest.raises(ValueError, match=r"logits_to_keep: id -?\d+ at position"):
+            slipstream.synchronize()

@@ -334,6 +334,12 @@ def test_config_rejects_mixers(mixers: list, message: str) -> None:
         SlipstreamConfig(mixers=mixers)
 
 
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_heads", "intermediate_size"])
+def test_config_rejects_sizes(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: want \d or more, got -16"):
+        SlipstreamConfig(**{name: -16})
+
+
 def test_model_rejects_a_foreign_cache() -> None:
     m, ids = model("gated_deltanet"), tokens(1, 3)
     with pytest.raises(TypeError, match="past_key_values"):

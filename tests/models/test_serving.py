@@ -145,6 +145,11 @@ def test_pool_refuses_what_is_none() -> None:
         cache.put(0, None)
     with pytest.raises(ValueError, match="one row, got 2"):
         cache.pool(3).put(0, cache)
+    with pytest.raises(ValueError, match="rows: want 0 or more, got -1"):
+        cache.pool(-1)
+    for row in (3, -1):
+        with pytest.raises(ValueError, match=f"row: want one of 3, got {row}"):
+            cache.pool(3).put(row, None)
     rounded = StateCache(len(m.model.layers), state_dtype=torch.int8)
     m(ids[:1], cache=rounded)
     for pool, other in ((cache.pool(3), rounded), (rounded.pool(3), cache.copy())):

@@ -162,3 +162,22 @@ def test_crop_without_recording_says_what_is_missing() -> None:
 def test_cache_refuses_lengths(length: int) -> None:
     with pytest.raises(ValueError, match=f"max_length: want 1 or more, or None, got {length}"):
         StateCache(2, max_length=length)
+
+
+def test_cache_refuses_rows_that_are_not_there() -> None:
+    m, ids = model("hybrid"), tokens(2, 5)
+    cache = m(ids, use_cache=True)[CACHE]
+    for row in (2, -1):
+        wrong = torch.tensor([0, row])
+        with pytest.raises(ValueError, match=f"beam_idx: id {row} .* outside the rows of 2"):
+            cache.reorder_cache(wrong)
+        with pytest.raises(ValueError, match=f"batch_select_indices: id {row} "):
+            cache.batch_select_indices(wrong)
+        with pytest.raises(ValueError, match=f"row: want one of 2, got {row}"):
+            cache.copy(row)
+    with pytest.raises(TypeError, match=r"batch_select_indices: .* torch.float32"):
+        cache.batch_select_indices(torch.zeros(1))
+    with pytest.raises(ValueError, match="repeats: want 0 or more, got -1"):
+        cache.batch_repeat_interleave(-1)
+    with pytest.raises(ValueError, match="num_layers: want 0 or more, got -1"):
+        StateCache(-1)

@@ -105,6 +105,33 @@ def test_inputs_of_another_kind_are_refused_by_name(name: str, kind: str) -> Non
         small()(**{**given, name: NO_TENSORS[kind]})
 
 
+def test_number_of_a_sequence_is_an_integer() -> None:
+    with pytest.raises(TypeError, match=r"seq_idx: want integers, got torch\.float32"):
+        small()(IDS, seq_idx=torch.zeros(2, 5))
+
+
+def test_logits_are_kept_of_places_that_are_there() -> None:
+    m = small()
+    want = m(IDS).logits
+    for places in ([0, -1], torch.tensor([3, 0, 3]), torch.arange(5) < 2, slice(1, 3), []):
+        index = slice(0, 0) if places == [] else places
+        assert torch.equal(m(IDS, logits_to_keep=places).logits, want[:, index])
+    for place in (5, -6):
+        with pytest.raises(ValueError, match="logits_to_keep"):
+            m(IDS, logits_to_keep=torch.tensor([0, place]))
+    with pytest.raises(ValueError, match="logits_to_keep: want 5 bools, got 4"):
+        m(IDS, logits_to_keep=torch.ones(4, dtype=torch.bool))
+
+
+def test_batch_of_padding_or_nothing_has_a_loss() -> None:
+    """As of ranks that have run out of rows: a gradient of 0 where the count is of all ranks."""
+    for ids, mask in ((IDS, IDS * 0), (IDS[:0], None), (IDS[:, :0], None)):
+        m = small().train()
+        m(ids, attention_mask=mask, labels=ids, num_items_in_batch=7).loss.backward()
+        grads = [p.grad for p in m.parameters() if p.grad is not None]
+        assert grads and not any(x.any() for x in grads)
+
+
 @pytest.mark.parametrize("number", [np.int64(10), np.float32(10)])
 def test_count_of_numpy_is_a_number(number: Any) -> None:
     model = small()
