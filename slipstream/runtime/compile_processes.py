@@ -37,7 +37,10 @@ def begin(work: Sequence[Callable[[], object]]) -> "Children | None":
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
         return None
-    return Children(work, min(len(work), processors - 1, MAX_CHILDREN))
+    try:
+        return Children(work, min(len(work), processors - 1, MAX_CHILDREN))
+    except OSError:  # no more files may be open
+        return None
 
 
 class Children:

@@ -73,6 +73,16 @@ def run(tasks: list[_Task]) -> list[Future]:
     return futures
 
 
+class Without:
+    """The module os, but for one function."""
+
+    def __init__(self, name: str, instead: Any) -> None:
+        setattr(self, name, instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
 def makers(made: Path) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
     for x in made.iterdir():
@@ -147,11 +157,14 @@ def test_error_reaches_the_caller(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("processors")
-def test_threads_compile_where_fork_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fork() -> int:
+@pytest.mark.parametrize("name", ["fork", "pipe"])
+def test_threads_compile_where_nothing_can_be_forked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
         raise OSError("no memory")
 
-    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(compile_processes, "os", Without(name, refuse))
     made = tmp_path / "made"
     made.mkdir()
     assert all("cubin" in x.result().asm for x in run([task_of(size, made) for size in SIZES]))
