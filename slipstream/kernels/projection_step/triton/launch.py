@@ -30,7 +30,9 @@ def tile_of(M: int, N: int, K: int, x_bytes: int, w_bytes: int, shared: int) -> 
     """
     if M == 1:
         return ProjectionTile(1, 8, min(1024, _power(K)), 8, 3)
-    BM, BN, stages = max(16, min(64, _power(M))), 32 if N >= 2048 else 16, 4
+    BM, BN = max(16, min(64, _power(M))), 32 if N >= 2048 else 16
+    # of few rows loads alone take the time, and a program of one weight has room for more of them
+    stages = 6 if BM == 16 and BN == 32 and w_bytes == x_bytes else 4
     BK = max(16, min(128 if BN == 32 else 256, _power(K)))
     while (stages - 1) * BK * (BM * x_bytes + BN * w_bytes) > shared and BK > 16:
         BK //= 2
