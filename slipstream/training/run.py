@@ -247,7 +247,9 @@ def _expect_model(options: Mapping[str, Any]) -> None:
         with torch.device("meta"):
             SlipstreamForCausalLM(SlipstreamConfig(**options))
     except (StrictDataclassError, ValueError, TypeError) as error:
-        raise ValueError(f"model: {' '.join(str(error).split())}") from error
+        # the cause names the field and the value, the error around it says so a second time
+        found = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        raise ValueError(f"model: {' '.join(str(found or error).split())}") from error
 
 
 def _begin(config: RunConfig, directory: Path, console: Console, fresh: bool) -> Path | None:
