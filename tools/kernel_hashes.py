@@ -32,7 +32,8 @@ from typing import Any
 
 from slipstream.compiler.aot import Job, gpu_target, source_of
 from slipstream.tools.backend_query import find_kernels
-from slipstream.tools.catalog import FURTHER, LAYER_SAMPLES, REPRESENTATIVE, chosen
+from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
+from slipstream.tools.layer_samples import LAYER_SAMPLES
 from slipstream.tools.variant_cover import cover, resolved
 
 _SYMBOL = re.compile(r'@"[^"]*"|@[\w.$]+')

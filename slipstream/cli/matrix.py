@@ -52,7 +52,8 @@ def matrix(
         from slipstream.compiler.support_matrix import as_json
         from slipstream.runtime.files import write_text
         from slipstream.tools import support_page
-        from slipstream.tools.catalog import FURTHER, LAYER_SAMPLES, REPRESENTATIVE, chosen
+        from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
+        from slipstream.tools.layer_samples import LAYER_SAMPLES
 
         if shapes < 1:
             raise ValueError(f"--shapes: want at least 1, got {shapes}")

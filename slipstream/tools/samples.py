@@ -167,10 +167,13 @@ FILL: Mapping[str, Callable[[list[int], Making], Tensor]] = {
     "lengths": lambda size, m: m.integers(size, 50),
     # of a cache with twice as many rows as there are new keys, one or more
     "prefixes": lambda size, m: m.integers(size, 2),
+    # each sequence's own row, or page
+    "rows": lambda size, m: torch.arange(size[0], device=m.device).view(size),
     "used": lambda size, m: m.used(size),
     "cached": lambda size, m: m.cached(size),
     # a state in int8
     "codes": lambda size, m: m.integers(size, 100),
+    "float8": lambda size, m: m.normal(size),
     "scale": lambda size, m: 1e-3 * (m.uniform(size) + 0.1),
     "bytes": lambda size, m: m.integers(size, 256),
 }
@@ -179,8 +182,9 @@ _WIDE = ("gate", "bounded", "state", "sum")
 # Fills of one dtype, which is part of a format.
 _DTYPES = {
     **dict.fromkeys(("ids", "targets", "positions", "used", "cached"), torch.int64),
-    **dict.fromkeys(("lengths", "prefixes"), torch.int32),
+    **dict.fromkeys(("lengths", "prefixes", "rows"), torch.int32),
     "codes": torch.int8,
+    "float8": torch.float8_e4m3fn,
     "bytes": torch.uint8,
     "scale": torch.bfloat16,
 }

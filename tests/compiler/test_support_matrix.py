@@ -370,7 +370,8 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
 def test_every_family_has_kernels_in_the_matrix() -> None:
     """Else nothing would ever verify it, and everything would be watched."""
     from slipstream.tools.backend_query import find_kernels
-    from slipstream.tools.catalog import LAYER_SAMPLES, REPRESENTATIVE, chosen
+    from slipstream.tools.catalog import REPRESENTATIVE, chosen
+    from slipstream.tools.layer_samples import LAYER_SAMPLES
 
     ops = ["retention", "kda", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
     ops += ["short_convolution", "selective_scan", "mixer_step", "attnres", "projection_step"]
@@ -383,12 +384,26 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
 
 
 @compiles
+def test_every_row_of_layers_launches_kernels() -> None:
+    """A row whose arguments are refused would compile nothing and be seen by nobody."""
+    from slipstream.tools.backend_query import trace_operator
+    from slipstream.tools.catalog import REPRESENTATIVE
+    from slipstream.tools.layer_samples import LAYER_SAMPLES
+
+    for sample in LAYER_SAMPLES:
+        shapes = REPRESENTATIVE[0], REPRESENTATIVE[-1]
+        traces = [trace_operator(sample, shape, "sm_90", False) for shape in shapes]
+        assert any(x.jobs.get(None) for x in traces), (sample.name, traces[0].refused)
+
+
+@compiles
 @pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_kernel_is_reached_by_the_matrix(thorough: bool) -> None:
     """One that no sample reaches would be trusted with its family, though nobody compiled it."""
     import slipstream.kernels
     from slipstream.tools.backend_query import find_kernels
-    from slipstream.tools.catalog import LAYER_SAMPLES, REPRESENTATIVE, SAMPLES
+    from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES
+    from slipstream.tools.layer_samples import LAYER_SAMPLES
 
     root = Path(slipstream.kernels.__file__).parent
     pattern = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
