@@ -211,14 +211,15 @@ LAYER_SAMPLES = [
     ),
     LayerSample(
         "attention_on_8_bits",
-        f"{_8_BITS} cache_seqlens=B:prefixes block_table=B1:rows".replace("codes", "float8"),
+        f"{_8_BITS} cache_seqlens=B:prefixes block_table=B1:rows"
+        .replace("codes", "float8").replace("BR", "BM"),
         variant="float8",
         tested=False,
         grouped=False,
         fixed="q k_cache v_cache k_scale v_scale",
         function=_on_8_bits,
     ),
-    _of_layer("convolved_heads", _convolved_heads, "x=BTC weight=CW"),
+    _of_layer("convolved_heads", _convolved_heads, "x=BTZ weight=ZW"),
     _mixes(6, before=False),
     *[
         LayerSample("gated_mlp", "x=LD gate=CD up=CD down=DC", variant=f, tested=False,
@@ -230,14 +231,17 @@ LAYER_SAMPLES = [
     _flagged("attention", "slopes", f"{ATTENTION} alibi_slopes=G:sum", options={"softcap": 30.0}),
     _flagged("attention", "lengths", f"{LONGER} key_lengths=B:used"),
     _flagged("flash_attn_with_kvcache", "pages",
-             "q=BTHK k_cache=BRHK v_cache=BRHV cache_seqlens=B:prefixes block_table=B1:rows "
+             "q=BTHK k_cache=BMHK v_cache=BMHV cache_seqlens=B:prefixes block_table=B1:rows "
              "alibi_slopes=H:sum", options={"causal": True, "softcap": 30.0},
              grouped=False, fixed="q k_cache v_cache"),
+    _flagged("flash_attn_with_kvcache", "odd pages",
+             "q=BTHK k_cache=B9HK v_cache=B9HV cache_seqlens=B:prefixes block_table=B1:rows",
+             options={"causal": True}, grouped=False, fixed="q k_cache v_cache"),
     _flagged("flash_attn_with_kvcache", "rows",
              "q=BTHK k_cache=BRHK v_cache=BRHV k=BTHK v=BTHV cache_seqlens=B:prefixes "
              "cache_batch_idx=B:rows cache_leftpad=B:prefixes sinks=H", grouped=False,
              options={"causal": True, "window_size": (60, 0)}, fixed="q k_cache v_cache k v"),
-    _flagged("latent_attention", "pages", "q=BTHQ latent=BRQ lengths=B:lengths table=B1:rows",
+    _flagged("latent_attention", "pages", "q=BTHQ latent=BMQ lengths=B:prefixes table=B1:rows",
              options={"width": 512, "scale": 0.05}, grouped=False, fixed="q latent"),
     _flagged("attnres", "normed",
              "query=D residuals=9BTD rms_weight=D:one output_rms_weight=D:one"),
@@ -256,7 +260,7 @@ LAYER_SAMPLES = [
              options={"reduction": "none"}),
     *[
         _flagged("matmul", f, "a=TD b=DC bias=C residual=TC scale_a=T:sum scale_b=C:sum",
-                 options={"activation": f}, fixed="scale_a scale_b")
+                 options={"activation": f}, fixed="a b bias residual scale_a scale_b")
         for f in ("relu", "squared_relu", "sigmoid", "silu", "gelu", "gelu_tanh")
     ],
     _flagged("rotary_embedding", "interleaved", ROTARY, fixed="cos sin",
