@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.common import rounded_keys
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
 from slipstream.ops.rotary import rotary_tables
 
@@ -57,3 +58,23 @@ def test_cache_grows_and_is_read(
     torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=2e-2, atol=2e-2)
     for name in ("k_cache", "v_cache"):
         torch.testing.assert_close(here[name].cpu().double(), wide[name], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "cap"])
+@pytest.mark.parametrize("page", [0, 16, 96])
+@pytest.mark.parametrize("D", [32, 64, 128, 256, 30])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+def test_cache_in_8_bits_is_read(dtype: torch.dtype, D: int, page: int, softcap: float) -> None:
+    """As words of four channels, but for D of 30; beside float64 of the same rounded numbers."""
+    cache = cache_of(D, D, page)
+    scales, wide = {}, dict(cache)
+    for name in ("k", "v"):
+        codes, scale = rounded_keys.encode(cache[f"{name}_cache"].float(), dtype)
+        cache[f"{name}_cache"], scales[f"{name}_scale"] = codes, scale
+        wide[f"{name}_cache"] = rounded_keys.decode(codes, scale, torch.float64)
+    q, lengths = torch.randn(B, 2, 8, D).bfloat16(), torch.tensor(LENGTHS, dtype=torch.int32)
+    options: dict[str, Any] = {"causal": True, "softcap": softcap}
+    here = {n: x.cuda() for n, x in {**cache, **scales, "cache_seqlens": lengths}.items()}
+    o: Any = flash_attn_with_kvcache(q.cuda(), **here, **options, impl="triton")
+    want: Any = flash_attn_with_kvcache(q.double(), **wide, cache_seqlens=lengths, **options)
+    torch.testing.assert_close(o.cpu().double(), want, rtol=2e-2, atol=2e-2)
