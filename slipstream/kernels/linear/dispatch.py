@@ -56,6 +56,8 @@ CANDIDATES = (
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
+# Of a rank, where what it runs must not depend on how many it has.
+MANY_TOKENS = 1 << 16
 _PLANS = ValidationCache()
 
 
@@ -215,10 +217,11 @@ def _run_across_ranks(
     context.expect_no_offsets(terms.cu_seqlens, options.impl)
     initial_state = terms.initial_state
     terms = terms._replace(initial_state=None, cu_seqlens=context.offsets_on(terms.q.device))
-    key = signature(terms, options.chunk_size, options.impl, recurrent, "context")
+    fixed = context.segment_tokens is not None
+    key = signature(terms, options.chunk_size, options.impl, recurrent, "context", fixed)
     if key is not None:
         key = (*key, autocast_dtype(terms.q))
-    plan = _PLANS.get(key, lambda: _checked(terms, names, options, recurrent))
+    plan = _PLANS.get(key, lambda: _checked(terms, names, options, recurrent, fixed=fixed))
     if terms.max_head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
             f"context: heads of more than {MAX_HEAD_DIM} channels run on one rank, got "
@@ -272,12 +275,16 @@ def _checked(
     options: LinearOptions,
     recurrent: bool,
     same_bits: bool = False,
+    fixed: bool = False,
 ) -> _Plan:
-    """Looks at nothing but shapes, dtypes and devices."""
+    """Looks at nothing but shapes, dtypes and devices. fixed: and not at how many tokens there
+    are, which is another number on each rank."""
     check(terms, names, options, recurrent)
     given = terms = as_autocast(terms)
     if same_bits:
-        terms = _of_one_token(terms)
+        terms = _of_tokens(terms, 1)
+    if fixed:
+        given = terms = _of_tokens(terms, MANY_TOKENS)
     groups = groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
     if not recurrent and options.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
@@ -291,11 +298,13 @@ def _checked(
     return _Plan(chosen.impl, chosen.impls, groups)
 
 
-def _of_one_token(terms: LinearInputs) -> LinearInputs:
-    """Of which kernels say what they say of any number of tokens and sequences."""
+def _of_tokens(terms: LinearInputs, count: int) -> LinearInputs:
+    """Of one row of so many, and without states, for questions about shapes: the same answer for
+    any number of tokens and sequences."""
     if 0 in terms.q.shape[:2]:
         return terms
-    return terms.of_tokens(lambda x: x[:1, :1])._replace(initial_state=None)
+    given = terms.of_tokens(lambda x: x[:1, :1].expand(1, count, *x.shape[2:]))
+    return given._replace(initial_state=None)
 
 
 def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None:

@@ -58,10 +58,8 @@ def forward(
     exchange: Exchange | None = None,
     prefix: PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As Triton's, which it is where q is float32, and in the mode of equal bits: whether plan.py
-    takes this depends on the tokens of a rank."""
-    fixed = exchange is not None and exchange.segment_tokens is not None
-    if terms.q.dtype == torch.float32 or fixed:
+    """As Triton's, which it is where q is float32."""
+    if terms.q.dtype == torch.float32:
         return triton.forward(terms, scale, exchange=exchange, prefix=prefix)
     terms = align_for_tma(triton.to_kernel_layout(terms))
     o = torch.empty_like(terms.v)
