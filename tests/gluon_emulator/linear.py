@@ -20,14 +20,18 @@ ANEW = "slipstream.kernels.primitives.smem_scalars", "slipstream.kernels.linear.
 
 class Descriptor(threads.Descriptor):
     def __init__(self, x: Tensor, width: int, rows: int, columns: int) -> None:
-        super().__init__(x.view(-1, width).numpy(), (rows, columns))
+        stride = width if x.is_contiguous() else x.stride(1)  # of some heads of each token
+        data = x.as_strided((x.numel() // width, width), (stride, 1))
+        super().__init__(data.numpy(), (rows, columns))
 
 
 class Pointer(threads.Pointer):
     dtype = SimpleNamespace(element_ty="16-bit")
 
     def __init__(self, x: Tensor) -> None:
-        super().__init__(x.view(-1).numpy())
+        behind = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        count = x.numel() if x.is_contiguous() else behind
+        super().__init__(x.as_strided((count,), (1,)).numpy())
 
 
 def _copy_out(desc: Descriptor, at: list, buffer: threads.Buffer) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from slipstream.kernels.attention.context import softmax_by_heads
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.gated_scan import dispatch as gated_scan
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear import workspace
+from slipstream.kernels.linear.context import linear_across_ranks
+from slipstream.kernels.linear.context_terms import Call
+from slipstream.kernels.linear.inputs import TOKEN_TERMS, LinearInputs
 from slipstream.kernels.selective_scan import dispatch as selective
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.runtime.context_share import Share
@@ -70,6 +74,37 @@ def test_linear_bits_do_not_depend_on_the_ranks(kind: str, packed: bool) -> None
                 torch.testing.assert_close(found[ranks][name], found[1][name])
             else:
                 assert torch.equal(found[ranks][name], found[1][name]), (name, ranks)
+
+
+@pytest.mark.parametrize("segment", [None, SEGMENT])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("kind", ["kda", "dplr", "rwkv6"])
+def test_groups_of_heads_equal_all_at_once(kind: str, packed: bool, segment: int | None) -> None:
+    """Of a forward pass without gradients; each group has an exchange of its own."""
+    terms = make(kind, packed, torch.float64)
+    heads = {"u": 0, "initial_state": 1} | dict.fromkeys(TOKEN_TERMS, 2)
+    given = {n: getattr(terms, n) for n in heads}
+    many = {n: torch.cat([x.double()] * 3, heads[n]) for n, x in given.items() if x is not None}
+    terms = terms._replace(**many)
+    terms = terms._replace(v=torch.randn_like(terms.v))
+    offsets = None if terms.cu_seqlens is None else terms.cu_seqlens.tolist()
+
+    def on(share: Share) -> list[Tensor]:
+        mine = terms.of_tokens(lambda x: x[:, share.begin : share.end])
+        cu = torch.tensor(share.local_offsets, dtype=torch.int32) if share.packed else None
+        mine = mine._replace(initial_state=None, cu_seqlens=cu)
+        call = Call(0.25, 32, "eager", lambda _: "eager", True)
+        o, final = linear_across_ranks(mine, terms.initial_state, share, call)
+        assert final is not None
+        return [o, final]
+
+    def whole(groups: list[tuple[int, int]]) -> list[Tensor]:
+        with mock.patch.object(workspace, "head_groups", return_value=groups):
+            ranks = run_ranks(on, (PACKED if packed else ROWS)[4], offsets, segment)
+        return [torch.cat([x for x, _ in ranks], 1), ranks[0][1]]
+
+    for x, y in zip(whole([(0, 2), (2, 3)]), whole([(0, 3)]), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_cut_within_a_segment() -> None:

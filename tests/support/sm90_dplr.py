@@ -83,11 +83,12 @@ def prepared(
     threads._LOCAL.queue, threads._LOCAL.errors = [], []
     of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
     of_all |= {"PACKED": cu is not None, "LIMIT": limits[0], "APART": limits[1] * gated}
-    args = (*tensors, cu, 0.3, int(keep), T, N, HV, H)
+    sizes = T, N, HV, H, terms.row_heads
+    args = (*tensors, cu, 0.3, int(keep), *sizes)
     with np.errstate(all="ignore"):  # of strong chunks
         threads.launch(kernels.weak, slots * HV, args, **of_all, C=C, HAS_GATE=gated)
     if gated:
         tensors[:4] = [None if x is None else emulator.Pointer(x) for x in given[:4]]
-        args = (*tensors, cu, 0.3, int(keep), slots * HV, T, N, HV, H)
+        args = (*tensors, cu, 0.3, int(keep), slots * HV, *sizes)
         threads.launch(kernels.strong, 2, args, **of_all)
     return made

@@ -27,6 +27,7 @@ class BackendCapabilities:
         saves_wy: forward takes `save`, and then also returns a SavedWY, which backward takes as
             `saved`.
         exchanges: both take `exchange`, of sequences that go on at other ranks.
+        takes_heads: forward takes views of some heads (LinearInputs.of_heads), and `out` as such.
     """
 
     writes_out: bool = False
@@ -37,6 +38,7 @@ class BackendCapabilities:
     skips_gate_grad: bool = False
     saves_wy: bool = False
     exchanges: bool = False
+    takes_heads: bool = False
 
 
 class SavedWY(NamedTuple):

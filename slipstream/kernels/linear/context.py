@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import workspace
 from slipstream.kernels.linear.context_in_order import BackwardInOrder, ForwardInOrder
 from slipstream.kernels.linear.context_states import (
     BackwardStates,
@@ -109,6 +110,24 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     other ranks; and with `save` what _backward takes: M, if a sequence goes through this rank, and
     what the back end leaves for its own."""
     terms, (share, call, save) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
+    groups = workspace.head_groups(terms, max(share.lengths))
+    if save or not share.crossings.any or len(groups) < 2:
+        return _forward_heads(terms, share, call, save)
+    o = terms.v.new_empty(terms.v.shape)
+    ratio, after = terms.v.shape[2] // terms.q.shape[2], []
+    for begin, end in groups:
+        group, o_group = terms.of_heads(begin, end), o[:, :, ratio * begin : ratio * end]
+        found, states, *_ = _forward_heads(group, share, call, False, o_group)
+        if found.data_ptr() != o_group.data_ptr():
+            o_group.copy_(found)
+        after.append(states)
+    return o, torch.cat(after, 1)
+
+
+def _forward_heads(
+    terms: LinearInputs, share: Share, call: Call, save: bool, o: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """As _forward. o: memory for it."""
     width, initial_state, before = states_per_sequence(terms), terms.initial_state, None
     if initial_state is not None:
         initial_state = initial_state.to(terms.dtype)
@@ -124,10 +143,11 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         exchange = ForwardStates(terms, share, call)
     else:
         return *call_forward(*terms, *call[:3], False), *begins
-    o, after, *saved = forward_impl(*terms, *forward, save=save, exchange=exchange)
+    out = None if o is None else (o, o.new_empty(terms.state_shape, dtype=terms.dtype))
+    found, after, *saved = forward_impl(*terms, *forward, out=out, save=save, exchange=exchange)
     saved = saved if len(saved) > 1 else []  # checkpoints, and a SavedWY's tensors
     passed = [exchange.transition] if save and exchange.transition is not None else []
-    return o, after, *begins, *passed, *saved
+    return found, after, *begins, *passed, *saved
 
 
 def _backward(*args: Any) -> list[Tensor]:

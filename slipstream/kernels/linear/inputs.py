@@ -133,6 +133,34 @@ class LinearInputs(NamedTuple):
         given = {name: x for name in TOKEN_TERMS if (x := getattr(self, name)) is not None}
         return self._replace(**dict(zip(given, change([*given.values()]), strict=True)))
 
+    def of_heads(self, begin: int, end: int) -> "LinearInputs":
+        """Views of the heads begin .. end - 1 of q, and of the value heads that read them."""
+        ratio = self.v.shape[2] // self.q.shape[2]
+        cuts = {"H": (begin, end - begin), "HV": (ratio * begin, ratio * (end - begin))}
+        given = {}
+        for name, term in TERMS.items():
+            if (x := getattr(self, name)) is not None:
+                dims = term.dims_of(x.dim())
+                heads = "HV" if "HV" in dims else "H"
+                given[name] = x.narrow(dims.index(heads), *cuts[heads])
+        return self._replace(**given)
+
+    @property
+    def row_heads(self) -> int | None:
+        """Value heads from one token to the next in memory: as many as there are, or more where
+        the terms are views of_heads. None where they are not alike, or not in order."""
+        (B, T), HV = self.q.shape[:2], self.v.shape[2]
+        found = set()
+        for name in TOKEN_TERMS:
+            if (x := getattr(self, name)) is not None:
+                heads, *channels = x.shape[2:]
+                width = channels[0] if channels else 1
+                dense = (width == 1 or x.stride(-1) == 1) and (heads == 1 or x.stride(2) == width)
+                rows, rest = divmod(x.stride(1) * HV, width * heads)
+                even = B == 1 or x.stride(0) == T * x.stride(1)
+                found.add(rows if T > 1 and dense and even and not rest else None)
+        return found.pop() if len(found) == 1 else None
+
 
 class ForwardCall(NamedTuple):
     """Arguments of slipstream::linear_forward and linear_spans, behind the terms.

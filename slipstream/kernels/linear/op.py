@@ -110,7 +110,7 @@ def forward_impl(
                 return o, final, *_with_states(given, states, saved, call.num_slices)
             run = partial(backend.forward, **options)
             run = workspace.with_active_count(run, given, slices, can)
-            run = run if can.writes_out else partial(_into_out, run)
+            run = run if workspace.writes_into(out, can) else partial(_into_out, run)
             return _in_slices(run, given, call, slices, out)
     if others:
         args = *terms, *call._replace(impl=others)

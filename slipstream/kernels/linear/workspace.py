@@ -41,6 +41,7 @@ from slipstream.kernels.linear.backend import BackendCapabilities, SavedWY
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, TOKEN_TERMS, LinearInputs
 from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
 from slipstream.kernels.linear.varlen_slices import VarlenSlices, make_varlen_slices
+from slipstream.runtime.backends import sm90_unsupported
 
 NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})  # no memory is given for results
 # What kernels may leave for each other: so many bytes, or so many percent of arguments, results
@@ -55,6 +56,9 @@ MAX_SLICES = 8
 MIN_SLICE_TOKENS = 256
 # Tokens a chunk, at most, and those of slices long enough to be cut into segments.
 CHUNK, LONG_SLICE_TOKENS = 64, 1024
+# Value heads of a group with an exchange of its own, at least: with fewer, scans leave a GPU idle
+# (docs/dev/log/context-parallel.md).
+MIN_GROUP_HEADS = 10
 # Programs of a scan, one for 64 columns of V of a head, that keep a GPU busy.
 MIN_ACTIVE_PROGRAMS = 128
 # Those of the packed sequences that have tokens in a slice, at least: five slices of kda at 4x8192
@@ -125,7 +129,7 @@ def forward(
         out: memory for o and the final state.
     """
     o = reuse_or_empty(out[0], terms.v.shape, dtype or terms.v.dtype, terms.v.device)
-    final = reuse_or_empty(out[1], terms.state_shape, torch.float32, terms.v.device)
+    final = reuse_or_empty(out[1], terms.state_shape, terms.dtype, terms.v.device)
     checkpoints = final.new_empty(checkpoints_shape(terms, count))
     state, saved = terms.initial_state, []
     goes_on, borders = slices[0].tokens.stop is not None, _borders(terms, slices)
@@ -320,6 +324,29 @@ def slice_inputs(
     terms: LinearInputs, rows: slice, tokens: slice, state: Tensor | None
 ) -> LinearInputs:
     return terms.of_tokens(lambda x: x[rows, tokens])._replace(initial_state=state)
+
+
+def writes_into(out: tuple[Tensor | None, Tensor | None] | None, can: BackendCapabilities) -> bool:
+    """Whether a back end writes results where they are wanted."""
+    dense = out is None or out[0] is None or out[0].is_contiguous()
+    return can.writes_out and (dense or can.takes_heads)
+
+
+def head_groups(terms: LinearInputs, tokens: int) -> list[tuple[int, int]]:
+    """Where groups of q's heads begin and end of a forward pass that is not cut in time, since its
+    state comes from other ranks. tokens: the most that a rank has, so that all cut alike."""
+    (B, _, H), HV = terms.q.shape[:3], terms.v.shape[2]
+    most = min(H, HV // MIN_GROUP_HEADS)
+    if terms.transition == "none" or terms.q.element_size() != 2:
+        most = 1
+    if most < 2 or sm90_unsupported(terms.q):  # other kernels would copy a group's inputs
+        return [(0, H)]
+    given = (x for n in TOKEN_TERMS if (x := getattr(terms, n)) is not None)
+    io = sum(prod(x.shape[2:]) * x.element_size() for x in (*given, terms.v))
+    allowed = allowed_bytes(B * tokens * io)
+    count = -(-B * tokens * HV * _workspace_bytes(terms, False) // allowed)
+    each = -(-H // max(min(count, most), 1))
+    return [(h, min(h + each, H)) for h in range(0, H, each)]
 
 
 def _make_slices(terms: LinearInputs, count: int) -> list[BatchTimeSlice]:

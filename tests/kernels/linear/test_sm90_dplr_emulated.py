@@ -74,7 +74,7 @@ class Walk:
         self.slots = self.N if split is None else split.count
         self.columns, self.delta = (self.HV * V, 64), terms.transition == "delta"
         self.states = (made["q"].shape[0], self.HV, V)
-        self.sizes = (T, self.N, self.HV, segment or T)
+        self.sizes: tuple[int, ...] = (T, self.N, self.HV, segment or T)
         self.ends = (self.slots, self.HV, self.K, V)
         self.flags = {"K": self.K, "V": V, "C": C, "ST": 2, "SPLIT": segment is not None}
         self.flags |= {"HAS_GATE": terms.g is not None, "PACKED": terms.cu_seqlens is not None}
@@ -91,12 +91,17 @@ class Walk:
         descriptors = [x and emulator.Descriptor(x[0], x[1], C, x[2]) for x in tiles]
         pointers = (*pointers, self.terms.cu_seqlens)
         given = [None if x is None else emulator.Pointer(x) for x in pointers]
-        args = (*descriptors, *given, *self.sizes)
+        sizes = list(self.sizes)
+        if kernel is kernels().walk:
+            sizes.insert(3, self.HV if self.o is None else self.o.stride(1) // self.ends[3])
+        args = (*descriptors, *given, *sizes)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []
         threads.launch(kernel, many * self.HV * self.slots, args, **self.flags, **flags)
 
-    def forward(self, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, final = self.empty(*self.terms.v.shape), self.empty(*self.ends)
+    def forward(self, start: Tensor | None, o: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """o: memory for it."""
+        o = self.empty(*self.terms.v.shape) if o is None else o
+        final = self.empty(*self.ends)
         v = None if self.delta else (self.terms.v, *self.columns)
         tiles = self.prepared("q", "w", "b", "k", "qb", "qk")
         self._forward([*tiles, v, (o, *self.columns), None, None], "o", o, start, final)
@@ -130,6 +135,7 @@ class Walk:
         m: Tensor | None = None,
         m_is_zero: Tensor | None = None,
     ) -> None:
+        self.o = o
         pointers = (o, self.made["u"], self.made["total"], start, final, m, m_is_zero)
         pointers += (None, None) if m is None else (self.made["w"], self.made["b"])
         flags = {"DELTA": self.delta, "OUTPUT": make}
@@ -229,6 +235,22 @@ def test_strong_chunks_walk_to_reference(case: str) -> None:
     ):
         made = check(inputs(CASES[case], gates))
         assert made["strong"].nan_to_num().max() > 0
+
+
+@pytest.mark.parametrize("case", ["kda_packed", "dplr", "gdn2"])
+def test_views_of_heads_equal_those_heads_alone(case: str) -> None:
+    """Read where they are, and o written there, beside other heads."""
+    T, _, _, *rest = CASES[case]
+    part = inputs((T, 2, 4, *rest), all_kinds).of_heads(1, 2)
+    alone = part.of_tokens(Tensor.contiguous)
+    state = None if part.initial_state is None else part.initial_state.contiguous()
+    assert (part.row_heads, alone.row_heads) == (4, 2)
+    want = Walk(alone, prepared(alone, keep=False)).forward(state)
+    rows = torch.full((*part.v.shape[:2], 4, part.v.shape[3]), torch.nan, dtype=torch.float64)
+    got = Walk(part, prepared(part, keep=False)).forward(state, rows[:, :, 2:])
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    assert rows[:, :, :2].isnan().all()
 
 
 @pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])

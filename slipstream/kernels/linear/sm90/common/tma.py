@@ -23,10 +23,13 @@ def align_for_tma(terms: LinearInputs) -> LinearInputs:
     return terms._replace(**{name: align16(x) for name, x in given.items()})
 
 
-def tma_descriptor(x: Tensor | None, width: int, rows: int, columns: int) -> Any:
-    """A descriptor of x as rows of `width`, in tiles [rows, columns]; None of None."""
+def tma_descriptor(
+    x: Tensor | None, width: int, rows: int, columns: int, stride: int | None = None
+) -> Any:
+    """A descriptor of x as rows of `width`, in tiles [rows, columns]; None of None. stride: from
+    row to row, `width` if None."""
     if x is None:
         return None
     layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
-    shape, strides = [x.numel() // width, width], [width, 1]
+    shape, strides = [x.numel() // width, width], [stride or width, 1]
     return TensorDescriptor(x, shape, strides, [rows, columns], layout)

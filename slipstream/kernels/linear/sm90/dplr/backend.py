@@ -30,7 +30,9 @@ from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, S
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=True)
+CAPABILITIES = BackendCapabilities(
+    writes_out=True, checkpoints=True, exchanges=True, takes_heads=True
+)
 # Three programs fit a multiprocessor. Rows have the same bits in both kernels only where the
 # compiler fuses no products and sums, which it would do differently in each.
 WY_OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
@@ -60,6 +62,7 @@ def intra_chunk(terms: LinearInputs, scale: float, intra: IntraChunk, for_backwa
         "N": terms.sequences,
         "HV": HV,
         "H": H,
+        "token_heads": _token_stride(terms.v) // V,
         "K": K,
         "V": V,
         "DELTA": terms.transition == "delta",
@@ -113,8 +116,8 @@ def chunk_fwd(
         k_desc=_chunks(k),
         qb_desc=_chunks(qb),
         qk_desc=_chunks(qk),
-        v_desc=tma_descriptor(v, HV * V, CHUNK, 64),
-        o_desc=tma_descriptor(o, HV * V, CHUNK, 64),
+        v_desc=_tokens(v, 64),
+        o_desc=_tokens(o, 64),
         x_desc=_chunks(x),
         states_desc=_chunks(states),
         o_ptr=o,
@@ -128,6 +131,7 @@ def chunk_fwd(
         b_ptr=None if m is None else b,
         **token_args(terms, segments),
         **(prefix.pointers() if prefix else NO_POINTERS),
+        token_heads=HV if o is None else _token_stride(o) // V,
         OUTPUT=make,
         ST=2 if two_stages else STAGES,
         DELTA=terms.transition == "delta",
@@ -176,6 +180,13 @@ class Sm90Dplr(TritonDplr):
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return super().to_kernel_layout(align_for_tma(terms))
+
+    def forward_layout(self, terms: LinearInputs) -> LinearInputs:
+        """Of views of_heads no copies."""
+        state, aligned = terms.initial_state, align_for_tma(terms)
+        if aligned.row_heads is None:
+            return super().forward_layout(aligned)
+        return aligned._replace(initial_state=None if state is None else state.contiguous())
 
     def contiguous(self, x: Tensor) -> Tensor:
         return align16(x).contiguous()
@@ -311,11 +322,9 @@ def _flags(
 def _rows(terms: LinearInputs, columns: int) -> dict[str, Any]:
     """Descriptors of q, k, a and b as rows of all heads, in tiles [CHUNK, columns]; what erases by
     gates of channels is read as b."""
-    width = terms.q.shape[2] * terms.q.shape[3]
-    made = {f"{n}_desc": tma_descriptor(getattr(terms, n), width, CHUNK, columns) for n in "qkab"}
+    made = {f"{n}_desc": _tokens(getattr(terms, n), columns) for n in "qkab"}
     if terms.erase is not None:
-        width = terms.v.shape[2] * terms.q.shape[3]
-        made["b_desc"] = tma_descriptor(terms.erase, width, CHUNK, columns)
+        made["b_desc"] = _tokens(terms.erase, columns)
     return made
 
 
@@ -323,6 +332,18 @@ def _pointers(terms: LinearInputs) -> dict[str, Tensor | None]:
     """As _rows."""
     given = pointers(terms, "qkab")
     return given if terms.erase is None else given | {"b_ptr": terms.erase}
+
+
+def _tokens(x: Tensor | None, columns: int) -> Any:
+    """A descriptor of a tensor [B, T, heads, channels] as rows of its heads, CHUNK rows a tile."""
+    if x is None:
+        return None
+    return tma_descriptor(x, x.shape[2] * x.shape[3], CHUNK, columns, _token_stride(x))
+
+
+def _token_stride(x: Tensor) -> int:
+    """Elements from one token to the next; x is dense, or a part of the heads of such a tensor."""
+    return x.stride(1) if x.shape[1] > 1 else x.shape[2] * x.shape[3]
 
 
 def _chunks(x: Tensor | None) -> Any:

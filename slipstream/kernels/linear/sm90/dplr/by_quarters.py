@@ -105,16 +105,16 @@ def to_start(anchors, n, a, flat: gl.constexpr, three: gl.constexpr, APART: gl.c
 
 
 @gluon.jit
-def load_beta(p, HV, num_rows, layout: gl.constexpr, none=0):
+def load_beta(p, token_heads, num_rows, layout: gl.constexpr, none=0):
     """Of a chunk's tokens, as rows of `layout`. none: as put has it."""
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout)) + none
-    return gl.load(p + o_i * HV, mask=o_i < num_rows, other=0.0).to(gl.float32)
+    return gl.load(p + o_i * token_heads, mask=o_i < num_rows, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def with_halves(
-    b_a, by_quarters, qs, reads, bs, keys, aks, anchors, beta_ptr, HV, num_rows, qb_ptr, qk_ptr,
-    ak_ptr, keep, scale, T, flat: gl.constexpr, three: gl.constexpr, rows: gl.constexpr,
+    b_a, by_quarters, qs, reads, bs, keys, aks, anchors, beta_ptr, token_heads, num_rows, qb_ptr,
+    qk_ptr, ak_ptr, keep, scale, T, flat: gl.constexpr, three: gl.constexpr, rows: gl.constexpr,
     APART: gl.constexpr,
 ):  # fmt: skip
     """Scores b_a with those between halves: by_quarters they are missing, and operands are moved
@@ -146,7 +146,7 @@ def with_halves(
                 put(ak_ptr, b_ak, C, rows)
         b_late = scores(reads, bs, NK, zero, none)
         if beta_ptr is not None:
-            b_late *= load_beta(beta_ptr, HV, num_rows, al, none)[:, None]
+            b_late *= load_beta(beta_ptr, token_heads, num_rows, al, none)[:, None]
         b_a = gl.where(late, b_late, b_a)
         gl.thread_barrier()
         for n in range(NK):

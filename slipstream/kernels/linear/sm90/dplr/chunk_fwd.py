@@ -172,8 +172,8 @@ def store_output(desc, at, column, tile, b):
 @gluon.jit
 def state_partition(
     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies,
-    full, empty, s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
-    PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    full, empty, s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s, m_col,
+    length, n, PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
     HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
@@ -257,7 +257,7 @@ def state_partition(
             write_o(
                 o_desc, o_ptr, copies.x.index(PARTITION), b_o.to(tiles.w.dtype), row + i * C,
                 v_col + PARTITION * 64,
-                length - i * C, HV * V, C, rows,
+                length - i * C, token_heads * V, C, rows,
             )  # fmt: skip
         b_u = b_next
     store_wait(0)
@@ -298,7 +298,7 @@ def write_o(
         gl.store(p_o, tile.load(rows), mask=(o_t < num_rows)[:, None])
 
 
-@gluon.jit(do_not_specialize=["T", "N", "HV", "segment"])
+@gluon.jit(do_not_specialize=["T", "N", "HV", "token_heads", "segment"])
 def dplr_chunk_fwd_sm90_kernel(
     q_desc,  # [slots * HV * C, K] by [C, K]
     w_desc,
@@ -323,6 +323,7 @@ def dplr_chunk_fwd_sm90_kernel(
     T,
     N,
     HV,
+    token_heads,  # of o from one token to the next: HV, or more
     segment,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -409,8 +410,9 @@ def dplr_chunk_fwd_sm90_kernel(
             [
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
-                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
+                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s,
+                    m_col, length, n, 0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT,
+                    OUTPUT)),
                 (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
                     full, empty, chunk, HV, v_row, v_col, n,
@@ -424,12 +426,14 @@ def dplr_chunk_fwd_sm90_kernel(
             [
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
-                    0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
+                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s,
+                    m_col, length, n, 0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT,
+                    OUTPUT)),
                 (state_partition, (
                     o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, row, v_col, i_s, m_col, length, n,
-                    1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)),
+                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s,
+                    m_col, length, n, 1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT,
+                    OUTPUT)),
                 (load_partition, (
                     q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
                     full, empty, chunk, HV, v_row, v_col, n,

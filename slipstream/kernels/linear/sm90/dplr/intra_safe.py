@@ -272,7 +272,7 @@ def put_operands(
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H"])
+@gluon.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H", "token_heads"])
 def dplr_intra_safe_sm90_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
@@ -301,6 +301,7 @@ def dplr_intra_safe_sm90_kernel(
     N,
     HV,
     H,
+    token_heads,  # as in wy.py
     K: gl.constexpr,
     V: gl.constexpr,
     DELTA: gl.constexpr,
@@ -324,7 +325,7 @@ def dplr_intra_safe_sm90_kernel(
                 q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
                 b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
                 cu_ptr, scale, keep, at + ahead * gl.num_programs(0), T, N, HV, H,
-                K, V, DELTA, CHANNEL, PACKED, LIMIT, APART,
+                token_heads, K, V, DELTA, CHANNEL, PACKED, LIMIT, APART,
             )  # fmt: skip
         # with 0, so that the step is made here
         at += (gl.minimum(ahead + 1, FLAGS_PER_LOAD) + (T + at >> 31)) * gl.num_programs(0)
@@ -334,8 +335,8 @@ def dplr_intra_safe_sm90_kernel(
 def one_chunk(
     q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
     b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr, scale, keep,
-    pid, T, N, HV, H, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, CHANNEL: gl.constexpr,
-    PACKED: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
+    pid, T, N, HV, H, token_heads, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
+    CHANNEL: gl.constexpr, PACKED: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 64
     NK: gl.constexpr = K // 64
@@ -359,23 +360,24 @@ def one_chunk(
     i_h = pid % HV
     row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     index = gl.cast(pid, gl.int64)
-    token = row.to(gl.int64) * HV + i_h
+    token = row.to(gl.int64) * token_heads + i_h
     # 0, another one each time: what is made of it is not kept for the next chunk, level or part
     none = T + pid >> 31 << 10
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
     p_g = g_ptr + token * GK
-    begin = (row.to(gl.int64) * H + i_h // (HV // H)) * K
+    token_keys = token_heads // (HV // H)
+    begin = (row.to(gl.int64) * token_keys + i_h // (HV // H)) * K
     zero = gl.zeros([64, 64], gl.float32, al)
-    load_erase(b_ptr, token * K, HV * K, num_rows, none, keys, NK, GATED)
-    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, H * K, num_rows, none, qs, reads, bs, keys,
-               NK, DELTA)  # fmt: skip
+    load_erase(b_ptr, token * K, token_heads * K, num_rows, none, keys, NK, GATED)
+    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, token_keys * K, num_rows, none, qs, reads, bs,
+               keys, NK, DELTA)  # fmt: skip
     first = 0
     b_qb, b_ab, b_qk, b_ak = zero.to(act), zero, zero.to(act), zero.to(act)
     if APART > 0:
         first = LEVELS - 1
         for n in range(NK):
-            b_g = load_gates(p_g, n, HV * GK, num_rows, none, CHANNEL)
+            b_g = load_gates(p_g, n, token_heads * GK, num_rows, none, CHANNEL)
             first = gl.minimum(first, block_level(b_g, LIMIT))
     else:
         b_qb = gl.where(o_i == o_j, scores(qs, bs, NK, zero, none) * scale, 0.0).to(act)
@@ -386,7 +388,7 @@ def one_chunk(
         gl.thread_barrier()
         now = T + pid + level >> 31 << 10
         put_operands(
-            p_g, HV * GK, num_rows, level, first, now, qs, reads, bs, keys, xs, ys, zs, ws,
+            p_g, token_heads * GK, num_rows, level, first, now, qs, reads, bs, keys, xs, ys, zs, ws,
             flat, NK, CHANNEL, APART, DELTA, GATED,
         )  # fmt: skip
         ready()
@@ -399,7 +401,7 @@ def one_chunk(
         b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
         for n in range(NK):
             b_low = whole_operands(
-                load_gates(p_g, n, HV * GK, num_rows, none, CHANNEL), qs.index(none + n),
+                load_gates(p_g, n, token_heads * GK, num_rows, none, CHANNEL), qs.index(none + n),
                 reads.index(none + n), bs.index(none + n), keys.index(none + n),
                 xs.index(none + n), ys.index(none + n), zs.index(none + n), ws.index(none + n),
                 al, flat, LIMIT, DELTA, GATED,
@@ -413,7 +415,7 @@ def one_chunk(
     put(qb_ptr + i_a, b_qb, C, rows, none)
     if DELTA and not GATED:
         o_b = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
-        b_beta = gl.load(beta_ptr + token + o_b * HV, mask=o_b < num_rows, other=0.0)
+        b_beta = gl.load(beta_ptr + token + o_b * token_heads, mask=o_b < num_rows, other=0.0)
         b_ab = b_ab * b_beta.to(gl.float32)[:, None]
     if not DELTA:
         put(qk_ptr + i_a, b_qk, C, rows, none)
@@ -425,7 +427,7 @@ def one_chunk(
     o_f += gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
     for n in range(NK):
         to_edges(
-            load_gates(p_g, n, HV * GK, num_rows, none, CHANNEL), qs.index(none + n),
+            load_gates(p_g, n, token_heads * GK, num_rows, none, CHANNEL), qs.index(none + n),
             reads.index(none + n), bs.index(none + n), keys.index(none + n), q_out_ptr, b_out_ptr,
             k_out_ptr, n * 64 + o_f, scale, flat, APART, DELTA, GATED,
         )  # fmt: skip
@@ -437,6 +439,7 @@ def one_chunk(
         b_ab, None if DELTA else qs.index(none), reads, None,
         beta_ptr + token if DELTA and not GATED else None, v_ptr + token * V,
         write_ptr + token * V if GATED else None, w_out_ptr + index * (C * K),
-        u_out_ptr + index * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA, APART, none,
+        u_out_ptr + index * (V * C), r_ptr + i_a, keep, num_rows, token_heads, K, V,
+        DELTA, APART, none,
     )  # fmt: skip
     gl.thread_barrier()

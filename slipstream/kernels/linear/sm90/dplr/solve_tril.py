@@ -73,7 +73,7 @@ def written(b_v, p_w, m):
 def solve(
     b_a, aks, reads, middles, beta_ptr, v_ptr, write_ptr, w_out_ptr, u_out_ptr, r_ptr, keep,
     num_rows,
-    HV, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, APART: gl.constexpr, none=0,
+    token_heads, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, APART: gl.constexpr, none=0,
 ):  # fmt: skip
     """W and U of a chunk, and R if keep, from I + b_a [64, 64].
 
@@ -95,7 +95,7 @@ def solve(
     zero = gl.zeros([64, 64], gl.float32, al)
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
     o_v = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
-    p_v = v_ptr + o_r * (HV * V) + o_v
+    p_v = v_ptr + o_r * (token_heads * V) + o_v
     # early, so that v arrives while the inverse is made
     b_v0 = gl.load(p_v, mask=o_r < num_rows, other=0.0)
     if NV > 1:
@@ -104,8 +104,8 @@ def solve(
     if keep != 0:
         put(r_ptr, b_r.to(act), C, rows, none)
     if beta_ptr is not None:
-        b_beta = gl.load(beta_ptr + o_j * HV, mask=o_j < num_rows, other=0.0).to(gl.float32)
-        b_r = b_r * b_beta[None, :]
+        b_beta = gl.load(beta_ptr + o_j * token_heads, mask=o_j < num_rows, other=0.0)
+        b_r = b_r * b_beta.to(gl.float32)[None, :]
     if APART > 0:
         b_r *= gl.where(o_j < 32, 2.0**HEADROOM, 2.0 ** (HEADROOM - 2 * APART))[None, :]
     # R in two parts of 16 bits: else its rounding would be in W and U
@@ -139,7 +139,7 @@ def solve(
         b_r = warpgroup_mma_wait(0, deps=(b_r,))
         r_high, r_low = split(b_r, act)
     if write_ptr is not None:  # this late, or it would be on the stack
-        p_w = write_ptr + o_r * (HV * V) + o_v
+        p_w = write_ptr + o_r * (token_heads * V) + o_v
         b_v0 = written(b_v0, p_w, o_r < num_rows)
         if NV > 1:
             b_v1 = written(b_v1, p_w + 64, o_r < num_rows)

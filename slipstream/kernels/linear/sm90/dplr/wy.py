@@ -277,13 +277,13 @@ def together(b, by_quarters, APART: gl.constexpr):
     return b
 
 
-@gluon.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
+@gluon.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H", "token_heads"])
 def dplr_wy_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, 64]
     k_desc,
     a_desc,  # none for delta
     b_desc,  # [tokens, HV * K] by [C, 64], how much each channel erases, gated delta
-    v_ptr,  # [tokens, HV, V]
+    v_ptr,  # [tokens, HV, V] of token_heads
     write_ptr,  # [tokens, HV, V], gated delta
     g_ptr,  # [tokens, HV, K] or [tokens, HV]
     beta_ptr,  # [tokens, HV], delta; none for gated delta
@@ -305,6 +305,7 @@ def dplr_wy_sm90_kernel(
     N,
     HV,
     H,
+    token_heads,  # of v, write, g and beta from one token to the next: HV, or more
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
@@ -351,7 +352,7 @@ def dplr_wy_sm90_kernel(
     o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K
     o_line = gl.arange(0, 64, line)
     o_f += o_line[None, :]
-    token = row.to(gl.int64) * HV + i_h
+    token = row.to(gl.int64) * token_heads + i_h
     full = alloc_mbarriers(1, NK)
     ready()
     col = i_h // (HV // H) * K
@@ -367,7 +368,7 @@ def dplr_wy_sm90_kernel(
     for n in range(NK):
         o_w = i_chunk_head * (C * K) + n * 64 + o_f
         if HAS_GATE:
-            p_g = g_ptr + token * GK + o_t * (HV * GK) + (n * 64 + o_n) * CHANNEL
+            p_g = g_ptr + token * GK + o_t * (token_heads * GK) + (n * 64 + o_n) * CHANNEL
             b_g = gl.load(p_g, mask=o_t < num_rows, other=0.0).to(gl.float32)
         mbarrier.wait(full.index(n), 0)
         if num_rows < C:
@@ -411,7 +412,7 @@ def dplr_wy_sm90_kernel(
     zero = gl.zeros([64, 64], gl.float32, al)
     i_a = i_chunk_head * (C * C)
     if DELTA and not GATED:
-        b_beta = load_beta(beta_ptr + token, HV, num_rows, al)
+        b_beta = load_beta(beta_ptr + token, token_heads, num_rows, al)
     ready()
     b_qb = together(scores(qs, bs, NK, zero), by_quarters, APART)
     put(qb_ptr + i_a, gl.where(seen, b_qb * scale, 0.0).to(act), C, rows)
@@ -431,18 +432,18 @@ def dplr_wy_sm90_kernel(
     if QUARTERS:
         b_a = with_halves(
             b_a, by_quarters, qs, reads, bs, keys, None if DELTA else aks, anchors,
-            beta_ptr + token if DELTA and not GATED else None, HV, num_rows, qb_ptr + i_a,
-            None if DELTA else qk_ptr + i_a, None if DELTA else ak_ptr + i_a, keep, scale, T, flat,
-            three, rows, APART,
+            beta_ptr + token if DELTA and not GATED else None, token_heads, num_rows,
+            qb_ptr + i_a, None if DELTA else qk_ptr + i_a, None if DELTA else ak_ptr + i_a, keep,
+            scale, T, flat, three, rows, APART,
         )  # fmt: skip
     if not DELTA:
         b_a = -b_a
     # again: it would be on the stack since the gates
-    token = row.to(gl.int64) * HV + (pid + (T >> 31)) % HV
+    token = row.to(gl.int64) * token_heads + (pid + (T >> 31)) % HV
     gl.thread_barrier()
     solve(
         b_a, None if DELTA else aks, reads, anchors,
         beta_ptr + token if DELTA and not GATED else None, v_ptr + token * V,
         write_ptr + token * V if GATED else None, w_out_ptr + i_chunk_head * (C * K),
-        u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, HV, K, V, DELTA, APART,
-    )  # fmt: skip
+        u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, token_heads, K, V, DELTA,
+        APART)  # fmt: skip

@@ -89,6 +89,10 @@ class TritonDplr:
         given = {name: x for name in names if (x := getattr(terms, name)) is not None}
         return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
+    def forward_layout(self, terms: LinearInputs) -> LinearInputs:
+        """As those of forward index it."""
+        return self.to_kernel_layout(terms)
+
     def contiguous(self, x: Tensor) -> Tensor:
         """As the kernels read it."""
         return x.contiguous()
@@ -109,7 +113,7 @@ class TritonDplr:
             checkpoints: memory for the states between slices of tokens; there is one slice more.
             prefix: states to leave on the way.
         """
-        terms = self.to_kernel_layout(terms)
+        terms = self.forward_layout(terms)
         o, final = out or (
             terms.v.new_empty(terms.v.shape),
             terms.v.new_empty(terms.state_shape, dtype=torch.float32),
