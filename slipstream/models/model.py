@@ -271,6 +271,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             cut = None if positions is None else positions[:, :first]
             parts.append(self._run(h[:, :first], None, cache, keep, cut, None))
             cache.step_on(first)
+            cache.reserve(tokens - first)  # in tensors that this made
         if first < tokens:
             cut = None if positions is None else positions[:, rest]
             parts.append(self._advance(h[:, rest], cache, keep, cut))

@@ -164,6 +164,16 @@ def test_cache_refuses_lengths(length: int) -> None:
         StateCache(2, max_length=length)
 
 
+@pytest.mark.parametrize(("room", "count"), [(8, 9), (None, 70), (None, 130)])
+@torch.no_grad()
+def test_prompt_outgrows_the_room_of_a_cache_that_records(room: int | None, count: int) -> None:
+    """Its last tokens are steps, which `crop` may want back; drafts come behind a prompt."""
+    m, ids = model("attention"), tokens(1, count)
+    cache = StateCache(len(m.model.layers), max_length=room)
+    cache.activate_past_recording()
+    assert_same(m(ids, cache=cache, use_cache=True).logits, m(ids).logits)
+
+
 def test_cache_refuses_rows_that_are_not_there() -> None:
     m, ids = model("hybrid"), tokens(2, 5)
     cache = m(ids, use_cache=True)[CACHE]
