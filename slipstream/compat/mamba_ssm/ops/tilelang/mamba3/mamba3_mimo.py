@@ -39,7 +39,7 @@ def mamba3_mimo(
     outproj_norm_weight: Tensor | None = None,
     outproj_norm_eps: float = 1e-5,
 ) -> Any:
-    """Mamba-3 MIMO by slipstream.ops.chunk_mamba3, which turns channel i with channel i + N / 2.
+    """Mamba-3 MIMO by slipstream.ops.chunk_mamba3; channel i turns with channel i + N / 2.
 
     Args:
         Q, K: [B, T, R, G, N], G a divisor of H. V, Z: [B, T, H, P]. ADT, DT, Trap: [B, H, T], Trap
