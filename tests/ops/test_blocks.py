@@ -84,7 +84,7 @@ TRACED |= {"short_convolution_update-bias", "cross_entropy-mean", "linear_cross_
 TRACED |= {"attention", "attention-packed-cache"}
 COMPILED = {
     "aot_eager": TRACED,
-    "inductor": {"short_convolution-packed"},
+    "inductor": {"swiglu"},
 }
 
 
