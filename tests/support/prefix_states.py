@@ -110,8 +110,10 @@ def one_by_one(call: Call) -> tuple[Tensor, dict[int, Tensor], Tensor]:
             stop = min(at + GRID, end)
             piece = {name: x[row : row + 1, at:stop] for name, x in call.tensors.items()}
             with torch.no_grad():
+                # no back end is asked for no tokens
+                options = call.options if stop > at else {**call.options, "impl": None}
                 o, state = getattr(ops, call.operator)(
-                    **piece, initial_state=state, output_final_state=True, **call.options
+                    **piece, initial_state=state, output_final_state=True, **options
                 )
             parts.append(o)
             to = rows[(at - begin) // GRID] if stop - at == GRID else -1
