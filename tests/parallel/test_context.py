@@ -200,7 +200,7 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "initial_state: want shape": lambda: ops.chunk_retention(
             q, q, q, initial_state=torch.zeros(1, 2, 16, 16), context=plan
         ),
-        "key_lengths: the context has": lambda: ops.attention(
+        "key_lengths: want None with a context": lambda: ops.attention(
             q, q, q, key_lengths=offsets[1:], context=plan
         ),
         "dropout_p: with a context": lambda: ops.attention(q, q, q, dropout_p=0.5, context=plan),
