@@ -115,10 +115,13 @@ def test_logits_are_kept_of_places_that_are_there() -> None:
     want = m(IDS).logits
     for places in ([0, -1], torch.tensor([3, 0, 3]), torch.arange(5) < 2, slice(1, 3), []):
         index = slice(0, 0) if places == [] else places
-        assert torch.equal(m(IDS, logits_to_keep=places).logits, want[:, index])
+        torch.testing.assert_close(m(IDS, logits_to_keep=places).logits, want[:, index])
     for place in (5, -6):
         with pytest.raises(ValueError, match="logits_to_keep"):
             m(IDS, logits_to_keep=torch.tensor([0, place]))
+    compiled = torch.compile(m, fullgraph=True, backend="eager")
+    places = torch.tensor([3, 0, -1])
+    torch.testing.assert_close(compiled(IDS, logits_to_keep=places).logits, want[:, places])
     with pytest.raises(ValueError, match="logits_to_keep: want 5 bools, got 4"):
         m(IDS, logits_to_keep=torch.ones(4, dtype=torch.bool))
 
