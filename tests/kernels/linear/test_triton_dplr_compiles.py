@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.compiler.aot import Compiled, compile_kernel, load
 from slipstream.compiler.arch import ARCHS
@@ -31,10 +32,17 @@ PATHS = {
     "dstate_ends": MODULES + "chunk:dplr_chunk_dstate_kernel",
     "scores": MODULES + "scores:dplr_scores_kernel",
     "grads": MODULES + "dqkg:dplr_dqkg_kernel",
+    "quarters_grads": MODULES + "dqkg:dplr_dqkg_kernel",
     "strong_grads": MODULES + "intra_safe_bwd:dplr_intra_safe_bwd_kernel",
 }
 # kernels that take another's tile
-OF = {"strong": "intra", "strong_grads": "grads", "ends": "fwd_states", "dstate_ends": "dstate"}
+OF = {
+    "strong": "intra",
+    "quarters_grads": "grads",
+    "strong_grads": "grads",
+    "ends": "fwd_states",
+    "dstate_ends": "dstate",
+}
 MAKES = {
     "fwd": "o",
     "fwd_states": "states",
@@ -71,7 +79,11 @@ def compile_dplr(
     flags |= {"OUTPUT": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}
     flags |= {"CHANNEL": True, "HAS_S_IN": not ends, "HAS_S_OUT": kernel != "fwd_states"}
     flags["PACKED"] = packed
-    flags |= {"FP32": bytes_each == 4, "LIMIT": 48.0}
+    dtype = torch.bfloat16 if bytes_each == 2 else torch.float32
+    tables = triton_dplr_tiles
+    flags |= {"FP32": bytes_each == 4, "LIMIT": tables.ANCHORED_TILES[dtype]}
+    flags |= {"SHIFT": tables.SHIFT[dtype], "APART": tables.APART[dtype] if gated else 0.0}
+    flags["QUARTERS"] = kernel == "quarters_grads" or (kernel == "strong_grads" and bytes_each == 2)
     inner = "tf32x3" if bytes_each == 4 else "halves" if tile.C == 64 else "tf32"
     flags |= {"PRECISION": "tf32x3", "INNER": inner}
     if _plain(bytes_each, wide, kernel):
@@ -132,6 +144,8 @@ def variants() -> Iterator[tuple]:
                     if kernel in ("ends", "dstate_ends") and D > 128:
                         continue  # not split
                     for kind in ("kda", "dplr", "iplr"):
+                        if kernel == "quarters_grads" and bytes_each == 4:
+                            continue  # bfloat16 alone takes chunks so
                         if kind != "iplr" or (D == 64 and kernel not in OF):
                             yield capability, bytes_each, D, D, kernel, kind, D == 64
 

@@ -31,6 +31,7 @@ CHANNEL_GATES = {
     "zero": lambda x: torch.zeros_like(x),
     "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
     "middling": lambda x: -4 * x,
+    "even": lambda x: -4.0 + 0 * x,
     "some channels": lambda x: -torch.where(x[:, :, :, :1] < 0.3, 40 * x, 0.05 * x),
 }
 # transition, size, gate, dtype, states
@@ -145,10 +146,10 @@ def check_shifted() -> None:
     tiles.SHIFT[torch.float32] = tiles.ANCHORED_TILES[torch.float32]
     for kind in ("kda", "dplr"):
         check(kind, "short", "mixed", torch.float32, True)
-    # halves that are apart, whose sums are rounded to 2^-14
+    # halves that are apart, and quarters of gradients, whose sums are rounded to 2^-14
     tiles.APART[torch.float32] = 11.0
     for kind, size in (("kda", "long"), ("dplr", "packed")):
-        for gate in ("middling", "mixed"):
+        for gate in ("middling", "mixed", "even"):
             check(kind, size, gate, torch.float32, True, times=20)
     tiles.SHIFT.update(shift)
     tiles.APART.update(apart)

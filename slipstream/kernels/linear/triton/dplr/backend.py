@@ -388,9 +388,11 @@ class TritonDplr:
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dplr_dqkg_kernel)[grid]
         apart = APART[do.dtype] if gated else 0.0
-        run(**args, HAS_GATE=gated, APART=apart, **options)
+        run(**args, HAS_GATE=gated, APART=apart, QUARTERS=False, **options)
+        if apart > 0:
+            run(**args, HAS_GATE=True, APART=apart, QUARTERS=True, **options)
         if gated:
-            options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
+            options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype], "QUARTERS": apart > 0}
             run = cached(dplr_intra_safe_bwd_kernel)[grid]
             run(**args, ones_ptr=_ones(terms), **options)
 

@@ -16,12 +16,18 @@ a minus of what scores gave b and k from t on, less what is not in the decay fro
 Pairs (i, i) have no decay; they come last. Where halves of a chunk are APART (intra_anchored.py)
 what comes of one half of the tokens is taken, rows of the other half are rescaled, then comes what
 is left. Strong chunks are left to intra_safe_bwd.py.
+
+With QUARTERS the kernel takes chunks of which a half decays further, but no quarter does: E is
+relative to half of what a token's quarter decays by. Channels are columns of these products, so
+that sums over one quarter's tokens come after another's, and rows beyond are multiplied by the
+decay between the middles of two quarters.
 """
 
 import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, product_of_gates
 from slipstream.kernels.linear.triton.dplr.intra_anchored import add_anchored_bwd, load_anchored
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
@@ -130,14 +136,18 @@ def _scores_grad(
 
 @triton.jit
 def _scores_grads(
-    b_d, p_1, b_1, p_2, b_2, o_c, apart,
+    b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, apart, K: tl.constexpr, QUARTERS: tl.constexpr,
     TWO: tl.constexpr, TRANSPOSED: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """b_d + d_1 m_1 + d_2 m_2 [C, BK], or with d^T; without the second unless TWO.
 
     apart: APART, or 0 in a chunk whose operands are not.
     """
-    if APART > 0 and apart > 0:
+    if QUARTERS:
+        b_d = _grads_by_quarters(
+            b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, K, TWO, TRANSPOSED, PRECISION
+        )
+    elif APART > 0 and apart > 0:
         of = (o_c >= o_c.shape[0] // 2) == TRANSPOSED
         for half in tl.static_range(2):
             b_d = _scores_grad(b_d, p_1, o_c, b_1, of, True, TRANSPOSED, PRECISION)
@@ -154,6 +164,69 @@ def _scores_grads(
 
 
 @triton.jit
+def _between(gates, quarter, o_k, C: tl.constexpr, K: tl.constexpr):
+    """Root of the decay from the middle of a quarter to that of the next, [BK]."""
+    p_g, stride, count, CHANNEL = gates
+    o_t = quarter * (C // 4) + tl.arange(0, C // 2)
+    m_g = (o_t < count)[:, None] & (o_k < K)[None, :]
+    b_g = load_gates_of(p_g + o_t[:, None] * stride + o_k[None, :] * CHANNEL, m_g)
+    return tl.exp2(0.25 * tl.sum(b_g, 0))
+
+
+@triton.jit
+def _grads_by_quarters(
+    b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates,
+    K: tl.constexpr, TWO: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As _scores_grads, of operands that are relative to the middles of quarters: what comes of one
+    quarter's tokens, then rows of the others go to the next quarter's middle."""
+    Q: tl.constexpr = o_c.shape[0] // 4
+    for n in range(4):
+        quarter = 3 - n if TRANSPOSED else n
+        of = o_c // Q == quarter
+        b_d = _scores_grad(b_d, p_1, o_c, b_1, of, True, TRANSPOSED, PRECISION)
+        if TWO:
+            b_d = _scores_grad(b_d, p_2, o_c, b_2, of, True, TRANSPOSED, PRECISION)
+        if n < 3:
+            # in two steps: a factor may be below 2^-126
+            if TRANSPOSED:
+                b_f = _between(gates, quarter - 1, o_k, 4 * Q, K)[None, :]
+                m_f = (o_c < quarter * Q)[:, None]
+            else:
+                b_f = _between(gates, quarter, o_k, 4 * Q, K)[None, :]
+                m_f = (o_c >= (quarter + 1) * Q)[:, None]
+            b_f = tl.where(m_f, b_f, 1.0)
+            b_d = b_d * b_f * b_f
+    return b_d
+
+
+@triton.jit
+def _back(
+    gates, o_c, m_k, o_k, apart,
+    QUARTERS: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a write's decay to the chunk's end has beside its operand and that of the last ones."""
+    if QUARTERS:
+        b_back = _until_last(gates, o_c, m_k, o_k, FP32, PRECISION)
+    else:
+        b_back = tl.exp2(tl.where(o_c >= o_c.shape[0] // 2, 0.0, -2 * apart))[:, None]
+    return b_back
+
+
+@triton.jit
+def _until_last(gates, o_c, m_k, o_k, FP32: tl.constexpr, PRECISION: tl.constexpr):
+    """Decay from the middle of each token's quarter to that of the last one, [C, BK]."""
+    p_g, stride, _, CHANNEL = gates
+    Q: tl.constexpr = o_c.shape[0] // 4
+    b_g = load_gates_of(p_g + o_c[:, None] * stride + o_k[None, :] * CHANNEL, m_k)
+    i = (o_c // Q)[:, None]
+    t = (o_c // Q)[None, :]
+    b_seen = tl.where((t > i) & (t < 3), 1.0, tl.where((t == i) != (t == 3), 0.5, 0.0))
+    b_seen = tl.where(t < i, 0.0, b_seen)
+    return tl.exp2(product_of_gates(b_seen, b_g, FP32, PRECISION))
+
+
+@triton.jit
 def _load_writes(p, m_k, b_e, HAS_GATE: tl.constexpr):
     b = tl.load(p, mask=m_k, other=0.0)
     if HAS_GATE:
@@ -163,57 +236,58 @@ def _load_writes(p, m_k, b_e, HAS_GATE: tl.constexpr):
 
 @triton.jit
 def _of_writes(
-    b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, apart,
-    DELTA: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+    b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, o_k, gates, apart,
+    K: tl.constexpr, QUARTERS: tl.constexpr, DELTA: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and da with what comes of what tokens wrote, w and except for DELTA u."""
     p_qk = dqb_ptr if DELTA else dqk_ptr + i_a
     p_ak = dqb_ptr if DELTA else dak_ptr + i_a
     b_dq = _scores_grads(
-        b_dq, dqb_ptr + i_a, b_w, p_qk, b_u, o_c, apart, not DELTA, False, APART, PRECISION
-    )
+        b_dq, dqb_ptr + i_a, b_w, p_qk, b_u, o_c, o_k, gates, apart,
+        K, QUARTERS, not DELTA, False, APART, PRECISION,
+    )  # fmt: skip
     b_da = _scores_grads(
-        b_da, dab_ptr + i_a, b_w, p_ak, b_u, o_c, apart, not DELTA, False, APART, PRECISION
-    )
+        b_da, dab_ptr + i_a, b_w, p_ak, b_u, o_c, o_k, gates, apart,
+        K, QUARTERS, not DELTA, False, APART, PRECISION,
+    )  # fmt: skip
     return b_dq, b_da
 
 
 @triton.jit
-def _of_reads(b_d, b_r, b_s, p_q, p_a, o_c, apart, APART: tl.constexpr, PRECISION: tl.constexpr):
+def _of_reads(
+    b_d, b_r, b_s, p_q, p_a, o_c, o_k, gates, apart,
+    K: tl.constexpr, QUARTERS: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """db or dk with what comes of what tokens read, r and s."""
-    return _scores_grads(b_d, p_q, b_r, p_a, b_s, o_c, apart, True, True, APART, PRECISION)
+    return _scores_grads(
+        b_d, p_q, b_r, p_a, b_s, o_c, o_k, gates, apart, K, QUARTERS, True, True, APART, PRECISION
+    )
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
 def dplr_dqkg_kernel(
-    q_ptr,  # [tokens, H, K]
-    k_ptr,
-    a_ptr,  # none for delta
-    b_ptr,
+    q_ptr, k_ptr,  # [tokens, H, K]
+    a_ptr, b_ptr,  # none for delta
     g_ptr,  # [tokens, HV, K] or [tokens, HV]
     beta_ptr,  # [tokens, HV], delta
     v_ptr,  # [tokens, HV, V], dplr
     do_ptr,  # [tokens, HV, V]
-    x_ptr,  # [chunks, HV, V, C]
-    y_ptr,
-    states_ptr,  # [chunks, HV, V, WIDE]
-    dstates_ptr,
-    dqb_ptr,  # [chunks, HV, C, C]
-    dab_ptr,
-    dqk_ptr,  # dplr
-    dak_ptr,
+    x_ptr, y_ptr,  # [chunks, HV, V, C]
+    states_ptr, dstates_ptr,  # [chunks, HV, V, WIDE]
+    dqb_ptr, dab_ptr,  # [chunks, HV, C, C]
+    dqk_ptr, dak_ptr,  # dplr
     diag_ptr,  # [chunks, HV, 2, C]: gradients of the scores qb and qk of pairs (i, i)
-    dq_ptr,  # [tokens, HV, K]
-    dk_ptr,
-    da_ptr,  # dplr
-    db_ptr, dg_ptr,
+    dq_ptr, dk_ptr,  # [tokens, HV, K]
+    da_ptr, db_ptr,  # dplr
+    dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
-    strong_ptr,  # [chunks, HV]
-    cu_ptr,  # [N + 1]
+    strong_ptr, cu_ptr,  # [chunks, HV], [N + 1]
     scale, T, N, HV, H, tokens,
     K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DELTA: tl.constexpr, HAS_GATE: tl.constexpr, CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr, FP32: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, FP32: tl.constexpr, APART: tl.constexpr, QUARTERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -224,7 +298,7 @@ def dplr_dqkg_kernel(
     apart = 0.0
     if HAS_GATE:  # there is no strong_ptr without
         strength = tl.load(strong_ptr + i_chunk_head)
-        if strength >= 2:
+        if ((strength == 2) != QUARTERS) | (strength > 2):
             return
         apart = strength * APART
     i_k = pid % NK
@@ -248,11 +322,8 @@ def dplr_dqkg_kernel(
     if DELTA:
         o_t = (row + o_c) * HV + i_h
         b_sign = -tl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(tl.float32)[:, None]  # z / y
-        p_a = k_ptr + o_q
-        p_b = k_ptr + o_q
-    else:
-        p_a = a_ptr + o_q
-        p_b = b_ptr + o_q
+    p_a = (k_ptr if DELTA else a_ptr) + o_q
+    p_b = (k_ptr if DELTA else b_ptr) + o_q
 
     b_dq, b_da, b_z = _of_states_before(
         do_ptr + i_v, HV, y_ptr + i_x, states_ptr + i_s, dstates_ptr + i_s, o_c, m_c, o_k,
@@ -261,26 +332,28 @@ def dplr_dqkg_kernel(
     b_dq *= scale
 
     # by way of what the tokens wrote
-    b_e = 0.0
+    b_e, gates = 0.0, None
     if HAS_GATE:
-        b_e, b_before, b_early, b_late = load_anchored(
-            g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k, apart,
+        i_g = (row * HV + i_h) * GK
+        gates = (g_ptr + i_g, HV * GK, length - i_c * C, CHANNEL)
+        b_e, b_before, b_early, b_late, b_total = load_anchored(
+            g_ptr, i_g, HV * GK, o_c, m_k, o_k, apart, QUARTERS,
             CHANNEL, not DELTA, FP32, PRECISION,
         )  # fmt: skip
-        b_z *= tl.exp2(b_early + b_late)
-        b_early = tl.exp2(b_early + apart)[None, :]
-        b_dq *= b_early
-        b_da *= b_early
+        b_z *= tl.exp2(b_total)
+        b_early = tl.exp2(b_early if QUARTERS else b_early + apart)[None, :]
+        b_dq, b_da = b_dq * b_early, b_da * b_early
     b_w = _load_writes(p_b, m_k, b_e, HAS_GATE)
     b_u = b_w if DELTA else _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE)
     b_dq, b_da = _of_writes(
-        b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, apart,
-        DELTA, APART, PRECISION,
+        b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, o_k, gates, apart,
+        K, QUARTERS, DELTA, APART, PRECISION,
     )  # fmt: skip
 
     b_a = tl.load(p_a, mask=m_k, other=0.0)
     b_f = tl.exp2(b_before) if HAS_GATE else 1.0
     b_ra = (b_a * b_sign * b_f).to(act)
+    b_dg = tl.zeros((C, BK), tl.float32)
     if DELTA:
         o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
         tl.store(dbeta_ptr + o_t, -tl.sum(b_da * b_f * b_a, 1), mask=m_c)
@@ -290,7 +363,6 @@ def dplr_dqkg_kernel(
     else:
         tl.store(da_ptr + o_o, (b_da * b_f).to(act), mask=m_k)
         if HAS_GATE:
-            b_dg = tl.zeros((C, BK), tl.float32)
             b_dg = add_anchored_bwd(b_dg, b_ra * b_da, o_c, 1, True, FP32, PRECISION)
             b_t = 0.0
     b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
@@ -316,11 +388,14 @@ def dplr_dqkg_kernel(
     )  # fmt: skip
     b_w = _load_writes(p_b, m_k, b_e, HAS_GATE)
     if HAS_GATE:
-        b_late = tl.exp2(b_late + apart)[None, :]
+        b_late = tl.exp2(b_late if QUARTERS else b_late + apart)[None, :]
         b_db *= b_late
-        b_back = tl.exp2(tl.where(o_c >= C // 2, 0.0, -2 * apart))[:, None]
+        b_back = _back(gates, o_c, m_k, o_k, apart, QUARTERS, FP32, PRECISION)
         b_z += tl.sum(b_w * (b_db * b_back), 0)
-    b_db = _of_reads(b_db, b_rq, b_ra, dqb_ptr + i_a, dab_ptr + i_a, o_c, apart, APART, PRECISION)
+    b_db = _of_reads(
+        b_db, b_rq, b_ra, dqb_ptr + i_a, dab_ptr + i_a, o_c, o_k, gates, apart,
+        K, QUARTERS, APART, PRECISION,
+    )  # fmt: skip
     if HAS_GATE:
         b_t -= _load_writes(p_b, m_k, b_e, HAS_GATE) * b_db  # read again: kept, it would spill
         b_db *= tl.exp2(-b_e)
@@ -332,16 +407,16 @@ def dplr_dqkg_kernel(
         b_u = _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE)
         if HAS_GATE:
             b_dk *= b_late
+            b_back = _back(gates, o_c, m_k, o_k, apart, QUARTERS, FP32, PRECISION)  # not kept
             b_z += tl.sum(b_u * (b_dk * b_back), 0)
         b_dk = _of_reads(
-            b_dk, b_rq, b_ra, dqk_ptr + i_a, dak_ptr + i_a, o_c, apart, APART, PRECISION
-        )
+            b_dk, b_rq, b_ra, dqk_ptr + i_a, dak_ptr + i_a, o_c, o_k, gates, apart,
+            K, QUARTERS, APART, PRECISION,
+        )  # fmt: skip
         if HAS_GATE:
             b_t -= _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE) * b_dk
             b_dk *= tl.exp2(-b_e)
         tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
     if HAS_GATE:
-        if DELTA:
-            b_dg = tl.zeros((C, BK), tl.float32)
         b_dg = add_anchored_bwd(b_dg + b_z[None, :], b_t, o_c, 1, False, FP32, PRECISION)
         tl.store(dg_ptr + o_o, b_dg, mask=m_k)

@@ -45,18 +45,29 @@ def load_anchored(
     m_g,
     o_k,
     apart,
+    QUARTERS: tl.constexpr,
     CHANNEL: tl.constexpr,
     BEFORE: tl.constexpr,
     FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late [BK].
+    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late, their sum [BK].
 
-    apart: what E has less in the first half, and more in the second.
+    apart: what E has less in the first half, and more in the second. By QUARTERS E is relative to
+    half of what a token's quarter decays by, and early and late are such halves, of the first
+    quarter and the last.
     """
     C: tl.constexpr = o_c.shape[0]
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
+    if QUARTERS:
+        b_early = 0.5 * tl.sum(tl.where((o_c < C // 4)[:, None], b_g, 0.0), 0)
+        b_late = 0.5 * tl.sum(tl.where((o_c >= C - C // 4)[:, None], b_g, 0.0), 0)
+        b_e = product_of_gates(_in_quarter(o_c, False), b_g, FP32, PRECISION)
+        b_before = b_e
+        if BEFORE:
+            b_before = product_of_gates(_in_quarter(o_c, True), b_g, FP32, PRECISION)
+        return b_e, b_before, b_early, b_late, tl.sum(b_g, 0)
     later = (o_c >= C // 2)[:, None]
     # of one sign each, so that neither sum cancels
     b_early = tl.sum(tl.where(later, 0.0, b_g), 0)
@@ -74,7 +85,17 @@ def load_anchored(
         b_seen = past.to(tl.float32) - ahead.to(tl.float32)
         b_before = product_of_gates(b_seen, b_g, FP32, PRECISION)
     b_apart = tl.where(later, apart, -apart)
-    return b_e + b_apart, b_before + b_apart, b_early, b_late
+    return b_e + b_apart, b_before + b_apart, b_early, b_late, b_early + b_late
+
+
+@triton.jit
+def _in_quarter(o_c, BEFORE: tl.constexpr):
+    """[C, C]: what E is of gates by quarters."""
+    i = o_c[:, None]
+    t = o_c[None, :]
+    Q: tl.constexpr = o_c.shape[0] // 4
+    past = t < i if BEFORE else t <= i
+    return tl.where(i // Q == t // Q, tl.where(past, 0.5, -0.5), 0.0)
 
 
 @triton.jit
@@ -117,6 +138,12 @@ def load_from_start(
         b_e = (b_e + FAR) - b_far
         b_before = (b_before + FAR) - b_far
     return b_e, b_before, b_middle, b_early, b_late
+
+
+@triton.jit
+def quarter_sums(b_g):
+    """Sums of gates [C, BK] over quarters of the chunk [4, BK]."""
+    return tl.sum(tl.reshape(b_g, (4, b_g.shape[0] // 4, b_g.shape[1])), 1)
 
 
 @triton.jit

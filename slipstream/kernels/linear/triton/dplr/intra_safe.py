@@ -15,6 +15,7 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import (
     block_factors,
     decay_of_step,
     is_pair_of_step,
+    load_gates_of,
     to_end,
 )
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
@@ -24,6 +25,7 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     is_read_anchored,
     load_from_start,
     lowest_read,
+    quarter_sums,
     together,
 )
 from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
@@ -107,7 +109,7 @@ def dplr_intra_safe_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [chunks, HV]: 2 where the chunk is
+    strong_ptr,  # [chunks, HV]: 2 where the chunk is; 3 if a quarter decays by more than 2 LIMIT
     ones_ptr,  # [2, C, C]: dplr_gates.triangle
     cu_ptr,  # [N + 1]
     scale,
@@ -160,6 +162,7 @@ def dplr_intra_safe_kernel(
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
     b_lowest = tl.zeros((C,), tl.float32)
+    farthest = tl.full((), 0.0, tl.float32)  # decay of a quarter of the chunk
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
         o_q = i * (H * K) + o_k[None, :]
@@ -172,6 +175,9 @@ def dplr_intra_safe_kernel(
         # of each token over all channels: rows that stay within range keep wy.py's product, bit for
         # bit
         b_lowest = tl.minimum(b_lowest, lowest_read(b_e, b_middle, b_early, o_c, APART))
+        if APART > 0:
+            b_g = load_gates_of(p_g + o_k[None, :] * CHANNEL, m_k)
+            farthest = tl.maximum(farthest, -tl.min(tl.min(quarter_sums(b_g), 1), 0))
         b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
         b_wide = b_a * exp2_by_parts(b_before, APART)
         b_a = b_wide.to(act)
@@ -185,6 +191,8 @@ def dplr_intra_safe_kernel(
             b_k = tl.load(k_ptr + i_k + o_q, mask=m_k, other=0.0)
             b_k = (b_k * b_write).to(act)
             b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+    if APART > 0:  # not for these kernels, but for gradients
+        tl.store(strong_ptr + i_chunk_head, 2 + (farthest > 2 * LIMIT).to(tl.int32))
     # rows whose decay from the chunk's start is in range; the others are added by sub-chunks
     anchored = is_read_anchored(b_lowest, LIMIT)[:, None]
     other = anchored == 0

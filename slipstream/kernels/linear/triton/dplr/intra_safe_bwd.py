@@ -167,7 +167,7 @@ def dplr_intra_safe_bwd_kernel(
     db_ptr,
     dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
-    strong_ptr,  # [chunks, HV]
+    strong_ptr,  # [chunks, HV]: of intra_safe.py; 2 is strong unless by QUARTERS
     ones_ptr,  # [2, C, C]: dplr_gates.triangle
     cu_ptr,  # [N + 1]
     scale,
@@ -188,6 +188,7 @@ def dplr_intra_safe_bwd_kernel(
     PACKED: tl.constexpr,
     FP32: tl.constexpr,
     LIMIT: tl.constexpr,
+    QUARTERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
@@ -197,7 +198,7 @@ def dplr_intra_safe_bwd_kernel(
     pid = tl.program_id(0)
     i_chunk_head = (pid // NK).to(tl.int64)
     # most programs end here: dqkg.py's gradients of a weak chunk stand
-    if tl.load(strong_ptr + i_chunk_head) < 2:
+    if tl.load(strong_ptr + i_chunk_head) < (3 if QUARTERS else 2):
         return
     i_k = pid % NK
     i_h = (pid // NK) % HV
