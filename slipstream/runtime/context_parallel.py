@@ -129,7 +129,7 @@ class ContextParallel:
     def expect_no_offsets(self, cu_seqlens: Tensor | None, impl: str | None) -> None:
         """An operator that takes this takes neither offsets of its own nor the reference."""
         if cu_seqlens is not None:
-            raise ValueError("cu_seqlens: the context has the offsets; want None beside it")
+            raise ValueError("cu_seqlens: want None with a context, which has the offsets")
         if impl == "reference":
             raise ValueError("impl: the reference runs on one rank; want another beside context")
 

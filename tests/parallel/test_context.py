@@ -191,7 +191,7 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(
             q[:, 1:], q[:, 1:], q[:, 1:], normalize=False, context=plan
         ),
-        "cu_seqlens: the context has": lambda: ops.chunk_retention(
+        "cu_seqlens: want None with a context": lambda: ops.chunk_retention(
             q, q, q, cu_seqlens=offsets, context=plan
         ),
         "impl: the reference runs": lambda: ops.chunk_retention(
@@ -203,12 +203,14 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "key_lengths: want None with a context": lambda: ops.attention(
             q, q, q, key_lengths=offsets[1:], context=plan
         ),
-        "dropout_p: with a context": lambda: ops.attention(q, q, q, dropout_p=0.5, context=plan),
-        "window_size: with a context": lambda: ops.attention(
+        "dropout_p: want 0 with a context": lambda: ops.attention(
+            q, q, q, dropout_p=0.5, context=plan
+        ),
+        "window_size: want no later keys with a context": lambda: ops.attention(
             q, q, q, causal=False, window_size=3, context=plan
         ),
-        "beta: with a context": lambda: ops.fused_recurrent_delta_rule(
-            q, q, q, q.sigmoid(), context=plan
+        "beta: want one value for each token and head with a context": lambda: (
+            ops.fused_recurrent_delta_rule(q, q, q, q.sigmoid(), context=plan)
         ),
         "batch: want": lambda: shard(torch.zeros(3), plan),
         "batch: want batch size 1": lambda: shard(torch.zeros(2, 6), plan),
