@@ -62,12 +62,6 @@ VARIABLES = {
         "What happens when a call on a GPU has to run in plain torch: one `FallbackWarning` per "
         "family and reason, or `NotImplementedError`.",
     ),
-    "SLIPSTREAM_FORK": (
-        "`on`, `off`",
-        "`on`",
-        "Whether the kernels of a first call are compiled in forked processes instead of threads, "
-        "where there are four processors or more and one rank. Read at import.",
-    ),
     "SLIPSTREAM_GUARD": (
         "`auto`, `off`, `always`",
         "`auto`",

@@ -6,12 +6,12 @@ compile, in threads, and operations of torch write to nothing that was there bef
 Nothing that a call decides depends on what is in its tensors, since it does not wait for the GPU.
 So both runs want the same kernels.
 
-Compilation begins when the call has run: each operation of torch gives up Python's lock, and would
-wait to get it back from whoever makes a kernel's first form out of its source, which holds it. It
-is done by forked processes (compile_processes.py), those kernels first that take longest. Threads
-do it where there are to be no processes: one kernel's first form at a time. The digest of Triton
-(compiler/triton_cache_key.py) is made, if it has to be, while the kernels' modules are imported,
-and the C part of its driver (compiler/triton_driver.py) built.
+Threads begin when the call has run: each operation of torch gives up Python's lock, and would wait
+to get it back from whoever makes a kernel's first form out of its source, which holds it. That is
+done one kernel at a time, those first that take longest to compile: at the end of it little is left
+to do. The digest of Triton (compiler/triton_cache_key.py) is made before, if it has to be: it asks
+for Python's lock some 800 times. The C part of Triton's driver (compiler/triton_driver.py) is built
+meanwhile.
 
 Several processes that begin with one empty cache of Triton's compile each kernel once: the first to
 come holds a lock in the kernel's folder of that cache, and the others wait for what it makes.
@@ -22,7 +22,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from inspect import getclosurevars
 from pathlib import Path
@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream.compiler import triton_cache_key, triton_driver
-from slipstream.runtime import compile_processes
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import WrongId
 
@@ -101,6 +100,7 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
             of_thread.warmup = None
             return
         try:
+            wait([of_thread.warmup])  # it would take several times as long beside the call
             with _ProtectInputs():
                 call(*args)
         except WrongId:
@@ -128,14 +128,6 @@ class _Task:
     @property
     def order(self) -> int:
         return LONGEST.index(self.name) if self.name in LONGEST else len(LONGEST)
-
-    def is_cached(self) -> bool:
-        return self._once.is_made()
-
-    def alone(self) -> None:
-        """In a process in which nothing else is compiled."""
-        self.before.set()
-        self()
 
     def __call__(self) -> Any:
         self.before.wait()
@@ -172,44 +164,15 @@ class _Later:
         return future
 
     def start(self, pool: ThreadPoolExecutor) -> None:
-        tasks = sorted(self._tasks, key=lambda x: x[0].order)
-        new = [x for x in tasks if not x[0].is_cached()]
-        children = compile_processes.begin([task.alone for task, _ in new])
-        if children is None:
-            _by_threads(pool, tasks)
-            return
-        _by_threads(pool, [x for x in tasks if x not in new])
-        try:
-            threading.Thread(target=_collect, args=(pool, new, children)).start()
-        except RuntimeError:  # there is no thread for it
-            _collect(pool, new, children)
-
-
-Tasks = Sequence[tuple["_Task", Future]]
-
-
-def _collect(pool: ThreadPoolExecutor, tasks: Tasks, children: compile_processes.Children) -> None:
-    """Loads what children have compiled; what is left is compiled by threads."""
-    left = dict(enumerate(tasks))
-    try:
-        for i in children.finished():
-            task, future = left.pop(i)
-            task.before.set()
-            _settle(future, task)
-    finally:
-        _by_threads(pool, [*left.values()])
-
-
-def _by_threads(pool: ThreadPoolExecutor, tasks: Tasks) -> None:
-    """Each task after what the one before has done with Python's lock."""
-    free = threading.Event()
-    free.set()
-    for task, future in tasks:
-        task.before, free = free, task.done
-        try:
-            pool.submit(_settle, future, task)
-        except RuntimeError:  # as there are no more threads, in this one
-            _settle(future, task)
+        """Each task after what the one before has done with Python's lock."""
+        free = threading.Event()
+        free.set()
+        for task, future in sorted(self._tasks, key=lambda x: x[0].order):
+            task.before, free = free, task.done
+            try:
+                pool.submit(_settle, future, task)
+            except RuntimeError:  # as there are no more threads, in this one
+                _settle(future, task)
 
 
 def _settle(future: Future, task: _Task) -> None:
@@ -255,11 +218,7 @@ class _Once:
         except (OSError, AttributeError, NotImplementedError):
             return False
         self._lock = lock
-        return self.is_made()
-
-    def is_made(self) -> bool:
-        """Whether Triton's cache has the kernel."""
-        return self._folder is not None and bool(self._folder.get_group(self._entry))
+        return bool(self._folder.get_group(self._entry))
 
     def wait(self) -> None:
         """For the other process; the lock is kept if that has left nothing."""
@@ -270,7 +229,7 @@ class _Once:
                 lock = FileLock(Path(self._folder.cache_dir) / "slipstream.lock")
                 lock.acquire(timeout=PATIENCE)
                 self._lock = lock
-        if self.is_made():
+        if self._folder.get_group(self._entry):
             self.release()
 
     def release(self) -> None:
