@@ -487,9 +487,16 @@ def emulated() -> Iterator[None]:
         sys.modules.update(fake)
         yield
     finally:
-        for name in [n for n in sys.modules if n not in kept]:
+        made = {n: x for n, x in sys.modules.items() if kept.get(n) is not x}
+        for name in made.keys() - kept.keys():
             del sys.modules[name]
         sys.modules.update(kept)
+        for name, module in made.items():  # `from package import module` looks there
+            package, _, child = name.rpartition(".")
+            if getattr(kept.get(package), child, None) is module:
+                delattr(kept[package], child)
+                if name in kept:
+                    setattr(kept[package], child, kept[name])
 
 
 def kernel(path: str) -> Any:

@@ -71,6 +71,13 @@ def test_emulated_matches_torch(L: int, R: int, D: int, normed: bool) -> None:
         assert (x.double() - right).norm() <= 1e-5 * right.norm()
 
 
+def test_emulated_launch_is_in_no_package() -> None:
+    made = launch()
+    from slipstream.kernels.attnres.sm90 import launch as real
+
+    assert real is not made
+
+
 def test_planned_programs_fit() -> None:
     for L, D, normed in ((9, 4096, True), (16, 7168, False), (1, 8, True), (16, 8, False)):
         tile = plan.tile(L, D, normed)
