@@ -125,18 +125,18 @@ def load_prefix(b_w):
 
 
 @triton.jit
-def _before(pool_ptr, state_ptr, b_0, i_t, m, D: tl.constexpr):
+def _before(prefix_ptr, state_ptr, b_0, i_t, m, D: tl.constexpr):
     """y before a tile, the i_t-th of its sequence, whose words are there; b_0: before the first."""
     p_y, m_y = state_ptr - CHAINS * D, m & (i_t >= CHAINS)
     m_1, m_2, m_3 = m & (i_t >= 1), m & (i_t >= 2), m & (i_t >= 3)
-    b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(pool_ptr - D, m_1)
-    b_w2, b_w3 = poll_prefix(pool_ptr - 2 * D, m_2), poll_prefix(pool_ptr - 3 * D, m_3)
+    b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
+    b_w2, b_w3 = poll_prefix(prefix_ptr - 2 * D, m_2), poll_prefix(prefix_ptr - 3 * D, m_3)
     b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
     # poll until the four words are there; they were published by programs that have begun
     looks = 0
     while (tl.max(b_all) >= 0) & (looks < PATIENCE):
-        b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(pool_ptr - D, m_1)
-        b_w2, b_w3 = poll_prefix(pool_ptr - 2 * D, m_2), poll_prefix(pool_ptr - 3 * D, m_3)
+        b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
+        b_w2, b_w3 = poll_prefix(prefix_ptr - 2 * D, m_2), poll_prefix(prefix_ptr - 3 * D, m_3)
         b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
         looks += 1
     b_a1, b_x1 = load_prefix(b_w1)
@@ -189,16 +189,16 @@ def scan_kernel(
     # each run by itself, from y = 0
     b_a, b_y = tl.associative_scan((tl.exp(b_g), b_x), 1, combine)
     b_pa, b_px, b_al, b_xl = _runs(b_a, b_y, RUN, RUNS)
-    pool_ptr = word_ptr + 1 + tile * D + o_d
-    state_ptr = pool_ptr + tl.num_programs(0).to(tl.int64) // ND * D
+    prefix_ptr = word_ptr + 1 + tile * D + o_d
+    state_ptr = prefix_ptr + tl.num_programs(0).to(tl.int64) // ND * D
     # the tile as a map y -> a y + x, for the three tiles after it
     if stop < rows:
-        publish_prefix(pool_ptr, m_d, b_al, b_xl)
+        publish_prefix(prefix_ptr, m_d, b_al, b_xl)
     b_0 = tl.zeros((BD,), tl.float32)
     if s_in_ptr is not None:
         b_0 += tl.load(s_in_ptr + o_n, mask=m_d, other=0.0).to(tl.float32)
     if (i_t > 0) & (r < rows):
-        b_0 = _before(pool_ptr, state_ptr, b_0, i_t, m_d, D)
+        b_0 = _before(prefix_ptr, state_ptr, b_0, i_t, m_d, D)
     # y after the tile, for the fourth tile after it
     b_last = b_xl + b_al * b_0
     if stop < rows:

@@ -76,7 +76,7 @@ def vector_decay_chunk_kernel(
 ):  # fmt: skip
     """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
-    Without SPLIT a segment is a sequence, segment is T. kept_*: of scalar_decay/chunk.py.
+    Without SPLIT a segment is a sequence, segment is T. pool_ptr, to_ptr: of scalar_decay/chunk.py.
     """
     if not GROUPED:  # tiles of one shape then share their offsets, and with them registers
         HR = HV
