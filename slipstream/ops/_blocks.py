@@ -86,9 +86,10 @@ class _Blocks(NamedTuple):
         if prefix is not None:
             q = self.given["q" if "q" in self.given else "r"]
             terms = LinearInputs(q, self.given["k"], self.given["v"])
-            prefix = prefix_states.check(
-                prefix, terms._replace(cu_seqlens=self.given.get("cu_seqlens"))
-            )
+            terms = terms._replace(cu_seqlens=self.given.get("cu_seqlens"))
+            others = (x for x in self.given.values() if isinstance(x, Tensor))
+            prefix = prefix_states.check(prefix, terms, *others)
+            initial = None if initial is None else initial.clone()  # it may be rows of the pool
         for n, place in enumerate(self.places):
             to = None if prefix is None else (prefix.pool, prefix.rows[n].tolist())
             state = None if initial is None else initial[n : n + 1]

@@ -86,11 +86,27 @@ def test_wrong_pools_are_refused() -> None:
     _refused(PrefixStates, NotImplementedError, "reverse", reverse=True)
 
 
-def test_gradients_are_refused() -> None:
-    call = Call.make("chunk_gla", None)
-    call.tensors["q"].requires_grad_()
+@pytest.mark.parametrize("consistent", [False, True])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
+def test_gradients_are_refused(name: str, consistent: bool) -> None:
+    given = Call.make("chunk_gated_delta_rule", None, consistent=consistent).arguments()
+    given[name].requires_grad_()
     with pytest.raises(NotImplementedError, match="no_grad"):
-        ops.chunk_gla(**call.arguments())
+        ops.chunk_gated_delta_rule(**given)
+
+
+@pytest.mark.parametrize("options", [{"impl": "eager"}, {"consistent": True}])
+def test_initial_states_may_be_rows_of_the_pool(options: dict[str, Any]) -> None:
+    """The second sequence begins with what was in a row that the first one writes."""
+    call = Call.make("chunk_gated_delta_rule", (64, 70), state_v_first=True, **options)
+    pool = torch.randn(2, *call.prefix.pool.shape[1:])
+    rows = torch.tensor([[1, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    outputs = []
+    for own in (False, True):
+        call.prefix = PrefixStates(pool.clone(), rows)
+        call.state = call.prefix.pool if own else pool
+        outputs.append(call.run()[0])
+    assert torch.equal(*outputs)
 
 
 def test_pool_of_16_bits() -> None:

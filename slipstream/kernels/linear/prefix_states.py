@@ -56,8 +56,8 @@ def every(pool: Tensor, cu_seqlens: Tensor, total: int, tokens: int) -> PrefixSt
     return PrefixStates(pool, torch.where(wanted, first[:, None] + number - 1, -1).int())
 
 
-def check(prefix: PrefixStates, terms: LinearInputs) -> PrefixStates:
-    """It, with rows that the pool has not as none.
+def check(prefix: PrefixStates, terms: LinearInputs, *others: Tensor) -> PrefixStates:
+    """It, with rows that the pool has not as none. others: arguments that are not among the terms.
 
     Raises:
         ValueError, TypeError: it does not fit the terms.
@@ -65,7 +65,7 @@ def check(prefix: PrefixStates, terms: LinearInputs) -> PrefixStates:
     """
     if torch.compiler.is_compiling():
         raise NotImplementedError("prefix_states: not under torch.compile")
-    if needs_autograd(*terms):
+    if needs_autograd(*terms, *others):
         raise NotImplementedError("prefix_states: not with gradients; want torch.no_grad()")
     N, HV, K, V = terms.state_shape
     pool, rows = prefix
@@ -88,6 +88,7 @@ def by_calls(
     """o and the final states, of call(terms) for each sequence and each piece of it between states
     that are prefix. Waits for offsets and rows."""
     T, start, cu = terms.q.shape[1], terms.initial_state, terms.cu_seqlens
+    start = None if start is None else start.clone()  # it may be rows of the pool
     places = [(n, 0, T) for n in range(terms.q.shape[0])]
     if cu is not None:
         places = [(0, begin, end) for begin, end in pairwise(cu.tolist())]
