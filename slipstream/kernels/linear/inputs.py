@@ -148,8 +148,9 @@ class LinearInputs(NamedTuple):
     @property
     def row_heads(self) -> int | None:
         """Value heads from one token to the next in memory: as many as there are, or more where
-        the terms are views of_heads. None where they are not alike, or not in order."""
-        (B, T), HV = self.q.shape[:2], self.v.shape[2]
+        the terms are views of_heads. None where they are not alike, or not in order, or share
+        memory."""
+        (B, T, H), HV = self.q.shape[:3], self.v.shape[2]
         found = set()
         for name in TOKEN_TERMS:
             if (x := getattr(self, name)) is not None:
@@ -158,7 +159,8 @@ class LinearInputs(NamedTuple):
                 dense = (width == 1 or x.stride(-1) == 1) and (heads == 1 or x.stride(2) == width)
                 rows, rest = divmod(x.stride(1) * HV, width * heads)
                 even = B == 1 or x.stride(0) == T * x.stride(1)
-                found.add(rows if T > 1 and dense and even and not rest else None)
+                whole = not rest and rows >= HV and rows % (HV // H) == 0
+                found.add(rows if T > 1 and dense and even and whole else None)
         return found.pop() if len(found) == 1 else None
 
 

@@ -111,3 +111,18 @@ def check(found: dict[str, Job], safe_stack: int = 0, wy_stack: int = 0) -> None
         assert got.instructions["atomic"] == 0
         assert not arrives_early(got.ptx)
         assert not overwritten(disassemble(got.asm["cubin"]))
+
+
+def test_layout_of_forward() -> None:
+    """Terms stay where they are, but offsets become dense; of one token a row, rows of some heads
+    are as far apart as in the batch."""
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    given = terms(CASES["kda_narrow"], torch.device("cpu"))
+    assert given.cu_seqlens is not None
+    apart = torch.stack([given.cu_seqlens] * 2, 1)[:, 0]
+    found = backend.Sm90Dplr().forward_layout(given._replace(cu_seqlens=apart))
+    assert found.q.data_ptr() == given.q.data_ptr()
+    assert found.cu_seqlens is not None and found.cu_seqlens.is_contiguous()
+    of_heads = [torch.empty(B, T, 4, 64)[:, :, 1:3] for B, T in ((2, 3), (2, 1), (1, 1))]
+    assert [backend._token_stride(x) for x in of_heads] == [256, 256, 128]

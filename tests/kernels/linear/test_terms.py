@@ -56,6 +56,19 @@ def test_of_tokens_changes_rows_of_tokens() -> None:
         assert y.shape == x[:, :1].shape if name in TOKEN_TERMS else y is x
 
 
+def test_row_heads() -> None:
+    """Of 4 value heads beside others; none for rows in each other's memory, or where a head of
+    values would read a part of one of keys."""
+
+    def rows(of_q: int, of_v: int, T: int = 8) -> int | None:
+        q, v = torch.empty(999), torch.empty(999)
+        q = q.as_strided((1, T, 1, 16), (T * of_q, of_q, 16, 1))
+        return LinearInputs(q, q, v.as_strided((1, T, 4, 4), (T * of_v, of_v, 4, 1))).row_heads
+
+    assert (rows(16, 16), rows(32, 32)) == (4, 8)
+    assert [rows(0, 0), rows(8, 8), rows(24, 24), rows(16, 32), rows(16, 16, T=1)] == [None] * 5
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_probe_has_every_term(wide: bool) -> None:
     tiny = probe.like(everything(wide), tokens=7)

@@ -183,10 +183,12 @@ class Sm90Dplr(TritonDplr):
 
     def forward_layout(self, terms: LinearInputs) -> LinearInputs:
         """Of views of_heads no copies."""
-        state, aligned = terms.initial_state, align_for_tma(terms)
+        aligned = align_for_tma(terms)
         if aligned.row_heads is None:
             return super().forward_layout(aligned)
-        return aligned._replace(initial_state=None if state is None else state.contiguous())
+        alone = {name: getattr(terms, name) for name in ("initial_state", "cu_seqlens")}
+        given = {name: x.contiguous() for name, x in alone.items() if x is not None}
+        return aligned._replace(**given)
 
     def contiguous(self, x: Tensor) -> Tensor:
         return align16(x).contiguous()
@@ -343,7 +345,8 @@ def _tokens(x: Tensor | None, columns: int) -> Any:
 
 def _token_stride(x: Tensor) -> int:
     """Elements from one token to the next; x is dense, or a part of the heads of such a tensor."""
-    return x.stride(1) if x.shape[1] > 1 else x.shape[2] * x.shape[3]
+    B, T, heads, channels = x.shape
+    return x.stride(1) if T > 1 else x.stride(0) if B > 1 else heads * channels
 
 
 def _chunks(x: Tensor | None) -> Any:
