@@ -38,8 +38,13 @@ def _driver() -> Any:
     class EarlyDriver(nvidia.CudaDriver):
         def __init__(self) -> None:
             self._lock, self._utils = threading.Lock(), None
-            self.launcher_cls = nvidia.CudaLauncher
             GPUDriver.__init__(self)
+
+        def launcher_cls(self, src: Any, metadata: Any) -> Any:
+            """A launcher. Its module reads the type of descriptors for TMA once, when it is loaded,
+            and the C part brings that type: so it is waited for."""
+            assert self.utils is not None
+            return nvidia.CudaLauncher(src, metadata)
 
         @property
         def utils(self) -> Any:

@@ -43,7 +43,6 @@ def test_driver_does_not_wait_for_its_c_part() -> None:
     build = triton_driver.begin()
     active = config.active
     assert isinstance(active, nvidia.CudaDriver)
-    assert active.launcher_cls is nvidia.CudaLauncher
     assert callable(active.get_current_stream) and callable(active.get_current_device)
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(build), *(pool.submit(lambda: active.utils) for _ in range(2))]
@@ -51,6 +50,33 @@ def test_driver_does_not_wait_for_its_c_part() -> None:
         Utils.go.set()
         assert len({x.result() for x in found}) == 1
     assert Utils.made == 1
+
+
+@pytest.mark.usefixtures("untouched")
+def test_launcher_is_loaded_after_the_type_of_its_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Launcher:
+        """What Triton's module does when it is loaded, and never again."""
+
+        def __init__(self, src: object, metadata: object) -> None:
+            self.descriptor = nvidia.PyCUtensorMap
+
+    class TypedUtils(Utils):
+        def __init__(self) -> None:
+            super().__init__()
+            monkeypatch.setattr(nvidia, "PyCUtensorMap", Utils)
+
+    monkeypatch.setattr(nvidia, "PyCUtensorMap", None)
+    monkeypatch.setattr(nvidia, "CudaUtils", TypedUtils)
+    monkeypatch.setattr(nvidia, "CudaLauncher", Launcher)
+    build = triton_driver.begin()
+    with ThreadPoolExecutor(2) as pool:
+        launcher = pool.submit(config.active.launcher_cls, None, None)
+        threading.Timer(0.05, Utils.go.set).start()
+        pool.submit(build).result()
+        assert type(launcher.result()) is Launcher
+        assert launcher.result().descriptor is Utils
 
 
 @pytest.mark.usefixtures("untouched")
