@@ -142,11 +142,14 @@ def at_places(h: Tensor, places: Any) -> Tensor:
     if isinstance(places, slice):
         return h[:, places]
     at, tokens = torch.as_tensor(places, device=h.device), h.shape[1]
+    if at.numel():  # as a list, empty ones have torch's default dtype
+        _expect_places(at)
     if at.dtype == torch.bool:
         if at.shape[0] != tokens:
             raise ValueError(f"logits_to_keep: want {tokens} bools, got {at.shape[0]}")
         return h[:, at]
-    at = torch.where(at < 0, at + tokens, at).long()
+    at = at.long()
+    at = torch.where(at < 0, at + tokens, at)
     if not torch.compiler.is_compiling():
         expect_ids("logits_to_keep", at, tokens)
     return h.index_select(1, clamped(at, tokens))

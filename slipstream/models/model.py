@@ -257,9 +257,9 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """As _run, without gradients; the cache is updated in place."""
         cache.reserve(columns)
-        if cu_seqlens is not None and not (cache.records and cu_seqlens.shape[0] == 2):
-            return self._run(h, cu_seqlens, cache, keep, positions, None)
         tokens = h.shape[1]
+        if cu_seqlens is not None and not (cache.records and cu_seqlens.shape[0] == 2 and tokens):
+            return self._run(h, cu_seqlens, cache, keep, positions, None)
         empty = not all(layer.is_initialized for layer in cache.layers)
         if not empty and tokens == columns:
             return self._advance(h, cache, keep, positions)

@@ -90,6 +90,10 @@ class Segment:
     def tokens(self) -> int:
         return sum(record.tokens for record in self.records)
 
+    @property
+    def end(self) -> int:
+        return self.begin + self.tokens
+
 
 class Rollback:
     def __init__(self) -> None:
@@ -97,7 +101,9 @@ class Rollback:
 
     def add(self, record: Record, seen: int, state: State | None) -> None:
         """Before the call that `record` is of; `state` is the one after `seen` tokens."""
-        if not self.segments or self.segments[-1].tokens >= WINDOW:
+        last = self.segments[-1] if self.segments else None
+        # no record has columns of padding, nor those of padded rows: they lie between segments
+        if last is None or last.tokens >= WINDOW or last.end != seen:
             copies = None if state is None else {name: x.clone() for name, x in state.items()}
             self.segments.append(Segment(seen, copies, []))
         self.segments[-1].records.append(record.part(0, record.tokens))
@@ -115,16 +121,19 @@ class Rollback:
         Raises:
             ValueError: there is no state as old as that.
         """
-        while self.segments and self.segments[-1].begin > token:
-            if len(self.segments) == 1:
-                break
-            del self.segments[-1]
-        if not self.segments or self.segments[-1].begin > token:
+        kept = [segment for segment in self.segments if segment.begin <= token]
+        if not kept:
             oldest = self.segments[0].begin if self.segments else None
             raise ValueError(
                 f"crop: the state after {token} tokens is gone, the oldest kept is after {oldest}"
             )
-        last, records, at = self.segments[-1], [], self.segments[-1].begin
+        last, records, at = kept[-1], [], kept[-1].begin
+        if token > last.end:
+            raise ValueError(
+                f"crop: a call with padding, which begins after {last.end} columns, goes as a "
+                f"whole, got {token} columns to keep"
+            )
+        self.segments = kept
         for record in last.records:
             if at < token:
                 count = min(record.tokens, token - at)

@@ -174,6 +174,40 @@ def test_prompt_outgrows_the_room_of_a_cache_that_records(room: int | None, coun
     assert_same(m(ids, cache=cache, use_cache=True).logits, m(ids).logits)
 
 
+@pytest.mark.parametrize("name", ["gla", "rwkv7", "attention"])
+@pytest.mark.parametrize("count", [1, 3])
+@torch.no_grad()
+def test_padding_alone_leaves_a_cache_that_records_as_it_is(name: str, count: int) -> None:
+    m, ids = model(name), tokens(1, 9)
+    cache = StateCache(len(m.model.layers))
+    cache.activate_past_recording()
+    m(ids[:, :5], cache=cache, use_cache=True)
+    padding = torch.zeros(1, count, dtype=torch.int64)
+    m(ids[:, :count], cache=cache, use_cache=True, attention_mask=padding)
+    assert_same(m(ids[:, 5:], cache=cache, use_cache=True).logits, m(ids).logits[:, 5:])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_crop_takes_a_call_with_padding_as_a_whole(rows: int) -> None:
+    m, ids = model("gla"), tokens(rows, 8)
+    mask = torch.ones(rows, 3, dtype=torch.int64)
+    mask[-1, :2] = 0
+    for back, kept in ((1, 7), (2, 7), (3, 7), (4, 6)):
+        cache = StateCache(len(m.model.layers))
+        cache.activate_past_recording()
+        m(ids[:, :7], cache=cache, use_cache=True)
+        m(ids[:, 1:4], cache=cache, use_cache=True, attention_mask=mask)
+        if back == 2 or (back == 1 and rows == 2):
+            with pytest.raises(ValueError, match="crop: a call with padding"):
+                cache.crop(-back)
+            continue
+        cache.crop(-back)
+        got = m(ids[:, 7:], cache=cache, use_cache=True).logits
+        want = m(torch.cat([ids[:, :kept], ids[:, 7:]], 1)).logits[:, -1:]
+        assert_same(got, want)
+
+
 def test_cache_refuses_rows_that_are_not_there() -> None:
     m, ids = model("hybrid"), tokens(2, 5)
     cache = m(ids, use_cache=True)[CACHE]

@@ -119,11 +119,21 @@ def test_logits_are_kept_of_places_that_are_there() -> None:
     for place in (5, -6):
         with pytest.raises(ValueError, match="logits_to_keep"):
             m(IDS, logits_to_keep=torch.tensor([0, place]))
+    for places in ([1.5], [[0, 1]]):
+        with pytest.raises(TypeError, match=r"logits_to_keep: want integers or bools \[N\]"):
+            m(IDS, logits_to_keep=places)
     compiled = torch.compile(m, fullgraph=True, backend="eager")
     places = torch.tensor([3, 0, -1])
     torch.testing.assert_close(compiled(IDS, logits_to_keep=places).logits, want[:, places])
     with pytest.raises(ValueError, match="logits_to_keep: want 5 bools, got 4"):
         m(IDS, logits_to_keep=torch.ones(4, dtype=torch.bool))
+
+
+def test_places_of_few_bits_count_from_the_end_of_many_tokens() -> None:
+    m, ids = small(), IDS[:1].repeat(1, 60)
+    places = torch.tensor([-1, -128, 0, 127], dtype=torch.int8)
+    got = m(ids, logits_to_keep=places).logits
+    torch.testing.assert_close(got, m(ids).logits[:, places.long()])
 
 
 def test_batch_of_padding_or_nothing_has_a_loss() -> None:
