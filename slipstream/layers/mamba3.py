@@ -191,7 +191,7 @@ def mimo_order(state_size: int) -> Tensor:
 
 
 def _heavy_tail(x: Tensor) -> Tensor:
-    return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+    return torch.where(x > 0, 1 + x, 1 / (1 - x.clamp(max=0)))
 
 
 _ACTIVATIONS = {"softplus": F.softplus, "heavy_tail": _heavy_tail}
