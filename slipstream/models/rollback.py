@@ -121,19 +121,19 @@ class Rollback:
         Raises:
             ValueError: there is no state as old as that.
         """
-        kept = [segment for segment in self.segments if segment.begin <= token]
-        if not kept:
+        usable = [segment for segment in self.segments if segment.begin <= token]
+        if not usable:
             oldest = self.segments[0].begin if self.segments else None
             raise ValueError(
                 f"crop: the state after {token} tokens is gone, the oldest kept is after {oldest}"
             )
-        last, records, at = kept[-1], [], kept[-1].begin
+        last, records, at = usable[-1], [], usable[-1].begin
         if token > last.end:
             raise ValueError(
                 f"crop: a call with padding, which begins after {last.end} columns, goes as a "
                 f"whole, got {token} columns to keep"
             )
-        self.segments = kept
+        self.segments = usable
         for record in last.records:
             if at < token:
                 count = min(record.tokens, token - at)

@@ -177,7 +177,7 @@ def test_prompt_outgrows_the_room_of_a_cache_that_records(room: int | None, coun
 @pytest.mark.parametrize("name", ["gla", "rwkv7", "attention"])
 @pytest.mark.parametrize("count", [1, 3])
 @torch.no_grad()
-def test_padding_alone_leaves_a_cache_that_records_as_it_is(name: str, count: int) -> None:
+def test_padding_alone_changes_no_recorded_state(name: str, count: int) -> None:
     m, ids = model(name), tokens(1, 9)
     cache = StateCache(len(m.model.layers))
     cache.activate_past_recording()

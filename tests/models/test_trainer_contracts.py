@@ -129,7 +129,7 @@ def test_logits_are_kept_of_places_that_are_there() -> None:
         m(IDS, logits_to_keep=torch.ones(4, dtype=torch.bool))
 
 
-def test_places_of_few_bits_count_from_the_end_of_many_tokens() -> None:
+def test_places_may_have_fewer_bits_than_tokens() -> None:
     m, ids = small(), IDS[:1].repeat(1, 60)
     places = torch.tensor([-1, -128, 0, 127], dtype=torch.int8)
     got = m(ids, logits_to_keep=places).logits
