@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.sm90_runs import MARKS
 from tests.support.prefix_states import OPERATORS, Call, expect_prefix_states, one_by_one
+
+pytestmark = MARKS
 
 SIZES = {
     "few heads": {"B": 2, "T": 4200, "H": 2, "HV": 4},

@@ -85,7 +85,7 @@ class Mamba3(Family):
 
 def _mixer(m: Any) -> Iterable[Rule]:
     N = m.state_size
-    order = torch.arange(N) if m.mimo_rank == 1 else mimo_order(N)
+    order = torch.arange(N, device="cpu") if m.mimo_rank == 1 else mimo_order(N)
     rows = _rows(m.sizes, order)
     yield reordered("in_proj.weight", rows, 0)
     for name in ("B_bias", "C_bias"):
@@ -105,6 +105,6 @@ def _mixer(m: Any) -> Iterable[Rule]:
 
 def _rows(sizes: list[int], order: Tensor) -> Tensor:
     """Of in_proj, whose third and fourth blocks have these channels, of each rank and group."""
-    rows = list(torch.arange(sum(sizes)).split(sizes))
+    rows = list(torch.arange(sum(sizes), device="cpu").split(sizes))
     rows[2:4] = [x.view(-1, len(order))[:, order].flatten() for x in rows[2:4]]
     return torch.cat(rows)

@@ -157,7 +157,9 @@ def check(job: Job) -> Compiled:
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     one_walk = "chunk_bwd" in job.name  # whose gradients take more than their part of registers
-    assert got.stack <= 24 * one_walk, f"{job.name}: {got.stack} bytes spilled"
+    # 4 warps spill and take 14.6 us where 8, which spill nothing, take 18.8
+    passing = "state_passing" in job.name
+    assert got.stack <= 24 * one_walk + 64 * passing, f"{job.name}: {got.stack} bytes spilled"
     words = most_spilled(disassemble(got.asm["cubin"]))
     assert words <= 8 * one_walk, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
@@ -222,7 +224,7 @@ def test_state_passing_across_ranks_compiles(reverse: bool) -> None:
 
     (job,) = trace(call, "sm_90", backward=False)
     got = job.compile()
-    assert got.stack == 0 and got.shared <= ARCHS["sm_90"].shared
+    assert got.stack <= 64 and got.shared <= ARCHS["sm_90"].shared
 
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

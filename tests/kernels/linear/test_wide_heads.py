@@ -144,7 +144,8 @@ def test_columns_are_split_where_sm90_then_takes_them(
     name: str, K: int, V: int, takes: bool
 ) -> None:
     found = compiled(f"chunk_{name}", K, V, "sm_90")
-    assert ("scalar_decay_chunk_fwd_sm90_kernel" in found) == takes
+    # forward of 256 channels needs no splitting
+    assert ("scalar_decay_chunk_fwd_sm90_kernel" in found) == (takes or K == 256)
     assert ("scalar_decay_chunk_bwd_sm90_kernel" in found) == takes
 
 
