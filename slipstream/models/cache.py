@@ -189,7 +189,7 @@ class LayerState(CacheLayerMixin):
         return made
 
     def empty_rows(self, rows: int, max_length: int | None) -> "LayerState":
-        """A state of so many rows, with tensors like these, all zero."""
+        """A state with the given number of rows: tensors like these, all zero."""
         assert self._tensors is not None
         made = LayerState(max_length, *self.rounding)
         made.token_states, made.rounded_keys = self.token_states, self.rounded_keys

@@ -385,7 +385,7 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
 
 @compiles
 def test_every_row_of_layers_launches_kernels() -> None:
-    """A row whose arguments are refused would compile nothing and be seen by nobody."""
+    """A row whose arguments an operator refuses compiles nothing, and no other test notices it."""
     from slipstream.tools.backend_query import trace_operator
     from slipstream.tools.catalog import REPRESENTATIVE
     from slipstream.tools.layer_samples import LAYER_SAMPLES

@@ -299,8 +299,8 @@ def _checked(
 
 
 def _of_tokens(terms: LinearInputs, count: int) -> LinearInputs:
-    """Of one row of so many, and without states, for questions about shapes: the same answer for
-    any number of tokens and sequences."""
+    """Terms of one row of `count` tokens without states, for questions about shapes whose answer is
+    the same for any number of tokens and sequences."""
     if 0 in terms.q.shape[:2]:
         return terms
     given = terms.of_tokens(lambda x: x[:1, :1].expand(1, count, *x.shape[2:]))

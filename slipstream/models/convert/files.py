@@ -84,7 +84,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def write(directory: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> int:
-    """Writes them in files of at most so many bytes, except single tensors; returns all bytes."""
+    """Writes files of at most `shard_bytes`, or of one larger tensor; returns the sum of bytes."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0

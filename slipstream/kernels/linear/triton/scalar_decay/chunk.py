@@ -179,8 +179,8 @@ def pool_rows_of(
 def store_to_pool(
     pool_ptr, p_rows, tokens, i_h, HV, b_s, o_v, o_k, m_s, V: tl.constexpr, K: tl.constexpr
 ):
-    """b_s [V, K], after so many tokens of a sequence, to a row of the pool if it has one
-    (kernels/linear/prefix_states.py)."""
+    """Writes b_s [V, K], the state after `tokens` tokens of a sequence, to its row of the pool, if
+    it has one (kernels/linear/prefix_states.py)."""
     row = tl.load(p_rows + tokens // GRID - 1, mask=tokens % GRID == 0, other=-1)
     p = pool_ptr + (row.to(tl.int64) * HV + i_h) * (V * K) + o_v[:, None] * K + o_k[None, :]
     tl.store(p, b_s.to(pool_ptr.dtype.element_ty), mask=m_s & (row >= 0))
