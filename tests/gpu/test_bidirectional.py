@@ -44,9 +44,8 @@ CASES |= {
     f"{name}-wide": (name, WIDE)
     for name in ("GatedLinearAttention", "KimiDeltaAttention", "GatedDeltaNet", "Mamba2", "RWKV7")
 }
+# relative; in bfloat16 gradients of a few sums over all tokens
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.06}
-# in bfloat16, of sums over all tokens of what nearly cancels
-SUMS, OF_SUMS = ("A_log", "dt_bias"), 0.3
 every_case = pytest.mark.parametrize("case", CASES)
 every_size = pytest.mark.parametrize("block_size", [None, 16])
 
@@ -55,10 +54,6 @@ def made(case: str, block_size: int | None, **options: Any) -> tuple[Bidirection
     torch.manual_seed(0)
     name, given = CASES[case]
     layer: Mixer = make(name, **{**given, **options})
-    if given and "A_log" in dict(layer.named_parameters()):
-        # a gate's gradient is a sum over later tokens, times the gate: rounding of 16 bits grows
-        # with gates as strong as A = 10 makes them
-        torch.nn.init.constant_(layer.get_parameter("A_log"), -2.0)
     return Bidirectional(layer, block_size=block_size), given.get("hidden_size", 24)
 
 
@@ -95,9 +90,7 @@ def test_both_directions_match_float64(case: str, block_size: int | None, packed
     assert got.keys() == want.keys()
     # what cancels to nothing in float64 has no relative error
     names = [n for n in want if float(want[n].norm()) > 1e-6 * float(want["y"].norm())]
-    narrow = dtype == torch.bfloat16
-    limits = {n: OF_SUMS if narrow and n.endswith(SUMS) else LIMITS[dtype] for n in names}
-    wrong = {n: e for n in names if (e := error(got[n], want[n])) > limits[n]}
+    wrong = {n: e for n in names if (e := error(got[n], want[n])) > LIMITS[dtype]}
     assert not wrong
 
 
