@@ -3,6 +3,11 @@
     python bench/decode.py                    beside fla, where it is installed
     python bench/decode.py --only 'step kda'  or scan
     python bench/decode.py --only generate    generate of whole models, with and without graphs
+    python bench/decode.py --only mixer       mixers' steps with the heads of a GPU, beside a copy
+    python bench/decode.py --only verify      drafts by mixer_step, and by states after each token
+    python bench/decode.py --only int8        steps on states in int8, and their error
+    python bench/decode.py --only prompts     many short prompts in a call, beside fla
+    python bench/decode.py --only drafts      two models trained here: drafts of the smaller one
     python bench/decode.py --cpu              generate on this CPU, beside transformers' Llama
 
 Milliseconds of a CUDA graph, so without the host's time, and with what the L2 cache holds from the
@@ -15,7 +20,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import decode_drafts
 import torch
+from decode_serving import works as serving_works
 from harness import (
     BF16,
     DEVICE,
@@ -236,6 +243,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for (label, fn), size in product(scans, SCANS):
         measure = partial(scan_rows, label, fn, size, report)
         works.append((f"scan {label} {size}", "step_gpu", measure))
+    files = {"step": "step_gpu", "prompts": "prompts_gpu", "error": "int8_error"}
+    works += [(name, files[kind], measure) for name, kind, measure in serving_works(report)]
+    if not report.options.once:
+        works.append(("drafts", "drafts_gpu", partial(decode_drafts.rows, report)))
     report.measure(works)
 
 

@@ -19,11 +19,12 @@ import torch
 from slipstream import ops
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import chosen
+from tests.support.forked import run_script
 
 BENCH = Path(__file__).parents[1] / "bench"
 DOCS = BENCH.parent / "docs"
 README = (BENCH / "README.md").read_text()
-MODULES = ("harness", "processes")
+MODULES = ("decode_drafts", "decode_serving", "harness", "processes", "snapshots")
 SCRIPTS = [x.stem for x in sorted(BENCH.glob("*.py")) if x.stem not in MODULES]
 
 
@@ -65,6 +66,9 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("decode", "--only step|scan", 19),
         ("decode", "--only generate.*(gla|attention|gated)", 16),
         ("decode", "--cpu", 8),
+        ("decode", "--only ^(mixer|int8|prompts)", 30),
+        ("decode", "--once --only ^(mixer.*1|int8|prompts.*4)", 10),
+        ("decode", "--only ^drafts", 5),
         ("host", "--only norm|chunk_kda", 6),
         ("context_parallel", "--only gated_delta|attention", 4),
         ("parallel_training", "--only fsdp2|million", 3),
@@ -79,7 +83,7 @@ def test_small_run(
     name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     whole = ("training", "transformers_models", "convergence")
-    if name in whole or "generate" in arguments or "--cpu" in arguments:
+    if name in whole or re.search("generate|--cpu|drafts", arguments):
         pytest.importorskip("transformers")
     if "--tiles" in arguments and not HAVE_TRITON:
         pytest.skip("tables of tiles are Triton's")
@@ -318,3 +322,10 @@ def test_calls_take_turns_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, stub)
     assert harness.in_turns({"a": call("a"), "b": call("b")}, 9) == {"a": 1.0, "b": 5.0}
     assert order == ["a", "b"] * 11 and slept[0] > 0
+
+
+def test_states_after_each_draft() -> None:
+    """What drafts by mixer_step are timed beside."""
+    pytest.importorskip("triton")
+    status, printed = run_script("tests.support.draft_states", str(BENCH))
+    assert status == 0, printed
