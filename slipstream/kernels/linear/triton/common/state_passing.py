@@ -18,7 +18,7 @@ from slipstream.kernels.linear.segments import Segments
 from slipstream.kernels.linear.triton.delta.chunk import locate_sequence
 from slipstream.kernels.linear.triton.delta.plan import tile_of
 from slipstream.kernels.linear.triton.delta.solve_tril import tile_product
-from slipstream.kernels.linear.triton.plan import INTERPRETED
+from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
 
@@ -99,7 +99,7 @@ def state_passing(
         K = terms.q.shape[-1]
         tile, BK = tile_of(terms)
         BV = tile.fwd.B
-        inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else "tf32x3"
+        inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else fp32_dot_precision()
         launch: Any = cached(delta_state_passing_kernel)[(-(-V // BV) * HV * terms.sequences,)]
         launch(
             s_ptr=states,
@@ -118,7 +118,7 @@ def state_passing(
             HAS_S_IN=s_in is not None,
             HAS_S_OUT=s_out is not None,
             PACKED=terms.cu_seqlens is not None,
-            INNER="ieee" if INTERPRETED else inner,
+            INNER=inner,
             num_warps=8,
             num_stages=1,
         )

@@ -205,7 +205,8 @@ def block_factors(
         b_read = _sums(block & (t < i), gates, FP32, PRECISION)
     # by this token's gates alone: later ones must not change its bits
     safe = b_read >= -2 * LIMIT
-    first = tl.where(tl.min(tl.min(safe.to(tl.int32), 1), 0) == 1, BASE + 1, 0)
+    # flat: sm_100 takes no axis after the other (two-axis-sum in compiler/known_bugs.py)
+    first = tl.where(tl.min(safe.to(tl.int32)) == 1, BASE + 1, 0)
     b_read = tl.where(safe, tl.exp2(b_read + SHIFT), 0.0)
     # a write that only unsafe reads see would overflow: bounded, and those have a decay of 0
     return b_read, tl.exp2(tl.minimum(-b_write - SHIFT, 2 * LIMIT - SHIFT)), first, safe
