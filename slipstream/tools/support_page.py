@@ -167,7 +167,7 @@ def line(row: support_matrix.Row) -> str:
 
 def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = True) -> None:
     """Adds the rows to docs/support.json and writes what is made from it. Without the whole of the
-    operators only the cells of some change, and no family of kernels is verified."""
+    operators only the cells of some change, and no family of kernels becomes verified."""
     data = support_data.read(DATA)
     for (release, arch), without in run.without.items():
         found = [x for x in rows if (x.triton, x.arch) == (release, arch)]
@@ -185,19 +185,24 @@ def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = Tru
         known["operators"] |= cells
     support_data.write(DATA, data)
     write_text(PAGE, page(support_data.read(DATA)))
-    if whole:
-        _record_verified(rows)
+    _record_verified(rows, whole)
 
 
-def _record_verified(rows: Sequence[support_matrix.Row]) -> None:
-    """Writes down the families of kernels that came out sound, with digests of their sources."""
+def _record_verified(rows: Sequence[support_matrix.Row], whole: bool) -> None:
+    """Writes down the families of kernels that came out sound, with digests of their sources; those
+    that did not are verified no longer."""
     trusted = {
         (x["arch"], x["triton"], x["ptxas"]): x["families"]
         for x in json.loads(VERIFIED.read_text())
     }
     for compiler, families in support_matrix.verified(rows).items():
         now = compiler_state.families(compiler_state.uses_gluon(*compiler[:2]))
-        trusted[compiler] = {x: now[x] for x in sorted(families)}
+        if whole:
+            trusted[compiler] = {x: now[x] for x in sorted(families)}
+        elif compiler in trusted:
+            of = (x for x in rows if (x.arch, x.triton, x.ptxas) == compiler)
+            unsound = {compiler_state.family_of(x.module) for x in of} - families
+            trusted[compiler] = {k: v for k, v in trusted[compiler].items() if k not in unsound}
     write_verified(trusted)
 
 

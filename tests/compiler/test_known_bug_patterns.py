@@ -1,6 +1,7 @@
 """No kernel has a pattern that compiler/known_bugs.py says is avoided, and compiler/kernel_key.py
 knows of each what its Triton IR says. The patterns are found where they are planted."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from slipstream.compiler.known_bugs import KNOWN_BUGS
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Sample, Shape, chosen
+from slipstream.tools.layer_samples import LAYER_SAMPLES
 from tests.support import planted_bugs
 from tests.support.ir_patterns import kernel_ir, patterns, products
 
@@ -150,15 +152,52 @@ def test_every_kind_has_a_family_of_kernels() -> None:
     assert {y for x in kernel_key.FEATURE_RULES for y in x.triggers} <= known | {"dot"}
 
 
-@slow
+OTHERS = ("sm_80", "sm_100", "gfx942")
+# of linear attention: operators by the first of their rows, and what splits sequences
+LINEAR = {x.op: x for x in reversed(SAMPLES) if x.op.startswith("chunk_")}
+LINEAR |= {x.name: x for x in LAYER_SAMPLES if x.name == "delta_rule_across_ranks"}
+_SOUND: set[str] = set()
+
+
+def compile_to_gpu_ir(sample: Sample, arch: str, shapes: Iterable[Shape], backward: bool) -> None:
+    """What Triton itself refuses, it refuses up to there: the assemblers take most of the time."""
+    for shape in shapes:
+        try:
+            jobs = trace(_call(sample, shape, None), arch, backward)
+        except PlainTorch:
+            continue
+        for made in jobs:
+            if made.key not in _SOUND:
+                kernel_ir(made, gpu_too=True)
+                _SOUND.add(made.key)
+
+
 @pytest.mark.parametrize(
-    ("op", "kernel"),
-    [("chunk_simple_gla", "scalar_decay_chunk"), ("chunk_delta_rule", "delta_dqkg")],
+    ("arch", "name", "shape"),
+    [
+        ("sm_80", "chunk_simple_gla", FEW[0]),
+        ("sm_100", "chunk_kda", FEW[0]),
+        ("sm_100", "chunk_gla", FEW[0]),
+        ("gfx942", "delta_rule_across_ranks", FEW[1]),
+    ],
 )
-def test_kernels_that_sm_100_once_refused_compile_there(op: str, kernel: str) -> None:
-    """A store by a descriptor in a pipelined loop; a sum by both axes of a product."""
-    jobs = trace(_call(chosen([op])[0], Shape(), None), "sm_100")
-    jobs = [x for x in jobs if x.name.startswith(kernel)]
+def test_forward_of_linear_attention_compiles_on(arch: str, name: str, shape: Shape) -> None:
+    """sm_100: a product's minimum by one axis after the other; gfx942: it has no tf32x3."""
+    compile_to_gpu_ir(LINEAR[name], arch, [shape], backward=False)
+
+
+@slow
+@pytest.mark.parametrize("arch", OTHERS)
+@pytest.mark.parametrize("name", sorted(LINEAR))
+def test_linear_attention_compiles_on(arch: str, name: str) -> None:
+    compile_to_gpu_ir(LINEAR[name], arch, FEW, backward=True)
+
+
+@slow
+def test_kernels_that_sm_100_once_refused_compile_there() -> None:
+    """A store by a descriptor in a pipelined loop."""
+    jobs = trace(_call(chosen(["chunk_simple_gla"])[0], Shape(), None), "sm_100")
+    jobs = [x for x in jobs if x.name.startswith("scalar_decay_chunk")]
     assert jobs and all(x.compile().dots for x in jobs)
 
 

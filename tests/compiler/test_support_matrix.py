@@ -22,6 +22,7 @@ from tests.support.triton_release import HAS_GLUON
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
+BAD = ("refused", "crash", "hang")
 NONE = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
 JOB = Job("module:some_kernel", {}, {"C": 64}, {}, 4, 3, {}, "sm_90")
 
@@ -187,6 +188,19 @@ def test_page_is_that_of_the_recorded_data() -> None:
     assert support_page.page(support_data.read(support_page.DATA)) == support_page.PAGE.read_text()
 
 
+def test_no_family_is_verified_of_which_the_page_says_refused() -> None:
+    from slipstream.tools import support_data, support_page
+
+    ops = {"chunk_simple_gla": "linear", "chunk_gla": "linear", "chunk_kda": "linear"}
+    ops |= {"delta_rule_across_ranks": "linear", "chunk_gated_delta_rule": "linear"}
+    ops |= {"attention": "attention", "rms_norm": "norm", "matmul": "matmul", "swiglu": "pointwise"}
+    data = support_data.read(support_page.DATA)
+    for row in json.loads(support_page.VERIFIED.read_text()):
+        cells = data[row["triton"]][row["arch"]]["operators"]
+        bad = {ops[x] for x, (status, _) in cells.items() if x in ops and status in BAD}
+        assert not bad & row["families"].keys(), (row["arch"], row["triton"])
+
+
 def test_support_page_cells() -> None:
     from slipstream.tools.support_page import page
 
@@ -335,9 +349,17 @@ def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path:
     kernels = ("norm.triton.norm:a", "linear.triton.walk:b")
     jobs = [replace(JOB, kernel=f"slipstream.kernels.{x}") for x in kernels]
     found = [support_matrix.compile_row(worker, (x, ("op",)), 1.0) for x in jobs]
-    support_page._record_verified([found[0], replace(found[1], status="hang")])
+    support_page._record_verified([found[0], replace(found[1], status="hang")], whole=True)
     (entry,) = json.loads(support_page.VERIFIED.read_text())
     assert entry["families"] == {"norm": compiler_state.families(False)["norm"]}  # 3.3.1
+    # of some operators: nothing becomes verified, and what is refused is so no longer
+    support_page._record_verified(found, whole=False)
+    assert json.loads(support_page.VERIFIED.read_text()) == [entry]
+    support_page._record_verified([replace(found[0], status="refused")], whole=False)
+    assert json.loads(support_page.VERIFIED.read_text()) == [{**entry, "families": {}}]
+    support_page._record_verified([replace(found[0], arch="sm_80")], whole=False)
+    assert len(json.loads(support_page.VERIFIED.read_text())) == 1
+    support_page.VERIFIED.write_text(json.dumps([entry]))
     here = ("sm_90", "3.3.1", "12.4.99")
     monkeypatch.setattr(compiler_state, "verified", lambda: {here: frozenset({"norm"})})
     trusted = compiler_state.CompilerState(*here, remembers=False)
