@@ -106,7 +106,7 @@ _running = _Running()
 
 
 def name_of_caller(otherwise: str) -> str:
-    """What errors from deep inside call the public function that the user called."""
+    """The name by which errors from deep inside call the public function that the user called."""
     return f"slipstream.ops.{_running.name}" if _running.name else otherwise
 
 

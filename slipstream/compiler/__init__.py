@@ -1,2 +1,1 @@
-"""What Slipstream knows of architectures and compilers, and the tools that compile without a
-GPU."""
+"""Facts about architectures and compilers, and the tools that compile without a GPU."""

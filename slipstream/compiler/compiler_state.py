@@ -122,8 +122,8 @@ def verdicts_file() -> Path:
 
 @cache
 def verified() -> dict[tuple[str, str, str], frozenset[str]]:
-    """What `slipstream matrix --record` found sound: (arch, Triton, ptxas) -> families of kernels
-    that are still the same."""
+    """The families that `slipstream matrix --record` found sound and whose kernels are still the
+    same, by (arch, Triton, ptxas)."""
     rows = json.loads((Path(__file__).parent / "verified.json").read_text())
 
     def unchanged_families(row: dict[str, Any]) -> frozenset[str]:
@@ -355,7 +355,7 @@ class CompilerState:
 
     @staticmethod
     def _read() -> dict[str, dict[str, dict[str, str]]]:
-        """What is on disk, of it only what is as it was written."""
+        """The verdicts on disk, without those that are not as they were written."""
         try:
             stored = json.loads(verdicts_file().read_text())
         except (OSError, ValueError):
@@ -368,7 +368,7 @@ class CompilerState:
 
 
 def interpreter_failure(kind_of: Callable[[], KernelKey]) -> str | None:
-    """What is known against these kernels in Triton's interpreter, where they run in it."""
+    """The known fault of these kernels in Triton's interpreter, or None; None outside of it."""
     if os.environ.get("TRITON_INTERPRET") != "1" or (triton := toolchain.triton_version()) is None:
         return None
     fault = blocking(INTERPRETER, triton, None, features_of(kind_of()))
@@ -381,7 +381,7 @@ def _reason(fault: KnownBug) -> str:
 
 @cache
 def compiler_state(device: torch.device) -> CompilerState | None:
-    """What compiles for a device; None where Triton's compiler is not used.
+    """The compilers in use for a device; None where Triton's compiler is not used.
 
     The first time it selects the right ptxas and, where nothing is verified, sets the guard: so it
     has to be called before the first compilation for the device.

@@ -1,4 +1,4 @@
-"""What shared memory loses, by Triton's GPU IR: tiles, and what comes where barriers were.
+"""Data that shared memory loses, by Triton's GPU IR: tiles, and what is kept where barriers were.
 
 A loop that Triton pipelines copies the tile of a later turn while products (wgmma) of this turn and
 of earlier ones go on. Then the tile has to have a slot more. Triton does not always give it one:

@@ -137,7 +137,7 @@ def _known_bugs(arch: str, triton: str, ptxas: str | None) -> set[str]:
 
 
 def installed_ptxas() -> list[Path]:
-    """What there is besides Triton's: nvidia-cuda-nvcc's, then the toolkits', newest first."""
+    """The ptxas besides Triton's own: nvidia-cuda-nvcc's, then the toolkits', newest first."""
     try:
         spec = importlib.util.find_spec("nvidia")
     except (ImportError, ValueError):

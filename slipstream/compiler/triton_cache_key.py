@@ -44,7 +44,7 @@ def _state(root: Path) -> str:
 
 @cache
 def reuse() -> None:
-    """From then on Triton has its digest; what goes wrong here only takes time."""
+    """Gives Triton its digest of itself from an earlier process; a failure here only costs time."""
     with contextlib.suppress(Exception):
         import triton
         from triton.runtime import cache as triton_cache

@@ -59,7 +59,7 @@ class Rule(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """What a mask function is made of. cuts: rows fall into sequences that do not see each other;
+    """The parts of a mask function. cuts: rows fall into sequences that do not see each other;
     chunks: some of the cuts are at multiples of a size, counted from the start of the row."""
 
     rule: Rule = Rule()
@@ -234,7 +234,7 @@ _KNOWN = (_SLIDING, _SLIDING_BOTH, _CHUNKED, _PACKED, _AND, _REMAPPED)
 
 
 def pattern_of(mask_function: Callable) -> Pattern | None:
-    """What transformers made a mask function of, or None if any of it is not transformers' own."""
+    """The parts of transformers' mask function; None if any of them is not transformers' own."""
     if mask_function is masking_utils.causal_mask_function:
         return Pattern(Rule(right=0))
     if mask_function is masking_utils.bidirectional_mask_function:

@@ -1,4 +1,4 @@
-"""What engines' calls come to: pools [slots, HV, V, K] by index, raw gates, packed tokens.
+"""Operators for serving engines: pools [slots, HV, V, K] by index, raw gates, packed tokens.
 
 A slot below 0 stands for no state: nothing is read or written for its row. None of this waits for
 the device, so all of it can be captured in a CUDA graph.

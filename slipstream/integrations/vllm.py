@@ -47,8 +47,8 @@ def chunk_gated_delta_rule(
     core_attn_out: Tensor | None = None,
     aiter_prefill_metadata: object | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What vLLM's ChunkGatedDeltaRule computes of packed prompts [1, T, ...]; states are [N, HV, V,
-    K]. core_attn_out gets o too."""
+    """vLLM's ChunkGatedDeltaRule for packed prompts [1, T, ...]; states are [N, HV, V, K]. o is
+    written to core_attn_out too."""
     o, final = chunk_rule(
         q,
         k,

@@ -361,7 +361,7 @@ def convolved(
     cu_seqlens: Tensor | None,
     context: ContextParallel | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The convolution and its next state; without one its activation alone."""
+    """The convolution and its next state; without a convolution its activation alone."""
     if conv is None:
         return F.silu(x), None
     return conv(x, past(state, "conv"), use_cache, cu_seqlens, context)

@@ -13,7 +13,7 @@ COMBINE = ("mean", "sum")
 
 
 class Bidirectional(Mixer):
-    """What a layer makes of the sequences, and of the same from their last token to their first.
+    """The mean of a layer's output for sequences and for the same sequences read backwards.
 
         y = (layer(x) + turned(layer(turned(x)))) / 2
 

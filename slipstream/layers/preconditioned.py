@@ -31,7 +31,7 @@ from slipstream.runtime.context_parallel import ContextParallel
 
 
 class KeyPreconditioner(nn.Module):
-    """What a layer projects for the preconditioner of its keys.
+    """The projections of a layer for the preconditioner of its keys.
 
         g_atk = -exp(A_log) softplus(x W_a + dt_bias);  beta_atk = sigmoid(x W_b)
 
@@ -90,7 +90,7 @@ def preconditioned_step(
 
 
 class _Preconditioned(DeltaHeads):
-    """What both layers share. The class behind it in theirs has the other projections."""
+    """The base of both layers. Their other base class has the other projections."""
 
     steps_rounded = False
 

@@ -207,7 +207,7 @@ class RWKV7(Mixer):
 
 
 def _with_values(made: list[Tensor], v: Tensor) -> list[Tensor]:
-    """What recurrence_terms makes, with v in the place of the values that a first layer's lacks."""
+    """The results of recurrence_terms; those of a first layer, which have no values, with v."""
     if len(made) > 5:
         return made
     *terms, k = made

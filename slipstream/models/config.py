@@ -229,7 +229,7 @@ class SlipstreamConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: save_pretrained would copy this file, and AUTO_MAP names the classes."""
+        """Does nothing: save_pretrained would copy this file, and AUTO_MAP names the classes."""
 
     def to_diff_dict(self) -> dict[str, Any]:
         """The dictionary that save_pretrained writes."""

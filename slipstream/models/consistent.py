@@ -151,7 +151,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
-    """What comes out for the tokens of a row, and the row after its whole blocks.
+    """The outputs for the tokens of a row, and the row after its whole blocks.
 
     Raises:
         NotImplementedError: with gradient checkpointing, whose layers return no states.

@@ -279,8 +279,8 @@ def room_of_graph(cache: StateCache, device: torch.device) -> int:
 def decoding_step(
     model: Any, cache: StateCache, device: torch.device
 ) -> tuple[Callable[..., Tensor], int]:
-    """What makes logits [N, 1, V] of ids and, if given, positions [N, 1], for a row each of a cache
-    that has some; and a number that says which graph does, for `room` of Decoding.run."""
+    """A function from ids and, if given, positions [N, 1] to logits [N, 1, V], a row for each row
+    of the cache; and the number of its graph, `room` of Decoding.run."""
     if not cache.has_open_rows:
         room = room_of_graph(cache, device)
         return lambda ids, at=None: model.lm_head(model.model.step(ids, cache, at, room)), room
@@ -320,8 +320,8 @@ def own_modules(model: nn.Module) -> bool:
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
-    """What a graph has read from the model: where its parameters are, and which modules run; and
-    what torch had it computed in."""
+    """A key of all that a graph has read from the model: the addresses of its parameters, its
+    modules, and torch's settings of precision."""
     tensors = (*model.parameters(), *model.buffers())
     kind = tensors[0].device.type
     return (

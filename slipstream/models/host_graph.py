@@ -1,4 +1,4 @@
-"""What a CUDA graph is on a device, on a CPU: a step as the list of its kernels, on fixed memory.
+"""The counterpart of a CUDA graph on a CPU: a step as the list of its kernels, on fixed memory.
 
 A step of a small model takes the host longer in Python than in kernels. Here the step runs once
 under a mode that sees every call of an operator. A replay calls the same operators in the same

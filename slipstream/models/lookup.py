@@ -53,7 +53,7 @@ def is_plain(input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor
 
 
 def drafts_after(tokens: list[int], count: int, ngram: int) -> list[int]:
-    """What came after the last n-gram where it was before; the longest n-gram, the first place."""
+    """The tokens that followed the first earlier place of the longest n-gram that ends here."""
     for n in range(min(ngram, len(tokens) - 1), 0, -1):
         last, i = tokens[-n:], -1
         with suppress(ValueError):  # where there is none
@@ -74,7 +74,7 @@ class Verifier:
         self.size = self.accepted = self.dropped = 0
 
     def __call__(self, ids: list[int], size: int) -> list[int]:
-        """What the model chooses after each of ids, by a graph of `size` tokens."""
+        """The token that the model chooses after each of ids, by a graph of `size` tokens."""
         cache, model = self.cache, self.model
         cache.reserve(size)
         places = _places(cache, size, self.device)

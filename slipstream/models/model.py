@@ -52,7 +52,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing: save_pretrained would copy this file, and config.AUTO_MAP names the classes."""
+        """Does nothing: save_pretrained would copy this file; config.AUTO_MAP names the classes."""
 
     def _sequences(
         self,

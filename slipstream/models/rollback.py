@@ -112,7 +112,7 @@ class Rollback:
             del self.segments[0]
 
     def add_mlp(self, x: Tensor) -> None:
-        """What the MLP is called with in the call that was added last."""
+        """Keeps the MLP's input for the call that was added last."""
         self.segments[-1].records[-1].mlp_x = x.clone()
 
     def back_to(self, token: int) -> tuple[State | None, Record | None]:

@@ -13,7 +13,8 @@ MIN_ELEMENTS = 1 << 23
 
 
 class _Saved:
-    """What autograd has in the place of a tensor: the tensor, or where it is among those made."""
+    """The object that autograd saves for a tensor: the tensor, or its place among those that are
+    computed again."""
 
     __slots__ = ("place", "tensor", "version")
 

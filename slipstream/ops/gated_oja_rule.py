@@ -178,7 +178,7 @@ def _keys_after_reads(terms: LinearInputs, state: Tensor | None, once: LinearOpt
 
 
 def _first_reads(reads: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """What the first token of each sequence reads of its state, [N, HV K]; without a token, any."""
+    """The read of each sequence's state by its first token, [N, HV K]; zeros without tokens."""
     T = reads.shape[1]
     if T == 0:
         return state.new_zeros(state.shape[:3]).flatten(1)

@@ -208,8 +208,8 @@ def _written(
     options: LinearOptions,
     recurrent: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What q reads once k and v, of the tokens before, are written: simple_gla of 2 R - 1 tokens a
-    token, of which the first decays, the first R write and the last R read."""
+    """The outputs for q after k and v of the tokens before are written: simple_gla of 2 R - 1
+    tokens a token, of which the first decays, the first R write and the last R read."""
     T, R = q.shape[1], q.shape[3]
     n = 2 * R - 1
     q, k, v = (x.transpose(2, 3) for x in (q, k, v))

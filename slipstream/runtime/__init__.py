@@ -1,2 +1,2 @@
-"""What happens between a public function and a kernel: choice, registration, guards, caches,
+"""The layer between public functions and kernels: choice, registration, guards, caches,
 launches."""

@@ -107,7 +107,7 @@ class Function(torch.autograd.Function):
 
 
 def as_base(x: Tensor) -> Tensor:
-    """x, or where it is a view, its numbers as a tensor that is none. Only for views of memory that
+    """x, or for a view a tensor over the same memory that is no view. Only for views of memory that
     the forward has allocated itself."""
     return x.data if not torch.compiler.is_compiling() and x._is_view() else x
 

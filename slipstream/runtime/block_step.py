@@ -87,8 +87,8 @@ class BlockStep:
         return None
 
     def take(self, count: int) -> list[Tensor]:
-        """What the next `count` operators keep, windows [N, W, C] and blocks: the caller writes the
-        step's tokens into them."""
+        """The windows [N, W, C] and blocks that the next `count` operators keep: the caller writes
+        the step's tokens into them."""
         self._next += count
         return self._kept[self._next - count : self._next]
 

@@ -35,7 +35,7 @@ class _Way(NamedTuple):
 
 
 class _Relay(Function):
-    """What comes from the rank before, or nothing."""
+    """The tensor that the rank before sends, empty where there is none."""
 
     operator = "slipstream::context_relay"
 

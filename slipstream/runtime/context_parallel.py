@@ -183,7 +183,7 @@ class ContextParallel:
         return begin, begin + lengths[self.rank]
 
     def share(self, tokens: int) -> "Share":
-        """What this rank has: so many tokens.
+        """This rank's share of the sequences, `tokens` in all.
 
         Raises:
             ValueError: the plan says another number.

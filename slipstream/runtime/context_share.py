@@ -228,8 +228,8 @@ class Share:
     def local_states(
         self, states: Tensor | None, before: Tensor | None, rows: int
     ) -> Tensor | None:
-        """What this rank's pieces start from: `states` of all sequences, `rows` each, except for a
-        head that continues an earlier rank's `before`. None is zeros."""
+        """The initial states of this rank's pieces: `states` of all sequences, `rows` each, except
+        for a head that continues an earlier rank's `before`. None is zeros."""
         if states is None and (before is None or len(self.pieces) == 1):
             return before
         like = before if before is not None else states

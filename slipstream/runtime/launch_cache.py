@@ -76,7 +76,7 @@ def cached(kernel: Any) -> Any:
 
 
 class ArgLayout(NamedTuple):
-    """Positional arguments by what counts of them, for given types of all."""
+    """The properties of positional arguments that select a compiled kernel, for given types."""
 
     tensors: Pick
     numbers: Pick  # integers; narrow: all of them that Triton looks at no further

@@ -239,7 +239,7 @@ class _Once:
 
 
 def _with_launcher(kernel: Any) -> Any:
-    """What launches it is C, which takes the host's compiler up to a second: left on disk."""
+    """Compiles the launcher, which is C and takes up to a second, to disk; returns the kernel."""
     from triton.runtime import driver
 
     active: Any = driver.active

@@ -89,7 +89,7 @@ def trace_operator(
 
 @contextmanager
 def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
-    """What plans take for Triton's release."""
+    """Makes plans for the Triton release of these compilers."""
     if compilers is None:
         yield
         return

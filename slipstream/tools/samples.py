@@ -281,7 +281,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSample(Sample):
-    """What a layer calls and no public operator launches: of the matrix alone."""
+    """A call that layers make and no public operator launches: only the matrix has it."""
 
     function: Callable[..., Any]
 

@@ -124,7 +124,7 @@ class MatrixRun:
         return found
 
     def _show(self, rows: Sequence[support_matrix.Row], out: Console) -> None:
-        """What operators came to, and what the words mean."""
+        """Prints the status of each operator, and the meaning of the words."""
         cells = support_matrix.by_operator(rows)
         table, seen = Table(), set()
         for name in ("operator", *self.archs):
@@ -148,7 +148,7 @@ def _elapsed(before: os.times_result) -> str:
 
 
 def compilers(path: Sequence[str]) -> dict[str, str]:
-    """What a child with these folders before its sys.path compiles with."""
+    """The compilers of a child process with these folders before its sys.path."""
     worker = Worker(path)
     worker.start()
     worker.close()

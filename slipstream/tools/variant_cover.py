@@ -21,8 +21,12 @@ _STEPS = 3000
 
 
 def resolved(variants: str, arch: str) -> str:
-    """What "auto" is for an architecture: flags for the first with its matrix instruction, few for
-    those that share it. Raises ValueError if `variants` is none of VARIANTS."""
+    """The variants to compile for an architecture. "auto" is "flags" for the first architecture
+    with its matrix instruction, "few" for those that share it.
+
+    Raises:
+        ValueError: `variants` is none of VARIANTS.
+    """
     if variants not in VARIANTS:
         raise ValueError(f"--variants: want one of {', '.join(VARIANTS)}, got {variants!r}")
     if variants != "auto":

@@ -110,7 +110,7 @@ class CapturedLoss:
         )
 
     def _key(self, inputs: dict[str, Any], parameters: list[nn.Parameter]) -> tuple:
-        """What a graph holds for."""
+        """The key of the calls that one graph can replay."""
         given = (
             (name, x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (name, x)
             for name, x in inputs.items()

@@ -44,7 +44,7 @@ def summed(values: list[float], device: torch.device) -> list[float]:
 
 
 def any_of(condition: bool, device: torch.device) -> bool:
-    """Whether it holds on any rank: one that stopped alone would leave the others waiting."""
+    """Whether `condition` is true on any rank: others would wait for one that stops alone."""
     return summed([float(condition)], device)[0] > 0
 
 

@@ -155,7 +155,7 @@ class Batches(IterableDataset):
 
 
 class Tally(NamedTuple):
-    """What follows a batch, its predicted tokens, the bytes of text they stand for."""
+    """The cursor after a batch, the number of its predicted tokens and of their bytes of text."""
 
     cursor: Cursor
     targets: int

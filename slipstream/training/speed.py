@@ -26,7 +26,8 @@ PEAKS = {
 
 
 class Speed(TrainerCallback):
-    """The trainer adds each batch to `tokens`; steps are timed from the end of what was before."""
+    """Tokens per second of training steps. The trainer adds each batch to `tokens`; a step is timed
+    from the end of the step or evaluation before it."""
 
     def __init__(self) -> None:
         self.tokens = 0

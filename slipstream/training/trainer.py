@@ -27,7 +27,7 @@ from slipstream.training.speed import Speed, flops_per_token, peak_flops, peak_m
 
 
 class Place(TrainerCallback, ExportableState):
-    """What rows follow, and the sizes of a checkpoint's files, in its trainer_state.json.
+    """The cursor of the rows and the sizes of a checkpoint's files, in its trainer_state.json.
 
     That file is the last one of a checkpoint to be written, so it is there only if all is.
     """

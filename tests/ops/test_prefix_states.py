@@ -51,7 +51,7 @@ def test_other_rows_are_not_written() -> None:
     assert pool.isnan().all()
 
 
-def test_every() -> None:
+def test_every_lists_rows_of_packed_sequences() -> None:
     cu = torch.tensor([0, 130, 130, 600], dtype=torch.int32)
     pool = torch.empty(5, 1, 1, 1)
     rows = prefix_states.every(pool, cu, 640, 128).rows

@@ -20,7 +20,7 @@ make_modules()
 
 
 def imported_as_peer() -> None:
-    """What `import fla` does: it imports fla's layers and models, which register with
+    """Does what `import fla` does: imports fla's layers and models, which register with
     transformers' Auto classes, where their files are there."""
     for peer in ("fla.layers", "fla.models"):
         try:

@@ -156,7 +156,7 @@ def _check_positional(
 
 
 def _read_other(function: str, name: str, value: Any, kwargs: Arguments) -> Arguments:
-    """What an argument that is no parameter of Slipstream's function stands for."""
+    """The arguments that stand for one that is no parameter of Slipstream's function."""
     if name in REFUSED:
         if value is not REFUSED[name]:
             raise NotImplementedError(f"{name}: Slipstream's {function} does not have it")

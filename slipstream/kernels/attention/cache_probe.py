@@ -16,7 +16,7 @@ from slipstream.runtime import numeric_probe
 def mismatch_of_latents(
     like: tuple[Any, ...], kernels: Callable[..., Any], plain: Callable[..., Any]
 ) -> str | None:
-    """What differs, or None.
+    """The name of a result that differs, and by how much; None if none does.
 
     Args:
         like: q, latent, lengths, table, width and scale of the call.
@@ -41,7 +41,7 @@ def mismatch_of_latents(
 def mismatch_of_append(
     like: tuple[Any, ...], kernels: Callable[..., Any], plain: Callable[..., Any]
 ) -> str | None:
-    """What differs between two caches after writing three keys into each, or None.
+    """The difference between two caches after writing three keys into each, or None.
 
     Args:
         like: k_cache, v_cache, k, v, lengths, rows and table of the call.

@@ -22,7 +22,7 @@ def mismatch(
     softmax: Callable,
     backward_impls: str,
 ) -> str | None:
-    """What differs, or None.
+    """The name of a result that differs, and by how much; None if none does.
 
     Args:
         softmax: takes terms, options, names of implementations, and those of the gradients.

@@ -1,5 +1,5 @@
-"""What attention over the depth is given, and what its forward leaves for its backward. L residuals
-of R rows of D features."""
+"""The inputs of attention over the depth, and the tensors that its forward saves for its backward.
+L residuals of R rows of D features."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

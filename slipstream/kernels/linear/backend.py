@@ -42,8 +42,8 @@ class BackendCapabilities:
 
 
 class SavedWY(NamedTuple):
-    """What a delta rule's forward leaves for its backward: WYFactors of delta.py, and on sm_90 the
-    states of its Checkpoints."""
+    """The tensors that a delta rule's forward saves for its backward: WYFactors of delta.py, and on
+    sm_90 the states of its Checkpoints."""
 
     r: Tensor
     beta_gate: Tensor
@@ -154,7 +154,7 @@ def unscaled(dfinal: Tensor | None, scale: float, exchange: Exchange | None) -> 
 
 
 def scaled(dstate: Tensor, scale: float, exchange: Exchange | None) -> Tensor:
-    """What goes out, see unscaled."""
+    """The gradient of the state as it leaves the rank, see unscaled."""
     if exchange is None or exchange.segment_tokens is None:
         return dstate
     return dstate.mul_(scale)

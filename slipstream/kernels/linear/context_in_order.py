@@ -78,8 +78,8 @@ class LocalSegments(Exchange):
 
 
 class _InOrder(LocalSegments):
-    """What both directions have in common. It happens once, also where a back end fails after it
-    and another takes over.
+    """The exchange of states in both directions. It happens once, also where a back end fails after
+    it and another takes over.
 
     before, after: the ranks of the sequence that comes from others, and of that which goes on,
     in the order in which they compute.
@@ -120,7 +120,7 @@ class _InOrder(LocalSegments):
         self._finish(self.of_one_call() if self.after and self.round < last else None)
 
     def of_one_call(self) -> Tensor:
-        """What the sequence that goes on comes to here [width, HV, K, V]."""
+        """The state at this rank's end of the sequence that continues [width, HV, K, V]."""
         raise NotImplementedError
 
     def entry(self) -> Tensor:

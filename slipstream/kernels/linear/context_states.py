@@ -36,8 +36,8 @@ def decays(terms: LinearInputs) -> bool:
 
 
 class _StateExchange(Exchange):
-    """What both directions have in common. It happens once, also where a back end fails after it
-    and another takes over."""
+    """The exchange of states in both directions. It happens once, also where a back end fails after
+    it and another takes over."""
 
     def __init__(self, terms: LinearInputs, share: Share, call: Call) -> None:
         self.terms, self.share, self.call = terms, share, call

@@ -36,7 +36,8 @@ def terms_of(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
 
 
 def tail_state(terms: LinearInputs, share: Share, call: Call, start: Tensor | None) -> Tensor:
-    """What the sequence that goes on comes to here from a state [width, HV, K, V]."""
+    """The state at this rank's end of the sequence that continues, begun with `start`
+    [width, HV, K, V]."""
     tail = terms_of(terms, share.tail_begin, None)._replace(initial_state=start)
     return call_forward(*tail, *call[:3], False)[1]
 

@@ -64,7 +64,7 @@ class WYFactors(NamedTuple):
 
 
 class EntryStates(NamedTuple):
-    """What segments begin with.
+    """The states at the beginning of segments.
 
     Attributes:
         states: the state, or its gradient, that each segment meets [segments, HV, K, V].

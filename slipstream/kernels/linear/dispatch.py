@@ -198,7 +198,8 @@ def _expect_consistent(options: LinearOptions) -> None:
 
 
 class _Choice(NamedTuple):
-    """What runs other terms than a call's own; equal where `impl` is, for a replay's key."""
+    """Chooses back ends for terms other than a call's own; equal where `impl` is equal, for a
+    replay's key."""
 
     impl: str | None
 

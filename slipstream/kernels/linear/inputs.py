@@ -38,9 +38,9 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class Term:
-    """What is to be known of a term by code that treats all of them alike: the checks
-    (dispatch.py), slices of tokens (workspace.py and others), groups of heads (wide_heads.py), and
-    small problems of the same kind (probe.py).
+    """The properties of a term for code that treats all terms alike: the checks (dispatch.py),
+    slices of tokens (workspace.py and others), groups of heads (wide_heads.py), and small problems
+    of the same kind (probe.py).
 
     Attributes:
         dims: its dimensions, by the letters above.

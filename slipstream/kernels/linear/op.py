@@ -155,8 +155,8 @@ def _forward_options(
     save: bool,
     exchange: Exchange | None,
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """What a back end's forward takes besides terms and scale; the states between slices, which it
-    writes."""
+    """The arguments of a back end's forward besides terms and scale, and the states between slices,
+    which it writes."""
     options: dict[str, Any] = {"save": True} if save and can.saves_wy else {}
     if exchange is not None:
         return options | _exchanging(exchange, can), None
@@ -175,7 +175,7 @@ def _in_slices(
     slices: list[workspace.BatchTimeSlice],
     out: Outputs,
 ) -> tuple[Any, ...]:
-    """What forward_impl returns, of run(terms, scale, out=...) for each slice."""
+    """The results of forward_impl, by run(terms, scale, out=...) for each slice."""
     dtype, num_slices = torch.float32 if call.wide else None, call.num_slices
     more = dtype, num_slices or 0, out or (None, None)
     results = workspace.forward(run, terms, call.scale, slices, *more)

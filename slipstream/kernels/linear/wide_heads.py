@@ -88,7 +88,7 @@ def join_heads(
 
 
 def shapes_of_split(terms: LinearInputs, groups: HeadGroups) -> LinearInputs:
-    """What split_heads makes, for those who look at shapes, dtypes and devices only."""
+    """The result of split_heads without data, for its shapes, dtypes and devices."""
     if not groups.is_split:
         return terms
     meta = LinearInputs(

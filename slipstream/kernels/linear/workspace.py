@@ -379,7 +379,7 @@ def _can_slice(terms: LinearInputs) -> bool:
 
 
 def allowed_bytes(io_bytes: int) -> int:
-    """What kernels may leave for each other, of a call with so much to read and write."""
+    """The largest workspace of a call that reads and writes io_bytes."""
     return max(MIN_WORKSPACE_BYTES, io_bytes * MAX_WORKSPACE_PCT // 100)
 
 

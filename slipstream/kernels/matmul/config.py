@@ -69,7 +69,7 @@ def unpack(numbers: Sequence[int]) -> MatmulConfig:
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides about tiles besides the device: dtypes, precision of float32 products, the
+    """The properties that choose tiles, besides the device: dtypes, precision of float32 products,
     order in memory (a_t: a column by column, b_t: b column by column; swaps: terms.tma_swaps)."""
 
     dtype: torch.dtype

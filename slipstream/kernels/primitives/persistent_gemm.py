@@ -1,5 +1,5 @@
-"""What persistent products on sm_90 have in common: the order of their tiles, the ring of slices
-that one warp loads and two warpgroups multiply, and how a tile is written.
+"""Parts of persistent products on sm_90: the order of their tiles, the ring of slices that one
+warp loads and two warpgroups multiply, and how a tile is written.
 
 Slice i_step, counted over all tiles of a program, is in stage i_step % STAGES of the ring. A phase
 of `full` is a slice that is there, one of `empty` a slice that both warpgroups have read.

@@ -149,8 +149,8 @@ def _scan_in_segments(
 
 
 def _change_of(inputs: ScanInputs, delta_softplus: bool, impls: str) -> tuple[Tensor, Tensor]:
-    """What a sequence's tokens make of a state, or what they come to from the one given; and the
-    product of their decays, [rows, D, N] each."""
+    """The state after a sequence's tokens, from zeros or the given one, and the product of their
+    decays, [rows, D, N] each."""
     alone = inputs._replace(D=None, z=None, cu_seqlens=None)
     _, added = selective_scan(alone, delta_softplus, impls)
     steps = inputs.delta.to(added.dtype, memory_format=torch.contiguous_format)

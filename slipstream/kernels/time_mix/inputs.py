@@ -1,5 +1,5 @@
-"""What the operators around RWKV-7's recurrence take, in the order of their schemas; rwkv7.py has
-the formulas. B batch, T tokens, D channels, H heads of K channels, V = K."""
+"""The inputs of the operators around RWKV-7's recurrence, in the order of their schemas; rwkv7.py
+has the formulas. B batch, T tokens, D channels, H heads of K channels, V = K."""
 
 from typing import NamedTuple
 

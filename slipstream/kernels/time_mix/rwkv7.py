@@ -1,4 +1,4 @@
-"""What lies around RWKV-7's recurrence, each part one operator: its terms, and what becomes of it.
+"""The operators before and after RWKV-7's recurrence: its terms, and its output's norm and gate.
 
     w' = slowest sigmoid(w + w_bias)        a = sigmoid(a + a_bias)
     kk = l2_norm_per_head(k k_k)            k' = k (1 + (a - 1) k_a)

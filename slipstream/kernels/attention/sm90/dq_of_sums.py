@@ -1,4 +1,4 @@
-"""What bwd_fused.py has added up of dq, to q's dtype, in its tiles of queries.
+"""Converts the sums of dq that bwd_fused.py has made to q's dtype, in its tiles of queries.
 
 dq_t = scale sum_s dx_ts k_s
 """

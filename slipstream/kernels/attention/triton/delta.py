@@ -1,4 +1,4 @@
-"""What the backward is given of each query before it begins.
+"""Two numbers of each query that the backward needs before it begins.
 
 base_t = log2(e) lse_t      delta_t = o_t . do_t - dlse_t
 """

@@ -81,7 +81,8 @@ class NoGate:
         return Intra(scores, list(writes), None)
 
     def from_state(self, read: Tensor, r: int, lhs: Tensor | None = None) -> Tensor:
-        """What read r reads of the state, from the left times a matrix [n, C, C] if given."""
+        """The operand by which read r reads the state, multiplied from the left by a matrix
+        [n, C, C] if given."""
         return read if lhs is None else lhs @ read
 
     def backward(self, reads: Rows, writes: Rows, intra: Intra, d: IntraGrads) -> InputGrads:

@@ -2,7 +2,7 @@
 
     p = exp(x - max x) / sum exp(x - max x)          dx = p * (dp - p . dp)
 
-p was rounded since: it counts as what it adds up to.
+The backward divides p . dp by the sum of p, which rounding has changed.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""What lies around RWKV-7's recurrence, forward and backward; ../rwkv7.py has the formulas.
+"""The operators around RWKV-7's recurrence, forward and backward; ../rwkv7.py has the formulas.
 
 R tokens of H heads of K channels, D = H K. A program has a tile of BR tokens of one head, backward
 every P-th one of that head: its sums over tokens, for the gradients of the parameters, stay in

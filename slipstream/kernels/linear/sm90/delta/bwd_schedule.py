@@ -1,4 +1,4 @@
-"""What the delta rule's backward goes through at a time on sm_90 (bwd_fused.py), by shapes alone.
+"""The schedule of the delta rule's backward on sm_90 (bwd_fused.py), by shapes alone.
 
 A head of a sequence is one program. Where these leave multiprocessors idle, each takes a segment:
 as many as there are multiprocessors for. The gradient of the state at a segment's end is made

@@ -1,4 +1,4 @@
-"""What strong chunks on sm_90 are relative to: the middles of blocks of tokens (intra_safe.py).
+"""Gates of strong chunks on sm_90, relative to the middles of blocks of tokens (intra_safe.py).
 
 Gates in base 2 come as wy.py has them, [4, 16, 64]: quarters of a chunk, their tokens, channels.
 """

@@ -1,4 +1,4 @@
-"""What intra_safe_bwd.py does with a tile: sums into gates, triangles of scores, products."""
+"""Parts of intra_safe_bwd.py for a tile: sums into gates, triangles of scores, products."""
 
 from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
     BLOCK,
