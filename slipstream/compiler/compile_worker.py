@@ -201,7 +201,7 @@ def _compiled(job: Job) -> Outcome:
 
 
 def _telling(text: str) -> str:
-    """Of a compiler's message the line that says what is wrong."""
+    """The line of a compiler's message that says what is wrong."""
     lines = [x.strip() for x in text.splitlines() if x.strip() and set(x.strip()) != {"^"}]
     for line in lines:
         if "rror" in line:

@@ -142,7 +142,7 @@ def uses_gluon(arch: str, triton: str) -> bool:
 
 @cache
 def families(gluon: bool = True) -> dict[str, str]:
-    """Of each family a digest of what its kernels are, and of how they are launched.
+    """A digest of each family's kernels and of how they are launched.
 
     gluon: those in Gluon, too.
     """
@@ -170,7 +170,7 @@ def sources() -> str:
 
 
 def family_of(module: str) -> str:
-    """Of a kernel, by its module: "linear" of
+    """The family of a kernel's module: "linear" for
     "slipstream.kernels.linear.triton.scalar_decay.chunk"."""
     _, _, inside = module.partition(".kernels.")
     folder = inside.partition(".")[0]

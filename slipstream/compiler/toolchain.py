@@ -172,7 +172,7 @@ def ptxas_of(arch: str, compilers: Mapping[str, str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what compiles: Triton, and the ptxas for sm_90 and for sm_100."""
+    """The versions of Triton and of the ptxas for sm_90 and for sm_100."""
     by_name = {"triton": triton_version() or ""}
     for arch in ("sm_90", "sm_100"):
         path = ptxas_path(arch)

@@ -266,7 +266,7 @@ class Mixer(nn.Module):
 
     @property
     def first_head(self) -> int:
-        """Of those that this rank has; it has as many as num_heads says."""
+        """The first head of this rank, which has num_heads of them."""
         shard: Any = self.head_shard
         heads: Any = getattr(self, "num_heads", 0)
         return 0 if shard is None else shard.rank * heads

@@ -120,7 +120,7 @@ class Bidirectional(Mixer):
         return self._results([y, *value], back, after)
 
     def _results(self, forth: list[Tensor], back: list[Tensor], after: State | None) -> Any:
-        """Of y, and of the value for later layers if there is one, in both directions."""
+        """y, and the value for later layers if there is one, in both directions."""
         (y, *value), (other, *more) = forth, back
         return (self._combined(y, other), after, *((a + b) / 2 for a, b in zip(value, more)))
 

@@ -110,7 +110,7 @@ class DeltaHeads(Mixer):
         return [*blocks[1:]], blocks.window.mT
 
     def _gate_of(self, x: Tensor) -> Any:
-        """Of a gate of low rank the narrow part, for _output."""
+        """The narrow part of a gate of low rank, for _output."""
         return self.g_down(x)
 
     def _output(self, o: Tensor, gate: Any) -> Tensor:

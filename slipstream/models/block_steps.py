@@ -184,7 +184,7 @@ def _row_of(state: State, n: int, end: int, token_states: tuple[str, ...]) -> St
 
 
 def _states_of_a_block(model: Any, like: Tensor) -> tuple[State, ...]:
-    """Of any 64 tokens."""
+    """The states after any 64 tokens."""
     h = like.new_zeros(1, BLOCK, like.shape[2])
     held = ModelStates([LayerStates() for _ in model.layers])
     positions = torch.arange(BLOCK, device=like.device)[None]

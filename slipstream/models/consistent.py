@@ -179,7 +179,7 @@ def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
 def _run_block(
     model: Any, states: tuple[State, ...] | None, h: Tensor, positions: Tensor
 ) -> tuple[Tensor, tuple[State, ...]]:
-    """Of up to 64 tokens."""
+    """Runs a block of up to 64 tokens."""
     missing = BLOCK - h.shape[1]
     h = F.pad(h, (0, 0, 0, missing)) if missing else h.clone()
     if not h.requires_grad:
@@ -217,8 +217,8 @@ def _together(model: Any, rows: list[Row], keep: bool) -> tuple[list[Tensor], li
 def _call(
     model: Any, rows: list[Row], counts: Sequence[int], begins: Sequence[int], keep: bool
 ) -> tuple[list[Tensor], list[tuple[State, ...] | None]]:
-    """Of each row `counts` tokens from `begins` on, packed: those that have states, and those that
-    begin. Returns what comes out of each row, and its states after it."""
+    """Runs `counts` tokens of each row from `begins` on, packed: those that have states, and those
+    that begin. Returns what comes out of each row, and its states after it."""
     outputs, after = [row.h[:, :0] for row in rows], [row.states for row in rows]
     for begun in (True, False):
         which = [n for n, x in enumerate(rows) if counts[n] and (x.states is not None) == begun]

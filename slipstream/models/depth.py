@@ -33,7 +33,7 @@ class AttentionResiduals(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, layer: int, sources: list[Tensor]) -> Tensor:
-        """Of all v_i so far, [B, T, D] each, what goes into a layer from 1 on."""
+        """The input of a layer from 1 on, from all v_i so far, [B, T, D] each."""
         query, weight = self.query[layer - 1], self.weight[layer - 1]
         return attnres(query, sources, weight, rms_eps=self.eps)
 

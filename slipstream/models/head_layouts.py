@@ -37,7 +37,7 @@ def rows(*blocks: int, whole: tuple[int, ...] = ()) -> Layout:
 
 
 def _linear(name: str, *blocks: int, whole: tuple[int, ...] = ()) -> dict[str, Layout]:
-    """Of a linear layer, or a convolution, whose outputs have heads."""
+    """The layout of a linear layer or a convolution whose outputs have heads."""
     return {f"{name}.{x}": rows(*blocks, whole=whole) for x in ("weight", "bias")}
 
 

@@ -224,7 +224,7 @@ def given_offsets(
 
 
 def _offsets_of(seq_idx: Tensor) -> Tensor | None:
-    """Of the numbers [T] of a row's sequences; None on a GPU, where it would wait for them."""
+    """The offsets for the numbers [T] of a row's sequences; None on a GPU, where it would wait."""
     if seq_idx.device.type != "cpu":
         return None
     begin = seq_idx.diff().ne(0).nonzero()[:, 0] + 1

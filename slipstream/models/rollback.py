@@ -58,7 +58,7 @@ class Record:
         return replace(first, x=x, positions=positions, options=options, mlp_x=mlp_x)
 
     def part(self, begin: int, end: int) -> "Record":
-        """Of its tokens alone, as copies: a prompt's are not to be kept by a view of a few."""
+        """A record of these tokens alone, copied: a view of a few would keep a whole prompt's."""
 
         def cut(x: Any) -> Any:
             is_tokens = isinstance(x, Tensor) and x.dim() > 1

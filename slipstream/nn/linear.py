@@ -277,7 +277,7 @@ def _joined(parts: Sequence[Any], dim: int) -> Tensor:
 
 
 def _sizes(rows: Sequence[int], part: Sequence[int], total: int | None = None) -> list[int]:
-    """Of each layer of a product its columns, then what _joined has added."""
+    """The columns of each layer of a product, then those that _joined has added."""
     sizes = [rows[i] for i in part]
     missing = -sum(sizes) % ALIGNED if total is None else total - sum(sizes)
     return [*sizes, missing] if missing else sizes

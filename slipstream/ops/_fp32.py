@@ -15,7 +15,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 
 
 def result_dtype(q: Tensor) -> torch.dtype:
-    """Of an output: q's, or under autocast the one that it casts to."""
+    """The dtype of an output: q's, or under autocast the one that it casts to."""
     return autocast_dtype(q) or q.dtype
 
 

@@ -54,7 +54,7 @@ def for_value_heads(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def scan_impl(impl: str | None) -> str | None:
-    """Of a gated scan before the recurrence: it has no kernels of its own for sm_90."""
+    """The impl of a gated scan before the recurrence: it has no kernels of its own for sm_90."""
     return "triton" if impl == "sm90" else impl
 
 

@@ -419,7 +419,7 @@ def _check(
 
 
 def _plainly_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Of one dtype and device, and of shapes that fit."""
+    """Whether q, k and v have one dtype and device, and shapes that fit."""
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return False
     (B, _, H, D), of_k, of_v = q.shape, k.shape, v.shape

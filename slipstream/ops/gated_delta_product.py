@@ -143,7 +143,7 @@ def _run(
 def _impl(
     given: Steps, n: int, cu_seqlens: Tensor | None, options: LinearOptions, recurrent: bool
 ) -> str:
-    """Of the steps as one operator, or "" where they are laid out in torch; looks at no values."""
+    """The impl of the steps as one operator, "" where torch lays them out; looks at no values."""
     _check(given, n)
     q, v = given.q, given.v
     turned = options.reverse or options.state_v_first or options.impl == "reference"

@@ -154,7 +154,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward_decided(grads: tuple) -> AbstractContextManager | None:
-    """Of a backward within a block of autocast: off, for the forward has chosen the dtypes."""
+    """Autocast for a backward: off, because the forward has chosen the dtypes."""
     for x in grads:
         if x is not None:
             if autocast_dtype(x) is None:

@@ -112,7 +112,7 @@ def _warn(text: str) -> None:
 
 
 def fp32_dot_precision() -> str:
-    """Of float32 products: the fastest that is right to float32 and that the backend has."""
+    """The precision of float32 products: the fastest that is right to float32 on this backend."""
     return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
 
 

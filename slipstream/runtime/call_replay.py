@@ -52,7 +52,8 @@ _NO_TENSOR = frozenset((bool, int, float, str))
 
 
 def is_enabled(x: Tensor) -> bool:
-    """Of a call on x: elsewhere nothing is launched, and what is done may depend on values."""
+    """Whether a call on x may be replayed: elsewhere nothing is launched, and it may depend on
+    values."""
     return ENABLED and x.is_cuda
 
 

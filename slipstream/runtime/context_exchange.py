@@ -114,7 +114,7 @@ def sum_of_ranks(x: Tensor, share: "Share") -> Tensor:
 
 
 def gather(x: Tensor, share: "Share") -> Tensor:
-    """Of every rank [ranks, ...], with gradients.
+    """The tensors of all ranks [ranks, ...], with gradients.
 
     Backward is an exchange too, in which every rank has to take part: x has to be tied to inputs
     that want gradients, and a result that the rank's loss depends on to what is returned.

@@ -53,7 +53,7 @@ class Share:
         self._hash = hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        """Of the same tokens, among the same ranks: what a replayed call is known by."""
+        """Whether both have the same tokens among the same ranks: the key of a replayed call."""
         return isinstance(other, Share) and self._key == other._key
 
     def __hash__(self) -> int:
@@ -155,7 +155,8 @@ class Share:
         return [n for n in range(self.sequences) if self.offsets[n] == self.offsets[n + 1]]
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Of every rank, in the order of its tokens; x has the same shape everywhere."""
+        """The tensors of all ranks in the order of their tokens; x has the same shape
+        everywhere."""
         ranks = len(self.lengths)
         found = wait(all_gather(x.contiguous().flatten(), ranks, self.group))
         every = [*found.view(ranks, *x.shape).unbind(0)]
@@ -264,8 +265,8 @@ class Share:
 
 
 class Crossings(NamedTuple):
-    """Of all ranks: whether any sequence goes from one to the next, and how often one does at most.
-    The same everywhere, so that all exchange or none does."""
+    """How sequences cross ranks: whether any goes from one rank to the next, and how often one does
+    at most. The same on every rank, so that all exchange or none does."""
 
     any: bool
     longest: int

@@ -212,7 +212,7 @@ class CachedKernel:
         taking.launched(memory, again, LaunchBatch)
 
     def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
-        """Of all that decides which kernel it is; None where this does not tell."""
+        """A key of all that decides which kernel it is; None where that cannot be told."""
         given = tuple(map(type, args))
         try:
             types, places = self._places[given]
@@ -276,7 +276,7 @@ def _is_descriptor(x: Any) -> bool:
 
 
 def _picking(places: list) -> Pick:
-    """Of a tuple at these places, or of a dict at these keys."""
+    """A function that picks these places of a tuple, or these keys of a dict."""
     if len(places) > 1:
         return itemgetter(*places)
     return (lambda args: (args[places[0]],)) if places else (lambda args: ())

@@ -64,7 +64,7 @@ PATIENCE = 120
 
 
 def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Of call(*args). What fails here fails again when it is called, and says so then.
+    """Compiles the kernels of call(*args). A failure is raised by the call itself.
 
     Raises:
         ValueError: for a wrong index that an earlier call's kernel has found, which is told once.

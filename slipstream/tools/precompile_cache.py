@@ -49,7 +49,7 @@ def batch(text: str) -> tuple[int, int]:
 
 
 def dtypes(text: str) -> list[torch.dtype]:
-    """Of "bf16,fp32".
+    """The dtypes of a list such as "bf16,fp32".
 
     Raises:
         ValueError: one is unknown.

@@ -20,7 +20,7 @@ WARMUP = 3
 
 
 class Graph:
-    """Of CUDA. `make`: what fills the tensors that a replay fills again."""
+    """A CUDA graph. `make` fills the tensors that a replay fills again."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()

@@ -99,7 +99,7 @@ class Muon:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Of the processes that torchrun starts; their product is how many.
+    """The dimensions of the processes that torchrun starts; their product is the number of these.
 
     data: read rows of their own and have copies of the model; 0 is as many as are left.
     shard: read rows of their own and have a part of the model each, of FSDP2.

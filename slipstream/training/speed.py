@@ -72,7 +72,7 @@ def peak_flops() -> float | None:
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Of a training step: 6 for each weight that a token is multiplied with.
+    """The operations of a training step: 6 for each weight that a token is multiplied with.
 
     The embedding's lookup multiplies nothing; of a mixture of experts those chosen count. Left out
     are recurrences and attention: a few percent, but where rows are much longer than heads times

@@ -165,7 +165,7 @@ class _Exchange:
         return self._strided[-1][1]
 
     def wait(self) -> list[Any]:
-        """Of each to_heads [B, all tokens, heads / ranks, width]; nothing is kept of them here."""
+        """The result of each to_heads [B, all tokens, heads / ranks, width]; none is kept here."""
         self._messages.wait()
         for target, x in self._strided:
             _copy(target, x)
@@ -296,7 +296,7 @@ def _backward(
 def _gradients_of_group(
     inputs: AttentionInputs, call: _Call, group: _Group, lse: Tensor, received: list[Any]
 ) -> dict[str, Tensor]:
-    """Of this rank's heads, over all tokens; that of g as [B, T, H, 1]."""
+    """The gradients of this rank's heads, over all tokens; that of g as [B, T, H, 1]."""
     *sent, o, do, dlse = received
     inputs_of_heads = _of_heads(inputs, group, sent)
     _, impls = plan_across_ranks(inputs_of_heads, call.options, call.impl)

@@ -101,7 +101,7 @@ def _rows(
 
 
 def flat_keys(where: Positions) -> Positions:
-    """Of keys [N, S] seen as [1, N * S]."""
+    """The positions for keys [N, S] seen as [1, N * S]."""
     S = where.k_sequence.shape[1]
     return where._replace(
         q_key=where.q_key + where.q_sequence * S,

@@ -15,7 +15,7 @@ from slipstream.common.varlen import check_cu_seqlens_values
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of the arithmetic and of the state: float64 stays, everything else is float32."""
+    """The dtype of the arithmetic and the state: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

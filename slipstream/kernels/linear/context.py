@@ -183,7 +183,7 @@ _call_forward, _call_backward = (DirectCall(x, max_operations=None) for x in (_f
 def _final_states(
     after: Tensor, initial_state: Tensor | None, terms: LinearInputs, share: Share, call: Call
 ) -> Tensor:
-    """Of all sequences, or nothing."""
+    """The final states of all sequences, empty if they are not wanted."""
     if not call.wants_final:
         return after.new_empty(0)
     if initial_state is not None:
@@ -192,8 +192,8 @@ def _final_states(
 
 
 def _whole_gradient(local: Tensor, dfinal: Tensor | None, share: Share, width: int) -> Tensor:
-    """Of the initial states of all sequences: of those that begin here, and on the first rank of
-    those without tokens, whose final states they are."""
+    """The gradient of the initial states of all sequences: of those that begin here, and on the
+    first rank of those without tokens, whose final states they are."""
     rows = width * share.sequences
     whole = local.new_zeros(rows, *local.shape[1:])
     for i, n in enumerate(share.pieces):

@@ -128,7 +128,7 @@ class _InOrder(LocalSegments):
         raise NotImplementedError
 
     def goes_on(self, sums: Tensor) -> Tensor:
-        """Of what sequences come to, that which others are told of."""
+        """The part of the sequences' states that is sent to other ranks."""
         raise NotImplementedError
 
     def _finish(self, sums: Tensor | None) -> None:

@@ -72,7 +72,7 @@ class _StateExchange(Exchange):
         return self.share.passes_through and decays(self.terms)
 
     def _shapes(self, with_transition: bool) -> list[tuple[int, ...]]:
-        """Of a message's tensors."""
+        """The shapes of a message's tensors."""
         (HV, K, V), terms = self.terms.state_shape[1:], self.terms
         state, changed = (self.width, HV, K, V), (self.width, HV, K, K)
         if not self.matrix:

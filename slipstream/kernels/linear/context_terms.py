@@ -45,8 +45,8 @@ def tail_state(terms: LinearInputs, share: Share, call: Call, start: Tensor | No
 def head_gradient(
     terms: LinearInputs, share: Share, call: Call, dout: Tensor, dfinal: Tensor | None
 ) -> Tensor:
-    """Of the state that the sequence which comes from others begins with here, of the gradients of
-    its outputs and of the state that it ends with [width, HV, K, V]."""
+    """The gradient of the state with which a sequence from earlier ranks begins here, from those of
+    its outputs and of the state with which it ends [width, HV, K, V]."""
     end, states = share.head_end, terms.initial_state
     assert states is not None
     head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])

@@ -38,7 +38,7 @@ from slipstream.runtime.backends import device_of
 
 
 class WYFactors(NamedTuple):
-    """Of all chunks the factors of the WY representation.
+    """The factors of the WY representation of all chunks.
 
     Attributes:
         r: the inverse [B, T, HV, C].

@@ -327,7 +327,8 @@ def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None
 
 
 def plan_for(terms: LinearInputs, impl: str | None, groups: HeadGroups | None = None) -> Selection:
-    """Of heads as wide as they are; kernels are asked about what wide_heads.py makes of them."""
+    """The plan for heads of any width; kernels are asked about the groups that wide_heads.py
+    makes."""
     if groups is None and terms.max_head_dim > MAX_HEAD_DIM:
         groups = groups_of(terms)
     given = terms if groups is None else shapes_of_split(terms, groups)

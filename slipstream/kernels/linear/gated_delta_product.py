@@ -44,7 +44,7 @@ class Steps(NamedTuple):
         return (self.q.shape[0], self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
     def terms(self, tokens: slice, state: Tensor | None, impl: str) -> LinearInputs:
-        """Of a slice, each step a token."""
+        """The terms of a slice, each step a token."""
         return self.laid(tokens, state, impl, None)[0]
 
     def laid(

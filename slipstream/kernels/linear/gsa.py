@@ -213,7 +213,8 @@ def _eager_backward(p: Tensor, dp: Tensor) -> None:
 
 
 def _guard(impl: str, p: Tensor) -> Guard:
-    """Of the softmax's kernels, where the recurrences go by impl: plain torch takes over."""
+    """The guard of the softmax's kernels, beside recurrences chosen by impl: plain torch takes
+    over."""
     kernels = p.numel() > 0 and not impl.startswith("eager")
     return Guard(
         TRITON_OR_EAGER if kernels else "eager",

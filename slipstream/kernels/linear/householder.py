@@ -71,7 +71,7 @@ def eager_deinterleave(
 
 
 def _guard(impl: str, x: Tensor) -> Guard:
-    """Of kernels that plain torch takes over from, whatever does for the recurrence."""
+    """The guard of the kernels here: plain torch takes over, whatever runs the recurrence."""
     return Guard(
         "eager" if impl.startswith("eager") else TRITON_OR_EAGER,
         x.device,

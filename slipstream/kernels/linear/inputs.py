@@ -57,7 +57,7 @@ class Term:
     values: str = "unit"
 
     def dims_of(self, rank: int) -> tuple[str, ...]:
-        """Of a tensor with `rank` dimensions."""
+        """The letters of a tensor with `rank` dimensions."""
         wide = self.wide and rank == len(self.wide.split())
         return tuple((self.wide if wide else self.dims).split())
 
@@ -102,7 +102,7 @@ class LinearInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the arithmetic and of the state: float64 stays, everything else is float32."""
+        """The dtype of the arithmetic and the state: float64 for float64, else float32."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     @property

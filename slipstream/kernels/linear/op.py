@@ -397,7 +397,7 @@ def grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
 
 
 def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
-    """Of o alone, as most calls have it."""
+    """Compiles the backward for a gradient of o alone, as most calls have it."""
     terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
     gate_gradient = terms.g is not None and terms.g.requires_grad
     o, _, checkpoints, *saved = results if len(results) > 2 else (*results, None)

@@ -44,8 +44,8 @@ class NoKernel(Exception):
 
 
 def every(pool: Tensor, cu_seqlens: Tensor, total: int, tokens: int) -> PrefixStates:
-    """Of packed sequences, sequence by sequence one state after each `tokens`, a multiple of 64,
-    none after a remainder: rows of the pool from the first on. Nothing waits for the device."""
+    """One state after each `tokens`, a multiple of 64, of packed sequences, none after a remainder:
+    rows of the pool from the first on, sequence by sequence. Nothing waits for the device."""
     if tokens < 1 or tokens % BLOCK:
         raise ValueError(f"every: want a multiple of {BLOCK} tokens, got {tokens}")
     counts = cu_seqlens.diff() // tokens

@@ -89,7 +89,7 @@ def size_args(terms: LinearInputs, segments: Segments | None) -> dict[str, int]:
 
 
 def delta_grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:
-    """Of the delta rule's kernels on sm_90: a program a tile of V, head and sequence or segment."""
+    """The grid of the delta rule on sm_90: a program a tile of V, head and sequence or segment."""
     HV, V = terms.v.shape[2:]
     return (V // tile * HV * num_sequences(terms, segments),)
 
@@ -216,5 +216,5 @@ def num_fused_bwd(terms: LinearInputs) -> int:
 
 
 def _chunks_of_a_sequence(terms: LinearInputs) -> int:
-    """Of packed sequences: on average."""
+    """The chunks of a sequence; for packed sequences their mean."""
     return terms.q.shape[1] // CHUNK // (1 if terms.cu_seqlens is None else terms.sequences)

@@ -237,13 +237,13 @@ def iter_slices(
 
 
 def checkpoints_shape(terms: LinearInputs, count: int) -> tuple[int, ...]:
-    """Of the states between slices: of packed sequences one, that which crosses."""
+    """The shape of the states between slices: for packed sequences one, of that which crosses."""
     N, *state = terms.state_shape
     return max(count - 1, 0), N if terms.cu_seqlens is None else 1, *state
 
 
 def slice_chunks(tokens: slice, C: int) -> slice:
-    """Of a slice of tokens of a single row."""
+    """The chunks of a slice of tokens of a single row."""
     return tokens if tokens.stop is None else slice(tokens.start // C, -(-tokens.stop // C))
 
 
@@ -361,7 +361,7 @@ def _make_slices(terms: LinearInputs, count: int) -> list[BatchTimeSlice]:
 
 
 def time_slices(T: int, count: int) -> list[slice]:
-    """Of about as many tokens; at most so many."""
+    """Slices of about as many tokens each; at most so many."""
     unit = LONG_SLICE_TOKENS if count * 16 * LONG_SLICE_TOKENS <= T else CHUNK
     each = -(-T // (count * unit)) * unit
     return [slice(t, t + each) for t in range(0, T, each)]
@@ -384,7 +384,7 @@ def allowed_bytes(io_bytes: int) -> int:
 
 
 def _max_slices(terms: LinearInputs) -> int:
-    """Of packed sequences so many that those with tokens in a slice keep a GPU busy."""
+    """The largest number of slices with which the packed sequences in each keep a GPU busy."""
     T, HV, V = terms.v.shape[1:]
     N, programs = terms.sequences, HV * -(-V // 64)
     if terms.cu_seqlens is None or N == 0:

@@ -43,7 +43,8 @@ class Shard(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Of each row, from a rank's columns: lse, z[target] or 0, sum(z); float32 or float64 [N]."""
+    """The sums of each row over a rank's columns: lse, z[target] or 0, sum(z); float32 or float64
+    [N]."""
 
     lse: Tensor
     hit: Tensor

@@ -65,7 +65,7 @@ class StepInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the arithmetic."""
+        """The dtype of the arithmetic."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 

@@ -27,7 +27,7 @@ class NormOptions(NamedTuple):
 
 
 def h_dtype(x: Tensor, residual: Tensor | None, n: NormOptions) -> torch.dtype:
-    """Of the sum with the residual."""
+    """The dtype of the sum with the residual."""
     if n.wide_h and x.dtype != torch.float64:
         return torch.promote_types(torch.float32, x.dtype if residual is None else residual.dtype)
     return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -39,7 +39,7 @@ RECOMPUTED = 256
 
 
 def stats_shape(x: Tensor, n: NormOptions, save: bool) -> tuple[int, int] | None:
-    """Of what a forward keeps for its backward, [1 or 2, rows]: rstd, mean; None: nothing."""
+    """The shape of the statistics kept for backward, [1 or 2, rows]: rstd, mean; None: nothing."""
     width, groups = x.shape[-1], n.groups or 1
     if not save or (n.l2 and width <= RECOMPUTED):
         return None

@@ -82,7 +82,7 @@ def outputs(u: Tensor, k: Tensor, v: Tensor, sums: RunningSums) -> Tensor:
 def plain_sums(
     k: Tensor, v: Tensor | None, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | None
 ) -> RunningSums:
-    """Of sequences that are all here."""
+    """The sums of sequences that lie on this rank as a whole."""
     m = running_max(k, w, start[:, -k.shape[2] :].to(k.dtype), cu_seqlens)
     return running_sums(
         k, v, w, start, m,

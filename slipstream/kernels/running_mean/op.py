@@ -173,7 +173,7 @@ def _widen(x: Tensor) -> Tensor:
 def _gradients(
     run: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], grads: list[Tensor | None]
 ) -> list[Tensor]:
-    """Of run(*inputs) in torch, by autograd."""
+    """The gradients of run(*inputs) in torch, by autograd."""
 
     def found() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs]

@@ -66,7 +66,8 @@ class Rows(NamedTuple):
         states[self.places(first, last)] = h[:, last_tokens].mT
 
     def places(self, first: int, last: int | None = None) -> Tensor:
-        """Of the states before these chunks, [B, chunks], as inputs.empty_states says."""
+        """The places of the states before these chunks, [B, chunks], as inputs.empty_states
+        says."""
         chunks = torch.arange(
             first, (first if last is None else last) + 1, device=self.begin.device
         )
@@ -169,7 +170,7 @@ def _rows(inputs: ScanInputs, delta_softplus: bool) -> Iterator[Rows]:
 
 
 class _Terms:
-    """Of a segment of tokens, dt A and dt u B of every channel and number of its state."""
+    """dt A and dt u B of a segment of tokens, for every channel and number of its state."""
 
     def __init__(self, inputs: ScanInputs, segment: slice) -> None:
         self.u, self.delta = inputs.u[:, segment], inputs.delta[:, segment]

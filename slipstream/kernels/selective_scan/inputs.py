@@ -35,7 +35,7 @@ class ScanInputs(NamedTuple):
 
 
 def compute_dtype(u: Tensor) -> torch.dtype:
-    """Of the arithmetic and of the state: float64 stays, everything else is float32."""
+    """The dtype of the arithmetic and the state: float64 for float64, else float32."""
     return torch.float64 if u.dtype == torch.float64 else torch.float32
 
 

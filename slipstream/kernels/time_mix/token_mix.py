@@ -61,7 +61,7 @@ def _project(mixes: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -
 
 
 def _mix_of(counts: Sequence[int]) -> list[int]:
-    """Of each matrix the number of its mix."""
+    """The number of each matrix's mix."""
     return [m for m, count in enumerate(counts) for _ in range(count)]
 
 

@@ -157,7 +157,8 @@ def completed(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """Of a layer's options, and of those that it hands on to the class that it extends."""
+    """The defaults of a layer's options, and of those that it passes to the class that it
+    extends."""
     found: dict[str, Any] = {}
     for owner in (x for x in cls.__mro__ if "__init__" in vars(x)):
         parameters = inspect.signature(owner).parameters.values()

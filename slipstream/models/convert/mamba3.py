@@ -104,7 +104,8 @@ def _mixer(m: Any) -> Iterable[Rule]:
 
 
 def _rows(sizes: list[int], order: Tensor) -> Tensor:
-    """Of in_proj, whose third and fourth blocks have these channels, of each rank and group."""
+    """The rows of in_proj, whose third and fourth blocks have these channels, of each rank and
+    group."""
     rows = list(torch.arange(sum(sizes), device="cpu").split(sizes))
     rows[2:4] = [x.view(-1, len(order))[:, order].flatten() for x in rows[2:4]]
     return torch.cat(rows)

@@ -135,7 +135,7 @@ def family(capability: tuple[int, int], hip: bool = False) -> str:
 
 
 def rounded(family: str, widest: int, decode: Tile) -> Tile:
-    """Of decode_words.py for heads of at most 64, 128 or 256."""
+    """The tile of decode_words.py for heads of at most 64, 128 or 256."""
     row = FALLBACK_FAMILY.get(family, family)
     return ROUNDED.get((row, max(64, widest)), decode)
 

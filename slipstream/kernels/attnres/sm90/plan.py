@@ -51,8 +51,8 @@ def _cut(D: int, VEC: int, WARPS: int) -> Tile:
 
 
 def shared_bytes(L: int, tile: Tile, normed: bool) -> int:
-    """Of a program, at most: residuals of 16 bits, two vectors of float32 with an output's norm,
-    and a few numbers of each residual."""
+    """The shared memory of a program, at most: residuals of 16 bits, two vectors of float32 with an
+    output's norm, and a few numbers of each residual."""
     return tile.BD * tile.PIECES * (2 * L + 8 * normed) + 32 * 16 + 1024
 
 

@@ -188,7 +188,7 @@ def update(
 
 
 def _tile_of_output(tile: Tile, output: int, unit: int) -> tuple[Tile, bool]:
-    """Of the tensors that y comes in; and whether its runs are normalised, each by a warp."""
+    """The tile for one of y's tensors; and whether its runs are normalised, each by a warp."""
     if unit == 0 or output >= UNIT_TENSORS:
         return tile, False
     return tile._replace(BD=unit, warps=1), True

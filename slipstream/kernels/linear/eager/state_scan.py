@@ -16,7 +16,7 @@ from slipstream.kernels.linear.eager.layout import Carry, ChunkBlock
 
 
 class Step(NamedTuple):
-    """Of every chunk; None is one for the factors and zero for the rest.
+    """The steps of all chunks; None is one for the factors and zero for the rest.
 
     rows [M, G, K or 1, 1], columns [M, G, 1, V], add [M, G, K, V];
     lhs, rhs [M, G, C, K] and rest [M, G, C, V], which becomes x: all three or none.

@@ -72,7 +72,8 @@ def _transition_reason(terms: LinearInputs) -> str | None:
 
 
 def _channel_gates_reason(terms: LinearInputs) -> str | None:
-    """Of erase and write, which Triton's kernels do not take: no gradient may be left to them."""
+    """The reason for erase and write, which Triton's kernels do not take: they may get no
+    gradient."""
     q, g, v = terms.q, terms.g, terms.v
     if g is None or terms.decay != "channel" or g.dtype not in (*_DTYPES, torch.float32):
         return "it takes a gate a channel of K, of float32 or 16 bits"

@@ -31,7 +31,7 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
 
 
 def _missing_kernel_reason(terms: LinearInputs) -> str | None:
-    """Of dtypes and forms of terms for which there is no kernel in chunks."""
+    """The reason for dtypes and forms of terms for which there is no kernel in chunks."""
     if only_by_token(terms):
         return None
     if any(x is not None and x.dtype != terms.q.dtype for x in (terms.a, terms.b)):
@@ -46,7 +46,8 @@ def _missing_kernel_reason(terms: LinearInputs) -> str | None:
 
 
 def _shared_memory_reason(terms: LinearInputs) -> str | None:
-    """Of float32: a program has all channels of 16 tokens or more, which may be too much."""
+    """The reason for float32: a program has all channels of 16 tokens or more, which may be too
+    much."""
     if INTERPRETED or terms.q.dtype != torch.float32 or only_by_token(terms):
         return None
     if terms.max_head_dim <= 128:

@@ -28,7 +28,7 @@ CACHED_TILE, CACHED_ROW = (8192, 16), 80 << 10
 
 
 class Shard(NamedTuple):
-    """Of a vocabulary of `size`, the columns from `first` on. z_sum: [N] float32, written."""
+    """The columns from `first` on of a vocabulary of `size`. z_sum: [N] float32, written."""
 
     first: int
     size: int

@@ -47,8 +47,8 @@ def tile_of(K: int, V: int) -> tuple[int, StepTile]:
 
 
 def line_of(BK: int, dtype: torch.dtype) -> int:
-    """Of the BK numbers of a column V-first, those in 128 bytes of memory; in int8 those that do
-    not share words of the residual."""
+    """The numbers, of the BK of a column V-first, that lie in 128 bytes of memory; in int8 those
+    that do not share words of the residual."""
     return BK // int8_states.FIELDS if dtype == torch.int8 else min(BK, 128 // dtype.itemsize)
 
 

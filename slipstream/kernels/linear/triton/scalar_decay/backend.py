@@ -92,7 +92,7 @@ class TritonScalarDecay:
         return False
 
     def segments_of_equal_bits(self, terms: LinearInputs) -> Segments | None:
-        """Of consistent=True, if there is a kernel for states_before."""
+        """The segments of consistent=True, if there is a kernel for states_before."""
         return None
 
     def states_before(
