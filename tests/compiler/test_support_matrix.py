@@ -188,7 +188,7 @@ def test_page_is_that_of_the_recorded_data() -> None:
     assert support_page.page(support_data.read(support_page.DATA)) == support_page.PAGE.read_text()
 
 
-def test_no_family_is_verified_of_which_the_page_says_refused() -> None:
+def test_refused_families_are_not_verified() -> None:
     from slipstream.tools import support_data, support_page
 
     ops = {"chunk_simple_gla": "linear", "chunk_gla": "linear", "chunk_kda": "linear"}
