@@ -21,7 +21,7 @@ from slipstream.compiler.toolchain import ptxas_of
 
 # Best first; an operator has the worst of its kernels.
 STATUSES = ("ok", "slow", "refused", "hang", "crash")
-# Bytes of stack a thread beyond which a kernel counts as slow: walks keep a state in registers and
+# Bytes of stack a thread beyond which a kernel counts as slow: scans keep a state in registers and
 # spill some of it outside of their loops.
 MAX_SPILL_BYTES = 1280
 # Rows from which on Triton makes a product of wgmma or tcgen05.

@@ -194,7 +194,7 @@ class _WithQuery(Function):
     """o, with the gradient of q, which o was computed without.
 
     With keys of one sign it is what is left of two sums that nearly cancel: in float32, where
-    d = do / w, z_i the sum of the keys up to i, and (d . v_j) the scores of one more walk,
+    d = do / w, z_i the sum of the keys up to i, and (d . v_j) the scores of one more scan,
 
         dq_i = x_i - z_i (x_i . q_i) / w_i        x_i = scale sum_j (d_i . v_j) k_j
     """

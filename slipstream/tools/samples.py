@@ -63,7 +63,7 @@ class Shape:
             "S": tokens + 3,
             "H": self.H,
             "G": self.HV or (2 * self.H if self.grouped else self.H),
-            "X": 72,  # so many that a walk has more programs than an H200 multiprocessors
+            "X": 72,  # so many that a scan has more programs than an H200 multiprocessors
             "K": self.K,
             "V": self.V,
             "P": self.K // 2,

@@ -28,15 +28,15 @@ def test_errors_name_the_way_out() -> None:
         named("sm_91")
     with pytest.raises(
         ValueError,
-        match="walk of 128 x 128: needs 120000 bytes of shared memory, sm_86 has 101376; it runs"
+        match="scan of 128 x 128: needs 120000 bytes of shared memory, sm_86 has 101376; it runs"
         " on sm_80, sm_90, sm_100",
     ):
-        expect_fits("walk of 128 x 128", 120000, ARCHS["sm_86"])
+        expect_fits("scan of 128 x 128", 120000, ARCHS["sm_86"])
     with pytest.raises(ValueError, match=r"3 stages: .* 2 stages need 80000"):
         expect_fits("3 stages", 120000, ARCHS["sm_86"], nearest="2 stages need 80000")
     with pytest.raises(ValueError, match="no architecture has as much"):
-        expect_fits("walk", 786432, ARCHS["sm_90"])
-    expect_fits("walk", 65536, ARCHS["gfx942"])
+        expect_fits("scan", 786432, ARCHS["sm_90"])
+    expect_fits("scan", 65536, ARCHS["gfx942"])
 
 
 def test_units_are_in_the_table_alone() -> None:

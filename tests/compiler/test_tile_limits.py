@@ -37,10 +37,10 @@ def test_every_tile_of_linear_attention_can_run(arch: Arch, size: int) -> None:
     family = tiles.family(arch.capability)
     for K in WIDTHS:
         for V in WIDTHS:
-            walks = [tiles.choose(family, K, V, size)]
+            scans = [tiles.choose(family, K, V, size)]
             channel = vector_decay_tiles.choose(family, K, size)
-            walks.append(vector_decay_tiles.choose_chunk_tile(family, K, V, size, channel.C))
-            rows = [*walks, (channel, K), triton_delta_tiles.choose(family, K, V, size)]
+            scans.append(vector_decay_tiles.choose_chunk_tile(family, K, V, size, channel.C))
+            rows = [*scans, (channel, K), triton_delta_tiles.choose(family, K, V, size)]
             rows += [triton_dplr_tiles.choose(family, K, V, size, free) for free in (False, True)]
             for tile, width in rows:
                 expect_runs(arch, *needs.of_linear(tile, width, size))

@@ -1,4 +1,4 @@
-"""The delta rule's backward in one walk on sm_90, in parts and segments: the oracle's numbers, the
+"""The delta rule's backward in one scan on sm_90, in parts and segments: the oracle's numbers, the
 same bits each time, with what forward left and without."""
 
 from typing import Any
@@ -57,12 +57,12 @@ def test_parts_match_reference(
     expect(made, want, {}, 2 * LIMIT)
 
 
-ONE_WALK = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
+ONE_SCAN = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("size", ONE_WALK.values(), ids=ONE_WALK)
-def test_backward_in_one_walk_matches_reference(
+@pytest.mark.parametrize("size", ONE_SCAN.values(), ids=ONE_SCAN)
+def test_backward_in_one_scan_matches_reference(
     size: tuple, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the shapes alone say, gates of -inf among them."""

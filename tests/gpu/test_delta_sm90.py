@@ -1,4 +1,4 @@
-"""The delta rule's walks in Gluon on sm_90: the oracle's numbers, twice the same bits."""
+"""The delta rule's scans in Gluon on sm_90: the oracle's numbers, twice the same bits."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.gpu.sm90_runs import LENGTHS, MARKS, SCALE, expect, gradients_of_resu
 pytestmark = MARKS
 
 
-def walks(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+def scans(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
     from slipstream.kernels.linear.sm90.delta.backend import Sm90Delta
     from slipstream.kernels.linear.triton.delta.backend import TritonDelta
 
@@ -41,7 +41,7 @@ def walks(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
+def test_delta_scans_match_reference(size: tuple, gated: bool) -> None:
     torch.manual_seed(0)
     terms = inputs(size, gated)
     assert plan.unsupported_reason(terms) is None
@@ -49,12 +49,12 @@ def test_delta_walks_match_reference(size: tuple, gated: bool) -> None:
     want = reference(terms, do, dfinal)
     want |= {"dv": want["v"], "dinitial": want["initial_state"]}
     want |= {"wide o": want["o"], "wide final": want["final"]}
-    expect(lambda: walks(terms, do, dfinal), want, {}, LIMIT)
+    expect(lambda: scans(terms, do, dfinal), want, {}, LIMIT)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
-    """The walk of two tiles of V a program: every head as it is alone, the same bits twice."""
+    """The scan of two tiles of V a program: every head as it is alone, the same bits twice."""
     from slipstream.kernels.linear.sm90.delta import backend
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The additive family's walks in Gluon on sm_90: the oracle's numbers, twice the same bits."""
+"""The additive family's scans in Gluon on sm_90: the oracle's numbers, twice the same bits."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def inputs(size: tuple, gated: bool, K: int) -> LinearInputs:
 @pytest.mark.parametrize("K", plan.SCALAR_DECAY_WIDTHS)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_additive_walks_match_reference(size: tuple, gated: bool, K: int) -> None:
+def test_additive_scans_match_reference(size: tuple, gated: bool, K: int) -> None:
     from slipstream.kernels.linear.sm90.scalar_decay import backend
 
     torch.manual_seed(0)

@@ -73,7 +73,7 @@ def test_segments_match_reference(
 
 @pytest.mark.parametrize("kind", ["weak", "strong"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_channel_walks_match_reference(size: tuple, kind: str) -> None:
+def test_channel_scans_match_reference(size: tuple, kind: str) -> None:
     from slipstream.kernels.linear.sm90.vector_decay import backend
 
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 There are few ways that a call can go: with fewer programs than the card takes at once, or with
 more, which some tiles are chosen by; with its sequences split over programs, where they are few and
 long; where its workspace would be large, by rows of the batch or by spans of tokens, of packed
-sequences too; the delta rule back in one walk, where it has many programs. The sizes say which.
+sequences too; the delta rule back in one scan, where it has many programs. The sizes say which.
 Each is compiled when it is first wanted; within one nothing is compiled again.
 """
 

@@ -31,7 +31,7 @@ CASES: dict[
 @functools.cache
 def kernels() -> SimpleNamespace:
     files = {  # file and kernel of each name
-        "solve": ("solve_tril", "solve_tril"), "walk": ("chunk_fwd", "chunk_fwd"),
+        "solve": ("solve_tril", "solve_tril"), "scan": ("chunk_fwd", "chunk_fwd"),
         "back": ("chunk_dstate", "chunk_dstate"), "grads": ("dqkg", "dqkg"),
         "ends": ("segment_transition", "segment_transition"),
         "ends_back": ("segment_transition", "segment_transition_bwd"),
@@ -124,7 +124,7 @@ class Run:
         args = (*made, Pointer(out), Pointer(self.rows), *states, *sizes, *more)
         threads.launch(kernel, tiles * self.HV * self.slots, args, **flags, **ends)
 
-    def walk(
+    def scan(
         self, s_in: Any, s_out: Any, keep: bool, every: int = 0, wide: bool = False
     ) -> tuple[Tensor, Tensor]:
         """o, or w where S before chunks is kept, and S before those, or before `every` chunks of
@@ -136,13 +136,13 @@ class Run:
         )
         tensors = [(t.q, "q"), (t.k, "q"), (t.v, "v"), (self.r, "r"), (out, "v")]
         tensors += [(states, "s"), (states, "s")]
-        kernel, sizes = (kernels().wide if wide else kernels().walk), (every,)
+        kernel, sizes = (kernels().wide if wide else kernels().scan), (every,)
         flags = {"SAVE_STATES": keep, "SAVE_CHECKPOINTS": every > 0}
         self.call(kernel, tensors, s_in, s_out, sizes, **flags)
         return out, states
 
     def wide(self, s_in: Any, s_out: Any, keep: bool, every: int = 0) -> tuple[Tensor, Tensor]:
-        return self.walk(s_in, s_out, keep, every, True)
+        return self.scan(s_in, s_out, keep, every, True)
 
     def back(self, do: Tensor, s_in: Any, s_out: Any) -> tuple[Tensor, Tensor]:
         t = self.terms

@@ -163,7 +163,7 @@ def _scan(decay: Tensor, h: Tensor, *, reverse: bool) -> None:
     T = h.shape[1]
     if T < 2 * BLOCK:
         return _steps(decay.unbind(1), h.unbind(1), reverse)
-    tail_tokens = T % BLOCK  # what the walk comes to last, token by token
+    tail_tokens = T % BLOCK  # what the scan comes to last, token by token
     if reverse:
         body, tail = slice(tail_tokens, T), slice(0, tail_tokens + 1)
     else:

@@ -8,7 +8,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.conv.triton.conv"
-WALK = "slipstream.kernels.conv.triton.bwd_rolling"
+SCAN = "slipstream.kernels.conv.triton.bwd_rolling"
 
 
 def compile_conv(
@@ -21,7 +21,7 @@ def compile_conv(
     tile, kernel = launch.FORWARD, f"{MODULE}:conv_fwd_kernel"
     if backward:
         tile = launch.BACKWARD if full else launch.BACKWARD_ROLLING
-        kernel = f"{MODULE}:conv_bwd_kernel" if full else f"{WALK}:conv_bwd_rolling_kernel"
+        kernel = f"{MODULE}:conv_bwd_kernel" if full else f"{SCAN}:conv_bwd_rolling_kernel"
     names = ["x", "w", *(["dy", "dx"] if backward else ["y"])]
     names += ["b", "s", *([] if backward else ["r"])] if full else []
     tensors = {f"{name}_ptr": dtype for name in names}

@@ -71,7 +71,7 @@ def test_portable_backward_after_gluon_forward(kind: str) -> None:
 def test_unused_slots_add_nothing_to_u_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Packed sequences have room for more chunks than there are, of which no walk on sm_90 writes
+    """Packed sequences have room for more chunks than there are, of which no scan on sm_90 writes
     how far they decay: from NaN there the gradient of u was NaN."""
     from slipstream.kernels.linear.sm90.vector_decay import backend
     from slipstream.kernels.linear.triton.vector_decay import launch
@@ -98,7 +98,7 @@ def test_unused_slots_add_nothing_to_u_gradient(
 
 
 def test_gates_far_apart_are_laid_side_by_side() -> None:
-    """The portable walk counts a gate's place in 32 bits."""
+    """The portable scan counts a gate's place in 32 bits."""
     from slipstream.kernels.linear.inputs import contiguous
 
     x = torch.empty(64, 8192, 8, 64, device="meta")

@@ -37,8 +37,8 @@ SPLIT = CASES["gated"]
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
     "meet", "meet_back", "span", "wide_span", "back_span", "parts", "parts_split", "wide_parts",
-    "ends_alone", "ends_every", "ends_every_back", "meet_back_alone", "one_walk", "shared_walk",
-    "split_walk",
+    "ends_alone", "ends_every", "ends_every_back", "meet_back_alone", "one_scan", "shared_scan",
+    "split_scan",
 ]  # fmt: skip
 
 
@@ -47,8 +47,8 @@ FURTHER = (
     "span",
     "wide_span",
     "back_span",
-    "shared_walk",
-    "split_walk",
+    "shared_scan",
+    "split_scan",
     "parts_split",
     "meet_back_alone",
 )  # flags of others: one case is the sample
@@ -93,7 +93,7 @@ def jobs(case: tuple, make: str) -> list[Job]:
         end = rows.new_empty(given.state_shape)
         at = Segments(64, 8)
         ends = {"s_in": given.initial_state, "segments": at if case == SPLIT else None}
-        cut = make_schedule(given, 2, 1 if make == "split_walk" else 0)
+        cut = make_schedule(given, 2, 1 if make == "split_scan" else 0)
         marks = like.new_empty(cut.checkpoints, HV, V, K)
         checkpoints = Checkpoints(2, marks)
         delta = Delta(8 if make.endswith("span") else None)
@@ -120,12 +120,12 @@ def jobs(case: tuple, make: str) -> list[Job]:
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "beta": each, "g": each}
             delta.chunk_dqkg(given, out, wy, out, out, states, states, 0.1, made)
-        elif make.endswith("_walk"):
+        elif make.endswith("_scan"):
             wide = like.new_empty(B, T, given.q.shape[2] if "shared" in make else HV, K)
             each = rows.new_empty(B, T, HV)
             made = {"q": wide, "k": wide, "v": out, "beta": each, "g": each}
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
-            if make == "split_walk":
+            if make == "split_scan":
                 both["s_in"] = rows.new_empty(cut.segments.count, HV, K, V)
             bwd_fused_launch.launch_bwd_fused(given, out, wy, 0.1, marks, made, cut, **both)
         elif "ends" in make or "meet" in make:
@@ -156,17 +156,17 @@ def jobs(case: tuple, make: str) -> list[Job]:
 def check(job: Job) -> Compiled:
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
-    one_walk = "chunk_bwd" in job.name  # whose gradients take more than their part of registers
+    one_scan = "chunk_bwd" in job.name  # whose gradients take more than their part of registers
     # 4 warps spill and take 14.6 us where 8, which spill nothing, take 18.8
     passing = "state_passing" in job.name
-    assert got.stack <= 24 * one_walk + 64 * passing, f"{job.name}: {got.stack} bytes spilled"
+    assert got.stack <= 24 * one_scan + 64 * passing, f"{job.name}: {got.stack} bytes spilled"
     words = most_spilled(disassemble(got.asm["cubin"]))
-    assert words <= 8 * one_walk, f"{job.name}: {words} words of the stack in a loop over chunks"
+    assert words <= 8 * one_scan, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
     assert got.instructions["mma.sync"] == ("solve" in job.name) * INVERSE
     assert not arrives_early(got.ptx)
-    assert got.instructions["atomic"] == one_walk  # a program takes a slot, and leaves it
-    assert ("st.release.gpu" in got.ptx) >= one_walk
+    assert got.instructions["atomic"] == one_scan  # a program takes a slot, and leaves it
+    assert ("st.release.gpu" in got.ptx) >= one_scan
     return got
 
 
@@ -180,7 +180,7 @@ def check(job: Job) -> Compiled:
     ],
 )
 @pytest.mark.sample(
-    which=lambda case, make: case == SPLIT or make in ("solve", "o", "back", "one_walk")
+    which=lambda case, make: case == SPLIT or make in ("solve", "o", "back", "one_scan")
 )
 def test_delta_kernel_compiles(make: str, case: tuple) -> None:
     if make.startswith("wide") and case[2] % (2 * TILE_V):
@@ -192,9 +192,9 @@ def test_delta_kernel_compiles(make: str, case: tuple) -> None:
         return
     # no part of a program waits at the barrier of all of them while it works
     partitions = re.findall(r"bar\.sync\s+(\d+), (\d+);", got.ptx)
-    walk = {"256"} if make.endswith("_walk") and case[2] == 128 else set()
-    assert {threads for _, threads in partitions} == {"128"} | walk
-    if make.endswith("_walk"):  # products are not waited for one by one
+    scan = {"256"} if make.endswith("_scan") and case[2] == 128 else set()
+    assert {threads for _, threads in partitions} == {"128"} | scan
+    if make.endswith("_scan"):  # products are not waited for one by one
         text = disassemble(got.asm["cubin"])
         assert text.count("WARPGROUP.ARRIVE") < text.count("HGMMA") // 3
 

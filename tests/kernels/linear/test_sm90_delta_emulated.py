@@ -46,9 +46,9 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
     run = Run(terms)
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
-    o, _ = run.walk(terms.initial_state, final, keep=False)
+    o, _ = run.scan(terms.initial_state, final, keep=False)
     dv, _ = run.back(do, dfinal, dinitial)
-    w, states = run.walk(terms.initial_state, None, keep=True)
+    w, states = run.scan(terms.initial_state, None, keep=True)
     assert not w[:, :end].isnan().any()
     _, dstates = run.back(do, dfinal, None)
     live: dict[str, Any] = {
@@ -80,33 +80,33 @@ def test_past_keeps_its_bits() -> None:
     terms = inputs(CASES["odd"])
     for cut, strength in ((5, 50.0), (C + 20, 0.01), (2 * C + 3, 1.0)):
         runs = [Run(t) for t in (terms, with_other_future(terms, cut, strength))]
-        for way in ("walk", "wide"):
+        for way in ("scan", "wide"):
             want, got = (getattr(x, way)(terms.initial_state, None, False)[0] for x in runs)
             assert torch.equal(got[:, :cut], want[:, :cut]), (way, cut, strength)
             assert not torch.equal(got[:, cut:], want[:, cut:])
 
 
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["wide"]], ids=["odd", "wide"])
-def test_wide_walk_equals_the_walk(case: tuple) -> None:
+def test_wide_scan_equals_the_scan(case: tuple) -> None:
     terms = inputs(case)
     run, start = Run(terms), terms.initial_state
     final = torch.empty(*terms.state_shape, dtype=torch.float64)
     want = torch.empty_like(final)
-    o, _ = run.walk(start, want, keep=False)
+    o, _ = run.scan(start, want, keep=False)
     torch.testing.assert_close(run.wide(start, final, keep=False)[0], o, equal_nan=True)
     near(final, want)
     for given in ((True,), (False, 1), (False, 2)):
-        found = zip(run.wide(start, None, *given), run.walk(start, None, *given), strict=True)
+        found = zip(run.wide(start, None, *given), run.scan(start, None, *given), strict=True)
         for got, seen in found:
             torch.testing.assert_close(got, seen, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
 @pytest.mark.parametrize("segment", [None, C, 3 * C], ids=["whole", "of one", "of three"])
-def test_walk_leaves_states_before_every_so_many_chunks(case: tuple, segment: int | None) -> None:
+def test_scan_leaves_states_before_every_so_many_chunks(case: tuple, segment: int | None) -> None:
     terms = inputs(case)
     whole, run = Run(terms), Run(terms, segment=segment)
-    _, states = whole.walk(terms.initial_state, None, keep=True)
+    _, states = whole.scan(terms.initial_state, None, keep=True)
     met = terms.initial_state
     bounds = [(n * terms.v.shape[1], terms.v.shape[1]) for n in range(terms.v.shape[0])]
     if terms.cu_seqlens is not None:
@@ -120,7 +120,7 @@ def test_walk_leaves_states_before_every_so_many_chunks(case: tuple, segment: in
                 at = place(n, begin, C) + i * (segment // C)
                 met[place(n, begin, segment) + i] = states[at].mT
     for every in (1, 2):
-        _, marks = run.walk(met, None, False, every)
+        _, marks = run.scan(met, None, False, every)
         for n, (begin, length) in enumerate(bounds):
             for i in range(-(-length // (every * C))):
                 got = marks[place(n, begin, every * C) + i]
@@ -134,9 +134,9 @@ def test_chunk_kernels_keep_states_of_no_tokens() -> None:
     run, found = Run(terms), []
     for skip in (False, True):
         run.flags["SKIP_EMPTY"] = skip
-        for walk in (run.walk, run.wide):
+        for scan in (run.scan, run.wide):
             end = state.clone()
-            found += [walk(end, end, keep=False)[0], end, *walk(state, None, keep=True)]
+            found += [scan(end, end, keep=False)[0], end, *scan(state, None, keep=True)]
         end = state.clone()
         found += [*run.back(do, end, end), end]
     half = len(found) // 2
@@ -148,10 +148,10 @@ def test_chunk_kernels_keep_states_of_no_tokens() -> None:
 def test_segments_equal_whole(case: tuple) -> None:
     terms = inputs(case)
     whole, run = Run(terms), Run(terms, segment=C)
-    o, _ = whole.walk(terms.initial_state, None, keep=False)
-    _, states = whole.walk(terms.initial_state, None, keep=True)
+    o, _ = whole.scan(terms.initial_state, None, keep=False)
+    _, states = whole.scan(terms.initial_state, None, keep=True)
     met = states.mT.nan_to_num().contiguous()  # a segment is a chunk here, so are its slots
-    split, _ = run.walk(met, None, keep=False)
+    split, _ = run.scan(met, None, keep=False)
     torch.testing.assert_close(split, o, equal_nan=True)
 
 
@@ -161,7 +161,7 @@ def test_ends_lead_to_the_states_that_segments_meet(case: tuple) -> None:
     do = torch.randn_like(terms.v)
     dfinal = torch.randn(*terms.state_shape, dtype=torch.float64)
     whole, run = Run(terms), Run(terms, segment=C)
-    _, states = whole.walk(terms.initial_state, None, keep=True)
+    _, states = whole.scan(terms.initial_state, None, keep=True)
     _, dstates = whole.back(do, dfinal, None)
     made, far = run.ends()
     back, _ = run.ends(do, dfinal)
@@ -184,12 +184,12 @@ def test_ends_lead_to_the_states_that_segments_meet(case: tuple) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["wide"]], ids=["odd", "packed"])
-@pytest.mark.parametrize("way", ["walk", "wide", "segments"])
+@pytest.mark.parametrize("way", ["scan", "wide", "segments"])
 def test_states_are_left_on_the_way(case: tuple, way: str) -> None:
     terms = inputs(case)
     whole, run, start = Run(terms), Run(terms, segment=2 * C), terms.initial_state
     if way == "segments":
-        _, states = whole.walk(start, None, keep=True)
+        _, states = whole.scan(start, None, keep=True)
         start = run.empty(run.slots, *terms.state_shape[1:])
         for n in range(terms.sequences):
             begin, length = n * run.T, run.T
@@ -202,6 +202,6 @@ def test_states_are_left_on_the_way(case: tuple, way: str) -> None:
                 start[places[1] + i] = states[places[0] + 2 * i].mT
     with expecting_prefix_states(terms):
         if way == "segments":
-            run.walk(start, None, keep=False)
+            run.scan(start, None, keep=False)
         else:
             getattr(whole, way)(start, None, keep=False)

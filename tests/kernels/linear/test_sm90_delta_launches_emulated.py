@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 SCALE = 0.3
 COMPILERS = ("num_warps", "maxnreg", "num_stages")  # arguments that no kernel has
 NAMES = {
-    "solve_tril": "solve", "chunk_fwd": "walk", "chunk_fwd_2tile": "wide", "chunk_dstate": "back",
+    "solve_tril": "solve", "chunk_fwd": "scan", "chunk_fwd_2tile": "wide", "chunk_dstate": "back",
     "dqkg": "grads", "chunk_bwd": "fused", "segment_transition": "ends",
     "segment_transition_bwd": "ends_back",
 }  # fmt: skip
@@ -122,7 +122,7 @@ def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     }
 
 
-def one_walk(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable[..., set[str]]:
+def one_scan(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable[..., set[str]]:
     """In parts of `every` chunks; parts: of a segment, where there are any."""
 
     def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -139,14 +139,14 @@ def one_walk(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable
     return chosen
 
 
-def one_wide_walk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def one_wide_scan(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     many_programs(monkeypatch)
-    return one_walk(2, forward="chunk_fwd_2tile")(monkeypatch)
+    return one_scan(2, forward="chunk_fwd_2tile")(monkeypatch)
 
 
 def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     in_segments(monkeypatch)
-    return one_walk(1, 2)(monkeypatch)
+    return one_scan(1, 2)(monkeypatch)
 
 
 PACKED = (5, 0, 200, 1)
@@ -156,17 +156,17 @@ WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, ini
     "many programs": (many_programs, (220, 1, 2, 64, 128, PACKED, True, True)),
     "segments": (in_segments, (320, 1, 2, 64, 64, 1, False, True)),
     "packed segments": (in_segments, (330, 1, 1, 64, 64, (5, 320), True, False)),
-    "one walk": (one_walk(3), (130, 1, 2, 64, 128, 1, False, True)),
-    "parts": (one_walk(1), (130, 1, 2, 64, 64, 2, True, True)),
-    "packed parts": (one_walk(2), (220, 1, 2, 64, 128, PACKED, True, True)),
-    "wide walk, packed parts": (one_wide_walk, (220, 1, 2, 64, 128, PACKED, True, False)),
-    "segments in parts": (one_walk(1, 2), (290, 1, 2, 64, 128, 1, True, True)),
-    "segments of a batch": (one_walk(2, 1), (150, 2, 2, 64, 128, 2, False, True)),
+    "one scan": (one_scan(3), (130, 1, 2, 64, 128, 1, False, True)),
+    "parts": (one_scan(1), (130, 1, 2, 64, 64, 2, True, True)),
+    "packed parts": (one_scan(2), (220, 1, 2, 64, 128, PACKED, True, True)),
+    "wide scan, packed parts": (one_wide_scan, (220, 1, 2, 64, 128, PACKED, True, False)),
+    "segments in parts": (one_scan(1, 2), (290, 1, 2, 64, 128, 1, True, True)),
+    "segments of a batch": (one_scan(2, 1), (150, 2, 2, 64, 128, 2, False, True)),
     "packed segments in parts": (
-        one_walk(1, 2),
+        one_scan(1, 2),
         (330, 1, 2, 64, 128, (5, 0, 200, 65), True, True),
     ),
-    "packed segments of a part": (one_walk(1, 1), (220, 1, 1, 64, 128, PACKED, True, False)),
+    "packed segments of a part": (one_scan(1, 1), (220, 1, 1, 64, 128, PACKED, True, False)),
     "segments, forward and back": (both_in_segments, (320, 1, 2, 64, 128, 1, True, True)),
 }
 
@@ -226,7 +226,7 @@ EXCHANGES = {
     "segments": (both_in_segments, (160, 150, 80), (390, 1, 1, 64, 128, 1, False, True)),
     "packed segments": (in_segments, (100, 140, 90), (330, 1, 1, 64, 64, (5, 325), True, False)),
     "whole sequences": (two_kernels, (70, 80, 70), (220, 1, 2, 64, 64, 1, True, True)),
-    "whole in one walk": (one_walk(2), (140, 80), (220, 1, 1, 64, 128, (40, 180), True, True)),
+    "whole in one scan": (one_scan(2), (140, 80), (220, 1, 1, 64, 128, (40, 180), True, True)),
 }
 
 

@@ -25,7 +25,7 @@ CASES = {
     "rwkv7": (False, True, torch.bfloat16, 64, 64, False),
     "gdn2": (True, True, torch.bfloat16, 128, 128, False, True),
 }
-# the transitions, and the widths, whole; walks of segments
+# the transitions, and the widths, whole; scans of segments
 SAMPLE = {False: ("kda_narrow", "dplr", "iplr", "gdn2"), True: ("kda",)}
 # bytes of stack a thread of dplr_intra_safe with free a and b, whose scores of four kinds wait in
 # registers while the levels are made

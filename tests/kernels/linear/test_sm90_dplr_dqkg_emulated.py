@@ -1,6 +1,6 @@
 """The gradients' Gluon kernel of per-channel decay as numpy, a thread for each part.
 
-What the walks leave is computed here, in float64, and the gradients have to be those of the oracle.
+What the scans leave is computed here, in float64, and the gradients have to be those of the oracle.
 As test_sm90_delta_emulated.py: layouts, rounding, and what shares a buffer are not there.
 """
 
@@ -112,8 +112,8 @@ def sequences(terms: LinearInputs) -> list[tuple[int, int, int]]:
     return [(0, start, end - start) for start, end in pairwise(terms.cu_seqlens.tolist())]
 
 
-class Walked:
-    """What the walks and the scores' kernel leave, chunk by chunk."""
+class Scanned:
+    """What the scans and the scores' kernel leave, chunk by chunk."""
 
     def __init__(self, terms: LinearInputs, do: Tensor) -> None:
         B, T, HV, V = terms.v.shape
@@ -131,7 +131,7 @@ class Walked:
             first = start // C + n if self.packed else slot
             slot += -(-length // C)
             for h in range(HV):
-                self.walk(b, start, length, h, first)
+                self.scan(b, start, length, h, first)
 
     def chunk(self, b: int, start: int, left: int, h: int) -> SimpleNamespace:
         """Of its tokens, with zeros where there are none, what needs no state."""
@@ -168,7 +168,7 @@ class Walked:
             w=from_state, qb=(q @ (w * write).T).tril(), qk=(q @ (k * write).T).tril(), ak=ak,
         )  # fmt: skip
 
-    def walk(self, b: int, start: int, length: int, h: int, first: int) -> None:
+    def scan(self, b: int, start: int, length: int, h: int, first: int) -> None:
         free = self.terms.a is not None
         count = -(-length // C)
         made = [self.chunk(b, start + i * C, length - i * C, h) for i in range(count)]
@@ -204,30 +204,30 @@ def pointers(*given: Tensor | None) -> list[Any]:
 LIMITS = {"levels": 1.0, "blocks": 80.0}
 
 
-def gradients(walked: Walked, kernel: str) -> dict[str, Tensor]:
+def gradients(scanned: Scanned, kernel: str) -> dict[str, Tensor]:
     """By a kernel: of q, k, a, b and g for each value head, and of beta what it knows of it."""
-    terms, do = walked.terms, walked.do
+    terms, do = scanned.terms, scanned.do
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
-    free, chunks = terms.a is not None, walked.x.shape[0]
+    free, chunks = terms.a is not None, scanned.x.shape[0]
 
     made = {n: torch.full((B, T, HV, K), torch.nan, dtype=do.dtype) for n in "qkabg"}
     made["beta"] = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
-    scores = walked.scores if free else [*walked.scores[:2], None, None]
+    scores = scanned.scores if free else [*scanned.scores[:2], None, None]
     given = (terms.q, terms.k, terms.a, terms.b if terms.erase is None else terms.erase)
     of_b = HV if terms.erase is not None else H
     BK = K // 2
     read = [
         *(tiles(x, HV * V, C, V) for x in (terms.v if free else None, do)),
-        *(tiles(x, C, V, C) for x in (walked.x, walked.y)),
-        *(tiles(x, K, V, BK) for x in (walked.states, walked.dstates)),
+        *(tiles(x, C, V, C) for x in (scanned.x, scanned.y)),
+        *(tiles(x, K, V, BK) for x in (scanned.states, scanned.dstates)),
         *(tiles(x, C, C, C) for x in scores),
     ]
     rest = pointers(
-        terms.beta, walked.own, *(made[n] for n in ("q", "k", "a", "b", "g", "beta")),
+        terms.beta, scanned.own, *(made[n] for n in ("q", "k", "a", "b", "g", "beta")),
         terms.cu_seqlens,
     )  # fmt: skip
-    flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": walked.packed}
+    flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": scanned.packed}
     sizes = (T, terms.sequences, HV, H, B * T)
     marks = {"whole": 0, "deep": 0, "both": 1}.get(kernel, 3)  # of three chunks
     strong = torch.arange(chunks * HV, dtype=torch.int32).view(chunks, HV) % 3 < marks
@@ -254,7 +254,7 @@ def test_gradients_match_reference(case: tuple, kernel: str) -> None:
     B = terms.q.shape[0]
     end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
     do = torch.randn_like(terms.v)
-    got = gradients(Walked(terms, do), kernel)
+    got = gradients(Scanned(terms, do), kernel)
     got["erase"] = got["b"]
     names = ("q", "k", "a", "b", "g", "beta", "erase")
     names = [n for n in names if getattr(terms, n) is not None]

@@ -30,7 +30,7 @@ from tests.support.sm90_dplr import CASES, PARTS, C, inputs
 
 @functools.cache
 def kernels() -> SimpleNamespace:
-    """weak, of chunks that are not strong, strong, walk and back."""
+    """weak, of chunks that are not strong, strong, scan and back."""
     language = threads._language()
     vars(language).update(
         sqrt=np.sqrt,
@@ -52,7 +52,7 @@ def kernels() -> SimpleNamespace:
         return SimpleNamespace(
             weak=made["dplr.wy"].dplr_wy_sm90_kernel,
             strong=made["dplr.intra_safe"].dplr_intra_safe_sm90_kernel,
-            walk=made["dplr.chunk_fwd"].dplr_chunk_fwd_sm90_kernel,
+            scan=made["dplr.chunk_fwd"].dplr_chunk_fwd_sm90_kernel,
             back=made["dplr.chunk_dstate"].dplr_chunk_dstate_sm90_kernel,
         )
 
@@ -61,7 +61,7 @@ def prepared(terms: LinearInputs, keep: bool) -> dict[str, Any]:
     return sm90_dplr.prepared(terms, keep, kernels())
 
 
-class Walk:
+class Scan:
     """The kernels on what is prepared. segment: tokens of one."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Walk:
         pointers = (*pointers, self.terms.cu_seqlens)
         given = [None if x is None else emulator.Pointer(x) for x in pointers]
         sizes = list(self.sizes)
-        if kernel is kernels().walk:
+        if kernel is kernels().scan:
             sizes.insert(3, self.HV if self.o is None else self.o.stride(1) // self.ends[3])
         args = (*descriptors, *given, *sizes)
         threads._LOCAL.queue, threads._LOCAL.errors = [], []
@@ -141,7 +141,7 @@ class Walk:
         flags = {"DELTA": self.delta, "OUTPUT": make}
         flags |= {"HAS_S_IN": start is not None, "HAS_S_OUT": final is not None}
         many = 1 if m is None else 1 + -(-self.K // self.ends[3])
-        self.launch(kernels().walk, tiles, pointers, many, **flags)
+        self.launch(kernels().scan, tiles, pointers, many, **flags)
 
     def back(self, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, states = self.empty(*self.states, C), self.empty(*self.states, self.K)
@@ -177,12 +177,12 @@ def places_of(terms: LinearInputs) -> list[tuple[int, int, int]]:
 
 def check(terms: LinearInputs) -> dict[str, Any]:
     made = prepared(terms, keep=True)
-    walk = Walk(terms, made)
-    do, dfinal = torch.randn_like(terms.v), torch.randn(*walk.ends, dtype=torch.float64)
+    scan = Scan(terms, made)
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*scan.ends, dtype=torch.float64)
     made |= {"do": do, "dfinal": dfinal}
-    made["o"], made["final"] = walk.forward(terms.initial_state)
-    made["x"], made["states"] = walk.keep(terms.initial_state)
-    made["y"], made["dstates"], made["dstart"] = walk.back(do, dfinal)
+    made["o"], made["final"] = scan.forward(terms.initial_state)
+    made["x"], made["states"] = scan.keep(terms.initial_state)
+    made["y"], made["dstates"], made["dstart"] = scan.back(do, dfinal)
     for n, place in enumerate(places_of(terms)):
         if place[0] < place[1]:
             check_sequence(terms, made, n, *place)
@@ -219,12 +219,12 @@ def check_sequence(
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_prepared_chunks_walk_to_reference(case: tuple) -> None:
+def test_prepared_chunks_scan_to_reference(case: tuple) -> None:
     check(inputs(case))
 
 
 @pytest.mark.parametrize("case", ["kda", "dplr_packed", "gdn2"])
-def test_strong_chunks_walk_to_reference(case: str) -> None:
+def test_strong_chunks_scan_to_reference(case: str) -> None:
     for gates in (
         lambda x: -50 * x,
         lambda x: torch.where(x < 0.05, -torch.inf, -x),
@@ -245,9 +245,9 @@ def test_views_of_heads_equal_those_heads_alone(case: str) -> None:
     alone = part.of_tokens(Tensor.contiguous)
     state = None if part.initial_state is None else part.initial_state.contiguous()
     assert (part.row_heads, alone.row_heads) == (4, 2)
-    want = Walk(alone, prepared(alone, keep=False)).forward(state)
+    want = Scan(alone, prepared(alone, keep=False)).forward(state)
     rows = torch.full((*part.v.shape[:2], 4, part.v.shape[3]), torch.nan, dtype=torch.float64)
-    got = Walk(part, prepared(part, keep=False)).forward(state, rows[:, :, 2:])
+    got = Scan(part, prepared(part, keep=False)).forward(state, rows[:, :, 2:])
     for x, y in zip(got, want):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
     assert rows[:, :, :2].isnan().all()
@@ -268,7 +268,7 @@ def test_past_keeps_its_bits(case: str) -> None:
     for gates, cut, strength in ((weak, 25, 90.0), (strong, 21, 0.01), (all_kinds, 70, 1.0)):
         terms = inputs(size, gates)
         pair = (terms, with_other_future(terms, cut, strength))
-        want, got = (Walk(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
+        want, got = (Scan(t, prepared(t, keep=False)).forward(None)[0] for t in pair)
         assert torch.equal(got[:, :cut], want[:, :cut]), (gates.__name__, strength)
         assert not torch.equal(got[:, cut:], want[:, cut:])
 
@@ -285,7 +285,7 @@ def test_nan_gate_reaches_later_outputs(
         g = terms.g.clone()
         g[0, token, 0, 5] = torch.nan
         one = terms._replace(g=g)
-        o, final = Walk(one, prepared(one, keep=False)).forward(None)
+        o, final = Scan(one, prepared(one, keep=False)).forward(None)
         assert o[0, token:, 0].isnan().all() and final[0, 0].isnan().any()
         assert (
             not o[0, :C].isnan().any() and not o[1:].isnan().any() and not o[:, :, 1].isnan().any()
@@ -300,13 +300,13 @@ def all_kinds(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", ["kda_packed", "dplr", "iplr", "kda gates", "dplr_packed gates"])
 def test_segments_lead_from_state_to_state(case: str) -> None:
-    """E and M from the state before a chunk to the next, and the walks from these to the same."""
+    """E and M from the state before a chunk to the next, and the scans from these to the same."""
     name, *gates = case.split()
     terms = inputs(CASES[name], all_kinds if gates else None)
     made = check(terms)
-    walk = Walk(terms, made, segment=C)
-    E, M, _ = walk.segments()
-    dE = walk.segments_back(made["do"])
+    scan = Scan(terms, made, segment=C)
+    E, M, _ = scan.segments()
+    dE = scan.segments_back(made["do"])
     # a segment is a chunk here, and so are their numbers
     states, dstates = (made[name].nan_to_num().mT.contiguous() for name in ("states", "dstates"))
     for n, (begin, end, first) in enumerate(places_of(terms)):
@@ -316,14 +316,14 @@ def test_segments_lead_from_state_to_state(case: str) -> None:
             near(M[at] @ states[at] + E[at], after)
             before = made["dstart"][n] if at == first else dstates[at - 1]
             near(M[at].mT @ dstates[at] + dE[at], before)
-    check_from(walk, made, states, dstates)
+    check_from(scan, made, states, dstates)
 
 
-def check_from(walk: Walk, made: dict[str, Any], states: Tensor, dstates: Tensor) -> None:
-    """Segments walked from these states, and back from these gradients, make what was made."""
-    for got, name in ((walk.forward(states)[0], "o"), (walk.keep(states)[0], "x")):
+def check_from(scan: Scan, made: dict[str, Any], states: Tensor, dstates: Tensor) -> None:
+    """Segments scanned from these states, and back from these gradients, make what was made."""
+    for got, name in ((scan.forward(states)[0], "o"), (scan.keep(states)[0], "x")):
         torch.testing.assert_close(got, made[name], equal_nan=True)
-    torch.testing.assert_close(walk.back(made["do"], dstates)[0], made["y"], equal_nan=True)
+    torch.testing.assert_close(scan.back(made["do"], dstates)[0], made["y"], equal_nan=True)
 
 
 @pytest.mark.parametrize("case", ["kda", "dplr", "iplr"])
@@ -332,8 +332,8 @@ def test_rows_of_uneven_segments_equal_whole(case: str) -> None:
     _, *heads, _, of_delta, gated = CASES[case]
     terms = inputs((150, *heads, 2, of_delta, gated))
     made = check(terms)
-    walk = Walk(terms, made, segment=2 * C)
-    (E, M, _), dE = walk.segments(), walk.segments_back(made["do"])
+    scan = Scan(terms, made, segment=2 * C)
+    (E, M, _), dE = scan.segments(), scan.segments_back(made["do"])
     states, dstates = torch.empty_like(E), torch.empty_like(E)
     for n in range(2):
         state, dstate = torch.zeros_like(E[0]), made["dfinal"][n]
@@ -343,7 +343,7 @@ def test_rows_of_uneven_segments_equal_whole(case: str) -> None:
             dstates[at], dstate = dstate, M[at].mT @ dstate + dE[at]
         near(state, made["final"][n])
         near(dstate, made["dstart"][n])
-    check_from(walk, made, states, dstates)
+    check_from(scan, made, states, dstates)
 
 
 # Whether a transition counts as zero, for gates of
@@ -366,21 +366,21 @@ def test_transition_counts_as_zero_where_its_norm_does() -> None:
     q, v = (torch.randn(1, T, HV, K, **make) for _ in range(2))
     start = torch.randn(1, HV, K, K, **make)
     terms = LinearInputs(q, k, v, g=g, beta=beta, initial_state=start)
-    walk = Walk(terms, prepared(terms, False), segment=3 * C)
-    E, M, m_is_zero = walk.segments()
+    scan = Scan(terms, prepared(terms, False), segment=3 * C)
+    E, M, m_is_zero = scan.segments()
     assert m_is_zero.tolist() == 2 * [[int(x) for x in DECAYED.values()]]
     state = M[0] @ start[0] + E[0]
     half = terms.of_tokens(lambda x: x[:, : 3 * C])
     _, want = linear_reference(half, 0.3)
     torch.testing.assert_close(state[None], want, rtol=0.0, atol=2.0**-30)
     assert 1 - 1e-9 < M[0, 3, 0, 0] < 1 + 1e-9  # all that this channel held is there
-    o, _ = walk.forward(torch.stack((start[0], state)))
+    o, _ = scan.forward(torch.stack((start[0], state)))
     torch.testing.assert_close(o, linear_reference(terms, 0.3)[0], rtol=0.0, atol=2.0**-30)
 
 
 @pytest.mark.parametrize("case", ["kda", "kda_packed", "dplr_packed"])
 def test_states_are_left_on_the_way(case: str) -> None:
     terms = inputs(CASES[case])
-    walk = Walk(terms, prepared(terms, keep=False))
+    scan = Scan(terms, prepared(terms, keep=False))
     with expecting_prefix_states(terms):
-        walk.forward(terms.initial_state)
+        scan.forward(terms.initial_state)

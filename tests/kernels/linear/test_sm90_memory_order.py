@@ -1,4 +1,4 @@
-"""That every wait and fence of the delta rule's walks is wanted: without any one of them what the
+"""That every wait and fence of the delta rule's scans is wanted: without any one of them what the
 parts of a program do is not ordered, and that is found (tests/gluon_emulator/race_detector.py).
 
 As they are they have to be ordered wherever a test runs kernels by threads.
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.skipif(
 PACKAGE = "slipstream.kernels.linear.sm90.delta."
 
 
-def walks(run: Run, name: str) -> None:
+def scans(run: Run, name: str) -> None:
     end = torch.empty(*run.terms.state_shape, dtype=torch.float64)
     start = run.terms.initial_state
     for keep, every in ((False, 0), (False, 2), (True, 0)):
-        run.walk(start, None if keep else end, keep, every, name == "wide")
+        run.scan(start, None if keep else end, keep, every, name == "wide")
 
 
 def back(run: Run, name: str) -> None:
@@ -46,20 +46,20 @@ def whole(run: Run, name: str) -> None:
 
 
 # The kernel's file, those with its parts, how it runs, and what could go, since something else says
-# as much: that `walk` has a stage says that `load` filled it; with two stages that one of k is free
+# as much: that `scan` has a stage says that `load` filled it; with two stages that one of k is free
 # says so of q's, too; that S has come, that `late` was there, and that, that `early` was; `done` is
-# said after all that `walk` waited for and fenced; a loop ends with a wait for copies. `walked` is
+# said after all that `scan` waited for and fenced; a loop ends with a wait for copies. `scanned` is
 # of global memory, which is not followed.
 WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str, int]]] = {
-    "walk": (
-        "chunk_fwd", ("chunk_fwd",), walks, {
+    "scan": (
+        "chunk_fwd", ("chunk_fwd",), scans, {
             "chunk_fwd: mbarrier.wait(queries.empty.index(t), ((i // 2) & 1) ^ 1)": 1,
             "chunk_fwd: mbarrier.wait(barriers.x_full.index(w), ((i // 2) & 1) ^ 1)": 1,
             "chunk_fwd: mbarrier.wait(barriers.full.index(s), (i // ST) & 1)": 1,
         },
     ),
     "wide": (
-        "chunk_fwd_2tile", ("chunk_fwd_2tile",), walks, {
+        "chunk_fwd_2tile", ("chunk_fwd_2tile",), scans, {
             "chunk_fwd_2tile: mbarrier.wait(queries.empty.index(b), ((i // 2) & 1) ^ 1)": 1,
         },
     ),
@@ -88,7 +88,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.slow if x in ("walk", "fused") else ()) for x in WAYS],
+    [pytest.param(x, marks=pytest.mark.slow if x in ("scan", "fused") else ()) for x in WAYS],
 )
 def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file, files, runs, could_go = WAYS[name]

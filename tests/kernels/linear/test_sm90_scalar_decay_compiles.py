@@ -1,4 +1,4 @@
-"""The additive family's Gluon walks compiled for sm_90, which need not be there."""
+"""The additive family's Gluon scans compiled for sm_90, which need not be there."""
 
 import re
 
@@ -42,7 +42,7 @@ def terms(case: tuple, device: torch.device | str) -> LinearInputs:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_additive_walks_compile(case: tuple) -> None:
+def test_additive_scans_compile(case: tuple) -> None:
     from slipstream.compiler.trace import trace
     from slipstream.kernels.linear.sm90.scalar_decay import backend
 

@@ -1,4 +1,4 @@
-"""The additive family's Gluon walks as numpy, a thread for each part, against the oracle.
+"""The additive family's Gluon scans as numpy, a thread for each part, against the oracle.
 
 Sums, masks, rings, phases and segments are those of the kernel; layouts and rounding are not there
 (tests/gluon_emulator/threads.py says what is).
@@ -69,7 +69,7 @@ def kernel(name: str) -> Any:
 
 
 class Run:
-    """The walks of one call, whole or in segments; sums for the gate's gradient by `terms.g`."""
+    """The scans of one call, whole or in segments; sums for the gate's gradient by `terms.g`."""
 
     def __init__(self, terms: LinearInputs, segment: int | None = None) -> None:
         self.terms, self.segment = terms, segment
@@ -94,7 +94,7 @@ class Run:
     def empty(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=torch.float64)
 
-    def walk(
+    def scan(
         self,
         names: tuple[Tensor, Tensor, Tensor],
         s_in: Tensor | None,
@@ -123,8 +123,8 @@ class Run:
         t = self.terms
         if self.width == WIDTHS[1]:
             qk = "k" if t.g is not None else ""
-            dk = self.walk((t.v, do, t.q), s_in, None, transposed=True, qk=qk, reverse=True)
-            return dk, self.walk((t.k, t.q, do), s_in, s_out, reverse=True)
+            dk = self.scan((t.v, do, t.q), s_in, None, transposed=True, qk=qk, reverse=True)
+            return dk, self.scan((t.k, t.q, do), s_in, s_out, reverse=True)
         dk, dv = (self.empty(self.B, self.T, self.HV, 128) for _ in range(2))
         tiles = [(t.q, 128), (t.k, 128), (t.v, 64), (do, 64), (dk, 128), (dv, 64)]
         sums = (None, None, None) if t.g is None else (self.rows["k"], self.z, self.anchors)
@@ -158,7 +158,7 @@ class Run:
     def gradients(self, do: Tensor, dfinal: Tensor, dinitial: Tensor) -> dict[str, Tensor]:
         _, k, v = self.terms[:3]
         start, gated = self.terms.initial_state, self.terms.g is not None
-        dq = self.walk((do, v, k), start, None, transposed=True, qk="q" if gated else "")
+        dq = self.scan((do, v, k), start, None, transposed=True, qk="q" if gated else "")
         dk, dv = self.back(do, dfinal, dinitial)
         H = self.H
         grads = {"q": dq, "k": dk, "v": dv, "initial_state": dinitial}
@@ -215,13 +215,13 @@ def near(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_additive_walks_match_reference(case: tuple, width: int) -> None:
+def test_additive_scans_match_reference(case: tuple, width: int) -> None:
     terms = inputs(case, width)
     end = int(terms.cu_seqlens[-1]) if terms.cu_seqlens is not None else case[0]
     do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
     run = Run(terms)
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
-    o = run.walk(terms[:3], terms.initial_state, final)
+    o = run.scan(terms[:3], terms.initial_state, final)
     got = run.gradients(do, dfinal, dinitial)
     start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
     live: dict[str, Any] = {
@@ -252,7 +252,7 @@ def test_nan_gate_reaches_later_outputs(width: int, monkeypatch: pytest.MonkeyPa
         g[0, token, 0] = torch.nan
         one = terms._replace(g=g)
         final = torch.empty(*terms.state_shape, dtype=torch.float64)
-        o = Run(one).walk(one[:3], one.initial_state, final)
+        o = Run(one).scan(one[:3], one.initial_state, final)
         assert o[0, token:, 0].isnan().all() and final[0, 0].isnan().all()
         assert not o[0, : token // C * C].isnan().any()
         assert not o[1].isnan().any() and not o[:, :, 1].isnan().any()
@@ -263,7 +263,7 @@ def test_past_keeps_its_bits(width: int) -> None:
     terms = inputs((2 * C + 20, 1, 1, 1, True, True), width)
     for cut, strength in ((5, 50.0), (C + 20, 0.01), (2 * C + 3, 1.0)):
         pair = (terms, with_other_future(terms, cut, strength))
-        want, got = (Run(t).walk(t[:3], t.initial_state, None) for t in pair)
+        want, got = (Run(t).scan(t[:3], t.initial_state, None) for t in pair)
         assert torch.equal(got[:, :cut], want[:, :cut]), (cut, strength)
         assert not torch.equal(got[:, cut:], want[:, cut:])
 
@@ -271,12 +271,12 @@ def test_past_keeps_its_bits(width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
 def test_segments_equal_whole(case: tuple, width: int) -> None:
-    """A segment that is met by the state that the whole walk has there."""
+    """A segment that is met by the state that the whole scan has there."""
     terms = inputs(case, width)
     segment = SPAN * C
     whole, run = Run(terms), Run(terms, segment=segment)
     do = torch.randn_like(terms.v)
-    dq = whole.walk((do, terms.v, terms.k), terms.initial_state, None, transposed=True, qk="q")
+    dq = whole.scan((do, terms.v, terms.k), terms.initial_state, None, transposed=True, qk="q")
     met = torch.zeros(run.slots, run.HV, width, width, dtype=torch.float64)
     met[1:] = whole.anchors[: run.slots - 1].nan_to_num()
     begins = range(0, terms.sequences * run.T, run.T)
@@ -286,7 +286,7 @@ def test_segments_equal_whole(case: tuple, width: int) -> None:
         first = begin // segment + n if run.packed else n * -(-run.T // segment)
         assert terms.initial_state is not None
         met[first] = terms.initial_state[n]
-    split = run.walk((do, terms.v, terms.k), met, None, transposed=True, qk="q")
+    split = run.scan((do, terms.v, terms.k), met, None, transposed=True, qk="q")
     torch.testing.assert_close(split, dq, equal_nan=True)
     torch.testing.assert_close(run.rows["q"], whole.rows["q"], equal_nan=True)
 
@@ -316,10 +316,10 @@ def test_segments_from_scanned_states_equal_whole(case: tuple) -> None:
     terms = inputs(case)
     whole, run = Run(terms), Run(terms, segment=C)
     want_final = torch.empty(terms.state_shape, dtype=torch.float64)
-    want = whole.walk(terms[:3], terms.initial_state, want_final)
+    want = whole.scan(terms[:3], terms.initial_state, want_final)
     states, final = scanned_states(run, 64)
     torch.testing.assert_close(final, want_final, rtol=1e-10, atol=1e-10)
-    got = run.walk(terms[:3], states, None)
+    got = run.scan(terms[:3], states, None)
     torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-10, atol=1e-10)
 
 
@@ -345,7 +345,7 @@ def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(wide, "scalar_decay_chunk_fwd_sm90_kernel", found)
         run = Run(terms)
         try:
-            run.walk(terms[:3], terms.initial_state, torch.empty_like(end))
+            run.scan(terms[:3], terms.initial_state, torch.empty_like(end))
             run.gradients(do, end, torch.empty_like(end))
         except (AssertionError, TimeoutError):
             continue
@@ -364,4 +364,4 @@ def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) 
 def test_states_are_left_on_the_way(case: tuple, width: int) -> None:
     terms = inputs(case, width)
     with expecting_prefix_states(terms):
-        Run(terms).walk((terms.q, terms.k, terms.v), terms.initial_state, None)
+        Run(terms).scan((terms.q, terms.k, terms.v), terms.initial_state, None)

@@ -1,4 +1,4 @@
-"""The walks with a decay per channel compiled for sm_90, which need not be there."""
+"""The scans with a decay per channel compiled for sm_90, which need not be there."""
 
 import re
 from functools import partial
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 # u, initial state, packed
 CASES = {"plain": (False, False, False), "before": (True, True, True)}
-WALKS = {"vector_decay_chunk_fwd_sm90_kernel", "vector_decay_dqk_sm90_kernel"}
+SCANS = {"vector_decay_chunk_fwd_sm90_kernel", "vector_decay_dqk_sm90_kernel"}
 
 
 def terms(case: tuple, device: torch.device | str) -> LinearInputs:
@@ -41,7 +41,7 @@ def terms(case: tuple, device: torch.device | str) -> LinearInputs:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_channel_walks_compile(case: tuple) -> None:
+def test_channel_scans_compile(case: tuple) -> None:
     from slipstream.compiler.trace import trace
     from slipstream.kernels.linear.sm90.vector_decay import backend
 
@@ -108,7 +108,7 @@ def test_few_heads_go_in_segments() -> None:
 
 
 def operator(name: str, gate: torch.dtype, device: torch.device) -> Any:
-    """chunk_gla or chunk_rwkv6, with as many heads as are walked whole."""
+    """chunk_gla or chunk_rwkv6, with as many heads as are scanned whole."""
     size, make = (2, 192, 2, 128), {"device": device, "dtype": torch.bfloat16}
     q, k, v = (torch.empty(size, **make) for _ in range(3))
     g = torch.empty(size, device=device, dtype=gate)
@@ -119,7 +119,7 @@ def operator(name: str, gate: torch.dtype, device: torch.device) -> Any:
 
 
 @pytest.mark.parametrize("name", ["chunk_gla", "chunk_rwkv6"])
-def test_channel_walks_are_wired(name: str) -> None:
+def test_channel_scans_are_wired(name: str) -> None:
     """Gates of bfloat16 alone: others are for the portable kernels."""
     from slipstream.compiler.trace import trace
 
@@ -129,13 +129,13 @@ def test_channel_walks_are_wired(name: str) -> None:
 
     assert kernels(torch.bfloat16, False) == ["vector_decay_chunk_fwd_sm90_kernel"]
     both = kernels(torch.bfloat16, True)
-    assert set(both) >= WALKS
+    assert set(both) >= SCANS
     assert not {"vector_decay_intra_fwd_kernel", "vector_decay_chunk_kernel"} & set(both)
     assert "vector_decay_dqkg_kernel" in both
     for backward in (False, True):
         portable = set(kernels(torch.float32, backward))
         assert {"vector_decay_intra_fwd_kernel", "vector_decay_chunk_kernel"} <= portable
-        assert not WALKS & portable
+        assert not SCANS & portable
 
 
 def test_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The Gluon walk with a decay per channel as numpy, a thread for each part, against the oracle.
+"""The Gluon scan with a decay per channel as numpy, a thread for each part, against the oracle.
 
 Sums, masks, rings, phases and segments are those of the kernel; layouts and rounding are not there
 (tests/gluon_emulator/threads.py says what is).
@@ -114,7 +114,7 @@ def inputs(case: tuple) -> LinearInputs:
     return terms
 
 
-def walk(
+def scan(
     t: LinearInputs,
     x: Tensor,
     s_in: Tensor | None,
@@ -162,13 +162,13 @@ def near(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_channel_walk_matches_reference(case: tuple) -> None:
+def test_channel_scan_matches_reference(case: tuple) -> None:
     terms = inputs(case)
     end = int(terms.cu_seqlens[-1]) if terms.cu_seqlens is not None else case[0]
     do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
-    o = walk(terms, terms.v, terms.initial_state, final)
-    dv = walk(terms, do, dfinal, dinitial, reverse=True)
+    o = scan(terms, terms.v, terms.initial_state, final)
+    dv = scan(terms, do, dfinal, dinitial, reverse=True)
     start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
     live = terms._replace(v=terms.v[:, :end].clone().requires_grad_())
     live = live._replace(initial_state=start.clone().requires_grad_())
@@ -200,7 +200,7 @@ def test_segments_match_reference(case: str) -> None:
         for at in range(first, first - (begin - end) // segments.tokens):
             states[at], state = state, total[at][..., None] * state + E[at]
         finals[n] = state
-    o = walk(terms, terms.v, states, None, segments=segments)
+    o = scan(terms, terms.v, states, None, segments=segments)
     of_tokens = terms.of_tokens(lambda x: x[:, : ends[-1]])
     want, want_final = linear_reference(of_tokens, SCALE)
     near(o[:, : ends[-1]], want)
@@ -215,7 +215,7 @@ def test_past_keeps_its_bits(before: bool) -> None:
         terms = inputs((96, 1, 1, 1, kind, before, True))
         pair = (terms, with_other_future(terms, cut, strength))
         final = torch.empty(*terms.state_shape, dtype=torch.float64)
-        want, got = (walk(t, t.v, t.initial_state, final) for t in pair)
+        want, got = (scan(t, t.v, t.initial_state, final) for t in pair)
         assert torch.equal(got[:, :cut], want[:, :cut]), (kind, strength)
         assert not torch.equal(got[:, cut:], want[:, cut:])
 
@@ -229,7 +229,7 @@ def test_nan_gate_reaches_later_outputs(kind: str, monkeypatch: pytest.MonkeyPat
         g = terms.g.clone()
         g[0, token, 0, 5] = torch.nan
         final = torch.empty(*terms.state_shape, dtype=torch.float64)
-        o = walk(terms._replace(g=g), terms.v, terms.initial_state, final)
+        o = scan(terms._replace(g=g), terms.v, terms.initial_state, final)
         assert o[0, token:, 0].isnan().all() and final[0, 0].isnan().any()
         assert not o[0, : token // C * C].isnan().any()
         assert not o[1].isnan().any() and not o[:, :, 1].isnan().any()
@@ -305,4 +305,4 @@ def test_edges_match_the_states(case: tuple) -> None:
 def test_states_are_left_on_the_way(case: str) -> None:
     terms = inputs(CASES[case])
     with expecting_prefix_states(terms):
-        walk(terms, terms.v, terms.initial_state, None)
+        scan(terms, terms.v, terms.initial_state, None)

@@ -89,19 +89,19 @@ def check_gradients() -> None:
 
 
 def check_boundary() -> None:
-    """Tokens up to STEP_TOKENS are stepped through, more are walked in chunks."""
+    """Tokens up to STEP_TOKENS are stepped through, more are scanned in chunks."""
     from slipstream.kernels.linear.triton import decode_launch
     from slipstream.kernels.linear.triton.scalar_decay import backend
 
     q, v = torch.randn(1, 80, 1, 16), torch.randn(1, 80, 1, 16)
     with (
         mock.patch.object(decode_launch, "forward", wraps=decode_launch.forward) as stepped,
-        mock.patch.object(backend, "forward", wraps=backend.forward) as walked,
+        mock.patch.object(backend, "forward", wraps=backend.forward) as scanned,
     ):
         for T in (1, linear_op.MAX_STEP_TOKENS, linear_op.MAX_STEP_TOKENS + 1):
             linear_op.linear(LinearInputs(q[:, :T], q[:, :T], v[:, :T]), 1.0, 0, "triton")
         linear_op.linear(LinearInputs(q[:, :1], q[:, :1], v[:, :1]), 1.0, 32, "triton")
-    assert (stepped.call_count, walked.call_count) == (2, 2)
+    assert (stepped.call_count, scanned.call_count) == (2, 2)
 
 
 def check_strides() -> None:

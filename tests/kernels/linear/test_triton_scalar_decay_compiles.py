@@ -48,7 +48,7 @@ def check(job: Job, shape: Shape) -> None:
     if job.arch == "sm_80" and got.dots:
         assert got.instructions["mma.sync"] > 0, job
     assert got.instructions["atomic"] == 0
-    # Some of it in the loops: walks of 128 channels want more registers than there are, and
+    # Some of it in the loops: scans of 128 channels want more registers than there are, and
     # float32 takes three products for one.
     limit = 16384 if exact and wide else 4096 if exact else 1280
     assert got.stack <= limit, f"{job.name}: {got.stack} bytes spilled"

@@ -119,7 +119,7 @@ def check_nothing_but_final() -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("part", PARTS)
-def test_walk_matches_reference_when_interpreted(part: str) -> None:
+def test_scan_matches_reference_when_interpreted(part: str) -> None:
     run(part, script="tests.kernels.linear.test_triton_scalar_decay_interpreted")
 
 

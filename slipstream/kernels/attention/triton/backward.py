@@ -1,4 +1,4 @@
-"""Softmax attention backward: two kernels, one that walks over keys for dq and one over queries.
+"""Softmax attention backward: two kernels, one that loops over keys for dq and one over queries.
 
     p_ts = exp(x_ts - lse_t)      dp_ts = do_t . v_s      dx_ts = p_ts (dp_ts - delta_t)
     dq_t = scale sum_s dx_ts k_s      dk_s = scale sum_t dx_ts q_t      dv_s = sum_t p_ts do_t

@@ -1,4 +1,4 @@
-"""Softmax attention forward: BM queries walk over the keys they see, BN at a time.
+"""Softmax attention forward: BM queries loop over the keys they see, BN at a time.
 
     m' = max(m, max_s x_ts)     l' = e^(m - m') l + sum_s e^(x_ts - m')     o' likewise with v_s
 

@@ -1,4 +1,4 @@
-"""A decay per channel on sm_90: one kernel walks over chunks of C tokens, for o or for dv.
+"""A decay per channel on sm_90: one kernel scans over chunks of C tokens, for o or for dv.
 
 With r, w, A and D of a chunk (intra.py), S^T the state before it, [V, K], and dS that of
 the gradient after it, in chunks that are not strong
@@ -193,7 +193,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
-    """grid (HV * segments,), 4 warps: one program walks one head of one segment, which without
+    """grid (HV * segments,), 4 warps: one program scans one head of one segment, which without
     SPLIT is a sequence; X is 128."""
     dtype: gl.constexpr = q_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])

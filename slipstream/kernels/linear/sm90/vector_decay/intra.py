@@ -1,4 +1,4 @@
-"""A decay per channel on sm_90: what a walk (chunk_fwd.py) needs of a chunk, made within it.
+"""A decay per channel on sm_90: what a scan (chunk_fwd.py) needs of a chunk, made within it.
 
 With G the sums of a chunk's gates, from its start to a token, and D = exp(G_C),
 
@@ -12,7 +12,7 @@ cancels. Rows of A whose own gates do not add up to that are made as in chunks t
 for what comes after a token must not change its bits. Pairs within 16 tokens are, too, relative to
 the first of these, unless the gates from there to the row's token add up to -BOUND - SHIFT; if they
 do in no row, the levels within 16 tokens are left out. A factor D is missing from all w_j, or from
-none, and the walk puts it into the state.
+none, and the scan puts it into the state.
 
 Where reads come before the write (u given) r_i leaves out its own gate, and A[i, i] = q_i . u k_i.
 
