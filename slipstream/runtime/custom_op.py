@@ -64,13 +64,16 @@ class DirectCall:
         self.impl, self._replay, self._compile_also = impl, replay, compile_also
         self._max_operations = max_operations
         self._overload: Any = None
+        self._names: tuple[str, ...] = ()  # of the arguments, if they may be named
         self._written: tuple[int, ...] = ()  # which arguments it writes into
         # key -> True where the next call is recorded, then the record, or False if there is none
         self._known: dict[tuple | None, Any] = {}
         # of calls that take the same kernels, except for what a short or long sequence adds
         self._kinds: set[tuple] = set()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if named:
+            args = self._by_position(args, named)
         x = args[0]
         if not is_plain_call(x):
             return (self._overload or self._without_autocast)(*args)
@@ -97,6 +100,12 @@ class DirectCall:
             if plain[n] is not args[n]:
                 args[n].copy_(plain[n])
         return result
+
+    def _by_position(self, args: tuple, named: dict[str, Any]) -> tuple:
+        """All arguments, of which the last ones are named, in the schema's order."""
+        if tuple(named) != (wanted := self._names[len(args) :]):
+            raise TypeError(f"{self._overload}: want {wanted} by name, got {tuple(named)}")
+        return (*args, *named.values())
 
     def _play(
         self, known: call_replay.RecordedCall, device: torch.device, *places: list[Any]
@@ -164,7 +173,8 @@ def _as_base(x: torch.Tensor, args: tuple) -> torch.Tensor:
 
 class KernelOp(DirectCall):
     """slipstream::name, registered with torch.library. Plain calls go past the dispatcher. Its
-    callers are autograd functions, or have made sure that no gradient is wanted.
+    callers are autograd functions, or have made sure that no gradient is wanted. They name what is
+    not a tensor, in the schema's order: two flags that changed places would go unnoticed.
 
     Args:
         schema: arguments and returns as torch.library wants them, "(Tensor x) -> Tensor"; the first
@@ -185,6 +195,7 @@ class KernelOp(DirectCall):
         compile_also: Callable[[tuple, Any], object] | None = None,
     ) -> None:
         super().__init__(impl, replay=replay, compile_also=compile_also)
+        self.fake = fake
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, self._without_autocast, device)
@@ -192,8 +203,10 @@ class KernelOp(DirectCall):
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         _LIBRARY.impl(name, gradient.autograd_kernel(self.overload), "Autograd", with_keyset=True)
         self._overload = self.overload
-        given = enumerate(self.overload._schema.arguments)
-        self._written = tuple(n for n, x in given if x.alias_info and x.alias_info.is_write)
+        given = self.overload._schema.arguments
+        self._names = tuple(x.name for x in given)
+        aliases = enumerate(x.alias_info for x in given)
+        self._written = tuple(n for n, x in aliases if x and x.is_write)
 
     def set_gradient(self, differentiable: Callable) -> None:
         """Registers a function of the operator's arguments that returns its first results with
@@ -204,5 +217,5 @@ class KernelOp(DirectCall):
     def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
         """The same operator, called where a backward follows."""
         call = DirectCall(self.impl, replay=self._replay, compile_also=compile_also)
-        call._overload = self.overload
+        call._overload, call._names = self.overload, self._names
         return call

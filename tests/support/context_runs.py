@@ -250,7 +250,7 @@ def attention_bytes(rank: int, found: Any) -> None:
     gradients of q, k, v and o, and with backward of these, the gradients of all four, and the
     float32 sums of dq that a GPU's kernel has."""
 
-    def outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any, impl: str) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         return q.new_empty(*q.shape[:3], v.shape[-1]), lse
 

@@ -247,7 +247,7 @@ def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list
     def compute(group: _Group, received: list[Any]) -> list[tuple[Tensor, Tensor]]:
         inputs_of_heads = _of_heads(inputs, group, received)
         impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
-        o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, impls)
+        o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, impl=impls)
         lse_groups.append(lse_heads)
         results = [(o_heads, o[:, :, group.queries])]
         if call.wants_lse:

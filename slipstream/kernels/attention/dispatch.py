@@ -168,7 +168,7 @@ def _in_compute_dtype(inputs: AttentionInputs) -> AttentionInputs:
 def decode(call: Cache, options: AttentionOptions, impl: str | None) -> tuple[Tensor, Tensor]:
     """As run, from a cache, without gradients."""
     with torch.no_grad():
-        return op.call_decode(*call, *options, plan_cache(call.q, call.k, call.v, impl))
+        return op.call_decode(*call, *options, impl=plan_cache(call.q, call.k, call.v, impl))
 
 
 def plan_cache(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> str:

@@ -49,7 +49,7 @@ def latent_attention(
     if grad:
         _check_pages(latent, lengths, table)
         return eager_latent_attention(q, latent, lengths, table, width, scale)[0]
-    return _call(q, latent, lengths, table, width, scale, impls)[0]
+    return _call(q, latent, lengths, table, width=width, scale=scale, impl=impls)[0]
 
 
 def eager_latent_attention(

@@ -188,7 +188,7 @@ def softmax(
         inputs = _distinct(inputs)
     if needs_autograd(*inputs):
         return _Softmax.apply((*options, impl), backward_impls or impl, *inputs)
-    return call_forward(*inputs, *options, impl)
+    return call_forward(*inputs, *options, impl=impl)
 
 
 def _distinct(inputs: AttentionInputs) -> AttentionInputs:

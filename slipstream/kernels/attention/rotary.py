@@ -62,10 +62,12 @@ class _SoftmaxOfRotated(Function):
         if in_place and qkv.is_contiguous():
             _turn(qk, cos, sin)
         else:
-            qk = rotary._call(qk, cos, sin, None, False, False, TRITON_OR_EAGER)
+            qk = rotary._call(
+                qk, cos, sin, None, interleaved=False, back=False, impl=TRITON_OR_EAGER
+            )
         q, k = qk.split(sizes[:2], 2)
         terms = AttentionInputs(q, k, v, cu_q=cu_seqlens, cu_k=cu_seqlens)
-        o, lse = op.call_forward(*terms, *options, impl)
+        o, lse = op.call_forward(*terms, *options, impl=impl)
         save(ctx, q, k, v, cu_seqlens, o, lse, cos, sin)
         ctx.options = (*options, impl)
         return o

@@ -43,7 +43,9 @@ def _run(inputs: AttnresInputs, impl: str) -> tuple[Tensor, Tensor]:
         y, s, lse = _Attnres.apply(query, weight, output_weight, *options, impl, *residuals)
     else:
         rows = _rows(residuals)
-        y, s, _, lse, *_ = forward(query, rows, weight, output_weight, *options, impl, False)
+        y, s, _, lse, *_ = forward(
+            query, rows, weight, output_weight, *options, impl=impl, keep=False
+        )
     return y.view(shape), (s - lse).exp().view(len(residuals), *shape[:-1])
 
 
@@ -60,7 +62,7 @@ class _Attnres(Function):
         query, weight, output_weight, eps, scale, impl, *residuals = args
         given = query, _rows(residuals), weight, output_weight
         keep = not impl.startswith("sm90")
-        y, s, rstd, lse, o, rest = forward(*given, eps, scale, impl, keep)
+        y, s, rstd, lse, o, rest = forward(*given, eps=eps, scale=scale, impl=impl, keep=keep)
         o = y if keep and output_weight is None else o
         # no views of them, of whose changes torch has another error
         save(ctx, query, weight, output_weight, o, rest, s, rstd, lse, *residuals)

@@ -98,7 +98,7 @@ def update(
     impl: str,
 ) -> Tensor:
     """x, y [N, D]; the state moves on in place. No gradients."""
-    return _call_update(x, state, weight, bias, residual, indices, silu, impl)
+    return _call_update(x, state, weight, bias, residual, indices, silu=silu, impl=impl)
 
 
 def _forward(*args: Any) -> list[Tensor]:
@@ -210,7 +210,7 @@ class _Convolution(Function):
         *tensors, sizes, unit, silu, impl = args
         x, weight, bias, residual, state, cu_seqlens = tensors
         sizes = None if sizes is None else tuple(sizes)
-        results = _call(*tensors, sizes, unit, silu, impl)
+        results = _call(*tensors, sizes=sizes, unit=unit, silu=silu, impl=impl)
         count = len(sizes or (1,))
         save(ctx, x, weight, bias, state, cu_seqlens, *(results[count:] or (None,)))
         ctx.options = unit, silu, impl

@@ -75,7 +75,7 @@ class _Gate(Function):
     ) -> Tensor:
         save(ctx, x, A_log, dt_bias)
         ctx.options = lower_bound, impl
-        return _forward(x, A_log, dt_bias, lower_bound, impl)
+        return _forward(x, A_log, dt_bias, lower_bound=lower_bound, impl=impl)
 
     @staticmethod
     @once_differentiable

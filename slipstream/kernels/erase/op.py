@@ -53,12 +53,12 @@ class _Erase(Function):
     def forward(ctx: Any, g: Tensor, k: Tensor, b: Tensor | None, impl: str) -> Tensor:
         save(ctx, g, k, b)
         ctx.impl = impl
-        return _forward(g, k, b, impl)
+        return _forward(g, k, b, impl=impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, da: Tensor) -> tuple[Tensor | None, ...]:
-        dg, dk, *db = _backward(da.contiguous(), *saved, ctx.impl)
+        dg, dk, *db = _backward(da.contiguous(), *saved, impl=ctx.impl)
         return dg, dk, db[0] if db else None, None
 
 

@@ -135,7 +135,7 @@ class _Scan(Function):
         cu_seqlens: Tensor | None,
         impl: str,
     ) -> Any:
-        h, final = _call_forward(x, g, initial_state, cu_seqlens, impl)
+        h, final = _call_forward(x, g, initial_state, cu_seqlens, impl=impl)
         save(ctx, g, h, initial_state, cu_seqlens)
         ctx.impl = impl
         ctx.set_materialize_grads(False)
@@ -146,7 +146,7 @@ class _Scan(Function):
     def backward(ctx: Any, saved: Saved, dh: Tensor | None, dfinal: Tensor | None) -> Any:
         if dh is None and dfinal is None:
             return (None,) * 5
-        grads = _call_backward(*saved, dh, dfinal, ctx.impl)
+        grads = _call_backward(*saved, dh, dfinal, impl=ctx.impl)
         return (*grads, *(None,) * (5 - len(grads)))
 
 
@@ -160,4 +160,4 @@ def scan(
     tensors = (x, g, initial_state)
     if needs_autograd(*tensors):
         return _Scan.apply(x, g, initial_state, cu_seqlens, impl)
-    return _call_forward(x, g, initial_state, cu_seqlens, impl)
+    return _call_forward(x, g, initial_state, cu_seqlens, impl=impl)

@@ -142,7 +142,7 @@ def _forward_heads(
     elif share.crossings.any:
         exchange = ForwardStates(terms, share, call)
     else:
-        return *call_forward(*terms, *call[:3], False), *begins
+        return *call_forward(*terms, *call[:3], wide=False), *begins
     out = None if o is None else (o, o.new_empty(terms.state_shape, dtype=terms.dtype))
     found, after, *saved = forward_impl(*terms, *forward, out=out, save=save, exchange=exchange)
     saved = saved if len(saved) > 1 else []  # checkpoints, and a SavedWY's tensors

@@ -39,7 +39,7 @@ def tail_state(terms: LinearInputs, share: Share, call: Call, start: Tensor | No
     """The state at this rank's end of the sequence that continues, begun with `start`
     [width, HV, K, V]."""
     tail = terms_of(terms, share.tail_begin, None)._replace(initial_state=start)
-    return call_forward(*tail, *call[:3], False)[1]
+    return call_forward(*tail, *call[:3], wide=False)[1]
 
 
 def head_gradient(
@@ -64,7 +64,9 @@ def transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
     K = tail.q.shape[-1]
     v = tail.v.new_zeros(*tail.v.shape[:3], K)
     alone = tail._replace(v=v, initial_state=_identity(tail, width))
-    return call_forward(*alone, call.scale, call.chunk, call.choose(alone), False)[1]
+    return call_forward(
+        *alone, scale=call.scale, chunk=call.chunk, impl=call.choose(alone), wide=False
+    )[1]
 
 
 def transition_factors(tail: LinearInputs) -> Tensor:

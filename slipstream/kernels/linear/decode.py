@@ -115,7 +115,9 @@ def run(
         expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
         if terms.cu_seqlens is not None:
             expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
-    return _call(*pool, *terms[:_COUNT], terms.cu_seqlens, scale, l2_norm, plan.impls)
+    return _call(
+        *pool, *terms[:_COUNT], terms.cu_seqlens, scale=scale, l2_norm=l2_norm, impl=plan.impls
+    )
 
 
 def plan_for(terms: LinearInputs, pool: Pool, impl: str | None) -> Selection:
@@ -192,7 +194,7 @@ def _mismatch(terms: LinearInputs, pool: Pool, l2_norm: bool) -> str | None:
             codes, residual = (_k_first(x, pool.v_first).contiguous() for x in (codes, residual))
             states = Pool(codes, scale, residual, None, pool.v_first)
             few = LinearInputs(**given)
-            o = _call(*states, *few[:_COUNT], few.cu_seqlens, 1.0, l2_norm, impl)
+            o = _call(*states, *few[:_COUNT], few.cu_seqlens, scale=1.0, l2_norm=l2_norm, impl=impl)
             assert states.int8 is not None
             return o, int8_states.decode(states.int8)
 

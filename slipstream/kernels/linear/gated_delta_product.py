@@ -185,7 +185,7 @@ class _Steps(Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
         o, final, checkpoints = _call_forward(
-            *tensors, *options, num_slices(Steps(*tensors), options[-1])
+            *tensors, *options, spans=num_slices(Steps(*tensors), options[-1])
         )
         save(ctx, *tensors, checkpoints)
         ctx.options = options

@@ -266,7 +266,7 @@ class _Slots(Function):
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
         o, keys, values, *rest = _call_forward(
-            *tensors, *options, num_slices(GSAInputs(*tensors), True), True
+            *tensors, *options, spans=num_slices(GSAInputs(*tensors), True), keep=True
         )
         save(ctx, *tensors, *rest)
         ctx.options = options

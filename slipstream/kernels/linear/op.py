@@ -455,7 +455,7 @@ class Linear(Function):
         if impl.startswith("sm90") and terms.transition == "delta" and launches_as_plain(terms.q):
             o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, num_slices)
         elif num_slices > 1 or workspace.fwd_unsliced(terms, impl):
-            o, final, *saved = _call_slices(*given, scale, chunk, impl, wide, num_slices)
+            o, final, *saved = _call_slices(*given, *ctx.options, wide=wide, spans=num_slices)
         else:
             o, final = _call_forward_training(*given, scale, chunk, impl, wide)
         save(ctx, *given, *saved)
@@ -497,4 +497,4 @@ def linear(
     [N, HV, K, V], with gradients."""
     if needs_autograd(*terms):
         return Linear.apply(scale, chunk, impl, wide, *terms)
-    return call_forward(*terms, scale, chunk, impl, wide)
+    return call_forward(*terms, scale=scale, chunk=chunk, impl=impl, wide=wide)

@@ -22,7 +22,7 @@ def rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tens
     """logits [N, V], target [N] -> loss [N]."""
     if needs_autograd(logits):
         return _Rows.apply(logits, target, options, impl)
-    return _call(logits, target, *options, impl)[0]
+    return _call(logits, target, *options, impl=impl)[0]
 
 
 def reduced(logits: Tensor, target: Tensor, options: LossInputs, mean: bool, impl: str) -> Tensor:
@@ -43,7 +43,7 @@ class _Rows(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
-        loss, lse = _call(logits, target, *options, impl)
+        loss, lse = _call(logits, target, *options, impl=impl)
         save(ctx, logits, target, lse)
         ctx.options, ctx.impl = options, impl
         return loss
@@ -51,7 +51,7 @@ class _Rows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        grad = _call_backward(*saved, dloss, *ctx.options, ctx.impl)
+        grad = _call_backward(*saved, dloss, *ctx.options, impl=ctx.impl)
         return grad, None, None, None
 
 

@@ -79,7 +79,7 @@ def linear_kl_div(
     if needs_autograd(*student):
         rows = _Rows.apply(*tensors, temperature, reduction != "none", impl)
     else:
-        rows = _CALL(*tensors, None, temperature, False, impl)[0]
+        rows = _CALL(*tensors, None, temperature=temperature, grads=False, impl=impl)[0]
     return _reduced(rows, live, reduction)
 
 
@@ -108,7 +108,9 @@ class _Rows(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, temperature, grads, impl = args
-        loss, *forward_grads = _CALL(*tensors, None, temperature, grads, impl)
+        loss, *forward_grads = _CALL(
+            *tensors, None, temperature=temperature, grads=grads, impl=impl
+        )
         save(ctx, *tensors, *(forward_grads if grads else ()))
         ctx.options = temperature, True, impl
         return loss

@@ -61,7 +61,7 @@ def linear_cross_entropy(
         launched()
         return loss
     if not grads:
-        rows = _call_linear(*inputs, None, *options, False, impl)[0]
+        rows = _call_linear(*inputs, None, *options, grads=False, impl=impl)[0]
         return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
     if reduction == "none":
         return _LinearRows.apply(*inputs, options, impl)
@@ -99,7 +99,7 @@ class _LinearSum(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         (*inputs, options, impl), (_, weight, bias) = args, args[:3]
-        loss, *gradients = _call_linear(*inputs, None, *options, True, impl)
+        loss, *gradients = _call_linear(*inputs, None, *options, grads=True, impl=impl)
         save(ctx, *gradients, *anchors(*inputs[:3]))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return loss.sum()
@@ -124,13 +124,15 @@ class _LinearRows(Function):
         *inputs, options, impl = args
         save(ctx, *inputs)
         ctx.options, ctx.impl = options, impl
-        return _call_linear(*inputs, None, *options, False, impl)[0]
+        return _call_linear(*inputs, None, *options, grads=False, impl=impl)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         _, weight, bias, _ = saved
-        _, dhidden, dweight, dbias = _call_linear(*saved, dloss, *ctx.options, True, ctx.impl)
+        _, dhidden, dweight, dbias = _call_linear(
+            *saved, dloss, *ctx.options, grads=True, impl=ctx.impl
+        )
         dbias = None if bias is None else dbias.to(bias.dtype)
         return dhidden, dweight.to(weight.dtype), dbias, None, None, None
 

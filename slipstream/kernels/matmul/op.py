@@ -70,7 +70,14 @@ class _Matmul(Function):
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (bias, residual))
         # hopper and a tile may refuse the other two products
         ctx.precision, ctx.impl = precision, None if impl == "sm90" else impl or None
-        return _CALL(*args[:6], "", precision, out_dtype, packed, impl)
+        return _CALL(
+            *args[:6],
+            activation="",
+            precision=precision,
+            out_dtype=out_dtype,
+            config=packed,
+            impl=impl,
+        )
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

@@ -71,7 +71,7 @@ def unsupported_reason(t: TokenInputs, K: int) -> str | None:
 
 def block_inputs(t: TokenInputs, blocks: Blocks, impl: str = TRITON_OR_EAGER) -> None:
     """Writes the blocks, and moves the windows on."""
-    _call(*blocks, *t, impl)
+    _call(*blocks, *t, impl=impl)
 
 
 def _kind(t: TokenInputs, K: int) -> KernelKey:

@@ -25,7 +25,7 @@ def mixer_step(
     out: Tensor, inputs: StepInputs, options: StepOptions, counters: Tensor | None, impl: str
 ) -> None:
     """impl: triton, eager, or triton|eager. counters: as `counters` has them, or None."""
-    _call(out, *inputs, counters, *options, impl)
+    _call(out, *inputs, counters, *options, impl=impl)
 
 
 def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:

@@ -41,7 +41,7 @@ def norm(
     """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
     if needs_autograd(x, weight, bias, gate, residual):
         return _Norm.apply(x, weight, bias, gate, residual, n, impl)
-    y, h, _ = _forward(x, weight, bias, gate, residual, *n, False, impl)
+    y, h, _ = _forward(x, weight, bias, gate, residual, *n, save=False, impl=impl)
     return y, h if stores_h(x, residual, n, False) else None
 
 
@@ -139,7 +139,7 @@ class _Norm(Function):
         n: NormOptions,
         impl: str,
     ) -> tuple[Tensor, Tensor | None]:
-        y, h, stats = _forward(x, weight, bias, gate, residual, *n, True, impl)
+        y, h, stats = _forward(x, weight, bias, gate, residual, *n, save=True, impl=impl)
         h = h if stores_h(x, residual, n, True) else None
         links = [] if h is None or n.keep_h else anchors(x, residual)
         save(ctx, x if h is None else h, weight, bias, gate, stats, *links)
@@ -163,7 +163,9 @@ class _Norm(Function):
         if dy is None:
             dy = torch.zeros_like(h, dtype=ctx.dtype)
         args = (dy, dh, h, weight, bias, gate, stats, ctx.residual_dtype)
-        dx, *grads = _backward(*args, *ctx.norm, needs_weight, needs_bias, ctx.impl)
+        dx, *grads = _backward(
+            *args, *ctx.norm, needs_weight=needs_weight, needs_bias=needs_bias, impl=ctx.impl
+        )
         left = iter(grads)
         dr = None if ctx.residual_dtype is None else dx
         if ctx.residual_dtype not in (None, dx.dtype):

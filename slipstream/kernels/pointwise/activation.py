@@ -49,7 +49,7 @@ def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
         return _eager(gate, up, f)
     if needs_autograd(gate, up):
         return _Glu.apply(gate, up, f, impl)
-    return forward(gate, up, f, impl)
+    return forward(gate, up, f=f, impl=impl)
 
 
 class _Glu(Function):
@@ -59,13 +59,13 @@ class _Glu(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
         save(ctx, gate, up)
         ctx.f, ctx.impl = f, impl
-        return forward(gate, up, f, impl)
+        return forward(gate, up, f=f, impl=impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = saved
-        dgate, *dup = backward(dy, gate, up, ctx.f, ctx.impl)
+        dgate, *dup = backward(dy, gate, up, f=ctx.f, impl=ctx.impl)
         return dgate, dup[0] if dup else None, None, None
 
 

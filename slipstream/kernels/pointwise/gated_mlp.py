@@ -95,7 +95,7 @@ class _GatedMLP(Function):
         rows = dy.reshape(-1, dy.shape[-1])
         h = rows @ down
         # dh becomes h
-        dgate, dup = linear._call(h, gate, up, ctx.f, ctx.impl.removeprefix("sm90|"))
+        dgate, dup = linear._call(h, gate, up, f=ctx.f, impl=ctx.impl.removeprefix("sm90|"))
         dx = (dgate @ gate_weight).addmm_(dup, up_weight).view(ctx.shape) if needs_x else None
         return (
             dx,
@@ -126,7 +126,7 @@ def _products(x: Tensor, gate: Tensor, up: Tensor, f: str, impl: str) -> tuple[T
                 return launch.products(x, gate, up, f)
         return _products(x, gate, up, f, others)
     z, u = F.linear(x, gate), F.linear(x, up)
-    return z, u, activation.forward(z, u, f, impl)
+    return z, u, activation.forward(z, u, f=f, impl=impl)
 
 
 def _kind(x: Tensor, f: str) -> KernelKey:

@@ -76,7 +76,7 @@ class _GluLinear(Function):
 def _product(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     """h, contiguous."""
     if is_triton(impl):
-        return activation.forward(gate, up, f, impl)
+        return activation.forward(gate, up, f=f, impl=impl)
     y = activation.FUNCTIONS[f](gate)
     return (y if up is None else y.mul_(up)).contiguous()
 
@@ -96,7 +96,7 @@ def _kernel_grads(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dgate, dup, dweight."""
     h = (dy @ weight).view(gate.shape)
-    dgate, dup = _call(h, gate, up, f, impl)
+    dgate, dup = _call(h, gate, up, f=f, impl=impl)
     dweight = dy.t() @ _flat(h) if needs_weight else None
     return dgate, None if up is None else dup, dweight
 

@@ -38,7 +38,7 @@ def place_tokens(
 
 def _call_with(xs: list[Tensor], ys: list[Tensor], counts: Tensor, impl: str) -> None:
     missing = [None] * (MAX_TENSORS - len(xs))
-    _call(counts, *xs, *missing, *ys, *missing, impl)
+    _call(counts, *xs, *missing, *ys, *missing, impl=impl)
 
 
 def _unsupported_reason(*tensors: Tensor) -> str | None:

@@ -94,7 +94,7 @@ def rotary_by_table(
     triton, or triton|eager."""
     if needs_autograd(x):
         return _RotaryByTable.apply(x, cos, sin, positions, interleaved, impl)
-    return _call(x, cos, sin, positions, interleaved, False, impl)
+    return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
 
 
 class _RotaryByTable(Function):
@@ -112,12 +112,12 @@ class _RotaryByTable(Function):
     ) -> Tensor:
         save(ctx, cos, sin, positions)
         ctx.interleaved, ctx.impl = interleaved, impl
-        return _call(x, cos, sin, positions, interleaved, False, impl)
+        return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _call(dy, *saved, ctx.interleaved, True, ctx.impl)
+        dx = _call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=ctx.impl)
         return dx, None, None, None, None, None
 
 
@@ -144,7 +144,9 @@ class _SplitRotary(Function):
         save(ctx, cos, sin)
         ctx.impl = impl
         qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], 2)
-        q, k = _call(qk, cos, sin, None, False, False, impl).split(sizes[:2], 2)
+        q, k = _call(qk, cos, sin, None, interleaved=False, back=False, impl=impl).split(
+            sizes[:2], 2
+        )
         return as_base(q), as_base(k), v.detach()
 
     @staticmethod
@@ -152,7 +154,7 @@ class _SplitRotary(Function):
     def backward(
         ctx: Any, saved: Saved, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor | None, ...]:
-        return _join(dq, dk, dv, *saved, ctx.impl), None, None, None, None
+        return _join(dq, dk, dv, *saved, impl=ctx.impl), None, None, None, None
 
 
 def _join_backward(

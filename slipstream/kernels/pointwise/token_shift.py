@@ -81,7 +81,7 @@ def kernel_shift(
     """impl: triton, or triton|eager."""
     if needs_autograd(x, state):
         return _Shift.apply(x, state, cu_seqlens, impl)
-    return _call(x, state, cu_seqlens, False, impl)
+    return _call(x, state, cu_seqlens, back=False, impl=impl)
 
 
 class _Shift(Function):
@@ -91,7 +91,7 @@ class _Shift(Function):
     def forward(
         ctx: Any, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
     ) -> tuple[Tensor, Tensor]:
-        y, last = _call(x, state, cu_seqlens, False, impl)
+        y, last = _call(x, state, cu_seqlens, back=False, impl=impl)
         save(ctx, cu_seqlens)
         ctx.shape, ctx.dtype, ctx.impl = x.shape, x.dtype, impl
         ctx.set_materialize_grads(False)
@@ -106,7 +106,7 @@ class _Shift(Function):
             if dlast is None:
                 return None, None, None, None
             dy = dlast.new_zeros(ctx.shape)
-        dx, dstate = _call(dy, dlast, *saved, True, ctx.impl)
+        dx, dstate = _call(dy, dlast, *saved, back=True, impl=ctx.impl)
         return dx, dstate if ctx.needs_input_grad[1] else None, None, None
 
 

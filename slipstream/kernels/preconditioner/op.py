@@ -45,7 +45,7 @@ def precondition(inputs: Inputs, impl: str, inverse: bool = False) -> tuple[Tens
     inputs = Inputs._make(t.contiguous() if isinstance(t, Tensor) else t for t in inputs)
     if needs_autograd(*inputs.differentiable):
         return _Precondition.apply(*inputs, inverse, impl)
-    return _forward(*inputs, False, inverse, impl)[:3]
+    return _forward(*inputs, keep=False, inverse=inverse, impl=impl)[:3]
 
 
 def squashed(sums: Tensor, centre: Tensor | None, x: float, eps: float) -> Tensor:
@@ -60,7 +60,7 @@ class _Precondition(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs, (inverse, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-        y, final, by, sums = _forward(*inputs, True, inverse, impl)
+        y, final, by, sums = _forward(*inputs, keep=True, inverse=inverse, impl=impl)
         save(ctx, *inputs[:6], sums)
         ctx.options = inputs.x, inputs.eps, impl
         ctx.set_materialize_grads(False)
@@ -76,7 +76,7 @@ class _Precondition(Function):
         dy = torch.zeros_like(inputs.k) if dy is None else dy.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
         dby = None if dby is None or dby.numel() == 0 else dby.contiguous()
-        grads = iter(_backward(*inputs, sums, dy, dfinal, dby, impl))
+        grads = iter(_backward(*inputs, sums, dy, dfinal, dby, impl=impl))
         by_input = [None if t is None else next(grads) for t in inputs.differentiable]
         return *by_input, None, None, None, None, None
 

@@ -58,7 +58,7 @@ def run(t: ProjectionInputs, impl: str | None) -> Tensor:
             "projection_step: it has no gradients; call it under torch.no_grad()"
         )
     impls = choose(CANDIDATES, t, impl, "projection_step", t.x).impls
-    return _call(*_flat(t), impls)
+    return _call(*_flat(t), impl=impls)
 
 
 def _flat(t: ProjectionInputs) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def _mismatch(like: ProjectionInputs) -> str | None:
         weights = [t[f"w{i}"] for i in range(len(sizes))]
         terms = t.get("norm_weight"), t.get("residual")
         inputs = ProjectionInputs(t["x"], weights, [None] * len(sizes), *terms, *like[5:])
-        return _call(*_flat(inputs), impl)
+        return _call(*_flat(inputs), impl=impl)
 
     return numeric_probe.mismatch(
         lambda t: call("triton|eager", t), lambda t: call(PLAIN[0], t), tensors, gradients=False

@@ -79,7 +79,7 @@ class _Rotate(Function):
         save(ctx, q, k, theta)
         ctx.impl = impl
         ctx.set_materialize_grads(False)
-        return _forward(q, k, theta, impl)
+        return _forward(q, k, theta, impl=impl)
 
     @staticmethod
     @once_differentiable
@@ -91,7 +91,7 @@ class _Rotate(Function):
         dk = torch.zeros_like(k) if dk is None else dk.contiguous()
         of_dots = q.shape[:-1] + q.shape[-2:-1]
         ddots = saved[2].new_zeros(of_dots) if ddots is None else ddots.contiguous()
-        return *_backward(*saved, dq, dk, ddots, ctx.impl), None
+        return *_backward(*saved, dq, dk, ddots, impl=ctx.impl), None
 
 
 def _unsupported_reason(q: Tensor, k: Tensor, theta: Tensor) -> str | None:

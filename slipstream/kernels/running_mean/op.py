@@ -56,7 +56,7 @@ def running_mean(inputs: MeanInputs, impl: str) -> tuple[Tensor, Tensor]:
     inputs = MeanInputs._make(None if x is None else x.contiguous() for x in inputs)
     if needs_autograd(*inputs[:5]):
         return _Mean.apply(*inputs, impl)
-    return _mean(*inputs, False, impl)[:2]
+    return _mean(*inputs, keep=False, impl=impl)[:2]
 
 
 class _Weights(Function):
@@ -66,7 +66,7 @@ class _Weights(Function):
     def forward(
         ctx: Any, k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        c, g, after = _weights(k, z, cu_seqlens, impl)
+        c, g, after = _weights(k, z, cu_seqlens, impl=impl)
         save(ctx, k, g, z, cu_seqlens)
         ctx.impl = impl
         ctx.set_materialize_grads(False)
@@ -81,7 +81,7 @@ class _Weights(Function):
         dc = torch.zeros_like(k) if dc is None else dc.contiguous()
         dg = torch.zeros_like(g) if dg is None else dg.contiguous()
         dafter = None if dafter is None else dafter.contiguous()
-        dk, dz = _weights_backward(k, g, z, cu_seqlens, dc, dg, dafter, ctx.impl)
+        dk, dz = _weights_backward(k, g, z, cu_seqlens, dc, dg, dafter, impl=ctx.impl)
         return dk, dz, None, None
 
 
@@ -91,7 +91,7 @@ class _Mean(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *inputs, impl = args
-        o, after, r, mean = _mean(*inputs, True, impl)
+        o, after, r, mean = _mean(*inputs, keep=True, impl=impl)
         save(ctx, *inputs, r, mean)
         ctx.impl = impl
         ctx.set_materialize_grads(False)
@@ -104,7 +104,7 @@ class _Mean(Function):
     ) -> tuple[Tensor | None, ...]:
         do = torch.zeros_like(saved[1]) if do is None else do.contiguous()
         dafter = None if dafter is None else dafter.contiguous()
-        return *_mean_backward(*saved, do, dafter, ctx.impl), None, None
+        return *_mean_backward(*saved, do, dafter, impl=ctx.impl), None, None
 
 
 def _unsupported_reason(*tensors: Tensor) -> str | None:
@@ -266,7 +266,7 @@ _weights = KernelOp(
     "running_weights",
     "(Tensor k, Tensor z, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor, Tensor)",
     _run_weights,
-    lambda k, z, cu, impl: (k.new_empty(k.shape), _wide_like(k, k.shape), z.new_empty(z.shape)),
+    lambda k, z, *_: (k.new_empty(k.shape), _wide_like(k, k.shape), z.new_empty(z.shape)),
     replay=True,
 )
 _weights_backward = KernelOp(

@@ -176,7 +176,7 @@ class _SelectiveScan(Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        y, final, states = _call_forward(*args[:11], True, args[12])
+        y, final, states = _call_forward(*args[:11], for_backward=True, impl=args[12])
         save(ctx, *args[:10], states)
         ctx.options = args[10], args[12]
         ctx.set_materialize_grads(False)
@@ -198,5 +198,7 @@ def selective_scan(inputs: ScanInputs, delta_softplus: bool, impl: str) -> tuple
     """y [B, T, D] in u's dtype and the final state [S, D, N], with gradients."""
     if needs_autograd(*inputs[:9]):
         return _SelectiveScan.apply(*inputs, delta_softplus, True, impl)
-    y, final, _ = _call_forward(*inputs, delta_softplus, False, impl)
+    y, final, _ = _call_forward(
+        *inputs, delta_softplus=delta_softplus, for_backward=False, impl=impl
+    )
     return y, final

@@ -67,7 +67,7 @@ def recurrence_terms(
         by_kernels = is_triton(impl)
     if by_kernels and needs_autograd(*inputs):
         return [*_Terms.apply(*inputs, heads, impl)]
-    found = _terms(*inputs, heads, impl) if by_kernels else plain_terms(inputs, heads)
+    found = _terms(*inputs, heads=heads, impl=impl) if by_kernels else plain_terms(inputs, heads)
     return [*found, found[1], *found[4:]]
 
 

@@ -53,7 +53,7 @@ def mixed_projections(
     counts = tuple(map(len, weights))
     if needs_autograd(x, before, mu, *matrices):
         return [*_MixedProjections.apply(x, before, mu, counts, impl, *matrices)]
-    return _project(_forward(x, before, mu, impl), counts, matrices)
+    return _project(_forward(x, before, mu, impl=impl), counts, matrices)
 
 
 def _project(mixes: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -87,13 +87,13 @@ class _MixedProjections(Function):
     ) -> tuple[Tensor, ...]:
         save(ctx, x, before, mu, *matrices)
         ctx.counts, ctx.impl = counts, impl
-        return tuple(_project(_forward(x, before, mu, impl), counts, matrices))
+        return tuple(_project(_forward(x, before, mu, impl=impl), counts, matrices))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, before, mu, *matrices = saved
-        mixes = _forward(x, before, mu, ctx.impl)
+        mixes = _forward(x, before, mu, impl=ctx.impl)
         dmixes, dmatrices, begun = torch.empty_like(mixes), [], set()
         for m, w, dy, needed in zip(
             _mix_of(ctx.counts), matrices, dys, ctx.needs_input_grad[5:], strict=True
@@ -111,7 +111,7 @@ class _MixedProjections(Function):
             dmatrices.append(dw)
         for m in set(range(len(mixes))) - begun:
             dmixes[m].zero_()
-        dx, *dbefore, dmu = _backward(dmixes, x, before, mu, ctx.impl)
+        dx, *dbefore, dmu = _backward(dmixes, x, before, mu, impl=ctx.impl)
         return dx, *(dbefore or [None]), dmu, None, None, *dmatrices
 
 
@@ -150,8 +150,8 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
         return call
 
     kernels = run(
-        lambda *args: _forward(*args, TRITON_OR_EAGER),
-        lambda *args: _backward(*args, TRITON_OR_EAGER),
+        lambda *args: _forward(*args, impl=TRITON_OR_EAGER),
+        lambda *args: _backward(*args, impl=TRITON_OR_EAGER),
     )
     in_torch = run(plain, _plain_backward)
     return numeric_probe.mismatch(kernels, in_torch, probe_inputs, gradients=False)

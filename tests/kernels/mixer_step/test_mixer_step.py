@@ -321,7 +321,7 @@ def test_step_passes_opcheck() -> None:
     args, options = make(KINDS["mamba2"], SMALL)
     seen: list[tuple] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "_call", lambda *args: seen.append(args))
+        patch.setattr(op, "_call", lambda *args, impl: seen.append((*args, impl)))
         dispatch._PLANS._by_key.clear()
         mixer_step(**args, **options, state_indices=torch.tensor(INDICES))
     torch.library.opcheck(torch.ops.slipstream.mixer_step.default, seen[0])
