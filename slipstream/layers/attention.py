@@ -50,6 +50,7 @@ class Attention(Mixer):
     """
 
     token_states = ("k", "v")
+    leaves_states = True
     verifies_drafts = True
     steps_rounded = True
     rounded_keys = ("k", "v")

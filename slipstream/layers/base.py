@@ -161,6 +161,9 @@ class Mixer(nn.Module):
     verifies_drafts: ClassVar[bool] = False
     # whether `step` of one token takes a recurrent state in int8 (nn/rounded.py) as it is
     steps_rounded: ClassVar[bool] = False
+    # whether a call leaves its states on the way (runtime/prefix_scope.py); those of tokens are
+    # cut instead
+    leaves_states: ClassVar[bool] = False
     # tensors of token_states that a cache may keep in 8 bits
     rounded_keys: ClassVar[tuple[str, ...]] = ()
     # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and

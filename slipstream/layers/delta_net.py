@@ -51,6 +51,7 @@ class DeltaNet(Mixer):
     """
 
     verifies_drafts = True
+    leaves_states = True
     steps_rounded = True
 
     def __init__(

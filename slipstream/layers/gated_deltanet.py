@@ -49,6 +49,7 @@ class GatedDeltaNet(DeltaHeads):
     """
 
     verifies_drafts = True
+    leaves_states = True
     steps_rounded = True
 
     def __init__(

@@ -57,6 +57,7 @@ class GatedLinearAttention(Mixer):
     norm_weight: nn.Parameter | None
 
     verifies_drafts = True
+    leaves_states = True
     steps_rounded = True
 
     def __init__(

@@ -52,6 +52,7 @@ class KimiDeltaAttention(DeltaHeads):
     """
 
     verifies_drafts = True
+    leaves_states = True
     steps_rounded = True
 
     def __init__(

@@ -55,6 +55,7 @@ class Mamba2(Mixer):
     norm_weight: nn.Parameter | None
 
     verifies_drafts = True
+    leaves_states = True
     steps_rounded = True
 
     def __init__(

@@ -50,6 +50,7 @@ class MLA(Mixer):
     """
 
     token_states = ("latent",)
+    leaves_states = True
 
     def __init__(
         self,

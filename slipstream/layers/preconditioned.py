@@ -92,6 +92,7 @@ def preconditioned_step(
 class _Preconditioned(DeltaHeads):
     """The base of both layers. Their other base class has the other projections."""
 
+    leaves_states = False  # not the preconditioner's
     steps_rounded = False
 
     conv: Any

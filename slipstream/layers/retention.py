@@ -60,6 +60,7 @@ class MultiScaleRetention(Mixer):
 
     norm_weight: nn.Parameter | None
 
+    leaves_states = True
     steps_rounded = True
 
     def __init__(

@@ -21,6 +21,7 @@ from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.prefix_scope import prefix_scope
 
 MIX_POWERS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """How unevenly each mix begins over the channels."""
@@ -55,6 +56,7 @@ class RWKV7(Mixer):
     """
 
     takes_first_value = True
+    leaves_states = True
     steps_rounded = True
 
     def __init__(
@@ -321,6 +323,8 @@ def shifted(
         if window is not None:
             before = window.mT.clone()
             return before, window.copy_(x.mT)[:, :, 0]
+    if prefix_scope.prefixes is not None and use_cache:
+        prefix_scope.prefixes.add_last_tokens(x)
     return token_shift(
         x,
         initial_state=state,

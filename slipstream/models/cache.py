@@ -179,12 +179,20 @@ class LayerState(CacheLayerMixin):
 
     def copied(self, row: int) -> "LayerState":
         """One row alone, with no more room than it uses."""
-        made = LayerState(None, *self.rounding)
-        made.seen, made.token_states = self.seen, self.token_states
-        made.rounded_keys = self.rounded_keys
+        part = None
         if self.state is not None:
             part = {n: x[row : row + 1] for n, x in self.view(0).items()}
-            made._tensors = made._rounded({n: x.detach().clone() for n, x in part.items()})
+        return self.of(self.seen, part)
+
+    def of(self, seen: int, tensors: dict[str, Tensor] | None) -> "LayerState":
+        """One like this, of copies of tensors after so many tokens."""
+        made = LayerState(None, *self.rounding)
+        made.seen, made.token_states = seen, self.token_states
+        made.rounded_keys = self.rounded_keys
+        if tensors is not None:
+            dense = torch.contiguous_format
+            copies = {n: x.detach().clone(memory_format=dense) for n, x in tensors.items()}
+            made._tensors = made._rounded(copies)
             made.is_initialized = True
         return made
 

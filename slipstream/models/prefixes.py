@@ -1,12 +1,17 @@
 """States after prefixes of prompts, where prompts that begin alike start from."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.models.cache import StateCache
+from slipstream.kernels.linear import prefix_states
+from slipstream.models.cache import LayerState, StateCache
+from slipstream.models.rollback import MLP_SHIFT
+from slipstream.nn import rounded
+from slipstream.runtime.prefix_scope import Prefixes, leaving
 
 
 class PrefixCache:
@@ -21,7 +26,9 @@ class PrefixCache:
         max_bytes: of all stored states; the least recently used go first.
         state_dtype, key_dtype: as StateCache.
 
-    Cost: a copy of the states every so many tokens; a softmax layer's grows with the prefix.
+    Cost: one call of the model for what no stored state has, or one for each `every` tokens where a
+    layer cannot leave states on its way (and with consistent=True); a copy of the states every so
+    many tokens; a softmax layer's grows with the prefix.
     """
 
     def __init__(
@@ -56,13 +63,67 @@ class PrefixCache:
             self.caches.move_to_end(ids[:at])
             cache = self.caches[ids[:at]].copy()
             self.reused += at
-        for n in range(at, end, self.every):
-            self.model.model(input_ids[:, n : n + self.every], cache=cache, use_cache=True)
-            self.caches[ids[: n + self.every]] = cache.copy()
+        ends = range(at + self.every, end + 1, self.every)
+        at_once = self._leaves_states() and len(ends) > 1
+        for n, made in zip(ends, (_leave if at_once else _by_calls)(self, cache, input_ids, ends)):
+            self.caches[ids[:n]] = made
         self._forget()
         return cache
+
+    def _leaves_states(self) -> bool:
+        mixers = [block.mixer for block in self.model.model.layers]
+        return not self.model.config.consistent and all(
+            x.leaves_states and x.mode != "fused_recurrent" for x in mixers
+        )
 
     def _forget(self) -> None:
         size = sum(cache.bytes() for cache in self.caches.values())
         while self.caches and size > self.max_bytes:
             size -= self.caches.popitem(last=False)[1].bytes()
+
+
+def _by_calls(
+    prefixes: PrefixCache, cache: StateCache, input_ids: Tensor, ends: range
+) -> Iterator[StateCache]:
+    """Copies of the cache, which moves on by a call for each."""
+    for n in ends:
+        part = input_ids[:, n - prefixes.every : n]
+        prefixes.model.model(part, cache=cache, use_cache=True)
+        yield cache.copy()
+
+
+def _leave(
+    prefixes: PrefixCache, cache: StateCache, input_ids: Tensor, ends: range
+) -> Iterator[StateCache]:
+    """The same by one call."""
+    begin, end, every = ends[0] - prefixes.every, ends[-1], prefixes.every
+    offsets = torch.tensor([0, end - begin], device=input_ids.device)
+    rows = prefix_states.every(input_ids.new_empty(0), offsets, end - begin, every).rows
+    found = Prefixes(every, len(ends), rows)
+    with leaving(found):
+        prefixes.model.model(input_ids[:, begin:end], cache=cache, use_cache=True)
+    left = {name: iter(x) for name, x in found.tensors.items()}
+    whole = [_states_of(layer, left) for layer in cache.layers]
+    for i, n in enumerate(ends):
+        made = StateCache(0, None, *prefixes.rounding)
+        made.layers = [
+            _prefix(layer, n, {name: x[i : i + 1] for name, x in states.items()})
+            for layer, states in zip(cache.layers, whole)
+        ]
+        yield made
+
+
+def _states_of(layer: LayerState, left: dict[str, Iterator[Tensor]]) -> dict[str, Tensor]:
+    """What a layer's call left [count, ...], by the names of its state."""
+    parts = tuple(rounded.RECURRENT + x for x in rounded.PARTS)
+    names = [x for x in layer.state or {} if x not in (*layer.token_states, *parts, "length")]
+    return {x: next(left["shift" if x == MLP_SHIFT else x]) for x in names}
+
+
+def _prefix(layer: LayerState, tokens: int, states: dict[str, Tensor]) -> LayerState:
+    """One row's after its first n tokens: `states`, and the rest cut from the layer's."""
+    own = layer.state or {}
+    part = {name: x[:, :tokens] for name, x in own.items() if name in layer.token_states}
+    if "length" in own:
+        part["length"] = own["length"].new_full((1,), tokens)
+    return layer.of(tokens, part | states)

@@ -16,6 +16,7 @@ from slipstream.ops.conv import (
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.prefix_scope import prefix_scope
 
 
 class ShortConvolution(nn.Module):
@@ -71,6 +72,7 @@ class ShortConvolution(nn.Module):
                 x, state, self.weight, self.bias, activation=self.activation
             )
             return y, state
+        self._leave_windows(x, state, use_cache)
         return short_convolution(
             x,
             self.weight,
@@ -107,6 +109,7 @@ class ShortConvolution(nn.Module):
         step = consistent_scope.step
         if step is not None and state is not None:
             step.window(x, state)  # for the steps after this block
+        self._leave_windows(x, state, use_cache)
         return split_convolution(
             x,
             self.weight,
@@ -119,6 +122,10 @@ class ShortConvolution(nn.Module):
             context=context,
             unit=unit,
         )
+
+    def _leave_windows(self, x: Tensor, state: Tensor | None, use_cache: bool) -> None:
+        if prefix_scope.prefixes is not None and use_cache:
+            prefix_scope.prefixes.add_windows(x, state, self.width)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         name = f"{prefix}weight"

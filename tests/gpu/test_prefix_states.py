@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.models import PrefixCache, SlipstreamConfig, SlipstreamForCausalLM
 from tests.gpu.sm90_runs import MARKS
+from tests.support.operators import relative_error
 from tests.support.prefix_states import OPERATORS, Call, expect_prefix_states, one_by_one
 
 pytestmark = MARKS
@@ -51,3 +53,24 @@ def test_consistent_states_equal_calls_one_by_one(operator: str, size: str) -> N
 def test_states_of_256_channels() -> None:
     call = call_of("chunk_simple_gla", "packed", 256)
     expect_prefix_states(call, rtol=3e-2)
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "kda", "gla", "mamba2", "rwkv7"])
+@torch.no_grad()
+def test_one_call_leaves_prefixes_of_a_model(mixer: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 256, "num_heads": 2}
+    config = SlipstreamConfig(mixers=[mixer, "attention", mixer], **sizes)
+    m: Any = SlipstreamForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    ids = torch.randint(0, 97, (1, 700), device="cuda")
+    found, want = PrefixCache(m, 128), PrefixCache(m, 128)
+    want._leaves_states = lambda: False
+    whole, by_calls = found.prefill(ids), want.prefill(ids)
+    assert len(found.caches) == len(want.caches) == 5
+    pairs = [(found.caches[x], want.caches[x]) for x in want.caches]
+    for mine, other in [*pairs, (whole, by_calls)]:
+        assert mine.get_seq_length() == other.get_seq_length()
+        for layer, its in zip(mine.layers, other.layers, strict=True):
+            view = layer.view(0)
+            for name, x in its.view(0).items():
+                assert relative_error(view[name], x) < 3e-2, name

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.models import PrefixCache, StateCache
 from slipstream.models.cache import CACHE
-from tests.support.language_models import model, tokens
+from tests.support.language_models import MODELS, assert_same, model, tokens
 
 SLOTS = 3
 
@@ -135,6 +135,75 @@ def test_prefixes_are_reused_and_forgotten() -> None:
         prefixes.prefill(tokens(2, 70))
     with pytest.raises(ValueError, match="multiple of 64"):
         PrefixCache(m, every=100)
+
+
+AT_ONCE = (
+    "attention", "delta_net", "forgetting_attn", "gated_deltanet", "gla", "hybrid", "kda", "mamba2",
+    "mla", "retention", "rwkv7",
+)  # fmt: skip
+
+
+def prefixes_of(m, ids: Tensor, first: int, at_once: bool, **rounding) -> PrefixCache:
+    """Of a prompt, once its first tokens have been there."""
+    made = PrefixCache(m, **rounding)
+    if not at_once:
+        made._leaves_states = lambda: False
+    made.prefill(ids[:, :first])
+    made.prefill(ids)
+    return made
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@torch.no_grad()
+def test_one_call_leaves_all_prefixes(name: str) -> None:
+    """Where it does, and otherwise a call for each."""
+    mlps = ["rwkv7", "rwkv7"] if name == "rwkv7" else None
+    m, ids, calls = model(name, mlps=mlps), tokens(1, 300), []
+    m.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = prefixes_of(m, ids, 100, True)
+    # 64 tokens first, then the other 192
+    assert len(calls) == (2 if name in AT_ONCE else 4)
+    want = prefixes_of(m, ids, 100, False)
+    assert [len(x) for x in found.caches] == [64, 128, 192, 256]
+    for prefix, cache in found.caches.items():
+        assert cache.get_seq_length() == len(prefix)
+        for layer, other in zip(cache.layers, want.caches[prefix].layers, strict=True):
+            assert layer.seen == other.seen and layer.token_states == other.token_states
+            mine, its = layer.state or {}, other.state or {}
+            assert mine.keys() == its.keys()
+            for key, x in mine.items():
+                assert x.dtype == its[key].dtype and x.is_contiguous()
+                assert_same(x, its[key])
+
+
+@pytest.mark.parametrize("options", [{"consistent": True}, {"mode": "fused_recurrent"}])
+@torch.no_grad()
+def test_calls_leave_prefixes_where_one_cannot(options: dict) -> None:
+    mode = options.pop("mode", None)
+    m = model("gla", mixers=[{"type": "gla", "mode": mode}], **options)
+    ids = tokens(1, 200)
+    caches = PrefixCache(m), PrefixCache(m)
+    whole = caches[0].prefill(ids)
+    caches[1].prefill(ids[:, :129])
+    assert [len(x) for x in caches[0].caches] == [64, 128, 192]
+    for n in (64, 128):
+        first = tuple(ids[0, :n].tolist())
+        a, b = (m(ids[:, n : n + 1], cache=x.caches[first].copy()).logits for x in caches)
+        assert torch.equal(a, b)
+    assert whole.get_seq_length() == 192
+
+
+@pytest.mark.parametrize("rounding", [{"state_dtype": torch.int8}, {"key_dtype": torch.int8}])
+@torch.no_grad()
+def test_prefixes_in_8_bits(rounding: dict) -> None:
+    m, ids = model("hybrid"), tokens(1, 300)
+    found, want = (prefixes_of(m, ids, 100, x, **rounding) for x in (True, False))
+    for prefix, cache in found.caches.items():
+        for layer, other in zip(cache.layers, want.caches[prefix].layers, strict=True):
+            mine, its = (x.wide(torch.float32) for x in (layer, other))
+            assert mine.keys() == its.keys() and layer.rounds == other.rounds
+            for key, x in mine.items():
+                torch.testing.assert_close(x, its[key], rtol=0.05, atol=0.05)
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ from slipstream.runtime.dispatch import (
     choose,
     signature,
 )
+from slipstream.runtime.prefix_scope import Prefixes, prefix_scope
 from slipstream.runtime.token_ids import expect_offsets
 
 CANDIDATES = (
@@ -125,6 +126,8 @@ def run(
     scale = options.scale_of(terms.q)
     chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
     chunk = CONSISTENT if same_bits else chunk
+    if prefix_scope.prefixes is not None and options.output_final_state:
+        options = _leaving(prefix_scope.prefixes, terms, options)
     if options.prefix_states is not None:
         o, state = _with_prefix_states(terms, options, plan, scale, chunk)
     elif plan.impl == "reference":
@@ -169,6 +172,17 @@ def _with_prefix_states(
     ends = {"output_final_state": True, "state_v_first": False, "prefix_states": None}
     call = partial(run, options=options._replace(**ends), recurrent=False)
     return prefix_states.by_calls(call, terms, prefix)
+
+
+def _leaving(prefixes: Prefixes, terms: LinearInputs, options: LinearOptions) -> LinearOptions:
+    """Options that leave a layer's states with the others of its model's call."""
+    if not prefixes.are_of(terms.q):
+        return options
+    _, HV, K, V = terms.state_shape
+    dtype = torch.float64 if terms.q.dtype == torch.float64 else torch.float32
+    pool = terms.q.new_empty(prefixes.count, HV, V, K, dtype=dtype)
+    prefixes.add("recurrent", pool if options.state_v_first else pool.mT)
+    return options._replace(prefix_states=PrefixStates(pool, prefixes.rows))
 
 
 def _expect_prefix_states(options: LinearOptions) -> None:
