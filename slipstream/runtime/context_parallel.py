@@ -35,6 +35,8 @@ class ContextParallel:
             attention give equal bits for any number of ranks. Sequences are computed in segments of
             so many tokens, a multiple of 64, and ranks begin where a segment does. States go from
             rank to rank one after the other.
+        layout: "contiguous", since a recurrence needs tokens in their order. Attention's work is
+            the same on every rank all the same.
 
     Attributes:
         rank, size: in the group.
@@ -44,7 +46,7 @@ class ContextParallel:
 
     Raises:
         ValueError: offsets and lengths do not fit each other, or the group's size. TypeError: they
-            are no integers.
+            are no integers. NotImplementedError: for another layout.
     """
 
     def __init__(
@@ -53,7 +55,10 @@ class ContextParallel:
         cu_seqlens: Tensor | Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
         segment_tokens: int | None = None,
+        layout: str = "contiguous",
     ) -> None:
+        if layout != "contiguous":
+            _refuse_layout(layout)
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("group: torch.distributed has no process group yet")
         self.group: dist.ProcessGroup = _process_group(group)
@@ -215,6 +220,19 @@ def copied(x: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
+
+
+def _refuse_layout(layout: str) -> None:
+    """
+    Raises:
+        NotImplementedError: for an order of tokens that others have. ValueError: for other names.
+    """
+    if layout == "zigzag":
+        raise NotImplementedError(
+            "layout: is not implemented with 'zigzag'; recurrences need each rank's tokens in one "
+            "piece, and attention's work is the same on every rank with layout='contiguous'"
+        )
+    raise ValueError(f"layout: want 'contiguous', got {layout!r}")
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

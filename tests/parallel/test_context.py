@@ -179,6 +179,12 @@ def test_context_under_torch_compile() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_zigzag_is_refused_with_its_reason() -> None:
+    with pytest.raises(NotImplementedError, match="layout: is not implemented with 'zigzag'; rec"):
+        ContextParallel(layout="zigzag")
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_wrong_plans_and_arguments_are_named() -> None:
     q, plan = torch.randn(1, 6, 2, 16), ContextParallel(None, [0, 2, 6])
     offsets = torch.tensor([0, 6], dtype=torch.int32)
@@ -186,6 +192,7 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "group: want a ProcessGroup": lambda: ContextParallel("all"),
         "cu_seqlens: want offsets from 0": lambda: ContextParallel(None, [0, 5, 3]),
         "lengths: want 1 numbers": lambda: ContextParallel(None, None, [3, 3]),
+        "layout: want 'contiguous', got 'ring'": lambda: ContextParallel(layout="ring"),
         "segment_tokens: want at least 1": lambda: ContextParallel(None, None, None, 0),
         "lengths: want 6 tokens in all": lambda: ContextParallel(None, [0, 6], [5]),
         "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(

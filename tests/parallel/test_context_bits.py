@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.kernels.attention.context import softmax_by_heads
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.gated_scan import dispatch as gated_scan
-from slipstream.kernels.linear import workspace
+from slipstream.kernels.linear import op, workspace
 from slipstream.kernels.linear.context import linear_across_ranks
 from slipstream.kernels.linear.context_terms import Call
 from slipstream.kernels.linear.inputs import TOKEN_TERMS, LinearInputs
@@ -39,6 +39,8 @@ def make(kind: str, packed: bool, dtype: torch.dtype) -> LinearInputs:
         more["g"] = x[..., 0].contiguous()
     if kind in ("gla", "rwkv6", "kda", "dplr"):
         more["g"] = x
+    if kind == "gla of values":
+        more |= {"g": x, "gv": -0.3 * torch.rand(B, T, HV, V)}
     if kind == "rwkv6":
         more["u"] = torch.randn(HV, K)
     if kind in ("gated delta", "kda"):
@@ -53,7 +55,16 @@ def make(kind: str, packed: bool, dtype: torch.dtype) -> LinearInputs:
     )  # fmt: skip
 
 
-KINDS = ("retention", "simple_gla", "gla", "rwkv6", "gated delta", "kda", "dplr")
+KINDS = (
+    "retention",
+    "simple_gla",
+    "gla",
+    "gla of values",
+    "rwkv6",
+    "gated delta",
+    "kda",
+    "dplr",
+)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
@@ -74,6 +85,36 @@ def test_linear_bits_do_not_depend_on_the_ranks(kind: str, packed: bool) -> None
                 torch.testing.assert_close(found[ranks][name], found[1][name])
             else:
                 assert torch.equal(found[ranks][name], found[1][name]), (name, ranks)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_plain_torch_computes_a_segment_at_a_time(packed: bool) -> None:
+    """With as many products at once as segments have, by which libraries may choose their order."""
+    terms = make("gla of values", packed, torch.float32)
+    do, dfinal = torch.randn(terms.v.shape), torch.randn(terms.state_shape)
+    cuts, found = PACKED if packed else ROWS, {}
+    seen: set[tuple[int, ...]] = set()
+
+    def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(given: LinearInputs, *args: Any, **options: Any) -> Any:
+            assert given.cu_seqlens is None
+            seen.add(given.q.shape)
+            return run(given, *args, **options)
+
+        return call
+
+    for ranks, lengths in cuts.items():
+        seen.clear()
+        with (
+            mock.patch.object(op, "chunk_forward", noting(op.chunk_forward)),
+            mock.patch.object(op, "chunk_backward", noting(op.chunk_backward)),
+        ):
+            options: dict[str, Any] = {"scale": 0.25, "impl": "eager", "segment_tokens": SEGMENT}
+            linear_on_ranks(terms, do, dfinal, lengths, **options)
+        found[ranks] = set(seen)
+    tokens = {32, 18, 14} if packed else {32}  # of sequences of 50, 110 and 32
+    assert {x[1] for x in found[1]} == tokens
+    assert found[1] == found[2] == found[4]
 
 
 @pytest.mark.parametrize("segment", [None, SEGMENT])

@@ -8,7 +8,7 @@ where ranks begin. Backward is the same from the last segment to the first.
 
 A state goes from rank to rank in rounds, one after the other, in which all ranks take part; what
 segments do to states is there by then. Where kernels do not cut, and in plain torch, a rank
-computes its tokens once it has the state before them.
+computes its tokens once it has the state before them, plain torch by segments (eager/segments.py).
 """
 
 from collections.abc import Callable
@@ -167,7 +167,7 @@ class ForwardInOrder(_InOrder):
     def of_one_call(self) -> Tensor:
         states = self.terms.initial_state
         start = None if states is None else states[-self.width :]
-        return tail_state(self.terms, self.share, self.call, start)
+        return tail_state(self.terms, self.share, self.call, start, LocalSegments(self.tokens))
 
 
 class BackwardInOrder(_InOrder):
@@ -188,4 +188,5 @@ class BackwardInOrder(_InOrder):
 
     def of_one_call(self) -> Tensor:
         dfinal = None if self.dfinal is None else self.dfinal[: self.width]
-        return head_gradient(self.terms, self.share, self.call, self.dout, dfinal)
+        given = self.terms, self.share, self.call, self.dout, dfinal
+        return head_gradient(*given, LocalSegments(self.tokens))

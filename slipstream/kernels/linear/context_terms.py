@@ -6,8 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import BackwardCall, LinearInputs
-from slipstream.kernels.linear.op import by_name, call_backward, call_forward
+from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
+from slipstream.kernels.linear.op import (
+    backward_impl,
+    by_name,
+    call_backward,
+    call_forward,
+    forward_impl,
+)
 from slipstream.runtime.context_share import Share
 
 # From the terms of a call to the implementations to try for it.
@@ -35,22 +42,40 @@ def terms_of(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
     return terms._replace(initial_state=None, cu_seqlens=None)
 
 
-def tail_state(terms: LinearInputs, share: Share, call: Call, start: Tensor | None) -> Tensor:
+def tail_state(
+    terms: LinearInputs,
+    share: Share,
+    call: Call,
+    start: Tensor | None,
+    exchange: Exchange | None = None,
+) -> Tensor:
     """The state at this rank's end of the sequence that continues, begun with `start`
-    [width, HV, K, V]."""
+    [width, HV, K, V]. exchange: of this rank alone, with the segments to compute by."""
     tail = terms_of(terms, share.tail_begin, None)._replace(initial_state=start)
+    if exchange is not None:
+        return forward_impl(*tail, *ForwardCall(*call[:3]), exchange=exchange)[1]
     return call_forward(*tail, *call[:3], wide=False)[1]
 
 
 def head_gradient(
-    terms: LinearInputs, share: Share, call: Call, dout: Tensor, dfinal: Tensor | None
+    terms: LinearInputs,
+    share: Share,
+    call: Call,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """The gradient of the state with which a sequence from earlier ranks begins here, from those of
-    its outputs and of the state with which it ends [width, HV, K, V]."""
+    its outputs and of the state with which it ends [width, HV, K, V]. exchange: as tail_state has
+    it."""
     end, states = share.head_end, terms.initial_state
     assert states is not None
     head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])
-    grads = call_backward(*head, *BackwardCall(dout[:, :end], dfinal, *call[:3], False))
+    given = *head, *BackwardCall(dout[:, :end], dfinal, *call[:3], False)
+    if exchange is not None:
+        grads = backward_impl(*given, exchange=exchange)
+    else:
+        grads = call_backward(*given)
     return by_name(head, False, grads)["initial_state"]
 
 

@@ -25,6 +25,7 @@ from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
+from slipstream.kernels.linear.eager.segments import backward_after, forward_after
 from slipstream.kernels.linear.inputs import (
     DIFFERENTIABLE,
     NUM_TERMS,
@@ -117,9 +118,10 @@ def forward_impl(
         return forward_impl(*args, out=out, save=save, exchange=exchange, prefix=prefix)
     if prefix is not None:
         raise NoKernel(impl)
-    if exchange is not None:
-        exchange.by_calls()
-    forward, num_slices = partial(_eager, chunk=chunk), call.num_slices or 0
+    forward, num_slices = (
+        forward_after(exchange, partial(_eager, chunk=chunk)),
+        call.num_slices or 0,
+    )
     terms = _as_fp32(terms) if wide else terms
     if num_slices <= 1 and out is None:
         return *forward(terms, scale), *_with_states(terms, None, [], call.num_slices)
@@ -348,13 +350,10 @@ def backward_impl(
         if others and not only_by_token(terms):
             args = *terms, *call._replace(impl=others), *args[NUM_BACKWARD_ARGS:]
             return backward_impl(*args, out=out, overwrite_q=overwrite_q, exchange=exchange)
-        if exchange is not None:
-            exchange.by_calls()
-        if chunk == 0:
-            grads = recurrent_backward(terms, dout, dfinal, scale)
-        else:
-            size = DEFAULT_CHUNK if chunk == CONSISTENT else chunk
-            grads = chunk_backward(terms, dout, dfinal, scale, size)
+        size = DEFAULT_CHUNK if chunk == CONSISTENT else chunk
+        run = partial(chunk_backward, chunk=size) if chunk else recurrent_backward
+        run = backward_after(exchange, partial(_eager, chunk=chunk), run)
+        grads = run(terms, dout, dfinal, scale)
     grads = workspace.copy_into(grads, out)
     return [grads[name] for name in grad_names(terms, gate_gradient)]
 
