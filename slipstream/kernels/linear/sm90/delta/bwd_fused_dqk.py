@@ -3,12 +3,13 @@
 With S before a chunk, dS' after it, w and dv, and B = scale stril(do w^T decay),
 M = stril(dv w^T decay), own the diagonal of scale do w^T, which gates do not reach,
 
-    dq = scale exp(G) do S + B beta k + own beta k
-    dp = exp(G) dv S + M beta k
+    dq = scale exp(G) do S + B kb + own kb                kb = beta k, in the place of k
+    dp = exp(G) dv S + M kb
     dk' = exp(G_C - G) w dS' + B^T q - M^T k + own q      dk = beta dk' - dp      dbeta = k . dk'
-    dg = what is to come of (q . dq + p . dp - k . dk), and of sum(S' * dS')
+    dg = what is to come of (q . dq + p . dp - kb . dk'), and of sum(S' * dS')
 
-BK channels of K at a time.
+In dg pairs of tokens that are both after a strong gate must cancel: so both sides multiply the same
+rounded B, M and kb. BK channels of K at a time.
 """
 
 from slipstream.kernels.linear.sm90.common.device import store_tile
@@ -116,11 +117,12 @@ def write_sums(
 
 
 @gluon.jit
-def scaled(tile, rows, al: gl.constexpr, C: gl.constexpr):
-    """B or -M times beta, as a left operand."""
-    aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
-    b_beta = rows.slice(0, C).load(gl.SliceLayout(0, aa))
-    return (tile.load(aa).to(gl.float32) * b_beta[None, :]).to(tile.dtype)
+def replace(tile, b):
+    """b in the place of a tile that all warps have read, for products."""
+    gl.thread_barrier()
+    tile.store(b)
+    fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -162,7 +164,7 @@ def dqk_partition(
         mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
         mbarrier.wait(barriers.w_full.index(0), i & 1)
         e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
-        gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
+        gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - kb . dk'
         sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
         row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * V
         dv = buffers.dv.index(i >> 24)
@@ -187,50 +189,50 @@ def dqk_partition(
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if h == NK - 1:
                 mbarrier.arrive(barriers.w_empty.index(0), count=1)
+            b_kb = (b_ks.load(al) * b_beta[:, None]).to(tiles.k.dtype)
             if HAS_GATE:
                 b_dk *= end_of(rows, al, C)[:, None]
-                e += row_dot(b_dk, b_ks, al)
+                e += gl.sum(b_dk * b_kb, 1)
             b_dk = warpgroup_mma(buffers.b.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
             b_dk = warpgroup_mma(buffers.m.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if HAS_GATE:
-                gates -= row_dot(b_dk, b_ks, al) * b_beta
+                gates -= gl.sum(b_dk * b_kb, 1)
             b_dk += b_diag[:, None] * b_qs.load(al)
-            sums += row_dot(b_dk, b_ks, al)
+            b_k = b_ks.load(al)
+            sums += gl.sum(b_dk * b_k, 1)
             b_dk *= b_beta[:, None]
+            replace(b_ks, b_kb)
             b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
             b_dp = warpgroup_mma(buffers.dv.index(o), b_ss, zero, use_acc=False, is_async=True)
-            b_m = scaled(buffers.m.index(o), rows, al, C)
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
             if HAS_GATE:
                 b_dp *= -start_of(rows, al, C)[:, None]
             else:
                 b_dp = -b_dp
-            b_dp = warpgroup_mma(b_m, b_ks, b_dp, is_async=True)  # -dp
+            b_dp = warpgroup_mma(buffers.m.index(o), b_ks, b_dp, is_async=True)  # -dp
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
             if HAS_GATE:
-                gates += row_dot(b_dp, b_ks, al)
+                gates += gl.sum(b_dp * b_k, 1)
             dks += ((b_dk + b_dp).to(tiles.q.dtype),)
         buffers.token_sums.index(0).store(sums)
         if HAS_GATE:
-            buffers.token_sums.index(1).store(e * b_beta)
+            buffers.token_sums.index(1).store(e)
         for h in gl.static_range(NK):
             o = i >> (29 + h)
             b_qs = tiles.q.index(s + o).slice(h * BK, BK, 1)
             b_ks = tiles.k.index(s + o).slice(h * BK, BK, 1)
             b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
             b_dq = warpgroup_mma(tiles.do.index(s + o), b_ss, zero, use_acc=False, is_async=True)
-            b_b = scaled(buffers.b.index(o), rows, al, C)
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
             b_dq *= scale
             if HAS_GATE:
                 b_dq *= start_of(rows, al, C)[:, None]
-            b_dq = warpgroup_mma(b_b, b_ks, b_dq, is_async=True)
+            b_dq = warpgroup_mma(buffers.b.index(o), b_ks, b_dq, is_async=True)
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
             if HAS_GATE:
                 gates += row_dot(b_dq, b_qs, al)
-            diag = b_diag * b_beta
-            b_dq += diag[:, None] * b_ks.load(al)
+            b_dq += b_diag[:, None] * b_ks.load(al)
             if h == NK - 1:
                 store_wait(0)
                 mbarrier.arrive(barriers.state_empty.index(0), count=1)

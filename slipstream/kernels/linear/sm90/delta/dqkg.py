@@ -120,7 +120,6 @@ def triangular_products(
     b_m = warpgroup_mma(vs, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_at = warpgroup_mma(ws, os.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_mt = warpgroup_mma(ws, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
-    beta_j = gl.load(p_beta_gate + o_j)
     before = o_i[:, None] > o_j[None, :]
     between = gl.full([C, C], 1.0, gl.float32, al)
     if HAS_GATE:
@@ -131,8 +130,9 @@ def triangular_products(
         between = gl.exp2(gl.where(between > 0.0, 0.0, between))
     b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
     diag = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
-    b_old = gl.where(before, beta_j[None, :] * between, 0.0)
-    c_a = gl.convert_layout((b_a * b_old).to(dtype), aa)
+    # dq and dk multiply the same rounded numbers, of which dg is a difference: beta is in kb
+    b_old = gl.where(before, between, 0.0)
+    c_a = gl.convert_layout((b_a * (b_old * scale)).to(dtype), aa)
     c_m = gl.convert_layout((b_m * b_old).to(dtype), aa)
     b_new = gl.where(o_i[:, None] < o_j[None, :], between, 0.0)
     c_at = gl.convert_layout((b_at * (b_new * scale)).to(dtype), aa)
@@ -213,7 +213,7 @@ def delta_dqkg_sm90_kernel(
     mbarrier.wait(bars.index(2), 0)
     zero = gl.zeros([C, BK], gl.float32, al)
     sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
-    gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - k . dk
+    gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - kb . dk'
     e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, ROWS_BY))
     # T >> 30 is 0, but no compiler knows: without a loop what is above would be left for later
@@ -239,30 +239,35 @@ def delta_dqkg_sm90_kernel(
                 i_chunk_head * V,
                 (i + 1) * BK,
             )  # fmt: skip
+        b_dq *= scale
         if HAS_GATE:
             b_dq *= start[:, None]
             b_dp *= start[:, None]
-        b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
-        b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
-        if HAS_GATE:
             b_dk *= end[:, None]
-            e += gl.sum(b_dk * ks.index(i).load(al), 1)
-        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
+        beta = gl.load(p_beta_gate + (o_i + none))
+        if HAS_GATE:
+            e += gl.sum(b_dk * (ks.index(i).load(al) * beta[:, None]).to(dtype), 1)
         b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
         b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
-        beta = gl.load(p_beta_gate + (o_i + none))
-        b_k = ks.index(i).load(al)
-        b_dq *= scale
-        if HAS_GATE:
-            gates += gl.sum(b_dq * qs.index(i).load(al) - b_dp * b_k, 1)
-        b_dq = (b_dq + (diag * beta)[:, None] * b_k).to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
         b_k = ks.index(i).load(al)
+        b_kb = (b_k * beta[:, None]).to(dtype)
         if HAS_GATE:
-            gates -= gl.sum(b_dk * b_k, 1) * beta
+            gates -= gl.sum(b_dk * b_kb, 1)
         b_dk += diag[:, None] * qs.index(i).load(al)
         sums += gl.sum(b_dk * b_k, 1)
-        b_dk = b_dk * beta[:, None] - b_dp
+        gl.thread_barrier()
+        ks.index(i).store(b_kb)
+        fence_async_shared()
+        gl.thread_barrier()
+        b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
+        b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
+        b_dk *= beta[:, None]
+        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
+        if HAS_GATE:
+            gates += gl.sum(b_dq * qs.index(i).load(al) - b_dp * b_k, 1)
+        b_dq = (b_dq + diag[:, None] * ks.index(i).load(al)).to(dtype)
+        b_dk -= b_dp
         gl.thread_barrier()
         qs.index(i).store(b_dq)
         ks.index(i).store(b_dk.to(dtype))
@@ -278,8 +283,7 @@ def delta_dqkg_sm90_kernel(
     o_t = (row + o_i).to(gl.int64) * HV + i_h
     if HAS_GATE:
         G_C = gl.load(p_beta_gate + (2 * C - 1 + (num_rows >> 31)))
-        beta = gl.load(p_beta_gate + (o_i + (num_rows >> 31)))
-        z = gl.sum(e * beta, 0) + gl.sum(z, 0) * gl.exp2(G_C)
+        z = gl.sum(e, 0) + gl.sum(z, 0) * gl.exp2(G_C)
         gates = gl.convert_layout(gates, gl.SliceLayout(0, al))
         dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
         gl.store(dg_ptr + o_t, dg + z, mask=o_i < num_rows)

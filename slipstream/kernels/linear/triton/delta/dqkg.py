@@ -8,12 +8,17 @@ With S before the chunk, dS' after it, x = beta w, dv (chunk.py), decay[i, j] = 
     dk  = beta dk'                 dbeta = k . dk'
 
 for k_j and beta_j are met only in k_j beta_j w_j^T. With p, which reads before the decay, G_{i-1}
-stands for G_i wherever dv_i does.
+stands for G_i wherever dv_i does. dq and dp take kb_j = beta_j k_j, rounded as the inputs are.
 
 The gradient of g_t is what the pairs i >= t > j add to the loss, j also in the chunks before and i
-in those after. With the pairs (i, i) left out of dq and dk, e = k . beta exp(G_C - G) (w dS'^T),
+in those after. With the pairs (i, i) left out of dq and dk, e = kb . exp(G_C - G) (w dS'^T),
 
-    dg_t = sum over i >= t of (q . dq + p . dp - k . dk)_i + sum of all e + exp(G_C) sum(S * dS')
+    dg_t = sum over i >= t of (q . dq + p . dp - kb . dk')_i + sum of all e + exp(G_C) sum(S * dS')
+
+A pair (i, j) whose tokens are both after t cancels in that sum, and where t has a strong gate
+nothing else is as large. So both sides multiply the same rounded numbers: triangles before beta,
+q or p, and kb. With beta in the triangle of dq they would be rounded apart, and A_log's gradient
+would be noise (docs/dev/log/delta.md).
 
 Where p reads before the decay, (p . dp)_t is left out of its own sum, and the pairs (i, i - 1),
 which no gate is between, out of dp and dk.
@@ -238,8 +243,8 @@ def delta_dqkg_kernel(
         b_m = tl.where(earlier, b_m, 0.0)
         b_at = tl.where(later, b_at, 0.0)
         b_mt = tl.where(later, b_mt, 0.0)
-    b_a = (b_a * b_beta[None, :]).to(dtype)
-    b_m = (b_m * b_beta[None, :]).to(dtype)
+    b_a = (b_a * scale).to(dtype)
+    b_m = b_m.to(dtype)
     b_at = (b_at * scale).to(dtype)
     b_mt = (-b_mt).to(dtype)
 
@@ -251,7 +256,7 @@ def delta_dqkg_kernel(
         b_mtn = tl.where(next_to, b_mt, 0.0)
         b_mt = tl.where(next_to, 0.0, b_mt)
     b_sum = tl.zeros((C,), tl.float32)  # k . dk'
-    b_row = tl.zeros((C,), tl.float32)  # q . dq + p . dp - k . dk
+    b_row = tl.zeros((C,), tl.float32)  # q . dq + p . dp - kb . dk'
     if HAS_GATE and HAS_P:
         b_before = tl.zeros((C,), tl.float32)  # p . dp
     e = 0.0
@@ -264,33 +269,34 @@ def delta_dqkg_kernel(
             b_p = load_block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
         else:
             b_p = b_k
+        b_kb = (b_k * b_beta[:, None]).to(dtype)
         b_dq, b_dp, b_dk = _of_states(
             do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, i_chunk, i_h, i_k * BK, t, HV, live, o_c,
             m_c, K, V, BK, BV, C, TMA, PRECISION,
         )  # fmt: skip
+        b_dq *= scale
         if HAS_GATE:
-            b_start = tl.exp2(b_G)[:, None]
-            b_dq *= b_start
-            if HAS_P:
-                b_dp *= tl.exp2(b_B)[:, None]
-            else:
-                b_dp *= b_start
+            b_dq *= tl.exp2(b_G)[:, None]
+            b_dp *= tl.exp2(b_B if HAS_P else b_G)[:, None]
             b_dk *= tl.exp2((G_C - b_G) + (low_C - b_low))[:, None]
-            e += tl.sum(tl.reshape(b_dk * b_k * b_beta[:, None], (C * BK,)), 0)
-        b_dq = tl.dot(b_a, b_k, b_dq, input_precision=PRECISION) * scale
-        b_dp = -tl.dot(b_m, b_k, b_dp, input_precision=PRECISION)
+            e += tl.sum(tl.reshape(b_dk * b_kb, (C * BK,)), 0)
         b_dk = tl.dot(b_at, b_q, b_dk, input_precision=PRECISION)
         b_dk = tl.dot(b_mt, b_p, b_dk, input_precision=PRECISION)
         if HAS_GATE:
-            b_row += tl.sum(b_dq * b_q + b_dp * b_p - b_dk * b_beta[:, None] * b_k, 1)
+            b_row -= tl.sum(b_dk * b_kb, 1)
             if HAS_P:
-                b_before += tl.sum(b_dp * b_p, 1)
-                b_dp -= tl.dot(b_mn, b_k, input_precision=PRECISION)
                 b_dk = tl.dot(b_mtn, b_p, b_dk, input_precision=PRECISION)
         b_dk += b_diag[:, None] * b_q
         b_sum += tl.sum(b_dk * b_k, 1)
         b_dk *= b_beta[:, None]
-        b_dq += (b_diag * b_beta)[:, None] * b_k
+        b_dq = tl.dot(b_a, b_kb, b_dq, input_precision=PRECISION)
+        b_dp = -tl.dot(b_m, b_kb, b_dp, input_precision=PRECISION)
+        if HAS_GATE:
+            b_row += tl.sum(b_dq * b_q + b_dp * b_p, 1)
+            if HAS_P:
+                b_before += tl.sum(b_dp * b_p, 1)
+                b_dp -= tl.dot(b_mn, b_kb, input_precision=PRECISION)
+        b_dq += b_diag[:, None] * b_kb
         if HAS_P:
             store_rows(dp_ptr, at_k, t, HV, b_dp, o_c, m_c, o_n, K, BK, TMA)
         else:
