@@ -1,4 +1,4 @@
-"""Runs transformers' own model on slipstream's operators: python examples/patched_transformers.py
+"""Runs transformers' own model on Slipstream's operators: python examples/patched_transformers.py
 
 Qwen3-Next has three layers of the gated delta rule for each of softmax attention. patch() replaces
 the functions of the former; attn_implementation="slipstream" those of the latter. The weights stay

@@ -1,4 +1,4 @@
-"""The functions that the linear layers of transformers' models call, on slipstream's operators.
+"""The functions that the linear layers of transformers' models call, on Slipstream's operators.
 
 Each function here has the arguments of transformers' own function of that purpose, by its names,
 and its results. FUNCTIONS says under which name transformers looks it up in fla, causal_conv1d or

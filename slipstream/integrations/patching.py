@@ -1,4 +1,4 @@
-"""patch(): the linear layers of transformers' models run slipstream's operators.
+"""patch(): the linear layers of transformers' models run Slipstream's operators.
 
 transformers decorates the functions of such layers (use_kernel_func_from_hub_with_fallback): a
 function of fla, causal_conv1d or mamba_ssm if that is installed when the module is imported, else
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def patch(model: nn.Module | None = None) -> list[str]:
-    """Puts slipstream's operators into the linear layers of transformers' models.
+    """Puts Slipstream's operators into the linear layers of transformers' models.
 
     Gated delta rule, KDA, Mamba-2, Mamba-1's scan, short convolutions and gated norms, wherever a
     model looks up functions of fla, causal_conv1d or mamba_ssm. A call that slipstream does not
