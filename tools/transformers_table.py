@@ -29,7 +29,7 @@ HEAD = """# Every class of transformers
 Written by `tools/transformers_table.py` with transformers {version}. Classes that transformers'
 auto mappings list are built with a tiny configuration and random weights, once with `"eager"` and
 once with `attn_implementation="slipstream"`: forward, backward, padded on either side, generation.
-{listed} classes are listed; {tried} were tried, and {ran} of these ran. For the others the tool makes
+{listed} classes are listed; {tried} were tried, and {ran} ran. For the others the tool makes
 no configuration or inputs, as the last table says.
 
 - matches: it calls Slipstream, and the results are eager's.
