@@ -280,27 +280,33 @@ class LayerState(CacheLayerMixin):
         if self.rollback is not None and not self.token_states:
             self.rollback.add_mlp(x)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -n tokens of every row; a positive n is how many to keep."""
-        count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
-        if count <= 0:
-            return
-        if count > self.seen:
-            raise ValueError(f"crop: want at most the {self.seen} tokens there are, got {count}")
+    def expect_croppable(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` takes away; raises what it does."""
+        n = tokens_to_remove
+        kept = n if n > 0 else self.seen + n
+        if kept < 0:
+            raise ValueError(f"crop: want at most the {self.seen} tokens there are, got {-n}")
+        if kept >= self.seen or self._tensors is None:
+            return max(self.seen - kept, 0)
         if self.token_states and not self.is_croppable:
             raise NotImplementedError("crop: want no MLP with a state beside a softmax layer")
-        if not self.token_states and self._tensors is not None:
-            if self.rollback is None:
-                raise RuntimeError(
-                    "crop: a recurrent state cannot forget tokens unless activate_past_recording() "
-                    "was called before they came"
-                )
-            self._replay(*self.rollback.back_to(self.seen - count))
-        elif self._tensors is not None:
+        if self.token_states:
+            return self.seen - kept
+        if self.rollback is None:
+            missing = "activate_past_recording() was not called before they came"
+            raise RuntimeError(f"crop: a recurrent state cannot forget tokens, {missing}")
+        self.rollback.segments_to(kept)
+        return self.seen - kept
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -n tokens of every row; a positive n is how many to keep."""
+        count = self.expect_croppable(tokens_to_remove)
+        if self._tensors is not None and count and self.token_states:
             self._tensors["length"].sub_(count)
+        elif self._tensors is not None and count and self.rollback is not None:
+            self._replay(*self.rollback.back_to(self.seen - count))
         self.seen -= count
-        if self.seen == 0:
-            self.is_initialized = False
+        self.is_initialized = self.is_initialized and self.seen > 0
 
     @torch.no_grad()
     def _replay(self, start: dict[str, Tensor] | None, record: Record | None) -> None:
@@ -408,8 +414,9 @@ class StateCache(OpenRows):
                 return (layer.state or {})["length"][:, None].clone()
         return None
 
-    def step_on(self, tokens: int) -> None:
-        """Counts T tokens more, in every row."""
+    def step_on(self, tokens: int, absent: Tensor | None = None) -> None:
+        """Counts T columns more, in every row; absent: of packing.Sequences."""
+        self.absent.add(self.get_seq_length(), tokens, absent)
         self.step_blocks_on(tokens)
         if self.lengths is not None:
             self.lengths = [n + tokens for n in self.lengths]
@@ -431,6 +438,7 @@ class StateCache(OpenRows):
         made.layers = [layer.copied(row) for layer in self.layers]
         if self.open_rows is not None:  # whose tensors no call changes
             made.open_rows = [self.open_rows[row]]
+        made._absent = self.absent.map(lambda x: x[row : row + 1])
         if self.lengths is not None:
             for layer in made.layers:
                 layer.seen = self.lengths[row]

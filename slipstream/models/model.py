@@ -202,7 +202,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         else:
             h, every = self._continue(h, cu_seqlens, cache, keep, position_ids, tokens)
         if cache is not None:
-            cache.step_on(tokens)
+            cache.step_on(tokens, None if sequences is None else sequences.absent(batch, tokens))
         if sequences is not None:
             h, *every = (sequences.unpack(x, batch, tokens) for x in (h, *every))
         return BaseModelOutputWithPast(

@@ -1,6 +1,7 @@
-"""The part of a StateCache that models with consistent=True use: sequences by themselves
-(consistent.py), in place of tensors of all rows; or, while steps run, their blocks
-(block_steps.py)."""
+"""The rows of a StateCache: which there are, and which columns of theirs hold no token.
+
+Models with consistent=True keep sequences by themselves (consistent.py), in place of tensors of all
+rows; or, while steps run, their blocks (block_steps.py)."""
 
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from slipstream.models.block_steps import OpenBlocks
 from slipstream.models.consistent import Row
+from slipstream.models.packing import Absent
 from slipstream.runtime.token_ids import clamped, expect_ids
 
 
@@ -31,6 +33,7 @@ class OpenRows(Cache):
     # tensors of steps, which graphs have read; and whether steps have gone on from _rows there
     _blocks: OpenBlocks | None = None
     _stepped = False
+    _absent: Absent | None = None
 
     @property
     def open_rows(self) -> list[Row] | None:
@@ -95,31 +98,67 @@ class OpenRows(Cache):
     def bytes_of_rows(self) -> int:
         return sum(row.bytes() for row in self.open_rows or ())
 
-    def _there(self, name: str, rows: Any) -> Any:
+    @property
+    def absent(self) -> Absent:
+        """Columns without a token."""
+        if self._absent is None:
+            self._absent = Absent()
+        return self._absent
+
+    def _there(self, name: str, rows: Any) -> Tensor:
         """Indices of rows; on CUDA the next call raises for those that are not there."""
         if not isinstance(rows, Tensor) or rows.is_floating_point() or rows.is_complex():
             kind = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
             raise TypeError(f"{name}: want a tensor of integers, got {kind}")
-        if rows.dtype == torch.bool or not self.rows:
+        if rows.dim() != 1:
+            raise ValueError(f"{name}: want shape (N,), got {tuple(rows.shape)}")
+        if rows.dtype == torch.bool:
+            if name == "beam_idx":
+                raise TypeError(f"{name}: want a tensor of integers, got {rows.dtype}")
+            if self.rows and len(rows) != self.rows:
+                raise ValueError(f"{name}: want {self.rows} bools, got {len(rows)}")
+            return rows
+        rows = rows.long()  # torch takes 8 bits for a mask, and indexes by no 16
+        if not self.rows:
             return rows
         expect_ids(name, rows, self.rows)
         return clamped(rows, self.rows)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         beam_idx = self._there("beam_idx", beam_idx)
+        if self.rows and len(beam_idx) != self.rows:
+            self.batch_select_indices(beam_idx)  # tensors of other sizes
+            return
         blocks = self._blocks if self._stepped else None
-        if blocks is not None and len(beam_idx) == len(blocks.lengths):
+        if blocks is not None:
             blocks.reorder(beam_idx)
         elif self.has_open_rows:
             self._choose(beam_idx.tolist())
+        self._absent = self.absent.map(lambda x: x[beam_idx.to(x.device)])
         super().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -n columns of every row; a positive n is how many to keep.
+
+        Raises:
+            ValueError: there are fewer; or a recurrent layer would have to forget a part of a call
+                with padding, or a softmax layer one of packed sequences.
+            RuntimeError: recurrent layers did not record.
+        """
         self._expect_tensors("crop")
+        seen = self.get_seq_length()
+        keep = seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, seen)
+        for layer in self.layers:  # before one of them forgets anything
+            layer.expect_croppable(tokens_to_remove)
+        absent = self.absent.after(keep)
         super().crop(tokens_to_remove)
+        self.absent.crop(keep)
+        for layer in self.layers:
+            if absent is not None and (length := (layer.state or {}).get("length")) is not None:
+                length.add_(absent.to(length.device))
 
     def reset(self) -> None:
-        self.open_rows = None
+        self.open_rows = self._absent = None
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -127,8 +166,10 @@ class OpenRows(Cache):
         if self.has_open_rows:
             count = len(self.open_rows or ())
             self._choose(torch.arange(count, device="cpu")[indices.cpu()].tolist())
+        self._absent = self.absent.map(lambda x: x[indices.to(x.device)])
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._choose([n for n in range(len(self.open_rows or ())) for _ in range(repeats)])
+        self._absent = self.absent.map(lambda x: x.repeat_interleave(repeats, dim=0))
         super().batch_repeat_interleave(repeats)

@@ -12,6 +12,7 @@ Every row begins a sequence. Of the first two, several must agree; tensors on a 
 compared, which would wait for it. Beside them, position_ids are nothing but positions.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,64 @@ class Sequences(NamedTuple):
             # of a model on several devices, the last layer's may be another
             flat = whole.index_copy(0, self.index.to(x.device), flat)
         return flat.unflatten(0, (batch, tokens))
+
+    def absent(self, batch: int, tokens: int) -> Tensor | None:
+        """The padding, bool [B, T]; of packed sequences how many columns of T each has no token in,
+        [N]; None if there is none."""
+        if self.cu_seqlens.shape[0] - 1 != batch:
+            return tokens - self.cu_seqlens.diff()
+        if self.index is None:
+            return None
+        padding = self.index.new_ones(batch * tokens, dtype=torch.bool)
+        return padding.index_fill(0, self.index, False).view(batch, tokens)
+
+
+class Absent:
+    """Of a cache's columns, those in which a row has no token, as Sequences.absent has them: what
+    rows forget with the last columns.
+
+    calls: the columns before one that had such, how many it had, and what is absent.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, Tensor]] = []
+
+    def add(self, begin: int, columns: int, absent: Tensor | None) -> None:
+        if absent is not None:
+            self.calls.append((begin, columns, absent))
+
+    def after(self, columns: int) -> Tensor | None:
+        """How many of the columns after so many are absent, [N].
+
+        Raises:
+            ValueError: packed sequences lie on both sides.
+        """
+        found = None
+        for begin, count, absent in self.calls:
+            if absent.dim() == 1 and begin < columns < begin + count:
+                raise ValueError(
+                    f"crop: packed sequences, which begin after {begin} columns, go as a whole, "
+                    f"got {columns} columns to keep"
+                )
+            if columns < begin + count:
+                part = absent
+                if absent.dim() == 2:
+                    part = absent[:, max(columns - begin, 0) :].sum(1, dtype=torch.int32)
+                found = part if found is None else found + part
+        return found
+
+    def crop(self, columns: int) -> None:
+        kept = [x for x in self.calls if x[0] < columns]
+        self.calls = [
+            (begin, min(count, columns - begin), x if x.dim() == 1 else x[:, : columns - begin])
+            for begin, count, x in kept
+        ]
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> "Absent":
+        """Of other rows."""
+        made = Absent()
+        made.calls = [(begin, count, move(x)) for begin, count, x in self.calls]
+        return made
 
 
 def next_tokens(labels: Tensor, sequences: Sequences | None, ignored: int) -> Tensor:

@@ -115,11 +115,11 @@ class Rollback:
         """Keeps the MLP's input for the call that was added last."""
         self.segments[-1].records[-1].mlp_x = x.clone()
 
-    def back_to(self, token: int) -> tuple[State | None, Record | None]:
-        """The state to begin with and the calls from there to `token`; what is later is dropped.
+    def segments_to(self, token: int) -> list[Segment]:
+        """Those up to the one that `token` tokens end in.
 
         Raises:
-            ValueError: there is no state as old as that.
+            ValueError: there is no state as old as that, or a call with padding lies there.
         """
         usable = [segment for segment in self.segments if segment.begin <= token]
         if not usable:
@@ -127,12 +127,17 @@ class Rollback:
             raise ValueError(
                 f"crop: the state after {token} tokens is gone, the oldest kept is after {oldest}"
             )
-        last, records, at = usable[-1], [], usable[-1].begin
-        if token > last.end:
+        if token > usable[-1].end:
             raise ValueError(
-                f"crop: a call with padding, which begins after {last.end} columns, goes as a "
-                f"whole, got {token} columns to keep"
+                f"crop: a call with padding, which begins after {usable[-1].end} columns, goes as "
+                f"a whole, got {token} columns to keep"
             )
+        return usable
+
+    def back_to(self, token: int) -> tuple[State | None, Record | None]:
+        """The state to begin with and the calls from there to `token`; what is later is dropped."""
+        usable = self.segments_to(token)
+        last, records, at = usable[-1], [], usable[-1].begin
         self.segments = usable
         for record in last.records:
             if at < token:

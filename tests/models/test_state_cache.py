@@ -225,3 +225,100 @@ def test_cache_refuses_rows_that_are_not_there() -> None:
         cache.batch_repeat_interleave(-1)
     with pytest.raises(ValueError, match="num_layers: want 0 or more, got -1"):
         StateCache(-1)
+
+
+MASKS = {"left": [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]], "right": [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]}
+MASKS["between"] = [[1, 0, 1, 0, 1], [0, 1, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("name", ["attention", "mla"])
+@pytest.mark.parametrize("side", MASKS)
+@pytest.mark.parametrize("back", range(1, 12))
+@torch.no_grad()
+def test_crop_of_keys_forgets_columns_as_transformers_does(name: str, side: str, back: int) -> None:
+    """Padding is none of a row's tokens: after a padded prompt, two tokens and padded ones."""
+    m, ids, more = model(name), tokens(2, 12), tokens(2, 2, seed=4)
+    mask = torch.tensor(MASKS[side])
+    mask = torch.cat([mask, torch.ones(2, 2, dtype=torch.int64), mask.flip(0)], 1)
+    cache = StateCache(len(m.model.layers))
+    for begin, end in ((0, 5), (5, 6), (6, 7), (7, 12)):
+        given = {"attention_mask": mask[:, :end]} if end - begin > 1 else {}
+        m(ids[:, begin:end], cache=cache, use_cache=True, **given)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(-back)
+    kept = 12 - back
+    cache.batch_select_indices(torch.tensor([1, 0, 1], dtype=torch.uint8))
+    cache.crop(kept)  # as transformers once called it: nothing
+    cache.crop(-1 if kept > 1 else 0)
+    kept -= kept > 1
+    order = [0, 1, 0]
+    got = m(more[order], cache=cache, use_cache=True).logits
+    for row, source in zip(got, order):
+        own = ids[source : source + 1, :kept][:, mask[source, :kept] == 1]
+        whole = torch.cat([own, more[source : source + 1]], 1)
+        assert_same(row[None], m(whole).logits[:, -2:])
+
+
+@torch.no_grad()
+def test_crop_changes_no_layer_where_one_refuses() -> None:
+    m, ids = model("hybrid"), tokens(2, 9)
+    cache = StateCache(len(m.model.layers))
+    cache.activate_past_recording()
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    m(ids[:, :4], cache=cache, use_cache=True, attention_mask=mask)
+    m(ids[:, 4:7], cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="crop: the state after 3 tokens is gone"):
+        cache.crop(-4)
+    whole = torch.cat([mask, torch.ones(2, 5, dtype=torch.int64)], 1)
+    got = m(ids[:, 7:], cache=cache, use_cache=True).logits
+    assert_same(got, m(ids, attention_mask=whole).logits[:, 7:])
+
+
+@torch.no_grad()
+def test_crop_takes_packed_sequences_as_a_whole() -> None:
+    m, ids = model("attention"), tokens(1, 9)
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    cache = StateCache(len(m.model.layers))
+    m(ids[:, :6], cache=cache, use_cache=True, cu_seqlens=offsets)
+    m(tokens(2, 2), cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="crop: packed sequences, which begin after 0 columns"):
+        cache.crop(-3)
+    cache.crop(-2)
+    got = m(tokens(2, 1), cache=cache, use_cache=True).logits
+    for n, own in enumerate((ids[:, :2], ids[:, 2:6])):
+        whole = torch.cat([own, tokens(2, 1)[n : n + 1]], 1)
+        assert_same(got[n : n + 1], m(whole).logits[:, -1:])
+
+
+@pytest.mark.parametrize("name", ["gla", "attention"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@torch.no_grad()
+def test_rows_are_numbers_of_any_integers(name: str, dtype: torch.dtype) -> None:
+    m, ids, more = model(name), tokens(3, 7), tokens(3, 2, seed=4)
+    for take, rows in (("reorder_cache", [1, 0, 1]), ("batch_select_indices", [2, 1])):
+        for order in (rows, rows[:2]):
+            cache = m(ids, use_cache=True)[CACHE]
+            getattr(cache, take)(torch.tensor(order, dtype=dtype))
+            got = m(more[: len(order)], cache=cache, use_cache=True).logits
+            whole = torch.cat([ids[order], more[: len(order)]], 1)
+            assert_same(got, m(whole).logits[:, 7:])
+
+
+@torch.no_grad()
+def test_rows_that_cannot_be_are_named() -> None:
+    cache = model("gla")(tokens(3, 7), use_cache=True)[CACHE]
+    for take, name in (("reorder_cache", "beam_idx"), ("batch_select_indices",) * 2):
+        for rows in (torch.tensor(1), torch.tensor([[1, 0, 2]])):
+            with pytest.raises(ValueError, match=f"{name}: want shape"):
+                getattr(cache, take)(rows)
+        for rows in ([1, 0, 2], torch.tensor([1.0, 0.0, 2.0]), None):
+            with pytest.raises(TypeError, match=f"{name}: want a tensor of integers"):
+                getattr(cache, take)(rows)
+        with pytest.raises(ValueError, match=f"{name}: id 3"):
+            getattr(cache, take)(torch.tensor([0, 1, 3], dtype=torch.uint8))
+    with pytest.raises(TypeError, match=r"beam_idx: want a tensor of integers, got torch\.bool"):
+        cache.reorder_cache(torch.tensor([True, False, True]))
+    with pytest.raises(ValueError, match="batch_select_indices: want 3 bools, got 2"):
+        cache.batch_select_indices(torch.tensor([True, False]))
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    assert cache.rows == 2
