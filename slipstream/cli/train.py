@@ -33,8 +33,10 @@ def train(
 
         # torchrun numbers its processes: the first one speaks
         console = Console(quiet=os.environ.get("RANK", "0") != "0")
+        with ranks.reported_once():
+            settings = load(config, overrides or ())
         with ranks.others_needed():
-            result = run(load(config, overrides or ()), interrupt, console, fresh)
+            result = run(settings, interrupt, console, fresh)
             ranks.leave()
         if result.held_out is None:
             console.print(

@@ -66,7 +66,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
             _expect_embedded(embedded, self.config.hidden_size)
         if (labels := given.get("labels")) is not None:
             _expect_labels(labels)
-        _expect_number("num_items_in_batch", given.get("num_items_in_batch"))
+        _expect_items("num_items_in_batch", given.get("num_items_in_batch"))
         _expect_places(given.get("logits_to_keep"))
         if given.get("context") is not None:
             _expect_none_beside_a_context(given)
@@ -113,11 +113,16 @@ def _expect_labels(labels: Tensor) -> None:
         raise TypeError(f"labels: want torch.int64, got {labels.dtype}")
 
 
-def _expect_number(name: str, x: object) -> None:
+def _expect_items(name: str, x: object) -> None:
+    """A tensor may be 0, as transformers' Trainer counts a batch without labels: it is not read."""
     one = isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex()
-    if x is not None and not one and not isinstance(x, int | float | numbers.Real):
+    if x is None or one:
+        return
+    if not isinstance(x, int | float | numbers.Real):
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: want a number or a tensor of one, got {kind}")
+    if not torch.compiler.is_compiling() and not float(x) > 0:
+        raise ValueError(f"{name}: want more than 0, which the loss is divided by, got {x}")
 
 
 def _expect_places(x: object) -> None:
@@ -127,6 +132,8 @@ def _expect_places(x: object) -> None:
             raise TypeError(f"logits_to_keep: want integers or bools [N], got {kind}")
     elif x is not None and not isinstance(x, int | slice | list):
         raise TypeError(f"logits_to_keep: want an integer or places, got {type(x).__name__}")
+    elif isinstance(x, int) and not torch.compiler.is_compiling() and x < 0:
+        raise ValueError(f"logits_to_keep: want 0 or more of the last positions, got {x}")
 
 
 def at_places(h: Tensor, places: Any) -> Tensor:
@@ -149,7 +156,7 @@ def at_places(h: Tensor, places: Any) -> Tensor:
             raise ValueError(f"logits_to_keep: want {tokens} bools, got {at.shape[0]}")
         return h[:, at]
     at = at.long()
-    at = torch.where(at < 0, at + tokens, at)
+    at = torch.where((at < 0) & (at >= -tokens), at + tokens, at)
     if not torch.compiler.is_compiling():
         expect_ids("logits_to_keep", at, tokens)
     return h.index_select(1, clamped(at, tokens))

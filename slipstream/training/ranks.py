@@ -1,5 +1,7 @@
 """Several processes of one run, as torchrun starts them: the first writes files for all."""
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -50,6 +52,19 @@ def any_of(condition: bool, device: torch.device) -> bool:
 
 # What the libraries say where another process is gone.
 _GONE = ("closed by peer", "reset by peer", "Socket closed", "remote process exited", "Broken pipe")
+
+
+@contextmanager
+def reported_once() -> Iterator[None]:
+    """For what every rank finds wrong alike, such as its config: the first of each machine raises
+    it, the others exit without a word."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, NotImplementedError):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        time.sleep(2.0)  # torchrun ends the others once one has, also before it has said why
+        raise SystemExit(2) from None
 
 
 @contextmanager

@@ -105,6 +105,27 @@ def test_inputs_of_another_kind_are_refused_by_name(name: str, kind: str) -> Non
         small()(**{**given, name: NO_TENSORS[kind]})
 
 
+def test_loss_is_divided_by_no_number_below_one_item() -> None:
+    m = small()
+    for number in (0, 0.0, -3, float("nan")):
+        with pytest.raises(ValueError, match="num_items_in_batch: want more than 0"):
+            m(IDS, labels=IDS, num_items_in_batch=number)
+    # the Trainer's, of a batch without labels: as transformers' models
+    loss = m(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=torch.tensor(0)).loss
+    assert loss.isnan()
+
+
+def test_places_of_logits_outside_are_reported_as_given() -> None:
+    m = small()
+    for places in ([-8], [0, -6], torch.tensor([-8]), [7]):
+        wrong = int(torch.as_tensor(places)[-1])
+        with pytest.raises(ValueError, match=rf"logits_to_keep: id {wrong} at position"):
+            m(IDS, logits_to_keep=places)
+    with pytest.raises(ValueError, match=r"logits_to_keep: want 0 or more .* got -8"):
+        m(IDS, logits_to_keep=-8)
+    torch.testing.assert_close(m(IDS, logits_to_keep=[-5, 4]).logits, m(IDS).logits[:, [0, 4]])
+
+
 def test_number_of_a_sequence_is_an_integer() -> None:
     with pytest.raises(TypeError, match=r"seq_idx: want integers, got torch\.float32"):
         small()(IDS, seq_idx=torch.zeros(2, 5))

@@ -94,7 +94,7 @@ def convert(
         want = f"want one of {known}" if whose is None else f"want {OURS!r}"
         raise ValueError(f"to: {want} for a {given['model_type']} checkpoint, got {to!r}")
     if whose is not None:
-        family, config = whose, SlipstreamConfig(**whose.read(given))
+        family, config = whose, SlipstreamConfig(**_read(whose, given))
         theirs = None
     else:
         if to not in FAMILIES:
@@ -181,6 +181,27 @@ def _expect_names(found: set[str], wanted: set[str], dropped: tuple[str, ...]) -
 def _shapes(model: Any, config: SlipstreamConfig) -> dict[str, torch.Size]:
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     return {name: x.shape for name, x in model.state_dict().items() if name not in tied}
+
+
+_OF_VALUES = (TypeError, AttributeError, ZeroDivisionError, ValueError)
+
+
+def _read(family: Family, given: dict[str, Any]) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: names the key whose value no such model can have, such as None for a size.
+    """
+    try:
+        return family.read(given)
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        for key, value in given.items():
+            try:
+                family.read(_without(given, key))
+            except _OF_VALUES:
+                continue
+            want = f"want a value that a {family.name} model can have"
+            raise ValueError(f"{key}: {want}, got {value!r} ({error})") from error
+        raise ValueError(f"config.json: of no {family.name} model ({error})") from error
 
 
 def _family_of(given: dict[str, Any], source: Path) -> Family | None:

@@ -30,6 +30,8 @@ class LightNet(Gated):
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
         size, ratio = given.get("hidden_size", 2048), given.get("expand_ratio", 128)
         if given.get("num_heads") is None:  # heads of the keys' width
+            if not isinstance(ratio, int) or ratio < 1:
+                raise ValueError(f"expand_ratio: want it or num_heads, got {ratio!r} and None")
             given = {**given, "num_heads": size // ratio}
         found = super().read(given)
         for mixer in found["mixers"]:
