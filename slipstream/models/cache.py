@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from slipstream.layers import Mixer
 from slipstream.models.open_rows import OpenRows, expect_count, expect_row
-from slipstream.models.rollback import MLP_SHIFT, Record, Rollback
+from slipstream.models.rollback import MLP_SHIFT, Record, Rollback, forgotten_tokens
 from slipstream.nn import rounded
 
 # What outputs of models call it: past_key_values before transformers 5.24.
@@ -280,27 +280,9 @@ class LayerState(CacheLayerMixin):
         if self.rollback is not None and not self.token_states:
             self.rollback.add_mlp(x)
 
-    def expect_croppable(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` takes away; raises what it does."""
-        n = tokens_to_remove
-        kept = n if n > 0 else self.seen + n
-        if kept < 0:
-            raise ValueError(f"crop: want at most the {self.seen} tokens there are, got {-n}")
-        if kept >= self.seen or self._tensors is None:
-            return max(self.seen - kept, 0)
-        if self.token_states and not self.is_croppable:
-            raise NotImplementedError("crop: want no MLP with a state beside a softmax layer")
-        if self.token_states:
-            return self.seen - kept
-        if self.rollback is None:
-            missing = "activate_past_recording() was not called before they came"
-            raise RuntimeError(f"crop: a recurrent state cannot forget tokens, {missing}")
-        self.rollback.segments_to(kept)
-        return self.seen - kept
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -n tokens of every row; a positive n is how many to keep."""
-        count = self.expect_croppable(tokens_to_remove)
+        count = forgotten_tokens(self, tokens_to_remove)
         if self._tensors is not None and count and self.token_states:
             self._tensors["length"].sub_(count)
         elif self._tensors is not None and count and self.rollback is not None:

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from slipstream.models.block_steps import OpenBlocks
 from slipstream.models.consistent import Row
 from slipstream.models.packing import Absent
+from slipstream.models.rollback import forgotten_tokens
 from slipstream.runtime.token_ids import clamped, expect_ids
 
 
@@ -149,7 +150,7 @@ class OpenRows(Cache):
         seen = self.get_seq_length()
         keep = seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, seen)
         for layer in self.layers:  # before one of them forgets anything
-            layer.expect_croppable(tokens_to_remove)
+            forgotten_tokens(layer, tokens_to_remove)
         absent = self.absent.after(keep)
         super().crop(tokens_to_remove)
         self.absent.crop(keep)

@@ -87,10 +87,11 @@ class Absent:
         return found
 
     def crop(self, columns: int) -> None:
-        kept = [x for x in self.calls if x[0] < columns]
+        """Forgets all columns after so many."""
         self.calls = [
             (begin, min(count, columns - begin), x if x.dim() == 1 else x[:, : columns - begin])
-            for begin, count, x in kept
+            for begin, count, x in self.calls
+            if begin < columns
         ]
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "Absent":

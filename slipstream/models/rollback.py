@@ -153,3 +153,24 @@ class Rollback:
                 segment.state = {name: move(x) for name, x in segment.state.items()}
             for record in segment.records:
                 record.map(move)
+
+
+def forgotten_tokens(layer: Any, tokens_to_remove: int) -> int:
+    """How many tokens a LayerState forgets by crop(tokens_to_remove); raises what crop does."""
+    seen, n = layer.seen, tokens_to_remove
+    stay = n if n > 0 else seen + n
+    if stay < 0:
+        raise ValueError(f"crop: want at most the {seen} tokens there are, got {-n}")
+    if stay >= seen or layer.state is None:
+        return max(seen - stay, 0)
+    if layer.token_states:
+        if not layer.is_croppable:
+            raise NotImplementedError("crop: want no MLP with a state beside a softmax layer")
+    elif layer.rollback is None:
+        raise RuntimeError(
+            "crop: a recurrent state cannot forget tokens unless activate_past_recording() "
+            "was called before they came"
+        )
+    else:
+        layer.rollback.segments_to(stay)
+    return seen - stay
