@@ -50,7 +50,8 @@ class Call:
         seed: int = 0,
         **options: Any,
     ) -> "Call":
-        """Of lengths, packed, or B of T tokens. About two thirds of the grid are listed."""
+        """Of lengths, packed, or B of T tokens. About two thirds of the grid are listed, and all
+        places past a sequence's end."""
         torch.manual_seed(seed)
         N, H = B, HV if operator == "chunk_rwkv7" else H
         V = K if operator == "chunk_rwkv7" else V
@@ -78,7 +79,9 @@ class Call:
         wanted &= torch.arange(wanted.shape[1]) < whole[:, None]
         count = int(wanted.sum())
         rows = torch.full(wanted.shape, -1, dtype=torch.int32)
-        rows[wanted] = torch.randperm(count + 3)[:count].int()
+        order = torch.randperm(count + 3).int()
+        rows[wanted] = order[:count]
+        rows[torch.arange(wanted.shape[1]) >= whole[:, None]] = order[count]  # is not written
         pool = torch.full((count + 3, HV, V, K), torch.nan, device=device)
         offsets = None
         if lengths is not None:

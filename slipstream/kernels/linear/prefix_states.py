@@ -24,8 +24,8 @@ class PrefixStates(NamedTuple):
     Attributes:
         pool: memory for states [rows, HV, V, K], contiguous, of any float dtype. Written in place.
         rows: int32 [N, ceil(T / 64)]: the row for the state after the first 64 (j + 1) tokens of
-            sequence n, below 0 where that is not wanted or the sequence is shorter. T is that of q,
-            of packed sequences the tokens of all.
+            sequence n, below 0 where that is not wanted. Where a sequence has fewer tokens, nothing
+            is left, whatever is listed. T is that of q, of packed sequences the tokens of all.
     """
 
     pool: Tensor
@@ -57,7 +57,8 @@ def every(pool: Tensor, cu_seqlens: Tensor, total: int, tokens: int) -> PrefixSt
 
 
 def check(prefix: PrefixStates, terms: LinearInputs, *others: Tensor) -> PrefixStates:
-    """It, with rows that the pool has not as none. others: arguments that are not among the terms.
+    """It, with rows that the pool has not, and those past a sequence's end, as none. others:
+    arguments that are not among the terms.
 
     Raises:
         ValueError, TypeError: it does not fit the terms.
@@ -79,7 +80,13 @@ def check(prefix: PrefixStates, terms: LinearInputs, *others: Tensor) -> PrefixS
         raise ValueError("prefix_states.pool: want a contiguous tensor")
     if rows.dtype != torch.int32:
         raise TypeError(f"prefix_states.rows: want int32, got {rows.dtype}")
-    return PrefixStates(pool, rows.masked_fill(rows >= pool.shape[0], -1).contiguous())
+    none = rows >= pool.shape[0]
+    if terms.cu_seqlens is not None:
+        blocks = torch.arange(rows.shape[1], device=rows.device)
+        none |= blocks >= (terms.cu_seqlens.diff() // BLOCK)[:, None]
+    elif terms.q.shape[1] % BLOCK:
+        none[:, -1] = True
+    return PrefixStates(pool, rows.masked_fill(none, -1).contiguous())
 
 
 def by_calls(
