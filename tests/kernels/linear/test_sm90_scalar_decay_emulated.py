@@ -81,7 +81,7 @@ class Run:
         self.spans = self.count(SPAN * C)
         self.rows = {
             name: self.empty(parts, self.HV, self.B * self.T)
-            for name, parts in (("q", 4 if wide else 2), ("k", 4 if wide else 1))
+            for name, parts in (("q", 4 if wide else 2), ("k", 8 if wide else 2))
         }
         self.z = self.empty(4 if wide else 2, self.spans, self.HV)
         self.anchors = self.empty(self.spans, self.HV, self.width, self.width)
@@ -169,19 +169,25 @@ class Run:
         return grads
 
     def gate_gradient(self) -> Tensor:
-        """As scalar_decay_dg_kernel."""
+        """As scalar_decay_dg_kernel, where it takes nothing to cross a chunk of strong gates."""
         cu = self.terms.cu_seqlens
         each = [(n * self.T, self.T) for n in range(self.B)]
         if cu is not None:
             each = [(int(a), int(b - a)) for a, b in itertools.pairwise(cu)]
-        rows = self.rows["q"].sum(0) - self.rows["k"].sum(0)
+        k_rows, later = (x.sum(0) for x in self.rows["k"].chunk(2))
+        rows = self.rows["q"].sum(0) - k_rows
+        assert self.terms.g is not None
+        g = self.terms.g.clamp(min=-128).permute(2, 0, 1).flatten(1)
         dg, size = torch.full_like(rows, torch.nan), SPAN * C
         for i, (begin, length) in enumerate(each):
             first = begin // size + i if self.packed else i * -(-self.T // size)
-            for s in range(-(-length // size)):
-                at = slice(begin + s * size, begin + min(length, (s + 1) * size))
-                z = self.z[:, first + s].sum(0)[:, None]
-                dg[:, at] = rows[:, at].flip(1).cumsum(1).flip(1) + z
+            for t in range((length - 1) // C * C, -1, -C):
+                at = slice(begin + t, begin + min(length, t + C))
+                if t % size == size - C or t + C >= length:
+                    z = self.z[:, first + t // size].sum(0)
+                z = torch.where(g[:, at].sum(1) < -100, later[:, at].sum(1), z)
+                dg[:, at] = rows[:, at].flip(1).cumsum(1).flip(1) + z[:, None]
+                z = dg[:, begin + t]
         return dg.view(self.HV, self.B, self.T).permute(1, 2, 0)
 
 

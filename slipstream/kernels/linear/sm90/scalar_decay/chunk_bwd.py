@@ -80,7 +80,7 @@ def load_partition(
 @gluon.jit
 def dqkv_partition(
     dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty, a_full, a_empty,
-    s_full, s_empty, p_g, stride_g, p_rows, row, HV, dk_col, length, n, scale,
+    s_full, s_empty, p_g, stride_g, p_rows, p_later, row, HV, dk_col, length, n, scale,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
     HAS_DG: gl.constexpr,
 ):  # fmt: skip
@@ -149,6 +149,9 @@ def dqkv_partition(
         mbarrier.arrive(s_empty.index(0), count=1)
         if HAS_GATE:
             b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
+        if HAS_DG:
+            b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale
+            gl.store(p_later + t + o_t, b_row, mask=o_t < length - t)
         b_k = warpgroup_mma(b_b, qs.index(s), b_k, is_async=True)
         b_k = warpgroup_mma_wait(0, deps=(b_k,))
         b_k *= scale
@@ -187,7 +190,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     g_ptr,  # [B, T, HV] by strides
     s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment; times scale_in
     s_out_ptr,  # the same, of that before it; times scale_out
-    rows_ptr,  # [HV, tokens]: k . dk
+    rows_ptr,  # [2, HV, tokens]: k . dk, and what later chunks add to it
     z_ptr,  # [2, anchors, HV]: sum(S * dS) after an anchor interval
     anchor_ptr,  # [anchors, HV, K, V]
     cu_ptr,  # [N + 1]
@@ -250,6 +253,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     p_in = s_in_ptr if HAS_S_IN else dk_ptr
     p_out = s_out_ptr if HAS_S_OUT else dk_ptr
     p_rows = rows_ptr if HAS_DG else dk_ptr
+    p_later = p_rows
     p_z = z_ptr if HAS_DG else dk_ptr
     p_anchor = anchor_ptr if HAS_DG else dk_ptr
     if HAS_GATE:
@@ -261,6 +265,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
             + i_h
         )
         p_rows += i_h.to(gl.int64) * tokens + row
+        p_later = p_rows + HV.to(gl.int64) * tokens
         p_z += anchor
         p_anchor += anchor * (K * V)
     to_half = HV.to(gl.int64) * num_anchors
@@ -270,18 +275,18 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     gl.warp_specialize(
         [
             (state_partition, (
-                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_z, p_anchor, o_s,
-                row, HV, i_h * V, length, n, scale, scale_in, scale_out, 0, 0, 2, K, V, C, ST,
+                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor,
+                o_s, row, HV, i_h * V, length, n, scale, scale_in, scale_out, 0, 0, 2, K, V, C, ST,
                 ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
             (state_partition, (
-                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows,
+                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_rows,
                 p_z + to_half if HAS_DG else p_z, p_anchor, o_s, row, HV, i_h * V, length, n,
                 scale, scale_in, scale_out, 0, 1, 2, K, V, C, ST, ANCHOR_INTERVAL, True, False,
                 HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
             (dqkv_partition, (
                 dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty,
-                a_full, a_empty, s_full, s_empty, p_g, stride_gt, p_rows, row, HV, i_h * K,
-                length, n, scale, K, C, ST, HAS_GATE, HAS_DG)),
+                a_full, a_empty, s_full, s_empty, p_g, stride_gt, p_rows, p_later, row, HV,
+                i_h * K, length, n, scale, K, C, ST, HAS_GATE, HAS_DG)),
             (load_partition, (
                 q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col,
                 i_h * V, C, ST)),

@@ -224,9 +224,16 @@ def score_partition(
 
 
 @gluon.jit
+def row_products(q, b_y, sa: gl.constexpr, yl: gl.constexpr):
+    """q . y of a chunk's tokens."""
+    b_q = gl.convert_layout(q.permute((1, 0)).load(sa), yl)
+    return gl.sum(b_q.to(gl.float32) * b_y, 0)
+
+
+@gluon.jit
 def state_partition(
-    y_desc, y_ptr, tiles, barriers, s_in_ptr, s_out_ptr, pool, p_rows, p_z, p_anchor, o_s, row, HV,
-    y_col, length, n, scale, scale_in, scale_out, i_x,
+    y_desc, y_ptr, tiles, barriers, s_in_ptr, s_out_ptr, pool, p_rows, p_later, p_z, p_anchor, o_s,
+    row, HV, y_col, length, n, scale, scale_in, scale_out, i_x,
     I: gl.constexpr, HALVES: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr,
     ST: gl.constexpr, ANCHOR_INTERVAL: gl.constexpr, REVERSE: gl.constexpr,
     TRANSPOSED: gl.constexpr, HAS_GATE: gl.constexpr, HAS_DG: gl.constexpr,
@@ -296,6 +303,10 @@ def state_partition(
         if HAS_GATE:
             b_y = warpgroup_mma_wait(1, deps=(b_y,))
             b_y *= tiles.factors.index(2 * a).load(gl.SliceLayout(0, yl))[None, :]
+            if HAS_DG and REVERSE and not SHARED:
+                mbarrier.wait(barriers.q_full.index(a), (i // 2) & 1)
+                b_row = row_products(tiles.q.index(HALVES * a + I), b_y, sa, yl) * scale
+                gl.store(p_later + c * C + o_c, b_row, mask=o_c < length - c * C)
             b_y = warpgroup_mma(x_t, tiles.scores.index(a), b_y, is_async=True)
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
         mbarrier.arrive(barriers.empty.index(s), count=1)
@@ -308,12 +319,10 @@ def state_partition(
             y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * X, length - t, C
         )
         if HAS_DG and not SHARED:
-            b = i % 2
-            mbarrier.wait(barriers.q_full.index(b), (i // 2) & 1)
-            b_q = gl.convert_layout(tiles.q.index(HALVES * b + I).permute((1, 0)).load(sa), yl)
-            b_row = gl.sum(b_q.to(gl.float32) * b_y, 0)
+            mbarrier.wait(barriers.q_full.index(a), (i // 2) & 1)
+            b_row = row_products(tiles.q.index(HALVES * a + I), b_y, sa, yl)
             gl.store(p_rows + t + o_c, b_row, mask=o_c < length - t)
-            mbarrier.arrive(barriers.q_empty.index(b), count=1)
+            mbarrier.arrive(barriers.q_empty.index(a), count=1)
         if HAS_DG and not REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (c == n - 1):
             anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
             gl.store(p_anchor + anchor * (D * X) + o_a, b_s)
@@ -337,24 +346,12 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     g_ptr,  # [B, T, HV] by strides
     s_in_ptr,  # [segments, HV, D, X], or [segments, HV, X, D] if TRANSPOSED; times scale_in
     s_out_ptr,  # the same; times scale_out
-    rows_ptr,  # [X // HALF, HV, tokens]: q . dq, or k . dk
+    rows_ptr,  # [X // HALF, HV, tokens]: q . dq; or twice as many: k . dk, what later chunks add
     z_ptr,  # [X // HALF, anchors, HV]: sum(S * dS) after an anchor interval, by the dk scan
     anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
-    scale,
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    HR,
-    HX,
-    tokens,
-    segment,
-    num_anchors,
-    stride_gb,
-    stride_gt,
-    stride_gh,
+    scale, scale_in, scale_out, T, N, HV, HR, HX, tokens, segment, num_anchors,
+    stride_gb, stride_gt, stride_gh,
     D: gl.constexpr,
     X: gl.constexpr,
     C: gl.constexpr,
@@ -371,7 +368,7 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     PACKED: gl.constexpr,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
-):
+):  # fmt: skip
     """grid (X // (HALVES * HALF) * HV * segments,), 4 warps, 8 with HALVES of 1: one program scans
     HALVES * HALF rows of the state of one head of one segment.
 
@@ -422,6 +419,7 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     p_in = s_in_ptr if HAS_S_IN else y_ptr
     p_out = s_out_ptr if HAS_S_OUT else y_ptr
     p_rows = rows_ptr if HAS_DG else y_ptr
+    p_later = rows_ptr + X // HALF * HV.to(gl.int64) * tokens if HAS_DG and REVERSE else y_ptr
     p_z = z_ptr if HAS_DG and REVERSE else y_ptr
     p_anchor = anchor_ptr if HAS_DG else y_ptr
     if HAS_GATE:
@@ -435,6 +433,8 @@ def scalar_decay_chunk_fwd_sm90_kernel(
             + i_h
         )
         p_rows += (i_x * HV + i_h).to(gl.int64) * tokens + row
+        if REVERSE:
+            p_later += (i_x * HV + i_h).to(gl.int64) * tokens + row
         if REVERSE:
             p_z += (i_x * num_anchors).to(gl.int64) * HV + anchor
         p_anchor += anchor * (D * X)
@@ -451,10 +451,10 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_z, p_anchor, o_s,
-                    row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C,
-                    ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
-                    False)),
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_later, p_z,
+                    p_anchor, o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0,
+                    HALVES, D, X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG,
+                    HAS_S_IN, HAS_S_OUT, False)),
                 (score_partition, (
                     rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
                     length, n, D, C, ST, HALVES, REVERSE, HAS_GATE)),
@@ -470,15 +470,15 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_z, p_anchor, o_s,
-                    row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0, HALVES, D, X, C,
-                    ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT,
-                    False)),
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_later, p_z,
+                    p_anchor, o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0,
+                    HALVES, D, X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG,
+                    HAS_S_IN, HAS_S_OUT, False)),
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_second, p_z, p_anchor,
-                    o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 1, HALVES, D,
-                    X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN,
-                    HAS_S_OUT, False)),
+                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_second, p_later, p_z,
+                    p_anchor, o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 1,
+                    HALVES, D, X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG,
+                    HAS_S_IN, HAS_S_OUT, False)),
                 (score_partition, (
                     rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
                     length, n, D, C, ST, HALVES, REVERSE, HAS_GATE)),

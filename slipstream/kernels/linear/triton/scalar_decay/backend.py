@@ -9,6 +9,7 @@ a state a segment, once forward and twice backward.
 Nothing here waits for the device, nor depends on values there.
 """
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -203,7 +204,7 @@ class TritonScalarDecay:
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
         return GateSums(
             q_rows=torch.empty(NX, HV, B * T, **wide),
-            k_rows=torch.empty(1 if self.dk_is_whole(terms) else NX, HV, B * T, **wide),
+            k_rows=torch.empty(2 if self.dk_is_whole(terms) else 2 * NX, HV, B * T, **wide),
             z=torch.empty(NX, anchors, HV, **wide),
             anchors=torch.empty(anchors, HV, V, K, **wide),
         )
@@ -360,10 +361,12 @@ def _gate_gradient(terms: LinearInputs, sums: GateSums, segments: Segments | Non
         tokens=B * T,
         segment=T if segments is None else segments.tokens,
         num_anchors=anchors,
+        min_chunk_gate=math.log(torch.finfo(terms.q.dtype).eps / 8),
         **gate_strides(terms.g),
         NX=NX,
-        NK=sums.k_rows.shape[0],
+        NK=sums.k_rows.shape[0] // 2,
         TOKENS=TOKENS,
+        C=_tile_of(terms)[0].C,
         BT=min(256, TOKENS),
         BH=BH,
         PACKED=cu is not None,

@@ -20,10 +20,10 @@ its chunk,
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z      z = sum(S * dS) after the chunk
 
-The sums q . dq and k . dk are left by the dq and dk scans, and added up in dg.py. A
-difference of large sums, z loses digits with each chunk: in 16 bits the products with S and with dS
-are rounded apart. So every ANCHOR_INTERVAL chunks the dq scan leaves S, an anchor, from which the
-dk scan computes z again.
+The sums q . dq and k . dk, and what later chunks add to k . dk, are left by the dq and dk scans,
+and added up in dg.py. A difference of large sums, z loses digits with each chunk: in 16 bits the
+products with S and with dS are rounded apart. So every ANCHOR_INTERVAL chunks the dq scan leaves S,
+an anchor, from which the dk scan computes z again.
 
 Few heads with long sequences do not fill a device: SPLIT cuts sequences into segments of `segment`
 tokens, each a program of its own. A first scan (not HAS_Y) leaves what a segment adds to the state
@@ -187,6 +187,13 @@ def store_to_pool(
 
 
 @triton.jit
+def store_later(p_rows, rows, tokens, t, b_k, b_y, o_c, m_c):
+    """What later chunks add to k . dk, behind `rows` rows of all tokens. b_y [BX, C]."""
+    b_row = tl.sum(tl.trans(b_k).to(tl.float32) * b_y, 0)
+    tl.store(p_rows + rows.to(tl.int64) * tokens + t + o_c, b_row, mask=m_c)
+
+
+@triton.jit
 def first_chunk_of(begin, skip, i_seg, T, segment, C: tl.constexpr, PACKED: tl.constexpr):
     """The number of the first chunk of a segment; find_segment gives them, of C tokens."""
     start = begin - skip
@@ -212,7 +219,7 @@ def scalar_decay_chunk_kernel(
     s_out_ptr,  # the same; times scale_out
     total_ptr,  # [segments, HV]: G over the segment in base 2
     qk_ptr,  # [tokens, HX, X]: q for the dq scan, k for the dk scan
-    rows_ptr,  # [NX, HV, tokens]: q . dq, or k . dk
+    rows_ptr,  # [NX, HV, tokens]: q . dq; or [2 * NX, ..]: k . dk, what later chunks add to it
     z_ptr,  # [NX, anchors, HV]: sum(S * dS) after an anchor interval
     anchor_ptr,  # [anchors, HV, X, D]
     cu_ptr,  # [N + 1]
@@ -304,7 +311,8 @@ def scalar_decay_chunk_kernel(
             t = i_c * C
             m_c = o_c < length - t
             b_w = load_rows(w_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)  # [C, BD]
-            b_x = load_rows(x_ptr, (i_b, skip, i_w, i_x * BX), t, HX, o_c, m_c, o_n, X, BX, TMA)
+            at_x = (i_b, skip, i_w, i_x * BX)
+            b_x = load_rows(x_ptr, at_x, t, HX, o_c, m_c, o_n, X, BX, TMA)
             b_x = tl.trans(b_x)  # [BX, C]
             if HAS_Y:
                 b_r = load_rows(r_ptr, (i_b, skip, i_r, 0), t, HR, o_c, m_c, o_d, D, BD, TMA)
@@ -327,6 +335,9 @@ def scalar_decay_chunk_kernel(
                 )  # fmt: skip
                 if HAS_GATE:
                     b_y *= (b_end if REVERSE else b_start)[None, :]
+                if HAS_DG and REVERSE:
+                    b_qk = load_rows(qk_ptr, at_x, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    store_later(rows_ptr, NX * HV, tokens, t, b_qk, b_y * scale, o_c, m_c)
                 if not LAST:
                     b_y = tl.dot(b_x, b_a.to(b_x.dtype), b_y, input_precision=PRECISION)
             if HAS_GATE:
@@ -341,8 +352,8 @@ def scalar_decay_chunk_kernel(
                 b_y *= scale
                 # the gate's share by token, while y is in float32
                 if HAS_DG:
-                    at = (i_b, skip, i_w, i_x * BX)
-                    b_qk = load_rows(qk_ptr, at, t, HX, o_c, m_c, o_n, X, BX, TMA)
+                    if not REVERSE:
+                        b_qk = load_rows(qk_ptr, at_x, t, HX, o_c, m_c, o_n, X, BX, TMA)
                     b_row = tl.sum(tl.trans(b_qk).to(tl.float32) * b_y, 0)
                 if DIAGONAL_LAST:
                     b_y += (diag * scale)[None, :] * b_x
