@@ -22,6 +22,7 @@ _FAMILIES = {
     "place_tokens": "pointwise",
     "token_mix": "time_mix",
     "rwkv7": "time_mix",
+    "rwkv7_step": "time_mix",
     "embedding": "pointwise",
     "cross_entropy": "loss",
     "linear_kl_div": "loss",

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
-from slipstream.kernels.time_mix import rwkv7
+from slipstream.kernels.time_mix import rwkv7, rwkv7_step
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
-from slipstream.nn import decoding
+from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.consistent import product
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import plain_linear, plain_module
@@ -170,12 +170,53 @@ class RWKV7(Mixer):
         first_value: Tensor | None = None,
         output_value: bool = False,
     ) -> Any:
+        if first_value is None or not output_value:  # the mixed values stay within the launch
+            fused = self._fused_step(x, state, first_value)
+            if fused is not None:
+                y, v = (z[:, None] for z in fused)
+                return (self.o_proj(y), v) if output_value else self.o_proj(y)
         r, v, gate, make = self._project(x, state["shift"][:, None], first_value)
         w, k, a, b, v, *_ = _with_values(make(), v)
         state["shift"].copy_(x[:, 0])
         o = decoding.recurrence(r, k, v, state, g=w, a=a, b=b, scale=1.0)
         y = self.o_proj(self._gated(o, r, k, v, gate))
         return (y, v.flatten(-2)) if output_value else y
+
+    def _fused_step(
+        self, x: Tensor, state: State, first_value: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """The input of o_proj and v [N, D], in one launch behind the projections; None where that
+        cannot be."""
+        v_lora: Any = self.v_lora if first_value is not None else None
+        loras: list[Any] = [self.w_lora, self.a_lora, self.g_lora]
+        loras += [] if v_lora is None else [v_lora]
+        matrices = [self.r_proj, self.k_proj, self.v_proj]
+        if (
+            not projections.fuses(x)
+            or (v_lora is None and first_value is not None)
+            or rounded.has_rounded(state)
+            or not all(map(plain_module, loras))
+            or not all(map(_plain_matrix, matrices))
+        ):
+            return None
+        w, a, g, *v = (lora.down.t() for lora in loras)
+        r_proj, k_proj, v_proj = (layer.weight for layer in matrices)
+        weights = [r_proj], [w], [k_proj], [v_proj, *v], [a], [g]
+        found = mixed_projections(x, state["shift"][:, None], self.mix, weights)
+        if found is None:
+            return None
+        r, w, k, v, *v_gate, a, g = (y[:, 0] for y in found)
+        of_v: list[Any] = [None] * 4
+        if v_lora is not None and first_value is not None:
+            of_v = [v_gate[0], first_value[:, 0].to(v.dtype), v_lora.up, v_lora.bias]
+        ups, biases = (lora.up for lora in loras[:3]), (lora.bias for lora in loras[:2])
+        given = [x[:, 0], r, k, v, w, a, g, *of_v[:2], *ups, of_v[2], *biases, of_v[3]]
+        given += [self.k_k, self.k_a, self.norm_weight, self.norm_bias, self.r_k]
+        inputs = rwkv7_step.StepInputs._make(given)
+        S, shift = state["recurrent"], state["shift"]
+        if rwkv7_step.unsupported_reason(inputs, S) is not None:
+            return None
+        return rwkv7_step.step(inputs, S, shift, self.head_dim * self.norm_eps), v
 
     def _project(
         self, x: Tensor, before: Tensor | None, first_value: Tensor | None

@@ -276,6 +276,7 @@ GUARDED = {
     "running_mean/op.py": ("running_mean.triton",),
     "time_mix/token_mix.py": ("token_mix.triton",),
     "time_mix/rwkv7.py": ("rwkv7.triton",),
+    "time_mix/rwkv7_step.py": ("rwkv7_step.triton",),
     "norm/op.py": ("norm.triton",),
     "attnres/op.py": ("attnres.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),

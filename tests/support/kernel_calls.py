@@ -29,7 +29,7 @@ from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInp
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
-from slipstream.kernels.time_mix import rwkv7, token_mix
+from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
 from slipstream.tools.catalog import OPERATORS, Shape
 
 
@@ -180,6 +180,16 @@ def rwkv7_parts() -> list[Tensor]:
     w_out, k_out, a_out, b_out, *_ = rwkv7.recurrence_terms(w, k, a, None, None, None, k_k, k_a, 2)
     y = rwkv7.output(a_out, b_out, k_out, w_out, w, k_k, k_a, leaf(2, 4), 1e-5)
     return gradients(y, w, k, a, k_k, k_a)
+
+
+def rwkv7_steps() -> list[Tensor]:
+    N, D, rank, K = 2, 8, 3, 4
+    rows = [torch.randn(N, D) for _ in range(4)] + [torch.randn(N, rank) for _ in range(4)]
+    ups, parameters = [torch.randn(rank, D) for _ in range(4)], [torch.randn(D) for _ in range(7)]
+    rest = [torch.randn(N, D), *ups, *parameters, torch.randn(2, K)]
+    t = rwkv7_step.StepInputs._make([*rows, *rest])
+    state, shift = torch.randn(N, 2, K, K), torch.randn(N, D)
+    return [rwkv7_step.step(t, state, shift, 1e-5), state, shift]
 
 
 def projections() -> list[Tensor]:

@@ -32,7 +32,7 @@ from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
-from slipstream.kernels.time_mix import rwkv7, token_mix
+from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
 from slipstream.runtime import dispatch
 from tests.support import kernel_calls as calls
 
@@ -221,6 +221,11 @@ FAMILIES = [
             "time_mix.triton.rwkv7:output_backward": rwkv7.output_grads,
         },
         ("slipstream.kernels.time_mix.rwkv7",),
+    ),
+    Family(
+        "rwkv7_step.triton",
+        calls.rwkv7_steps,
+        {"time_mix.triton.rwkv7_step:step": rwkv7_step.plain},
     ),
     Family(
         "projection_step.triton",

@@ -7,6 +7,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.time_mix.triton.rwkv7"
+STEP = "slipstream.kernels.time_mix.triton.rwkv7_step"
 TERMS = ("w_ptr", "k_ptr", "a_ptr", "v_ptr", "v_gate_ptr", "first_value_ptr", "k_k_ptr", "k_a_ptr")
 TERMS += ("w_bias_ptr", "a_bias_ptr", "v_bias_ptr")
 MADE = ("k_out_ptr", "a_out_ptr", "b_out_ptr", "v_out_ptr")
@@ -44,3 +45,18 @@ def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
     one = kernel.startswith("rwkv7_output")  # forward and backward
     name = f"{MODULE}:{'rwkv7_output' if one else kernel}_kernel"
     assert compile_kernel(name, given, flags, target=arch, warps=warps).stack == 0
+
+
+@pytest.mark.parametrize(("K", "stack"), [(64, 0), (128, 256)])
+def test_rwkv7_step_compiles(K: int, stack: int) -> None:
+    from slipstream.kernels.time_mix.rwkv7_step import TOKENS, StepInputs
+    from slipstream.kernels.time_mix.triton import rwkv7_step
+
+    given = {f"{name}_ptr": "*bf16" for name in (*StepInputs._fields, "shift", "y")}
+    given |= {"state_ptr": "*fp32", **{f"row_{name}": "i32" for name in (*TOKENS, "shift")}}
+    given |= {f"{name}_rank": "i32" for name in "wagv"}
+    given |= dict.fromkeys(("slowest", "unit_eps", "eps"), "fp32")
+    flags = {"D": 1024, "K": K, "BK": K, "BR": rwkv7_step.RANKS}
+    warps = K * K // rwkv7_step.ELEMENTS_PER_WARP
+    kernel = f"{STEP}:rwkv7_step_kernel"
+    assert compile_kernel(kernel, given, flags, target="sm_90", warps=warps).stack <= stack
