@@ -1,4 +1,4 @@
-"""Operators whose tokens are dealt out to several GPUs, beside one GPU.
+"""Operators whose tokens are divided among several GPUs, beside one GPU.
 
     torchrun --nproc-per-node 2 bench/context_parallel.py                     times and memory
     torchrun --nproc-per-node 2 bench/context_parallel.py --segments 8192     with equal bits, too

@@ -41,7 +41,7 @@ MODULES = {
         "slipstream.compat",
         "Other packages' names for these functions: the migration guides say what each has.",
     ),
-    "parallel": ("slipstream.parallel", "A batch whose tokens are dealt out to several GPUs."),
+    "parallel": ("slipstream.parallel", "A batch whose tokens are divided among several GPUs."),
     "training": ("slipstream.training", "Pieces of `slipstream train` for loops of your own."),
 }
 VARIABLES = {

@@ -131,7 +131,7 @@ class SwiGLULinearParallel(ParallelStyle):
             found = run(x, y, weight, bias)
             return _made(found, device_mesh, Partial(), wants, self.use_local_output)
 
-        module.forward, module.dealt_out = forward, True
+        module.forward, module.sharded = forward, True
         return module
 
 

@@ -1,4 +1,4 @@
-"""transformers' models whose tokens are dealt out to ranks: each calls the model with its own."""
+"""transformers' models whose tokens are divided among ranks: each calls the model with its own."""
 
 import itertools
 from typing import Any

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from slipstream.common.checks import autocast_dtype
 from slipstream.models.block import Block, make_norm
 from slipstream.models.packing import Sequences
-from slipstream.models.tensor_parallel import is_dealt_out
+from slipstream.models.tensor_parallel import is_sharded
 from slipstream.nn import Embedding, decoding
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.ops.embedding import embedding
@@ -127,7 +127,7 @@ def compile_once(
     the step calls it, and says so then. It takes the memory of one block. The model's own blocks do
     not run, so that neither hooks nor collectives of FSDP, DDP or checkpointing do: each rank
     compiles for itself, and ranks with one cache of Triton's compile each kernel once between them.
-    Left out are models whose heads are dealt out, and the replicas of DataParallel, which last for
+    Left out are models whose heads are sharded, and the replicas of DataParallel, which last for
     one step. also: what else launches kernels.
     """
     if getattr(model, "_is_replica", False):
@@ -137,7 +137,7 @@ def compile_once(
     if kind in known:
         return
     known.add(kind)
-    if is_dealt_out(model):
+    if is_sharded(model):
         return
     loss = _next.loss
 

@@ -34,7 +34,7 @@ from slipstream.models.packing import (
     text_positions,
 )
 from slipstream.models.rollback import WINDOW
-from slipstream.models.tensor_parallel import deal_planned_heads, is_dealt_out, whole_state_dict
+from slipstream.models.tensor_parallel import is_sharded, shard_planned_heads, whole_state_dict
 from slipstream.nn import Embedding, decoding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
@@ -80,18 +80,18 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> Any:
-        """As transformers', whose distributed_config=DistributedConfig(tp_size=n) deals the heads
-        out to n processes (shard_heads); each reads the whole checkpoint."""
+        """As transformers', whose distributed_config=DistributedConfig(tp_size=n) divides the heads
+        among n processes (shard_heads); each reads the whole checkpoint."""
         found = super().from_pretrained(*args, **options)
-        deal_planned_heads(found[0] if isinstance(found, tuple) else found)
+        shard_planned_heads(found[0] if isinstance(found, tuple) else found)
         return found
 
     def save_pretrained(
         self, save_directory: str | PathLike[str], *args: Any, **options: Any
     ) -> Any:
-        """As transformers'. Where heads are dealt out every rank calls it, and the first writes
+        """As transformers'. Where heads are sharded every rank calls it, and the first writes
         whole tensors."""
-        if is_dealt_out(self):
+        if is_sharded(self):
             whole = whole_state_dict(self, options.get("state_dict"))
             if self.config.tie_word_embeddings:  # transformers knows it by their memory
                 whole.pop("lm_head.weight", None)

@@ -37,11 +37,11 @@ class _Parameter(NamedTuple):
 
 
 def shard_heads(model: nn.Module, mesh: "DeviceMesh") -> nn.Module:
-    """The model with its heads dealt out to the ranks of a mesh, in place.
+    """The model with its heads divided among the ranks of a mesh, in place.
 
     Every rank has the same model with the same weights before, and calls it with the same tokens
     afterwards, all of which get the same results. States have the heads of their rank. The
-    vocabulary of SlipstreamForCausalLM is dealt out as well, if it is a multiple of the ranks; its
+    vocabulary of SlipstreamForCausalLM is sharded as well, if it is a multiple of the ranks; its
     loss then holds no logits, as before. What is no mixer or MLP of slipstream's is whole on every
     rank.
 
@@ -58,7 +58,7 @@ def shard_heads(model: nn.Module, mesh: "DeviceMesh") -> nn.Module:
 
     Raises:
         ValueError: the heads of a layer are no multiple of the ranks; n_groups of a Mamba layer is
-            neither 1 nor a multiple of them; the heads are dealt out already. TypeError: no mesh.
+            neither 1 nor a multiple of them; the heads are sharded already. TypeError: no mesh.
 
     Cost: in each mixer and MLP one all-reduce of [B, T, D] forward and one backward, and in the
         backward one of each small parameter that all heads share.
@@ -69,7 +69,7 @@ def shard_heads(model: nn.Module, mesh: "DeviceMesh") -> nn.Module:
         raise TypeError(f"mesh: want a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh: want one dimension, got {mesh.ndim}; take one of it by its name")
-    if is_dealt_out(model):
+    if is_sharded(model):
         raise ValueError("model: is already sharded by tensor parallelism")
     shard = HeadShard(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     # of every layer before any is changed
@@ -305,7 +305,7 @@ def whole_state_dict(
 
 class _Planned(TensorParallelLayer):
     """transformers' own mechanism, from_pretrained with a DistributedConfig, names the mesh by it
-    before it loads weights, which each rank reads whole; deal_planned_heads comes after."""
+    before it loads weights, which each rank reads whole; shard_planned_heads comes after."""
 
     def install_forward(self, module: Any, mesh: "DeviceMesh") -> Any:
         module.__dict__["planned_mesh"] = mesh
@@ -316,13 +316,13 @@ _PLANNED: Any = _Planned()  # transformers' register asks for a function, and wa
 ALL_PARALLEL_STYLES.register(TP_STYLE, _PLANNED)
 
 
-def deal_planned_heads(model: nn.Module) -> None:
+def shard_planned_heads(model: nn.Module) -> None:
     """shard_heads over the mesh that transformers has named, if it has."""
     found = [m for x in model.modules() if (m := x.__dict__.pop("planned_mesh", None)) is not None]
     if found:
         shard_heads(model, found[0])
 
 
-def is_dealt_out(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether shard_heads has sharded the model."""
     return any(isinstance(x, Mixer) and x.head_shard is not None for x in model.modules())

@@ -16,7 +16,7 @@ from slipstream.runtime.token_ids import expect_offsets
 
 
 class Packing(NamedTuple):
-    """Where sequences begin: side by side, packed, or dealt out to ranks."""
+    """Where sequences begin: side by side, packed, or divided among ranks."""
 
     cu_seqlens: Tensor | None
     context: ContextParallel | None

@@ -1,4 +1,4 @@
-"""Several GPUs: a batch whose tokens are dealt out to ranks."""
+"""Several GPUs: a batch whose tokens are divided among ranks."""
 
 from slipstream.parallel.shard import shard as shard
 from slipstream.parallel.shard import unshard as unshard

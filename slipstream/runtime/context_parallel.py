@@ -1,4 +1,4 @@
-"""Context parallelism: a batch whose tokens are dealt out to the ranks of a process group.
+"""Context parallelism: a batch whose tokens are divided among the ranks of a process group.
 
 A plan is made once a batch, on the host, and says which tokens are here and which sequences go on
 before and after them (context_share.py). Operators that take it as `context` get this rank's tokens
@@ -21,7 +21,7 @@ from slipstream.runtime.context_share import Share
 
 
 class ContextParallel:
-    """How the tokens of a batch are dealt out to ranks, in the order of ranks.
+    """How the tokens of a batch are divided among ranks, in the order of ranks.
 
     Every rank makes the plan with the same arguments, and passes it with its own tokens.
 

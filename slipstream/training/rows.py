@@ -2,7 +2,7 @@
 
 A lane is a stream of documents' tokens, each document followed by the end-of-text token. A lane's
 next row begins with the last token of the one before, so that every token but the first is
-predicted once. The files are dealt out to several lanes, read in turn: so the rows of a batch come
+predicted once. The files are divided among several lanes, read in turn: so the rows of a batch come
 from different documents.
 """
 

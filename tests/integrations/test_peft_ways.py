@@ -176,7 +176,7 @@ def two() -> tuple[Any, dict[str, Tensor]]:
 
 
 def test_adapters_of_rows() -> None:
-    """A row each; rows of several lengths are packed as one, which PEFT refuses to deal out."""
+    """A row each; rows of several lengths are packed as one, which PEFT refuses to divide."""
     model, found = two()
     got = logits(model, adapter_names=["a", "b"])
     assert_near(got[0], found["a"][0])

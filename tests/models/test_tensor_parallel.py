@@ -38,7 +38,7 @@ def test_four_processes_equal_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_every_parameter_with_heads_is_dealt_out(mixer: str) -> None:
+def test_every_parameter_with_heads_is_sharded(mixer: str) -> None:
     """What stays whole is small: ranks of gates, norms of a head, mixes of tokens."""
     config = SlipstreamConfig(mixers=[mixer], hidden_size=256, num_heads=4)
     layer: Any = SlipstreamForCausalLM(config).model.layers[0].mixer
@@ -82,7 +82,7 @@ def test_nothing_changes_where_a_layer_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_head_with_a_bias_is_dealt_out() -> None:
+def test_head_with_a_bias_is_sharded() -> None:
     config = SlipstreamConfig(vocab_size=6, hidden_size=8, mixers=["gated_deltanet"])
     model: Any = SlipstreamForCausalLM(config)
     model.lm_head = torch.nn.Linear(8, 6)

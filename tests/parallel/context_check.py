@@ -53,7 +53,7 @@ def drawn(seed: int, ranks: int, unit: int = 1) -> tuple[tuple[int, ...], tuple[
 
 
 class Case:
-    """Sequences, how they are dealt out, inputs and the gradient of o; the same on every rank."""
+    """Sequences, how they are divided, inputs and the gradient of o; the same on every rank."""
 
     def __init__(self, name: str, seed: int, segments: int | None) -> None:
         self.op, ranks = sample(name), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Context parallelism: operators whose tokens are dealt out to processes equal one process."""
+"""Context parallelism: operators whose tokens are divided among processes equal one process."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Patched models of transformers whose tokens are dealt out to processes, on a CPU."""
+"""Patched models of transformers whose tokens are divided among processes, on a CPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Models whose heads are dealt out to processes, beside whole ones."""
+"""Models whose heads are divided among processes, beside whole ones."""
 
 import os
 from pathlib import Path
@@ -110,7 +110,7 @@ def generated(label: str, whole: Any, part: Any) -> None:
 
 
 def planned(rank: int, folder: Path) -> None:
-    """A checkpoint that transformers deals out, and saves again."""
+    """A checkpoint that transformers shards, and saves again."""
     from transformers.distributed import DistributedConfig
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}

@@ -1,4 +1,4 @@
-"""transformers' models whose tokens are dealt out to processes, beside the whole rows in one."""
+"""transformers' models whose tokens are divided among processes, beside the whole rows in one."""
 
 import itertools
 from typing import Any

@@ -106,7 +106,7 @@ def test_dimensions_are_those_of_the_processes() -> None:
 
 @pytest.mark.parametrize("kind", ["context", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_parts_train_like_the_whole(kind: str, tmp_path: Path) -> None:
-    """Rows cut, or heads dealt out: packed documents, an odd number of tokens. Exported weights are
+    """Rows cut, or heads sharded: packed documents, an odd number of tokens. Exported weights are
     plain ones."""
     data = {"packing": "reset"}
     want = alone(tmp_path / "one", data=data)

@@ -120,7 +120,7 @@ def test_collator_reset_starts_documents_afresh() -> None:
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_batches_are_each_row_once_in_order(corpus, tokenizer, workers: int, ranks: int) -> None:
-    """With any number of workers, and dealt out to any number of ranks."""
+    """With any number of workers, and divided among any number of ranks."""
     rows = Rows(corpus, tokenizer, 16, lanes=3, seed=3, epochs=1)
     want = [row["input_ids"].tolist() for row in rows]
     cursors = [row["cursor"] for row in rows]

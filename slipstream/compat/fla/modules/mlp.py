@@ -11,7 +11,7 @@ from slipstream.nn.linear import plain_linear
 class SwiGLULinear(nn.Module):
     """swiglu_linear as a module."""
 
-    dealt_out = False  # by SwiGLULinearParallel
+    sharded = False  # by SwiGLULinearParallel
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return swiglu_linear(x, y, weight, bias)
@@ -57,8 +57,8 @@ class GatedMLP(nn.Module):
         if self.hidden_act == "powlu":
             return self.down_proj(powglu(gate, up, self.powglu_power))
         # an adapter or a hook on down_proj runs only if it is called; SwiGLULinearParallel takes
-        # the place of one that deals out its weight
-        dealt_out = self.fuse_swiglu and self.swiglu_linear.dealt_out
-        if dealt_out or (self.fuse_swiglu and plain_linear(self.down_proj)):
+        # the place of one that shards its weight
+        sharded = self.fuse_swiglu and self.swiglu_linear.sharded
+        if sharded or (self.fuse_swiglu and plain_linear(self.down_proj)):
             return self.swiglu_linear(gate, up, self.down_proj.weight, self.down_proj.bias)
         return self.down_proj(swiglu(gate, up))

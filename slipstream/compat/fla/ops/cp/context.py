@@ -56,7 +56,7 @@ def build_cp_context(
     layout: str = "contiguous",
     **kwargs: Any,
 ) -> FLACPContext:
-    """The plan of a batch whose tokens are dealt out evenly to the ranks of a group.
+    """The plan of a batch whose tokens are divided evenly among the ranks of a group.
 
     Args:
         cu_seqlens: offsets of the whole batch [N+1].
