@@ -100,11 +100,11 @@ def scalar_decay_dg_kernel(
                 b_later += tl.load(k_rows_ptr + o, mask=m, other=0.0)
         at = (t + o_t[:, None]).to(tl.int64)
         b_g = tl.load(p_g[None, :] + at * stride_gt, mask=m, other=0.0).to(tl.float32)
-        starts_anew = ends & (_chunk_sums(b_g, C) < min_chunk_gate)
-        b += tl.where(starts_anew, _chunk_sums(b_later, C), 0.0)
+        restarts = ends & (_chunk_sums(b_g, C) < min_chunk_gate)
+        b += tl.where(restarts, _chunk_sums(b_later, C), 0.0)
         goes_on = tl.where(b_g >= MIN_SEGMENTS, 1.0, 0.0)
         b *= goes_on
-        goes_on = tl.where(starts_anew, 0.0, goes_on)
+        goes_on = tl.where(restarts, 0.0, goes_on)
         scanned = tl.associative_scan((b, goes_on), 0, _advance, reverse=True)
         b_dg = scanned[0] + scanned[1] * b_z[None, :]
         p_dg = dg_ptr + (begin + at) * HV + o_h[None, :]
