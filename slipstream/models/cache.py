@@ -90,6 +90,7 @@ class LayerState(CacheLayerMixin):
 
     def wide(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """As `view` of no more tokens, for a layer's forward: nothing in 8 bits."""
+        self._own(detach=False)
         return rounded.wide(self.view(0), dtype)
 
     def write(self, state: dict[str, Tensor], mixer: Mixer) -> bool:
@@ -153,18 +154,23 @@ class LayerState(CacheLayerMixin):
         tensor[:, : x.shape[1]].copy_(x)
         return tensor
 
+    def _own(self, detach: bool = True) -> bool:
+        """Copies tensors that may not be written: that autograd has saved (without `detach` these
+        stay), or inference mode has made, outside of it. Whether it did."""
+        tensors, inference = self._tensors or {}, torch.is_inference_mode_enabled()
+        odd = {n for n, x in tensors.items() if x.is_inference() and not inference}
+        if detach and (odd or any(x.requires_grad for x in tensors.values())):
+            odd = {*tensors}
+        if odd:
+            copies = {n: x.detach().clone() if n in odd else x for n, x in tensors.items()}
+            self._tensors = self._rounded(copies) if detach else copies
+        return bool(odd)
+
     def reserve(self, tokens: int) -> bool:
         """Makes tensors that T more tokens can be written into; whether that moved them."""
-        tensors = self.state
-        if tensors is None:
+        if self.state is None:
             return False
-        inference = torch.is_inference_mode_enabled()
-        moved = any(
-            x.requires_grad or (x.is_inference() and not inference) for x in tensors.values()
-        )
-        if moved:  # autograd has saved these, or inference mode does not let them be written
-            copies = {name: x.detach().clone() for name, x in tensors.items()}
-            self._tensors = self._rounded(copies)
+        moved = self._own()
         room = self.room
         if room is None or self.seen + tokens <= room:
             return moved
@@ -292,6 +298,7 @@ class LayerState(CacheLayerMixin):
 
     @torch.no_grad()
     def _replay(self, start: dict[str, Tensor] | None, record: Record | None) -> None:
+        self._own()
         assert self._tensors is not None
         for name, x in self._tensors.items():
             if start is None:

@@ -200,7 +200,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             with forward_of(self, h, cu_seqlens, position_ids, context, cache):
                 h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
         else:
-            h, every = self._continue(h, cu_seqlens, cache, keep, position_ids, tokens)
+            h, every = self._continue(h, sequences, cache, keep, position_ids, tokens)
         if cache is not None:
             cache.step_on(tokens, None if sequences is None else sequences.absent(batch, tokens))
         if sequences is not None:
@@ -249,7 +249,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     def _continue(
         self,
         h: Tensor,
-        cu_seqlens: Tensor | None,
+        sequences: Sequences | None,
         cache: StateCache,
         keep: bool,
         positions: Tensor | None,
@@ -258,8 +258,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         """As _run, without gradients; the cache is updated in place."""
         cache.reserve(columns)
         tokens = h.shape[1]
-        if cu_seqlens is not None and not (cache.records and cu_seqlens.shape[0] == 2 and tokens):
-            return self._run(h, cu_seqlens, cache, keep, positions, None)
+        if sequences is not None and not (cache.records and sequences.ends_alone(columns)):
+            return self._run(h, sequences.cu_seqlens, cache, keep, positions, None)
         empty = not all(layer.is_initialized for layer in cache.layers)
         if not empty and tokens == columns:
             return self._advance(h, cache, keep, positions)

@@ -99,6 +99,12 @@ class OpenRows(Cache):
     def bytes_of_rows(self) -> int:
         return sum(row.bytes() for row in self.open_rows or ())
 
+    def _own(self, detach: bool = True) -> None:
+        """Makes all tensors such as may be written here (LayerState); graphs go with what moved."""
+        moved = [layer._own(detach) for layer in self.layers]
+        if any(moved):
+            self.graphs.clear()
+
     @property
     def absent(self) -> Absent:
         """Columns without a token."""
@@ -136,6 +142,7 @@ class OpenRows(Cache):
         elif self.has_open_rows:
             self._choose(beam_idx.tolist())
         self._absent = self.absent.map(lambda x: x[beam_idx.to(x.device)])
+        self._own(detach=not torch.is_grad_enabled())
         super().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -152,6 +159,7 @@ class OpenRows(Cache):
         for layer in self.layers:  # before one of them forgets anything
             forgotten_tokens(layer, tokens_to_remove)
         absent = self.absent.after(keep)
+        self._own(detach=False)
         super().crop(tokens_to_remove)
         self.absent.crop(keep)
         for layer in self.layers:
@@ -160,6 +168,7 @@ class OpenRows(Cache):
 
     def reset(self) -> None:
         self.open_rows = self._absent = None
+        self._own()
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:

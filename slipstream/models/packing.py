@@ -41,6 +41,13 @@ class Sequences(NamedTuple):
             flat = whole.index_copy(0, self.index.to(x.device), flat)
         return flat.unflatten(0, (batch, tokens))
 
+    def ends_alone(self, columns: int) -> bool:
+        """Whether there is one sequence, whose tokens are the last of so many columns."""
+        if self.cu_seqlens.shape[0] != 2 or self.index is None:
+            return self.cu_seqlens.shape[0] == 2
+        tokens = self.index.shape[0]
+        return tokens > 0 and int(self.index[0]) == columns - tokens
+
     def absent(self, batch: int, tokens: int) -> Tensor | None:
         """The padding, bool [B, T]; of packed sequences how many columns of T each has no token in,
         [N]; None if there is none."""

@@ -322,3 +322,52 @@ def test_rows_that_cannot_be_are_named() -> None:
         cache.batch_select_indices(torch.tensor([True, False]))
     cache.batch_select_indices(torch.tensor([True, False, True]))
     assert cache.rows == 2
+
+
+@every_kind
+@pytest.mark.parametrize("change", ["crop", "reorder", "reset", "gradients"])
+def test_cache_of_inference_mode_is_changed_outside_of_it(name: str, change: str) -> None:
+    m, ids, more = model(name), tokens(2, 8), tokens(2, 2, seed=4)
+    cache = StateCache(len(m.model.layers))
+    cache.activate_past_recording()
+    with torch.inference_mode():
+        m(ids, cache=cache, use_cache=True)
+    before = ids
+    if change == "crop":
+        cache.crop(-3)
+        before = ids[:, :5]
+    elif change == "reorder":
+        cache.reorder_cache(torch.tensor([1, 0]))
+        before = ids.flip(0)
+    elif change == "reset":
+        cache.reset()
+        before = ids[:, :0]
+    with torch.set_grad_enabled(change == "gradients"):
+        got = m(more, cache=cache, use_cache=True).logits
+    assert_same(got, m(torch.cat([before, more], 1)).logits[:, -2:])
+    if change == "gradients":
+        got.sum().backward()
+        assert m.get_parameter("model.embed_tokens.weight").grad is not None
+
+
+@pytest.mark.parametrize("name", ["gla", "hybrid"])
+@pytest.mark.parametrize("mask", [[1, 1, 0], [1, 0, 1], [0, 1, 1]])
+@torch.no_grad()
+def test_crop_of_one_row_counts_columns_of_padding(name: str, mask: list[int]) -> None:
+    """Only padding before a row's tokens leaves them the last columns."""
+    m, ids = model(name), tokens(1, 8)
+    for back in (1, 2, 3):
+        cache = StateCache(len(m.model.layers))
+        cache.activate_past_recording()
+        m(ids[:, :4], cache=cache, use_cache=True)
+        m(ids[:, 4:7], cache=cache, use_cache=True, attention_mask=torch.tensor([mask]))
+        left = [int(ids[0, 4 + i]) for i in range(3 - back) if mask[i]]
+        if mask != [0, 1, 1] and back < 3:
+            with pytest.raises(ValueError, match="crop: "):
+                cache.crop(-back)
+            left = [int(ids[0, 4 + i]) for i in range(3) if mask[i]]
+        else:
+            cache.crop(-back)
+        got = m(ids[:, 7:], cache=cache, use_cache=True).logits
+        whole = torch.cat([ids[:, :4], torch.tensor([left]).long(), ids[:, 7:]], 1)
+        assert_same(got, m(whole).logits[:, -1:])
