@@ -82,7 +82,7 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
 def _exp2(x: Any) -> threads.Tensor:
     """As the instruction: a whole number more moves the exponent alone, unless x becomes negative,
     where other last bits come out; 0 for what is below the least normal number."""
-    x = np.asarray(x, np.float64)
+    x = np.maximum(np.asarray(x, np.float64), -2000.0)  # of -inf no fraction could be taken
     whole = np.floor(x)
     y = in_float32(np.exp2(x - whole))
     y = np.where((x < 0) & (x != whole), np.nextafter(y.astype(np.float32), np.float32(2)), y)

@@ -20,7 +20,7 @@ def reference(
     terms: LinearInputs, scale: float, do: Tensor, dfinal: Tensor | None
 ) -> dict[str, Tensor]:
     wide = {
-        name: x.double().requires_grad_()
+        name: x.detach().double().requires_grad_()
         for name, x in terms._asdict().items()
         if x is not None and name != "cu_seqlens"
     }

@@ -34,6 +34,7 @@ CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gat
     "packed": (290, 1, 2, (5, 0, 200, 1, 64), True, True),
 }
 SCALE = 0.3
+MIN_CHUNK_GATE = -100.0
 MODULES = "slipstream.kernels.linear.sm90.scalar_decay"
 
 
@@ -185,7 +186,7 @@ class Run:
                 at = slice(begin + t, begin + min(length, t + C))
                 if t % size == size - C or t + C >= length:
                     z = self.z[:, first + t // size].sum(0)
-                z = torch.where(g[:, at].sum(1) < -100, later[:, at].sum(1), z)
+                z = torch.where(g[:, at].sum(1) < MIN_CHUNK_GATE, later[:, at].sum(1), z)
                 dg[:, at] = rows[:, at].flip(1).cumsum(1).flip(1) + z[:, None]
                 z = dg[:, begin + t]
         return dg.view(self.HV, self.B, self.T).permute(1, 2, 0)
