@@ -106,7 +106,7 @@ def run_preconditioned(
         if g.dim() == 3:
             terms = terms._replace(p=(widen(g).exp()[..., None] * k).to(k.dtype))
         else:
-            a, b = erase(g, k), (beta[..., None] * written).to(k.dtype)
+            a, b = erase(g, k, impl=options.impl), (beta[..., None] * written).to(k.dtype)
             terms = terms._replace(v=(beta[..., None] * v).to(v.dtype), beta=None, a=a, b=b)
     terms = terms._replace(q=q, k=written, initial_state=S)
     o, S = run(terms, options, recurrent=recurrent)

@@ -1,5 +1,7 @@
 """Gated DeltaNet-2: the gated delta rule whose decay, erase and write are gates of channels."""
 
+from functools import partial
+
 from torch import Tensor
 
 from slipstream.common import checks
@@ -75,7 +77,7 @@ def chunk_gdn2(
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
     if context is not None or not takes_as_they_are(terms, impl):
-        terms = as_dplr(terms, erase)
+        terms = as_dplr(terms, partial(erase, impl=impl))
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
@@ -112,7 +114,7 @@ def fused_recurrent_gdn2(
     Arguments, result and errors as chunk_gdn2. Cost: 8 T HV K V flops, one after the other.
     """
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    terms = as_dplr(_terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel), erase)
+    terms = as_dplr(_terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel), partial(erase, impl=impl))
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),

@@ -26,13 +26,14 @@ from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, trit
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 
-def erase(g: Tensor, k: Tensor, b: Tensor | None = None) -> Tensor:
+def erase(g: Tensor, k: Tensor, b: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """a in k's dtype and shape.
 
     Args:
         g: log decay, k: key, b: how much to erase, None is 1; of one shape, any floating dtypes.
+        impl: of the recurrence that follows: plain torch here too if it is named.
     """
-    if by_operation():
+    if impl in ("eager", "reference") or by_operation():
         return plain(g, k, b)
     impl = choose(_CANDIDATES, (k, g, b), None, "erase", k).impls
     if not is_triton(impl):

@@ -1,0 +1,34 @@
+"""The erase vector before a recurrence."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import ops
+from slipstream.kernels.erase import op
+
+NAMES = ("chunk_gdn2", "fused_recurrent_gdn2", "chunk_precond_kda", "fused_recurrent_precond_kda")
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("name", NAMES)
+def test_named_plain_torch_chooses_no_kernel(
+    name: str, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a call in float64 on a GPU warns that it runs in plain torch, which it asked for."""
+
+    def refused(*args: Any) -> Any:
+        raise AssertionError("a kernel was looked for")
+
+    monkeypatch.setattr(op, "choose", refused)
+    q, k, v, g, b, w = torch.rand(6, 1, 5, 2, 16, dtype=torch.float64).unbind()
+    terms = {"q": q, "k": k, "v": v, "g": -g}
+    if "gdn2" in name:
+        terms |= {"b": b, "w": w}
+    else:
+        terms |= {"g_atk": -w[..., 0], "beta_atk": b[..., 0], "beta": b[..., 1]}
+    o, _ = getattr(ops, name)(**terms, impl=impl)
+    assert o.isfinite().all()
+    with pytest.raises(AssertionError, match="looked for"):
+        getattr(ops, name)(**terms)
