@@ -47,7 +47,6 @@ LONGEST = (
     "dplr_intra_safe_sm90_kernel",
     "softmax_fwd_sm90_kernel",
     "vector_decay_intra_bwd_kernel",
-    "conv_bwd_rolling_kernel",
     "dplr_intra_safe_bwd_sm90_kernel",
     "dplr_wy_sm90_kernel",
     "scalar_decay_chunk_bwd_sm90_kernel",
@@ -56,6 +55,7 @@ LONGEST = (
     "scalar_decay_chunk_fwd_sm90_kernel",
     "delta_chunk_fwd_sm90_kernel",
     "vector_decay_dqkg_halves_kernel",
+    "conv_bwd_rolling_kernel",
     "glu_products_sm90_kernel",
     "matmul_sm90_kernel",
 )

@@ -21,8 +21,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 # bytes of stack a thread, by a part of the kernel's name, the width of a head, and what it has:
-# words that are kept from before a loop over tiles till after it, packed by ptxas 13.0 alone
-STACK = {("fwd", 128, "packed window"): 8, ("fwd", 128, "window"): 16}
+# words that are kept from before a loop over tiles till after it; forward by ptxas 13.0 alone
+STACK = {
+    ("fwd", 128, "packed window"): 8,
+    ("fwd", 128, "window"): 16,
+    ("bwd", 64, "packed softcap"): 8,
+}
 
 
 def call_of(D: int, options: AttentionOptions, packed: bool, DV: int = 0) -> Any:

@@ -24,11 +24,11 @@ from slipstream.kernels.conv.triton.conv import (
 
 
 @triton.jit
-def _store_dx(dx_ptr, ws, dzs, row, m, o_d, FIRST: tl.constexpr, SX: tl.constexpr, W: tl.constexpr):
+def _store_dx(p_dx, ws, dzs, m, FIRST: tl.constexpr, W: tl.constexpr):
     b_dx = ws[W - 1] * dzs[FIRST]
     for k in tl.static_range(1, W):
         b_dx += ws[W - 1 - k] * dzs[FIRST + k]
-    tl.store(dx_ptr + row * SX + o_d, b_dx.to(dx_ptr.dtype.element_ty), mask=m)
+    tl.store(p_dx, b_dx.to(p_dx.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -60,55 +60,60 @@ def conv_bwd_rolling_kernel(
     NT = tl.cdiv(T, BT)
     first = i_p * tiles_each
     tiles = tl.minimum(tiles, first + tiles_each)
-    i_b, t = (first // NT).to(tl.int64), first % NT * BT
-    older = _before(x_ptr, s_ptr, i_b * T + t, t, i_b, o_d, m_d, SX, W)
-    xs = _tile(x_ptr, first, tiles, T, o_d, m_d, SX, BT)
-    dys = _tile(dy_ptr, first, tiles, T, o_d, m_d, D, BT)
-    for i in range(first, tiles):
+    # The first round only asks for the first tile. Were that loaded before the loop, Triton's pass
+    # for coalesced accesses would look through the loop once for each row.
+    older = older_dz
+    xs = (tl.zeros([BD], x_ptr.dtype.element_ty),) * BT
+    dys = (tl.zeros([BD], dy_ptr.dtype.element_ty),) * BT
+    for i in range(first - 1, tiles):
         i_b, t = (i // NT).to(tl.int64), i % NT * BT
         row = i_b * T + t
         # both are on their way while this tile is at work
         next_xs = _tile(x_ptr, i + 1, tiles, T, o_d, m_d, SX, BT)
         next_dys = _tile(dy_ptr, i + 1, tiles, T, o_d, m_d, D, BT)
-        if t == 0:
-            older = _before(x_ptr, s_ptr, row, t, i_b, o_d, m_d, SX, W)
-        m_older = m_d & (t > 0) & (i > first)  # else another program's, or none
-        rows, dzs = older + xs, older_dz
-        for r in tl.static_range(BT):
-            b_z, b_dy = b_b, dys[r].to(tl.float32)
-            if SILU or UNIT:
-                b_z = _dot(ws, rows, b_b, r, W)
-            if UNIT:
-                b_dy = _through_norm(b_dy, b_z, eps, SILU)
-            b_dz = _dz(b_dy, b_z, SILU)
-            dzs = dzs + (b_dz,)
-            sums = _add(sums, b_dz, rows, r, W)
-            b_db += b_dz
-            # dx of the token W - 1 before, all of whose dz are known now
-            m = m_d & (t + r - W + 1 < T)
-            if r < W - 1:
-                m = m_older
-            _store_dx(dx_ptr, ws, dzs, row + r - W + 1, m, o_d, r, SX, W)
-        older, older_dz = _last(rows, BT, W - 1), _last(dzs, BT, W - 1)
-        # the last W - 1 tokens of a row or a program: their dz are read ahead, as another program's
-        if (t + BT >= T) | (i + 1 == tiles):
-            after, after_dz = older, older_dz
-            for r in tl.static_range(W - 1):
-                m = m_d & (t + BT + r < T)
-                o = (row + BT + r) * SX + o_d
-                o_dy = o
-                if D != SX:
-                    o_dy = (row + BT + r) * D + o_d
-                after = after + (tl.load(x_ptr + o, mask=m, other=0.0).to(tl.float32),)
-                b_z = b_b
+        if i >= first:
+            m_older = m_d & (t > 0) & (i > first)  # else another program's, or none
+            rows, dzs = older + xs, older_dz
+            p_dx = dx_ptr + (row - (W - 1)) * SX + o_d
+            left = T - t
+            for r in tl.static_range(BT):
+                b_z, b_dy = b_b, dys[r].to(tl.float32)
                 if SILU or UNIT:
-                    b_z = _dot(ws, after, b_b, r, W)
-                b_dy = tl.load(dy_ptr + o_dy, mask=m, other=0.0).to(tl.float32)
+                    b_z = _dot(ws, rows, b_b, r, W)
                 if UNIT:
                     b_dy = _through_norm(b_dy, b_z, eps, SILU)
-                after_dz = after_dz + (_dz(b_dy, b_z, SILU),)
-                m = m_d & (t + BT + r - W + 1 < T)
-                _store_dx(dx_ptr, ws, after_dz, row + BT + r - W + 1, m, o_d, r, SX, W)
+                b_dz = _dz(b_dy, b_z, SILU)
+                dzs = dzs + (b_dz,)
+                sums = _add(sums, b_dz, rows, r, W)
+                b_db += b_dz
+                # dx of the token W - 1 before, all of whose dz are known now
+                m = m_d & (left > r - W + 1)
+                if r < W - 1:
+                    m = m_older
+                _store_dx(p_dx + r * SX, ws, dzs, m, r, W)
+            older, older_dz = _last(rows, BT, W - 1), _last(dzs, BT, W - 1)
+            # the last W - 1 tokens of a row or a program: their dz are read ahead, as those of
+            # another program
+            if (t + BT >= T) | (i + 1 == tiles):
+                after, after_dz = older, older_dz
+                p_x = x_ptr + (row + BT) * SX + o_d
+                p_dy = dy_ptr + (row + BT) * D + o_d
+                for r in tl.static_range(W - 1):
+                    m = m_d & (left > BT + r)
+                    after = after + (tl.load(p_x + r * SX, mask=m, other=0.0).to(tl.float32),)
+                    b_z = b_b
+                    if SILU or UNIT:
+                        b_z = _dot(ws, after, b_b, r, W)
+                    b_dy = tl.load(p_dy + r * D, mask=m, other=0.0).to(tl.float32)
+                    if UNIT:
+                        b_dy = _through_norm(b_dy, b_z, eps, SILU)
+                    after_dz = after_dz + (_dz(b_dy, b_z, SILU),)
+                    m = m_d & (left > BT + r - W + 1)
+                    _store_dx(p_dx + (BT + r) * SX, ws, after_dz, m, r, W)
+        i_n, t_n = ((i + 1) // NT).to(tl.int64), (i + 1) % NT * BT
+        if (i + 1 < tiles) & ((i < first) | (t_n == 0)):
+            # another program's rows, or another row of the batch: what came before is its state
+            older = _before(x_ptr, s_ptr, i_n * T + t_n, t_n, i_n, o_d, m_d, SX, W)
         xs, dys = next_xs, next_dys
     p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * SX + o_d
     for j in tl.static_range(W):
