@@ -201,6 +201,24 @@ def _expect_cache(cache: object, num_layers: int) -> None:
         )
 
 
+def cache_of_call(
+    model: Any, cache: StateCache | None, use_cache: bool | None
+) -> StateCache | None:
+    """The cache that is given, or a new one if one is wanted.
+
+    Raises:
+        ValueError: the model trains with gradient checkpointing, which makes no states.
+    """
+    if cache is None and not use_cache:
+        return None
+    if model.training and model.gradient_checkpointing and not model.config.consistent:
+        raise ValueError(
+            "use_cache: want False, and no cache, of a model that trains with gradient "
+            "checkpointing; call eval() or gradient_checkpointing_disable() first"
+        )
+    return StateCache(len(model.layers)) if cache is None else cache
+
+
 def expect_rows(cache: StateCache | None, sequences: int) -> None:
     """Raises ValueError for a cache that holds the states of another number of sequences."""
     if cache is not None and cache.rows not in (0, sequences):

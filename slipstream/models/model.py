@@ -174,8 +174,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         batch, tokens = shape_of(input_ids, inputs_embeds)
         if use_cache is None:
             use_cache = context is None and self.config.use_cache and not self.training
-        if cache is None and use_cache:
-            cache = StateCache(len(self.layers))
+        cache = arguments.cache_of_call(self, cache, use_cache)
         position_ids = text_positions(position_ids, batch, tokens)
         if context is None and sequences is None:
             sequences = self._sequences(

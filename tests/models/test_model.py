@@ -145,6 +145,10 @@ def test_model_gradient_checkpointing_changes_nothing(name: str) -> None:
     for n, p in m.named_parameters():
         if n in plain:
             torch.testing.assert_close(p.grad, plain[n], msg=n)
+    for given in ({"use_cache": True}, {"cache": StateCache(len(m.model.layers))}):
+        with pytest.raises(ValueError, match="use_cache: want False, and no cache, of a"):
+            m(ids, **given)
+    m.eval()(ids, use_cache=True)
 
 
 @every_model
