@@ -12,7 +12,7 @@ from slipstream.kernels.attention.triton.plan import HAVE_TRITON, INTERPRETED
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
-KERNELS = {"softmax_fwd_kernel", "softmax_dq_kernel", "softmax_dkv_kernel"}
+KERNELS = {"softmax_queries_kernel", "softmax_dkv_kernel"}
 
 
 def _attention(device: torch.device, D: int, dropout_p: float) -> torch.Tensor:
@@ -26,7 +26,7 @@ def test_kernels_with_dropout_compile(D: int) -> None:
 
     jobs = trace(partial(_attention, D=D, dropout_p=0.1), "sm_90")
     drop = [job for job in jobs if job.name in KERNELS]
-    assert {job.name for job in drop} == KERNELS
+    assert {job.name for job in drop} == KERNELS and len(drop) > 2
     for job in drop:
         assert job.compile().text
 

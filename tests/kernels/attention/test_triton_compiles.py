@@ -16,7 +16,7 @@ from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
-WITH_DOTS = ("softmax_fwd", "softmax_dq", "softmax_dkv", "softmax_decode")
+WITH_DOTS = ("softmax_queries", "softmax_dkv", "softmax_decode")
 # bytes of stack a thread at 16 bits: pointers, mostly outside of the inner loops; the widest
 # heads' dk and dv take the registers
 SPILLS = {64: 256, 128: 256, 256: 768}

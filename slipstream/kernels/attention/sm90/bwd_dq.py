@@ -5,7 +5,7 @@
 
 A unit is 128 queries of a head.
 
-    _load_partition, 1 warp              _warpgroup_0, _warpgroup_1: 4 warps and 64 queries each
+    _load_partition, 1 warp              _key_loop, c = 0 and 1: 4 warps and 64 queries each
       q, do of each c  -- full.q -->       (barriers 2 c and 2 c + 1)
       k, v of a tile   -- full.k, .v -->   s = q k^T, dp = do v^T, dq += dx k
       waits for empty.q, .k, .v            returns v after dp, k after dq, q and do at the end
@@ -257,22 +257,6 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
         store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, i_step, D)
 
 
-@gluon.jit
-def _warpgroup_0(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
-                 sizes, window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
-                 VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _key_loop(0, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
-              sizes, window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
-
-
-@gluon.jit
-def _warpgroup_1(dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
-                 sizes, window, pad, BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr,
-                 VS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _key_loop(1, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty, offsets,
-              sizes, window, pad, BN, D, KS, VS, FLAGS)  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES])
 def softmax_dq_sm90_kernel(
     desc_q,  # tiles [64, D]
@@ -337,14 +321,10 @@ def softmax_dq_sm90_kernel(
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
     sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
-        (_warpgroup_0, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
-                  buffers, full, empty, offsets,
-                  sizes, (left, right),
-                  pad, BN, D, KS, VS, FLAGS)),
-        (_warpgroup_1, (dq_ptr, base_ptr, delta_ptr, factor, cap, scale,
-                   buffers, full, empty, offsets,
-                   sizes, (left, right),
-                   pad, BN, D, KS, VS, FLAGS)),
+        (_key_loop, (0, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty,
+                     offsets, sizes, (left, right), pad, BN, D, KS, VS, FLAGS)),
+        (_key_loop, (1, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty,
+                     offsets, sizes, (left, right), pad, BN, D, KS, VS, FLAGS)),
         (_load_partition, ((desc_q, desc_k, desc_v, desc_do), buffers,
                  full, empty, offsets,
                  sizes, (left, right),

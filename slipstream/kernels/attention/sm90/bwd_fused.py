@@ -9,7 +9,7 @@ dq the warpgroups exchange dx through shared memory, and each tile of
 
 is added to float32 sums in global memory by TMA.
 
-    load_partition    _warpgroup_0, _warpgroup_1 (4 warps)         add_even, add_odd (1 warp each)
+    load_partition    _tile_loop, c = 0 and 1 (4 warps)              add_even, add_odd (1 warp each)
       k, v   -- full.kv -->  once
       q, base   -- full.q -->  _step: p, dv += p do, dx, dk += dx q
       do, delta -- full.do -->   dx to shared memory -- full.dx --> the other warpgroup
@@ -367,22 +367,6 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
                   window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
 
 
-@gluon.jit
-def _warpgroup_0(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-           pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-           FLAGS: gl.constexpr):  # fmt: skip
-    _tile_loop(0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-               pad, tables, BM, D, ST, FLAGS)  # fmt: skip
-
-
-@gluon.jit
-def _warpgroup_1(dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-            pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-            FLAGS: gl.constexpr):  # fmt: skip
-    _tile_loop(1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes, window,
-               pad, tables, BM, D, ST, FLAGS)  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES,
                               "table_rows"])  # fmt: skip
 def softmax_bwd_sm90_kernel(
@@ -466,14 +450,10 @@ def softmax_bwd_sm90_kernel(
     sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     tables = (cos_ptr, sin_ptr, table_rows)
     gl.warp_specialize([
-        (_warpgroup_0, (dk_ptr, dv_ptr, factor, cap, scale,
-                  buffers, full, empty, offsets,
-                  sizes, (left, right),
-                  pad, tables, BM, D, ST, FLAGS)),
-        (_warpgroup_1, (dk_ptr, dv_ptr, factor, cap, scale,
-                   buffers, full, empty, offsets,
-                   sizes, (left, right),
-                   pad, tables, BM, D, ST, FLAGS)),
+        (_tile_loop, (0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
+                      (left, right), pad, tables, BM, D, ST, FLAGS)),
+        (_tile_loop, (1, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
+                      (left, right), pad, tables, BM, D, ST, FLAGS)),
         (load_partition, ((desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta),
                  LoadBuffers(buf_k, buf_v, bufs_q, bufs_do, bufs_base, bufs_delta),
                  LoadFull(full_k, full_q, full_do), empty_x,

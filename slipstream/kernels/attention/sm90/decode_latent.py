@@ -5,7 +5,7 @@
 A program has 64 rows (queries times heads) and one split of the keys; triton/decode.py combines the
 splits.
 
-    _scores_partition (4 warps, default)     _warpgroup_0, _warpgroup_1 (4 warps, half of o each)
+    _scores_partition (4 warps, default)     _output_partition (twice 4 warps, half of o each)
       loads q, then tiles of c and r by TMA
       s = q [c, r]^T
       p and the factor of acc -- full.p -->    acc = factor acc + p c[:, half]
@@ -239,16 +239,6 @@ def _output_partition(c: gl.constexpr, o_ptr, lengths_ptr, buffers, full, empty,
     gl.store(p_o, acc, mask=(o_r < T * H)[:, None] & (o_c >= 0)[None, :])
 
 
-@gluon.jit
-def _warpgroup_0(o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS: gl.constexpr):
-    _output_partition(0, o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)
-
-
-@gluon.jit
-def _warpgroup_1(o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS: gl.constexpr):
-    _output_partition(1, o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)
-
-
 @gluon.jit(do_not_specialize=["factor", *Sizes._fields])
 def softmax_latent_decode_sm90_kernel(
     desc_q,  # [B * T * H, 576] in tiles [64, 256], and [64, 64] for what follows a latent
@@ -294,8 +284,8 @@ def softmax_latent_decode_sm90_kernel(
     gl.warp_specialize([
         (_scores_partition, ((desc_q, desc_qr, desc_k, desc_kr), lse_ptr, lengths_ptr, table_ptr,
                              factor, buffers, full, empty, sizes, PAGE, HAS_LENGTHS)),
-        (_warpgroup_0, (o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)),
-        (_warpgroup_1, (o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)),
+        (_output_partition, (0, o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)),
+        (_output_partition, (1, o_ptr, lengths_ptr, buffers, full, empty, sizes, HAS_LENGTHS)),
     ], [4, 4], [168, 168])  # fmt: skip
     # barriers that only the default partition uses are to be invalidated: compiler/smem_hazards.py
     mbarrier.invalidate(full_q.index(0))

@@ -5,7 +5,7 @@
 A program takes units, tiles of 128 queries of a head, one after another. Its partitions and what
 passes between them:
 
-    load_partition, 1 warp                 _warpgroup_0, _warpgroup_1: 4 warps and 64 queries each
+    load_partition, 1 warp                 _attend, c = 0 and 1: 4 warps and 64 queries each
       k[0]             -- full.k -->         s = q k[0]^T, the first weights p
       q of each c      -- full.q -->         (warpgroup c waits for its own stage of q)
       k[i], v[i - 1]   -- full.k, full.v --> _step i: s = q k[i]^T beside acc += p v[i - 1], and
@@ -271,22 +271,6 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         units_done += 1
 
 
-@gluon.jit
-def _warpgroup_0(out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
-           NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-           ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(0, out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
-            NC, BN, D, DV, ST, FLAGS)  # fmt: skip
-
-
-@gluon.jit
-def _warpgroup_1(out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
-            NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-            ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    _attend(1, out, factor, cap, buffers, full, empty, offsets, sizes, window, scheduler, pad,
-            NC, BN, D, DV, ST, FLAGS)  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["factor", "cap", *_SIZES, *_STRIDES])
 def softmax_fwd_sm90_kernel(
     desc_q,  # matrices with tiles [64, D], [BN, D] and [BN, DV]: common.py says where q, k, v lie
@@ -353,10 +337,10 @@ def softmax_fwd_sm90_kernel(
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
     sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
-        (_warpgroup_0, (out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
-                        scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
-        (_warpgroup_1, (out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
-                        scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
+        (_attend, (0, out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
+                   scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
+        (_attend, (1, out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
+                   scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
         (load_partition, ((desc_q, desc_k, desc_v), buffers, full, empty, offsets, sizes,
                           (left, right),
                           ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch)),

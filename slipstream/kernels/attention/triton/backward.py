@@ -1,10 +1,10 @@
-"""Softmax attention backward: two kernels, one that loops over keys for dq and one over queries.
+"""Softmax attention backward: dk and dv here, by a loop over queries; forward.py has dq, over keys.
 
     p_ts = exp(x_ts - lse_t)      dp_ts = do_t . v_s      dx_ts = p_ts (dp_ts - delta_t)
     dq_t = scale sum_s dx_ts k_s      dk_s = scale sum_t dx_ts q_t      dv_s = sum_t p_ts do_t
 
 with dx (1 - tanh^2) in place of dx beneath a softcap, and dropout's factors m_ts on p in dv and on
-dp in dx. The second makes p and dp transposed, keys by queries, so that neither ever transposes a
+dp in dx. Here p and dp are transposed, keys by queries, so that neither kernel ever transposes a
 product. Nothing is added by two programs. The sums over s and over t of dx are what the gates'
 gradient is made of (gates.py). Heads whose width is no multiple of 8 are computed in float32
 elsewhere; here their dx is two numbers of 16 bits.
@@ -13,7 +13,7 @@ elsewhere; here their dx is two numbers of 16 bits.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.attention.triton.forward import _DROPOUT, _STRIDES
+from slipstream.kernels.attention.triton.forward import ALIGN, UNSPECIALIZED
 from slipstream.kernels.attention.triton.scores import (
     LOG2E,
     add_product,
@@ -25,128 +25,6 @@ from slipstream.kernels.attention.triton.scores import (
     sequence_of_tile,
     visible_tiles,
 )
-
-ALIGN = tl.constexpr(4)
-_SIZES = ["T", "S", "H", "N", "tiles", "search_steps", "left", "right", "group", "stride_slope"]
-_UNSPECIALIZED = ["factor", "cap", "scale", *_DROPOUT, *_SIZES, *_STRIDES]
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def softmax_dq_kernel(
-    q_ptr, k_ptr, v_ptr,
-    do_ptr,  # [B, T, H, DV]
-    dq_ptr,  # [B, T, H, D]
-    base_ptr,  # [B, H, R], R = T rounded up to ALIGN: rows then begin at 16 bytes
-    delta_ptr,  # [B, H, R]
-    sums_ptr,  # [B, H, T]: sums of dx over the keys
-    high_ptr, low_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, seed_ptr,
-    threshold, keep_scale, factor, cap, scale, T, S, H, N, tiles, search_steps, left, right,
-    group,
-    stride_slope, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
-    stride_vt, stride_vh,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, UNIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED_Q: tl.constexpr,
-    PACKED_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """grid and arguments as softmax_fwd_kernel."""
-    pid = tl.program_id(0)
-    i_n, row = sequence_of_tile(
-        tiles - 1 - pid % tiles, pid // tiles // H, cu_q_ptr, N, search_steps, BM, PACKED_Q
-    )
-    i_h = (pid // tiles % H).to(tl.int64)
-    i_b, begin, _, queries = rows_of_sequence(i_n, cu_q_ptr, lengths_ptr, T, PACKED_Q, False)
-    i_kb, begin_k, _, keys = rows_of_sequence(i_n, cu_k_ptr, lengths_ptr, S, PACKED_K, HAS_LENGTHS)
-    shift = keys - queries
-    rows = queries - row
-
-    o_m = tl.arange(0, BM)
-    o_n = tl.arange(0, BN)
-    o_d = tl.arange(0, BD)
-    o_v = tl.arange(0, BV)
-    # strides come in units of UNIT elements: the product tells the compiler how rows are aligned
-    stride_qt *= UNIT
-    stride_kt *= UNIT
-    stride_vt *= UNIT
-    q_ptr += (i_b * stride_qb + i_h * stride_qh) * UNIT + (begin + row) * stride_qt
-    k_ptr += (i_kb * stride_kb + i_h // group * stride_kh) * UNIT + begin_k * stride_kt
-    v_ptr += (i_kb * stride_vb + i_h // group * stride_vh) * UNIT + begin_k * stride_vt
-    i_o = (i_b * T + begin + row) * H + i_h
-    i_s = (i_b * H + i_h) * T + begin + row
-    b_q = block(q_ptr, stride_qt, o_m, rows, o_d, D, BD, True)  # [BM, BD]
-    b_do = block(do_ptr + i_o * DV, H * DV, o_m, rows, o_v, DV, BV, True)  # [BM, BV]
-    # base (lse in base 2) and delta, in rows padded to ALIGN
-    i_r = (i_b * H + i_h) * (tl.cdiv(T, ALIGN) * ALIGN) + begin + row
-    b_base = tl.load(base_ptr + i_r + o_m, mask=o_m < rows, other=float("inf"))
-    b_delta = tl.load(delta_ptr + i_r + o_m, mask=o_m < rows, other=0.0)
-    position = row + shift + o_m
-
-    # odd widths are computed in float32 elsewhere: dx in 16 bits is given as two terms
-    TWO_TERMS: tl.constexpr = D % 8 != 0 or DV % 8 != 0
-    SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
-    score_scale = 1.0 if SCALED else factor
-    slope = 0.0
-    if HAS_SLOPES:
-        slope = tl.load(slopes_ptr + i_n.to(tl.int64) * stride_slope + i_h) * LOG2E
-    if HAS_GATE:
-        i_g = (i_kb * H + i_h) * S + begin_k
-        m_g = (position >= 0) & (o_m < rows)
-        b_high = tl.load(high_ptr + i_g + position, mask=m_g, other=0.0)
-        b_low = tl.load(low_ptr + i_g + position, mask=m_g, other=0.0)
-        b_sum = tl.zeros((BM,), tl.float32)
-
-    b_dq = tl.zeros((BM, BD), tl.float32)
-    low, inner, outer, high = visible_tiles(
-        row + shift,
-        tl.minimum(row + BM, queries) - 1 + shift,
-        tl.where(rows > 0, keys, 0),
-        left,
-        right,
-        BN,
-        HAS_LEFT,
-        HAS_RIGHT,
-    )
-    for edge in tl.static_range(0 if HAS_LEFT else 1, 3):
-        start = low if edge == 0 else (inner if edge == 1 else outer)
-        end = inner if edge == 0 else (outer if edge == 1 else high)
-        for i in range(tl.cdiv(end - start, BN)):
-            j = start + i * BN
-            at = j.to(tl.int64)
-            b_k = block(k_ptr + at * stride_kt, stride_kt, o_n, keys - j, o_d, D, BD, edge != 1)
-            b_v = block(v_ptr + at * stride_vt, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-            b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
-            age = position[:, None] - (j + o_n)[None, :]
-            b_gate = b_s
-            if HAS_GATE:
-                p_g = i_g + at + o_n
-                b_gate = b_high[:, None] - tl.load(high_ptr + p_g, mask=o_n < keys - j, other=0.0)
-                b_gate += b_low[:, None] - tl.load(low_ptr + p_g, mask=o_n < keys - j, other=0.0)
-            b_s, b_t = scores(
-                b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE
-            )
-            if edge != 1:
-                is_visible = (
-                    in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
-                )
-                b_s = tl.where(is_visible, b_s, float("-inf"))
-            if HAS_DROPOUT:
-                b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
-                b_dp = tl.where(b_keep, b_dp * keep_scale, 0.0)
-            # p (dp - delta), from the saved lse: no second softmax
-            b_dx = tl.exp2(b_s * score_scale - b_base[:, None]) * (b_dp - b_delta[:, None])
-            if HAS_GATE:
-                b_sum += tl.sum(b_dx, 1)
-            if HAS_SOFTCAP:
-                b_dx *= 1.0 - b_t * b_t
-            b_dq = add_product(b_dq, b_dx, b_k, TWO_TERMS, PRECISION)  # [BM, BD]
-
-    m_q = (o_m < rows)[:, None] & (o_d < D)[None, :]
-    p_dq = dq_ptr + i_o * D + o_m[:, None] * (H * D) + o_d[None, :]
-    tl.store(p_dq, (b_dq * scale).to(dq_ptr.dtype.element_ty), mask=m_q)
-    if HAS_GATE:
-        tl.store(sums_ptr + i_s + o_m, b_sum, mask=o_m < rows)
 
 
 @triton.jit
@@ -174,7 +52,7 @@ def _store_gradient(
     tl.store(p, b.to(ptr.dtype.element_ty), mask=m_n & (o_c < C)[None, :])
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def softmax_dkv_kernel(
     q_ptr, k_ptr, v_ptr,
     do_ptr,  # [B, T, H, DV]

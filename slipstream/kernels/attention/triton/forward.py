@@ -1,9 +1,12 @@
-"""Softmax attention forward: BM queries loop over the keys they see, BN at a time.
+"""Softmax attention of a tile of BM queries, BN of the keys they see at a time: o, or with do dq.
 
     m' = max(m, max_s x_ts)     l' = e^(m - m') l + sum_s e^(x_ts - m')     o' likewise with v_s
 
-and at the end o / l and lse = m + log(l), in base 2 inside. Dropout leaves l as it is. Only the
-tiles at the edges of what is seen are masked: the loop over keys is three loops.
+and at the end o / l and lse = m + log(l), in base 2 inside. Dropout leaves l as it is.
+
+    dq_t = scale sum_s dx_ts k_s        dx: backward.py
+
+Only the tiles at the edges of what is seen are masked: the loop over keys is three loops.
 """
 
 import triton
@@ -12,6 +15,7 @@ import triton.language as tl
 from slipstream.kernels.attention.triton.scores import (
     LN2,
     LOG2E,
+    add_product,
     block,
     finite,
     in_window,
@@ -22,18 +26,54 @@ from slipstream.kernels.attention.triton.scores import (
     visible_tiles,
 )
 
+ALIGN = tl.constexpr(4)
 _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
-_DROPOUT = ["threshold", "keep_scale"]
 _SIZES = ["T", "S", "H", "N", "tiles", "search_steps", "left", "right", "group", "stride_slope"]
+UNSPECIALIZED = ["factor", "cap", "scale", "threshold", "keep_scale", *_SIZES, *_STRIDES]
 
 
-@triton.jit(do_not_specialize=["factor", "cap", *_DROPOUT, *_SIZES, *_STRIDES])
-def softmax_fwd_kernel(
+@triton.jit
+def _exponentials(b_s, score_scale, b_m, b_l, MASKED: tl.constexpr):
+    """Online softmax: e^(x - m'), what the new maximum m' rescales sums by, m' and l'."""
+    b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
+    b_base = finite(b_top) if MASKED else b_top
+    b_p = tl.exp2(b_s * score_scale - b_base[:, None])
+    b_shrink = tl.exp2(b_m - b_base)
+    return b_p, b_shrink, b_top, b_l * b_shrink + tl.sum(b_p, 1)
+
+
+@triton.jit
+def _divided(
+    b_o, b_m, b_l, sinks_ptr, i_h, keep_scale, HAS_SINKS: tl.constexpr, HAS_DROPOUT: tl.constexpr
+):
+    """o and lse; a sink is one more score without a value."""
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + i_h).to(tl.float32) * LOG2E
+        b_top = tl.maximum(b_m, sink)
+        b_shrink = tl.exp2(b_m - finite(b_top))
+        b_l = b_l * b_shrink + tl.exp2(sink - finite(b_top))
+        b_o *= b_shrink[:, None]
+        b_m = b_top
+    has_no_key = b_l == 0.0
+    b_l = tl.where(has_no_key, 1.0, b_l)
+    b_o *= (1.0 / b_l)[:, None]
+    if HAS_DROPOUT:
+        b_o *= keep_scale
+    return b_o, tl.where(has_no_key, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def softmax_queries_kernel(
     q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
     k_ptr,  # [KB, S, HKV, D] by strides
     v_ptr,  # [KB, S, HKV, DV] by strides
     o_ptr,  # [B, T, H, DV]
     lse_ptr,  # [B, H, T]
+    do_ptr,  # [B, T, H, DV]; with it dq is wanted, and o, lse and sinks are None, else the others
+    dq_ptr,  # [B, T, H, D]
+    base_ptr,  # [B, H, R], R = T rounded up to ALIGN: rows then begin at 16 bytes
+    delta_ptr,  # [B, H, R]
+    sums_ptr,  # [B, H, T]: sums of dx over the keys
     high_ptr,  # [KB, H, S]: sums of the gates in base 2
     low_ptr,  # [KB, H, S]: what float32 left of them
     sinks_ptr,  # [H]
@@ -42,9 +82,9 @@ def softmax_fwd_kernel(
     cu_k_ptr,  # [N + 1]
     lengths_ptr,  # [N]
     seed_ptr,  # [1], of the dropout; None, as what follows it, if there is none
-    threshold, keep_scale, factor, cap, T, S, H, N, tiles, search_steps, left, right, group,
-    stride_slope, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
-    stride_vt, stride_vh,
+    threshold, keep_scale, factor, cap, scale, T, S, H, N, tiles, search_steps, left, right,
+    group, stride_slope, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, UNIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -74,9 +114,20 @@ def softmax_fwd_kernel(
     q_ptr += (i_b * stride_qb + i_h * stride_qh) * UNIT + (begin + row) * stride_qt
     k_ptr += (i_kb * stride_kb + i_h // group * stride_kh) * UNIT + begin_k * stride_kt
     v_ptr += (i_kb * stride_vb + i_h // group * stride_vh) * UNIT + begin_k * stride_vt
+    if do_ptr is not None:
+        i_o = (i_b * T + begin + row) * H + i_h
+        i_s = (i_b * H + i_h) * T + begin + row
     b_q = block(q_ptr, stride_qt, o_m, rows, o_d, D, BD, True)  # [BM, BD]
+    if do_ptr is not None:
+        b_do = block(do_ptr + i_o * DV, H * DV, o_m, rows, o_v, DV, BV, True)  # [BM, BV]
+        # base (lse in base 2) and delta, in rows padded to ALIGN
+        i_r = (i_b * H + i_h) * (tl.cdiv(T, ALIGN) * ALIGN) + begin + row
+        b_base = tl.load(base_ptr + i_r + o_m, mask=o_m < rows, other=float("inf"))
+        b_delta = tl.load(delta_ptr + i_r + o_m, mask=o_m < rows, other=0.0)
     position = row + shift + o_m
 
+    # odd widths are computed in float32 elsewhere: dx in 16 bits is given as two terms
+    TWO_TERMS: tl.constexpr = D % 8 != 0 or DV % 8 != 0
     # without bias or softcap the scores stay unscaled: the factor goes into the exponent
     SCALED: tl.constexpr = (HAS_SOFTCAP or HAS_SLOPES) or HAS_GATE
     score_scale = 1.0 if SCALED else factor  # what scales the scores under the exponential
@@ -89,9 +140,14 @@ def softmax_fwd_kernel(
         b_high = tl.load(high_ptr + i_g + position, mask=m_g, other=0.0)
         b_low = tl.load(low_ptr + i_g + position, mask=m_g, other=0.0)
 
-    b_m = tl.full((BM,), float("-inf"), tl.float32)
-    b_l = tl.zeros((BM,), tl.float32)
-    b_o = tl.zeros((BM, BV), tl.float32)
+    if do_ptr is None:
+        b_m = tl.full((BM,), float("-inf"), tl.float32)
+        b_l = tl.zeros((BM,), tl.float32)
+        b_o = tl.zeros((BM, BV), tl.float32)
+    else:
+        if HAS_GATE:
+            b_sum = tl.zeros((BM,), tl.float32)
+        b_dq = tl.zeros((BM, BD), tl.float32)
     # tiles of keys from low to high, without a mask from inner to outer
     low, inner, outer, high = visible_tiles(
         row + shift,
@@ -111,50 +167,58 @@ def softmax_fwd_kernel(
             j = start + i * BN
             at = j.to(tl.int64)
             b_k = block(k_ptr + at * stride_kt, stride_kt, o_n, keys - j, o_d, D, BD, edge != 1)
+            if do_ptr is not None:
+                p_v = v_ptr + at * stride_vt
+                b_v = block(p_v, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
             # scores in base 2, masked at the edges
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+            if do_ptr is not None:
+                b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
             age = position[:, None] - (j + o_n)[None, :]
             b_gate = b_s
             if HAS_GATE:
                 p_g = i_g + at + o_n
                 b_gate = b_high[:, None] - tl.load(high_ptr + p_g, mask=o_n < keys - j, other=0.0)
                 b_gate += b_low[:, None] - tl.load(low_ptr + p_g, mask=o_n < keys - j, other=0.0)
-            b_s = scores(b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE)[0]
+            b_s, b_t = scores(
+                b_s, factor, cap, slope, age, b_gate, HAS_SOFTCAP, HAS_SLOPES, HAS_GATE
+            )
             if edge != 1:
-                is_visible = (
-                    in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
-                )
-                b_s = tl.where(is_visible, b_s, float("-inf"))
-            # online softmax: the new maximum rescales what was summed
-            b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
-            b_base = finite(b_top) if edge != 1 else b_top
-            b_p = tl.exp2(b_s * score_scale - b_base[:, None])
-            b_shrink = tl.exp2(b_m - b_base)
-            b_m = b_top
-            b_l = b_l * b_shrink + tl.sum(b_p, 1)
-            if HAS_DROPOUT:
-                b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
-                b_p = tl.where(b_keep, b_p, 0.0)
-            b_o *= b_shrink[:, None]
-            b_v = block(v_ptr + at * stride_vt, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
-            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
+                m_s = in_window(age, left, right, HAS_LEFT, HAS_RIGHT) & (o_n < keys - j)[None, :]
+                b_s = tl.where(m_s, b_s, float("-inf"))
+            if do_ptr is None:
+                b_p, b_shrink, b_m, b_l = _exponentials(b_s, score_scale, b_m, b_l, edge != 1)
+                if HAS_DROPOUT:
+                    b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
+                    b_p = tl.where(b_keep, b_p, 0.0)
+                b_o *= b_shrink[:, None]
+                p_v = v_ptr + at * stride_vt
+                b_v = block(p_v, stride_vt, o_n, keys - j, o_v, DV, BV, edge != 1)
+                b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BV]
+            else:
+                if HAS_DROPOUT:
+                    b_keep = keep_mask(seed_ptr, j, position, i_h, i_n, threshold, BN, False)
+                    b_dp = tl.where(b_keep, b_dp * keep_scale, 0.0)
+                # p (dp - delta), from the saved lse: no second softmax
+                b_dx = tl.exp2(b_s * score_scale - b_base[:, None]) * (b_dp - b_delta[:, None])
+                if HAS_GATE:
+                    b_sum += tl.sum(b_dx, 1)
+                if HAS_SOFTCAP:
+                    b_dx *= 1.0 - b_t * b_t
+                b_dq = add_product(b_dq, b_dx, b_k, TWO_TERMS, PRECISION)  # [BM, BD]
 
-    # a sink is one more score without a value
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + i_h).to(tl.float32) * LOG2E
-        b_top = tl.maximum(b_m, sink)
-        b_shrink = tl.exp2(b_m - finite(b_top))
-        b_l = b_l * b_shrink + tl.exp2(sink - finite(b_top))
-        b_o *= b_shrink[:, None]
-        b_m = b_top
-    has_no_key = b_l == 0.0
-    b_l = tl.where(has_no_key, 1.0, b_l)
-    b_o *= (1.0 / b_l)[:, None]
-    if HAS_DROPOUT:
-        b_o *= keep_scale
-    b_lse = tl.where(has_no_key, float("-inf"), (b_m + tl.log2(b_l)) * LN2)
-    m_o = (o_m < rows)[:, None] & (o_v < DV)[None, :]
-    p_o = o_ptr + ((i_b * T + begin + row) * H + i_h) * DV
-    p_o += o_m[:, None] * (H * DV) + o_v[None, :]
-    tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_o)
-    tl.store(lse_ptr + (i_b * H + i_h) * T + begin + row + o_m, b_lse, mask=o_m < rows)
+    if do_ptr is None:
+        b_o, b_lse = _divided(
+            b_o, b_m, b_l, sinks_ptr, i_h, keep_scale, HAS_SINKS, HAS_DROPOUT
+        )  # fmt: skip
+        m_o = (o_m < rows)[:, None] & (o_v < DV)[None, :]
+        p_o = o_ptr + ((i_b * T + begin + row) * H + i_h) * DV
+        p_o += o_m[:, None] * (H * DV) + o_v[None, :]
+        tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_o)
+        tl.store(lse_ptr + (i_b * H + i_h) * T + begin + row + o_m, b_lse, mask=o_m < rows)
+    else:
+        m_q = (o_m < rows)[:, None] & (o_d < D)[None, :]
+        p_dq = dq_ptr + i_o * D + o_m[:, None] * (H * D) + o_d[None, :]
+        tl.store(p_dq, (b_dq * scale).to(dq_ptr.dtype.element_ty), mask=m_q)
+        if HAS_GATE:
+            tl.store(sums_ptr + i_s + o_m, b_sum, mask=o_m < rows)

@@ -13,9 +13,9 @@ from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch
-from slipstream.kernels.attention.triton.backward import softmax_dkv_kernel, softmax_dq_kernel
+from slipstream.kernels.attention.triton.backward import softmax_dkv_kernel
 from slipstream.kernels.attention.triton.delta import launch_delta
-from slipstream.kernels.attention.triton.forward import softmax_fwd_kernel
+from slipstream.kernels.attention.triton.forward import softmax_queries_kernel
 from slipstream.kernels.attention.triton.gates import (
     softmax_gate_grad_kernel,
     softmax_gate_sums_kernel,
@@ -50,16 +50,8 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     lse = q.new_empty(B, H, T, dtype=torch.float32)
     tile = _tiles_of(inputs, options).forward
     with device_of(q.device):
-        sums = _gate_sums(inputs)
-        cached(softmax_fwd_kernel)[_grid(inputs, tile.BM, H)](
-            o_ptr=o,
-            lse_ptr=lse,
-            sinks_ptr=inputs.sinks,
-            **sums,
-            **_common(inputs, options, _tiles(inputs, tile.BM)),
-            HAS_SINKS=inputs.sinks is not None,
-            **_flags(inputs, options, tile),
-        )
+        outputs = {"o_ptr": o, "lse_ptr": lse, "sinks_ptr": inputs.sinks, "scale": None}
+        _launch_queries(inputs, options, tile, outputs | _gate_sums(inputs))
     return o, lse
 
 
@@ -87,27 +79,20 @@ def backward(
     with device_of(q.device):
         launch_delta(o, do, lse, dlse, base, delta)
         sums = _gate_sums(inputs)
-        cached(softmax_dq_kernel)[_grid(inputs, tiles.dq.BM, H)](
-            do_ptr=do,
-            dq_ptr=dq,
-            base_ptr=base,
-            delta_ptr=delta,
-            sums_ptr=rows,
-            scale=options.scale,
+        operands = {
+            "do_ptr": do,
+            "base_ptr": base,
+            "delta_ptr": delta,
+            "scale": options.scale,
             **sums,
-            **_common(inputs, options, _tiles(inputs, tiles.dq.BM)),
-            **_flags(inputs, options, tiles.dq),
-        )
+        }
+        _launch_queries(inputs, options, tiles.dq, {**operands, "dq_ptr": dq, "sums_ptr": rows})
         for tile, *outputs in _dkv_launches(tiles):
             cached(softmax_dkv_kernel)[_grid(inputs, tile.BN, k.shape[2], of_keys=True)](
-                do_ptr=do,
                 dk_ptr=dk,
                 dv_ptr=dv,
-                base_ptr=base,
-                delta_ptr=delta,
                 sums_ptr=columns,
-                scale=options.scale,
-                **sums,
+                **operands,
                 **_common(inputs, options, _tiles(inputs, tile.BN, of_keys=True)),
                 GROUPED=k.shape[2] != H,
                 HAS_DK=outputs[0],
@@ -122,6 +107,23 @@ def backward(
         p = torch.where(lse == -torch.inf, 0.0, p)
         grads["sinks"] = -(p * delta[..., :T]).sum((0, 2)).to(inputs.sinks.dtype)
     return grads
+
+
+# of the kernel of queries, those of the forward pass, and those of the gradient
+_OUTPUTS = ("o_ptr", "lse_ptr", "sinks_ptr")
+_GRADIENTS = ("do_ptr", "dq_ptr", "base_ptr", "delta_ptr", "sums_ptr")
+
+
+def _launch_queries(
+    inputs: AttentionInputs, options: AttentionOptions, tile: Tile, operands: dict[str, Any]
+) -> None:
+    """o, or the gradient of q: operands has the arguments of one of the two."""
+    cached(softmax_queries_kernel)[_grid(inputs, tile.BM, inputs.q.shape[2])](
+        **dict.fromkeys((*_OUTPUTS, *_GRADIENTS)) | operands,
+        **_common(inputs, options, _tiles(inputs, tile.BM)),
+        HAS_SINKS=operands.get("sinks_ptr") is not None,
+        **_flags(inputs, options, tile),
+    )
 
 
 def _dkv_launches(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:

@@ -4,7 +4,7 @@
 
 a [M, K], b [K, N], out [M, N]. A program takes every P-th tile of 128 x BN.
 
-    _load_partition, 1 warp         _warpgroup_0, _warpgroup_1: 4 warps and 64 rows of the tile each
+    _load_partition, 1 warp         _multiply, c = 0 and 1: 4 warps and 64 rows of the tile each
       slices of a and b  -- full -->  acc += a b; the slice before is returned
       waits for empty                 arrive at empty
                                       the tile's epilogue: 128 bytes of a row at a time, through two
@@ -233,36 +233,6 @@ def _multiply(
     store_wait(0)
 
 
-@gluon.jit
-def _warpgroup_0(
-    out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
-    M, N, K, r_stride, sa_stride, sb_stride,
-    BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    A_T: gl.constexpr, B_T: gl.constexpr, OUT_T: gl.constexpr, ACTIVATION: gl.constexpr,
-    LEVELS: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        0, out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
-        M, N, K, r_stride, sa_stride, sb_stride,
-        BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _warpgroup_1(
-    out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
-    M, N, K, r_stride, sa_stride, sb_stride,
-    BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    A_T: gl.constexpr, B_T: gl.constexpr, OUT_T: gl.constexpr, ACTIVATION: gl.constexpr,
-    LEVELS: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        1, out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
-        M, N, K, r_stride, sa_stride, sb_stride,
-        BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["M", "N", "K", "r_stride", "sa_stride", "sb_stride"])
 def matmul_sm90_kernel(
     a_desc, b_desc, out_desc, bias_ptr, r_ptr, sa_ptr, sb_ptr,
@@ -280,13 +250,13 @@ def matmul_sm90_kernel(
     full, empty = alloc_ring_barriers(STAGES)
     gl.warp_specialize(
         [
-            (_warpgroup_0, (
-                out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
+            (_multiply, (
+                0, out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
                 M, N, K, r_stride, sa_stride, sb_stride,
                 BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
             )),
-            (_warpgroup_1, (
-                out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
+            (_multiply, (
+                1, out_desc, a_s, b_s, out_s, full, empty, bias_ptr, r_ptr, sa_ptr, sb_ptr,
                 M, N, K, r_stride, sa_stride, sb_stride,
                 BN, BK, GROUP, STAGES, A_T, B_T, OUT_T, ACTIVATION, LEVELS,
             )),

@@ -6,7 +6,7 @@ x [M, D]; W_gate, W_up [F, D]; gate, up, h [M, F], of which h is made without re
 
 A persistent program takes every P-th tile of 128 rows and 128 columns of each.
 
-    _load_partition, 1 warp         _warpgroup_0, _warpgroup_1: 4 warps and 64 rows of the tile each
+    _load_partition, 1 warp         _multiply, c = 0 and 1: 4 warps and 64 rows of the tile each
       slices of x and of  -- full -->   both sums += x w^T; the slice before is returned
       both weights                      arrive at empty
       waits for empty                   64 columns at a time: gate, up and h, through two buffers a
@@ -153,28 +153,6 @@ def _multiply(
     store_wait(0)
 
 
-@gluon.jit
-def _warpgroup_0(
-    gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        0, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
-        BK, GROUP, STAGES, ACTIVATION,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _warpgroup_1(
-    gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        1, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
-        BK, GROUP, STAGES, ACTIVATION,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["M", "N", "K"])
 def glu_products_sm90_kernel(
     x_desc, gate_w_desc, up_w_desc, gate_desc, up_desc, h_desc, M, N, K,
@@ -187,12 +165,12 @@ def glu_products_sm90_kernel(
     full, empty = alloc_ring_barriers(STAGES)
     gl.warp_specialize(
         [
-            (_warpgroup_0, (
-                gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+            (_multiply, (
+                0, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
                 BK, GROUP, STAGES, ACTIVATION,
             )),
-            (_warpgroup_1, (
-                gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
+            (_multiply, (
+                1, gate_desc, up_desc, h_desc, x_s, w_s, out_s, full, empty, M, N, K,
                 BK, GROUP, STAGES, ACTIVATION,
             )),
             (_load_partition, (
