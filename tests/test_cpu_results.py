@@ -2,20 +2,20 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
+
+from tests.support.forked import run_code
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools/cpu_results.py"
 
 
-def _run(*args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+def _run(*args: object) -> CompletedProcess:
+    return run_code(SCRIPT, *args)
 
 
 @pytest.fixture(scope="module")

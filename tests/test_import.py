@@ -1,12 +1,11 @@
 """What `import slipstream` costs and brings."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.forked import run_code
 
 COUNT = """
 import gc, sys, time
-import torch
 sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
 gc.collect()  # what torch has left to collect is not ours
 start = time.perf_counter()
@@ -24,9 +23,9 @@ def test_import_is_light_and_quick(tmp_path: Path) -> None:
     """
     seconds = []
     for _ in range(4):
-        out = subprocess.run(
-            [sys.executable, "-c", COUNT, tmp_path], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        done = run_code(COUNT, tmp_path)  # torch is there
+        assert done.returncode == 0, done.stderr
+        out = done.stdout.splitlines()
         assert out[1] == "[]"
         seconds.append(float(out[0]))
     assert min(seconds[1:]) < 0.3

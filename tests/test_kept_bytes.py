@@ -1,12 +1,11 @@
 """What layers keep for the backward on a GPU, by tools/kept_bytes.py: no more than they did."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.forked import run_code
 
 ROOT = Path(__file__).parents[1]
 # bytes for a token and channel, and without what is made again
@@ -21,8 +20,7 @@ LIMITS = {
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="kernels are chosen, though none runs")
 def test_layers_keep_no_more_than_they_did() -> None:
-    command = [sys.executable, str(ROOT / "tools/kept_bytes.py"), *LIMITS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_code(ROOT / "tools/kept_bytes.py", *LIMITS)
     assert done.returncode == 0, done.stderr[-3000:]
     _, *lines = done.stdout.splitlines()
     rows = {name: (float(kept), float(without)) for name, kept, without in map(str.split, lines)}

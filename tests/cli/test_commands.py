@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from slipstream.tools import support_data, support_page
 from slipstream.tools import terminal as terminal_tools
 from slipstream.tools.model_kernels import read
 from slipstream.training.config import load
+from tests.support.forked import run_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,7 +203,6 @@ def test_help_breaks_no_line_within_a_paragraph() -> None:
 )
 def test_missing_package_is_named_with_its_extra(missing: str, extra: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("output_dir: x")
-    # one process for both calls: most of its time goes to importing torch
     code = f"""
 import sys
 sys.modules[{missing!r}] = None
@@ -217,11 +216,7 @@ except SystemExit as ended:
 sys.argv[1:] = train
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", str(tmp_path / "x.yaml")],
-        capture_output=True,
-        text=True,
-    )
+    done = run_code(code, "train", tmp_path / "x.yaml")
     (line,) = done.stderr.strip().splitlines()
     assert done.stdout.startswith("slipstream ")
     assert done.returncode == 1 and missing in line and f"pip install 'slipstream[{extra}]'" in line

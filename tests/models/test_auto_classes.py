@@ -3,8 +3,6 @@
 import copy
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.byte_tokenizer import tokenizer
+from tests.support.forked import run_code
 
 ROOT = Path(__file__).parents[2]
 LOAD = """
@@ -51,18 +50,9 @@ def test_auto_classes_load_a_saved_model(
 ) -> None:
     m = small()
     m.save_pretrained(tmp_path / "run")
-    result = subprocess.run(
-        [sys.executable, "-c", LOAD.format(first=first, then=then, options=options)]
-        + [str(tmp_path / "run")],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
+    code = LOAD.format(first=first, then=then, options=options)
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    result = run_code(code, tmp_path / "run", env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     want = sum(p.double().sum().item() for p in m.parameters())
     assert float(result.stdout.split()[-1]) == pytest.approx(want, rel=1e-9, abs=1e-9)
@@ -84,17 +74,8 @@ def test_transformers_serve_loads_a_saved_model(tmp_path: Path) -> None:
     """It looks the class up in transformers, not in the Auto classes."""
     small().save_pretrained(tmp_path / "run")
     tokenizer().save_pretrained(tmp_path / "run")
-    result = subprocess.run(
-        [sys.executable, "-c", SERVE, str(tmp_path / "run")],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    result = run_code(SERVE, tmp_path / "run", env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

@@ -1,9 +1,9 @@
-"""A process that has imported the package under Triton's interpreter, and forks for each script.
+"""Processes that have imported what scripts need, and fork for each of them: a fork starts at once.
 
-The interpreter is chosen when a kernel is defined, so such scripts run in processes of their own;
-forks of one that has torch and Triton start at once.
+One has the package under Triton's interpreter, which is chosen when a kernel is defined; one has
+torch alone, for code that wants to import the package itself.
 
-python -m tests.support.forked        reads a line of JSON for each script: its name and arguments
+python -m tests.support.forked        reads a line of JSON for each script: how it is to be run
 """
 
 import functools
@@ -15,20 +15,22 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support import quick_interpreter
-
 ROOT = Path(__file__).parents[2]
+# what is imported before the forks, by kind
+PRELOADED = {"interpreter": ("pytest", "tests.support.operators"), "torch": ("torch",)}
 
 
 @functools.cache
-def _server() -> subprocess.Popen:
+def _server(kind: str) -> subprocess.Popen:
     """Ends when its stdin is closed, with this process."""
+    interpreted = {"TRITON_INTERPRET": "1"} if kind == "interpreter" else {}
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.forked"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "tests.support.forked", kind],
+        env={**os.environ, **interpreted, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -36,30 +38,58 @@ def _server() -> subprocess.Popen:
     )
 
 
-def run_script(script: str, *arguments: str) -> tuple[int, str]:
-    """The exit status of `python -m script arguments`, and what it printed."""
-    server = _server()
+def _reply(kind: str, **request: Any) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    server = _server(kind)
     assert server.stdin is not None and server.stdout is not None
     try:
-        server.stdin.write(json.dumps([script, *arguments]) + "\n")
+        server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
-        status, text = json.loads(server.stdout.readline())
+        status, out, error = json.loads(server.stdout.readline())
     except BaseException:  # a timeout, too: the next script shall not get this one's reply
         server.kill()
         _server.cache_clear()
         raise
-    return status, text
+    return status, out, error
 
 
-def _in_child(script: str, arguments: list[str], output: int) -> None:
+def run_script(script: str, *arguments: str) -> tuple[int, str]:
+    """Status of `python -m script arguments` under the interpreter, and what it printed."""
+    status, out, error = _reply("interpreter", script=script, arguments=arguments)
+    return status, out + error
+
+
+def run_code(
+    code: str, *arguments: object, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """`python -c code arguments`, or of a path `python FILE arguments`; torch is there at once."""
+    environment = dict(os.environ) if env is None else dict(env)
+    status, out, error = _reply(
+        "torch", code=str(code), arguments=list(map(str, arguments)), env=environment
+    )
+    return subprocess.CompletedProcess([sys.executable, "-c", code, *arguments], status, out, error)
+
+
+def _in_child(request: dict[str, Any], outputs: tuple[int, int]) -> None:
     """Never returns."""
     status = 1
     try:
-        os.dup2(output, 1)
-        os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.argv = [script, *arguments]
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        for number, output in enumerate(outputs, 1):
+            os.dup2(output, number)
+        if "env" in request:
+            os.environ.clear()
+            os.environ.update(request["env"])
+        if "script" in request:
+            sys.argv = [request["script"], *request["arguments"]]
+            runpy.run_module(request["script"], run_name="__main__", alter_sys=True)
+        elif request["code"].endswith(".py"):
+            sys.argv = [request["code"], *request["arguments"]]
+            sys.path[0] = str(Path(request["code"]).parent)
+            runpy.run_path(request["code"], run_name="__main__")
+        else:
+            sys.argv = ["-c", *request["arguments"]]
+            exec(compile(request["code"], "<string>", "exec"), {"__name__": "__main__"})
         status = 0
     except SystemExit as ended:
         code: Any = ended.code
@@ -75,20 +105,24 @@ def _in_child(script: str, arguments: list[str], output: int) -> None:
 
 
 def main() -> None:
-    for name in ("pytest", "tests.support.operators"):
+    for name in PRELOADED[sys.argv[1]]:
         importlib.import_module(name)
-    quick_interpreter.install()
+    if sys.argv[1] == "interpreter":
+        from tests.support import quick_interpreter
+
+        quick_interpreter.install()
     replies = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        script, *arguments = json.loads(line)
-        with tempfile.TemporaryFile("w+") as output:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
             child = os.fork()
             if child == 0:
-                _in_child(script, arguments, output.fileno())
+                _in_child(json.loads(line), (out.fileno(), error.fileno()))
             _, status = os.waitpid(child, 0)
-            output.seek(0)
-            text = output.read()
-        replies.write(json.dumps([os.waitstatus_to_exitcode(status), text]) + "\n")
+            texts = []
+            for output in (out, error):
+                output.seek(0)
+                texts.append(output.read())
+        replies.write(json.dumps([os.waitstatus_to_exitcode(status), *texts]) + "\n")
         replies.flush()
 
 
