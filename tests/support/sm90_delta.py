@@ -35,6 +35,7 @@ def kernels() -> SimpleNamespace:
         "back": ("chunk_dstate", "chunk_dstate"), "grads": ("dqkg", "dqkg"),
         "ends": ("segment_transition", "segment_transition"),
         "ends_back": ("segment_transition", "segment_transition_bwd"),
+        "starts": ("state_scan", "state_scan"),
         "wide": ("chunk_fwd_2tile", "chunk_fwd_2tile"), "fused": ("bwd_fused", "chunk_bwd"),
     }  # fmt: skip
     with emulated():
@@ -174,6 +175,23 @@ class Run:
         programs = (V + K if do is None else V) // BV * self.HV * self.slots
         threads.launch(kernel, programs, (*args, *rest), **flags)
         return made, far
+
+    def starts(self, s_out: Tensor | None) -> Tensor:
+        """The states before segments, of one scan."""
+        t = self.terms
+        blocks = {"q": (C, self.K), "v": (C, BV), "r": (C, C)}
+        widths = {"q": self.H * self.K, "v": self.HV * self.V, "r": self.HV * C}
+        given = [(t.k, "q"), (t.v, "v"), (self.r, "r")]
+        made = self.empty(self.slots, self.HV, self.K, self.V)
+        ends = [None if x is None else Pointer(x) for x in (t.initial_state, s_out)]
+        cu, _, *rest = self.sizes
+        args = [Descriptor(x, widths[n], *blocks[n]) for x, n in given]
+        args += [Pointer(self.rows), *ends, Pointer(made), cu]
+        flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
+        flags |= {"HAS_S_IN": t.initial_state is not None, "HAS_S_OUT": s_out is not None}
+        programs = self.V // BV * self.HV * t.sequences
+        threads.launch(kernels().starts, programs, (*args, *rest), **flags)
+        return made
 
     def grads(
         self, do: Tensor, w: Tensor, dv: Tensor, states: Tensor, dstates: Tensor, G: int

@@ -37,8 +37,8 @@ SPLIT = CASES["gated"]
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
     "meet", "meet_back", "span", "wide_span", "back_span", "parts", "parts_split", "wide_parts",
-    "ends_alone", "ends_every", "ends_every_back", "meet_back_alone", "one_scan", "shared_scan",
-    "split_scan",
+    "ends_alone", "ends_every", "ends_every_back", "ends_scanned", "meet_back_alone", "one_scan",
+    "shared_scan", "split_scan",
 ]  # fmt: skip
 
 
@@ -47,6 +47,7 @@ FURTHER = (
     "span",
     "wide_span",
     "back_span",
+    "shared_scan",
     "shared_scan",
     "split_scan",
     "parts_split",
@@ -135,6 +136,8 @@ def jobs(case: tuple, make: str) -> list[Job]:
             m = m.contiguous() if "alone" in make else m
             if make == "ends":
                 segment_launch.segment_transition(given, wy, start, at)
+            elif make == "ends_scanned":
+                segment_launch.states_before(given, wy, at, end)
             elif make == "ends_alone":
                 segment_launch.segment_transition(given, wy, None, at, alone=True)
             elif make == "ends_every":

@@ -205,3 +205,18 @@ def test_states_are_left_on_the_way(case: tuple, way: str) -> None:
             run.scan(start, None, keep=False)
         else:
             getattr(whole, way)(start, None, keep=False)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("segment", [C, 2 * C], ids=["of one", "of two"])
+def test_segments_after_a_scan_of_states_equal_one_scan(case: tuple, segment: int) -> None:
+    """Bit for bit, and the final states."""
+    terms = inputs(case)
+    whole, run = Run(terms), Run(terms, segment=segment)
+    final = torch.empty(*terms.state_shape, dtype=torch.float64)
+    want = torch.empty_like(final)
+    o, _ = whole.scan(terms.initial_state, want, keep=False)
+    starts = run.starts(final).nan_to_num()  # of segments that no sequence has
+    assert torch.equal(final, want)
+    got, _ = run.scan(starts, None, keep=False)
+    torch.testing.assert_close(got, o, rtol=0, atol=0, equal_nan=True)

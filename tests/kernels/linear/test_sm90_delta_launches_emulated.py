@@ -26,7 +26,7 @@ COMPILERS = ("num_warps", "maxnreg", "num_stages")  # arguments that no kernel h
 NAMES = {
     "solve_tril": "solve", "chunk_fwd": "scan", "chunk_fwd_2tile": "wide", "chunk_dstate": "back",
     "dqkg": "grads", "chunk_bwd": "fused", "segment_transition": "ends",
-    "segment_transition_bwd": "ends_back",
+    "segment_transition_bwd": "ends_back", "state_scan": "starts",
 }  # fmt: skip
 
 
@@ -122,6 +122,17 @@ def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     }
 
 
+def states_scanned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """As with consistent=True, in segments of a chunk."""
+    from slipstream.kernels.linear import segments
+    from slipstream.runtime.consistent import consistent_scope
+
+    monkeypatch.setattr(segments, "MIN_DELTA_SCANNED", 1)
+    monkeypatch.setattr(segments, "MIN_DELTA_SCANNED_CHUNKS", 1)
+    monkeypatch.setattr(consistent_scope, "on", True)
+    return two_kernels(monkeypatch) | {"state_scan"}
+
+
 def one_scan(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable[..., set[str]]:
     """In parts of `every` chunks; parts: of a segment, where there are any."""
 
@@ -156,6 +167,8 @@ WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, ini
     "many programs": (many_programs, (220, 1, 2, 64, 128, PACKED, True, True)),
     "segments": (in_segments, (320, 1, 2, 64, 64, 1, False, True)),
     "packed segments": (in_segments, (330, 1, 1, 64, 64, (5, 320), True, False)),
+    "states scanned": (states_scanned, (320, 1, 2, 64, 128, 2, True, True)),
+    "packed, states scanned": (states_scanned, (330, 1, 2, 64, 64, (5, 0, 320), True, False)),
     "one scan": (one_scan(3), (130, 1, 2, 64, 128, 1, False, True)),
     "parts": (one_scan(1), (130, 1, 2, 64, 64, 2, True, True)),
     "packed parts": (one_scan(2), (220, 1, 2, 64, 128, PACKED, True, True)),

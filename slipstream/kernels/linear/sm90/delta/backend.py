@@ -21,6 +21,7 @@ from slipstream.kernels.linear.segments import (
     TILE_V,
     Segments,
     delta_grid,
+    delta_scan_sm90,
     delta_sm90,
     num_chunks,
     size_args,
@@ -282,6 +283,22 @@ class Sm90Delta(DeltaBackend):
             GROUPED_HEADS=heads < HV,
             **GRADS,
         )
+
+    def scan_ends(
+        self,
+        terms: LinearInputs,
+        wy: WYFactors,
+        final: Tensor | None,
+        exchange: Exchange | None = None,
+    ) -> dict[str, Any]:
+        """With consistent=True the states of segments are those of one scan."""
+        segments = None
+        if consistent_scope.on and exchange is None and self.active is None:
+            segments = delta_scan_sm90(terms)
+        if segments is None:
+            return super().scan_ends(terms, wy, final, exchange)
+        states = segment_launch.states_before(terms, wy, segments, final)
+        return {"segments": segments, "s_in": states, "s_out": None}
 
     def entry_states(
         self,

@@ -162,9 +162,9 @@ def state_partition(
 ):  # fmt: skip
     """reads, writes: whether s_in and s_out have the state at this program's ends.
 
-    width: columns of s_out. TRANSITION_ONLY: the state after the segment alone; that of a unit
-    matrix from
-    column `unit` on where v is zero, and unit is below K.
+    width: columns of s_out. TRANSITION_ONLY: the state after the segment alone, and those on the
+    way that `pool` asks for; that of a unit matrix from column `unit` on where v is zero, and unit
+    is below K.
     """
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -182,9 +182,17 @@ def state_partition(
     if TRANSITION_ONLY:
         b_s = gl.where((o_v + unit)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([BV, C], gl.float32, xl)
+    if TRANSITION_ONLY and pool.ptr is not None:  # state_scan.py
+        p_start = pool.ptr
+        start = 0
     for i in range(n):
         s = i % ST
         w = i % 2
+        if TRANSITION_ONLY and pool.ptr is not None:  # noqa: SIM102
+            if i == start:
+                gl.store(p_start + (o_k[None, :] * V + o_v[:, None]), b_s)
+                p_start += pool.size
+                start += pool.every
         if pool.rows is not None:
             to = gl.load(pool.rows + i)
         # wy_partition has seen the stage full, and may have cleared its tail
