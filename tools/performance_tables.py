@@ -345,7 +345,8 @@ def summary() -> Table:
 
     def line(what: str, row: Row, unit: str, ours: Cell, peer: str, theirs: Cell, *errors: Cell):
         used.append(row)
-        rows.append((label(what), ours, label(peer), theirs, label(unit), *errors))
+        card = label(row.get("device").split()[1])
+        rows.append((label(what), ours, label(peer), theirs, label(unit), card, *errors))
 
     def off(work: str, who: str) -> Cell:
         """The largest error of one of errors.csv; empty where there is no row."""
@@ -402,7 +403,7 @@ def summary() -> Table:
     )
     used.append(found["liger"])
     headings = (
-        "", "Slipstream", "peer", "peer's", "unit", "largest error", "peer's",
+        "", "Slipstream", "peer", "peer's", "unit", "GPU", "largest error", "peer's",
     )  # fmt: skip
     return Table("summary", "", headings, tuple(rows), tuple(used))
 
