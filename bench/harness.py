@@ -1,4 +1,4 @@
-"""What the scripts of bench/ share: their options, timing, errors, memory and rows of CSV.
+"""Shared by the scripts of bench/: options, timing, errors, memory and rows of CSV.
 
 Every script takes these options, besides its own:
 
@@ -272,7 +272,7 @@ def kernels_ms(call: Call, runs: int = 5) -> float:
 
 
 def peak_bytes(call: Call) -> int:
-    """What a call takes at most, its results included; 0 on a CPU."""
+    """The peak memory of a call, its results included; 0 on a CPU."""
     if DEVICE.type == "cpu":
         call()
         return 0

@@ -261,7 +261,7 @@ def measure_one(report: Report, one: Child, limit: float) -> None:
 
 
 def next_of(one: Child, until: float) -> tuple[dict[str, Any] | None, bool]:
-    """What it tells next, None if nothing comes; and whether that is for want of time."""
+    """The child's next message, None if nothing comes; and whether that is for want of time."""
     if until == float("inf"):
         return one.next(), False
     try:

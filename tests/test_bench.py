@@ -46,7 +46,7 @@ def _records_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(captured: str) -> list[dict[str, str]]:
-    """What was printed, as rows."""
+    """The printed rows."""
     lines = [x.rsplit(" after ", 1)[0] for x in captured.splitlines() if " after " in x]
     return [{y.split()[0]: y.split()[-1] for y in line.split(", ")} for line in lines]
 

@@ -1,4 +1,4 @@
-"""What `import slipstream` costs and brings."""
+"""The cost and the modules of `import slipstream`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What layers keep for the backward on a GPU, by tools/kept_bytes.py: no more than they did."""
+"""The bytes that layers keep for the backward on a GPU, by tools/kept_bytes.py, do not grow."""
 
 from pathlib import Path
 

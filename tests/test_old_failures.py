@@ -32,7 +32,7 @@ RELEASES = ("3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.
 
 
 def statuses(call: Any, arch: str, backward: bool = True) -> Counter:
-    """What the matrix says of the call's kernels, of which there is at least one."""
+    """The matrix's statuses of the call's kernels, of which there is at least one."""
     from slipstream.compiler.compile_worker import Outcome
     from slipstream.compiler.support_matrix import judge
     from slipstream.compiler.trace import trace

@@ -1,4 +1,4 @@
-"""What a layer keeps from its forward for its backward on a GPU, found out without one.
+"""The bytes that a layer keeps for its backward on a GPU, found out without one.
 
     python tools/kept_bytes.py                 every mixer
     python tools/kept_bytes.py kda rwkv7       some

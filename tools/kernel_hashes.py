@@ -51,7 +51,8 @@ def without_names(text: str) -> str:
 
 
 def ir_text(job: Job) -> str:
-    """What the compiler gets: the front end's module, and the options that it is compiled with."""
+    """The input of the compiler: the front end's module, and the options that it is compiled
+    with."""
     from triton._C.libtriton import ir
     from triton.compiler.code_generator import CodeGenerator
     from triton.compiler.compiler import make_backend

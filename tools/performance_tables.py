@@ -431,7 +431,7 @@ def transformers_models() -> Table:
 
 
 def peer_suites() -> Table:
-    """What tools/peer_suites.py counted, a row for each file of which a case ran."""
+    """The counts of tools/peer_suites.py, a row for each file of which a case ran."""
     counts = ("passed", "failed", "skipped")
     ran = (x for x in read("peer_suites") if int(x.get("passed")) or int(x.get("failed")))
     used = {(x.get("package"), x.get("file"), x.get("device")): x for x in ran}

@@ -26,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table shows, and the places of the numbers that it is made of."""
+    """The text that a table shows, and the places of the numbers that it is made of."""
 
     text: str
     sources: tuple[str, ...] = ()

@@ -103,7 +103,7 @@ def test_functions_with_a_context_equal_one_rank(tmp_path: Path) -> None:
 
 
 def describe(rank: int, found: Any) -> None:
-    """What fla 0.6.0 says of the same batch."""
+    """fla 0.6.0's description of the same batch."""
     context = slipstream.compat.fla.ops.cp.build_cp_context(torch.tensor(OFFSETS), dist.group.WORLD)
     assert context.is_cp_enabled and context.cu_seqlens is not None
     counts = (context.pre_num_ranks, context.post_num_ranks, context.pre_num_conv_tokens)

@@ -19,7 +19,7 @@ OFFSETS = torch.tensor([0, 5, T])
 
 
 def _expected(row: Operator, given: dict[str, Any]) -> Any:
-    """What slipstream.ops says, with fla's defaults."""
+    """The results of slipstream.ops with fla's defaults."""
     if row.name == "fused_mul_recurrent_rwkv7":
         given = dict(given)
         kk, a = given.pop("kk"), given.pop("a")

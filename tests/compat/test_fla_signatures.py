@@ -29,7 +29,7 @@ DIFFERENT = {
 
 
 def _member(path: str) -> Any:
-    """What a path such as modules.mlp.GatedMLP.forward leads to."""
+    """The member at a path such as modules.mlp.GatedMLP.forward."""
     parts = path.split(".")
     for i in range(len(parts), 0, -1):
         module = sys.modules.get(".".join([ROOT, *parts[:i]]))

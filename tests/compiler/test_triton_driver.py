@@ -57,7 +57,7 @@ def test_launcher_is_loaded_after_the_type_of_its_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Launcher:
-        """What Triton's module does when it is loaded, and never again."""
+        """Does what Triton's module does when it is loaded, once."""
 
         def __init__(self, src: object, metadata: object) -> None:
             self.descriptor = nvidia.PyCUtensorMap

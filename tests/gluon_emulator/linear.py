@@ -1,4 +1,4 @@
-"""What the linear family's Gluon kernels want of the emulator beyond those of attention."""
+"""The emulator for the linear family's Gluon kernels, beyond what attention's need."""
 
 import inspect
 import re
@@ -70,7 +70,7 @@ class Buffer(threads.Buffer):
 
 
 class OfWarps(Buffer):
-    """What each warp takes for the same tile."""
+    """Tiles that each warp has its own copy of."""
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Buffer:
         assert shape[0] == 1

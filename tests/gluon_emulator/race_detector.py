@@ -71,7 +71,7 @@ class Tile:
 
 
 class Bar:
-    """What a barrier hands on."""
+    """The clocks that a barrier hands on."""
 
     def __init__(self) -> None:
         self.gathered = np.zeros((2, MOST), np.int64)

@@ -98,7 +98,8 @@ class Descriptor:
         self.block = block
 
     def part(self, at: list) -> np.ndarray:
-        """What of a block lies within the tensor, which it may follow or precede as a whole."""
+        """The part of a block that lies within the tensor, which it may follow or precede as a
+        whole."""
         begin = [int(x) for x in at]
         assert len(begin) == len(self.block)
         if min(begin) < 0:

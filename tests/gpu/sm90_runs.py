@@ -1,4 +1,4 @@
-"""What tests of the linear family's kernels on sm_90 share: the oracle's numbers, the same bits."""
+"""Shared by tests of the linear family's kernels on sm_90: the oracle's numbers, equal bits."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def reference(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tens
 
 
 def run(launch: Any, terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    """What a module of launches makes forward and backward."""
+    """The results of a module of launches, forward and backward."""
     o, final, *_ = launch.forward(terms, SCALE)
     return {"o": o, "final": final, **launch.backward(terms, do, dfinal, SCALE)}
 

@@ -1,4 +1,4 @@
-"""What was kept of a launch gives the same bits as Triton's own way, whatever came before."""
+"""A cached launch gives the same bits as Triton's own, whatever came before."""
 
 from typing import Any
 from unittest import mock

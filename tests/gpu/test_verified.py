@@ -1,4 +1,4 @@
-"""What the matrix has verified is run as it is; what it has not is watched, and comes out right."""
+"""Kernels that the matrix has verified run as they are; others are guarded, and are right."""
 
 import os
 import subprocess

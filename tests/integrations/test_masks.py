@@ -1,4 +1,4 @@
-"""What masks.py writes is what transformers' mask function says."""
+"""The masks of masks.py equal those of transformers' mask function."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What tests/support/quick_interpreter.py changes in Triton's interpreter gives numpy's numbers.
+"""The changes of tests/support/quick_interpreter.py to Triton's interpreter give numpy's numbers.
 
 TRITON_INTERPRET=1 python -m tests.kernels.test_quick_interpreter
 """

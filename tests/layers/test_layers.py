@@ -1,4 +1,4 @@
-"""What holds for every layer."""
+"""Properties of every layer."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
 def first_value_for(name: str, x: Tensor) -> dict[str, Tensor]:
-    """What an earlier layer of the model would have returned."""
+    """The value that an earlier layer of the model would have returned."""
     return {"first_value": x.sin()} if name == "RWKV7-later" else {}
 
 

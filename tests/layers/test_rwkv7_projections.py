@@ -1,4 +1,4 @@
-"""What rwkv7 computes where its projections are other than its own."""
+"""rwkv7 with projections other than its own."""
 
 import pytest
 import torch

@@ -180,7 +180,7 @@ def test_steps_on_open_blocks(mixers: tuple[str, ...], monkeypatch: pytest.Monke
 
 
 class _Again:
-    """What a graph does, by the call itself."""
+    """A graph's interface, by the call itself."""
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
         self.run, self.result = run, run()

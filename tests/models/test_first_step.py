@@ -1,4 +1,4 @@
-"""What compiles a model's kernels before its first step leaves no trace but compiled kernels."""
+"""Compiling a model's kernels before its first step leaves no trace but compiled kernels."""
 
 from concurrent.futures import Future
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
-"""What trainers and libraries do to a model's modules: hooks, adapters, checkpointing, offloading,
-construction on the meta device. Each gives the numbers of the untouched model."""
+"""Changes that trainers and libraries make to a model's modules: hooks, adapters, checkpointing,
+offloading, construction on the meta device. Each gives the numbers of the untouched model."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -79,7 +79,7 @@ def test_cache_selects_and_repeats_rows(name: str) -> None:
 
 
 def test_cache_of_gradients_stays() -> None:
-    """What a call without gradients does to the cache changes no gradient of an earlier one."""
+    """A call without gradients that updates the cache changes no gradient of an earlier one."""
     m, ids = model("hybrid"), tokens(1, 9)
     out = m(ids[:, :6], use_cache=True)
     more = m(ids[:, 6:8], cache=out[CACHE], use_cache=True)

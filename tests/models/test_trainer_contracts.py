@@ -1,4 +1,4 @@
-"""What transformers' Trainer, PEFT and TRL pass to a model and expect from it."""
+"""Arguments that transformers' Trainer, PEFT and TRL pass to a model, and results they expect."""
 
 from pathlib import Path
 from typing import Any

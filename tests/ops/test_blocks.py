@@ -1,4 +1,4 @@
-"""What holds for every building block around attention."""
+"""Properties of every building block around attention."""
 
 from functools import partial
 

@@ -57,7 +57,7 @@ def test_operator_compiles_fullgraph_without_recompiling(
 
 @pytest.mark.parametrize("name", ["chunk_mamba3-mimo", "chunk_gated_oja_rule", "chunk_precond_kda"])
 def test_prologues_compile_in_16_bits(name: str) -> None:
-    """What is rounded between operations of torch has the strides that were traced."""
+    """Tensors rounded between operations of torch have the strides that were traced."""
     (op,) = [x for x in LINEAR if x.name == name]
     torch.compiler.reset()
     compiled = torch.compile(lambda args: flat(op(args)), fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""What holds for every operator of the linear family and the scan, chunk and fused_recurrent."""
+"""Properties of every operator of the linear family and the scan, chunk and fused_recurrent."""
 
 import itertools
 from collections.abc import Callable

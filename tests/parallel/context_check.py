@@ -109,7 +109,7 @@ def compile_ahead(names: Sequence[str]) -> None:
 
 
 def check_one(name: str, seed: int) -> list[str]:
-    """What differs from one process, on this rank."""
+    """The differences from one process, on this rank."""
     wrong = []
     for segments in modes(name):
         case = Case(name, seed, segments)

@@ -1,4 +1,4 @@
-"""What is found out about kernels on one rank holds on all, or ends all."""
+"""A verdict about kernels on one rank holds on all, or ends all."""
 
 import os
 import subprocess

@@ -11,7 +11,7 @@ from tests.support.interpreted import run
 
 
 def message() -> str:
-    """What the next call would raise."""
+    """The error that the next call would raise."""
     try:
         token_ids.raise_pending()
     except ValueError as error:

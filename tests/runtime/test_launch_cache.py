@@ -79,7 +79,7 @@ class Driver:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
-    """What is launched on it."""
+    """The launches on it."""
 
     monkeypatch.setattr(driver, "_active", Driver())
     toy_kernel.device_caches.clear()

@@ -1,4 +1,4 @@
-"""What a step of a consistent model makes of a token in one launch, and part by part."""
+"""The inputs of a consistent model's step for a token, in one launch and part by part."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ LAYERS: list[tuple[Callable[[], DeltaHeads], float | None]] = [
 def check_inputs(
     layer: DeltaHeads, lower_bound: float | None, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """What one launch makes of a token is what a launch each makes of all."""
+    """One launch gives for a token the numbers that separate launches give."""
     from slipstream.kernels.decay_gate.triton import launch as gate
 
     torch.manual_seed(0)

@@ -132,7 +132,7 @@ def across(
 
 
 def compare(op: Sample, cut: Cut, gate: str, segment_tokens: int | None = None) -> list[str]:
-    """What differs, on this rank."""
+    """The differences, on this rank."""
     args = whole(op, cut, gate)
     (o, *states), grads = alone(op, args)
     (mine, *my_states), my_grads = across(op, args, cut, segment_tokens)
@@ -160,7 +160,7 @@ def compare(op: Sample, cut: Cut, gate: str, segment_tokens: int | None = None) 
 
 
 def compare_all(rank: int, cases: list[tuple[str, Cut, str]], found: Any) -> None:
-    """What a process does; what differs goes into the queue."""
+    """The work of a process; differences go into the queue."""
     by_name = {x.name: x for x in CALLS}
     for op, cut, gate in cases:
         for line in compare(by_name[op], cut, gate):

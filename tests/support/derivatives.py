@@ -30,7 +30,7 @@ class Case:
 
     @property
     def public_name(self) -> str:
-        """What errors call the function, as a pattern: the case's name begins with it."""
+        """The function's name in errors, as a pattern: the case's name begins with it."""
         if self.name == "short_convolution-operator":  # called as no public function does
             return "slipstream(::short_convolution)?"
         name = self.name.partition("-")[0]

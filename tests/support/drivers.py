@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Driver:
-    """What the JIT asks a driver before it compiles."""
+    """The properties of a driver that the JIT reads before it compiles."""
 
     def get_current_target(self) -> Any:
         from slipstream.compiler.aot import gpu_target

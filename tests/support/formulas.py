@@ -1,4 +1,4 @@
-"""What each operator around the linear family computes, under its own name, in any dtype.
+"""The formula of each operator around the linear family, under its own name, in any dtype.
 
 Those of the linear family are slipstream/kernels/linear/reference.py and recurrences.py here.
 """

@@ -26,7 +26,7 @@ EVERY_MIXER = [*MIXERS, *(name for name in NAMES if name not in ("gated_deltanet
 
 
 def units(model: SlipstreamForCausalLM, which: str) -> list[Any]:
-    """What becomes a unit, inner modules first; a list is one unit."""
+    """The modules that become units, inner ones first; a list is one unit."""
     m, layers = model.model, list(model.model.layers)
     if which == "tied":
         return [*layers, [m.embed_tokens, model.lm_head]]

@@ -70,7 +70,7 @@ def check(block: Sample, T: int, D: int, dtype: torch.dtype, layout: str = "") -
 
 
 def refused(block: Sample) -> list[str]:
-    """What the probes of its calls say: any call may be the first of its kind."""
+    """The verdicts of the probes of its calls: any call may be the first of its kind."""
     found: list[str] = []
     entered, probing = Guard.__enter__, False
 

@@ -1,4 +1,4 @@
-"""What the compilations of the linear family's kernels share."""
+"""Shared by the compilations of the linear family's kernels."""
 
 from slipstream.compiler.aot import Job
 from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, Shape, chosen

@@ -1,4 +1,4 @@
-"""What the interpreted checks of the linear family share: gates, and the float64 reference."""
+"""Shared by the interpreted checks of the linear family: gates, and the float64 reference."""
 
 import torch
 from torch import Tensor

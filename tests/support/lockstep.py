@@ -22,7 +22,7 @@ class Meeting:
         self.brought: list[Any] = [None] * ranks
 
     def exchange(self, rank: int, x: Any) -> list[Any]:
-        """What all have brought. Others may run meanwhile."""
+        """The tensors of all ranks. Others may run meanwhile."""
         self.brought[rank] = x
         self.turn.release()
         self.barrier.wait(60)
@@ -62,7 +62,7 @@ def run_ranks(
     offsets: Sequence[int] | None,
     segment_tokens: int | None = None,
 ) -> list[Any]:
-    """What each rank's work returns; the first error of any."""
+    """The results of each rank's work; raises the first error of any."""
     meeting, results, errors = Meeting(len(lengths)), {}, []
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of operators against their recurrences (tests/support/recurrences.py) share."""
+"""Shared by tests of operators against their recurrences (tests/support/recurrences.py)."""
 
 from collections.abc import Callable
 from typing import Any

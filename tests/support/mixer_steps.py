@@ -19,7 +19,7 @@ POOLS = ("state", "conv_state")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a mixer has. g: "head", "channel" or none."""
+    """The terms of a mixer. g: "head", "channel" or none."""
 
     g: str = ""
     beta: bool = False

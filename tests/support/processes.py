@@ -25,7 +25,7 @@ def _in_process(rank: int, file: str, ranks: int, what: Callable[..., None], arg
 
 
 def in_processes(ranks: int, folder: Path, what: Callable[..., None], *args: Any) -> list[Any]:
-    """What `what(rank, *args, queue)` puts into the queue in a group of processes."""
+    """The objects that `what(rank, *args, queue)` puts into the queue in a group of processes."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     queue = context.SimpleQueue()

@@ -59,7 +59,7 @@ def prepared(
     kernels: SimpleNamespace,
     limits: tuple[float, float] = (80.0, 55.0),
 ) -> dict[str, Any]:
-    """What the kernels, weak and strong, write. limits: LIMIT and APART, those of bfloat16."""
+    """The outputs of the kernels, weak and strong. limits: LIMIT and APART, those of bfloat16."""
     B, T, HV, V = terms.v.shape
     H, K = terms.q.shape[2:]
     N = terms.sequences

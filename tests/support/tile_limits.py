@@ -1,4 +1,4 @@
-"""What tiles of the Triton kernels ask of a GPU, as compiler/tile_limits.py checks it.
+"""The needs of the Triton kernels' tiles on a GPU, as compiler/tile_limits.py checks them.
 
 C tokens a chunk, BX or BV columns of the state a program, BD or BK all of its rows; of attention BM
 queries and BN keys, heads of BD (q, k) and BV (v); of norms BR rows of BD features.

@@ -13,7 +13,7 @@ GRID = ((1, 4, 4), (1, 4, 8))
 
 
 def inputs_of(model: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """What forward wants, random."""
+    """Random inputs for forward."""
     accepted = inspect.signature(model.forward).parameters
     required = {
         name for name, p in accepted.items()

@@ -102,7 +102,7 @@ def runs_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, dict[str, Tensor
 
 
 def difference(got: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Tensor]]) -> str:
-    """What differs, or ""."""
+    """The difference, or ""."""
     for run, results in want.items():
         # gradients of single weights may be nothing but rounding
         top = max((float(x.abs().max()) for x in results.values() if x.numel()), default=0.0)

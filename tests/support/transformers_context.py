@@ -54,7 +54,7 @@ def batch(packed: bool) -> tuple[Tensor, Tensor, list[int] | None]:
 
 
 def difference(name: str, packed: bool, checkpointed: bool) -> str:
-    """What two ranks have otherwise than one, or ""."""
+    """The difference of two ranks from one, or ""."""
     whole, part = make(name), make(name)
     part.load_state_dict(whole.state_dict())
     ids, target, offsets = batch(packed)

@@ -1,4 +1,5 @@
-"""What the installed release of Triton runs; `make test-newest` has another one than the rest."""
+"""The kernels that the installed release of Triton runs; `make test-newest` has another one than
+the rest."""
 
 from slipstream.compiler.compiler_state import uses_gluon
 from slipstream.compiler.known_bugs import INTERPRETER, blocking

@@ -1,4 +1,4 @@
-"""What CapturedLoss does around its graphs: on a CPU, calls that fill the same tensors."""
+"""CapturedLoss around its graphs: on a CPU, calls that fill the same tensors."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What attention's backward is given of each query, under Triton's interpreter."""
+"""The two numbers of each query for attention's backward, under Triton's interpreter."""
 
 import pytest
 import torch

@@ -88,7 +88,7 @@ def test_padding_may_be_nan() -> None:
 
 
 def most_bytes(run: Callable[[], Any]) -> int:
-    """What is allocated at a time, at most, beyond what there was."""
+    """The peak of allocated bytes beyond those before the call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
     profiler: Any = found.profiler

@@ -49,7 +49,7 @@ def check(B: int, T: int, D: int, W: int, lengths: tuple[int, ...], extras: bool
 
 
 def check_neighbours() -> None:
-    """What one packed sequence holds never reaches another, not even NaN."""
+    """No number of a packed sequence reaches another, not even NaN."""
     x, weight = torch.randn(1, 90, 6), torch.randn(6, 4)
     cu = torch.tensor([0, 40, 45, 90])
     x[:, 40:45] = torch.nan

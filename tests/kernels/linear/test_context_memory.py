@@ -1,5 +1,5 @@
-"""What a rank of context parallelism holds on sm_90 in a forward pass without gradients, beside one
-GPU with all tokens; found out without a GPU."""
+"""The memory that a rank of context parallelism holds on sm_90 in a forward pass without gradients,
+beside one GPU with all tokens; found out without a GPU."""
 
 from typing import Any
 

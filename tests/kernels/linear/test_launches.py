@@ -1,4 +1,4 @@
-"""What op.py asks of all launches alike, of whatever takes a call when another gave way."""
+"""The interface by which op.py calls all launches, and the fallback from one to another."""
 
 import inspect
 from importlib import import_module
@@ -40,7 +40,7 @@ def test_backward_takes_saved_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_capabilities_are_parameters(name: str) -> None:
-    """What a module says it can do, its forward and backward take."""
+    """A module's forward and backward take the arguments of its capabilities."""
     module = import_module(f"slipstream.kernels.linear.{name}")
     can = module.CAPABILITIES
     forward = set(inspect.signature(module.forward).parameters)

@@ -69,7 +69,7 @@ def share(
     make: Callable[..., LinearInputs],
     *shape: Any,
 ) -> float:
-    """What a call takes beyond, as a part of what is promised."""
+    """The memory of a call beyond inputs and results, as a part of the bound."""
     found: list[float] = []
 
     def call(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What the delta rule backward on sm_90 goes through at a time (sm90/delta/bwd_schedule.py)."""
+"""The schedule of the delta rule's backward on sm_90 (sm90/delta/bwd_schedule.py)."""
 
 from itertools import pairwise
 from unittest import mock

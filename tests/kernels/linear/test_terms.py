@@ -1,4 +1,4 @@
-"""What is declared of the terms of the linear family, kernels/linear/inputs.py:Term."""
+"""The properties of the linear family's terms, kernels/linear/inputs.py:Term."""
 
 import pytest
 import torch

@@ -161,7 +161,7 @@ def test_selective_scan_takes_a_gradient_of_one_output_alone(part: int) -> None:
 
 
 def test_selective_scan_backward_runs_twice() -> None:
-    """What it saved is still there."""
+    """The saved tensors are still there."""
     args = {name: x.requires_grad_() for name, x in inputs().items()}
     y, _ = selective_scan(**args, delta_softplus=True)
     first, second = (

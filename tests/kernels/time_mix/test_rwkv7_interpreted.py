@@ -1,4 +1,4 @@
-"""What lies around RWKV-7's recurrence under Triton's interpreter, against float64."""
+"""The operators around RWKV-7's recurrence under Triton's interpreter, against float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
