@@ -122,10 +122,13 @@ def _delta_across_ranks(
     return o, final
 
 
-def _consistent_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, impl: str | None = None
-) -> Any:
-    return ops.chunk_simple_gla(q, k, v, g, output_final_state=True, consistent=True, impl=impl)
+def _consistent(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, impl: str | None = None, **more: Any
+    ) -> Any:
+        return rule(q, k, v, g, output_final_state=True, consistent=True, impl=impl, **more)
+
+    return call
 
 
 def _prefix_states(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +215,12 @@ LAYER_SAMPLES = [
     _of_layer(
         "block_inputs", _block_inputs, "q=BHK k=BHK v=BGV g=BG beta=BG:beta counts=B:prefixes"
     ),
-    _of_layer("consistent_simple_gla", _consistent_simple_gla, f"{QKV} g=BTG:gate"),
+    _of_layer("consistent_simple_gla", _consistent(ops.chunk_simple_gla), f"{QKV} g=BTG:gate"),
+    _of_layer(
+        "consistent_gated_delta_rule",
+        _consistent(ops.chunk_gated_delta_rule),
+        f"{UNIT} g=BTG:gate beta=BTG:beta",
+    ),
     *(
         _of_layer(f"prefixes_of_{x.__name__}", _prefix_states(x), tensors)
         for x, tensors in (
