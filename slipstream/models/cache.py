@@ -374,7 +374,7 @@ class StateCache(OpenRows):
         # what greedy steps read and write: models/greedy.py
         self.greedy: Any = None
         self.drafts: Any = None  # of steps that verify drafts: models/lookup.py
-        self.lengths: list[int] | None = None  # of a pool: how many tokens each row has
+        self.lengths = None
 
     @property
     def grows(self) -> bool:

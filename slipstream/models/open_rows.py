@@ -29,6 +29,7 @@ def expect_row(row: int, rows: int) -> None:
 class OpenRows(Cache):
     layers: list[Any]  # LayerState
     graphs: dict[Any, Any]
+    lengths: list[int] | None  # of a pool: how many tokens each row has
     # a Row of each sequence; None before the first call, and for other models
     _rows: list[Row] | None = None
     # tensors of steps, which graphs have read; and whether steps have gone on from _rows there
@@ -95,6 +96,8 @@ class OpenRows(Cache):
         found = self.open_rows
         if found is not None:
             self.open_rows = [found[n] for n in rows]
+        if self.lengths is not None:
+            self.lengths = [self.lengths[n] for n in rows]
 
     def bytes_of_rows(self) -> int:
         return sum(row.bytes() for row in self.open_rows or ())
@@ -139,7 +142,7 @@ class OpenRows(Cache):
         blocks = self._blocks if self._stepped else None
         if blocks is not None:
             blocks.reorder(beam_idx)
-        elif self.has_open_rows:
+        elif self.has_open_rows or self.lengths is not None:
             self._choose(beam_idx.tolist())
         self._absent = self.absent.map(lambda x: x[beam_idx.to(x.device)])
         self._own(detach=not torch.is_grad_enabled())
@@ -151,9 +154,14 @@ class OpenRows(Cache):
         Raises:
             ValueError: there are fewer; or a recurrent layer would have to forget a part of a call
                 with padding, or a softmax layer one of packed sequences.
-            RuntimeError: recurrent layers did not record.
+            RuntimeError: recurrent layers did not record. NotImplementedError: it is a pool.
         """
         self._expect_tensors("crop")
+        if self.lengths is not None:
+            raise NotImplementedError(
+                "crop: want no pool, whose rows are of different lengths; crop what copy(row) "
+                "returns, and put it back"
+            )
         seen = self.get_seq_length()
         keep = seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, seen)
         for layer in self.layers:  # before one of them forgets anything
@@ -168,18 +176,19 @@ class OpenRows(Cache):
 
     def reset(self) -> None:
         self.open_rows = self._absent = None
+        if self.lengths is not None:
+            self.lengths = [0] * len(self.lengths)
         self._own()
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         indices = self._there("batch_select_indices", indices)
-        if self.has_open_rows:
-            count = len(self.open_rows or ())
-            self._choose(torch.arange(count, device="cpu")[indices.cpu()].tolist())
+        if self.has_open_rows or self.lengths is not None:
+            self._choose(torch.arange(self.rows, device="cpu")[indices.cpu()].tolist())
         self._absent = self.absent.map(lambda x: x[indices.to(x.device)])
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._choose([n for n in range(len(self.open_rows or ())) for _ in range(repeats)])
+        self._choose([n for n in range(self.rows) for _ in range(repeats)])
         self._absent = self.absent.map(lambda x: x.repeat_interleave(repeats, dim=0))
         super().batch_repeat_interleave(repeats)

@@ -224,3 +224,29 @@ def test_pool_refuses_what_is_none() -> None:
     for pool, other in ((cache.pool(3), rounded), (rounded.pool(3), cache.copy())):
         with pytest.raises(ValueError, match="state_dtype"):
             pool.put(0, other)
+
+
+@pytest.mark.parametrize("name", ["attention", "hybrid"])
+@torch.no_grad()
+def test_lengths_of_a_pool_go_with_its_rows(name: str) -> None:
+    m, ids = model(name), tokens(1, 71)
+    pool = m(ids[:, :2], use_cache=True)[CACHE].pool(3)
+    for row, count in ((0, 70), (1, 3)):
+        pool.put(row, m(ids[:, :count], use_cache=True)[CACHE])
+    pool.reorder_cache(torch.tensor([1, 0, 2]))
+    pool.batch_select_indices(torch.tensor([1, 0, 1]))
+    pool.batch_select_indices(torch.tensor([True, True, False]))
+    pool.batch_repeat_interleave(2)
+    assert pool.lengths == [70, 70, 3, 3]
+    more = tokens(4, 1, seed=4)
+    got = m(more, cache=pool, use_cache=True).logits
+    for row, count in enumerate((70, 70, 3, 3)):
+        whole = torch.cat([ids[:, :count], more[row : row + 1]], 1)
+        assert_same(got[row : row + 1], m(whole).logits[:, -1:])
+        last = m(ids[:, :1], cache=pool.copy(row), use_cache=True).logits
+        assert_same(last, m(torch.cat([whole, ids[:, :1]], 1)).logits[:, -1:])
+    with pytest.raises(NotImplementedError, match="crop: want no pool"):
+        pool.crop(-1)
+    pool.reset()
+    assert pool.lengths == [0, 0, 0, 0]
+    assert_same(m(more, cache=pool, use_cache=True).logits, m(more).logits)
