@@ -20,8 +20,8 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator.rounding import language, rounded
-from tests.kernels.linear import test_sm90_scalar_decay_emulated as scalar_decay
 from tests.support import sm90_delta
+from tests.support import sm90_scalar_decay as scalar_decay
 from tests.support.interpreted import run
 from tests.support.linear_interpreted import reference
 from tests.support.operators import offsets
