@@ -255,6 +255,7 @@ def _attention_block(inputs: AttentionInputs, sequence: int) -> AttentionBlock:
     if inputs.lengths is not None:  # what is not in use may be NaN
         unused = (where.k_sequence < 0)[..., None, None]
         k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
+        g = None if g is None else g.masked_fill(unused[..., 0], 0)
     if k.shape[1] == 0:  # none to look up
         g = None
     q, k, v = (x.to(inputs.dtype).transpose(1, 2) for x in (q, k, v))

@@ -69,7 +69,9 @@ def like(inputs: AttentionInputs) -> AttentionInputs:
             (sequences,), TOKENS // 4, device=device, dtype=inputs.lengths.dtype
         )
         if inputs.cu_q is not None and inputs.cu_k is None:
-            fresh["k"], fresh["v"] = (fresh[x].repeat(2, 1, 1, 1) for x in "kv")
+            # keys and their gates lie a sequence a row
+            rows = {x: fresh[x] for x in ("k", "v", "g") if x in fresh}
+            fresh |= {name: torch.cat([x, x]) for name, x in rows.items()}
     return AttentionInputs(**fresh)
 
 

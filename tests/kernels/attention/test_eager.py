@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.kernels.attention import eager, op
-from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs
+from slipstream.kernels.attention.inputs import DIFFERENTIABLE
 from slipstream.ops.attention import attention
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
 
@@ -70,20 +70,28 @@ def test_softmax_ops_return_contiguous_gradients_of_any_strides() -> None:
     check(got(eager, spread, call.options, do, dlse), right, 5e-6, "strides")
 
 
-def test_padding_may_be_nan() -> None:
-    call = next(x for x in CALLS if x.name == "used")
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths on a device"])
+@pytest.mark.parametrize("call", [x for x in CALLS if x.used], ids=lambda call: call.name)
+def test_padding_may_be_nan(call: Call, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not known:
+        monkeypatch.setattr(eager, "by_sequence", lambda terms: False)
     terms = call.terms()
     do, dlse = incoming(terms)
     right = want(terms, call.options, do, dlse)
 
-    def spoiled(x: Tensor) -> Tensor:
+    def spoiled(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
         x = x.clone()
         for n, length in enumerate(call.used or ()):
-            x[n, length:] = torch.nan
+            if terms.cu_k is None:
+                x[n, max(length, 0) :] = torch.nan
+            else:
+                begin, end = terms.cu_k[n : n + 2].tolist()
+                x[0, begin + max(length, 0) : end] = torch.nan
         return x
 
-    k, v = spoiled(terms.k), spoiled(terms.v)
-    terms = AttentionInputs(terms.q, k, v, g=terms.g, lengths=terms.lengths)
+    terms = terms._replace(k=spoiled(terms.k), v=spoiled(terms.v), g=spoiled(terms.g))
     check(got(eager, terms, call.options, do, dlse), right, 5e-6, "nan")
 
 

@@ -4,33 +4,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import op, probe
+from slipstream.kernels.attention import eager, op, probe
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime import numeric_probe
 
-CALLS = {
+OFFSETS = torch.tensor([0, 20, 300], dtype=torch.int32)
+LENGTHS = torch.tensor([300, 7], dtype=torch.int32)
+ROWS: dict[str, dict[str, Tensor]] = {
     "plain": {},
-    "lengths": {"lengths": torch.tensor([300, 7], dtype=torch.int32)},
-    "packed": {
-        "cu_q": torch.tensor([0, 20, 300], dtype=torch.int32),
-        "cu_k": torch.tensor([0, 20, 300], dtype=torch.int32),
-    },
+    "lengths": {"lengths": LENGTHS},
+    "packed": {"cu_q": OFFSETS, "cu_k": OFFSETS},
+    "caches": {"cu_q": OFFSETS, "lengths": LENGTHS},
+}
+TERMS: dict[str, dict[str, Tensor]] = {
+    "": {},
     "sinks": {"sinks": torch.zeros(4)},
     "gate": {"g": torch.zeros(2, 300, 4)},
     "slopes": {"slopes": torch.zeros(4)},
+}
+CALLS = {
+    f"{rows} {terms}".strip(): {**ROWS[rows], **TERMS[terms]} for rows in ROWS for terms in TERMS
 }
 
 
 def terms_of(name: str) -> AttentionInputs:
     k = torch.zeros(2, 300, 2, 16)
-    return AttentionInputs(torch.zeros(2, 300, 4, 16), k, k, **CALLS[name])
+    q = torch.zeros(1, 300, 4, 16) if "cu_q" in CALLS[name] else torch.zeros(2, 300, 4, 16)
+    return AttentionInputs(q, k, k, **CALLS[name])
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths on a device"])
 @pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, -1, 0)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_mismatch_equal_results(name: str, options: AttentionOptions) -> None:
+def test_mismatch_equal_results(
+    name: str, options: AttentionOptions, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing differs, also where queries see no key and their log-sum-exp is -inf: kernels were
     taken for wrong there on every compiler that is not verified."""
+    if not known:  # plain torch's way on a GPU
+        monkeypatch.setattr(eager, "by_sequence", lambda terms: False)
 
     def plain(terms: AttentionInputs, options: AttentionOptions, *impls: str) -> tuple:
         return op.softmax(terms, options, "eager")
