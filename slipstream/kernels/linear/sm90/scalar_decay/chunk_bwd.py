@@ -53,6 +53,10 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 
+# of base 2, with room for other orders of their sum than dg.py's (its min_chunk_gate, of base e)
+MAX_GATES = gl.constexpr(-8.0)
+
+
 @gluon.jit
 def load_partition(
     q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col, v_col,
@@ -102,7 +106,7 @@ def dqkv_partition(
         a = i % 2
         t = (n - 1 - i) * C
         if HAS_GATE:
-            b_start, b_end = gates_of(b_g, sums, C)
+            b_start, b_end, G_C = gates_of(b_g, sums, C)
             # the next chunk's: their latency is behind this one's products
             b_g = load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * C, length, C)
         mbarrier.wait(full.index(s), (i // ST) & 1)
@@ -149,9 +153,11 @@ def dqkv_partition(
         mbarrier.arrive(s_empty.index(0), count=1)
         if HAS_GATE:
             b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
-        if HAS_DG:
-            b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale
-            gl.store(p_later + t + o_t, b_row, mask=o_t < length - t)
+        # of a chunk that decays less dg.py does not read them, and they would take a tenth longer
+        if HAS_DG and HAS_GATE:
+            if G_C < MAX_GATES:
+                b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale
+                gl.store(p_later + t + o_t, b_row, mask=o_t < length - t)
         b_k = warpgroup_mma(b_b, qs.index(s), b_k, is_async=True)
         b_k = warpgroup_mma_wait(0, deps=(b_k,))
         b_k *= scale

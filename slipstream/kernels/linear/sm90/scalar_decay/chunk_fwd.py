@@ -126,11 +126,11 @@ def add_up_gates(b_g, o_c, C: gl.constexpr):
 
 @gluon.jit
 def gates_of(b_g, sums, C: gl.constexpr):
-    """exp(G), exp(G_C - G); G of base 2 goes to `sums`."""
+    """exp(G), exp(G_C - G), and G_C; G of base 2 goes to `sums`."""
     o_c = gl.arange(0, C, gl.BlockedLayout([2], [32], [4], [0]))
     b_G, G_C = add_up_gates(b_g, o_c, C)
     sums.store(b_G)
-    return gl.exp2(b_G), gl.exp2(G_C - b_G)
+    return gl.exp2(b_G), gl.exp2(G_C - b_G), G_C
 
 
 @gluon.jit
@@ -204,7 +204,7 @@ def score_partition(
             ws.index(s), rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         if HAS_GATE:
-            b_start, b_end = gates_of(b_g, sums, C)
+            b_start, b_end, _ = gates_of(b_g, sums, C)
             # the next chunk's, which come from afar
             b_g = load_gates(p_g, stride_g, gl.maximum(t - C, 0) if REVERSE else t + C, length, C)
             G_j = sums.load(gl.SliceLayout(1, al))[:, None]
