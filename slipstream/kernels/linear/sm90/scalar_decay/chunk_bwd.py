@@ -52,7 +52,6 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
-
 # of base 2, with room for other orders of their sum than dg.py's (its min_chunk_gate, of base e)
 MAX_GATES = gl.constexpr(-8.0)
 
@@ -154,8 +153,9 @@ def dqkv_partition(
         if HAS_GATE:
             b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
         # of a chunk that decays less dg.py does not read them, and they would take a tenth longer
-        if HAS_DG and HAS_GATE:
-            if G_C < MAX_GATES:
+        if HAS_DG:
+            is_strong = G_C < MAX_GATES
+            if is_strong:
                 b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale
                 gl.store(p_later + t + o_t, b_row, mask=o_t < length - t)
         b_k = warpgroup_mma(b_b, qs.index(s), b_k, is_async=True)
