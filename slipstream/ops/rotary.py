@@ -122,11 +122,13 @@ def rotary_tables(
 
     Raises:
         ValueError: dim is odd or negative, base is not above 0, or xpos is 0. TypeError: positions
-            are no numbers.
+            are no numbers, or dtype is not floating.
     Source: Su et al., RoFormer, 2021; Sun et al., A Length-Extrapolatable Transformer, 2022.
     """
     if positions.dtype == torch.bool or positions.is_complex():
         raise TypeError(f"positions: want an integer or floating dtype, got {positions.dtype}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype: want a floating dtype, got {dtype}")
     if dim < 0 or dim % 2:
         raise ValueError(f"dim: want an even number of features, got {dim}")
     if not base > 0:

@@ -80,6 +80,7 @@ def test_rotary_rejects_faults_by_name() -> None:
         ),
         (lambda: rotary_tables(torch.arange(4), 7), ValueError, "dim: want an even number"),
         (lambda: rotary_tables(torch.arange(4), 8, xpos=0), ValueError, "xpos: want tokens"),
+        (lambda: rotary_tables(torch.arange(4), 8, dtype=torch.int32), TypeError, "dtype: want"),
     ]:
         with pytest.raises(error, match=word):
             call()

@@ -60,14 +60,13 @@ def run_script(script: str, *arguments: str) -> tuple[int, str]:
 
 
 def run_code(
-    code: str, *arguments: object, env: Mapping[str, str] | None = None
+    code: str | Path, *arguments: object, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:
     """`python -c code arguments`, or of a path `python FILE arguments`; torch is there at once."""
-    environment = dict(os.environ) if env is None else dict(env)
-    status, out, error = _reply(
-        "torch", code=str(code), arguments=list(map(str, arguments)), env=environment
-    )
-    return subprocess.CompletedProcess([sys.executable, "-c", code, *arguments], status, out, error)
+    words = [str(x) for x in arguments]
+    environment = dict(os.environ if env is None else env)
+    status, *texts = _reply("torch", code=str(code), arguments=words, env=environment)
+    return subprocess.CompletedProcess([sys.executable, str(code), *words], status, *texts)
 
 
 def _in_child(request: dict[str, Any], outputs: tuple[int, int]) -> None:
