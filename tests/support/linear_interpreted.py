@@ -44,11 +44,6 @@ CHANNEL_GATES = {
     "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
     "per token": lambda x: (-x[..., :1]).expand(x.shape),
     "middling": lambda x: -6 * x,
-    "steady": lambda x: -7.2 - 0.2 * x,
-    # in two quarters of a chunk of 32: from one to the next by less than float32 has
-    "steep": lambda x: torch.where(
-        torch.arange(x.shape[1])[:, None, None] % 32 < 16, -12.5, -0.1 * x
-    ),
     "bfloat16": lambda x: (-x).bfloat16(),
 }
 

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 MODULES = "slipstream.kernels.linear.triton.dplr."
 PATHS = {
     "intra": MODULES + "wy:dplr_wy_kernel",
-    "quarters": MODULES + "wy_quarters:dplr_wy_quarters_kernel",
     "strong": MODULES + "intra_safe:dplr_intra_safe_kernel",
     "fwd": MODULES + "chunk:dplr_chunk_fwd_kernel",
     "fwd_states": MODULES + "chunk:dplr_chunk_fwd_kernel",
@@ -38,7 +37,6 @@ PATHS = {
 }
 # kernels that take another's tile
 OF = {
-    "quarters": "intra",
     "strong": "intra",
     "quarters_grads": "grads",
     "strong_grads": "grads",
@@ -77,8 +75,6 @@ def compile_dplr(
     delta, gated = kind == "kda", kind != "iplr"
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
     flags |= {"BK": min(64, wide) if kernel == "scores" else part.B, "BV": part.B}
-    if kernel == "quarters":
-        flags["BK"] = min(part.B, 32)
     ends = kernel in ("ends", "dstate_ends")
     flags |= {"OUTPUT": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}
     flags |= {"CHANNEL": True, "HAS_S_IN": not ends, "HAS_S_OUT": kernel != "fwd_states"}
@@ -148,7 +144,7 @@ def variants() -> Iterator[tuple]:
                     if kernel in ("ends", "dstate_ends") and D > 128:
                         continue  # not split
                     for kind in ("kda", "dplr", "iplr"):
-                        if kernel.startswith("quarters") and bytes_each == 4:
+                        if kernel == "quarters_grads" and bytes_each == 4:
                             continue  # bfloat16 alone takes chunks so
                         if kind != "iplr" or (D == 64 and kernel not in OF):
                             yield capability, bytes_each, D, D, kernel, kind, D == 64

@@ -37,17 +37,11 @@ from slipstream.kernels.linear.triton.vector_decay.dqkg import (
     vector_decay_dqkg_halves_kernel,
     vector_decay_dqkg_kernel,
 )
-from slipstream.kernels.linear.triton.vector_decay.dqkg_quarters import (
-    vector_decay_dqkg_quarters_kernel,
-)
 from slipstream.kernels.linear.triton.vector_decay.intra_bwd import vector_decay_intra_bwd_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
     vector_decay_intra_fwd_kernel,
     vector_decay_pairs_kernel,
     vector_decay_scores_kernel,
-)
-from slipstream.kernels.linear.triton.vector_decay.intra_quarters import (
-    vector_decay_quarters_kernel,
 )
 from slipstream.kernels.linear.triton.vector_decay.launch import (
     ChunkLaunch,
@@ -297,16 +291,6 @@ def _intra_chunk(
     )
     if intra.a is not None:
         total = HV * problem.chunks
-        if apart > 0:
-            cached(vector_decay_quarters_kernel)[_programs(total),](
-                **{name: x for name, x in inputs.items() if name != "u_ptr"},
-                strong_ptr=intra.strong,
-                a_ptr=intra.a,
-                total=total,
-                APART=apart,
-                MAX_CHUNKS=MAX_PAIRS_SHARE,
-                **{name: x for name, x in options.items() if name not in ("BEFORE", "BOUND")},
-            )
         options |= {
             **_bound(problem),
             "SHIFT": SHIFT[k.dtype],
@@ -382,9 +366,6 @@ def launch_grads(
         halves = problem.k.new_empty(total, dtype=torch.int32)
         cached(vector_decay_dqkg_halves_kernel)[_programs(total),](
             **args, halves_ptr=halves, total=total, APART=apart, **options
-        )
-        cached(vector_decay_dqkg_quarters_kernel)[_programs(total),](
-            **args, halves_ptr=halves, total=total, **options
         )
     options |= {"LEVELS": C.bit_length() - 1, "SHIFT": SHIFT[problem.k.dtype]}
     cached(vector_decay_intra_bwd_kernel)[_programs(total),](

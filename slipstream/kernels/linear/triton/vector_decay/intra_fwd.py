@@ -7,22 +7,21 @@
 where u is 1 if there is none; ke may be kept in two parts, the second what the first was rounded
 by, and P in float32. Rows of A whose decays allow it are a product of two factors, relative to the
 chunk's start or, in bfloat16, to its middle (dplr/intra_anchored.py), where halves may decay by
-2^-HALF each. A chunk with a channel beyond that is strong: its other rows are made in kernels of
-their own, by quarters (intra_quarters.py) or else by levels, whose registers the first then does
-not need.
+2^-HALF each. A chunk with a channel beyond that is strong: its other rows are made in a kernel of
+their own, whose registers the first then does not need.
 """
 
 import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
-from slipstream.kernels.linear.triton.dplr.by_quarters import lowest_of_quarters, quarter_sums
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     FAR,
     anchored_writes,
     exp2_by_parts,
     exp2_of_start,
     is_read_anchored,
+    lowest_read,
     together,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
@@ -70,7 +69,7 @@ def vector_decay_intra_fwd_kernel(
     rest_ptr,  # [tokens, HV, K]: what ke was rounded by; None where that is not wanted
     a_ptr,  # [chunks, HV, C, C]; other rows are left to vector_decay_scores_kernel
     decay_ptr,  # [chunks, HV, K]
-    strong_ptr,  # [chunks, HV], if APART: 1 where there are any, else 0
+    strong_ptr,  # [chunks, HV], if APART: whether there are any
     v_ptr,  # [tokens, HX, V], for P
     do_ptr,
     p_ptr,  # [chunks, HV, C, C]; None where that is not wanted
@@ -170,7 +169,7 @@ def vector_decay_scores_kernel(
     g_ptr,  # [tokens, HV, K]
     u_ptr,  # [HV, K]
     decay_ptr,  # [chunks, HV, K]
-    strong_ptr,  # [chunks, HV], if APART: 2 where there are any
+    strong_ptr,  # [chunks, HV], if APART
     a_ptr,  # [chunks, HV, C, C]
     cu_ptr,  # [N + 1]
     total,
@@ -203,14 +202,14 @@ def vector_decay_scores_kernel(
         # one load for all chunks of this program, up to MAX_CHUNKS
         o_at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
         strong = tl.load(strong_ptr + o_at, mask=o_at < total, other=0)
-        weak = tl.max(strong, 0) < 2
+        weak = tl.max(strong, 0) == 0
     else:
         weak = is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MAX_CHUNKS)
     if weak:
         return
     for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         if APART > 0:
-            weak = tl.load(strong_ptr + at) < 2
+            weak = tl.load(strong_ptr + at) == 0
         else:
             weak = is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND)
         if not weak:
@@ -250,8 +249,8 @@ def _scores(
         if APART > 0:
             b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
             b_early, _ = half_sums(b_g, C)
-            b_first, b_third = quarter_sums(b_g * LOG2E)
-            b_low = lowest_of_quarters(b_until, b_first, b_third, b_early, o_c)
+            b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
+            b_low = lowest_read(b_e, b_middle, b_early, o_c, APART)
         else:
             b_low = tl.min(sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION), 1)
         b_lowest = tl.minimum(b_lowest, b_low)
