@@ -216,7 +216,10 @@ def cache_of_call(
             "use_cache: want False, and no cache, of a model that trains with gradient "
             "checkpointing; call eval() or gradient_checkpointing_disable() first"
         )
-    return StateCache(len(model.layers)) if cache is None else cache
+    if cache is None:
+        return StateCache(len(model.layers))
+    cache._own(detach=False)  # what inference mode made is written here, graphs have read it
+    return cache
 
 
 def expect_rows(cache: StateCache | None, sequences: int) -> None:

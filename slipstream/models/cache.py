@@ -90,7 +90,6 @@ class LayerState(CacheLayerMixin):
 
     def wide(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """As `view` of no more tokens, for a layer's forward: nothing in 8 bits."""
-        self._own(detach=False)
         return rounded.wide(self.view(0), dtype)
 
     def write(self, state: dict[str, Tensor], mixer: Mixer) -> bool:

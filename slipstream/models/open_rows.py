@@ -176,10 +176,14 @@ class OpenRows(Cache):
 
     def reset(self) -> None:
         self.open_rows = self._absent = None
-        if self.lengths is not None:
-            self.lengths = [0] * len(self.lengths)
         self._own()
         super().reset()
+        if self.lengths is not None:  # rows that put may fill, of no tokens
+            self.lengths = [0] * len(self.lengths)
+            for layer in self.layers:
+                layer.is_initialized = True
+                for row in range(len(self.lengths)):
+                    layer.put(row, None)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         indices = self._there("batch_select_indices", indices)

@@ -250,3 +250,8 @@ def test_lengths_of_a_pool_go_with_its_rows(name: str) -> None:
     pool.reset()
     assert pool.lengths == [0, 0, 0, 0]
     assert_same(m(more, cache=pool, use_cache=True).logits, m(more).logits)
+    pool.reset()
+    pool.put(1, m(ids[:, :3], use_cache=True)[CACHE])
+    got = m(more, cache=pool, use_cache=True).logits
+    assert_same(got[1:2], m(torch.cat([ids[:, :3], more[1:2]], 1)).logits[:, -1:])
+    assert_same(got[2:], m(more[2:]).logits)

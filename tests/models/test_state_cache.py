@@ -324,6 +324,19 @@ def test_rows_that_cannot_be_are_named() -> None:
     assert cache.rows == 2
 
 
+def test_graphs_go_with_what_inference_mode_made() -> None:
+    """Where gradients may be wanted of frozen weights, the call copies the states."""
+    m, ids = model("hybrid").requires_grad_(False), tokens(1, 9)
+    with torch.inference_mode():
+        cache = m(ids[:, :7], use_cache=True)[CACHE]
+    at, cache.graphs["step"] = addresses(cache), None
+    m(ids[:, 7:8], cache=cache, use_cache=True)
+    assert addresses(cache) != at and not cache.graphs
+    at, cache.graphs["step"] = addresses(cache), None
+    m(ids[:, 8:], cache=cache, use_cache=True)
+    assert addresses(cache) == at and cache.graphs
+
+
 @every_kind
 @pytest.mark.parametrize("change", ["crop", "reorder", "reset", "gradients"])
 def test_cache_of_inference_mode_is_changed_outside_of_it(name: str, change: str) -> None:
