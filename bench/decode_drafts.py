@@ -119,8 +119,7 @@ def generation_rows(model: Any, draft: Any, prompts: list[Tensor], report: Repor
 
 
 def step_ms(model: Any, prompts: Tensor, size: int, report: Report) -> float:
-    """Milliseconds of a graph of the model's step: of one token, or of so many that are verified
-    while the last call's wait to be taken or not."""
+    """Milliseconds of a captured step of the model: one token, or `size` drafts to verify."""
     from slipstream.models import StateCache
     from slipstream.models.lookup import Verifier
 

@@ -190,7 +190,7 @@ class LayerState(CacheLayerMixin):
         return self.of(self.seen, part)
 
     def of(self, seen: int, tensors: dict[str, Tensor] | None) -> "LayerState":
-        """One like this, of copies of tensors after so many tokens."""
+        """A state of the same kind, holding copies of tensors after `seen` tokens."""
         made = LayerState(None, *self.rounding)
         made.seen, made.token_states = seen, self.token_states
         made.rounded_keys = self.rounded_keys

@@ -42,7 +42,7 @@ class Sequences(NamedTuple):
         return flat.unflatten(0, (batch, tokens))
 
     def ends_alone(self, columns: int) -> bool:
-        """Whether there is one sequence, whose tokens are the last of so many columns."""
+        """Whether there is one sequence, whose tokens are the last of `columns` columns."""
         if self.cu_seqlens.shape[0] != 2 or self.index is None:
             return self.cu_seqlens.shape[0] == 2
         tokens = self.index.shape[0]

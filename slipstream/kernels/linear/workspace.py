@@ -361,7 +361,7 @@ def _make_slices(terms: LinearInputs, count: int) -> list[BatchTimeSlice]:
 
 
 def time_slices(T: int, count: int) -> list[slice]:
-    """Slices of about as many tokens each; at most so many."""
+    """At most `count` slices of T tokens, of about the same size."""
     unit = LONG_SLICE_TOKENS if count * 16 * LONG_SLICE_TOKENS <= T else CHUNK
     each = -(-T // (count * unit)) * unit
     return [slice(t, t + each) for t in range(0, T, each)]

@@ -24,7 +24,7 @@ load_partition = chunk_fwd.load_partition
 
 
 class Starts(NamedTuple):
-    """Where the state before every so many chunks goes."""
+    """Where the states before segments go."""
 
     ptr: Any  # of the program's tile of the first one
     rows: Any  # None

@@ -3,11 +3,11 @@
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z
 
 is what crosses token t. Nothing crosses a gate below MIN_SEGMENTS, and its own gradient is 0: sums
-start anew there, since what later tokens would leave of them is rounding alone.
+start anew there, because only rounding errors of later tokens would be left.
 
 Pairs of tokens of one chunk cancel to float32, for both sides multiply the same rounded numbers.
 Those of two chunks are rounded apart, by products with S and with dS. So where a chunk decays to
-less than that rounding, what crosses all of it is taken for 0: the sum starts anew at the chunk's
+less than that rounding, pairs on both sides of it are left out: the sum starts anew at the chunk's
 end, with what later chunks add to k . dk of its tokens.
 """
 
