@@ -407,16 +407,10 @@ class StateCache(OpenRows):
         self.absent.add(self.get_seq_length(), tokens, absent)
         self.step_blocks_on(tokens)
         if self.lengths is not None:
-            self.lengths = [n + tokens for n in self.lengths]
-            self._count()
+            self._set_lengths([n + tokens for n in self.lengths])
         else:
             for layer in self.layers:
                 layer.seen += tokens
-
-    def _count(self) -> None:
-        assert self.lengths is not None
-        for layer in self.layers:
-            layer.seen = max(self.lengths)
 
     def copy(self, row: int = 0) -> "StateCache":
         """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
@@ -460,7 +454,7 @@ class StateCache(OpenRows):
         if cache is not None:
             cache.rounding.expect("put", self.rounding)
         self.lengths[row] = 0 if cache is None else cache.get_seq_length()
-        self._count()
+        self._set_lengths(self.lengths)
         self.reserve(0)
         others = [None] * len(self.layers) if cache is None else cache.layers
         for layer, other in zip(self.layers, others):

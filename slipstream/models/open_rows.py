@@ -97,7 +97,13 @@ class OpenRows(Cache):
         if found is not None:
             self.open_rows = [found[n] for n in rows]
         if self.lengths is not None:
-            self.lengths = [self.lengths[n] for n in rows]
+            self._set_lengths([self.lengths[n] for n in rows])
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        """Of a pool's rows; its layers count as many columns as the longest has."""
+        self.lengths = lengths
+        for layer in self.layers:
+            layer.seen = max(lengths, default=0)
 
     def bytes_of_rows(self) -> int:
         return sum(row.bytes() for row in self.open_rows or ())

@@ -69,7 +69,7 @@ def mixer(
     if conv is not None:
         options |= {"conv_state": state["conv"], "conv_weight": conv.weight}
         options |= {"conv_bias": conv.bias, "conv_activation": conv.activation}
-    drafts: Drafts | None = getattr(_STEP, "drafts", None)
+    drafts = _STEP.drafts
     if drafts is not None:
         tokens = {"q": q, "k": k, "v": v}
         tokens |= {name: options.pop(name) for name in OF_TOKENS if options.get(name) is not None}
@@ -162,9 +162,6 @@ def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_siz
     return groups.flatten(-2) * weight
 
 
-_STEP = threading.local()
-
-
 class Drafts:
     """The last call's tokens, kept until it is known how many of them were right.
 
@@ -198,22 +195,33 @@ class Drafts:
         return y
 
 
+class _Step(threading.local):
+    def __init__(self) -> None:
+        # in each thread's own dictionary from the start: torch.compile guards on its being there
+        self.tables: dict[Any, Any] | None = None
+        self.drafts: Drafts | None = None
+
+
+_STEP = _Step()
+
+
 @contextmanager
 def step(drafts: Drafts | None = None) -> Iterator[None]:
     """A step of a model's layers, within which tables of the same positions are made once.
 
     With drafts, of a few tokens that are not yet known to be right."""
+    before = _STEP.tables, _STEP.drafts
     _STEP.tables, _STEP.drafts = {}, drafts
     try:
         yield
     finally:
-        _STEP.tables = _STEP.drafts = None
+        _STEP.tables, _STEP.drafts = before
 
 
 @contextmanager
 def shared_tables() -> Iterator[None]:
     """A forward of a model's layers, within which tables of the same positions are made once."""
-    before = getattr(_STEP, "tables", None)
+    before = _STEP.tables
     _STEP.tables = {}
     try:
         yield
@@ -227,7 +235,7 @@ def _known_tables() -> dict[Any, Any] | None:
     looks at each operation: selective checkpointing wants the same ones again, of a layer alone."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return None
-    return getattr(_STEP, "tables", None)
+    return _STEP.tables
 
 
 def first_positions(tokens: int, device: torch.device) -> Tensor:
@@ -243,7 +251,7 @@ def first_positions(tokens: int, device: torch.device) -> Tensor:
 
 def verifies() -> bool:
     """Whether the step that runs is one of drafts."""
-    return getattr(_STEP, "drafts", None) is not None
+    return _STEP.drafts is not None
 
 
 def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -41,11 +41,11 @@ class BlockStep:
         """A call of the model's layers within it is of one token a row, [N, 1, ...], or, with
         `fills`, of all 64 at once."""
         self._next, self._fills, self._rows = 0, fills, None
-        consistent_scope.step = self
+        before, consistent_scope.step = consistent_scope.step, self
         try:
             yield
         finally:
-            consistent_scope.step = self._rows = None
+            consistent_scope.step, self._rows = before, None
 
     def blocks(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         """The whole blocks [N, 64, ...] of the step's tokens, each [N, 1, ...].

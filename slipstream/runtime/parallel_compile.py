@@ -59,6 +59,10 @@ LONGEST = (
     "glu_products_sm90_kernel",
     "matmul_sm90_kernel",
 )
+# Triton changes the process's warning filters while it reads a kernel's source, and then puts back
+# those it found. Of two threads, each with a call of its own, the later would put back the
+# earlier's.
+_FRONT_END = threading.Lock()
 # Seconds for another process to compile a kernel; after that this one does it, too.
 PATIENCE = 120
 
@@ -147,7 +151,8 @@ class _Task:
         try:
             if self._once.is_elsewhere():
                 raise _Elsewhere
-            return make_ir(*args)
+            with _FRONT_END:
+                return make_ir(*args)
         finally:
             self.done.set()
 

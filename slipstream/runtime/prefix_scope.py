@@ -59,8 +59,9 @@ prefix_scope = _Scope()
 @contextmanager
 def leaving(prefixes: Prefixes) -> Iterator[None]:
     """Calls within leave their states there."""
+    before = prefix_scope.prefixes
     prefix_scope.prefixes = prefixes
     try:
         yield
     finally:
-        prefix_scope.prefixes = None
+        prefix_scope.prefixes = before

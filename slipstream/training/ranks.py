@@ -1,6 +1,8 @@
 """Several processes of one run, as torchrun starts them: the first writes files for all."""
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +52,10 @@ def any_of(condition: bool, device: torch.device) -> bool:
     return summed([float(condition)], device)[0] > 0
 
 
+# In which torchrun ends the other ranks of a machine once the first has exited. It would end the
+# first too, perhaps before it has said why, if another exited earlier.
+SECONDS_FOR_FIRST = 10.0
+
 # What the libraries say where another process is gone.
 _GONE = ("closed by peer", "reset by peer", "Socket closed", "remote process exited", "Broken pipe")
 
@@ -57,14 +63,28 @@ _GONE = ("closed by peer", "reset by peer", "Socket closed", "remote process exi
 @contextmanager
 def reported_once() -> Iterator[None]:
     """For what every rank finds wrong alike, such as its config: the first of each machine raises
-    it, the others exit without a word."""
+    it at once, and torchrun then ends the others. A rank that is not ended raises it too: it may be
+    the only one that found something wrong, as where a file is missing for it alone."""
     try:
         yield
     except (ValueError, TypeError, OSError, NotImplementedError):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            raise
-        time.sleep(2.0)  # torchrun ends the others once one has, also before it has said why
-        raise SystemExit(2) from None
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            with _ended_by_sigterm():
+                time.sleep(SECONDS_FOR_FIRST)
+        raise
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Also where a run has a handler of its own, which would finish a step first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: set by no Python code
 
 
 @contextmanager

@@ -153,7 +153,8 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
         fresh: refuse to continue; an unfinished run in the directory is an error.
 
     Under torchrun every rank calls this; the first writes the files and prints. Of the ranks of a
-    machine the first alone raises what is wrong with the config, the others exit.
+    machine the first raises what is wrong with the config at once, the others seconds later if
+    torchrun has not ended them by then.
 
     Raises:
         ValueError: a key or value that cannot be; the directory holds a run of another config.

@@ -233,11 +233,19 @@ def test_lengths_of_a_pool_go_with_its_rows(name: str) -> None:
     pool = m(ids[:, :2], use_cache=True)[CACHE].pool(3)
     for row, count in ((0, 70), (1, 3)):
         pool.put(row, m(ids[:, :count], use_cache=True)[CACHE])
-    pool.reorder_cache(torch.tensor([1, 0, 2]))
+    pool.reorder_cache(torch.tensor([1, 2, 2]))
+    assert pool.lengths == [3, 0, 0] and pool.get_seq_length() == 3
+    pool.put(1, m(ids[:, :70], use_cache=True)[CACHE])
     pool.batch_select_indices(torch.tensor([1, 0, 1]))
     pool.batch_select_indices(torch.tensor([True, True, False]))
     pool.batch_repeat_interleave(2)
-    assert pool.lengths == [70, 70, 3, 3]
+    assert pool.lengths == [70, 70, 3, 3] and pool.get_seq_length() == 70
+    of_short_rows = pool.copy(0).pool(2)
+    of_short_rows.put(0, pool.copy(0))
+    of_short_rows.batch_select_indices(torch.tensor([1]))
+    assert of_short_rows.lengths == [0] and of_short_rows.get_seq_length() == 0
+    of_short_rows.batch_select_indices(torch.tensor([], dtype=torch.int64))
+    assert of_short_rows.lengths == [] and of_short_rows.get_seq_length() == 0
     more = tokens(4, 1, seed=4)
     got = m(more, cache=pool, use_cache=True).logits
     for row, count in enumerate((70, 70, 3, 3)):

@@ -1,7 +1,9 @@
 """The lock of a kernel among processes, where the file system of Triton's cache has none; and whose
 turn it is in one process."""
 
+import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -60,6 +62,36 @@ def test_longest_kernel_comes_first(threads: int, monkeypatch: pytest.MonkeyPatc
     assert came == [LONGEST[0], LONGEST[1], "some_kernel", "another_kernel"]
     assert isinstance(futures[LONGEST[1]].exception(), KeyError)
     assert futures[LONGEST[0]].exception() is None
+
+
+def test_warning_filters_outlive_compilations_side_by_side() -> None:
+    """Of two calls, each in a thread of its own: Triton's visitor changes the process's filters,
+    and sets those it found when it ends."""
+    before, begun, ended = list(warnings.filters), threading.Barrier(2), threading.Event()
+
+    def visit(first: bool) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PendingDeprecationWarning)
+            if first:  # the other begins meanwhile, and ends later
+                time.sleep(0.05)
+            else:
+                ended.wait(0.2)
+
+    def compile_one(first: bool) -> None:
+        task = _Task(None, lambda: None)
+        begun.wait()
+        if not first:
+            time.sleep(0.02)
+        task._make_ir(visit, first)
+        if first:
+            ended.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(compile_one, first) for first in (True, False)]:
+            done.result()
+    found = list(warnings.filters)
+    warnings.filters[:] = before
+    assert found == before
 
 
 class FewThreads(ThreadPoolExecutor):
