@@ -15,6 +15,7 @@ from slipstream.kernels.rotation.op import product, rotate_qk
 from slipstream.ops._fp32 import alike, widen
 from slipstream.ops._preprocess import expect_inputs, in_time_order, scan_impl
 from slipstream.ops.token_shift import token_shift
+from slipstream.runtime.context_in_segments import of_segments
 from slipstream.runtime.context_parallel import ContextParallel
 
 States = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -144,7 +145,8 @@ def _trapezoid(
 ) -> tuple[Tensor, States | None]:
     given = _Given(*alike(*tensors))
     theta, last_theta = _angles(given, states, cu_seqlens, options)
-    q, k, dots = rotate_qk(given.q, given.k, theta)
+    in_segments = partial(of_segments, options.context)
+    q, k, dots = in_segments(rotate_qk, given.q, given.k, theta)
     previous = partial(_previous, cu_seqlens=cu_seqlens, options=options)
     S, key, value = states[:3] if states else (None, None, None)
     keys, key = previous(k, key)
@@ -152,17 +154,22 @@ def _trapezoid(
     own, other = (widen(x) for x in (given.trap * given.dt, (1 - given.trap) * given.dt))
     own_before, last_own = previous(own, None)  # of a state it has been written
     weight = widen(given.g).exp() * (own_before + other)
-    values = (weight[..., None, None] * values).to(k.dtype)
+    values = in_segments(_weighted, values, weight)[0].to(k.dtype)
     o, S = _written(q, keys, values, given.g, S, cu_seqlens, options, recurrent)
-    dots = dots * (own[..., None, None] * _scale(options))
+    (dots,) = in_segments(_weighted, dots, own * _scale(options))
     if q.shape[3] == 1:
         o = torch.addcmul(o, dots.to(o.dtype), given.v.to(o.dtype))
     else:
-        o = (widen(o) + product(dots, widen(given.v))).to(o.dtype)
+        now = in_segments(lambda x, y: (product(x, widen(y)),), dots, given.v)
+        o = (widen(o) + now[0]).to(o.dtype)
     if S is None or key is None or value is None or last_own is None or last_theta is None:
         return o, None
     S = S + last_own[..., None, None] * product(key.mT, value)
     return o, (S, key, value, last_theta)
+
+
+def _weighted(x: Tensor, weights: Tensor) -> tuple[Tensor]:
+    return (weights[..., None, None] * x,)
 
 
 def _previous(

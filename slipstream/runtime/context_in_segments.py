@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.runtime.autograd import Function, Saved, as_base, once_differentiable
 from slipstream.runtime.context_exchange import tie
+from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.context_share import Share
 
 # added and decay, of a segment
@@ -73,6 +74,19 @@ def lengths_of_segments(share: Share) -> list[list[int]]:
         full, rest = divmod(end - begin, tokens)
         found.append([tokens] * full + [rest] * (rest > 0))
     return found
+
+
+def of_segments(
+    context: ContextParallel | None, call: Callable[..., Any], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """What a call of tokens [B, T, ...] returns, if the plan has segments a segment at a time:
+    libraries may round a product by how many there are at once."""
+    share = None if context is None else context.share(tensors[0].shape[1])
+    if share is None or share.segment_tokens is None or not share.lengths[share.rank]:
+        return call(*tensors)
+    lengths = [*chain(*lengths_of_segments(share))]
+    found = zip(*(call(*x) for x in zip(*(x.split(lengths, 1) for x in tensors))))
+    return tuple(torch.cat(x, 1) for x in found)
 
 
 def scan_in_segments(

@@ -60,6 +60,7 @@ BITS_PACKED = {1: (128,), 2: (72, 56), 4: (32, 40, 32, 24)}
 BITS = {
     "sample": [("simple_gla", True), ("gla", False), ("gated delta", True), ("kda", False)],
     "further": [
+        ("gla of values", True),
         *(("retention", False), ("gv", True), ("rwkv6", True), ("delta", False)),
         *(("kda", True), ("dplr", True), ("iplr", False), ("simple_gla", False)),
     ],
@@ -76,16 +77,16 @@ def terms_of(kind: str, T: int, sequences: tuple[int, ...] | None) -> Any:
 
     B = 1 if sequences else 2
     H, HV, K, V = 1, 2, 16, 12
-    if kind in ("gla", "rwkv6", "gv", "iplr"):
+    if kind in ("gla", "gla of values", "rwkv6", "gv", "iplr"):
         H = 2
     q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
     k, a = (torch.nn.functional.normalize(x, dim=-1) for x in (k, a))
     x, more = -0.1 * torch.rand(B, T, HV, K), {}
     if kind in ("simple_gla", "gated delta"):
         more["g"] = x[..., 0]
-    if kind in ("gla", "rwkv6", "kda", "dplr"):
+    if kind in ("gla", "gla of values", "rwkv6", "kda", "dplr"):
         more["g"] = x
-    if kind == "gv":
+    if kind in ("gla of values", "gv"):
         more["gv"] = x[..., :V].clone()
     if kind == "rwkv6":
         more["u"] = torch.randn(HV, K)

@@ -3,6 +3,8 @@ tensors where processes would exchange them."""
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class LockstepShare(Share):
         return {r: every[r] for r in sizes}
 
     def add_up(self, x: Tensor) -> Tensor:
-        return x.copy_(torch.stack(self.meeting.exchange(self.rank, x.clone())).sum(0))
+        return x.copy_(reduce(torch.add, self.meeting.exchange(self.rank, x.clone())))
 
 
 def run_ranks(
@@ -61,6 +63,7 @@ def run_ranks(
     lengths: Sequence[int],
     offsets: Sequence[int] | None,
     segment_tokens: int | None = None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Any]:
     """The results of each rank's work; raises the first error of any."""
     meeting, results, errors = Meeting(len(lengths)), {}, []
@@ -71,7 +74,8 @@ def run_ranks(
         share.meeting = meeting
         with meeting.turn:
             try:
-                results[rank] = work(share)
+                with within():
+                    results[rank] = work(share)
             except threading.BrokenBarrierError:
                 meeting.turn.acquire()
             except Exception as error:
@@ -98,6 +102,7 @@ def linear_on_ranks(
     impl: str,
     chunk: int = 32,
     segment_tokens: int | None = None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Tensor]:
     """o, the final state, and gradients by term, put together from all ranks. Without dfinal no
     final state is asked for."""
@@ -128,7 +133,7 @@ def linear_on_ranks(
         grads = {n: x.grad for n, x in given.items()}
         return found | {n: torch.zeros_like(given[n]) if x is None else x for n, x in grads.items()}
 
-    ranks = run_ranks(work, lengths, offsets, segment_tokens)
+    ranks = run_ranks(work, lengths, offsets, segment_tokens, within)
     whole = {"o": torch.cat([x["o"] for x in ranks], 1)}
     if dfinal is not None:
         for x in ranks[1:]:

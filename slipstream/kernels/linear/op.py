@@ -86,10 +86,14 @@ def forward_impl(
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         return _empty_forward(terms, call, exchange)
     first, _, others = impl.partition("|")
-    by_token = only_by_token(terms) or (chunk == 0 and _is_short(terms, exchange))
+    fixed = exchange is not None and exchange.segment_tokens is not None
+    # up to MAX_STEP_TOKENS this takes less time than chunks
+    short = chunk == 0 and not fixed and terms.q.shape[1] <= MAX_STEP_TOKENS
+    by_token = only_by_token(terms) or short
     with (
         Guard(
-            impl,
+            # as backward, which takes forward's states for those that plain torch would leave
+            "eager" if fixed and only_by_token(terms) else impl,
             terms.q.device,
             lambda: kind(terms, first, by_token),
             lambda: probe.mismatch(terms, first, by_token, linear),
@@ -182,13 +186,6 @@ def _in_slices(
     more = dtype, num_slices or 0, out or (None, None)
     results = workspace.forward(run, terms, call.scale, slices, *more)
     return results[:2] if num_slices is None else results
-
-
-def _is_short(terms: LinearInputs, exchange: Exchange | None) -> bool:
-    """Whether tokens one after the other take less time than chunks."""
-    if exchange is not None and exchange.segment_tokens is not None:
-        return False
-    return terms.q.shape[1] <= MAX_STEP_TOKENS
 
 
 def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:
