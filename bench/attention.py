@@ -108,7 +108,7 @@ def able(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> dict[s
 def error_rows(
     B: int, T: int, H: int, D: int, causal: bool, report: Report
 ) -> Iterator[Mapping[str, object]]:
-    """Of the first head of the first sequence."""
+    """Errors of the first head of the first sequence."""
     exact = sdpa(causal, SDPBackend.MATH)
     for who, provider in able(B, T, H, D, causal, report).items():
         off = float64_errors(provider, exact, lambda x: x[:1, :, :1])
@@ -156,7 +156,7 @@ def cached(B: int, S: int, page: int, *rest: int) -> tuple[Tensor, Tensor | None
 
 
 def replayed(call: Call, report: Report, moved: float, flops: float = 0.0) -> dict[str, object]:
-    """Of a call from a CUDA graph."""
+    """The bandwidth of a call from a CUDA graph."""
     call()
     if report.options.once:
         return {}

@@ -44,7 +44,7 @@ RUNS = 7
 # Seconds of a call beside which the host's time is nothing, so that it need not be queued:
 # attention of 256k tokens takes two on one GPU, and in_turns would keep that busy as long again for
 # each run.
-LONG, LONG_RUNS = 0.1, 3
+SLOW_SECONDS, SLOW_RUNS = 0.1, 3
 
 
 def sample(name: str) -> Sample:
@@ -170,8 +170,8 @@ def measured(op: Sample, args: Mapping[str, Any], runs: int, **options: Any) -> 
         for _ in range(2):  # the second call is recorded; later ones replay it
             call()
         found[f"{name}_GiB"], seconds = peak(call)
-        if slowest({"": seconds})[""] > LONG:  # all ranks go the same way
-            found[name] = found[f"{name}_alone"] = alone_ms(call, min(runs, LONG_RUNS))
+        if slowest({"": seconds})[""] > SLOW_SECONDS:  # all ranks go the same way
+            found[name] = found[f"{name}_alone"] = alone_ms(call, min(runs, SLOW_RUNS))
         else:
             found[name] = in_turns({"": call}, runs)[""]
             found[f"{name}_alone"] = alone_ms(call, runs)

@@ -79,7 +79,7 @@ WAYS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 def arguments(
     name: str, B: int, T: int, H: int, HV: int, report: Report, V: int = 128
 ) -> dict[str, Tensor]:
-    """Of an operator, without its state, called as recurrent_step does."""
+    """Arguments of an operator, without its state, called as recurrent_step does."""
     sample = chosen([f"fused_recurrent_{name}"])[0]
     shape = report.shape(Shape(B=B, T=T, H=H, HV=HV, V=V, dtype=BF16))
     args = {NAMES.get(n, n): x for n, x in sample.inputs(shape, DEVICE).items()}

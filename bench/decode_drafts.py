@@ -1,4 +1,4 @@
-"""What decode.py measures of drafts by a smaller model: two models, trained here for a minute on
+"""Drafts by a smaller model, for decode.py: two models, trained here for a minute on
 the text of Python's standard library, byte by byte."""
 
 import random
@@ -18,12 +18,12 @@ Row = Mapping[str, object]
 TARGET, DRAFT = (1024, 8, 8), (512, 6, 4)
 STEPS, ROWS, TOKENS, RATE = 300, 32, 512, 2e-3
 SECONDS = 40  # of a model's training at most, and a fifth of --seconds
-PROMPTS, PROMPT, MADE = 4, 256, 256
+PROMPTS, PROMPT, NEW_TOKENS = 4, 256, 256
 BATCHES = (1, 8, 64)
 GUESSES = (2, 4)
-LONG = 32768
+INT8_TOKENS = 32768
 LOG2 = 0.6931471805599453
-ROOM = 1 << 62  # of a graph's softmax layers, which there are none of
+CAPACITY = 1 << 62  # of a graph's softmax layers, which there are none of
 
 
 def text() -> Tensor:
@@ -86,7 +86,7 @@ def trained(sizes: tuple[int, int, int], data: Tensor, report: Report) -> tuple[
 
 def generation_rows(model: Any, draft: Any, prompts: list[Tensor], report: Report) -> Iterator[Row]:
     """generate of one sequence, with drafts of the smaller model and without."""
-    made = 8 if report.options.small else MADE
+    made = 8 if report.options.small else NEW_TOKENS
     shared: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     shared |= {"max_new_tokens": made}
     counts: list[int | None] = [None, *GUESSES]
@@ -139,10 +139,10 @@ def step_ms(model: Any, prompts: Tensor, size: int, report: Report) -> float:
 
         def run(ids: Tensor, accepted: Tensor | None = None) -> Tensor:
             if drafts is None:
-                h = model.model.step(ids, cache, None, ROOM)
+                h = model.model.step(ids, cache, None, CAPACITY)
             else:
                 drafts.accepted = accepted
-                h = model.model.verify(ids, cache, drafts, ROOM)
+                h = model.model.verify(ids, cache, drafts, CAPACITY)
             return model.lm_head(h).argmax(-1)
 
         each = report.runs(20)
@@ -164,7 +164,7 @@ def int8_row(model: Any, data: Tensor, report: Report) -> Row:
     """Bits a byte of long texts, read one byte at a time, with states in float32 and in int8."""
     from slipstream.models import StateCache
 
-    rows, tokens = (2, 8) if report.options.small else (4, LONG)
+    rows, tokens = (2, 8) if report.options.small else (4, INT8_TOKENS)
     ids = data[: rows * (tokens + 1)].view(rows, -1)
     found = []
     for dtype in (None, torch.int8):
@@ -177,7 +177,7 @@ def int8_row(model: Any, data: Tensor, report: Report) -> Row:
         total = torch.zeros((), dtype=torch.float64, device=ids.device)
 
         def step(cache: Any = cache, at: Tensor = at, total: Tensor = total) -> None:
-            h = model.model.step(ids.index_select(1, at), cache, None, ROOM)
+            h = model.model.step(ids.index_select(1, at), cache, None, CAPACITY)
             logits = model.lm_head(h)[:, 0].float()
             total.add_(F.cross_entropy(logits, ids.index_select(1, at + 1)[:, 0]))
             at.add_(1)

@@ -1,4 +1,4 @@
-"""What decode.py measures of an engine's calls: mixers, drafts, states in int8, short prompts."""
+"""An engine's calls, for decode.py: mixers, drafts, states in int8, short prompts."""
 
 import importlib
 import os
@@ -40,7 +40,7 @@ GPUS = (1, 2, 4, 8)
 DRAFTS = 4
 # sequences of 1 to 256 tokens: how many
 PROMPTS = (4, 8, 16, 32)
-LONG = 131072
+INT8_TOKENS = 131072
 _RAW = {"use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True, "norm_eps": 1e-6}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gated_deltanet": _RAW,
@@ -60,7 +60,7 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def few(count: int, report: Report) -> int:
-    """Of many, for --small."""
+    """At most two for --small."""
     return min(count, 2) if report.options.small else count
 
 
@@ -199,7 +199,7 @@ def int8_error_row(report: Report) -> Row:
     """Relative error of o after many tokens one by one, beside states in float32: of 1,024 tokens
     up to each length; the gates of a fresh GatedDeltaNet."""
     B, H, each = 2, 4, 1024
-    total = LONG
+    total = INT8_TOKENS
     if report.options.small:
         each, total = 8, 16
     shape = (B, each, H)
@@ -243,7 +243,7 @@ def int8_error_row(report: Report) -> Row:
 
 
 def prompt_arguments(name: str, lengths: list[int]) -> tuple[dict[str, Tensor], Tensor]:
-    """Of packed sequences, and their offsets."""
+    """Arguments of packed sequences, and their offsets."""
     T, H, HV = sum(lengths), 16 if name == "gated_delta_rule" else 32, 32
     q, k = (F.normalize(normal(1, T, H, K).float(), dim=-1).to(BF16) for _ in range(2))
     g = (1, T, HV, K) if name == "kda" else (1, T, HV)

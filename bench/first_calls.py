@@ -29,14 +29,14 @@ from torch import Tensor
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
 
 SECONDS = 150
-TOGETHER = 8  # operators whose processes wait with what they have imported
-LONG, STEPS = Shape(B=1, T=2048, H=4), Shape(B=8, T=8, H=4)
+AT_ONCE = 8  # operators whose processes wait with what they have imported
+PREFILL, STEP = Shape(B=1, T=2048, H=4), Shape(B=8, T=8, H=4)
 OTHERS = ("attention", "rms_norm", "short_convolution", "linear_cross_entropy")
 WANTED = {"cold": 10.0, "warm": 1.0}
 
 
 class Compiled:
-    """What Triton and the host's compiler made: when it was done, how long it took."""
+    """Files that Triton and the host's compiler made: when they were done, how long they took."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -66,7 +66,7 @@ class Compiled:
 def measure(name: str, report: Report) -> dict[str, Any]:
     """In a process of its own, which waits for a line on stdin before it calls."""
     options, sample = report.options, chosen([name])[0]
-    shape = STEPS if sample.op.startswith("fused_recurrent") else LONG
+    shape = STEP if sample.op.startswith("fused_recurrent") else PREFILL
     args = sample.inputs(report.shape(shape), DEVICE)
     learnt = [x for n, x in args.items() if n not in sample.fixed.split()]
     given = [x.requires_grad_() for x in learnt if x.is_floating_point()]
@@ -124,7 +124,7 @@ def processes(name: str, folder: str, flags: Mapping[str, Sequence[str]]) -> dic
 
 
 def result(child: Child) -> dict[str, Any]:
-    """Of a process that has imported what it needs and waits to be told to call."""
+    """The row of a process that has imported what it needs and waits to be told to call."""
     child.say()
     try:
         return child.next(SECONDS) or {"error": child.failure()[:100]}
@@ -180,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     wanted = [x for x in names(given.steps) if report.wants(x)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
-        for i in range(0, len(wanted), TOGETHER):
-            few = wanted[i : i + TOGETHER]
+        for i in range(0, len(wanted), AT_ONCE):
+            few = wanted[i : i + AT_ONCE]
             children = [processes(x, f"{folder}/{x}", flags) for x in few]
             for child in (x for each in children for x in each.values()):
                 child.next()

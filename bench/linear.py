@@ -190,7 +190,7 @@ def results(given: Provider) -> dict[str, Tensor]:
 
 
 def is_output(name: str) -> bool:
-    """Of a tensor of `results`: no gradient."""
+    """Whether a tensor of `results` is no gradient."""
     return name == "o" or name.startswith("state")
 
 

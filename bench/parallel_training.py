@@ -79,7 +79,7 @@ def milliseconds(call: Callable[[], Any], runs: int) -> dict[str, float]:
 
 
 def alone_mesh() -> Any:
-    """Of this rank alone, on every rank."""
+    """A mesh of this rank alone, on every rank."""
     sizes = dist.get_world_size(), 1
     return init_device_mesh(DEVICE.type, sizes, mesh_dim_names=("ranks", "alone"))["alone"]
 

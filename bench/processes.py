@@ -89,7 +89,7 @@ class Child:
 
 
 def side_by_side(children: Sequence[Child], each: Callable[[Child, dict[str, Any]], None]) -> None:
-    """What they tell goes to `each`, one at a time, until all have ended."""
+    """Gives each message of theirs to `each`, one at a time, until all have ended."""
     one_at_a_time = threading.Lock()
 
     def follow(child: Child) -> None:

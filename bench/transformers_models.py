@@ -146,7 +146,7 @@ class Training:
 
 
 def decode_seconds(model: Any, B: int, tokens: int) -> float:
-    """Of `tokens` steps of generate, those of the prompt and the first apart."""
+    """Seconds of `tokens` steps of generate, without those of the prompt and the first."""
     ids = torch.randint(3, model.config.vocab_size, (B, PROMPT), device=DEVICE)
     options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
 

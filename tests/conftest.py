@@ -31,7 +31,7 @@ def _nan_in_fresh_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
-    """What a test sets, such as the ptxas that commands select, is gone after it."""
+    """Variables that a test sets, such as the ptxas that commands select, are gone after it."""
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:

@@ -325,7 +325,7 @@ def test_calls_take_turns_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_states_after_each_draft() -> None:
-    """What drafts by mixer_step are timed beside."""
+    """Drafts by mixer_step are timed beside these states."""
     pytest.importorskip("triton")
     status, printed = run_script("tests.support.draft_states", str(BENCH))
     assert status == 0, printed

@@ -81,7 +81,7 @@ def test_architecture_names_every_family() -> None:
 
 
 def test_reference_has_every_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `make docs`, which takes minutes, what a new operator breaks."""
+    """The part of `make docs`, which takes minutes, that a new operator breaks."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(DOCS.parent / "tools"))
     reference = importlib.import_module("reference")

@@ -23,7 +23,7 @@ BANNED_LOCALS = BANNED | {
 # whole names that others replaced: Selection.impls, CompilerState.accepted and so on
 RETIRED = {
     "admitted", "demote", "quiet", "refuses", "stream_of", "tiles_of", "tries",
-    "wants_probe", "watched",
+    "wants_probe", "watched", "Starts",
     "BESIDE", "EXACT", "FEW", "FINE", "KEEP", "LEAST", "LITTLE", "LONG", "MAKE", "MOST", "SKIP",
 }  # fmt: skip
 # of kernels/linear, whose temporaries are not all done
@@ -100,6 +100,15 @@ def test_retired_names_are_gone() -> None:
     assert [x for x in names if x[1] in RETIRED or _words(x[1]) & BANNED] == []
 
 
+def test_retired_constants_are_gone() -> None:
+    """From tests, bench and the like too: they say nothing of what they bound."""
+    folders = ("tests", "bench", "tools", "examples")
+    paths = sorted(p for x in folders for p in (ROOT.parent / x).rglob("*.py"))
+    assert len(paths) > 300
+    names = [(p.name, x) for p in paths for x in _defined(p) if x.isupper()]
+    assert [x for x in names if x[1] in RETIRED] == []
+
+
 def _named(path: Path) -> set[str]:
     return {*_defined(path), *_bound(path.read_text())}
 
@@ -126,7 +135,7 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def test_test_modules_import_no_other() -> None:
-    """What several share is in tests/support, or in a module beside them without test_ in front."""
+    """Shared code is in tests/support, or in a module beside them without test_ in front."""
     tests = Path(__file__).parent
     paths = sorted(tests.rglob("*.py"))
     assert len(paths) > 150

@@ -105,7 +105,7 @@ def history(run: Path, key: str) -> list[tuple[int, float]]:
 
 
 def running_mean(values: Sequence[float], window: int = MEAN_OF) -> list[float]:
-    """Of each value and up to so many before it."""
+    """The mean of each value and up to so many before it."""
     parts = (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
     return [sum(x) / len(x) for x in parts]
 

@@ -30,7 +30,7 @@ TOKENS, HIDDEN = 512, 256
 
 
 class _Launcher:
-    """Of a kernel that does nothing."""
+    """A launcher of a kernel that does nothing."""
 
     launch_cooperative_grid = launch_pdl = False
     global_scratch_size = profile_scratch_size = 0

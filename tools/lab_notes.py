@@ -61,7 +61,7 @@ class Entry:
 
 
 def entries(page: str, text: str) -> Iterator[Entry]:
-    """Of a page of the log; only those whose figures need rows."""
+    """Entries of a page of the log; only those whose figures need rows."""
     heads = list(HEADING.finditer(text))
     for head, following in zip(heads, [*heads[1:], None]):
         if head[1] >= FIRST:

@@ -124,7 +124,7 @@ def flash_qla_rows() -> list[Row]:
 
 
 def kernels(row: Row, column: str) -> tuple[Cell, Cell]:
-    """Of "0.3102 1.1812": forward, with backward."""
+    """The numbers of "0.3102 1.1812": forward, with backward."""
     parts = [Row(row.file, row.line, {column: x}) for x in row.get(column).split()]
     return number(parts[0], column), number(parts[1], column)
 

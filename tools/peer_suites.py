@@ -120,9 +120,9 @@ def _skips(name: str) -> Callable[..., None]:
 
 @cache
 def plain(module: str) -> dict[str, Any]:
-    """What of a checkout's module runs by itself: imports that there are, constants, functions
-    that have no decorators and launch no kernels; but slipstream.compat's functions, where it has
-    one that is no reference."""
+    """Names of a checkout's module that run by themselves: imports that there are, constants,
+    functions that have no decorators and launch no kernels; but slipstream.compat's functions,
+    where it has one that is no reference."""
     base = Path(os.environ[CHECKOUT], *module.split("."))
     path = next((x for x in (base.with_suffix(".py"), base / "__init__.py") if x.exists()), None)
     try:

@@ -104,7 +104,7 @@ def error_rows(begin: str) -> dict[str, dict[str, Row]]:
 
 
 def errors_of(row: Row | None) -> Cell:
-    """Of the output and of the gradients."""
+    """Errors of the output and of the gradients."""
     return Cell("") if row is None else pair(error(row, "out error"), error(row, "grad error"))
 
 
@@ -130,7 +130,7 @@ PROVIDERS = ("ours", "torch", "fla", "liger")
 
 
 def block_errors() -> Table:
-    """Of works that a peer did too."""
+    """Errors of works that a peer did too."""
     works = {x.get("work") for x in read("blocks_gpu")}
     found = {k: x for k, x in error_rows("").items() if k in works and len(x) > 1}
     rows = [
@@ -186,7 +186,7 @@ def blocks() -> Table:
 
 
 def matmul() -> Table:
-    """Of each product the default kernel, or the fastest where only named ones were timed."""
+    """The default kernel of each product, or the fastest where only named ones were timed."""
     latest: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in read("matmul_gpu"):
         key = tuple(row.get(x) for x in ("shape", "dtype", "layout"))
@@ -264,7 +264,7 @@ def first_calls() -> Table:
 
 
 def training() -> Table:
-    """Of each model the newest row with all activations kept and with checkpoints."""
+    """Each model's newest row with all activations kept and with checkpoints."""
     used = {(x.get("model"), x.get("who")): x for x in read("training")}
     models = dict.fromkeys(x.removesuffix(" checkpointed") for x, who in used if who == "kept")
     rows = []

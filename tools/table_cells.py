@@ -145,6 +145,6 @@ def error(row: Row, column: str) -> Cell:
 
 
 def largest_error(row: Row) -> Cell:
-    """Of outputs, gradients and gradients of gates."""
+    """The largest error of outputs, gradients and gradients of gates."""
     found = [error(row, f"{x} error") for x in ("out", "grad", "gate")]
     return max((x for x in found if x.text), key=lambda x: float(x.text), default=Cell(""))

@@ -41,7 +41,7 @@ no configuration or inputs, as the last table says.
 
 
 class Late(BaseException):
-    """Of no class: the comparison takes exceptions for refusals."""
+    """An error of no class: the comparison takes exceptions for refusals."""
 
 
 def stop(*_: Any) -> None:

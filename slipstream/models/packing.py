@@ -60,8 +60,8 @@ class Sequences(NamedTuple):
 
 
 class Absent:
-    """Of a cache's columns, those in which a row has no token, as Sequences.absent has them: what
-    rows forget with the last columns.
+    """Those columns of a cache in which a row has no token, as Sequences.absent has them: they are
+    forgotten with the last columns.
 
     calls: the columns before one that had such, how many it had, and what is absent.
     """
@@ -102,7 +102,7 @@ class Absent:
         ]
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "Absent":
-        """Of other rows."""
+        """The same for other rows."""
         made = Absent()
         made.calls = [(begin, count, move(x)) for begin, count, x in self.calls]
         return made

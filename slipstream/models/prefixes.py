@@ -65,7 +65,8 @@ class PrefixCache:
             self.reused += at
         ends = range(at + self.every, end + 1, self.every)
         at_once = self._leaves_states() and len(ends) > 1
-        for n, made in zip(ends, (_leave if at_once else _by_calls)(self, cache, input_ids, ends)):
+        caches = (_by_one_call if at_once else _by_calls)(self, cache, input_ids, ends)
+        for n, made in zip(ends, caches):
             self.caches[ids[:n]] = made
         self._forget()
         return cache
@@ -92,7 +93,7 @@ def _by_calls(
         yield cache.copy()
 
 
-def _leave(
+def _by_one_call(
     prefixes: PrefixCache, cache: StateCache, input_ids: Tensor, ends: range
 ) -> Iterator[StateCache]:
     """The same by one call."""
@@ -114,7 +115,7 @@ def _leave(
 
 
 def _states_of(layer: LayerState, left: dict[str, Iterator[Tensor]]) -> dict[str, Tensor]:
-    """What a layer's call left [count, ...], by the names of its state."""
+    """States [count, ...] from a layer's call, by the names of its state."""
     parts = tuple(rounded.RECURRENT + x for x in rounded.PARTS)
     names = [x for x in layer.state or {} if x not in (*layer.token_states, *parts, "length")]
     return {x: next(left["shift" if x == MLP_SHIFT else x]) for x in names}

@@ -191,7 +191,7 @@ def _all_plain(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 
 
 class _Linears(Function):
-    """Of x [..., D], and of each layer its weight [F, D] and its bias [F] or None."""
+    """Products of x [..., D] with each layer's weight [F, D], and its bias [F] or None."""
 
     operator = "slipstream.nn.linears"
 

@@ -83,7 +83,7 @@ def _rwkv7_output(
 def _rwkv7_step(
     r: Tensor, k: Tensor, v: Tensor, inner: Tensor, state: Tensor, impl: str | None = None
 ) -> Tensor:
-    """Of a later layer."""
+    """A step of a later layer."""
     rows = [x.flatten(1) for x in (r, r, k, v)]
     one, up = r.new_ones(rows[0].shape[1]), r.new_ones(inner.shape[1], rows[0].shape[1])
     more = [*[inner] * 4, rows[3], *[up] * 4, *[one] * 7]

@@ -1,4 +1,4 @@
-"""What every command has: a page that names its options. And how the matrix ends."""
+"""Every command has a page that names its options. And how the matrix ends."""
 
 import io
 import json

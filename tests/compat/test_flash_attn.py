@@ -91,7 +91,7 @@ def test_packed_tensors_that_are_none() -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
 def test_used_tokens(window: tuple[int, int]) -> None:
-    """Of each sequence the first ones: the last of them is aligned with the last key."""
+    """The first tokens of each sequence are used: the last of them is aligned with the last key."""
     q, k, v = (torch.randn(14, 2, 8, requires_grad=True) for _ in range(3))
     used_q = torch.tensor([3, 0, 9], dtype=torch.int32)
     used_k = torch.tensor([4, 0, 7], dtype=torch.int32)

@@ -157,7 +157,7 @@ every_case = pytest.mark.parametrize(
 
 
 def words_of(function: Callable[..., Any]) -> str:
-    """Of two arguments that do not fit each other either one may be named."""
+    """Names that a message may have: either one of two arguments that do not fit each other."""
     names = list(inspect.signature(function).parameters)
     return "|".join([*names, *(ALSO[x] for x in names if x in ALSO), *OF_OPS])
 

@@ -214,7 +214,7 @@ def near(got: Tensor, want: Tensor) -> None:
 
 
 def test_block_is_the_layer() -> None:
-    """Of the same parameters, whose names are those of mamba_ssm."""
+    """They have the same parameters, under mamba_ssm's names."""
     ours, theirs = layers.Mamba3(12, head_dim=6, state_size=8).double(), block("siso", False)
     names = {"B_norm.weight": "B_norm", "C_norm.weight": "C_norm"}
     ours.load_state_dict({names.get(n, n): x for n, x in theirs.state_dict().items()})

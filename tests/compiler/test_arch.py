@@ -40,7 +40,7 @@ def test_errors_name_the_way_out() -> None:
 
 
 def test_units_are_in_the_table_alone() -> None:
-    """What is sized by a GPU's multiprocessors asks the table, or the device."""
+    """Code that needs a GPU's number of multiprocessors asks the table, or the device."""
     root = Path(arch.__file__).parents[1]
     units = 114, 132, 264, 528
     found = {

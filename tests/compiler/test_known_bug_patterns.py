@@ -35,7 +35,7 @@ def row_of(op: str) -> int:
     return SAMPLES.index(chosen([op])[0])
 
 
-FEW = (Shape(K=128, V=128), Shape(K=64, V=64, dtype=torch.float32, packed=True, state=True))
+SHAPES = (Shape(K=128, V=128), Shape(K=64, V=64, dtype=torch.float32, packed=True, state=True))
 
 
 @cache
@@ -89,7 +89,7 @@ CASES = [
 @pytest.mark.parametrize(("arch", "row"), CASES)
 def test_kernels_have_no_pattern_that_is_avoided(arch: str, row: int) -> None:
     """And of the others only those that their kinds own up to, so that plans know of them."""
-    for shape in FEW:
+    for shape in SHAPES:
         has, said = found(arch, row, shape, None)
         on = {x.trigger for x in KNOWN_BUGS if arch in x.archs}
         assert not has & {*AVOIDED} & on & {*SHOWN}, str(shape)
@@ -160,7 +160,7 @@ _SOUND: set[str] = set()
 
 
 def compile_to_gpu_ir(sample: Sample, arch: str, shapes: Iterable[Shape], backward: bool) -> None:
-    """What Triton itself refuses, it refuses up to there: the assemblers take most of the time."""
+    """Compiles as far as Triton may refuse a kernel: the assemblers take most of the time."""
     for shape in shapes:
         try:
             jobs = trace(_call(sample, shape, None), arch, backward)
@@ -175,10 +175,10 @@ def compile_to_gpu_ir(sample: Sample, arch: str, shapes: Iterable[Shape], backwa
 @pytest.mark.parametrize(
     ("arch", "name", "shape"),
     [
-        ("sm_80", "chunk_simple_gla", FEW[0]),
-        ("sm_100", "chunk_kda", FEW[0]),
-        ("sm_100", "chunk_gla", FEW[0]),
-        ("gfx942", "delta_rule_across_ranks", FEW[1]),
+        ("sm_80", "chunk_simple_gla", SHAPES[0]),
+        ("sm_100", "chunk_kda", SHAPES[0]),
+        ("sm_100", "chunk_gla", SHAPES[0]),
+        ("gfx942", "delta_rule_across_ranks", SHAPES[1]),
     ],
 )
 def test_forward_of_linear_attention_compiles_on(arch: str, name: str, shape: Shape) -> None:
@@ -190,7 +190,7 @@ def test_forward_of_linear_attention_compiles_on(arch: str, name: str, shape: Sh
 @pytest.mark.parametrize("arch", OTHERS)
 @pytest.mark.parametrize("name", sorted(LINEAR))
 def test_linear_attention_compiles_on(arch: str, name: str) -> None:
-    compile_to_gpu_ir(LINEAR[name], arch, FEW, backward=True)
+    compile_to_gpu_ir(LINEAR[name], arch, SHAPES, backward=True)
 
 
 @slow

@@ -1,4 +1,4 @@
-"""What a call compiles, found out on a device that is not there, is what the JIT would compile."""
+"""Kernels of a call, found out on a device that is not there, are those the JIT would compile."""
 
 from dataclasses import replace
 from functools import partial

@@ -58,7 +58,7 @@ class Buffer(threads.Buffer):
     layout = None
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
-        """Of what lies in memory from here on."""
+        """A view of the memory from here on."""
         size = int(np.prod(shape))
         flat = self.data.reshape(-1)[:size]
         if flat.size < size:
@@ -85,7 +85,7 @@ def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
 
 @contextmanager
 def emulated() -> Any:
-    """What these kernels want and those of attention don't."""
+    """Functions of gl that these kernels need beside those of attention."""
     language, barriers = threads._language(), threads._mbarrier()
     made = SimpleNamespace(get_default_for=threads._nothing)
     vars(language).update(

@@ -26,7 +26,7 @@ import numpy as np
 
 # A function of attention's kernels that every partition calls for itself, with one outcome.
 SAME = ("attention/sm90/common.py", "zero_tail_rows")
-MOST = 160  # agents of a program
+MAX_AGENTS = 160  # agents of a program
 CLOCK = 32  # bits of a clock; an agent is above
 
 
@@ -45,13 +45,13 @@ class Program:
 
     def agent(self, name: str) -> int:
         with self.lock:
-            assert len(self.agents) < MOST
+            assert len(self.agents) < MAX_AGENTS
             self.agents.append(name)
             return len(self.agents) - 1
 
 
 class Tile:
-    """What was done last to each element of an allocation: the agent and its clock, of reads by
+    """The last access to each element of an allocation: the agent and its clock, of reads by
     agent."""
 
     def __init__(self, root: np.ndarray) -> None:
@@ -74,7 +74,7 @@ class Bar:
     """The clocks that a barrier hands on."""
 
     def __init__(self) -> None:
-        self.gathered = np.zeros((2, MOST), np.int64)
+        self.gathered = np.zeros((2, MAX_AGENTS), np.int64)
         self.passed = self.gathered
         self.copies = -1
         self.begun = 0
@@ -91,7 +91,7 @@ class Part:
         self.id, self.products, self.copies = (
             program.agent(name + what) for what in ("", "'s products", "'s copies")
         )
-        self.seen = np.zeros((2, MOST), np.int64)
+        self.seen = np.zeros((2, MAX_AGENTS), np.int64)
         self.seen[0, self.id] = 1
         self.begun = {self.products: 0, self.copies: 0}
 
@@ -195,7 +195,7 @@ class Part:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Of the kernel, the innermost first."""
+    """Frames of the kernel, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if "/slipstream/kernels/" in frame.f_code.co_filename:

@@ -91,7 +91,7 @@ def _exp2(x: Any) -> threads.Tensor:
 
 
 def language() -> dict[str, Callable]:
-    """What kernels that are imported anew take of gl in the place of the emulator's."""
+    """Functions of gl for kernels that are imported anew, in the place of the emulator's."""
     return {
         "exp2": _exp2,
         "allocate_shared_memory": _allocate,

@@ -1,5 +1,5 @@
-"""What tests/gluon_emulator/race_detector.py finds and what it lets be: small kernels, with a fault
-and without.
+"""Faults that tests/gluon_emulator/race_detector.py finds in small kernels; without the fault it
+finds none.
 
 In each a part fills two stages and another has products of them, whose results go out.
 """

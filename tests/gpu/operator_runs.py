@@ -28,7 +28,7 @@ def on_cuda(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def names(args: dict[str, Any]) -> list[str]:
-    """Of what has a gradient, in the order of tests.support.operators.leaves."""
+    """Names of arguments with a gradient, in the order of tests.support.operators.leaves."""
     each = [
         (n if i == 0 else f"{n}[{i}]", x)
         for n, y in args.items()

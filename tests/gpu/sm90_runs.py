@@ -53,7 +53,7 @@ def expect(
     limits: Mapping[str, float],
     limit: float,
 ) -> dict[str, Tensor]:
-    """What is made, which is the same bits twice and as near to `want` as limits say."""
+    """The results, which have the same bits twice and are as near to `want` as limits say."""
     got, again = make(), make()
     for name, x in got.items():
         assert torch.equal(x, again[name]), name

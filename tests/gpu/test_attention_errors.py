@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MOST = 1.5
+LIMIT = 1.5
 # B, T, S, H, HKV, left, right
 CASES: dict[str, tuple[int, int, int, int, int, int, int]] = {
     "causal": (2, 777, 777, 4, 4, -1, 0),
@@ -76,7 +76,7 @@ def held_beside_torch(
     for name, right in want.items():
         assert ours[name].isfinite().all(), (label, name)
         mine, peers = error(ours[name], right), error(torchs[name], right)
-        assert mine <= max(MOST * peers, least), f"{label} {name}: {mine:.2e}, torch {peers:.2e}"
+        assert mine <= max(LIMIT * peers, least), f"{label} {name}: {mine:.2e}, torch {peers:.2e}"
 
 
 def cases() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What the plan chooses by itself, at the widths that the kernels for sm_90 take: no wait for the
+"""Kernels that the plan chooses by itself, at the widths that those for sm_90 take: no wait for the
 device, and CUDA graphs of forward and backward with new packed lengths in the same buffers."""
 
 import contextlib

@@ -54,7 +54,7 @@ def _script() -> Any:
 
 
 def results_and_bits(name: str) -> None:
-    """Of random packings cut anywhere, beside one GPU's; with fixed segments the bits of one."""
+    """Random packings cut anywhere give one GPU's results; with fixed segments the bits of one."""
     assert _script().check_one(name, 0) == []
 
 

@@ -83,7 +83,7 @@ def test_generate_by_graphs_reads_weights_that_changed() -> None:
 
 @pytest.mark.parametrize("names", [("gated_deltanet", "attention"), ("kda", "gdn2"), ("mamba2",)])
 def test_lookup_by_graphs_gives_the_same_tokens(names: tuple[str, ...], monkeypatch) -> None:
-    """Of drafts from the prompt, right and wrong ones."""
+    """Drafts from the prompt are right and wrong ones."""
     monkeypatch.setitem(MODELS, "lookup", list(names))
     m, words = model("lookup", torch.float32), torch.randint(1, VOCAB, (1, 9), device="cuda")
     ids = torch.cat([words, words[:, :5]], 1)

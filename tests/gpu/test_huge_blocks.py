@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream import ops
 
-MOST = 1 << 31
+ELEMENTS = 1 << 31
 TAIL = 150
 NEEDED = 60 << 30
 
@@ -89,7 +89,7 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("name", list(CASES))
 def test_last_of_many_rows(name: str) -> None:
     case = CASES[name]
-    R = MOST // case.D + 2 * TAIL
+    R = ELEMENTS // case.D + 2 * TAIL
     rows = [
         torch.randn(R, case.D, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for _ in range(case.rows)
@@ -110,18 +110,18 @@ def test_last_of_many_rows(name: str) -> None:
 
 
 def test_rows_of_a_huge_table() -> None:
-    V, D = MOST // 2048 + 1000, 2048
+    V, D = ELEMENTS // 2048 + 1000, 2048
     weight = torch.randn(V, D, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(V - 900, V, (3000,), device="cuda")
     assert torch.equal(ops.embedding(ids, weight), weight[ids])
     few = weight[-1000:]
-    many = torch.randint(0, 1000, (MOST // D + 500,), device="cuda")
+    many = torch.randint(0, 1000, (ELEMENTS // D + 500,), device="cuda")
     got = ops.embedding(many, few)
     assert torch.equal(got[-500:], few[many[-500:]])
 
 
 def test_states_of_a_huge_pool() -> None:
-    slots, D, W = MOST // (2048 * 4) + 50, 2048, 4
+    slots, D, W = ELEMENTS // (2048 * 4) + 50, 2048, 4
     x, w = torch.randn(9, D, device="cuda"), torch.randn(D, W, device="cuda")
     pool = torch.randn(slots, D, W, device="cuda", dtype=torch.bfloat16)
     index = torch.arange(slots - 9, slots, device="cuda")

@@ -177,7 +177,7 @@ def test_indices_that_layers_share_are_looked_at_once() -> None:
 
 @pytest.mark.parametrize("wrong", [2, 1 << 20, -1])
 def test_rows_and_places_of_a_model(wrong: int) -> None:
-    """Of a cache and of the logits wanted: torch's own indexing would end the process."""
+    """Rows of a cache, places of the logits wanted: torch's own indexing would end the process."""
     config = {"vocab_size": 31, "hidden_size": 32, "num_heads": 2, "mixers": ["gla", "attention"]}
     model = SlipstreamForCausalLM(SlipstreamConfig(**config)).cuda().eval()
     ids, rows = torch.ones(2, 5, dtype=torch.int64, device="cuda"), torch.tensor([0, wrong]).cuda()

@@ -32,7 +32,7 @@ LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
 
 
 def inputs(size: tuple, kind: str) -> LinearInputs:
-    """Of strong gates some chunks need levels."""
+    """With strong gates some chunks need levels."""
     B, T, H, HV, lengths, before = size
     N = B if lengths is None else len(lengths)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}

@@ -339,7 +339,7 @@ def test_trainer_makes_the_model_itself(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loss_of_rows_is_the_loss_of_each() -> None:
-    """What the loop above is held to."""
+    """The loop above relies on this."""
     model = make("every").eval()
     data = rows()[:4]
     count = sum(len(x["input_ids"]) - 1 for x in data)

@@ -164,7 +164,7 @@ def sft_losses(way: str | None) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", SFT)
 def test_trl_sft_in_a_way_is_the_same(way: str) -> None:
-    """Of every mixer: the losses of padded rows."""
+    """Every mixer has the losses of padded rows."""
     near = 3e-2 if way == "bf16" else 1e-3
     np.testing.assert_allclose(sft_losses(way), sft_losses(None), rtol=near)
 

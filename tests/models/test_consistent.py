@@ -215,8 +215,9 @@ def test_generate_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mixers", PAIRS, ids=str)
 @torch.no_grad()
 def test_steps_give_the_logits_of_prompts(mixers: tuple[str, str]) -> None:
-    """Of one token a row, in blocks of which some end earlier than others. Not bit for bit on a
-    CPU, where they have other shapes; on a GPU they are (tests/gpu/test_consistent_cuda.py)."""
+    """Steps of one token a row, in blocks of which some end earlier than others. Not bit for bit
+    on a CPU, where they have other shapes; on a GPU they are
+    (tests/gpu/test_consistent_cuda.py)."""
     assert {*CONSISTENT_MIXERS} == {mixer for pair in PAIRS for mixer in pair}
     model, ids = model_of(*mixers), sequences(3)[:, :140]
     lengths = (70, 61, 8)
@@ -237,7 +238,7 @@ def test_steps_give_the_logits_of_prompts(mixers: tuple[str, str]) -> None:
 
 
 def test_graphs_of_another_dtype_have_their_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cache that generate keeps, whose states had the dtype without autocast."""
+    """A cache that generate keeps has states in the dtype without autocast."""
     for module in (consistent_models, graphs):
         monkeypatch.setattr(module, "runs_kernels", lambda device: True)
     monkeypatch.setattr(graphs, "graph_on", lambda device: _Again())
@@ -296,7 +297,7 @@ def test_linear_rows_are_their_own() -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_products_on_sm90_have_tiles_by_rows() -> None:
-    """Of the same slices of K, so that sums have one order; one tile in float32 and with a bias."""
+    """The same slices of K, so that sums have one order; one tile in float32 and with a bias."""
     from slipstream.compiler.trace import trace
 
     def tiles(rows: int, dtype: torch.dtype, biased: bool) -> set[tuple[str, int, int]]:

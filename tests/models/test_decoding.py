@@ -28,7 +28,7 @@ KINDS = ("gla", "gated_deltanet", "rwkv7", "retention", "gsa", "attention", "mla
 
 
 class NoGraph:
-    """Of a model that something in it keeps from being captured."""
+    """A model that something in it keeps from being captured."""
 
     def capture(self, run: Any) -> Tensor:
         raise RuntimeError("operation not permitted when stream is capturing")

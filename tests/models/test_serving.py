@@ -144,7 +144,7 @@ AT_ONCE = (
 
 
 def prefixes_of(m, ids: Tensor, first: int, at_once: bool, **rounding) -> PrefixCache:
-    """Of a prompt, once its first tokens have been there."""
+    """Prefixes of a prompt, once its first tokens have been there."""
     made = PrefixCache(m, **rounding)
     if not at_once:
         made._leaves_states = lambda: False

@@ -11,14 +11,14 @@ import torch.multiprocessing as mp
 from slipstream.layers import Attention, GatedDeltaNet, Mamba2
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, shard_heads
 from slipstream.models.head_layouts import heads_of
-from tests.support.tensor_runs import FEW, FOUR, TWO, in_process
+from tests.support.tensor_runs import DEFAULT, FOUR, TWO, in_process
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Losses, gradients, logits and tokens; with FSDP2 around."""
-    mp.spawn(in_process, (str(tmp_path / "store"), 2, FEW), nprocs=2)
+    mp.spawn(in_process, (str(tmp_path / "store"), 2, DEFAULT), nprocs=2)
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_four_processes_equal_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_parameter_with_heads_is_sharded(mixer: str) -> None:
-    """What stays whole is small: ranks of gates, norms of a head, mixes of tokens."""
+    """Parameters that stay whole are small: ranks of gates, norms of a head, mixes of tokens."""
     config = SlipstreamConfig(mixers=[mixer], hidden_size=256, num_heads=4)
     layer: Any = SlipstreamForCausalLM(config).model.layers[0].mixer
     heads = heads_of(layer, 2)

@@ -86,7 +86,7 @@ def _in_process(rank: int, many: list[tuple[str, ...]], found: object) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_model_trained_by_processes_is_the_same(ranks: int, tmp_path: Path) -> None:
-    """Of four, HSDP has two copies of two shards."""
+    """With four processes, HSDP has two copies of two shards."""
     many = [("ddp",), ("checkpointed", "ddp"), ("fsdp",), ("hsdp",), ("tensor parallel",)]
     many += [("selective", "hsdp"), *TRIPLES]
     in_processes(ranks, tmp_path, _in_process, many)

@@ -190,7 +190,7 @@ def test_ensemble_is_a_loop_or_refused(name: str) -> None:
 @pytest.mark.sample(which=lambda name: name in ("LinearKLDivLoss", "GatedDeltaNet"))
 @torch.no_grad()
 def test_export_takes_any_number_of_rows(name: str) -> None:
-    """Of sequences, and of tokens: more than those for which a layer goes token by token."""
+    """Rows are sequences and tokens: more than those for which a layer goes token by token."""
     plain, changed, given = modules(name)
     both = [x.dim() > 2 or len(x) == 2 for x in given]
     shapes = tuple(dict.fromkeys(range(1 + x), torch.export.Dim.DYNAMIC) for x in both)

@@ -79,7 +79,7 @@ def test_backward_makes_it_once_each_time() -> None:
 
 
 def test_memory_within_the_block_is_not_mistaken_for_it() -> None:
-    """What is made and let go at once is not where another tensor comes to lie."""
+    """A tensor that is let go at once is not taken for another one in the same place."""
     x = torch.randn(1 << 16, requires_grad=True)
     found = []
     for elements in (1, 0):

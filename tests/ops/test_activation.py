@@ -1,4 +1,4 @@
-"""What the activations refuse; what they compute is in test_blocks.py."""
+"""Calls that the activations refuse; their results are in test_blocks.py."""
 
 import pytest
 import torch

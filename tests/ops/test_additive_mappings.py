@@ -83,7 +83,7 @@ def test_linear_attn_normalize_rounds_16_bit_once(dtype: torch.dtype) -> None:
 def test_linear_attn_normalize_in_two_runs(
     v_first: bool, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What GPUs do in bfloat16, in float64: the same result, states and gradients."""
+    """The way of GPUs in bfloat16, in float64: the same result, states and gradients."""
     args, cu_seqlens = positive(), torch.tensor([0, 3, T])
     args = {name: x[:1].requires_grad_() for name, x in args.items()}
     kv = randn(2, HV, *((V, K) if v_first else (K, V))).requires_grad_()

@@ -29,7 +29,7 @@ def test_gsa_is_its_two_recurrences(fn: Callable, scale: float | None) -> None:
 
 @pytest.mark.parametrize("fn", both("gsa"))
 def test_gsa_with_scores_alone_in_float32(fn: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What GPUs do in 16 bits: results, states and gradients up to 16-bit rounding."""
+    """The way of GPUs in 16 bits: results, states and gradients up to 16-bit rounding."""
     args = {name: x.bfloat16().requires_grad_() for name, x in slots().items()}
     g, leaves, found = log_decay(B, T, H, M).float().requires_grad_(), list(args.values()), []
     states = randn(B, H, K, M).float(), randn(B, H, M, V).float()

@@ -173,7 +173,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda x: x.name)
 
 
 def each(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """Of a state that is several tensors, each."""
+    """Changes each tensor of a state that is several."""
     return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
 
 
@@ -253,7 +253,7 @@ def test_operator_refuses_tensors_of_two_devices(case: Case) -> None:
 
 @every_case
 def test_operator_refuses_shapes_by_name(case: Case) -> None:
-    """Of two arguments that do not fit each other either one is named."""
+    """Either one of two arguments that do not fit each other is named."""
     args = case.args()
     any_rank = ANY_RANK.get(case.sample.op, "").split()
     for name, x in args.items():

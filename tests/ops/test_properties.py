@@ -26,7 +26,7 @@ from tests.support.operators import (
 )
 
 # those that the default run takes over 1000 tokens, one of each transition
-LONG = {"chunk_simple_gla", "chunk_kda", "chunk_rwkv7"}
+TRANSITIONS = {"chunk_simple_gla", "chunk_kda", "chunk_rwkv7"}
 
 every_operator = pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
 
@@ -63,7 +63,7 @@ def test_operator_matches_reference(op: Sample, size: tuple, gate: str) -> None:
 
 @pytest.mark.parametrize("size", [(1000, 1, 2, 60, 128), (1000, 2, 2, 128, 64)], ids=str)
 @every_operator
-@pytest.mark.sample(which=lambda op, size: op.name in LONG)
+@pytest.mark.sample(which=lambda op, size: op.name in TRANSITIONS)
 def test_operator_matches_reference_over_a_long_sequence(op: Sample, size: tuple) -> None:
     test_operator_matches_reference(op, size, "weak")
 

@@ -101,7 +101,7 @@ def test_attention_holds_some_heads_of_other_ranks(tmp_path: Path) -> None:
 
 
 def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:
-    """Of every mixer: loss and gradients, packed and in rows."""
+    """Loss and gradients of every mixer, packed and in rows."""
     assert in_processes(RANKS, tmp_path, compare_models, [*MIXERS], MODEL_CUTS) == []
 
 

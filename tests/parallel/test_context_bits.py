@@ -92,7 +92,7 @@ def test_linear_bits_do_not_depend_on_the_ranks(kind: str, packed: bool) -> None
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["kda", "dplr", "rwkv6"])
 def test_groups_of_heads_equal_all_at_once(kind: str, packed: bool, segment: int | None) -> None:
-    """Of a forward pass without gradients; each group has an exchange of its own."""
+    """A forward pass without gradients; each group has an exchange of its own."""
     terms = make(kind, packed, torch.float64)
     heads = {"u": 0, "initial_state": 1} | dict.fromkeys(TOKEN_TERMS, 2)
     given = {n: getattr(terms, n) for n in heads}

@@ -144,7 +144,7 @@ def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
 
 
 def check_bits(kind: str, packed: bool) -> None:
-    """Of 1, 2 and 4 ranks, in one call of the kernels a rank; and the reference's numbers."""
+    """Bits of 1, 2 and 4 ranks, in one call of the kernels a rank; and the reference's numbers."""
     lengths = BITS_PACKED if packed else BITS_ROWS
     sequences = BITS_SEQUENCES if packed else None
     terms = terms_of(kind, sum(lengths[1]), sequences)

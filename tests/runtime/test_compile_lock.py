@@ -95,7 +95,7 @@ def test_warning_filters_outlive_compilations_side_by_side() -> None:
 
 
 class FewThreads(ThreadPoolExecutor):
-    """Of a system that gives no more; what is submitted stays in the queue."""
+    """A pool on a system that gives no more threads; what is submitted stays in the queue."""
 
     def __init__(self, number: int) -> None:
         super().__init__(8)

@@ -1,5 +1,6 @@
-"""What the package makes for itself says where: torch.set_default_device moves the user's tensors,
-not ours. tests/ops/test_user_inputs.py and tests/nn/test_module_settings.py run all of it so."""
+"""Tensors that the package makes for itself name a device: torch.set_default_device moves the
+user's, not ours. It is set for all of tests/ops/test_user_inputs.py and of
+tests/nn/test_module_settings.py."""
 
 import ast
 from pathlib import Path

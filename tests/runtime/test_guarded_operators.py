@@ -199,7 +199,7 @@ def test_sm90_falls_back_to_portable(
     unverified: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of "sm90|triton|eager", the first that works; plain torch only where both die."""
+    """The first that works of "sm90|triton|eager"; plain torch only where both die."""
     ran: list[str] = []
 
     def noting(name: str, launch: Callable) -> Callable:

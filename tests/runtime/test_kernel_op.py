@@ -1,4 +1,4 @@
-"""What is not a tensor is named in calls of KernelOps, whose functions have the same arguments."""
+"""Calls of KernelOps name arguments that are no tensors; their functions have the same ones."""
 
 import ast
 import importlib

@@ -1,5 +1,5 @@
-"""What Functions and operators return may be changed in place: it is no view that torch refuses to
-change, and it shares no elements with another result."""
+"""Results of Functions and operators may be changed in place: they are no views that torch refuses
+to change, and they share no elements with each other."""
 
 from collections.abc import Callable, Iterator
 from itertools import combinations

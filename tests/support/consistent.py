@@ -40,7 +40,7 @@ def tokens_of(op: Sample, args: Args, n: int, begin: int, end: int) -> Args:
 
 
 class Wanted:
-    """Of sequences alone, whole, in one call: o, and the states at every multiple of 64."""
+    """Results of sequences alone, whole, in one call: o, and the states at every multiple of 64."""
 
     def __init__(self, op: Sample, args: Args, options: dict[str, Any]) -> None:
         self.op, self.args, self.options = op, args, options

@@ -246,7 +246,7 @@ def cast_down(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def attention_bytes(rank: int, found: Any) -> None:
-    """What a rank of two holds of what one with all tokens has: in a forward pass without
+    """The share of a rank of two in the memory of one with all tokens: in a forward pass without
     gradients of q, k, v and o, and with backward of these, the gradients of all four, and the
     float32 sums of dq that a GPU's kernel has."""
 
@@ -326,7 +326,7 @@ def replayed(rank: int, found: Any) -> None:
         return play(self, *args)
 
     def alone_on(x: int, call: Any, args: Any) -> None:
-        """Of one rank: the others are not there."""
+        """The call by one rank: the others are not there."""
         if rank == x:
             compiled(call, args)
 

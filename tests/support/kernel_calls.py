@@ -1,4 +1,4 @@
-"""Of kernel_families.py: small calls of public functions, and launches in plain torch."""
+"""Calls of kernel_families.py: small ones of public functions, and launches in plain torch."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -286,7 +286,7 @@ def shards() -> list[Tensor]:
 
 
 class OnCuda(Tensor):
-    """What the embedding takes for ids on a GPU."""
+    """The embedding takes these for ids on a GPU."""
 
     is_cuda = True
 

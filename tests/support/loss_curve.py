@@ -50,7 +50,7 @@ def rows(step: int, count: int) -> Tensor:
 
 
 def losses(steps: int, readers: int, mesh: Any = None) -> list[float]:
-    """Of `readers` rows a step, by one process or, with a mesh, by all."""
+    """Losses of `readers` rows a step, by one process or, with a mesh, by all."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_heads": 4 if ON_GPU else 2}
     model: Any = SlipstreamForCausalLM(SlipstreamConfig(mixers=MIXERS, **sizes)).to(DEVICE).train()

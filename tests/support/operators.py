@@ -64,7 +64,7 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
 
 
 def each(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """Of a state that is several tensors, each."""
+    """Changes each tensor of a state that is several."""
     if isinstance(x, tuple):
         return tuple(change(y) for y in x)
     return change(x) if isinstance(x, Tensor) else x
@@ -102,7 +102,7 @@ def with_grads(
 
 
 def budget(dtype: torch.dtype) -> float:
-    """Of relative RMS errors: a chunk of C tokens sums C products, outputs are rounded once."""
+    """A limit for relative RMS errors: C products are summed in a chunk, outputs rounded once."""
     return 4 * CHUNK * EPS[dtype] if dtype in (torch.float32, torch.float64) else 0.75 * EPS[dtype]
 
 

@@ -50,8 +50,8 @@ class Call:
         seed: int = 0,
         **options: Any,
     ) -> "Call":
-        """Of lengths, packed, or B of T tokens. About two thirds of the grid are listed, and all
-        places past a sequence's end."""
+        """A call of packed lengths, or B of T tokens. About two thirds of the grid are listed, and
+        all places past a sequence's end."""
         torch.manual_seed(seed)
         N, H = B, HV if operator == "chunk_rwkv7" else H
         V = K if operator == "chunk_rwkv7" else V

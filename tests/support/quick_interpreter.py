@@ -117,7 +117,7 @@ def _remember_block_types(core: Any) -> None:
 
 
 def _remember_shapes(core: Any) -> None:
-    """Of tensors, whose sizes are constants, unlike those of their types."""
+    """Remembers shapes of tensors, whose sizes are constants, unlike those of their types."""
     make, known = core.tensor.__init__, {}
 
     def remembered(self: Any, handle: Any, type: Any) -> None:
@@ -187,7 +187,7 @@ def _combine_slices(interpreter: Any) -> None:
     along the axis, in the same order."""
 
     def combined(self: Any, values: Any, axis: int) -> list[list[np.ndarray]]:
-        """Of each value, what comes out at each step along the axis."""
+        """For each value its results at each step along the axis."""
         dtypes = [x.dtype for x in values]
         slices = [np.moveaxis(x.handle.data, axis, 0) for x in values]
         total = [x[0] for x in slices]

@@ -262,6 +262,6 @@ ROWS = [
 
 
 def arguments(name: str) -> dict[str, Tensor]:
-    """Of both forms of an operator, without a state."""
+    """Arguments of both forms of an operator, without a state."""
     row = next(x for x in LINEAR if x.name == f"chunk_{name}")
     return row.inputs(replace(SIZE, state=False))

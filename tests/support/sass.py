@@ -1,4 +1,4 @@
-"""What ptxas did to registers that wgmma reads, what it keeps on the stack, and whether all threads
+"""How ptxas treats registers that wgmma reads, what it keeps on the stack, and whether all threads
 have met when one arrives at a barrier for them.
 
 ptxas (12.8.93, 13.0.88) may give an element of a left operand in registers that is a constant its

@@ -96,7 +96,7 @@ class Call:
         return call, {**given, "state_batch_indices": call.slots}
 
     def valid_rows(self, tokens: int) -> Tensor:
-        """Of packed tokens, those that have a slot."""
+        """Packed tokens that have a slot."""
         if self.slots.dim() > 1:
             return torch.ones(tokens, dtype=torch.bool)
         return (self.slots != self.null).repeat_interleave(self.offsets.diff())

@@ -196,7 +196,7 @@ class Run:
     def grads(
         self, do: Tensor, w: Tensor, dv: Tensor, states: Tensor, dstates: Tensor, G: int
     ) -> dict:
-        """Of q, k, beta and g. G: value heads a program."""
+        """Gradients of q, k, beta and g. G: value heads a program."""
         t, (HV, V), (H, K) = self.terms, (self.HV, self.V), (self.H, self.K)
         BK, heads = K // 2, HV // G
         made, q = {n: self.empty(self.B, self.T, heads, K) for n in "qk"}, t.q.clone()

@@ -146,7 +146,7 @@ def in_process(rank: int, file: str, ranks: int, cases: list[tuple[Any, ...]]) -
 
 
 SMALL = ["gated_deltanet", "mamba2", "rwkv7", "attention"]
-FEW = [
+DEFAULT = [
     ("causal", SMALL[:2], 2, 1, {}),
     ("fsdp2, vocabulary whole", SMALL[2:], 2, 1, {"vocab_size": VOCABULARY + 1}),
 ]

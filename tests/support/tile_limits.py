@@ -55,7 +55,7 @@ def kernel_requirements(
 
 
 def of_linear(tile: Any, width: int, size: int) -> list[TileRequirements]:
-    """Of a row of any of the family's tables, for K (or the scan's D) of `width`."""
+    """Limits of a row of any of the family's tables, for K (or the scan's D) of `width`."""
     return (
         [chunk_requirements(tile, width, size)]
         if isinstance(tile, Tile)

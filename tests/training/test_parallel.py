@@ -141,7 +141,7 @@ def test_sharded_run_goes_on_as_another(tmp_path: Path) -> None:
 
 
 def pid_of_rank(text: str, process: subprocess.Popen, rank: int) -> int:
-    """Of the children of torchrun's process, by their environment."""
+    """Found among the children of torchrun's process, by their environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]

@@ -124,8 +124,8 @@ class _RotaryByTable(Function):
 def split_rotary(
     qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int], impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of qkv [B, T, H, D] the heads of queries and keys, turned, and those of values, sizes[i] of
-    each; cos, sin [B or 1, T, R/2]. Backward writes their gradients side by side at once."""
+    """Heads of queries and keys of qkv [B, T, H, D], turned, and those of values, sizes[i] of each;
+    cos, sin [B or 1, T, R/2]. Backward writes their gradients side by side at once."""
     return _SplitRotary.apply(qkv, cos, sin, sizes, impl)
 
 

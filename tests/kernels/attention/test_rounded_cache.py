@@ -110,7 +110,7 @@ def test_cache_in_8_bits_when_interpreted() -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_error_of_keys_in_8_bits(name: str) -> None:
-    """Of o beside float64's, and it stays where it is as keys come."""
+    """The error of o beside float64's; it stays the same as keys come."""
     torch.manual_seed(0)
     for S in (64, 4096):
         q, k, v = (torch.randn(2, n, 2, 64, dtype=torch.float64) for n in (1, S, S))

@@ -100,7 +100,7 @@ def test_mixed_width_gradients_take_portable_kernels(
 
 @pytest.mark.usefixtures("on_sm_90")
 def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same kind alone: another width, or the portable kernels, may do."""
+    """Calls of the same kind alone: another width, or the portable kernels, may do."""
     here = compiler_state.CompilerState("sm_90", "3.6.0", "1.2.3", passive=True, remembers=False)
     here._reasons[kind(terms(), PLAIN, "sm90")] = "killed by SIGABRT"
     here.unguarded = False

@@ -55,7 +55,7 @@ def check(
 
 
 def check_small() -> None:
-    """What a gate far below 0 leaves of the decay: exp(z), to float32's precision."""
+    """The decay of a gate far below 0 is exp(z), to float32's precision."""
     x = torch.tensor([-12.0, -17.0, -25.0, -60.0, 19.0, 21.0, 90.0])[None, :, None]
     g = gate(x, [torch.zeros(1), None], None, True)
     want = op.plain(x.double(), torch.zeros(1).double(), None, None)

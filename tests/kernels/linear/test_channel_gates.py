@@ -27,7 +27,7 @@ def inputs(dtype: torch.dtype = torch.float64, K: int = 16) -> LinearInputs:
 
 
 def test_other_back_ends_give_the_same() -> None:
-    """Of forward and backward where the kernels for sm_90 have failed, and of terms turned into
+    """Forward and backward where the kernels for sm_90 have failed, and terms turned into
     a and b beforehand."""
     terms = inputs()
     leaves = [getattr(terms, n).clone().requires_grad_() for n in NAMES]

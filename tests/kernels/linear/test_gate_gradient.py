@@ -97,7 +97,7 @@ def sm90_modules(family: str) -> dict[str, ModuleType]:
 
 
 def delta_gate_gradients(terms: LinearInputs, do: Tensor) -> dict[str, Tensor]:
-    """Of the backward in two kernels, and in one."""
+    """Gradients by the backward in two kernels, and in one."""
     m = sm90_modules("delta")
     kernels = SimpleNamespace(
         solve=m["solve_tril"].delta_solve_tril_sm90_kernel,

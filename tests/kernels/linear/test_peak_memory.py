@@ -33,7 +33,7 @@ CASES = [
 
 
 def batch(B: int, T: int, H: int, HV: int, device: torch.device) -> LinearInputs:
-    """Of the gated delta rule, HV value heads that share H of q and k."""
+    """Inputs of the gated delta rule, HV value heads that share H of q and k."""
     like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     q, k = torch.empty(B, T, H, _K, **like), torch.empty(B, T, H, _K, **like)
     g, beta = torch.empty(B, T, HV, device=device), torch.empty(B, T, HV, device=device)
@@ -57,7 +57,7 @@ def trained(terms: LinearInputs) -> tuple[float, float]:
 
 
 def alone(terms: LinearInputs) -> tuple[float, float]:
-    """Of a forward pass without gradients."""
+    """Bytes of a forward pass without gradients: its own, and of its results."""
     given = [x for x in terms if x is not None]
     with Allocated(given) as seen:
         o, final = op.forward_impl(*terms, 0.1, 64, "sm90", False)

@@ -12,7 +12,7 @@ LENGTHS = {"batch": None, "packed": (70, 0, 130)}
 
 
 def in_segments() -> None:
-    """Of a chunk of the largest tile."""
+    """Segments are a chunk of the largest tile."""
     from slipstream.kernels.linear.triton.delta import plan
     from slipstream.kernels.linear.triton.dplr import backend
     from slipstream.kernels.linear.triton.scalar_decay import backend as scalar_backend

@@ -245,7 +245,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("way", EXCHANGES.values(), ids=EXCHANGES)
 def test_exchanges_of_ranks(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ranks make of their parts of sequences, put together, is what one makes of all."""
+    """Results of ranks for their parts of sequences, put together, are those of one for all."""
     from tests.support.lockstep import linear_on_ranks
 
     chosen, lengths, size = way

@@ -113,7 +113,7 @@ def sequences(terms: LinearInputs) -> list[tuple[int, int, int]]:
 
 
 class Scanned:
-    """What the scans and the scores' kernel leave, chunk by chunk."""
+    """Results of the scans and of the scores' kernel, chunk by chunk."""
 
     def __init__(self, terms: LinearInputs, do: Tensor) -> None:
         B, T, HV, V = terms.v.shape
@@ -134,7 +134,7 @@ class Scanned:
                 self.scan(b, start, length, h, first)
 
     def chunk(self, b: int, start: int, left: int, h: int) -> SimpleNamespace:
-        """Of its tokens, with zeros where there are none, what needs no state."""
+        """Operands that need no state, with zeros where there are no tokens."""
         t: Any = self.terms
         head = h // (t.v.shape[2] // t.q.shape[2])
 

@@ -168,7 +168,7 @@ def near(got: Tensor, want: Tensor) -> None:
 
 
 def places_of(terms: LinearInputs) -> list[tuple[int, int, int]]:
-    """Of sequences: first token, last one's next, first chunk."""
+    """Each sequence's first token, the one after its last, and its first chunk."""
     T, ends = terms.q.shape[1], terms.cu_seqlens
     if ends is None:
         return [(n * T, (n + 1) * T, n * -(-T // C)) for n in range(terms.q.shape[0])]

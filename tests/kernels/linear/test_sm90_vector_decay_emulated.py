@@ -186,7 +186,7 @@ def test_channel_scan_matches_reference(case: tuple) -> None:
 
 @pytest.mark.parametrize("case", ["odd", "packed", "before", "huge"])
 def test_segments_match_reference(case: str) -> None:
-    """Of two chunks; the last of a sequence is shorter."""
+    """Segments have two chunks; the last of a sequence is shorter."""
     terms = inputs(CASES[case])
     segments = split_into_segments(terms, 2 * C)
     assert segments is not None

@@ -57,7 +57,7 @@ def test_of_tokens_changes_rows_of_tokens() -> None:
 
 
 def test_row_heads() -> None:
-    """Of 4 value heads beside others; none for rows in each other's memory, or where a head of
+    """Rows of 4 value heads beside others; none for rows in each other's memory, or where a head of
     values would read a part of one of keys."""
 
     def rows(of_q: int, of_v: int, T: int = 8) -> int | None:

@@ -146,7 +146,7 @@ def check_fine(part: str) -> None:
 
 
 def check_inverse() -> None:
-    """Of 64 rows, where keys alike and a beta of 2 make 2 below the diagonal."""
+    """The inverse of 64 rows, where keys alike and a beta of 2 make 2 below the diagonal."""
     from slipstream.kernels.linear.triton.delta.solve_tril import delta_solve_tril_kernel
 
     k = torch.ones(1, 64, 1, 1)

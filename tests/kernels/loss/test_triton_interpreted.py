@@ -31,7 +31,7 @@ def test_triton_losses_match_reference_in_small_blocks() -> None:
 
 
 def grads(loss: Tensor, leaves: list[Tensor], scale: float) -> list[Tensor]:
-    """Of a scaled sum; twice, for the first may have used something up."""
+    """Gradients of a scaled sum; twice, for the first may have used something up."""
     total = (scale * loss.double()).sum()
     first = [x.clone() for x in torch.autograd.grad(total, leaves, retain_graph=True)]
     for x, y in zip(first, torch.autograd.grad(total, leaves), strict=True):

@@ -106,7 +106,7 @@ def test_plain_arithmetic_wants_factors_in_float32(arch: str) -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_strides_of_one_compile(turned: bool) -> None:
-    """Of factors with one row or column Triton makes constants."""
+    """Triton makes constants of strides of 1, which factors with one row or column have."""
     sizes = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "a_stride": 1, "b_stride": 1}
     even: dict[str, Any] = dict.fromkeys(("EVEN_M", "EVEN_N", "EVEN_K", "SPLIT", "PDL"), False)
     got = compile_kernel(

@@ -44,7 +44,7 @@ def check_one_head_of_q_for_each_of_v(impl: str) -> None:
 
 
 def check_short_windows(impl: str) -> None:
-    """Of W - 1 inputs, as engines keep them; and of more tokens than taps, or of one tap."""
+    """Windows of W - 1 inputs, as engines keep them; and more tokens than taps, or one tap."""
     for T in (1, 6):
         check("gated_deltanet", impl, Sizes(H=1, HV=2, K=16, V=16, T=T, short=1))
     check("mamba2", impl, Sizes(H=1, HV=2, K=16, V=16, W=2, short=1))

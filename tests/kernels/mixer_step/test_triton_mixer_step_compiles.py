@@ -33,7 +33,7 @@ def compile_step(
     pool: str = "*fp32",
     **constants: Any,
 ) -> Compiled:
-    """Of Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
+    """Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
     from slipstream.kernels.mixer_step.triton import launch
 
     BK, tile = launch.tile_of(K, V)

@@ -1,4 +1,4 @@
-"""What Triton 3.3.1 refuses in a kernel, seen without it; with it, that all of them compile, by
+"""Kernels that Triton 3.3.1 refuses, found without it; with it, that all of them compile, by
 
 slipstream matrix rms_norm rms_norm_gated layer_norm group_norm l2_norm --triton 3.3.1
 """

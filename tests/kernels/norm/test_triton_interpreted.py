@@ -65,7 +65,7 @@ def check(
 
 
 def small_tiles(rows: int) -> None:
-    """Of so many rows."""
+    """Tiles have so many rows."""
     from slipstream.kernels.norm.triton import launch, tiles
 
     short = tiles.Row(8, 8 * rows, 4, 1, 1)

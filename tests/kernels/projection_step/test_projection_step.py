@@ -67,7 +67,7 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
 @pytest.mark.parametrize("shared", [1 << 16, 101_376, 232_448])
 @pytest.mark.parametrize("bytes_each", [2, 4])
 def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
-    """Of GPUs that have 64, 99 and 227 KiB of it."""
+    """GPUs have 64, 99 and 227 KiB of it."""
     from slipstream.kernels.projection_step.triton import launch
 
     kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"

@@ -107,7 +107,7 @@ def check_no_zeros() -> None:
 
 
 def check_operators() -> None:
-    """Of torch.library, and the probe that stands before their kernels."""
+    """Operators of torch.library, and the probe that stands before their kernels."""
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
     terms: Any = (x, x.clone(), x.clone(), None, None, None, weight, weight.clone())
     terms += (weight.clone(), None, None, 2, "triton")

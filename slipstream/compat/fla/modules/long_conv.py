@@ -59,7 +59,7 @@ class LongConvolution(nn.Module):
 
 
 class PositionalEmbedding(nn.Module):
-    """Of each position its share of seq_len, and cosines and sines: [1, seq_len, emb_dim]."""
+    """Each position's share of seq_len, with cosines and sines: [1, seq_len, emb_dim]."""
 
     def __init__(self, emb_dim: int, seq_len: int, **kwargs: Any) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ class Mamba3(nn.Module):
 
     @property
     def _sizes(self) -> list[int]:
-        """Of what in_proj returns: z, x, B, C, dt, A, trap and angles."""
+        """Sizes of the parts of in_proj's output: z, x, B, C, dt, A, trap and angles."""
         of_bc, H = self.d_state * self.num_bc_heads * self.mimo_rank, self.nheads
         return [self.d_inner, self.d_inner, of_bc, of_bc, H, H, H, self.num_rope_angles]
 

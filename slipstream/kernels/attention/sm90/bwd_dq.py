@@ -71,7 +71,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of each buffer: that it is filled, or that it may be filled again."""
+    """Two for each buffer: it is filled; it may be filled again."""
 
     q: Any  # full: q and do of each warpgroup; empty: both of each
     k: Any

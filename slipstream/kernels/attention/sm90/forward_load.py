@@ -26,7 +26,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of each buffer: that it is filled, or that it may be filled again."""
+    """Two for each buffer: it is filled; it may be filled again."""
 
     q: Any
     k: Any

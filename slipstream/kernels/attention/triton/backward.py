@@ -43,7 +43,7 @@ def _load_sums(base_ptr, delta_ptr, i_r, o_m, m_m, MASKED: tl.constexpr):
 def _store_gradient(
     ptr, b, scale, i_k, HKV, o_n, o_c, m_used, m_n, C: tl.constexpr, HAS_LENGTHS: tl.constexpr
 ):
-    """Of keys or values, rows [KB S, HKV, C] from i_k on: zero of keys that are not in use."""
+    """Writes b to rows [KB S, HKV, C] of keys or values from i_k on: zero for keys not in use."""
     if HAS_LENGTHS:
         b = tl.where(m_used, b, 0.0)
     p = ptr + i_k * C + o_n[:, None] * (HKV * C) + o_c[None, :]

@@ -49,7 +49,7 @@ def pages_of(j, keys, o_n, p_table, PAGE: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def offsets_of_keys(stride_b, stride_t, j, o_n, page, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Of keys j + o_n [BN], from a sequence's first key, or from page 0."""
+    """Offsets of keys j + o_n [BN], from a sequence's first key, or from page 0."""
     if PAGE == 0:
         row = j.to(tl.int64) * stride_t + o_n * stride_t
     elif PAGE % BN == 0:

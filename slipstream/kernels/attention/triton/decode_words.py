@@ -63,8 +63,8 @@ def power_below(x):
 def channels(
     b_x, J: tl.constexpr, dtype, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr
 ):
-    """Of keys or values as they are stored: code J of each word, else all of them, in `dtype`, in
-    which 8 bits are exact."""
+    """Keys or values as they are stored, in `dtype`: code J of each word, else all of them. 8 bits
+    are exact in it."""
     if WORDS:
         return codes(b_x, J, FLOAT8, ASM)
     return b_x.to(dtype)

@@ -62,7 +62,7 @@ def visible_tiles(
     HAS_BEFORE: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Of rows 0 .. count - 1, those that first .. last see, `before` back and `after` ahead:
+    """Bounds of rows 0 .. count - 1 that first .. last see, `before` back and `after` ahead:
     from `low` to `high`, and between `inner` and `outer` in whole tiles that all of them see.
     """
     low = count * 0

@@ -181,7 +181,7 @@ def conv_fwd_kernel(
 
 @triton.jit
 def _through_norm(b_dy, b_z, eps, SILU: tl.constexpr):
-    """Of the gradient of a run divided by its norm that of the run."""
+    """The gradient of a run, from that of the run divided by its norm."""
     b_y = b_z
     if SILU:
         b_y *= tl.sigmoid(b_z)

@@ -60,8 +60,8 @@ def _last(b_x, axis: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _runs(b_a, b_x, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """What is before each run in its tile makes of y, and what the whole tile makes; b_a, b_x: what
-    the rows of a run do up to each."""
+    """The products of a and the sums before each run of a tile, and those of the whole tile. b_a,
+    b_x: the same within a run, up to each row."""
     b_al, b_xl = _last(b_a, 1, RUN), _last(b_x, 1, RUN)  # [RUNS, BD]
     b_pa, b_px = tl.full(b_al.shape, 1.0, tl.float32), tl.zeros_like(b_xl)
     both = (b_al, b_xl, b_pa, b_px)

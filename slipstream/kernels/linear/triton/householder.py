@@ -21,7 +21,7 @@ BLOCK, ROWS = 2048, 1024
 
 @triton.jit
 def _rows(block, heads, n, BR: tl.constexpr):
-    """Of a program: rows of x, and those of y at their tokens' first steps; rows of 64 bits are
+    """A program's rows of x, and rows of y at their tokens' first steps; rows of 64 bits are
     divided by heads once."""
     first = tl.cast(block, tl.int64) * BR
     token = first // heads

@@ -35,7 +35,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _offsets(o_row, o_k, stride, T: tl.constexpr):
-    """Of [rows, BK], whose rows are `stride` apart, or its columns with T."""
+    """Offsets of a tile [rows, BK] whose rows are `stride` apart, or its columns with T."""
     # the stride's factor alone in 64 bits: what has neighbours in memory stays cheap
     if T:
         return o_row[:, None] + o_k.to(tl.int64)[None, :] * stride

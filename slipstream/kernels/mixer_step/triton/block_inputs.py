@@ -22,7 +22,7 @@ from slipstream.runtime.launch_cache import cached
 def _convolved(
     x_ptr, window_ptr, w_ptr, b_ptr, o, m, C: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr
 ):
-    """Of channels o of a token, in its dtype; its window moves on."""
+    """The convolution of channels o of a token, in its dtype; its window moves on."""
     xs = ()
     for j in tl.static_range(1, W):
         xs = xs + (tl.load(window_ptr + j * C + o, mask=m, other=0.0),)

@@ -45,7 +45,7 @@ def channels_of(
     o_k, o_c, i_k, i_h, HV,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_CHANNELS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Of the convolution, those of q, k and v."""
+    """The convolution's channels of q, k and v."""
     c_q, c_k, c_v = i_k * K + o_k, (H + i_k) * K + o_k, 2 * H * K + i_h * V + o_c
     if V_CHANNELS_FIRST:
         c_q, c_k, c_v = HV * V + c_k, HV * V + c_q, i_h * V + o_c
@@ -66,7 +66,7 @@ def taps_of(weight_ptr, bias_ptr, channel, m, W: tl.constexpr):
 
 @triton.jit
 def all_taps(weight_ptr, bias_ptr, channels, m_k, m_v, W: tl.constexpr):
-    """Of q, k and v."""
+    """Taps of q, k and v."""
     ws_q = taps_of(weight_ptr, bias_ptr, channels[0], m_k, W)
     ws_k = taps_of(weight_ptr, bias_ptr, channels[1], m_k, W)
     return ws_q, ws_k, taps_of(weight_ptr, bias_ptr, channels[2], m_v, W)

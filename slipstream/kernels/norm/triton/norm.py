@@ -187,7 +187,7 @@ def _load_terms(
     dy_ptr, h_ptr, gate_ptr, stats_ptr, o, m, b_w, b_rstd, b_mean, eps,
     SILU: tl.constexpr, GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile dy, dy past the gate, u, d, h, f, f' and rstd, which the l2 norm makes again where
+    """A tile's dy, dy past the gate, u, d, h, f, f' and rstd, which the l2 norm makes again where
     there are no stats; dy and d are 0 outside, u is finite."""
     b_h = tl.load(h_ptr + o, mask=m, other=0.0).to(tl.float32)
     b_dy = tl.load(dy_ptr + o, mask=m, other=0.0).to(tl.float32)

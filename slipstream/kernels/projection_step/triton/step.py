@@ -63,7 +63,7 @@ def _row(
     BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     GLU: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, the products [BN, 1] with a weight and with the second."""
+    """Products [BN, 1] of one row with a weight and with the second."""
     products, squares = tl.zeros([BN, BK], tl.float32), tl.zeros([BK], tl.float32)
     ups = products
     if K <= 4 * BK:  # all loads are on their way before the first is awaited

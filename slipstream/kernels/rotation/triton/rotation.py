@@ -35,8 +35,8 @@ def _reduced(b_x):
 
 @triton.jit
 def _cos_sin(b_x):
-    """Of angles in radians, to 4e-7 below 2^24, and of any a turn: Triton's are two calls, which
-    reduce each."""
+    """Cosine and sine of angles in radians, to 4e-7 below 2^24, and of any a turn: Triton's are two
+    calls, which reduce each."""
     b_q, b_r = _reduced(b_x)
     # of large angles n is rounded, and two may be left
     b_rest, b_r = _reduced(b_r)

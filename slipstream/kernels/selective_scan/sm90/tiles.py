@@ -16,13 +16,13 @@ VEC = gl.constexpr(8)
 
 @gluon.constexpr_function
 def state_layout(N, CHANNELS, LANES, WARPS):
-    """Of states [BD, N]: the lanes of adjacent channels are adjacent."""
+    """The layout of states [BD, N]: the lanes of adjacent channels are adjacent."""
     return gl.BlockedLayout([CHANNELS, N // LANES], [32 // LANES, LANES], [WARPS, 1], [0, 1])
 
 
 @gluon.constexpr_function
 def tile_layout(BD, WARPS):
-    """Of a tile of tokens [T, BD]."""
+    """The layout of a tile of tokens [T, BD]."""
     lanes = min(BD // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [WARPS, 1], [1, 0])
 
@@ -70,7 +70,7 @@ def sequence(cu_ptr, i_n, T):
 
 @gluon.jit
 def load_tokens(ptr, row, o_t, tokens, o_d, m_d):
-    """Of x [tokens, D] from ptr on, a row each `row`."""
+    """Tokens o_t of x [tokens, D] from ptr on, a row each `row`."""
     m = (o_t < tokens)[:, None] & m_d[None, :]
     return gl.load(ptr + o_t[:, None] * row + o_d[None, :], mask=m, other=0.0)
 

@@ -69,7 +69,7 @@ def load_wide(ptr, m):
 
 @triton.jit
 def load_tile(ptr, row, begin, o_r, tokens, o_d, m_d, RUN: tl.constexpr):
-    """Of x [tokens, D], a row each `row`: o_r are the first tokens of the runs."""
+    """A tile of x [tokens, D], a row each `row`: o_r are the first tokens of the runs."""
     tile = ()
     for i in tl.static_range(RUN):
         m = ((o_r + i) < tokens)[:, None] & m_d[None, :]

@@ -260,7 +260,7 @@ def terms_backward(
 
 
 def _terms_tile(K: int) -> tuple[int, int, int]:
-    """Of terms_backward."""
+    """The tile of terms_backward."""
     return next((tile for k, tile in TERMS_BACKWARD.items() if k >= K), TERMS_BACKWARD[256])
 
 
@@ -325,6 +325,6 @@ def _sizes(x: Tensor, heads: int, elements: int) -> dict[str, int]:
 
 
 def _programs(x: Tensor, sizes: dict[str, int], heads: int, per_processor: int) -> int:
-    """Of backward, for each head."""
+    """Programs of the backward pass for each head."""
     max_programs = max(sm_count(x.get_device()) * per_processor // heads, 1)
     return min(-(-sizes["R"] // sizes["BR"]), max_programs)

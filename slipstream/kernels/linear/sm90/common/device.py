@@ -24,7 +24,7 @@ class PoolRefs(NamedTuple):
 
 @gluon.jit
 def pool_refs_of(ptr, rows_ptr, i_n, i_s, at, HV, T, segment, SIZE: gl.constexpr, C: gl.constexpr):
-    """Of segment i_s of sequence i_n. at: the place of a program in a row; SIZE: of a head."""
+    """The pool of segment i_s of sequence i_n. at: a program's place in a row; SIZE: of a head."""
     rows_ptr += i_n * gl.cdiv(T, C) + i_s * (segment // C)
     return PoolRefs(ptr + at, rows_ptr, HV.to(gl.int64) * SIZE)
 
@@ -96,8 +96,8 @@ def locate_segment(
 def program_coords(
     cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
-    """Of a program that scans one head of a segment: the head, the segment, what locate_sequence
-    says of it, and its chunks."""
+    """Coordinates of a program that scans one head of a segment: the head, the segment, what
+    locate_sequence says of it, and its chunks."""
     pid = gl.program_id(0)
     i_h = pid % HV
     i_seg = pid // HV

@@ -86,8 +86,8 @@ def warp_of_four():
 
 @gluon.jit
 def tile_of(tiles, at: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of each row of blocks that of the row `at` before; by columns or by rows. Where Triton has no
-    views that are larger than a tile, only a warp's own if `at` is not 0."""
+    """For each row of blocks the row `at` before; by columns or by rows. Where Triton has no views
+    that are larger than a tile, only a warp's own if `at` is not 0."""
     order: gl.constexpr = [1, 2, 0] if COLUMNS else [2, 1, 0]
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, order=order)
     if LARGER_VIEWS:

@@ -50,8 +50,8 @@ NUM_SCALARS = gl.constexpr(16)
 
 @gluon.jit
 def step_of(i, c, n, every):
-    """Of a program that goes back through chunk c, the i-th of n: it has gone forward from the
-    beginning of that chunk's part to the end."""
+    """The step of a program that goes back through chunk c, the i-th of n: it has gone forward from
+    the beginning of that chunk's part to the end."""
     return i + n - c // every * every
 
 
@@ -75,7 +75,7 @@ def beta_of(rows, al: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def diagonal_of(diags, al: gl.constexpr, C: gl.constexpr):
-    """Of the sums of a token, one for some columns each, all but one are 0."""
+    """The one sum of each token that is not 0; a token has several, each over some columns."""
     b_diag = diags.slice(0, C).load(gl.SliceLayout(1, al))
     for i in gl.static_range(1, diags.shape[0] // C):
         b_diag += diags.slice(i * C, C).load(gl.SliceLayout(1, al))
@@ -84,7 +84,7 @@ def diagonal_of(diags, al: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def row_dot(b, tile, al: gl.constexpr):
-    """Of each row sum(b * tile)."""
+    """sum(b * tile) of each row."""
     return gl.sum(b * tile.load(al), 1)
 
 

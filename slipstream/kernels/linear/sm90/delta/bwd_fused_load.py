@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What state_partition hands to dqk_partition, and that one's own sums."""
+    """Buffers that state_partition fills for dqk_partition, and sums of dqk_partition alone."""
 
     dstate: Any
     dv: Any
@@ -45,7 +45,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of the tiles, and of what state_partition hands on."""
+    """Barriers of the tiles, and of the buffers that state_partition fills."""
 
     full: Any  # q, k, do and beta_gate
     empty: Any
@@ -63,8 +63,8 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def locate_checkpoint_block(i, n, every):
-    """Of n chunks, i of which it has gone back through: the first chunk of the part that is next,
-    and its chunks."""
+    """The part that is next after i of n chunks have been gone back through: its first chunk, and
+    how many it has."""
     first = gl.maximum(n - 1 - i, 0) // every * every
     return first, n - i - first
 

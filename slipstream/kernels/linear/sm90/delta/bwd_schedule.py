@@ -115,8 +115,8 @@ def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
 
 
 def schedule_of_segments(terms: LinearInputs, tokens: int) -> BackwardSchedule | None:
-    """Of segments whose length is given, by that and V alone: blocks of equal length, at most
-    MAX_INTERVAL chunks. None: in two kernels, where there are no such blocks."""
+    """A schedule for segments of a given length, by that and V alone: blocks of equal length, at
+    most MAX_INTERVAL chunks. None: in two kernels, where there are no such blocks."""
     chunks = tokens // CHUNK
     interval = max(n for n in range(1, MAX_INTERVAL + 1) if chunks % n == 0)
     if terms.v.shape[3] != 2 * TILE_V or interval < min(chunks, MIN_INTERVAL):

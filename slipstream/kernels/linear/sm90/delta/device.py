@@ -44,10 +44,10 @@ def program_coords(
     cu_ptr, T, N, HV, segment, TILES: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
     PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Of a program that scans one of TILES tiles of BV columns of a head: the first column, the
-    head and the segment; its first token, tokens and chunks, and where the first of them
-    is among those of all heads; the sequence, the segment's number in it, whether it is the last.
-    With BV 1 the first column is the tile's number.
+    """Coordinates of a program that scans one of TILES tiles of BV columns of a head: the first
+    column, the head and the segment; its first token, tokens and chunks, and where the first of
+    them is among those of all heads; the sequence, the segment's number in it, whether it is the
+    last. With BV 1 the first column is the tile's number.
     """
     # tiles of a head are neighbours: they read the same k, from L2
     pid = gl.program_id(0)
@@ -92,7 +92,7 @@ def first_checkpoint(
     i_n, i_s, row, T, segment, every,
     C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Of a segment's chunks the first one before which S is left, and the number of that."""
+    """The first chunk of a segment before which S is left, and the number of that checkpoint."""
     before = 0  # chunks of the sequence
     if SPLIT:
         before = i_s * (segment // C)
@@ -142,7 +142,7 @@ def masked_scores(
     qs, ks, gs, q_empty, empty, b, s, seen, al: gl.constexpr, ol: gl.constexpr,
     C: gl.constexpr, HAS_GATE: gl.constexpr, STARTS: gl.constexpr,
 ):  # fmt: skip
-    """Of a chunk tril(q k^T decay) beta as a left operand, q, and if HAS_GATE exp(G), which with
+    """tril(q k^T decay) beta of a chunk as a left operand, q, and if HAS_GATE exp(G), which with
     STARTS gs has already, negated. Leaves q's buffer b and, as one of its readers, stage s.
     """
     b_q = qs.index(b).load(gl.DotOperandLayout(0, al, 2))

@@ -23,7 +23,7 @@ wy_partition = chunk_fwd.wy_partition
 load_partition = chunk_fwd.load_partition
 
 
-class Starts(NamedTuple):
+class EntryStates(NamedTuple):
     """Where the states before segments go."""
 
     ptr: Any  # of the program's tile of the first one
@@ -72,7 +72,7 @@ def delta_state_scan_sm90_kernel(
     k_col = i_h // (HV // H) * K
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     at = state_offset(i_n, i_h, HV, K, V) + i_v
-    starts = Starts(
+    starts = EntryStates(
         states_ptr + (state_offset(first, i_h, HV, K, V) + i_v),
         None,
         state_offset(1, 0, HV, K, V),

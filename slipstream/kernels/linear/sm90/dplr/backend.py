@@ -182,7 +182,7 @@ class Sm90Dplr(TritonDplr):
         return super().to_kernel_layout(align_for_tma(terms))
 
     def forward_layout(self, terms: LinearInputs) -> LinearInputs:
-        """Of views of_heads no copies."""
+        """Views from of_heads are not copied."""
         aligned = align_for_tma(terms)
         if aligned.row_heads is None:
             return super().forward_layout(aligned)
@@ -291,7 +291,7 @@ class Sm90Dplr(TritonDplr):
 
 
 def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
-    """Of a call on sm_90: one gate a channel, K and V of 64 or 128, and what TMA reads."""
+    """Whether the kernel takes a call: a gate a channel, K, V of 64 or 128, addresses for TMA."""
     q, v, g = terms.q, terms.v, terms.g
     if g is None or terms.decay != "channel" or g.dtype not in _GATE_DTYPES:
         return False

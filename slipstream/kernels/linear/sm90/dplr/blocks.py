@@ -12,7 +12,7 @@ LOWEST = gl.constexpr(-80.0)  # of gates, LIMIT of bf16: halves of blocks of fou
 
 @gluon.jit
 def tokens(layout: gl.constexpr, none):
-    """Of quarters [1, 16, 1]."""
+    """The tokens of quarters [1, 16, 1]."""
     return gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None] + none
 
 
@@ -44,8 +44,8 @@ def block_level(b_g, LIMIT: gl.constexpr):
 
 @gluon.jit
 def within_quarters(b_before, L: gl.constexpr, none):
-    """Of blocks of 2^(L + 1) tokens, L up to 3: the sum from their quarter's start to their
-    middle, [4, 16, 64]."""
+    """Sums from a quarter's start to the middle of each of its blocks of 2^(L + 1) tokens, L up
+    to 3: [4, 16, 64]."""
     three: gl.constexpr = b_before.type.layout
     o_t = tokens(three, none)
     b_sum = 0.0 * b_before

@@ -106,7 +106,7 @@ def to_start(anchors, n, a, flat: gl.constexpr, three: gl.constexpr, APART: gl.c
 
 @gluon.jit
 def load_beta(p, token_heads, num_rows, layout: gl.constexpr, none=0):
-    """Of a chunk's tokens, as rows of `layout`. none: as put has it."""
+    """beta of a chunk's tokens, as rows of `layout`. none: as put has it."""
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout)) + none
     return gl.load(p + o_i * token_heads, mask=o_i < num_rows, other=0.0).to(gl.float32)
 

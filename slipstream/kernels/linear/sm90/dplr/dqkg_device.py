@@ -252,6 +252,6 @@ def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
 
 @gluon.jit
 def erase_gradients(p, b_ds, b_k, b_erase, m):
-    """Of how much each channel erases; what comes to k from b_ds, the gradient of what it reads."""
+    """Gradients of how much each channel erases, and of k by b_ds, the gradient of its reads."""
     gl.store(p, (-b_ds * b_k.to(gl.float32)).to(p.dtype.element_ty), mask=m)
     return -b_ds * b_erase.to(gl.float32)

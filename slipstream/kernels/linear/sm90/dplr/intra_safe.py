@@ -67,7 +67,7 @@ def block_operands(
     b_e, b_before, later, q, a, b, k, x, y, z, w, flat: gl.constexpr, APART: gl.constexpr,
     DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Of pairs in a block: x and y of reads q and a, z and w of writes b and k."""
+    """Operands of pairs in a block: x and y of reads q and a, z and w of writes b and k."""
     b_apart = gl.where(later > 0, APART, -APART)
     b_f = flattened(exp2_by_parts(b_e + b_apart), flat)
     put_product(x, q.load(flat), b_f)
@@ -138,7 +138,7 @@ def whole_operands(
     b_g, q, a, b, k, x, y, z, w, layout: gl.constexpr, flat: gl.constexpr, LIMIT: gl.constexpr,
     DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Of all pairs, as wy.py has them in float16, and G of each token's lowest channel."""
+    """Operands of all pairs, as wy.py has them in float16. Returns each token's lowest G."""
     three: gl.constexpr = b_g.type.layout
     b_e, b_before, b_all = sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
@@ -254,7 +254,7 @@ def put_operands(
     flat: gl.constexpr, NK: gl.constexpr, CHANNEL: gl.constexpr, APART: gl.constexpr,
     DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Of a level, or, below `first`, of blocks of 2^first tokens."""
+    """Writes operands of a level, or, below `first`, of blocks of 2^first tokens."""
     for n in range(NK):
         b_g = load_gates(p_g, n, stride, num_rows, none, CHANNEL)
         b_e, b_before, later = exponents(b_g, level, none, APART)

@@ -97,7 +97,7 @@ def through_states(
     ss, ds, os, ys, xs, vs, ins, sums, gates, full, b_total, m, T, none,
     scale, V: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """What comes to q, a, b and k by way of the states, and to the gates."""
+    """Gradients of q, a, b, k and the gates by way of the states."""
     C: gl.constexpr = os.shape[0]
     BK: gl.constexpr = ss.shape[1]
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])

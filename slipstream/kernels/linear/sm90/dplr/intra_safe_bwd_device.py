@@ -64,7 +64,7 @@ def triangle(score, none, layout: gl.constexpr, LATER: gl.constexpr, C: gl.const
 
 @gluon.jit
 def two_triangles(scores, ops, i, j, LATER: gl.constexpr, none, zero):
-    """Of scores i and j, times the two tiles of ops."""
+    """The products of scores i and j with the two tiles of ops, added."""
     ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
     C: gl.constexpr = ops.shape[1]
     b_d = triangle(scores.index(i), none, ca, LATER, C)
@@ -141,7 +141,7 @@ def sum_of_halves(gates, none, layout: gl.constexpr):
 
 @gluon.jit
 def both_products(scores, ops, i, j, level, none, zero):
-    """Of a level, by the gradients of scores i and j."""
+    """The products of a level with the gradients of scores i and j."""
     ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
     C: gl.constexpr = ops.shape[1]
     b_d = siblings(scores.index(i), level, none, ca, C)

@@ -27,7 +27,7 @@ def split(b, dtype: gl.constexpr):
 
 @gluon.jit
 def ready():
-    """What was written to shared memory can be read by products of all warps."""
+    """Makes writes to shared memory visible to products of all warps."""
     fence_async_shared()
     gl.thread_barrier()
 

@@ -51,7 +51,7 @@ def gates_seen(
 
 @gluon.jit
 def sum_gates(seen, high, low, zero):
-    """Of both halves of the gates."""
+    """Sums of gates, which are given as two parts in bfloat16."""
     b = warpgroup_mma(seen, low, zero, use_acc=False, is_async=True)
     b = warpgroup_mma(seen, high, b, is_async=True)
     return warpgroup_mma_wait(0, deps=(b,))

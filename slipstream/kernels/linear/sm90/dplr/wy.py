@@ -79,8 +79,8 @@ def rounded(b):
 
 @gluon.jit
 def sums_of_quarters(b_g):
-    """Of gates in base 2 [4, 16, 64], quarters of a chunk: their sums from the quarter's start,
-    these without a token's own gate, and of quarters [1, 4, 64], known to all threads.
+    """Sums of gates in base 2 [4, 16, 64], quarters of a chunk: from the quarter's start, the same
+    without a token's own gate, and of whole quarters [1, 4, 64], known to all threads.
 
     A thread has 16 tokens of two channels, and adds their gates up.
     """

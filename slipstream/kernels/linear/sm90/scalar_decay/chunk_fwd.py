@@ -105,7 +105,7 @@ def place_gates(
 
 @gluon.jit
 def load_gates_of(p, stride, o_t, length):
-    """Of tokens o_t, zero past the end."""
+    """Gates of tokens o_t, zero past the end."""
     return gl.load(p + o_t.to(gl.int64) * stride, mask=o_t < length, other=0.0)
 
 

@@ -70,7 +70,7 @@ def locate_sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
 def locate_segment(
     cu_ptr, i_seg, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """Of a segment: first token, tokens, first chunk, batch entry, tokens of that before it."""
+    """A segment's first token, tokens, first chunk, batch entry and tokens of that before it."""
     if SPLIT:
         begin, length, i_s = find_segment(cu_ptr, i_seg, T, N, segment, PACKED)
         if PACKED:

@@ -225,7 +225,7 @@ class TritonDplr:
     def segment_transition(
         self, terms: LinearInputs, intra: IntraChunk, segments: Segments
     ) -> tuple[Tensor, Any]:
-        """What segments add to the state [count, HV, K, V], and their factors [count, HV, K, K]."""
+        """Each segment's term of the state [count, HV, K, V] and its factor [count, HV, K, K]."""
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
         E = intra.u.new_empty(segments.count, HV, K, V)
         M = intra.u.new_empty(segments.count, HV, K, K)
@@ -400,7 +400,7 @@ class TritonDplr:
 def empty_intra_chunk(
     terms: LinearInputs, *, for_backward: bool, out: Mapping[str, Tensor] = NO_OUTPUTS
 ) -> IntraChunk:
-    """What intra_chunk writes, to be written. out: memory that is free until gradients are."""
+    """Memory for what intra_chunk writes. out: memory that is free until gradients are written."""
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     chunks, C, v = num_chunks(terms, tile.C), tile.C, terms.v

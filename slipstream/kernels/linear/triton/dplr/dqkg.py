@@ -205,7 +205,7 @@ def _back(
     gates, o_c, m_k, o_k, apart,
     QUARTERS: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a write's decay to the chunk's end has beside its operand and that of the last ones."""
+    """The decay to the chunk's end that a write needs beside its operand's and the last ones'."""
     if QUARTERS:
         b_back = _until_last(gates, o_c, m_k, o_k, FP32, PRECISION)
     else:

@@ -68,7 +68,7 @@ def load_channel_gates(
     FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of a chunk and BK channels, what the functions below take:
+    """Values of a chunk and BK channels for the functions below:
 
     where g [C, BK] is, and which of it, and where the ones are (triangle): g itself would take too
     many registers; and for the gradients its sum [BK] in base 2, and the first step.
@@ -194,8 +194,8 @@ def block_factors(
     FP32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of blocks of 2^BASE tokens: decays of reads and of writes relative to their start, the first
-    step besides, and where reads are among them [C, BK]; others read with a decay of 0."""
+    """Decays of reads and of writes relative to the start of their block of 2^BASE tokens, the
+    first step besides, and where reads are among them [C, BK]; others read with a decay of 0."""
     i = o_c[:, None]
     t = o_c[None, :]
     block = (i >> BASE) == (t >> BASE)

@@ -81,8 +81,8 @@ def chunk_fwd(
     segments: Segments | None = None,
     prefix: PrefixStates | None = None,
 ) -> None:
-    """What is given is written: o; or x and the states before each chunk; or, of segments, m and
-    what they add to the state, s_out."""
+    """Writes the tensors that are given: o; or x and the states before each chunk; or, of segments,
+    m and their term of the state, s_out."""
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     make = "ends" if m is not None else "o" if states is None else "states"
@@ -134,7 +134,7 @@ def chunk_dstate(
     s_out: Tensor | None = None,
     segments: Segments | None = None,
 ) -> None:
-    """What is given is written: y and dstates; or, of segments, s_out alone."""
+    """Writes the tensors that are given: y and dstates; or, of segments, s_out alone."""
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     kernel_tile = tile.dstate
@@ -168,7 +168,7 @@ def chunk_dstate(
 
 
 def token_args(terms: LinearInputs, segments: Segments | None) -> dict[str, Any]:
-    """Of the kernels that go from chunk to chunk."""
+    """Arguments of the kernels that go from chunk to chunk."""
     T, HV = terms.v.shape[1:3]
     segment = T if segments is None else segments.tokens
     return {

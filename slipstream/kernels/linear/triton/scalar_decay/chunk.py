@@ -139,7 +139,7 @@ def locate_segment(
     PACKED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Of a segment: first token, tokens, batch entry, tokens of it before, and its first anchor."""
+    """A segment's first token, tokens, batch entry, tokens of that before it and first anchor."""
     i_n = i_seg.to(tl.int64)
     if SPLIT:
         begin, length, i_s = find_segment(cu_ptr, i_seg, T, N, segment, PACKED)
@@ -188,7 +188,7 @@ def store_to_pool(
 
 @triton.jit
 def store_later(p_rows, rows, tokens, t, b_k, b_y, o_c, m_c):
-    """What later chunks add to k . dk, behind `rows` rows of all tokens. b_y [BX, C]."""
+    """Writes later chunks' part of k . dk, behind `rows` rows of all tokens. b_y [BX, C]."""
     b_row = tl.sum(tl.trans(b_k).to(tl.float32) * b_y, 0)
     tl.store(p_rows + rows.to(tl.int64) * tokens + t + o_c, b_row, mask=m_c)
 

@@ -27,7 +27,7 @@ def _advance(later, later_goes_on, value, goes_on):
 
 @triton.jit
 def _chunk_sums(b, C: tl.constexpr):
-    """Of each token's chunk the sum of b [BT, BH]."""
+    """The sum of b [BT, BH] over each token's chunk."""
     BT: tl.constexpr = b.shape[0]
     BH: tl.constexpr = b.shape[1]
     b_sum = tl.sum(tl.reshape(b, (BT // C, C, BH)), 1)

@@ -374,7 +374,7 @@ def launch_grads(
 
 
 def _programs(total: int) -> int:
-    """Of a kernel whose programs take up to MAX_PAIRS_SHARE chunks: as fill a GPU, if there are."""
+    """Programs of up to MAX_PAIRS_SHARE chunks each: enough to fill a GPU, if there are."""
     return max(-(-total // MAX_PAIRS_SHARE), min(total, TARGET_PROGRAMS))
 
 

@@ -167,7 +167,7 @@ def _has_safe_halves(
     g_ptr, cu_ptr, i_tile, T, N, HV,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Of BK channels of one chunk and value head."""
+    """Whether both halves of one chunk and value head are safe in all of BK channels."""
     NK: tl.constexpr = (K + BK - 1) // BK
     i_h = (i_tile // NK) % HV
     begin, length, i_c = locate_chunk(cu_ptr, i_tile // NK // HV, T, N, C, PACKED)

@@ -49,7 +49,7 @@ HALF = tl.constexpr(160.0)
 
 @triton.jit
 def _split(b_x, BF16_TERMS: tl.constexpr):
-    """What dots with ones take of float32: 1 to 3 bfloat16 that add up, or with 0 itself.
+    """Parts of float32 for products with ones: 1 to 3 bfloat16 that add up, or with 0 itself.
 
     3 are all of float32, and cheaper than the three products that take it whole.
     """
@@ -254,7 +254,7 @@ def block_factors(
     rows, b_terms, BOUND: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr,
     BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of blocks of 2^BASE tokens: exp(G_i) and exp(-G_j), the first level besides, and which reads
+    """exp(G_i) and exp(-G_j) in blocks of 2^BASE tokens, the first level besides, and which reads
     and channels are safe, [C, BK]; other reads have a factor of 0.
 
     SHIFT: where the exponents of both have room for it, they lie on both sides of 0.
