@@ -22,6 +22,7 @@ import numpy as np
 
 import slipstream as slipstream  # before its Triton is replaced
 from tests.gluon_emulator import race_detector
+from tests.gluon_emulator.values import DTYPE, Descriptor, Pointer, Tensor, tensor
 
 _LOCAL = threading.local()
 _WAIT = 20.0
@@ -32,80 +33,6 @@ _ANEW = (
     "slipstream.kernels.attention.triton.scores",
     "slipstream.kernels.attention.sm90.",
 )
-
-
-class Tensor(np.ndarray):
-    """As Triton's: integers divide towards zero, and scalars stay tensors."""
-
-    type = SimpleNamespace(layout=None)
-
-    def __array_wrap__(self, x: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return np.asarray(x).view(Tensor)
-
-    def __iadd__(self, other: Any) -> Any:  # values, not places
-        return self + other
-
-    def __isub__(self, other: Any) -> Any:
-        return self - other
-
-    def __imul__(self, other: Any) -> Any:
-        return self * other
-
-    def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
-        if bitcast:  # all numbers have 64 bits here
-            return (
-                tensor(np.asarray(self, np.float64).view(np.int64))
-                if dtype == "int32"
-                else (tensor(np.asarray(self).view(np.float64)))
-            )
-        return self
-
-    def __floordiv__(self, other: Any) -> Any:
-        return tensor(np.trunc(np.asarray(self) / np.asarray(other)).astype(np.int64))
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return tensor(other) // self
-
-    def __mod__(self, other: Any) -> Any:
-        return self - self // other * other
-
-
-def tensor(x: Any) -> Tensor:
-    return np.asarray(x).view(Tensor)
-
-
-class Pointer:
-    def __init__(self, data: np.ndarray, at: Any = 0) -> None:
-        self.data, self.at = data, at
-        self.dtype = SimpleNamespace(element_ty="16-bit")
-
-    def __add__(self, offset: Any) -> "Pointer":
-        return Pointer(self.data, self.at + np.asarray(offset))
-
-
-class _Dtype(str):
-    primitive_bitwidth = 16
-
-
-DTYPE = _Dtype("16-bit")
-
-
-class Descriptor:
-    def __init__(self, data: np.ndarray, block: tuple[int, ...]) -> None:
-        self.data, self.dtype, self.layout = data, DTYPE, None
-        self.block_shape = list(block)
-        self.block_type = SimpleNamespace(nbytes=int(np.prod(block)), shape=block)
-        self.block = block
-
-    def part(self, at: list) -> np.ndarray:
-        """The part of a block that lies within the tensor, which it may follow or precede as a
-        whole."""
-        begin = [int(x) for x in at]
-        assert len(begin) == len(self.block)
-        if min(begin) < 0:
-            assert any(x + n <= 0 for x, n in zip(begin, self.block))
-            return self.data[:0, : self.block[-1]]
-        return self.data[tuple(slice(x, x + n) for x, n in zip(begin, self.block))]
 
 
 class Buffer:

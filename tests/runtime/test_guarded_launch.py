@@ -1,12 +1,10 @@
 """Guarded compilation and the numeric probe: what fails is replaced, said once, remembered."""
 
-import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,6 @@ from slipstream.compiler import compiler_state, triton_hooks
 from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import guarded_launch
-from slipstream.runtime import token_ids as watched
 
 CPU = torch.device("cpu")
 
@@ -262,42 +259,6 @@ def test_scaled_fp8_is_not_tried_where_wrong(
     assert other.unusable(("matmul.sm90", torch.float8_e4m3fn)) is None
 
 
-@pytest.mark.parametrize("value", [None, "sync"])
-def test_wrong_ids_are_waited_for_if_asked(
-    monkeypatch: pytest.MonkeyPatch, value: str | None
-) -> None:
-    """SLIPSTREAM_CHECK=sync: the call that read the id raises, else the one after it."""
-    monkeypatch.delenv("SLIPSTREAM_CHECK", raising=False)
-    if value is not None:
-        monkeypatch.setenv("SLIPSTREAM_CHECK", value)
-    spec = importlib.util.spec_from_file_location("fresh_ids", watched.__file__)
-    assert spec is not None and spec.loader is not None
-    fresh: Any = importlib.util.module_from_spec(spec)  # the flag is read at the import
-    spec.loader.exec_module(fresh)
-    monkeypatch.setattr(fresh, "HAVE_TRITON", True)
-
-    def scan(*args: Any) -> None:  # as the kernel: position + 1, id, size, last length, name
-        slots = fresh.slots_for(torch.zeros(1, dtype=torch.long))
-        slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
-
-    monkeypatch.setattr(fresh, "_scan", scan)
-    ids = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 4)
-    words = r"input_ids: id 149 at position \(1, 1\) .* of 50"
-    with contextlib.nullcontext() if value is None else pytest.raises(ValueError, match=words):
-        fresh.expect_ids("input_ids", ids, 50)
-    with pytest.raises(ValueError, match=words) if value is None else contextlib.nullcontext():
-        fresh.raise_pending()
-    fresh.raise_pending()
-
-
-def test_other_ways_to_check_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_CHECK", "snyc")
-    spec = importlib.util.spec_from_file_location("fresh_ids", watched.__file__)
-    assert spec is not None and spec.loader is not None
-    with pytest.raises(ValueError, match="SLIPSTREAM_CHECK: want sync or nothing, got 'snyc'"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 def test_blocked_kernels_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 13 has no sm_70; Triton 3.3 dies of products of 16 bits there, and of nothing else."""
     old = guarded_launch.CompilerState("sm_70", "3.6.0", "13.0.88", passive=True)
@@ -398,7 +359,6 @@ def test_verdicts_that_are_none_count_for_nothing(
 
 _LEARNS = """
 import sys
-import tempfile
 from slipstream.compiler.compiler_state import CompilerState
 here = CompilerState("sm_90", "3.6.0", "1.2.3", passive=True)
 for i in range(30):
@@ -482,40 +442,6 @@ def test_failing_kernel_raises_without_fallback(
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=r"SIGABRT.*SLIPSTREAM_FALLBACK=error"):
             attempt(fails)
-
-
-def test_caches_have_a_place_without_a_home(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("SLIPSTREAM_CACHE_DIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setenv("HOME", "~")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / f"slipstream-{os.getuid()}"
-    assert compiler_state.cache_dir() == own / ".cache/slipstream"
-    assert own.stat().st_mode & 0o777 == 0o700
-    compiler_state.select_cache()
-    assert os.environ["TRITON_CACHE_DIR"] == str(own / ".triton/cache")
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    (tmp_path / "slipstream-12345").mkdir()
-    with pytest.raises(PermissionError, match="belongs to another user"):
-        compiler_state.cache_dir()
-
-
-def test_unwritable_cache_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.warns(guarded_launch.KernelDisabledWarning, match=r"file/cache cannot be written"):
-        compiler_state.select_cache()
-    assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/cache"))
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: (_ for _ in ()).throw(OSError()))
-    compiler_state.select_cache()  # never raises
 
 
 def test_gradients_of_a_probe_need_no_other_thread() -> None:
