@@ -1,17 +1,24 @@
-"""Fails when a file or a function has grown past what a reader can hold (CONTRIBUTING.md).
+"""Fails when a file or a function has grown past what a reader can hold, or when kernels lack the
+comments and diagrams that CONTRIBUTING.md asks for.
 
 python tools/sizes.py            the worst offenders; exit status 1 if any limit is passed
 """
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 FILE_LINES = 500
 FUNCTION_LINES = 110
 # the loop of a kernel cannot be cut without handing on a score of values
 KERNEL_LINES = 130
+# of the lines of a file's kernels and device functions, those with a comment
+COMMENT_SHARE = 0.05
+# comments for tools
+DIRECTIVES = ("# fmt:", "# noqa", "# pyright:")
 
 
 def tracked() -> list[Path]:
@@ -35,9 +42,39 @@ def too_long(path: Path) -> list[str]:
     return found
 
 
+def unexplained(path: Path) -> list[str]:
+    """Of a file with kernels: too few comments, or partitions without a diagram."""
+    if not path.is_relative_to("slipstream/kernels"):
+        return []
+    source = path.read_text()
+    tree = ast.parse(source)
+    jitted = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(".jit" in ast.unparse(x) for x in node.decorator_list)
+    ]
+    if not any(node.name.endswith("_kernel") for node in jitted):
+        return []
+    lines = {n for x in jitted for n in range(x.lineno, (x.end_lineno or 0) + 1)}
+    commented = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and not token.string.startswith(DIRECTIVES)
+    }
+    share = len(lines & commented) / len(lines)
+    found = []
+    if share < COMMENT_SHARE:
+        found.append(f"{path}: comments in {share:.1%} of its kernels' lines, want 5%")
+    head = ast.get_docstring(tree) or ""
+    if "gl.warp_specialize(" in source and not ("-->" in head and "arrival" in head):
+        found.append(f"{path}: no diagram of its partitions and barriers at its head")
+    return found
+
+
 def main() -> int:
-    found = [line for path in tracked() for line in too_long(path)]
-    print("\n".join(found) or "sizes: all files and functions within limits")
+    found = [line for path in tracked() for line in (*too_long(path), *unexplained(path))]
+    print("\n".join(found) or "sizes: all files, functions and comments within limits")
     return 1 if found else 0
 
 

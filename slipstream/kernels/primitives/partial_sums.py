@@ -26,10 +26,12 @@ def partial_sums_kernel(
     """Grid (D / BD, M). partial [P, M, D] by strides; out_m [D], or None: the sum over P."""
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     outs = (out0_ptr, out1_ptr, out2_ptr, out3_ptr, out4_ptr)
+    # unrolled: each output has a pointer and a dtype of its own, and a program takes one branch
     for i in tl.static_range(M):
         if tl.program_id(1) == i:
             p_partial = partial_ptr + i * tl.cast(stride_m, tl.int64) + o_d[None, :]
             b_sum = tl.zeros([BP, BD], tl.float32)
+            # a thread adds up its own elements, and all threads once, at the end
             for p in range(0, P, BP):
                 o_p = p + tl.arange(0, BP)
                 m = (o_p < P)[:, None] & (o_d < D)[None, :]

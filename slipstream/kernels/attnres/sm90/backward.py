@@ -143,7 +143,9 @@ def attnres_bwd_sm90_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = dy_ptr.dtype.element_ty
     rows = gl.allocate_shared_memory(dtype, [L * PIECES, BD], plain)
+    # s and rstd twice: those of the next row arrive while this row's are read
     vectors = gl.allocate_shared_memory(gl.float32, [4, LP], plain)
+    # the same memory, one number at a time
     numbers = vectors._reinterpret(gl.float32, [4 * LP, 1], plain)
     dots = gl.allocate_shared_memory(gl.float32, [L, 1], plain)
     pid, step = gl.program_id(0), gl.num_programs(0)
@@ -151,12 +153,14 @@ def attnres_bwd_sm90_kernel(
     da = ()
     for _ in gl.static_range(PIECES):
         da = da + (gl.zeros([BD], gl.float32, layout),)
+    # a and dwo have no room in registers beside da, do and the weight of the norm
     if wo_ptr is not None:
         shared_a = gl.allocate_shared_memory(gl.float32, [PIECES, BD], plain)
         dwo = gl.allocate_shared_memory(gl.float32, [PIECES, BD], plain)
         for p in gl.static_range(PIECES):
             shared_a.index(p).store(a[p])
             dwo.index(p).store(da[p])
+    # the first row's residuals, all on their way at once
     for n in range(L):
         v_ptr = stream(
             v0_ptr, v1_ptr, v2_ptr, v3_ptr, v4_ptr, v5_ptr, v6_ptr, v7_ptr,
@@ -171,6 +175,7 @@ def attnres_bwd_sm90_kernel(
     for r in range(pid, R, step):
         if wo_ptr is not None:
             wo = _load(wo_ptr, True, D, BD, PIECES, VEC, WARPS)
+        # s and rstd are read by threads that have not copied them: the barrier shows them to all
         async_copy.wait_group(0)
         gl.thread_barrier()
         lse, here, after = next_lse, 2 * LP * at, r + step
@@ -191,6 +196,7 @@ def attnres_bwd_sm90_kernel(
             b_all += b_p
             dots.index(n).store(gl.full([1], b_t, gl.float32, one))
         b_delta = b_along / b_all
+        # the next row's, before the stores below, which no load may pass
         dy = _load(dy_ptr + after.to(gl.int64) * D, after < R, D, BD, PIECES, VEC, WARPS)
         next_lse = gl.load(lse_ptr + after, mask=after < R, other=0.0)
         _copy_numbers(vectors, 1 - at, s_ptr, rstd_ptr, after, R, L, LP, WARPS)
@@ -208,6 +214,7 @@ def attnres_bwd_sm90_kernel(
             b_s, b_rstd = _number(numbers, here + n, WARPS), _number(numbers, here + LP + n, WARPS)
             b_p = gl.exp(b_s - lse)
             b_ds = b_p * (_number(dots, n, WARPS) - b_delta) * b_rstd
+            # through the norm of v_l: what lies along v_l does not change its score
             b_c = b_ds * b_s * b_rstd / D
             added = ()
             for p in gl.static_range(PIECES):
@@ -217,10 +224,12 @@ def attnres_bwd_sm90_kernel(
                 gl.store(d_ptr + first + o, b_dv.to(dtype), mask=o < D)
                 added = added + (da[p] + b_ds * b_v,)
             da = added
+            # a thread refills the places that it alone has read: no barrier
             _copy(rows, v_ptr, n, after, R, D, BD, PIECES, VEC, WARPS)
         async_copy.commit_group()
         first += step.to(gl.int64) * D
         at = 1 - at
+    # a program must not end while copies to its shared memory are under way
     async_copy.wait_group(0)
     for p in gl.static_range(PIECES):
         o = _channels(BD, VEC, WARPS, p)

@@ -58,6 +58,7 @@ def attnres_fwd_kernel(
     o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     m_r, m_d = o_r < R, o_d < D
     o, m = o_r[:, None] * D + o_d[None, :], m_r[:, None] & m_d[None, :]
+    # the same direction for all residuals: their norms only scale the scores
     b_a = _row(q_ptr, o_d, m_d) * _row(w_ptr, o_d, m_d) * scale
     b_max = tl.full([BR], float("-inf"), tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
@@ -73,6 +74,7 @@ def attnres_fwd_kernel(
         b_s = b_s * b_rstd
         tl.store(s_ptr + o_r + n * R, b_s, mask=m_r)
         tl.store(rstd_ptr + o_r + n * R, b_rstd, mask=m_r)
+        # a running softmax: what was summed is scaled again, so that no residual is read twice
         b_new = tl.maximum(b_max, b_s)
         b_keep, b_p = tl.exp(b_max - b_new), tl.exp(b_s - b_new)
         b_max, b_sum = b_new, b_sum * b_keep + b_p
@@ -81,6 +83,7 @@ def attnres_fwd_kernel(
     tl.store(lse_ptr + o_r, b_max + tl.log(b_sum), mask=m_r)
     if o_ptr is not None:
         tl.store(o_ptr + o, b_o.to(o_ptr.dtype.element_ty), mask=m)
+    # what rounding has taken from o: do . v - do . o cancels where one residual has most of p
     if rest_ptr is not None:
         b_rest = b_o - b_o.to(rest_ptr.dtype.element_ty).to(tl.float32)
         tl.store(rest_ptr + o, b_rest.to(rest_ptr.dtype.element_ty), mask=m)
@@ -105,6 +108,7 @@ def attnres_bwd_kernel(
     m_d = o_d < D
     b_a = _row(q_ptr, o_d, m_d) * _row(w_ptr, o_d, m_d) * scale
     b_da, b_dwo = tl.zeros([1, BD], tl.float32), tl.zeros([1, BD], tl.float32)
+    # always the same rows for a program, in order: da and dwo have the same bits each time
     for i in range(pid, tl.cdiv(R, BR), tl.num_programs(0)):
         o_r = i * BR + tl.arange(0, BR).to(tl.int64)
         m_r = o_r < R
@@ -133,6 +137,7 @@ def attnres_bwd_kernel(
             b_v = tl.load(v_ptr + o, mask=m, other=0.0).to(tl.float32)
             b_s = tl.load(s_ptr + o_r + n * R, mask=m_r, other=0.0)
             b_rstd = tl.load(rstd_ptr + o_r + n * R, mask=m_r, other=0.0)
+            # from forward, which has kept them: else backward would read all residuals twice
             b_p = tl.exp(b_s - b_lse)
             b_ds = b_p * (tl.sum(b_do * b_v, 1) - b_delta) * b_rstd
             if L == 1:  # a softmax of one: nothing but what rounding has left of o

@@ -50,9 +50,11 @@ def decay_gate_kernel(
     for i in range(i_p, tl.cdiv(R, BR), P):
         o_r = i * BR + tl.arange(0, BR)
         m = (o_r < R)[:, None] & (o_c < C)[None, :]
+        # tokens times channels may be more than 32 bits
         o = o_r[:, None].to(tl.int64) * C + o_c[None, :]
         p_x = _rows(x_ptr, o_r, units_b * UNIT, units_t * UNIT, T)[:, None] + o_c[None, :]
         b_z = tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias
+        # the bounded gate over its bound, or what softplus has for its derivative
         b_s = tl.sigmoid(b_r * b_z if BOUNDED else b_z)
         if dg_ptr is None:
             b_g = lower_bound * b_s if BOUNDED else -b_r * softplus(b_z)

@@ -25,6 +25,7 @@ def erase_kernel(
 ):  # fmt: skip
     """Grid (size / TILE). All [size]; b None is 1. a without da, else gradients, in the dtypes of
     what they belong to."""
+    # tokens times channels may be more than 32 bits
     o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     m = o < size
     if da_ptr is None:
@@ -42,6 +43,7 @@ def erase_kernel(
             tl.store(db_ptr + o, b_db.to(db_ptr.dtype.element_ty), mask=m)
             b_dk *= b_b
         tl.store(dk_ptr + o, b_dk.to(dk_ptr.dtype.element_ty), mask=m)
+        # the exponential is its own derivative: dg = da a, which is dk k
         b_dg = b_dk * b_k
         tl.store(dg_ptr + o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
 

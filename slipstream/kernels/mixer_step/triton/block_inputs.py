@@ -60,6 +60,7 @@ def block_inputs_kernel(
     x_ptr += n * row_x
     window_ptr += n * (W * C)
     if i < H:
+        # rows 0 and 1 of the tile are q and k of one head, so that one reduction takes both norms
         o_r, o_k = tl.arange(0, BR)[:, None], tl.arange(0, BK)[None, :]
         o_x, m_x = o_r * (H * K) + i * K + o_k, (o_k < K) & (o_r < 2)
         b_x = _convolved(x_ptr, window_ptr, w_ptr, b_ptr, o_x, m_x, C, W, SILU)

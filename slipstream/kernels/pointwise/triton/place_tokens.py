@@ -19,6 +19,7 @@ COLUMNS = 1024
 def _place(x_ptr, y_ptr, stride, D, n, t, T, o):
     if x_ptr is not None:
         b_x = tl.load(x_ptr + n * stride + o, mask=o < D, other=0)
+        # a count outside of the block writes nothing: its row has no place
         tl.store(y_ptr + (n * T + t) * D + o, b_x, mask=(o < D) & (t >= 0) & (t < T))
 
 
@@ -30,6 +31,7 @@ def place_tokens_kernel(
     T: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BD columns, N). x_i [N, D_i], y_i [N, T, D_i], counts [N]."""
+    # rows times tokens times columns may be more than 32 bits
     n = tl.program_id(1).to(tl.int64)
     t = tl.load(counts_ptr + n).to(tl.int64)
     o = tl.program_id(0) * BD + tl.arange(0, BD)

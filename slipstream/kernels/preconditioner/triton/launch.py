@@ -1,16 +1,12 @@
 """Launches of the preconditioner: one forward, one backward."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.preconditioner.inputs import CENTRE, Inputs
-from slipstream.kernels.preconditioner.triton.preconditioner import (
-    precondition_bwd_kernel,
-    precondition_fwd_kernel,
-)
+from slipstream.kernels.preconditioner.triton.preconditioner import precondition_kernel
 from slipstream.runtime.backends import INTERPRETED, device_of
 from slipstream.runtime.launch_cache import cached
 
@@ -26,9 +22,8 @@ def forward(inputs: Inputs, keep: bool, inverse: bool) -> tuple[Tensor, Tensor, 
     final = k.new_empty(inputs.sequences, *k.shape[2:], dtype=torch.float32)
     sums = k.new_empty(k.shape if keep else (0,), dtype=torch.float32)
     _run(
-        precondition_fwd_kernel, inputs, g_ptr=inputs.g, beta_ptr=inputs.beta, k_ptr=k,
-        centre_ptr=inputs.centre, s_in_ptr=inputs.state, s_out_ptr=final, y_ptr=y,
-        by_ptr=by if inverse else None, sums_ptr=sums if keep else None,
+        inputs, y_ptr=y, s_out_ptr=final, by_ptr=by if inverse else None,
+        sums_ptr=sums if keep else None,
     )  # fmt: skip
     return y, final, by, sums
 
@@ -43,9 +38,8 @@ def backward(
     dg, dbeta = (k.new_empty(-(-K // TILE[1]), B, T, H, dtype=torch.float32) for _ in range(2))
     dcentre, dstate = (k.new_empty(N, H, K, dtype=torch.float32) for _ in range(2))
     _run(
-        precondition_bwd_kernel, inputs, k_ptr=k, g_ptr=g, beta_ptr=beta, centre_ptr=centre,
-        s_in_ptr=state, sums_ptr=sums, dy_ptr=dy, dby_ptr=dby, ds_out_ptr=dfinal, dk_ptr=dk,
-        dg_ptr=dg, dbeta_ptr=dbeta, dcentre_ptr=dcentre, ds_in_ptr=dstate, tokens=B * T,
+        inputs, sums_ptr=sums, dy_ptr=dy, dby_ptr=dby, ds_out_ptr=dfinal, dk_ptr=dk, dg_ptr=dg,
+        dbeta_ptr=dbeta, dcentre_ptr=dcentre, ds_in_ptr=dstate,
     )  # fmt: skip
     grads = [dk, dg.sum(0).to(g.dtype), dbeta.sum(0).to(beta.dtype)]
     if centre is not None:
@@ -55,11 +49,17 @@ def backward(
     return grads
 
 
-def _run(kernel: Any, inputs: Inputs, **args: Any) -> None:
-    _, T, H, K = inputs.k.shape
+def _run(inputs: Inputs, **tensors: Tensor | None) -> None:
+    """None what is not among the tensors."""
+    B, T, H, K = inputs.k.shape
     BT, BD = TILE
+    names = ("s_out_ptr", "y_ptr", "by_ptr", "sums_ptr", "dy_ptr", "dby_ptr", "ds_out_ptr",
+             "dk_ptr", "dg_ptr", "dbeta_ptr", "dcentre_ptr", "ds_in_ptr")  # fmt: skip
     with device_of(inputs.k.device):
-        cached(kernel)[inputs.sequences, H * -(-K // BD)](
-            **args, cu_ptr=inputs.cu_seqlens, log_x=math.log(inputs.x), eps=inputs.eps,
-            centre=CENTRE, T=T, H=H, K=K, BT=BT, BD=BD, num_warps=WARPS,
+        cached(precondition_kernel)[inputs.sequences, H * -(-K // BD)](
+            k_ptr=inputs.k, g_ptr=inputs.g, beta_ptr=inputs.beta, centre_ptr=inputs.centre,
+            s_in_ptr=inputs.state, **(dict.fromkeys(names) | tensors), cu_ptr=inputs.cu_seqlens,
+            log_x=math.log(inputs.x), eps=inputs.eps, centre=CENTRE, T=T,
+            tokens=None if tensors.get("dy_ptr") is None else B * T, H=H, K=K, BT=BT, BD=BD,
+            num_warps=WARPS,
         )  # fmt: skip

@@ -35,9 +35,9 @@ def _factors(b_s, b_c, log_x, eps):
     return tl.exp(-log_x * b_r / b_d), b_d * b_d
 
 
-@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre", "H"])
-def precondition_fwd_kernel(
-    k_ptr,  # [tokens, H, K]; so are y, by, sums
+@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre", "tokens", "H"])
+def precondition_kernel(
+    k_ptr,  # [tokens, H, K]; so are y, by, sums, dy, dby, dk
     g_ptr,  # [tokens, H]; so is beta
     beta_ptr,
     centre_ptr,  # [H], or none: `centre`
@@ -46,58 +46,7 @@ def precondition_fwd_kernel(
     y_ptr,
     by_ptr,  # 1 / the factors, or none
     sums_ptr,  # A, for backward, or none
-    cu_ptr,  # [N + 1]
-    log_x,
-    eps,
-    centre,
-    T,
-    H,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """grid (N, H * ceil(K / BD))"""
-    i_n, i_h, o_k, m_k = _channels(K, BD)
-    begin, count = tokens_of(cu_ptr, i_n, T)
-    p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
-    b_s = tl.zeros((BD,), tl.float32)
-    if s_in_ptr is not None:
-        b_s += _load(s_in_ptr + p_s, m_k)
-    b_c = centre
-    if centre_ptr is not None:
-        b_c = tl.load(centre_ptr + i_h).to(tl.float32)
-    o_r = tl.arange(0, BT)
-    for start in range(0, count, BT):
-        m_t = start + o_r < count
-        p_h = (begin + start + o_r) * H + i_h
-        b_a = tl.exp(_load(g_ptr + p_h, m_t))[:, None]
-        b_beta = _load(beta_ptr + p_h, m_t)[:, None]
-        p, m = p_h[:, None] * K + o_k[None, :], m_t[:, None] & m_k[None, :]
-        b_k = _load(k_ptr + p, m)
-        b_x = b_beta * b_k * b_k
-        b_x += tl.where((o_r > 0)[:, None], 0.0, b_a * b_s[None, :])
-        b_a = tl.broadcast_to(b_a, (BT, BD))
-        _, b_sums = tl.associative_scan((b_a, b_x), 0, _then)
-        b_m, _ = _factors(b_sums, b_c, log_x, eps)
-        tl.store(y_ptr + p, (b_k * b_m).to(y_ptr.dtype.element_ty), mask=m)
-        if by_ptr is not None:
-            tl.store(by_ptr + p, (1.0 / b_m).to(by_ptr.dtype.element_ty), mask=m)
-        if sums_ptr is not None:
-            tl.store(sums_ptr + p, b_sums, mask=m)
-        last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
-        b_s = tl.sum(tl.where(last, b_sums, 0.0), 0)
-    tl.store(s_out_ptr + p_s, b_s, mask=m_k)
-
-
-@triton.jit(do_not_specialize=["T", "log_x", "eps", "centre", "tokens", "H"])
-def precondition_bwd_kernel(
-    k_ptr,  # [tokens, H, K]; so are sums, dy, dby, dk
-    g_ptr,  # [tokens, H]; so is beta
-    beta_ptr,
-    centre_ptr,  # [H], or none: `centre`
-    s_in_ptr,  # [N, H, K], or none
-    sums_ptr,
-    dy_ptr,
+    dy_ptr,  # none forward; so are those that follow
     dby_ptr,  # or none
     ds_out_ptr,  # [N, H, K], or none
     dk_ptr,
@@ -105,57 +54,91 @@ def precondition_bwd_kernel(
     dbeta_ptr,
     dcentre_ptr,  # [N, H, K]: shares
     ds_in_ptr,
-    cu_ptr,
+    cu_ptr,  # [N + 1]
     log_x,
     eps,
     centre,
     T,
-    tokens,
+    tokens,  # of dg's shares
     H,
     K: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """grid (N, H * ceil(K / BD))"""
+    """grid (N, H * ceil(K / BD)): y, by and sums, or of dy the gradients."""
     i_n, i_h, o_k, m_k = _channels(K, BD)
-    i_share = tl.program_id(1) % tl.cdiv(K, BD)
-    begin, count = tokens_of(cu_ptr, i_n, T)
-    p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
-    b_first, b_d = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
-    if s_in_ptr is not None:
-        b_first += _load(s_in_ptr + p_s, m_k)
-    if ds_out_ptr is not None:
-        b_d += _load(ds_out_ptr + p_s, m_k)
-    b_c = centre
-    if centre_ptr is not None:
-        b_c = tl.load(centre_ptr + i_h).to(tl.float32)
-    b_dc = tl.zeros((BD,), tl.float32)
-    o_r = tl.arange(0, BT)
-    for start in range(0, count, BT):
-        o_t = count - 1 - start - o_r
-        m_t, m_later = o_t >= 0, (o_t >= 0) & (o_r > 0)
-        p_h = (begin + o_t) * H + i_h
-        p, m = p_h[:, None] * K + o_k[None, :], m_t[:, None] & m_k[None, :]
-        b_k, b_dy, b_sums = _load(k_ptr + p, m), _load(dy_ptr + p, m), _load(sums_ptr + p, m)
-        b_m, b_square = _factors(b_sums, b_c, log_x, eps)
-        b_e = b_dy * b_k * b_m
-        if dby_ptr is not None:
-            b_e -= _load(dby_ptr + p, m) / b_m
-        b_e = b_e * log_x / b_square
-        b_dc += tl.sum(tl.where(m, b_e, 0.0), 0)
-        b_x = tl.where(m, -b_e / (b_sums + eps), 0.0)
-        b_x += tl.where((o_r > 0)[:, None], 0.0, b_d[None, :])
-        b_a = tl.exp(_load(g_ptr + p_h + H, m_later))[:, None]
-        _, b_ds = tl.associative_scan((tl.broadcast_to(b_a, (BT, BD)), b_x), 0, _then)
-        b_a, b_beta = tl.exp(_load(g_ptr + p_h, m_t))[:, None], _load(beta_ptr + p_h, m_t)[:, None]
-        b_dk = b_dy * b_m + 2.0 * b_beta * b_k * b_ds
-        tl.store(dk_ptr + p, b_dk.to(dk_ptr.dtype.element_ty), mask=m)
-        b_before = _load(sums_ptr + p - H * K, m & (o_t > 0)[:, None])
-        b_before = tl.where((o_t == 0)[:, None], b_first[None, :], b_before)
-        p_h += i_share.to(tl.int64) * tokens * H
-        tl.store(dbeta_ptr + p_h, tl.sum(b_k * b_k * b_ds, 1), mask=m_t)
-        tl.store(dg_ptr + p_h, tl.sum(b_a * b_before * b_ds, 1), mask=m_t)
-        last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
-        b_d = tl.sum(tl.where(last, b_a * b_ds, 0.0), 0)
-    tl.store(dcentre_ptr + p_s, b_dc, mask=m_k)
-    tl.store(ds_in_ptr + p_s, b_d, mask=m_k)
+    if dy_ptr is None:
+        begin, count = tokens_of(cu_ptr, i_n, T)
+        p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
+        b_s = tl.zeros((BD,), tl.float32)
+        if s_in_ptr is not None:
+            b_s += _load(s_in_ptr + p_s, m_k)
+        b_c = centre
+        if centre_ptr is not None:
+            b_c = tl.load(centre_ptr + i_h).to(tl.float32)
+        o_r = tl.arange(0, BT)
+        for start in range(0, count, BT):
+            m_t = start + o_r < count
+            p_h = (begin + start + o_r) * H + i_h
+            b_a = tl.exp(_load(g_ptr + p_h, m_t))[:, None]
+            b_beta = _load(beta_ptr + p_h, m_t)[:, None]
+            p, m = p_h[:, None] * K + o_k[None, :], m_t[:, None] & m_k[None, :]
+            b_k = _load(k_ptr + p, m)
+            b_x = b_beta * b_k * b_k
+            b_x += tl.where((o_r > 0)[:, None], 0.0, b_a * b_s[None, :])
+            b_a = tl.broadcast_to(b_a, (BT, BD))
+            _, b_sums = tl.associative_scan((b_a, b_x), 0, _then)
+            b_m, _ = _factors(b_sums, b_c, log_x, eps)
+            tl.store(y_ptr + p, (b_k * b_m).to(y_ptr.dtype.element_ty), mask=m)
+            if by_ptr is not None:
+                tl.store(by_ptr + p, (1.0 / b_m).to(by_ptr.dtype.element_ty), mask=m)
+            if sums_ptr is not None:
+                tl.store(sums_ptr + p, b_sums, mask=m)
+            last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
+            b_s = tl.sum(tl.where(last, b_sums, 0.0), 0)
+        tl.store(s_out_ptr + p_s, b_s, mask=m_k)
+    else:
+        i_share = tl.program_id(1) % tl.cdiv(K, BD)
+        begin, count = tokens_of(cu_ptr, i_n, T)
+        p_s = (i_n.to(tl.int64) * H + i_h) * K + o_k
+        b_first, b_d = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+        if s_in_ptr is not None:
+            b_first += _load(s_in_ptr + p_s, m_k)
+        if ds_out_ptr is not None:
+            b_d += _load(ds_out_ptr + p_s, m_k)
+        b_c = centre
+        if centre_ptr is not None:
+            b_c = tl.load(centre_ptr + i_h).to(tl.float32)
+        b_dc = tl.zeros((BD,), tl.float32)
+        o_r = tl.arange(0, BT)
+        for start in range(0, count, BT):
+            o_t = count - 1 - start - o_r
+            m_t, m_later = o_t >= 0, (o_t >= 0) & (o_r > 0)
+            p_h = (begin + o_t) * H + i_h
+            p, m = p_h[:, None] * K + o_k[None, :], m_t[:, None] & m_k[None, :]
+            b_k, b_dy, b_sums = _load(k_ptr + p, m), _load(dy_ptr + p, m), _load(sums_ptr + p, m)
+            b_m, b_square = _factors(b_sums, b_c, log_x, eps)
+            b_e = b_dy * b_k * b_m
+            if dby_ptr is not None:
+                b_e -= _load(dby_ptr + p, m) / b_m
+            b_e = b_e * log_x / b_square
+            b_dc += tl.sum(tl.where(m, b_e, 0.0), 0)
+            b_x = tl.where(m, -b_e / (b_sums + eps), 0.0)
+            b_x += tl.where((o_r > 0)[:, None], 0.0, b_d[None, :])
+            b_a = tl.exp(_load(g_ptr + p_h + H, m_later))[:, None]
+            _, b_ds = tl.associative_scan((tl.broadcast_to(b_a, (BT, BD)), b_x), 0, _then)
+            b_a, b_beta = (
+                tl.exp(_load(g_ptr + p_h, m_t))[:, None],
+                _load(beta_ptr + p_h, m_t)[:, None],
+            )
+            b_dk = b_dy * b_m + 2.0 * b_beta * b_k * b_ds
+            tl.store(dk_ptr + p, b_dk.to(dk_ptr.dtype.element_ty), mask=m)
+            b_before = _load(sums_ptr + p - H * K, m & (o_t > 0)[:, None])
+            b_before = tl.where((o_t == 0)[:, None], b_first[None, :], b_before)
+            p_h += i_share.to(tl.int64) * tokens * H
+            tl.store(dbeta_ptr + p_h, tl.sum(b_k * b_k * b_ds, 1), mask=m_t)
+            tl.store(dg_ptr + p_h, tl.sum(b_a * b_before * b_ds, 1), mask=m_t)
+            last = (o_r == tl.minimum(count - start, BT) - 1)[:, None]
+            b_d = tl.sum(tl.where(last, b_a * b_ds, 0.0), 0)
+        tl.store(dcentre_ptr + p_s, b_dc, mask=m_k)
+        tl.store(ds_in_ptr + p_s, b_d, mask=m_k)

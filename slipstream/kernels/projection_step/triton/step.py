@@ -102,6 +102,7 @@ def _rows(
         m_x = m_k[:, None] & m_m[None, :]
         b_x = tl.load(x_ptr + o_m[None, :] * row_x + o_k[:, None], mask=m_x, other=0.0)
         b_x = b_x.to(b_w.dtype)
+        # weights are the left operand: what is padded is the side of x, which has few rows
         acc = tl.dot(b_w, b_x, acc, input_precision="ieee")
         if GLU:
             b_u = tl.load(up_ptr + p_w, mask=m_w, other=0.0)

@@ -3,8 +3,6 @@
 op.py has the formulas. Both channels of a pair are in one thread.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -84,38 +82,6 @@ def _tile(
     return o_r, o_k, m_r & (o_k < K)[None, :], b_cos, b_sin
 
 
-@triton.jit(do_not_specialize=["rows"])
-def rotation_fwd_kernel(
-    q_ptr,  # [rows, R, K]; so are k, q_out, k_out
-    k_ptr,
-    theta_ptr,  # [rows, P]
-    q_out_ptr,
-    k_out_ptr,
-    dots_ptr,  # [rows, R, R]
-    rows,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """grid (ceil(rows / ROWS),)"""
-    o_r, o_k, m, b_cos, b_sin = _tile(theta_ptr, rows, K, P, ROWS, PAIRS)
-    for r in range(R):
-        p_q = (o_r * R + r) * K
-        b_q1, b_q2 = _pair(q_ptr, p_q, o_k, m, ROWS, PAIRS)
-        b_1, b_2 = b_q1 * b_cos - b_q2 * b_sin, b_q1 * b_sin + b_q2 * b_cos
-        _store(q_out_ptr, p_q, o_k, m, b_1, b_2, ROWS, PAIRS)
-        for s in range(R):
-            p_k = (o_r * R + s) * K
-            b_k1, b_k2 = _pair(k_ptr, p_k, o_k, m, ROWS, PAIRS)
-            b_dot = tl.sum(b_q1 * b_k1 + b_q2 * b_k2, 1)
-            tl.store(dots_ptr + (o_r * R + r) * R + s, b_dot, mask=o_r < rows)
-            if s == r:
-                b_1, b_2 = b_k1 * b_cos - b_k2 * b_sin, b_k1 * b_sin + b_k2 * b_cos
-                _store(k_out_ptr, p_k, o_k, m, b_1, b_2, ROWS, PAIRS)
-
-
 @triton.jit
 def _back(
     dy_ptr, dx_ptr, other_ptr, p, p_first, p_dots, across, o_k, m, m_r, b_1, b_2, b_o1, b_o2,
@@ -142,13 +108,16 @@ def _back(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rotation_bwd_kernel(
-    q_ptr,  # [rows, R, K]; so are k, dq_out, dk_out, dq, dk
+def rotation_kernel(
+    q_ptr,  # [rows, R, K]; so are k, q_out, k_out, dq_out, dk_out, dq, dk
     k_ptr,
     theta_ptr,  # [rows, P]; so is dtheta
+    q_out_ptr,
+    k_out_ptr,
+    dots_ptr,  # [rows, R, R]; so is ddots
     dq_out_ptr,
     dk_out_ptr,
-    ddots_ptr,  # [rows, R, R]
+    ddots_ptr,
     dq_ptr,
     dk_ptr,
     dtheta_ptr,
@@ -159,38 +128,52 @@ def rotation_bwd_kernel(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """grid (ceil(rows / ROWS),)"""
+    """grid (ceil(rows / ROWS),): q_out, k_out and dots, or of ddots the gradients."""
     o_r, o_k, m, b_cos, b_sin = _tile(theta_ptr, rows, K, P, ROWS, PAIRS)
-    m_r = o_r < rows
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
-    b_dtheta = tl.zeros((ROWS, PAIRS), tl.float32)
-    p_first, p_dots = o_r * (R * K), ddots_ptr + o_r * (R * R)
-    for r in range(R):
-        p = p_first + r * K
-        b_q1, b_q2 = _pair(q_ptr, p, o_k, m, ROWS, PAIRS)
-        b_k1, b_k2 = _pair(k_ptr, p, o_k, m, ROWS, PAIRS)
-        b_dtheta += _back(
-            dq_out_ptr, dq_ptr, k_ptr, p, p_first, p_dots + r * R, 1, o_k, m, m_r, b_q1, b_q2,
-            b_k1, b_k2, b_cos, b_sin, dtype, R, K, ROWS, PAIRS,
-        )  # fmt: skip
-        b_dtheta += _back(
-            dk_out_ptr, dk_ptr, q_ptr, p, p_first, p_dots + r, R, o_k, m, m_r, b_k1, b_k2,
-            b_q1, b_q2, b_cos, b_sin, dtype, R, K, ROWS, PAIRS,
-        )  # fmt: skip
-    o_p = tl.arange(0, PAIRS)[None, :]
-    tl.store(
-        dtheta_ptr + o_r[:, None] * P + o_p,
-        b_dtheta.to(dtheta_ptr.dtype.element_ty),
-        mask=m_r[:, None] & (o_p < P),
-    )
+    if ddots_ptr is None:
+        for r in range(R):
+            p_q = (o_r * R + r) * K
+            b_q1, b_q2 = _pair(q_ptr, p_q, o_k, m, ROWS, PAIRS)
+            b_1, b_2 = b_q1 * b_cos - b_q2 * b_sin, b_q1 * b_sin + b_q2 * b_cos
+            _store(q_out_ptr, p_q, o_k, m, b_1, b_2, ROWS, PAIRS)
+            for s in range(R):
+                p_k = (o_r * R + s) * K
+                b_k1, b_k2 = _pair(k_ptr, p_k, o_k, m, ROWS, PAIRS)
+                b_dot = tl.sum(b_q1 * b_k1 + b_q2 * b_k2, 1)
+                tl.store(dots_ptr + (o_r * R + r) * R + s, b_dot, mask=o_r < rows)
+                if s == r:
+                    b_1, b_2 = b_k1 * b_cos - b_k2 * b_sin, b_k1 * b_sin + b_k2 * b_cos
+                    _store(k_out_ptr, p_k, o_k, m, b_1, b_2, ROWS, PAIRS)
+    else:
+        m_r = o_r < rows
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        b_dtheta = tl.zeros((ROWS, PAIRS), tl.float32)
+        p_first, p_dots = o_r * (R * K), ddots_ptr + o_r * (R * R)
+        for r in range(R):
+            p = p_first + r * K
+            b_q1, b_q2 = _pair(q_ptr, p, o_k, m, ROWS, PAIRS)
+            b_k1, b_k2 = _pair(k_ptr, p, o_k, m, ROWS, PAIRS)
+            b_dtheta += _back(
+                dq_out_ptr, dq_ptr, k_ptr, p, p_first, p_dots + r * R, 1, o_k, m, m_r, b_q1, b_q2,
+                b_k1, b_k2, b_cos, b_sin, dtype, R, K, ROWS, PAIRS,
+            )  # fmt: skip
+            b_dtheta += _back(
+                dk_out_ptr, dk_ptr, q_ptr, p, p_first, p_dots + r, R, o_k, m, m_r, b_k1, b_k2,
+                b_q1, b_q2, b_cos, b_sin, dtype, R, K, ROWS, PAIRS,
+            )  # fmt: skip
+        o_p = tl.arange(0, PAIRS)[None, :]
+        tl.store(
+            dtheta_ptr + o_r[:, None] * P + o_p,
+            b_dtheta.to(dtheta_ptr.dtype.element_ty),
+            mask=m_r[:, None] & (o_p < P),
+        )
 
 
 def forward(q: Tensor, k: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k rotated, and dots, float32."""
     out = torch.empty_like(q), torch.empty_like(k)
     dots = q.new_empty(*q.shape[:-1], q.shape[-2], dtype=torch.float32)
-    _run(rotation_fwd_kernel, q, theta, q_ptr=q, k_ptr=k, theta_ptr=theta, q_out_ptr=out[0],
-         k_out_ptr=out[1], dots_ptr=dots)  # fmt: skip
+    _run(q, k, theta, q_out_ptr=out[0], k_out_ptr=out[1], dots_ptr=dots)
     return *out, dots
 
 
@@ -199,17 +182,20 @@ def backward(
 ) -> list[Tensor]:
     """dq, dk and dtheta."""
     dq, dk, dtheta = (torch.empty_like(x) for x in (q, k, theta))
-    _run(rotation_bwd_kernel, q, theta, q_ptr=q, k_ptr=k, theta_ptr=theta, dq_out_ptr=dq_out,
-         dk_out_ptr=dk_out, ddots_ptr=ddots, dq_ptr=dq, dk_ptr=dk, dtheta_ptr=dtheta)  # fmt: skip
+    _run(q, k, theta, dq_out_ptr=dq_out, dk_out_ptr=dk_out, ddots_ptr=ddots, dq_ptr=dq, dk_ptr=dk,
+         dtheta_ptr=dtheta)  # fmt: skip
     return [dq, dk, dtheta]
 
 
-def _run(kernel: Any, q: Tensor, theta: Tensor, **tensors: Tensor) -> None:
-    """q [..., R, K] and theta [..., P], all contiguous."""
+def _run(q: Tensor, k: Tensor, theta: Tensor, **tensors: Tensor) -> None:
+    """q, k [..., R, K] and theta [..., P], all contiguous; None what is not among the tensors."""
     R, K = q.shape[-2:]
     rows = q.numel() // (R * K)
+    names = ("q_out_ptr", "k_out_ptr", "dots_ptr", "dq_out_ptr", "dk_out_ptr", "ddots_ptr",
+             "dq_ptr", "dk_ptr", "dtheta_ptr")  # fmt: skip
     with device_of(q.device):
-        cached(kernel)[triton.cdiv(rows, ROWS),](
-            **tensors, rows=rows, R=R, K=K, P=theta.shape[-1], ROWS=ROWS,
+        cached(rotation_kernel)[triton.cdiv(rows, ROWS),](
+            q_ptr=q, k_ptr=k, theta_ptr=theta, **(dict.fromkeys(names) | tensors), rows=rows,
+            R=R, K=K, P=theta.shape[-1], ROWS=ROWS,
             PAIRS=triton.next_power_of_2(triton.cdiv(K, 2)), num_warps=WARPS,
         )  # fmt: skip

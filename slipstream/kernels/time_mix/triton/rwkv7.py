@@ -141,6 +141,7 @@ def rwkv7_terms_bwd_kernel(
         b_sum_a += b_da
         b_dka += b_dk * b_k * (b_a - 1)
         b_dunit = b_db * b_a - b_da_out
+        # through the norm: what lies along the unit vector does not change it
         b_dz = b_r * (b_dunit - b_unit * tl.sum(b_dunit * b_unit, 1, keep_dims=True))
         b_dkk += b_dz * b_k
         _store(dk_ptr, o, b_dz * b_kk + b_dk * (1 + (b_a - 1) * b_ka), m)
@@ -155,6 +156,7 @@ def rwkv7_terms_bwd_kernel(
     p_partial = partial_ptr + tl.program_id(0) * 5 * D
     _store(p_partial, o_d, tl.sum(b_dkk, 0, keep_dims=True), m_d)
     _store(p_partial + D, o_d, tl.sum(b_dka, 0, keep_dims=True), m_d)
+    # a bias that is not given has no gradient, and its row of partial is not read
     if w_bias_ptr is not None:
         _store(p_partial + 2 * D, o_d, tl.sum(b_sum_w, 0, keep_dims=True), m_d)
     if a_bias_ptr is not None:
@@ -182,6 +184,7 @@ def rwkv7_output_kernel(
         # as there, all loads before the first store
         b_dy = _maybe(dy_ptr, o, m)
         b_v, b_gate = _load(v_ptr, o, m), _load(gate_ptr, o, m)
+        # backward makes y again from these: reading it would be one more tensor of tokens
         b_n, b_rstd = _normed(_load(o_ptr, o, m), m, eps, K)
         b_r, b_k = _load(r_ptr, o, m), _load(k_ptr, o, m)
         b_s = tl.sum(b_r * b_k * b_r_k, 1, keep_dims=True)

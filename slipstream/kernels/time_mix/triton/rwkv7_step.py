@@ -34,6 +34,7 @@ def _product(
         o_r = i + tl.arange(0, BR)
         b_x = _load(inner_ptr, o_r, o_r < rank)
         if F == "tanh":
+            # by exp(-2 |x|), which no x makes infinite
             b_e = tl.exp(-2 * tl.abs(b_x))
             b_x = tl.where(b_x < 0, -1.0, 1.0) * (1 - b_e) / (1 + b_e)
         if F == "sigmoid":
@@ -63,6 +64,7 @@ def rwkv7_step_kernel(
     o_d = h * K + o
     p_s = state_ptr + (n * (D // K) + h) * K * K + o[:, None] * K + o[None, :]
     m_s = m[:, None] & m[None, :]
+    # asked for first: it is on its way while the four products read their matrices
     b_s = tl.load(p_s, mask=m_s, other=0.0)
     b_r, b_k = _load(r_ptr + n * row_r, o_d, m), _load(k_ptr + n * row_k, o_d, m)
     b_v = _load(v_ptr + n * row_v, o_d, m)
@@ -80,11 +82,13 @@ def rwkv7_step_kernel(
     b_unit = b_k * _load(k_k_ptr, o_d, m)
     b_unit *= tl.rsqrt(tl.sum(b_unit * b_unit, 0) + unit_eps)
     b_k *= 1 + (b_a - 1) * _load(k_a_ptr, o_d, m)
+    # what is erased is read before the state decays
     b_read = -tl.sum(b_unit[:, None] * b_s, 0)
     b_s *= tl.exp(slowest * tl.sigmoid(b_w))[:, None]
     b_s += (b_unit * b_a)[:, None] * b_read[None, :] + b_k[:, None] * b_v[None, :]
     tl.store(p_s, b_s, mask=m_s)
     b_o = tl.sum(b_r[:, None] * b_s, 0)
+    # channels past K hold 0, which less the mean would count in the variance
     b_o = tl.where(m, b_o - tl.sum(b_o, 0) / K, 0.0)
     b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / K + eps)
     b_bonus = tl.sum(b_r * b_k * _load(r_k_ptr, o_d, m), 0)

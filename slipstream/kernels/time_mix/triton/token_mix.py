@@ -74,6 +74,7 @@ def token_mix_kernel(
     # of the token before: itself, and its gradient except for what this one adds
     b_last, b_waiting = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if before_ptr is None:
+        # the row before is another program's: it is read again, for none waits for another
         b_last = _row(x_ptr, first - 1, o_d, m_d & (first % T != 0), D)
     for row in range(first, last):
         b_x = _row(x_ptr, row, o_d, m_d, D)
@@ -92,9 +93,11 @@ def token_mix_kernel(
             for m in tl.static_range(M):
                 b_dy = dys[m].to(tl.float32)
                 b_dx += b_dy * (1 - mus[m])
+                # in registers over all rows of the program: dmu costs no reads
                 new = new + (sums[m] + b_dy * b_delta,)
             sums = new
             o = tl.cast(row, tl.int64) * D + o_d
+            # the gradient of the token before is complete; the first row's is another program's
             if before_ptr is None:
                 b_done = b_waiting + tl.where(row % T == 0, 0.0, b_dbefore)
                 p_dx = dx_ptr + o - D

@@ -9,6 +9,19 @@ of solve_tril.py. Once the product of these over a segment's last chunks is belo
 taken as zero, and E from those chunks alone (back from the first ones): what is left out is below
 float32's rounding of what was there. The gates decide that on the device, for each head.
 
+The partitions are those of chunk_fwd.py, and back of chunk_dstate.py, without their outputs:
+
+    load_partition, 1 warp       wy_partition, 4         state_partition, 4
+      k, v, R, beta, G -- full -->  -W = -R diag(exp(G)) k   S from 0, or from the unit matrix
+      back q and do too             back W and Z             back dS from 0
+                                    -- w_full, p_full -->
+                                    <-- w_empty, p_empty   arrives at empty
+      <-- empty
+
+    buffers                      stages  arrivals a phase: full / empty
+    k, v (q, do), R, beta, G     ST      2 (TMA, and the warp that stores beta and G) / 1
+    W [C, K] (Z [C, C])          2       1 / 1: they have been read once their product is there
+
 The first segment's E starts at the sequence's own state, and no M of the first or the last is ever
 wanted: these count as M = 0, which `m_is_zero` says of each segment and head. state_passing.py
 joins them. Where a sequence goes on at other ranks (context.py) EVERY segment's are wanted.

@@ -1,6 +1,16 @@
 """The states before the segments of sequences of the delta rule, by the partitions of chunk_fwd.py
 that carry S: bit for bit what its scan has there.
 
+    load_partition, 1 warp       wy_partition, 4         state_partition, 4
+      k, v, R, beta, G -- full -->  R diag(exp(G)) k       R v - W S
+                                    -W -- w_full ----->    S, kept before a segment's first chunk
+                                    <-- w_empty            arrives at empty
+      <-- empty
+
+    buffers               stages  arrivals a phase: full / empty
+    k, v, R, beta, G      ST      2 (TMA, and the warp that stores beta and G) / 1
+    W [C, K]              2       1 / 1: W has been read once w is there
+
 Without outputs a chunk takes 0.6 of the time, since a multiprocessor's shared memory moves half as
 much; then chunk_fwd.py begins at every segment at once. So segments change no bits.
 """

@@ -91,6 +91,7 @@ def key_partition(
     for i in range(n):
         s = i % ST
         num_rows = length - i * C
+        # the gates of a short chunk are cleared only once they have been summed
         mbarrier.wait(summed.index(s), (i // ST) & 1)
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if num_rows < C:
@@ -125,6 +126,7 @@ def state_partition(
         s = i % ST
         mbarrier.wait(ready.index(s), (i // ST) & 1)
         b_d = totals.index(s).load(columns)
+        # factors from 0 to 1: one that underflows to 0 is the right decay
         b_total *= b_d
         b_s *= b_d[None, :]
         v_t = tiles.v.index(2 * s + I).permute((1, 0))
@@ -132,6 +134,7 @@ def state_partition(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     gl.store(e_ptr + o_k[None, :] * V + o_v[:, None], b_s)
+    # both warpgroups have it, since total has no columns of V
     if I == 0:
         gl.store(total_ptr + o_k, b_total)
 
