@@ -184,7 +184,9 @@ def decode(
         # the token after the last draft is another one
         most = min(count, length - len(tokens) - 1)
         guesses = guess(tokens, most) if most > 0 else []
-        chosen = verify([tokens[-1], *guesses], count + 1 if guesses else FEWEST)
+        # a size that only the last token needs would be compiled and captured for it
+        size = FEWEST if most > 0 and not guesses else count + 1
+        chosen = verify([tokens[-1], *guesses], size)
         right = 0
         while right < len(guesses) and guesses[right] == chosen[right]:
             right += 1

@@ -68,6 +68,19 @@ def test_assistant_gives_greedy_tokens(mixers: tuple[str, ...]) -> None:
     assert other.generate(prompt, **options).shape == (1, prompt.shape[1] + 30)
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_assistant_needs_one_graph_for_any_length(right: bool) -> None:
+    """Another would be compiled and captured in the middle of a generate."""
+    model, prompt = make("gated_deltanet", "attention")
+    assistant = copy.deepcopy(model) if right else make("gla", "attention")[0]
+    assistant.generation_config.num_assistant_tokens = 2
+    for count in range(7, 13):
+        options = {**GREEDY, "eos_token_id": None, "max_new_tokens": count}
+        model.generate(prompt, assistant_model=assistant, **options)
+    for one in (model, assistant):
+        assert (one.decoding.captures, one.decoding.eager, one.decoding.reason) == (1, 1, None)
+
+
 def test_busy_assistant_is_asked_again_later() -> None:
     model, prompt = make("gated_deltanet", "attention")
     options = {**GREEDY, "eos_token_id": None}
