@@ -14,6 +14,7 @@ from linear_tables import (
     linear_more,
     linear_row,
 )
+from peer_suites import is_omitted
 from scaling_tables import SCALING
 from table_cells import (
     Cell,
@@ -433,7 +434,8 @@ def transformers_models() -> Table:
 def peer_suites() -> Table:
     """The counts of tools/peer_suites.py, a row for each file of which a case ran."""
     counts = ("passed", "failed", "skipped")
-    ran = (x for x in read("peer_suites") if int(x.get("passed")) or int(x.get("failed")))
+    run = (x for x in read("peer_suites") if not is_omitted(x.get("package"), x.get("file")))
+    ran = (x for x in run if int(x.get("passed")) or int(x.get("failed")))
     used = {(x.get("package"), x.get("file"), x.get("device")): x for x in ran}
     rows = [
         (label(package), label(f"`{file}`"), label(device), *(number(x, y) for y in counts))
