@@ -1,5 +1,6 @@
 """slipstream train CONFIG.yaml [section.key=value ...]"""
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated
@@ -31,8 +32,11 @@ def train(
         from slipstream.training.config import load
         from slipstream.training.run import train as run
 
-        # torchrun numbers its processes: the first one speaks
-        console = Console(quiet=os.environ.get("RANK", "0") != "0")
+        # torchrun numbers its processes: the first one speaks, and torch warns there alone
+        first = os.environ.get("RANK", "0") == "0"
+        console = Console(quiet=not first)
+        if not first:
+            logging.getLogger("torch.distributed").setLevel(logging.ERROR)
         with ranks.reported_once():
             settings = load(config, overrides or ())
         with ranks.others_needed():

@@ -113,6 +113,7 @@ def test_parts_train_like_the_whole(kind: str, tmp_path: Path) -> None:
     config = raw(tmp_path / "two", data=data, parallel={kind: 2})
     text = finish(config, tmp_path)
     assert text.count("on all held-out text") == 1
+    assert "[rank1]" not in text  # of torch's own warnings
     assert_same(tmp_path / "two", want)
     model, _ = load(tmp_path / "two")
     assert type(model).__name__ == "SlipstreamForCausalLM"
