@@ -5,17 +5,14 @@ their peers.
     python bench/blocks.py --compile     under torch.compile: our kernel in the graph, and the code
                                          that Inductor makes of plain torch
     python bench/blocks.py --errors      against plain torch in float64, where it has the function
-    python bench/blocks.py --tiles       other tiles than those of the tables, numbers checked
 
 bf16. fwd_ms, bwd_ms, both_ms: of the device, all providers in turns; TB/s of what must move at
 least. peak_gib, beyond_gib: memory of a forward and its backward, and without the gradients.
 """
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +28,6 @@ from harness import (
     in_turns,
     parser,
     peak_bytes,
-    sweep,
 )
 from torch import Tensor
 
@@ -275,88 +271,14 @@ def under_compile(work: Work, report: Report) -> dict[str, object]:
     return {"work": work.name, **{f"{who}_ms": f"{ms:.3f}" for who, ms in times.items()}}
 
 
-KERNELS = "slipstream.kernels"
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A constant of a module that says which tiles a work takes, and what to try in its place."""
-
-    work: str
-    module: str
-    name: str
-    values: Callable[[Any], Iterator[Any]]
-    forget: tuple[str, ...] = ()  # "module:name" of what remembers a choice
-
-
-def _norm_rows(kept: Any) -> Iterator[Any]:
-    row = importlib.import_module(f"{KERNELS}.norm.triton.tiles").Row
-    for elements, warps in (
-        (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 8), (16384, 16),
-        (16384, 32),
-    ):  # fmt: skip
-        for per in (1, 2, 4):
-            yield (row(1 << 20, elements, warps, per, 1),)
-
-
-def _loss_rows(kept: Any) -> Iterator[Any]:
-    for block in (2048, 4096, 8192, 16384):
-        yield from (((1 << 62, block, warps),) for warps in (2, 4, 8, 16))
-
-
-def _conv_tiles(kept: Any) -> Iterator[Any]:
-    shapes = ((8, 256, 2), (8, 128, 1), (8, 128, 2), (8, 256, 4), (4, 256, 2), (16, 256, 4))
-    yield from (type(kept)(*shape, per) for shape in shapes for per in (3, 4, 5, 6, 8, 12))
-
-
-def _megabytes(kept: Any) -> Iterator[Any]:
-    yield from (mib << 20 for mib in (80, 128, 192, 384, 512, 640))
-
-
-_NORM_CACHES = (f"{KERNELS}.norm.triton.launch:_tile",)
-_NORMS = f"{KERNELS}.norm.triton.tiles"
-TILES = [
-    Tiles("rms_norm 32768x2048", _NORMS, "FORWARD", _norm_rows, _NORM_CACHES),
-    Tiles("rms_norm 32768x2048", _NORMS, "BACKWARD", _norm_rows, _NORM_CACHES),
-    Tiles("cross_entropy 16384x32000", f"{KERNELS}.primitives.logit_chunks", "TILES", _loss_rows),
-    Tiles("linear_ce 16384x32000", f"{KERNELS}.primitives.logit_chunks", "CHUNK_BYTES", _megabytes),
-    Tiles("short_conv 4x4096x4096 W4", f"{KERNELS}.conv.triton.launch", "FORWARD", _conv_tiles),
-    Tiles(
-        "short_conv 4x4096x4096 W4", f"{KERNELS}.conv.triton.launch", "BACKWARD_ROLLING",
-        _conv_tiles,
-    ),
-]  # fmt: skip
-
-
-def other_tiles(tiles: Tiles, report: Report) -> Iterator[dict[str, object]]:
-    work = next(x for x in WORKS if x.name == tiles.work)
-    module = importlib.import_module(tiles.module)
-    kept = getattr(module, tiles.name)
-
-    def use(value: Any) -> None:
-        setattr(module, tiles.name, value)
-        for path in tiles.forget:
-            owner, _, name = path.partition(":")
-            getattr(importlib.import_module(owner), name).cache_clear()
-
-    values = islice(tiles.values(kept), 2 if report.options.small else None)
-    for row in sweep(values, kept, use, providers(work, {}, report)["ours"], report):
-        yield {"work": f"{work.name} {tiles.name}", **row}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--peers", nargs="*", default=["torch", "liger", "fla"])
     options.add_argument("--compile", action="store_true", help="under torch.compile")
-    options.add_argument("--tiles", action="store_true", help="other tiles than the tables'")
     options.add_argument("--errors", action="store_true", help="against float64, no times")
     given = options.parse_args(argv)
     report, works = Report(given), list[Measurement]()
-    if given.tiles:
-        for tiles in TILES:
-            measure = partial(other_tiles, tiles, report)
-            works.append((f"{tiles.work} {tiles.name}", "blocks_sweep", measure))
-    elif given.compile:
+    if given.compile:
         works = [(x.name, "blocks_compiled", partial(under_compile, x, report)) for x in WORKS]
     else:
         known = peers(given.peers)

@@ -19,7 +19,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -404,30 +404,6 @@ def bandwidth(ms: float, moved: float) -> dict[str, object]:
     """The cells of a row: time, and bandwidth from the bytes that the call moves."""
     fraction = moved / ms / copy_bytes_per_ms()
     return {"ms": round(ms, 5), "TB/s": round(moved / ms / 1e9, 3), "of copy": round(fraction, 3)}
-
-
-def sweep(
-    settings: Iterable[Any],
-    kept: Any,
-    use: Callable[[Any], object],
-    provider: Provider,
-    report: Report,
-) -> Iterator[dict[str, object]]:
-    """Rows of settings, each used in place of the one that is kept: milliseconds of a forward, and
-    of one with backward, and the error against the results of the one that is kept."""
-    want = provider.results()
-    for setting in (kept, *(x for x in settings if x != kept)):
-        row: dict[str, object] = {"setting": re.sub(r"[a-zA-Z_]+=", "", str(setting))}
-        use(setting)
-        try:
-            row["off"] = f"{max(map(error, provider.results(), want)):.0e}"
-            calls = {"fwd_ms": provider.forward, "both_ms": provider.gradients}
-            row |= rounded(report.times(calls))
-        except Exception as e:  # too many registers or too much shared memory is a row too
-            row["note"] = f"{type(e).__name__}: {str(e)[:80]}"
-        finally:
-            use(kept)
-        yield row
 
 
 def language_model(mixers: list[Any], small: bool, **sizes: Any) -> Any:

@@ -1,7 +1,6 @@
-"""The matmul beside cuBLAS.
+"""The matmul beside cuBLAS: chosen kernels, and of few rows each kernel.
 
-    python bench/matmul.py                        chosen kernels, and of few rows each kernel
-    python bench/matmul.py --tiles                configurations beside the chosen one and cuBLAS
+    python bench/matmul.py
     python bench/matmul.py --only '8192x.*bfloat16 nt'
 
 Layouts: a as [M, K] by rows (n) or by columns (t), then b as [K, N]. ms and TFLOP/s are of the
@@ -10,28 +9,15 @@ error is against float64, of 256 rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-from harness import (
-    BF16,
-    DEVICE,
-    Call,
-    Measurement,
-    Report,
-    error,
-    first,
-    in_turns,
-    parser,
-)
+from harness import BF16, DEVICE, Call, Measurement, Report, error, first, in_turns, parser
 from torch import Tensor
 
-from slipstream.kernels.matmul import config as tiles
-from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.inputs import FP8
-from slipstream.ops.matmul import MatmulConfig, matmul
+from slipstream.ops.matmul import matmul
 
 FP32, E4M3 = torch.float32, torch.float8_e4m3fn
 # M, N, K, dtype, layout, precision of float32
@@ -77,27 +63,7 @@ def in_a_row(call: Call, count: int) -> Call:
     return lambda: [call() for _ in range(count)]
 
 
-def configurations(problem: tiles.Problem, M: int, N: int) -> Iterator[MatmulConfig]:
-    if M < FEW_ROWS:
-        for bm, bn, deep, warps, stages in (
-            (64, 64, 256, 4, 4), (64, 64, 512, 4, 3), (64, 128, 128, 4, 4), (64, 128, 256, 4, 3),
-            (128, 64, 128, 4, 5), (128, 64, 256, 4, 3), (128, 128, 128, 4, 4),
-            (128, 128, 256, 8, 3), (128, 256, 128, 8, 4),
-        ):  # fmt: skip
-            for split in (1, 2, 4, 8):
-                if 64 <= -(-M // bm) * -(-N // bn) * split <= 264 and bm <= max(M, 64):
-                    deep_k = deep // problem.size
-                    yield MatmulConfig(bm, bn, deep_k, warps, stages, split_k=split)
-        return
-    for bn, stages in ((256, 4), (256, 3), (128, 6), (128, 5), (128, 4)):
-        for group in (4, 8, 16) if stages in (4, 6) else (8,):
-            yield MatmulConfig(128, bn, 128 // problem.size, 8, stages, group, "tma")
-    for bm, bn, warps in ((128, 256, 8), (128, 128, 4), (128, 128, 8)):
-        for stages in (3, 4):
-            yield MatmulConfig(bm, bn, 128 // problem.size, warps, stages)
-
-
-def rows(case: tuple, report: Report, with_tiles: bool) -> Iterator[Mapping[str, object]]:
+def rows(case: tuple, report: Report) -> Iterator[Mapping[str, object]]:
     M, N, K, dtype, layout, precision = case
     name = f"{M}x{N}x{K}"
     if report.options.small:
@@ -107,16 +73,7 @@ def rows(case: tuple, report: Report, with_tiles: bool) -> Iterator[Mapping[str,
     precision = precision or "tf32x3"
     given: dict[str, Any] = {"precision": precision}
     calls: dict[str, Call] = {"chosen": partial(matmul, a, b, **given)}
-    if with_tiles and DEVICE.type == "cuda":
-        out = BF16 if dtype in FP8 else dtype
-        problem = tiles.Problem(dtype, out, precision, layout[0] == "t", layout[1] == "t")
-        arch = op.arch_of(DEVICE)
-        for c in configurations(problem, M, N):
-            if tiles.violation(c, problem, arch) is None:
-                calls[" ".join(map(str, asdict(c).values()))] = partial(
-                    matmul, a, b, config=c, **given
-                )
-    elif M < FEW_ROWS and DEVICE.type == "cuda":
+    if M < FEW_ROWS and DEVICE.type == "cuda":
         calls |= {x: partial(matmul, a, b, impl=x, **given) for x in ("sm90", "triton")}
     want = a[:256].double() @ b.double()
     flops = 2e-9 * M * N * K
@@ -139,16 +96,12 @@ def rows(case: tuple, report: Report, with_tiles: bool) -> Iterator[Mapping[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--tiles", action="store_true", help="other configurations too")
-    given = options.parse_args(argv)
-    report, works = Report(given), list[Measurement]()
-    file = "matmul_sweep" if given.tiles else "matmul_gpu"
+    report, works = Report(parser(__doc__).parse_args(argv)), list[Measurement]()
     for case in CASES:
         M, N, K, dtype, layout, _ = case
         if DEVICE.type != "cpu" or dtype not in FP8:
             name = f"{M}x{N}x{K} {str(dtype)[6:]} {layout}"
-            works.append((name, file, partial(rows, case, report, given.tiles)))
+            works.append((name, "matmul_gpu", partial(rows, case, report)))
     report.measure(works)
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from slipstream import ops
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import chosen
 from tests.support.forked import run_script
 
@@ -60,7 +59,6 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("attention", "", 20),
         ("attention", "--errors --only causal", 8),
         ("blocks", "", 20),
-        ("blocks", "--tiles", 12),
         ("blocks", "--errors", 11),
         ("matmul", "", 15),
         ("decode", "--only step|scan", 19),
@@ -85,8 +83,6 @@ def test_small_run(
     whole = ("training", "transformers_models", "convergence")
     if name in whole or re.search("generate|--cpu|drafts", arguments):
         pytest.importorskip("transformers")
-    if "--tiles" in arguments and not HAVE_TRITON:
-        pytest.skip("tables of tiles are Triton's")
     script(name).main(["--small", *arguments.split()])
     found = rows(capsys.readouterr().out)
     assert len(found) >= many
