@@ -9,17 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import (
-    BF16,
-    DEVICE,
-    Call,
-    Report,
-    copy_bytes_per_ms,
-    error,
-    first,
-    in_graph,
-    rounded,
-)
+from harness import BF16, DEVICE, Call, Report, copy_bytes_per_ms, error, first, in_graph, rounded
 from torch import Tensor
 
 from slipstream import ops
