@@ -1,5 +1,6 @@
 """Gated DeltaProduct: several Householder steps of the gated delta rule for each token."""
 
+import torch
 from torch import Tensor
 
 from slipstream.common import checks
@@ -148,6 +149,8 @@ def _impl(
     q, v = given.q, given.v
     turned = options.reverse or options.state_v_first or options.impl == "reference"
     plain = not turned and cu_seqlens is None and autocast_dtype(q) is None
+    # as one operator its states are float32
+    plain = plain and q.dtype != torch.float64
     if not (plain and q.is_cuda and q.numel() and v.numel()):
         return ""
     laid = given.terms(slice(0, 1), given.state, "eager")

@@ -73,6 +73,16 @@ def test_operator_on_cuda_matches_reference(
         assert torch.equal(x, y), f"{op.name} {i}: other bits the second time"
 
 
+@every_operator
+def test_float64_on_cuda_matches_reference(op: Sample) -> None:
+    args = op.inputs(replace(SIZES["odd"], dtype=torch.float64, gate="mixed"))
+    want, want_grads = run(op, args, impl="reference")
+    poison()
+    got, grads = run(op, on_cuda(args), impl="eager")
+    for i, (x, y) in enumerate(zip([*got, *grads], [*want, *want_grads], strict=True)):
+        assert relative_error(x.cpu(), y) <= 1e-10, f"{op.name} {i}: {relative_error(x.cpu(), y)}"
+
+
 @pytest.mark.parametrize("size", FULL)
 @pytest.mark.parametrize(
     "op", [x for x in LINEAR if x.name.startswith("chunk_")], ids=lambda op: op.name

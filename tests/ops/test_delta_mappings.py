@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream import ops
+from slipstream.kernels.linear.dispatch import LinearOptions
+from slipstream.kernels.linear.gated_delta_product import Steps
+from slipstream.ops.gated_delta_product import _impl
 from tests.support.mappings import both, near, same
 from tests.support.recurrences import (
     CHANNEL,
@@ -209,6 +213,16 @@ def test_gated_delta_product_reverse_step_order(fn: Callable) -> None:
     want, state = trace(gated_delta_product(**turned, S=S))
     got = fn(**args, num_householder=3, initial_state=S, output_final_state=True, reverse=True)
     same(got, (K**-0.5 * want.flip(1), state), 1e-11)
+
+
+def test_gated_delta_product_float64_states() -> None:
+    """The one operator that a GPU runs has states in float32."""
+    given = {"q": (8, 2, 16), "k": (16, 2, 16), "v": (16, 2, 16), "beta": (16, 2), "g": (8, 2)}
+    wide = {"dtype": torch.float64, "device": "cuda"}
+    with FakeTensorMode():
+        steps = Steps(**{n: torch.empty(1, *size, **wide) for n, size in given.items()})
+        options = LinearOptions(None, True, False, False, None, "eager", None)
+        assert _impl(steps, 2, None, options, False) == ""
 
 
 def test_gated_delta_product_positional_steps() -> None:
