@@ -24,18 +24,18 @@ from slipstream.kernels.conv.triton.conv import (
 
 
 @triton.jit
-def _store_dx(p_dx, ws, dzs, m, FIRST: tl.constexpr, W: tl.constexpr):
-    b_dx = ws[W - 1] * dzs[FIRST]
+def _store_dx(p_dx, ws, dzs, m, W: tl.constexpr):
+    b_dx = ws[W - 1] * dzs[0]
     for k in tl.static_range(1, W):
-        b_dx += ws[W - 1 - k] * dzs[FIRST + k]
+        b_dx += ws[W - 1 - k] * dzs[k]
     tl.store(p_dx, b_dx.to(p_dx.dtype.element_ty), mask=m)
 
 
 @triton.jit
-def _last(xs, FIRST: tl.constexpr, N: tl.constexpr):
+def _as_floats(xs, N: tl.constexpr):
     result = ()
     for j in tl.static_range(N):
-        result = result + (xs[FIRST + j].to(tl.float32),)
+        result = result + (xs[j].to(tl.float32),)
     return result
 
 
@@ -79,19 +79,19 @@ def conv_bwd_rolling_kernel(
             for r in tl.static_range(BT):
                 b_z, b_dy = b_b, dys[r].to(tl.float32)
                 if SILU or UNIT:
-                    b_z = _dot(ws, rows, b_b, r, W)
+                    b_z = _dot(ws, rows[r : r + W], b_b, W)
                 if UNIT:
                     b_dy = _through_norm(b_dy, b_z, eps, SILU)
                 b_dz = _dz(b_dy, b_z, SILU)
                 dzs = dzs + (b_dz,)
-                sums = _add(sums, b_dz, rows, r, W)
+                sums = _add(sums, b_dz, rows[r : r + W], W)
                 b_db += b_dz
                 # dx of the token W - 1 before, all of whose dz are known now
                 m = m_d & (left > r - W + 1)
                 if r < W - 1:
                     m = m_older
-                _store_dx(p_dx + r * SX, ws, dzs, m, r, W)
-            older, older_dz = _last(rows, BT, W - 1), _last(dzs, BT, W - 1)
+                _store_dx(p_dx + r * SX, ws, dzs[r : r + W], m, W)
+            older, older_dz = _as_floats(rows[BT:], W - 1), dzs[BT:]
             # the last W - 1 tokens of a row or a program: their dz are read ahead, as those of
             # another program
             if (t + BT >= T) | (i + 1 == tiles):
@@ -103,13 +103,13 @@ def conv_bwd_rolling_kernel(
                     after = after + (tl.load(p_x + r * SX, mask=m, other=0.0).to(tl.float32),)
                     b_z = b_b
                     if SILU or UNIT:
-                        b_z = _dot(ws, after, b_b, r, W)
+                        b_z = _dot(ws, after[r : r + W], b_b, W)
                     b_dy = tl.load(p_dy + r * D, mask=m, other=0.0).to(tl.float32)
                     if UNIT:
                         b_dy = _through_norm(b_dy, b_z, eps, SILU)
                     after_dz = after_dz + (_dz(b_dy, b_z, SILU),)
                     m = m_d & (left > BT + r - W + 1)
-                    _store_dx(p_dx + (BT + r) * SX, ws, after_dz, m, r, W)
+                    _store_dx(p_dx + (BT + r) * SX, ws, after_dz[r : r + W], m, W)
         i_n, t_n = ((i + 1) // NT).to(tl.int64), (i + 1) % NT * BT
         if (i + 1 < tiles) & ((i < first) | (t_n == 0)):
             # another program's rows, or another row of the batch: what came before is its state

@@ -69,9 +69,9 @@ def _window(x_ptr, s_ptr, row, age, n, o_d, m_d, D: tl.constexpr, W: tl.constexp
 
 
 @triton.jit
-def _dot(ws, xs, b_z, FIRST: tl.constexpr, W: tl.constexpr):
+def _dot(ws, xs, b_z, W: tl.constexpr):
     for j in tl.static_range(W):
-        b_z += ws[j] * xs[FIRST + j].to(tl.float32)
+        b_z += ws[j] * xs[j].to(tl.float32)
     return b_z
 
 
@@ -159,7 +159,7 @@ def conv_fwd_kernel(
         rows = older + xs
         if inside:
             for r in tl.static_range(BT):
-                b_z = _dot(ws, rows, b_b, r, W)
+                b_z = _dot(ws, rows[r : r + W], b_b, W)
                 m = m_d & (t + r < T)
                 _store_y(y_ptr, b_z, rs[r], row + r, o_d, m, eps, D, SILU, UNIT)
         else:
@@ -170,7 +170,7 @@ def conv_fwd_kernel(
                 b_r = 0.0
                 if r_ptr is not None:
                     b_r = tl.load(r_ptr + (row + one) * D + o_d, mask=m_d, other=0.0)
-                b_z = _dot(ws, window, b_b, 0, W)
+                b_z = _dot(ws, window, b_b, W)
                 _store_y(y_ptr, b_z, b_r, row + one, o_d, m_d, eps, D, SILU, UNIT)
         # the last W - 1 rows go on to the next tile in registers
         older = ()
@@ -199,11 +199,11 @@ def _dz(b_dy, b_z, SILU: tl.constexpr):
 
 
 @triton.jit
-def _add(sums, b_dz, xs, FIRST: tl.constexpr, W: tl.constexpr):
+def _add(sums, b_dz, xs, W: tl.constexpr):
     """sums + dz x of each tap."""
     new = ()
     for j in tl.static_range(W):
-        new = new + (sums[j] + b_dz * xs[FIRST + j].to(tl.float32),)
+        new = new + (sums[j] + b_dz * xs[j].to(tl.float32),)
     return new
 
 
@@ -241,12 +241,12 @@ def conv_bwd_kernel(
             for r in tl.static_range(BT + W - 1):
                 b_z = b_b
                 if SILU:
-                    b_z = _dot(ws, xs, b_b, r, W)
+                    b_z = _dot(ws, xs[r : r + W], b_b, W)
                 b_dz = _dz(dys[r].to(tl.float32), b_z, SILU)  # pyright: ignore[reportAttributeAccessIssue]
                 dzs = dzs + (b_dz,)
                 # those past the tile count for the tile that they are in
                 if r < BT:
-                    sums = _add(sums, b_dz, xs, r, W)
+                    sums = _add(sums, b_dz, xs[r : r + W], W)
                     b_db += b_dz
                 if r >= W - 1:
                     b_dx = tl.zeros([BD], tl.float32)
@@ -263,10 +263,10 @@ def conv_bwd_kernel(
                     # past the end of its sequence the window is not read either
                     xs = _window(x_ptr, s_ptr, row + r + k, age, n, o_d, m, SX, W)
                     b_dy = tl.load(dy_ptr + (row + r + k) * D + o_d, mask=m, other=0.0)
-                    b_dz = _dz(b_dy.to(tl.float32), _dot(ws, xs, b_b, 0, W), SILU)
+                    b_dz = _dz(b_dy.to(tl.float32), _dot(ws, xs, b_b, W), SILU)
                     b_dx += ws[W - 1 - k] * b_dz
                     if k == 0:
-                        sums = _add(sums, b_dz, xs, 0, W)
+                        sums = _add(sums, b_dz, xs, W)
                         b_db += b_dz
                 p_dx = dx_ptr + (row + r) * SX + o_d
                 tl.store(p_dx, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
@@ -297,7 +297,7 @@ def conv_state_bwd_kernel(
         m = m_d & (begin + age < end)
         xs = _window(x_ptr, s_ptr, begin + age, age, n, o_d, m, SX, W)
         b_dy = tl.load(dy_ptr + (begin + age) * D + o_d, mask=m, other=0.0).to(tl.float32)
-        dzs = dzs + (_dz(b_dy, _dot(ws, xs, b_b, 0, W), SILU),)
+        dzs = dzs + (_dz(b_dy, _dot(ws, xs, b_b, W), SILU),)
     p_ds = ds_ptr + (n * SX + o_d) * W
     for m in tl.static_range(1, W + 1):
         b_ds = tl.zeros([BD], tl.float32)
@@ -351,7 +351,7 @@ def conv_update_kernel(
     tl.debug_barrier()
     for j in tl.static_range(W):
         tl.store(p_s + j * stride_w, xs[j], mask=m)
-    b_z = _dot(_taps(w_ptr, o_d, m, W), xs, _bias(b_ptr, o_d, m_d, BD), 0, W)
+    b_z = _dot(_taps(w_ptr, o_d, m, W), xs, _bias(b_ptr, o_d, m_d, BD), W)
     if SILU:
         b_z *= tl.sigmoid(b_z)
     if r_ptr is not None:
