@@ -20,6 +20,7 @@ from table_cells import (
     Cell,
     Row,
     Table,
+    card_and_day,
     error,
     is_number,
     label,
@@ -51,11 +52,12 @@ def attention() -> Table:
                 label("yes" if causal == "True" else "no"),
                 *(pair(*x) for x in cells.values()),
                 pair(*(ratio(a, b) for a, b in zip(cells["sm90"], cells["cudnn"], strict=True))),
+                card_and_day(row),
             )
         )
     headings = (
         "B x T x H x D", "causal", "sm_90 kernels", "cuDNN", "Triton kernels", "torch's flash",
-        "sm_90 / cuDNN",
+        "sm_90 / cuDNN", "measured",
     )  # fmt: skip
     return Table("attention", "bench/attention.py", headings, tuple(rows), tuple(used.values()))
 

@@ -5,6 +5,7 @@ A cell keeps the places of its numbers: tests/test_claims.py looks each of them 
 
 import csv
 from dataclasses import dataclass
+from datetime import date
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -63,6 +64,12 @@ def read(name: str) -> tuple[Row, ...]:
     with (RESULTS / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return tuple(Row(name, i + 2, row) for i, row in enumerate(rows))
+
+
+def card_and_day(row: Row) -> Cell:
+    """The GPU and the day of a row, for tables whose rows have several."""
+    day = date.fromisoformat(row.get("date"))
+    return label(f"{row.get('device').split()[1]}, {day.day} {day:%B}")
 
 
 def matching(name: str, **wanted: str) -> list[Row]:
