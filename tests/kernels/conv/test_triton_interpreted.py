@@ -164,7 +164,8 @@ def main() -> None:
     lengths = (3, 0, 33, 1, 2, 26, 0)
     for W in (1, 3, 4, 8):
         check(1, 40, 6, W, (), True)
-        check(1, sum(lengths), 6, W, lengths, W % 2 == 0)
+    for W in (1, 4):  # 8 below, in small tiles
+        check(1, sum(lengths), 6, W, lengths, W == 4)
     for name, BT in (("FORWARD", 4), ("BACKWARD", 4), ("BACKWARD_ROLLING", 8)):
         setattr(launch, name, launch.Tile(BT, 16, 1, 1))
     for W in (2, 5, 8):

@@ -25,6 +25,8 @@ CASES = {
     "dplr bf16 gates": ("dplr", BF16, BF16, 128, 128, False),
     "dplr fp16 gates": ("dplr", FP16, FP16, 64, 128, True),
 }
+# each transition, dtype, width and kind of gates, whole and packed, is in the others
+FURTHER = ("kda narrow", "kda bf16 gates", "dplr bf16 gates")
 
 
 def terms(case: tuple, device: torch.device) -> LinearInputs:
@@ -63,7 +65,7 @@ def jobs(case: tuple) -> dict[str, Job]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=pytest.mark.slow if "bf16" in name else ())
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in FURTHER else ())
         for name, case in CASES.items()
     ],
 )
