@@ -204,22 +204,28 @@ def _expect_cache(cache: object, num_layers: int) -> None:
 def cache_of_call(
     model: Any, cache: StateCache | None, use_cache: bool | None
 ) -> StateCache | None:
-    """The cache that is given, or a new one if one is wanted.
-
-    Raises:
-        ValueError: the model trains with gradient checkpointing, which makes no states.
-    """
+    """The cache that is given, or a new one if one is wanted."""
     if cache is None and not use_cache:
         return None
-    if model.training and model.gradient_checkpointing and not model.config.consistent:
-        raise ValueError(
-            "use_cache: want False, and no cache, of a model that trains with gradient "
-            "checkpointing; call eval() or gradient_checkpointing_disable() first"
-        )
     if cache is None:
         return StateCache(len(model.layers))
     cache._own(detach=False)  # what inference mode made is written here, graphs have read it
     return cache
+
+
+def expect_state(state: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """What a block returns beside a cache. A checkpointed one returns none: transformers 5.17
+    checkpoints blocks without gradients too, 5.24 does not.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if state is None:
+        raise ValueError(
+            "use_cache: want False, and no cache, of a model that trains with gradient "
+            "checkpointing; call eval() or gradient_checkpointing_disable() first"
+        )
+    return state
 
 
 def expect_rows(cache: StateCache | None, sequences: int) -> None:

@@ -361,9 +361,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             )
             first_value = value if first_value is None else first_value
             if cache is not None:
-                assert state is not None
                 assert isinstance(block, Block)
-                if cache.layers[i].write(state, block.mixer):
+                if cache.layers[i].write(arguments.expect_state(state), block.mixer):
                     cache.graphs.clear()
             h, sources = y, self._with_added(i, sources, h, y)
         h = self._normed(self._mixed(len(self.layers), h, sources))

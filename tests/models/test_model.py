@@ -148,7 +148,9 @@ def test_model_gradient_checkpointing_changes_nothing(name: str) -> None:
     for given in ({"use_cache": True}, {"cache": StateCache(len(m.model.layers))}):
         with pytest.raises(ValueError, match="use_cache: want False, and no cache, of a"):
             m(ids, **given)
-    m.eval()(ids, use_cache=True)
+    greedy = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    found = m.generate(ids, attention_mask=torch.ones_like(ids), **greedy)  # as callbacks call it
+    assert torch.equal(found, m.eval().generate(ids, attention_mask=torch.ones_like(ids), **greedy))
 
 
 @every_model
