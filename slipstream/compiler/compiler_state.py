@@ -146,6 +146,11 @@ def families(gluon: bool = True) -> dict[str, str]:
 
     gluon: those in Gluon, too.
     """
+    return digests(files_of(gluon), cache_dir() / "source_digests.json")
+
+
+def files_of(gluon: bool) -> dict[str, list[Path]]:
+    """The modules that `families` are of."""
     root = Path(__file__).parents[1]
     shared = [root / "runtime/backends.py", *(root / "kernels" / PRIMITIVES).glob("*.py")]
     paths_of = {CORE: [root / "runtime/token_ids_kernel.py", *shared]}
@@ -154,7 +159,7 @@ def families(gluon: bool = True) -> dict[str, str]:
             paths = [x for x in folder.rglob("*.py") if not _is_plain_torch(x, folder)]
             paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "sm90"]
             paths_of[folder.name] = [*paths, *shared]
-    return digests(paths_of, cache_dir() / "source_digests.json")
+    return paths_of
 
 
 def _is_plain_torch(path: Path, family: Path) -> bool:

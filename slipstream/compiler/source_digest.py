@@ -5,7 +5,8 @@ the guard trusts the family as long as the digest is the same. So the digest is 
 says: the syntax trees of a family's top-level definitions, without docstrings and imports, in an
 order that does not depend on the files that hold them. It is equal under every Python release.
 
-To parse all kernels takes a second or two. The result is remembered on disk by the files' bytes.
+To parse all kernels takes a second or two. What is found is remembered by the files' bytes: on
+disk, and in source_digests.json, which is written beside verified.json.
 """
 
 import ast
@@ -14,39 +15,55 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 # Fields that say nothing, or that not every Python release fills.
 _SKIPPED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# Of results remembered on disk: enough for a few installed versions.
-_REMEMBERED = 8
+# Of families remembered on disk: enough for a few installed versions.
+_REMEMBERED = 400
+PACKAGED = Path(__file__).with_name("source_digests.json")
 
 
-def digests(families: Mapping[str, Iterable[Path]], remembered: Path) -> dict[str, str]:
+def digests(families: Mapping[str, Collection[Path]], remembered: Path) -> dict[str, str]:
     """A digest of each family's files.
 
     Args:
         families: name -> the modules that decide what its kernels are and how they are launched.
         remembered: a JSON file with results of earlier calls; it is written if it can be.
     """
-    contents = {x: x.read_bytes() for x in {p for paths in families.values() for p in paths}}
-    listed = {name: sorted(map(str, paths)) for name, paths in families.items()}
-    state = hashlib.sha1(json.dumps(listed, sort_keys=True).encode(), usedforsecurity=False)
-    for path in sorted(contents):
-        state.update(contents[path])
-    cached = _read(remembered)
-    key = state.hexdigest()
-    if key not in cached:
-        of_file = {path: definitions(text.decode()) for path, text in contents.items()}
-        by_family = {name: _digest(of_file[x] for x in paths) for name, paths in families.items()}
-        cached = {**dict(list(cached.items())[1 - _REMEMBERED :]), key: by_family}
-        _write(remembered, cached)
-    return cached[key]
+    keys = contents_of(families)
+    known = _read(PACKAGED)
+    if not known.keys() >= {*keys.values()}:
+        on_disk = _read(remembered)
+        known |= on_disk
+        new = {
+            key: _digest(definitions(x.read_bytes().decode()) for x in families[name])
+            for name, key in keys.items()
+            if key not in known
+        }
+        if new:
+            _write(remembered, {**dict(list(on_disk.items())[-_REMEMBERED:]), **new})
+        known |= new
+    return {name: known[key] for name, key in keys.items()}
 
 
+def contents_of(families: Mapping[str, Collection[Path]]) -> dict[str, str]:
+    """What each family's digest is remembered by: the bytes of its files."""
+    of_file = {
+        x: hashlib.sha1(x.read_bytes(), usedforsecurity=False).hexdigest()
+        for x in {p for paths in families.values() for p in paths}
+    }
+    return {
+        name: _sha1("\n".join(sorted(of_file[x] for x in paths)))
+        for name, paths in families.items()
+    }
+
+
+@cache
 def definitions(source: str) -> list[str]:
     """A digest of each top-level statement of a module that is neither import nor docstring."""
     tree = ast.parse(source)
@@ -89,7 +106,7 @@ def _sha1(text: str) -> str:
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-def _read(path: Path) -> dict[str, dict[str, str]]:
+def _read(path: Path) -> dict[str, str]:
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -97,7 +114,7 @@ def _read(path: Path) -> dict[str, dict[str, str]]:
     return stored if isinstance(stored, dict) else {}
 
 
-def _write(path: Path, cached: dict[str, dict[str, str]]) -> None:
+def _write(path: Path, cached: dict[str, str]) -> None:
     # a read-only home costs each process the time again
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slipstream.compiler import compiler_state, support_matrix
+from slipstream.compiler import compiler_state, source_digest, support_matrix
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.compile_worker import Worker
@@ -207,13 +207,21 @@ def _record_verified(rows: Sequence[support_matrix.Row], whole: bool) -> None:
 
 
 def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -> None:
-    """Writes compiler/verified.json: (arch, Triton, ptxas) -> family -> digest."""
+    """Writes compiler/verified.json: (arch, Triton, ptxas) -> family -> digest; and beside it the
+    digests of the kernels as they are, which are not made anew then."""
     rows = [
         {**dict(zip(("arch", "triton", "ptxas"), key)), "families": families[key]}
         for key in sorted(families)
     ]
     lines = ",\n".join(json.dumps(x) for x in rows)
     write_text(VERIFIED, f"[\n{lines}\n]\n")
+    found: dict[str, str] = {}
+    for gluon in (True, False):
+        keys = source_digest.contents_of(compiler_state.files_of(gluon))
+        digests = compiler_state.families(gluon)
+        found |= {key: digests[name] for name, key in keys.items()}
+    text = json.dumps(found, indent=0, sort_keys=True)
+    write_text(VERIFIED.with_name(source_digest.PACKAGED.name), f"{text}\n")
     compiler_state.verified.cache_clear()
 
 

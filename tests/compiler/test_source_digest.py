@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.compiler import source_digest
+from slipstream.compiler import compiler_state, source_digest
 from slipstream.compiler.source_digest import definitions, digests
 
 SOURCE = '''"""A module."""
@@ -83,6 +83,27 @@ def test_digests_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     cache.write_text("{")  # damaged
     file.write_text("A = 1\n")
     assert digests({"linear": [file]}, cache) == first
+
+
+def test_packaged_digests_are_not_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.tools import support_page
+
+    monkeypatch.setattr(support_page, "VERIFIED", tmp_path / "verified.json")
+    support_page.write_verified({})
+    packaged = tmp_path / source_digest.PACKAGED.name
+    expected = {gluon: compiler_state.families(gluon) for gluon in (True, False)}
+    with monkeypatch.context() as patch:
+        patch.setattr(source_digest, "PACKAGED", packaged)
+        patch.setattr(source_digest, "definitions", lambda text: pytest.fail("parsed"))
+        for gluon, want in expected.items():
+            found = digests(compiler_state.files_of(gluon), tmp_path / "absent.json")
+            assert found == want
+    # what is in the package is right wherever it is of these files
+    monkeypatch.setattr(source_digest, "PACKAGED", tmp_path / "none.json")
+    for gluon, want in expected.items():
+        assert digests(compiler_state.files_of(gluon), tmp_path / "new.json") == want
 
 
 @pytest.mark.slow
