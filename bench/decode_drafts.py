@@ -4,16 +4,15 @@ the text of Python's standard library, byte by byte."""
 import random
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Report, first, in_graph, language_model, synchronize
+from harness import DEVICE, Report, Row, first, in_graph, language_model, synchronize
 from torch import Tensor
 
-Row = Mapping[str, object]
 # width, layers, heads: about 0.1 B parameters, and a fifth of them
 TARGET, DRAFT = (1024, 8, 8), (512, 6, 4)
 STEPS, ROWS, TOKENS, RATE = 300, 32, 512, 2e-3

@@ -42,7 +42,7 @@ def locate_sequence(
 ):
     """First token of a sequence or segment, its tokens, the number of its first chunk.
 
-    As Triton's find_segment, locate_chunk.
+    As Triton's locate_chunk, of segments too.
     """
     begin, length, first, _, _, _ = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     return begin, length, first

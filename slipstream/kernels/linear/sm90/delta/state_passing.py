@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import tile_product
-from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment
+from slipstream.kernels.linear.triton.scalar_decay.device import locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "segment"])
@@ -52,7 +52,7 @@ def delta_state_passing_sm90_kernel(
         is_end = i_seg < N
         first = _first_segment(cu_ptr, tl.minimum(i_seg, N - 1), T, segment, PACKED)
         i_seg = tl.where(is_end, first, i_seg - N)
-    begin, length, i_s = find_segment(cu_ptr, i_seg, T, N, segment, PACKED)
+    begin, length, i_s = locate_chunk(cu_ptr, i_seg, T, N, segment, PACKED)
     if PACKED:
         i_n = i_seg - i_s - begin // segment
     else:
@@ -99,7 +99,7 @@ def delta_state_passing_sm90_kernel(
 @triton.jit
 def _first_segment(cu_ptr, i_n, T, segment, PACKED: tl.constexpr):
     """The number of the first segment of sequence i_n. Of a sequence without segments it is a
-    number that find_segment gives to none."""
+    number that locate_chunk gives to none."""
     if PACKED:
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         first = (begin // segment).to(tl.int32) + i_n

@@ -33,12 +33,12 @@ from slipstream.kernels.linear.triton.delta.solve_tril import (
     load_gates_before,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import (
-    find_segment,
     load_rows,
     pool_rows_of,
     store_block,
     store_to_pool,
 )
+from slipstream.kernels.linear.triton.scalar_decay.device import locate_chunk
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def v_columns(p, stride, o_c, m_c, o_n, N: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def locate_sequence(cu_ptr, i_n, T, C, PACKED: tl.constexpr):
-    """First token, tokens and first chunk (solve_tril.locate_chunk) of a sequence."""
+    """First token, tokens and first chunk (locate_chunk) of a sequence."""
     if PACKED:
         # offsets that are wrong read and write nothing outside of the tensors
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
@@ -72,7 +72,7 @@ def locate_segment(
 ):
     """A segment's first token, tokens, first chunk, batch entry and tokens of that before it."""
     if SPLIT:
-        begin, length, i_s = find_segment(cu_ptr, i_seg, T, N, segment, PACKED)
+        begin, length, i_s = locate_chunk(cu_ptr, i_seg, T, N, segment, PACKED)
         if PACKED:
             i_b = 0
             first = begin // C + (i_seg - i_s - begin // segment)

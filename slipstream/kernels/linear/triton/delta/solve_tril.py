@@ -16,37 +16,9 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
-from slipstream.kernels.linear.triton.scalar_decay.device import load_chunk_gates
+from slipstream.kernels.linear.triton.scalar_decay.device import load_chunk_gates, locate_chunk
 
 BASE = tl.constexpr(16)
-
-
-@triton.jit
-def locate_chunk(cu_ptr, i_chunk, T, N, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of the sequence of chunk i_chunk, its tokens (int32), and the chunk within it.
-
-    Packed, the chunks of sequence n have the numbers from cu[n] // C + n on: never more than there
-    are up to the next sequence's. A number that no chunk has gets one past its sequence's end.
-    """
-    if PACKED:
-        i_n = 0
-        past = N
-        while past - i_n > 1:
-            middle = (i_n + past) // 2
-            before = tl.load(cu_ptr + middle).to(tl.int64) // C + middle <= i_chunk
-            i_n = tl.where(before, middle, i_n)
-            past = tl.where(before, past, middle)
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        i_c = i_chunk - (begin // C + i_n)
-        length = tl.maximum(end - begin, 0)
-    else:
-        chunks = tl.cdiv(T, C)
-        i_n = i_chunk // chunks
-        i_c = i_chunk - i_n * chunks
-        begin = i_n.to(tl.int64) * T
-        length = T
-    return begin, length.to(tl.int32), i_c.to(tl.int32)
 
 
 @triton.jit

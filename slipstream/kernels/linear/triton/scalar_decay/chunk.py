@@ -37,6 +37,7 @@ from slipstream.kernels.linear.triton.scalar_decay.device import (
     anchor_chunks,
     load_chunk_gates,
     load_initial_state,
+    locate_chunk,
     masked_scores,
     rows_of_head,
 )
@@ -100,35 +101,6 @@ def store_rows(
 
 
 @triton.jit
-def find_segment(cu_ptr, i_seg, T, N, segment, PACKED: tl.constexpr):
-    """First token of the sequence of segment i_seg, its tokens (int32), and the segment within it.
-
-    Packed, the segments of sequence n have the numbers from cu[n] // segment + n on: never more
-    than there are up to the next sequence's. A number that no segment has gets one past its
-    sequence's end.
-    """
-    if PACKED:
-        i_n = 0
-        past = N
-        while past - i_n > 1:
-            middle = (i_n + past) // 2
-            before = tl.load(cu_ptr + middle).to(tl.int64) // segment + middle <= i_seg
-            i_n = tl.where(before, middle, i_n)
-            past = tl.where(before, past, middle)
-        begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
-        end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        i_s = i_seg - (begin // segment + i_n)
-        length = tl.maximum(end - begin, 0)
-    else:
-        each = tl.cdiv(T, segment)
-        i_n = i_seg // each
-        i_s = i_seg - i_n * each
-        begin = i_n.to(tl.int64) * T
-        length = T
-    return begin, length.to(tl.int32), i_s.to(tl.int32)
-
-
-@triton.jit
 def locate_segment(
     cu_ptr,
     i_seg,
@@ -142,7 +114,7 @@ def locate_segment(
     """A segment's first token, tokens, batch entry, tokens of that before it and first anchor."""
     i_n = i_seg.to(tl.int64)
     if SPLIT:
-        begin, length, i_s = find_segment(cu_ptr, i_seg, T, N, segment, PACKED)
+        begin, length, i_s = locate_chunk(cu_ptr, i_seg, T, N, segment, PACKED)
         i_b = 0 if PACKED else i_seg // tl.cdiv(T, segment)
         skip = i_s * segment
         begin += skip
@@ -195,7 +167,7 @@ def store_later(p_rows, rows, tokens, t, b_k, b_y, o_c, m_c):
 
 @triton.jit
 def first_chunk_of(begin, skip, i_seg, T, segment, C: tl.constexpr, PACKED: tl.constexpr):
-    """The number of the first chunk of a segment; find_segment gives them, of C tokens."""
+    """The number of the first chunk of a segment; locate_chunk gives them."""
     start = begin - skip
     if PACKED:
         first = start // C + i_seg - skip // segment - start // segment

@@ -14,7 +14,7 @@ end, with what later chunks add to k . dk of its tokens.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.scalar_decay.chunk import find_segment
+from slipstream.kernels.linear.triton.scalar_decay.device import locate_chunk
 
 # exp of it times anything is below the rounding of what it is added to, in float32 too.
 MIN_SEGMENTS = tl.constexpr(-32.0)
@@ -73,11 +73,11 @@ def scalar_decay_dg_kernel(
     o_t = tl.arange(0, BT)
     if SPLIT:
         each = tl.cdiv(segment, TOKENS)
-        begin, length, i_s = find_segment(cu_ptr, i_anchor // each, T, N, segment, PACKED)
+        begin, length, i_s = locate_chunk(cu_ptr, i_anchor // each, T, N, segment, PACKED)
         first = i_s * segment + (i_anchor % each) * TOKENS
         length = tl.minimum(length, (i_s + 1) * segment)
     else:
-        begin, length, i_s = find_segment(cu_ptr, i_anchor, T, N, TOKENS, PACKED)
+        begin, length, i_s = locate_chunk(cu_ptr, i_anchor, T, N, TOKENS, PACKED)
         first = i_s * TOKENS
     i_b = 0 if PACKED else begin // T
     p_g = g_ptr + i_b * stride_gb + (begin - i_b * T) * stride_gt + o_h.to(tl.int64) * stride_gh
