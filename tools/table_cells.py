@@ -69,7 +69,7 @@ def read(name: str) -> tuple[Row, ...]:
 def card_and_day(row: Row) -> Cell:
     """The GPU and the day of a row, for tables whose rows have several."""
     day = date.fromisoformat(row.get("date"))
-    return label(f"{row.get('device').split()[1]}, {day.day} {day:%B}")
+    return label(f"{row.get('device').split()[1]}, {day.day} {day:%b}")
 
 
 def matching(name: str, **wanted: str) -> list[Row]:
