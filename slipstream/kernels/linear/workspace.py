@@ -56,9 +56,9 @@ MAX_SLICES = 8
 MIN_SLICE_TOKENS = 256
 # Tokens a chunk, at most, and those of slices long enough to be cut into segments.
 CHUNK, LONG_SLICE_TOKENS = 64, 1024
-# Value heads of a group with an exchange of its own, at least: with fewer, scans leave a GPU idle
-# (docs/dev/log/context-parallel.md).
-MIN_GROUP_HEADS = 10
+# Value heads, at least, of a group with an exchange of its own, of up to 64 columns and of more:
+# with fewer, scans leave a GPU idle (docs/dev/log/context-parallel.md).
+MIN_GROUP_HEADS = 10, 8
 # Programs of a scan, one for 64 columns of V of a head, that keep a GPU busy.
 MIN_ACTIVE_PROGRAMS = 128
 # Those of the packed sequences that have tokens in a slice, at least: five slices of kda at 4x8192
@@ -335,8 +335,8 @@ def writes_into(out: tuple[Tensor | None, Tensor | None] | None, can: BackendCap
 def head_groups(terms: LinearInputs, tokens: int) -> list[tuple[int, int]]:
     """Where groups of q's heads begin and end of a forward pass that is not cut in time, since its
     state comes from other ranks. tokens: the most that a rank has, so that all cut alike."""
-    (B, _, H), HV = terms.q.shape[:3], terms.v.shape[2]
-    most = min(H, HV // MIN_GROUP_HEADS)
+    (B, _, H), (HV, V) = terms.q.shape[:3], terms.v.shape[2:]
+    most = min(H, HV // MIN_GROUP_HEADS[V > 64])
     if terms.transition == "none" or terms.q.element_size() != 2:
         most = 1
     if most < 2 or sm90_unsupported(terms.q):  # other kernels would copy a group's inputs

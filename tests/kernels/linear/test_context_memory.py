@@ -37,9 +37,12 @@ def inputs(kind: str, T: int, H: int, device: torch.device) -> LinearInputs:
     return LinearInputs(**given)
 
 
-@pytest.mark.parametrize(("kind", "H"), [("kda", 32), ("rwkv7", 32), ("gla", 16)])
-def test_forward_memory_of_a_rank_is_about_half(kind: str, H: int) -> None:
-    """Not of kda with 16 heads, which are too few for groups: 0.74."""
+@pytest.mark.parametrize(
+    ("kind", "H", "limit"),
+    [("kda", 16, 0.58), ("kda", 32, 0.52), ("rwkv7", 32, 0.52), ("gla", 16, 0.52)],
+)
+def test_forward_memory_of_a_rank_is_about_half(kind: str, H: int, limit: float) -> None:
+    """kda's 16 heads are two groups, since three take too long."""
     held: list[float] = []
 
     def call(device: torch.device) -> None:
@@ -58,4 +61,4 @@ def test_forward_memory_of_a_rank_is_about_half(kind: str, H: int) -> None:
 
     trace(call, "sm_90", backward=False)
     one, *ranks = held
-    assert max(ranks) <= 0.52 * one, [x / one for x in ranks]
+    assert max(ranks) <= limit * one, [x / one for x in ranks]
