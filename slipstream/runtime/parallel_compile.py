@@ -18,10 +18,11 @@ come holds a lock in the kernel's folder of that cache, and the others wait for 
 """
 
 import contextlib
+import gc
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from inspect import getclosurevars
@@ -40,7 +41,7 @@ from slipstream.runtime.token_ids import WrongId
 # About as many as a model's step has kernels. A thread may only wait (for its turn,
 # for another process, for the assembler): there are twice as many as processors.
 MAX_THREADS = 40
-# Kernels that take more than a second of a processor's time, the longest first.
+# Kernels that take more than half a second of a processor's time, the longest first.
 LONGEST = (
     "softmax_bwd_sm90_kernel",
     "delta_chunk_bwd_sm90_kernel",
@@ -56,8 +57,19 @@ LONGEST = (
     "delta_chunk_fwd_sm90_kernel",
     "vector_decay_dqkg_halves_kernel",
     "conv_bwd_rolling_kernel",
+    "vector_decay_scores_kernel",
+    "delta_segment_transition_bwd_sm90_kernel",
+    "vector_decay_dqkg_kernel",
+    "vector_decay_intra_fwd_kernel",
+    "conv_fwd_kernel",
+    "dplr_chunk_dstate_sm90_kernel",
+    "delta_segment_transition_sm90_kernel",
+    "delta_solve_tril_sm90_kernel",
+    "delta_state_passing_sm90_kernel",
+    "scalar_decay_dg_kernel",
     "glu_products_sm90_kernel",
     "matmul_sm90_kernel",
+    "dplr_scores_kernel",
 )
 # Triton changes the process's warning filters while it reads a kernel's source, and then puts back
 # those it found. Of two threads, each with a call of its own, the later would put back the
@@ -96,7 +108,8 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
         return
     threads, later = min(MAX_THREADS, 2 * (os.cpu_count() or 1)), _Later()
     executor: Any = later
-    with ThreadPoolExecutor(threads) as pool, Mode(executor, ignore_errors=True):
+    mode = Mode(executor, ignore_errors=True)
+    with _no_collections(), ThreadPoolExecutor(threads) as pool, mode:
         try:
             of_thread.warmup = pool.submit(triton_cache_key.reuse)
             pool.submit(triton_driver.begin())
@@ -114,6 +127,19 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
         finally:
             of_thread.warmup = None
             later.start(pool)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python looks for unreachable objects after so many new ones, through all that there are:
+    a seventh of the time in which kernels' first forms are made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Task:

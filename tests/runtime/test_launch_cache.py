@@ -1,5 +1,6 @@
 """Launches that do not ask Triton again: the kernel must be the one that Triton would take."""
 
+import gc
 import itertools
 import random
 import tempfile
@@ -267,6 +268,25 @@ def test_sources_are_read_in_order(gpu: list[tuple]) -> None:
         parallel_compile.compile_kernels(call, (torch.zeros(64),))
     assert steps == [(step, w) for w in (16, 32, 64, 128) for step in ("begins", "ends")]
     assert launcher.call_count == 3 and of_thread.warmup is None
+
+
+def test_python_collects_nothing_meanwhile(gpu: list[tuple]) -> None:
+    seen = []
+
+    def call(error: BaseException) -> None:
+        seen.append(gc.isenabled())
+        raise error
+
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            parallel_compile.compile_kernels(call, (ValueError(),))
+            with pytest.raises(KeyboardInterrupt):
+                parallel_compile.compile_kernels(call, (KeyboardInterrupt(),))
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+    assert seen == [False] * 4
 
 
 def test_wrong_indices_found_meanwhile_are_raised(gpu: list[tuple]) -> None:
