@@ -1,13 +1,16 @@
 """No kernel has a pattern that compiler/known_bugs.py says is avoided, and compiler/kernel_key.py
 knows of each what its Triton IR says. The patterns are found where they are planted."""
 
+import ast
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import slipstream
 from slipstream.compiler import kernel_key
 from slipstream.compiler import trace as tracing
 from slipstream.compiler.aot import Job
@@ -140,6 +143,37 @@ def test_patterns_tell_precisions_and_descriptors() -> None:
     both = {"x_desc": "tensordesc<fp32[128, 32]>", "y_desc": "tensordesc<fp32[32, 32]>"}
     made = job("descriptor_product_kernel", both | {"o_ptr": "*fp32"}, {})
     assert "fp32_tma_dot" in patterns(kernel_ir(made), 4)
+
+
+def spread(x: ast.expr) -> bool:
+    """Whether a block of two dimensions is given a third here, as in x[:, :, None]."""
+    if not isinstance(x, ast.Subscript) or not isinstance(x.slice, ast.Tuple):
+        return False
+    kinds = [isinstance(i, ast.Constant) and i.value is None for i in x.slice.elts]
+    return len(kinds) == 3 and sum(kinds) == 1
+
+
+def hidden_products(source: str) -> list[int]:
+    """Lines with a sum of two such blocks' products: Triton makes it a product in tf32."""
+    calls = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Call)]
+    sums = [x for x in calls if ast.unparse(x.func) in ("tl.sum", "tl.reduce")]
+    return [
+        x.lineno
+        for x in sums
+        for y in ast.walk(x)
+        if isinstance(y, ast.BinOp) and isinstance(y.op, ast.Mult)
+        if spread(y.left) and spread(y.right)
+    ]
+
+
+def test_no_sum_of_float32_becomes_a_product_in_tf32() -> None:
+    tensors = {f"{name}_ptr": "*fp32" for name in ("x", "y", "o")}
+    made = job("broadcast_sum_kernel", tensors, {"N": 32})
+    assert [x.dtype for x in products(kernel_ir(made))] == ["f32"]  # the source has none
+    assert len(hidden_products(Path(planted_bugs.__file__).read_text())) == 1
+    kernels = [x for x in Path(slipstream.__file__).parent.rglob("*.py") if "tl." in x.read_text()]
+    assert len(kernels) > 50
+    assert {x.name: found for x in kernels if (found := hidden_products(x.read_text()))} == {}
 
 
 def test_every_kind_has_a_family_of_kernels() -> None:

@@ -90,3 +90,10 @@ def ahead_kernel(x_ptr, y_ptr, o_ptr, sums_ptr, n, BOTH: tl.constexpr):
         at += 64 * 64
     tl.store(o_ptr + i[:, None] * 64 + i[None, :], o)
     tl.store(sums_ptr + i, sums)
+
+
+@triton.jit
+def broadcast_sum_kernel(x_ptr, y_ptr, o_ptr, N: tl.constexpr):
+    o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    x, y = tl.load(x_ptr + o), tl.load(y_ptr + o)
+    tl.store(o_ptr + o, tl.sum(x[:, :, None] * y[None, :, :], 1))
