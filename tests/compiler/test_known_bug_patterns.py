@@ -100,6 +100,13 @@ def test_kernels_have_no_pattern_that_is_avoided(arch: str, row: int) -> None:
         assert "tf32x3" not in has or arch != "gfx942"
 
 
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gla"])
+def test_portable_kernels_avoid_patterns(name: str) -> None:
+    """Those that a default on sm_90 does not run."""
+    has, _ = found("sm_90", row_of(name), SHAPES[0], "triton")
+    assert not has & {*AVOIDED} & {*SHOWN}
+
+
 @slow
 @pytest.mark.parametrize("name", ["chunk_rwkv7", "chunk_gla", "chunk_gated_delta_rule"])
 def test_linear_operators_avoid_patterns(name: str) -> None:

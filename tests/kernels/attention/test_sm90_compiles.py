@@ -12,6 +12,7 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import disassemble, most_spilled, overwritten
+from tests.support.uniform_registers import unwritten
 
 # of slipstream.kernels.attention.sm90.common, which imports Triton
 LEFT, SOFTCAP, PACKED_Q = 1, 4, 16
@@ -111,3 +112,4 @@ def check(call: Any, only: str = "") -> None:
         assert text.count("WARPGROUP.DEPBAR") * 3 <= products, job.name
         assert not most_spilled(text), job.name
         assert not overwritten(text), job.name
+        assert not unwritten(text), job.name

@@ -11,6 +11,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.linear_compiled import INVERSE
 from tests.support.sass import arrives_early, disassemble, overwritten
+from tests.support.uniform_registers import unwritten
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -116,7 +117,9 @@ def check(found: dict[str, Job], safe_stack: int = 0, wy_stack: int = 0) -> None
         assert got.instructions["mma.sync"] == inverts * INVERSE
         assert got.instructions["atomic"] == 0
         assert not arrives_early(got.ptx)
-        assert not overwritten(disassemble(got.asm["cubin"]))
+        text = disassemble(got.asm["cubin"])
+        assert not overwritten(text)
+        assert not unwritten(text)
 
 
 def test_layout_of_forward() -> None:

@@ -8,6 +8,7 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.sass import arrives_early, disassemble, overwritten
+from tests.support.uniform_registers import unwritten
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -82,6 +83,7 @@ def test_gradient_kernels_compile(case: tuple) -> None:
         assert not arrives_early(got.ptx)
         text = disassemble(got.asm["cubin"])
         assert not overwritten(text)
+        assert not unwritten(text)
 
 
 def test_early_arrivals_are_found() -> None:

@@ -8,6 +8,8 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import Shape
 from tests.support.linear_compiled import SHAPES, jobs
+from tests.support.sass import disassemble
+from tests.support.uniform_registers import unwritten
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -30,6 +32,7 @@ def check(job: Job, shape: Shape) -> None:
     if job.arch == "sm_90" and got.dots and not exact:
         assert got.instructions["wgmma"]
         assert not got.instructions["mma.sync"]  # what narrow tiles fall back to
+        assert not unwritten(disassemble(got.asm["cubin"]))
     if job.arch == "sm_80" and got.dots:
         assert got.instructions["mma.sync"]
     assert not got.instructions["atomic"]

@@ -1,0 +1,39 @@
+"""Uniform registers that nothing has written are found in listings of machine code."""
+
+from tests.support.uniform_registers import unwritten
+
+
+def listing(*lines: str) -> str:
+    return "\n".join(x if x.startswith(".L") else f"        /*0000*/  {x} ;" for x in lines)
+
+
+SHIFT = "USHF.R.U32.HI UR32, URZ, 0x4, UR25"
+NEXT = "UIADD3 UR18, UP0, UR32, 0x2, URZ"
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R88, R116, gdesc[UR16], R88, gsb0"
+BASE = "ULEA UR25, UR4, URZ, 0x18"
+BEGIN = ("ULDC UR4, c[0x0][0x258]", BASE)
+
+
+def test_what_comes_before_its_input_is_found() -> None:
+    """As ptxas 12.8.93 ordered them in a kernel with products of 32 columns, which ended with an
+    illegal memory access."""
+    high = "UMOV UR19, 0x80000020"
+    assert unwritten(listing(*BEGIN, NEXT, SHIFT, high, PRODUCT, "EXIT")) == [NEXT]
+    assert not unwritten(listing(*BEGIN, SHIFT, NEXT, high, PRODUCT, "EXIT"))
+    assert unwritten(listing(*BEGIN, SHIFT, NEXT, PRODUCT, "EXIT")) == [PRODUCT]
+
+
+def test_every_way_counts() -> None:
+    jump = "@P0 BRA `(.L_x_1)"
+    assert unwritten(listing(*BEGIN, jump, SHIFT, ".L_x_1:", NEXT, "EXIT")) == [NEXT]
+    assert not unwritten(listing(*BEGIN, SHIFT, jump, NEXT, ".L_x_1:", "EXIT"))
+    # from its second turn on a loop has what the first one wrote
+    loop = (".L_x_2:", NEXT, SHIFT, "@P0 BRA `(.L_x_2)", "EXIT")
+    assert unwritten(listing(*BEGIN, *loop)) == [NEXT]
+
+
+def test_copies_are_what_was_copied() -> None:
+    kept, back = "MOV R11, UR32", "R2UR UR32, R11"
+    assert not unwritten(listing(*BEGIN, kept, SHIFT, back, "EXIT"))
+    assert unwritten(listing(*BEGIN, kept, SHIFT, back, NEXT, "EXIT")) == [NEXT]
+    assert not unwritten(listing(*BEGIN, SHIFT, kept, back, NEXT, "EXIT"))
