@@ -1,4 +1,5 @@
-"""Bits of the past where halves of a chunk are apart and inputs small: Triton kernels, interpreted.
+"""Bits of the past where halves or quarters of a chunk are apart and inputs small: Triton kernels
+under the interpreter.
 
 The interpreter has no bfloat16, which alone takes chunks so. float32 has its exponents, and is
 given its limits here. As test_triton_scalar_decay_interpreted.py: in a process of its own.
@@ -13,11 +14,11 @@ from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.support.interpreted import run
 
 CALLS = {
-    "kda": lambda q, k, v, g, unit: ops.chunk_kda(
-        q=q, k=unit, v=v, g=g, beta=q[..., 0].sigmoid(), impl="triton"
+    "kda": lambda q, k, v, g, unit, impl="triton": ops.chunk_kda(
+        q=q, k=unit, v=v, g=g, beta=q[..., 0].sigmoid(), impl=impl
     ),
-    "dplr": lambda q, k, v, g, unit: ops.chunk_dplr_delta_rule(
-        q=q, k=k, v=v, a=-unit, b=unit * q.sigmoid(), gk=g, impl="triton"
+    "dplr": lambda q, k, v, g, unit, impl="triton": ops.chunk_dplr_delta_rule(
+        q=q, k=k, v=v, a=-unit, b=unit * q.sigmoid(), gk=g, impl=impl
     ),
     "gla": lambda q, k, v, g, unit: ops.chunk_gla(q=q, k=k, v=v, g=g, impl="triton"),
     "rwkv6": lambda q, k, v, g, unit: ops.chunk_rwkv6(r=q, k=k, v=v, w=g, u=v[0, 0], impl="triton"),
@@ -53,13 +54,28 @@ def inputs() -> tuple[Tensor, ...]:
 
 def check(name: str) -> None:
     q, k, v, g, unit = inputs()
-    for strong in (-20.0, -5.0, -200.0):
+    # the last ones are of every token: halves of a chunk then decay too far, and quarters do not
+    for strong, share in ((-20.0, 1.0), (-5.0, 1.0), (-200.0, 1.0), (-20.0, 0.0)):
         before = CALLS[name](q, k, v, g, unit)[0]
         for cut in CUTS:
-            future = torch.cat([g[:, :cut], strong * torch.rand_like(g[:, cut:])], 1)
+            later = strong * (1 - share * torch.rand_like(g[:, cut:]))
+            future = torch.cat([g[:, :cut], later], 1)
             after = CALLS[name](q, k, v, future, unit)[0]
             assert torch.equal(before[:, :cut], after[:, :cut]), (name, strong, cut)
     print(name, "ok", flush=True)
+
+
+def check_edges(name: str) -> None:
+    """Two quarters in one half that decay as far as one of them may, and weak gates after them."""
+    q, k, v, g, unit = inputs()
+    for far in (120.0, 159.0, 159.9, 160.05, 161.0):
+        steps = torch.full((8,), -far / 4 / 1.4426950408889634)
+        gates = torch.cat([steps[None, :, None, None].expand(1, 8, 1, D), g[:, 8:]], 1)
+        o = CALLS[name](q, k, v, gates, unit)[0]
+        given = (x.double() for x in (q, k, v, gates, unit))
+        want = CALLS[name](*given, impl="reference")[0]
+        error = (o - want).norm() / want.norm()
+        assert error <= 2e-3, (name, far, float(error))
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -71,3 +87,5 @@ if __name__ == "__main__":
     as_in_bfloat16()
     for name in CALLS:
         check(name)
+        if name in ("kda", "dplr"):
+            check_edges(name)

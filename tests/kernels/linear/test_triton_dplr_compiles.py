@@ -18,12 +18,15 @@ from slipstream.kernels.linear.triton.dplr import tiles as triton_dplr_tiles
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.kernels.linear.triton.scalar_decay import tiles
 from tests.support.linear_compiled import TYPES
+from tests.support.sass import disassemble
+from tests.support.uniform_registers import unwritten
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
 MODULES = "slipstream.kernels.linear.triton.dplr."
 PATHS = {
     "intra": MODULES + "wy:dplr_wy_kernel",
+    "quarters": MODULES + "wy_quarters:dplr_wy_quarters_kernel",
     "strong": MODULES + "intra_safe:dplr_intra_safe_kernel",
     "fwd": MODULES + "chunk:dplr_chunk_fwd_kernel",
     "fwd_states": MODULES + "chunk:dplr_chunk_fwd_kernel",
@@ -37,6 +40,7 @@ PATHS = {
 }
 # kernels that take another's tile
 OF = {
+    "quarters": "intra",
     "strong": "intra",
     "quarters_grads": "grads",
     "strong_grads": "grads",
@@ -75,6 +79,8 @@ def compile_dplr(
     delta, gated = kind == "kda", kind != "iplr"
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
     flags |= {"BK": min(64, wide) if kernel == "scores" else part.B, "BV": part.B}
+    flags["PARTS"] = 2 if part.B > 32 else 1
+    flags["MAX_CHUNKS"] = 16
     ends = kernel in ("ends", "dstate_ends")
     flags |= {"OUTPUT": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}
     flags |= {"CHANNEL": True, "HAS_S_IN": not ends, "HAS_S_OUT": kernel != "fwd_states"}
@@ -128,6 +134,7 @@ def check(capability: int, bytes_each: int, K: int, V: int, kernel: str, *flags:
     if capability == 90 and bytes_each == 2:
         assert "wgmma.mma_async" in got.ptx
         assert "mma.sync" not in got.ptx  # what narrow tiles fall back to
+        assert not unwritten(disassemble(got.asm["cubin"]))
     else:
         assert ("mma.sync" in got.ptx) != _plain(bytes_each, K, kernel)
     # grads spills one load in 15; most of what spills more only strong chunks come by
@@ -144,7 +151,7 @@ def variants() -> Iterator[tuple]:
                     if kernel in ("ends", "dstate_ends") and D > 128:
                         continue  # not split
                     for kind in ("kda", "dplr", "iplr"):
-                        if kernel == "quarters_grads" and bytes_each == 4:
+                        if kernel.startswith("quarters") and bytes_each == 4:
                             continue  # bfloat16 alone takes chunks so
                         if kind != "iplr" or (D == 64 and kernel not in OF):
                             yield capability, bytes_each, D, D, kernel, kind, D == 64

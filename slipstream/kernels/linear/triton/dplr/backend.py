@@ -1,7 +1,8 @@
 """Per-channel decay, and free a and b, in chunks by Triton kernels; sm_90's replace some of them.
 
     intra_chunk    what needs no state: decayed q and k, WY factors, scores (wy.py); of chunks that
-                   decay strongly again (intra_safe.py), whose programs end at once where none does
+                   decay strongly again (wy_quarters.py, or intra_safe.py), whose programs end at
+                   once where none does
     chunk_fwd      carries the state from chunk to chunk, and writes o
     chunk_dstate   carries its gradient from the last chunk to the first
     scores         gradients of the chunk's scores, and of v
@@ -26,7 +27,7 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous, pointers
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.kernels.linear.segments import Segments, num_chunks
+from slipstream.kernels.linear.segments import NUM_SMS, Segments, num_chunks
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
 from slipstream.kernels.linear.triton.dplr import launch
@@ -37,6 +38,7 @@ from slipstream.kernels.linear.triton.dplr.launch import IntraChunk, launch_opti
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, LIMIT, SHIFT
 from slipstream.kernels.linear.triton.dplr.wy import dplr_wy_kernel
+from slipstream.kernels.linear.triton.dplr.wy_quarters import dplr_wy_quarters_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.workspace import (
     NO_OUTPUTS,
@@ -48,6 +50,10 @@ from slipstream.kernels.linear.workspace import (
 )
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
+
+# Chunks a program of the kernel that most chunks do not need; and programs that fill any GPU.
+MAX_CHUNKS = 16
+TARGET_PROGRAMS = 4 * NUM_SMS
 
 CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=True)
 
@@ -265,6 +271,13 @@ class TritonDplr:
         run: Any = cached(dplr_wy_kernel)[grid]
         options |= {"LIMIT": ANCHORED_TILES[dtype], "APART": APART[dtype] if gated else 0.0}
         run(**args, HAS_GATE=gated, **options)
+        options["PARTS"] = 2 if options["BK"] > 32 else 1
+        if options["APART"] > 0:
+            total = grid[0]
+            shared = {"total": total, "MAX_CHUNKS": MAX_CHUNKS}
+            programs = max(-(-total // MAX_CHUNKS), min(total, TARGET_PROGRAMS))
+            run = cached(dplr_wy_quarters_kernel)[programs,]
+            run(**args, **options | shared)
         if gated:
             run = cached(dplr_intra_safe_kernel)[grid]
             run(**args, ones_ptr=_ones(terms), SHIFT=SHIFT[dtype], **options)

@@ -21,7 +21,7 @@ are relative to, so forward takes G, the sum of g from the start to i, and a who
     exp(G_i - n) exp(n - G_j)      n = early, cut, + APART in the first half, - APART in the second
 
 where G is rounded to multiples of 2^-14, so that n moves exponents alone (exp2_by_parts); without
-APART n is 0.
+APART n is 0. Where a half decays further, quarters take the place of halves (by_quarters.py).
 Also in strong chunks that is how a token reads whose own gates allow it (is_read_anchored).
 """
 
@@ -99,6 +99,14 @@ def _in_quarter(o_c, BEFORE: tl.constexpr):
 
 
 @triton.jit
+def half_sums(b_g):
+    """Sums of gates [C, BK] over the chunk's halves, early and late [BK]."""
+    C: tl.constexpr = b_g.shape[0]
+    later = (tl.arange(0, C) >= C // 2)[:, None]
+    return tl.sum(tl.where(later, 0.0, b_g), 0), tl.sum(tl.where(later, b_g, 0.0), 0)
+
+
+@triton.jit
 def load_from_start(
     g_ptr,
     at,
@@ -118,9 +126,7 @@ def load_from_start(
     C: tl.constexpr = o_c.shape[0]
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
-    later = (o_c >= C // 2)[:, None]
-    b_early = tl.sum(tl.where(later, 0.0, b_g), 0)
-    b_late = tl.sum(tl.where(later, b_g, 0.0), 0)
+    b_early, b_late = half_sums(b_g)
     i = o_c[:, None]
     t = o_c[None, :]
     # from the chunk's start, which no later token moves
@@ -130,9 +136,8 @@ def load_from_start(
         b_before = product_of_gates((t < i).to(tl.float32), b_g, FP32, PRECISION)
     b_middle = tl.zeros_like(b_early)
     if APART > 0:
-        # of a half that decays further, what leaves both factors of safe reads the same room: near
-        # the least number small inputs would lose digits, and bits depend on gates to come
-        b_middle = tl.where(b_early < -(2 * LIMIT + 1), -(LIMIT + APART), tl.floor(b_early))
+        b_middle = middle_of(b_early, LIMIT, APART)
+        later = (o_c >= C // 2)[:, None]
         b_far = b_middle[None, :] + tl.where(later, FAR - APART, FAR + APART)
         # a sum with FAR is a multiple of 2^-14, and a whole number less is exact
         b_e = (b_e + FAR) - b_far
@@ -141,9 +146,20 @@ def load_from_start(
 
 
 @triton.jit
-def quarter_sums(b_g):
-    """Sums of gates [C, BK] over quarters of the chunk [4, BK]."""
-    return tl.sum(tl.reshape(b_g, (4, b_g.shape[0] // 4, b_g.shape[1])), 1)
+def middle_of(b_early, LIMIT: tl.constexpr, APART: tl.constexpr):
+    """early, cut [BK]: of a half that decays further, what leaves both factors of its reads the
+    same room. Near the least number small inputs would lose digits, and bits depend on gates to
+    come."""
+    return tl.maximum(tl.floor(b_early), -(LIMIT + APART), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def strongest_half(b_early, b_late, LIMIT: tl.constexpr, APART: tl.constexpr):
+    """Of the two halves of a chunk the decay [BK] of that which decays more. Reads of the second
+    one have what the middle was cut by, too."""
+    if APART > 0:
+        b_late += tl.minimum(b_early + (LIMIT + APART), 0.0)
+    return -tl.minimum(b_early, b_late)
 
 
 @triton.jit
@@ -214,7 +230,7 @@ def lowest_read(b_e, b_middle, b_early, o_c, APART: tl.constexpr):
 
 @triton.jit
 def is_read_anchored(b_lowest, LIMIT: tl.constexpr):
-    """Whether tokens read as in chunks that are not strong, by lowest_read."""
+    """Whether tokens read as in chunks that are not strong: by lowest_read, lowest_of_quarters."""
     return b_lowest >= -(2 * LIMIT + ROUNDING)
 
 

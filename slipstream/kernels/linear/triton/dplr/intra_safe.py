@@ -1,32 +1,33 @@
 """Per-channel decay, or free a and b: what needs no state, of strong chunks.
 
-As wy.py, which marks the chunks, does it for the others, but with scores summed step by
-step (gate_sums.py) where tokens have decayed too far for that (intra_anchored.py). q exp(G), and
-rows of scores of tokens that have not, are what wy.py left; those of a, which it did not leave, are
-made once more as it makes them. Other programs have nothing to do.
+As wy.py and wy_quarters.py, which mark the chunks, do it for the others, but with scores summed
+step by step (gate_sums.py) where tokens have decayed too far for that (intra_anchored.py,
+by_quarters.py). q exp(G), and rows of scores of tokens that have not, are what they left; those of
+a, which they did not leave, are made once more as they make them. Other programs have nothing to
+do.
 """
 
 import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.dplr.by_quarters import (
+    add_scores_of_reads,
+    columns_of,
+    quarters_together,
+    sums_from_start,
+)
 from slipstream.kernels.linear.triton.dplr.gate_sums import (
     BASE,
     block_factors,
     decay_of_step,
     is_pair_of_step,
-    load_gates_of,
     to_end,
 )
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     anchored_writes,
-    exp2_by_parts,
-    exp2_of_start,
     is_read_anchored,
     load_from_start,
-    lowest_read,
-    quarter_sums,
-    together,
 )
 from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
 
@@ -109,7 +110,7 @@ def dplr_intra_safe_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [chunks, HV]: 2 where the chunk is; 3 if a quarter decays by more than 2 LIMIT
+    strong_ptr,  # [chunks, HV]: 2 where the chunk is, 3 where halves may be APART
     ones_ptr,  # [2, C, C]: dplr_gates.triangle
     cu_ptr,  # [N + 1]
     scale,
@@ -122,6 +123,7 @@ def dplr_intra_safe_kernel(
     V: tl.constexpr,
     WIDE: tl.constexpr,
     BK: tl.constexpr,
+    PARTS: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
     STEPS: tl.constexpr,
@@ -139,10 +141,11 @@ def dplr_intra_safe_kernel(
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
     KM: tl.constexpr = K != WIDE
+    BP: tl.constexpr = BK // PARTS
     pid = tl.program_id(0)
     i_chunk_head = pid.to(tl.int64)
-    # most programs end here: wy.py has made all that a weak chunk needs
-    if tl.load(strong_ptr + i_chunk_head) < 2:
+    # most programs end here: others have made all that a weak chunk needs
+    if tl.load(strong_ptr + i_chunk_head) < (3 if APART > 0 else 2):
         return
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
@@ -162,42 +165,57 @@ def dplr_intra_safe_kernel(
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
     b_lowest = tl.zeros((C,), tl.float32)
-    farthest = tl.full((), 0.0, tl.float32)  # decay of a quarter of the chunk
     for n in range(WIDE // BK):
-        o_k = n * BK + tl.arange(0, BK)
-        o_q = i * (H * K) + o_k[None, :]
-        m_k = m_c[:, None]
-        if KM:
-            m_k = m_k & (o_k < K)[None, :]
-        b_e, b_before, b_middle, b_early, _ = load_from_start(
-            g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, not DELTA, LIMIT, APART, FP32, PRECISION
-        )
-        # of each token over all channels: rows that stay within range keep wy.py's product, bit for
-        # bit
-        b_lowest = tl.minimum(b_lowest, lowest_read(b_e, b_middle, b_early, o_c, APART))
+        o_n = n * BK + tl.arange(0, BK)
+        # of each token over all channels: rows that stay within range keep the product of wy.py or
+        # wy_quarters.py, bit for bit
         if APART > 0:
-            b_g = load_gates_of(p_g + o_k[None, :] * CHANNEL, m_k)
-            farthest = tl.maximum(farthest, -tl.min(tl.min(quarter_sums(b_g), 1), 0))
-        b_a = tl.load(read_ptr + i_k + o_q, mask=m_k, other=0.0)
-        b_wide = b_a * exp2_by_parts(b_before, APART)
-        b_a = b_wide.to(act)
-        b_wide *= exp2_of_start(b_middle, o_c, APART)
-        tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_wide.to(act))
-        b_write = anchored_writes(b_e, LIMIT, APART)
-        b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)
-        b_b = (b_b * b_write).to(act)
-        b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
-        if not DELTA:
-            b_k = tl.load(k_ptr + i_k + o_q, mask=m_k, other=0.0)
-            b_k = (b_k * b_write).to(act)
-            b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
-    if APART > 0:  # not for these kernels, but for gradients
-        tl.store(strong_ptr + i_chunk_head, 2 + (farthest > 2 * LIMIT).to(tl.int32))
+            b_sums = sums_from_start(p_g, o_n, o_c, m_c, False, K, CHANNEL, FP32, PRECISION)
+            b_before = b_sums
+            if not DELTA:
+                b_before = sums_from_start(p_g, o_n, o_c, m_c, True, K, CHANNEL, FP32, PRECISION)
+            for part in range(PARTS):
+                o_k = n * BK + part * BP + tl.arange(0, BP)
+                o_q = i * (H * K) + o_k[None, :]
+                m_k = m_c[:, None]
+                if KM:
+                    m_k = m_k & (o_k < K)[None, :]
+                b_ab, b_ak, b_low = add_scores_of_reads(
+                    b_ab, b_ak, read_ptr + i_k + o_q, write_ptr + i_k + o_q, k_ptr + i_k + o_q,
+                    w_out_ptr + i_w + i * WIDE + o_k[None, :], p_g + o_k[None, :] * CHANNEL,
+                    columns_of(b_sums, part, PARTS), columns_of(b_before, part, PARTS), o_c, m_k,
+                    DELTA, LIMIT, APART, PRECISION,
+                )  # fmt: skip
+                b_lowest = tl.minimum(b_lowest, b_low)
+        else:
+            o_q = i * (H * K) + o_n[None, :]
+            m_n = m_c[:, None]
+            if KM:
+                m_n = m_n & (o_n < K)[None, :]
+            b_e, b_before, _, _, _ = load_from_start(
+                g_ptr, i_g, HV * GK, o_c, m_n, o_n, CHANNEL, not DELTA, LIMIT, APART, FP32,
+                PRECISION,
+            )  # fmt: skip
+            b_lowest = tl.minimum(b_lowest, tl.min(b_e, 1))
+            b_a = tl.load(read_ptr + i_k + o_q, mask=m_n, other=0.0)
+            b_a = (b_a * tl.exp2(b_before)).to(act)
+            tl.store(w_out_ptr + i_w + i * WIDE + o_n[None, :], b_a)
+            b_write = anchored_writes(b_e, LIMIT, APART)
+            b_b = tl.load(write_ptr + i_k + o_q, mask=m_n, other=0.0)
+            b_b = (b_b * b_write).to(act)
+            b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+            if not DELTA:
+                b_k = tl.load(k_ptr + i_k + o_q, mask=m_n, other=0.0)
+                b_k = (b_k * b_write).to(act)
+                b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+    if APART > 0:
+        b_ab = quarters_together(b_ab, o_c, APART)
+        b_ak = quarters_together(b_ak, o_c, APART)
     # rows whose decay from the chunk's start is in range; the others are added by sub-chunks
     anchored = is_read_anchored(b_lowest, LIMIT)[:, None]
     other = anchored == 0
-    b_ab = tl.where(anchored & (i > j), together(b_ab, o_c, APART), 0.0)
-    b_ak = tl.where(anchored & (i > j), together(b_ak, o_c, APART), 0.0)
+    b_ab = tl.where(anchored & (i > j), b_ab, 0.0)
+    b_ak = tl.where(anchored & (i > j), b_ak, 0.0)
 
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)

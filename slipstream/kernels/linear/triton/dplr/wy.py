@@ -15,8 +15,9 @@ so that x = U + W S with
 and the scan's step has neither gates nor scores to compute. One program does one chunk of a value
 head and writes W, U, scale (q exp(G)), b exp(G_C - G), k exp(G_C - G), exp(G_C), scale qb and
 scale qk in the order in which the scan reads them: chunk by chunk, K filled up with zeros. Decays
-are those of intra_anchored.py; strong chunks are marked, and intra_safe.py writes again what of
-them has decayed too far.
+are those of intra_anchored.py. Strong chunks are marked and end early: wy_quarters.py has them, and
+intra_safe.py those that have decayed too far for that. In float32 and float16 intra_safe.py writes
+again what of them has.
 
 In 16 bits R is not rounded before the products, nor U: without decay, rounding all of R, W, U and x
 puts outputs off by 6e-3, where this leaves 4.9e-3.
@@ -31,6 +32,7 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     exp2_by_parts,
     exp2_of_start,
     load_from_start,
+    strongest_half,
     together,
     until_end,
 )
@@ -171,8 +173,9 @@ def dplr_wy_kernel(
     b_qk = tl.zeros((C, C), tl.float32)
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
-    # the largest decay of any channel: whether the chunk is left to intra_safe.py
-    b_strongest = tl.zeros((BK,), tl.float32)
+    # the largest decay of any channel: whether the chunk is left to other kernels
+    strongest = tl.full((), 0.0, tl.float32)
+    weak = tl.full((), True, tl.int1)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
         o_w = i_w + i * WIDE + o_k[None, :]
@@ -186,43 +189,48 @@ def dplr_wy_kernel(
             b_e, _, b_middle, b_early, b_late = load_from_start(
                 g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, LIMIT, APART, FP32, PRECISION
             )
-            # of the two halves of the chunk that which decays more
-            b_strongest = tl.maximum(b_strongest, -tl.minimum(b_early, b_late))
-            tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
-            b_read = exp2_by_parts(b_e, APART)
-            b_start = exp2_of_start(b_middle, o_c, APART)
-            # float32 until it is stored, so that q~ and the operand are rounded once each
-            b_wide = b_q * b_read
-            b_q = b_wide.to(act)
-            tl.store(q_out_ptr + o_w, (b_wide * (b_start * scale)).to(act))
-            if DELTA:
-                b_wide = b_b * b_read
-                b_a = b_wide.to(act)
-                tl.store(w_out_ptr + o_w, (b_wide * b_start).to(act))
-            b_write = anchored_writes(b_e, LIMIT, APART)
-            b_end = until_end(b_early + b_late - b_middle, o_c, APART)
-            b_wide = b_b * b_write
-            b_b = b_wide.to(act)
-            tl.store(b_out_ptr + o_w, (b_wide * b_end).to(act))
-        else:
-            tl.store(q_out_ptr + o_w, (b_q * scale).to(act))
-            tl.store(b_out_ptr + o_w, b_b)
-        b_qb = tl.dot(b_q, tl.trans(b_b), b_qb, input_precision=PRECISION)
-        if DELTA:
-            b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
-        else:
-            b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+            b_half = strongest_half(b_early, b_late, LIMIT, APART)
+            strongest = tl.maximum(strongest, tl.max(b_half, 0))
+            if APART > 0:
+                weak = strongest <= 2 * LIMIT
+        if weak:
             if HAS_GATE:
-                b_wide = b_k * b_write
-                b_k = b_wide.to(act)
-                tl.store(k_out_ptr + o_w, (b_wide * b_end).to(act))
+                tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
+                b_read = exp2_by_parts(b_e, APART)
+                b_start = exp2_of_start(b_middle, o_c, APART)
+                # float32 until it is stored, so that q~ and the operand are rounded once each
+                b_wide = b_q * b_read
+                b_q = b_wide.to(act)
+                tl.store(q_out_ptr + o_w, (b_wide * (b_start * scale)).to(act))
+                if DELTA:
+                    b_wide = b_b * b_read
+                    b_a = b_wide.to(act)
+                    tl.store(w_out_ptr + o_w, (b_wide * b_start).to(act))
+                b_write = anchored_writes(b_e, LIMIT, APART)
+                b_end = until_end(b_early + b_late - b_middle, o_c, APART)
+                b_wide = b_b * b_write
+                b_b = b_wide.to(act)
+                tl.store(b_out_ptr + o_w, (b_wide * b_end).to(act))
             else:
-                tl.store(k_out_ptr + o_w, b_k)
-            b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
+                tl.store(q_out_ptr + o_w, (b_q * scale).to(act))
+                tl.store(b_out_ptr + o_w, b_b)
+            b_qb = tl.dot(b_q, tl.trans(b_b), b_qb, input_precision=PRECISION)
+            if DELTA:
+                b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+            else:
+                b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+                if HAS_GATE:
+                    b_wide = b_k * b_write
+                    b_k = b_wide.to(act)
+                    tl.store(k_out_ptr + o_w, (b_wide * b_end).to(act))
+                else:
+                    tl.store(k_out_ptr + o_w, b_k)
+                b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
     if HAS_GATE:
-        strongest = tl.max(b_strongest, 0)
         strong = (strongest > (2 * LIMIT if APART > 0 else LIMIT)).to(tl.int32)
         tl.store(strong_ptr + i_chunk_head, strong + (strongest > LIMIT).to(tl.int32))
+        if APART > 0 and strong == 1:
+            return
         b_qb = together(b_qb, o_c, APART)
         b_qk = together(b_qk, o_c, APART)
         b_ab = together(b_ab, o_c, APART)

@@ -1,0 +1,210 @@
+"""Per-channel decay, or free a and b: what needs no state, of chunks that are weak by quarters.
+
+As wy.py, which marks a chunk of which a half decays too far for it, but with scores by quarters
+(by_quarters.py). Where a quarter decays too far, too, the chunk is marked for intra_safe.py, which
+takes over q exp(G), exp(G_C), and the rows of the scores of q whose tokens do not decay too far.
+Programs without such a chunk end at once: a kernel of its own, for a branch in wy.py would cost
+weak chunks more than the launch.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
+from slipstream.kernels.linear.triton.dplr.by_quarters import (
+    add_by_quarters,
+    add_scores_of_reads,
+    anchors,
+    columns_of,
+    farthest_quarter,
+    from_start,
+    quarter_sums,
+    quarters_together,
+    read_operands,
+    rounded_sum,
+    split_exp2,
+    sums_from_start,
+    until_end,
+    write_operands,
+    write_powers,
+)
+from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of
+from slipstream.kernels.linear.triton.dplr.intra_anchored import half_sums
+from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
+
+
+@triton.jit(do_not_specialize=["scale", "keep", "total", "T", "N", "HV", "H"])
+def dplr_wy_quarters_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,
+    a_ptr,  # none for delta
+    b_ptr,
+    v_ptr,  # [tokens, HV, V]
+    g_ptr,  # [tokens, HV, K] or [tokens, HV]
+    beta_ptr,  # [tokens, HV], delta
+    q_out_ptr,  # [chunks, HV, C, WIDE]: scale q exp(G)
+    w_out_ptr,  # W
+    b_out_ptr,  # b exp(G_C - G)
+    k_out_ptr,  # k exp(G_C - G), dplr
+    u_out_ptr,  # [chunks, HV, V, C]: U, float32
+    total_ptr,  # [chunks, HV, WIDE]: exp(G_C)
+    qb_ptr,  # [chunks, HV, C, C], scaled
+    qk_ptr,  # scaled, dplr
+    ak_ptr,  # dplr, if keep
+    r_ptr,  # if keep
+    strong_ptr,  # [chunks, HV]: 2 where the chunk is; 3 if a quarter decays by more than 2 LIMIT
+    cu_ptr,  # [N + 1]
+    scale,
+    keep,
+    total,
+    T,
+    N,
+    HV,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDE: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr,
+    FP32: tl.constexpr,
+    LIMIT: tl.constexpr,
+    APART: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """grid (at least total / MAX_CHUNKS,). total: chunks times value heads. keep, which backward
+    wants, is no constant: one compilation for both."""
+    # one load for all chunks of this program: most programs end here
+    o_at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
+    if tl.max(tl.load(strong_ptr + o_at, mask=o_at < total, other=0), 0) < 2:
+        return
+    for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        if tl.load(strong_ptr + at) == 2:
+            _chunk(
+                q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
+                b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
+                strong_ptr, cu_ptr, scale, keep, at, T, N, HV, H,
+                K, V, WIDE, BK, PARTS, BV, C, STEPS, DELTA, CHANNEL, PACKED, FP32, LIMIT, APART,
+                PRECISION, INNER,
+            )  # fmt: skip
+
+
+@triton.jit
+def _chunk(
+    q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr, b_out_ptr, k_out_ptr,
+    u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, strong_ptr, cu_ptr, scale, keep, at, T, N,
+    HV, H,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a value head."""
+    act = q_ptr.dtype.element_ty
+    GK: tl.constexpr = K**CHANNEL
+    i_chunk_head = tl.cast(at, tl.int64)
+    i_h = at % HV
+    begin, length, i_c = locate_chunk(cu_ptr, at // HV, T, N, C, PACKED)
+    o_c = tl.arange(0, C)
+    m_c = o_c < length - i_c * C
+    i = o_c[:, None]
+    j = o_c[None, :]
+    row = begin + i_c * C
+    i_k = (row * H + i_h // (HV // H)) * K
+    i_g = (row * HV + i_h) * GK
+    i_a = i_chunk_head * (C * C)
+    i_w = i_chunk_head * (C * WIDE)
+    o_a = i * C + j
+    write_ptr = k_ptr if DELTA else b_ptr
+    b_qb = tl.zeros((C, C), tl.float32)
+    b_qk = tl.zeros((C, C), tl.float32)
+    b_ab = tl.zeros((C, C), tl.float32)
+    b_ak = tl.zeros((C, C), tl.float32)
+    BP: tl.constexpr = BK // PARTS
+    p_g = g_ptr + i_g + i * (HV * GK)
+    b_farthest = tl.zeros((BP,), tl.float32)  # decay of a quarter of the chunk
+    for n in range(WIDE // BK):
+        o_n = n * BK + tl.arange(0, BK)
+        b_sums = sums_from_start(p_g, o_n, o_c, m_c, False, K, CHANNEL, FP32, PRECISION)
+        for part in range(PARTS):
+            o_k = n * BK + part * BP + tl.arange(0, BP)
+            o_w = i_w + i * WIDE + o_k[None, :]
+            o_q = i_k + i * (H * K) + o_k[None, :]
+            m_k = m_c[:, None]
+            if K != WIDE:
+                m_k = m_k & (o_k < K)[None, :]
+            b_g = load_gates_of(p_g + o_k[None, :] * CHANNEL, m_k)
+            b_early, b_late = half_sums(b_g)
+            b_first, b_third = quarter_sums(b_g)
+            b_far = farthest_quarter(b_first, b_third, b_early, b_late, LIMIT, APART)
+            b_farthest = tl.maximum(b_farthest, b_far)
+            b_half, b_anchor = anchors(b_first, b_third, b_early, o_c, LIMIT, APART)
+            b_sum = rounded_sum(columns_of(b_sums, part, PARTS))
+            b_read, b_e = split_exp2(b_sum)
+            b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0) * b_read
+            b_wide, b_start = from_start(b_q, b_e, b_half)
+            # float32 until it is stored, so that q~ and the operand are rounded once each
+            tl.store(q_out_ptr + o_w, (b_wide * (b_start * scale)).to(act))
+            q = read_operands(b_q, b_wide, b_e, b_anchor, o_c, act)
+            b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
+            if DELTA:
+                b_a = b_b * b_read
+                b_wide, _ = from_start(b_a, b_e, b_half)
+                tl.store(w_out_ptr + o_w, (b_wide * b_start).to(act))
+                a = read_operands(b_a, b_wide, b_e, b_anchor, o_c, act)
+            b_write, b_e = split_exp2(-b_sum)
+            powers = write_powers(b_e, b_early, b_anchor, o_c, APART)
+            b_end = until_end(b_early + b_late, b_e)
+            tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
+            b_b = b_b * b_write
+            tl.store(b_out_ptr + o_w, (b_b * b_end).to(act))
+            b = write_operands(b_b, powers, o_c, act)
+            b_qb = add_by_quarters(b_qb, q, b, PRECISION)
+            if DELTA:
+                b_ab = add_by_quarters(b_ab, a, b, PRECISION)
+            else:
+                b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0) * b_write
+                tl.store(k_out_ptr + o_w, (b_k * b_end).to(act))
+                b_qk = add_by_quarters(b_qk, q, write_operands(b_k, powers, o_c, act), PRECISION)
+    b_qb = quarters_together(b_qb, o_c, APART)
+    tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
+    if not DELTA:
+        b_qk = quarters_together(b_qk, o_c, APART)
+        tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
+    if tl.max(b_farthest, 0) > 2 * LIMIT:
+        tl.store(strong_ptr + i_chunk_head, 3)
+    else:
+        if not DELTA:
+            for n in range(WIDE // BK):
+                o_n = n * BK + tl.arange(0, BK)
+                b_sums = sums_from_start(p_g, o_n, o_c, m_c, False, K, CHANNEL, FP32, PRECISION)
+                b_before = sums_from_start(p_g, o_n, o_c, m_c, True, K, CHANNEL, FP32, PRECISION)
+                for part in range(PARTS):
+                    o_k = n * BK + part * BP + tl.arange(0, BP)
+                    o_q = i_k + i * (H * K) + o_k[None, :]
+                    m_k = m_c[:, None]
+                    if K != WIDE:
+                        m_k = m_k & (o_k < K)[None, :]
+                    b_ab, b_ak, _ = add_scores_of_reads(
+                        b_ab, b_ak, a_ptr + o_q, b_ptr + o_q, k_ptr + o_q,
+                        w_out_ptr + i_w + i * WIDE + o_k[None, :], p_g + o_k[None, :] * CHANNEL,
+                        columns_of(b_sums, part, PARTS), columns_of(b_before, part, PARTS), o_c,
+                        m_k, DELTA, LIMIT, APART, PRECISION,
+                    )  # fmt: skip
+            b_ab = quarters_together(b_ab, o_c, APART)
+            b_ak = tl.where(i > j, quarters_together(b_ak, o_c, APART), 0.0)
+        else:
+            b_ab = quarters_together(b_ab, o_c, APART)
+        solve_chunk(
+            tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
+            v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C),
+            None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
+            V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
+        )  # fmt: skip
