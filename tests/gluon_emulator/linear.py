@@ -94,7 +94,7 @@ def emulated() -> Any:
         zeros_like=lambda x: threads.tensor(np.zeros_like(x)),
         reshape=lambda x, shape: threads.tensor(np.reshape(x, shape)),
         permute=lambda x, order: threads.tensor(np.transpose(x, order)),
-        min=lambda x, axis: threads.tensor(np.fmin.reduce(x, axis)),
+        min=lambda x, axis=None: threads.tensor(np.fmin.reduce(x, axis)),
         associative_scan=_scan,
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),

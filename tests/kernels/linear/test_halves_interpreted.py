@@ -2,9 +2,13 @@
 under the interpreter.
 
 The interpreter has no bfloat16, which alone takes chunks so. float32 has its exponents, and is
-given its limits here. As test_triton_scalar_decay_interpreted.py: in a process of its own.
+given its limits here, and at last operands of products are rounded as bfloat16. As
+test_triton_scalar_decay_interpreted.py: in a process of its own.
 """
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -78,6 +82,41 @@ def check_edges(name: str) -> None:
         assert error <= 2e-3, (name, far, float(error))
 
 
+def round_operands() -> None:
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    exact = InterpreterBuilder.create_dot
+
+    def in_bfloat16(x: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(np.array(x)).bfloat16().double().numpy()
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        # of gates and of ones, which kernels take in more than one part
+        if any(np.isin(x.data, (-1, -0.5, 0, 0.5, 1)).all() for x in (a, b)):
+            return exact(self, a, b, d, *precision)
+        product = in_bfloat16(a.data) @ in_bfloat16(b.data) + d.data
+        return TensorHandle(product.astype(np.float32), d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def check_rounded(name: str) -> None:
+    """Keys times 2^-28, and first halves that decay by about 2^-160, or will."""
+    half = 8 if name in ("kda", "dplr") else 16
+    for seed in range(4):
+        torch.manual_seed(seed)
+        q, k, v, unit = (torch.randn(1, 2 * half, 1, D) for _ in range(4))
+        unit = 2.0**-28 * torch.nn.functional.normalize(unit, dim=-1)
+        past = -210 / half * torch.rand(1, 2 * half, 1, D)
+        before = CALLS[name](q, 2.0**-28 * k, v, past, unit)[0]
+        for cut in (half // 2 - 1, half - 3):
+            for future in (0.0, -107 / half):
+                g = torch.cat([past[:, :cut], torch.full_like(past[:, cut:], future)], 1)
+                after = CALLS[name](q, 2.0**-28 * k, v, g, unit)[0]
+                assert torch.equal(before[:, :cut], after[:, :cut]), (name, seed, cut, future)
+    print(name, "rounded ok", flush=True)
+
+
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_small_inputs_keep_their_bits() -> None:
     run(script="tests.kernels.linear.test_halves_interpreted")
@@ -89,3 +128,6 @@ if __name__ == "__main__":
         check(name)
         if name in ("kda", "dplr"):
             check_edges(name)
+    round_operands()
+    for name in CALLS:
+        check_rounded(name)

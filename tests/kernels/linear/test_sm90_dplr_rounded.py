@@ -25,6 +25,11 @@ GATES = {
     "strong": lambda x: -50 * x,
     "resets": lambda x: torch.where(x < 0.03, -torch.inf, -0.1 * x),
     "mixed": lambda x: torch.where(x < 0.2, -250 * x, -0.1 * x),
+    # a half, or every other quarter, near 2^-160
+    "half": lambda x: torch.where(torch.arange(64)[:, None, None] < 32, -3.4, -0.1 * x),
+    "quarters": lambda x: torch.where(torch.arange(64)[:, None, None] % 32 < 16, -6.9, -0.1 * x),
+    "between": lambda x: torch.where(torch.arange(64)[:, None, None] % 32 < 16, -0.1 * x, -6.9),
+    "peaks": lambda x: torch.where(torch.arange(64)[:, None, None] % 7 == 3, -50.0, -0.1 * x),
 }
 # gates of the chunk, and from a token on
 CHANGES = [
@@ -41,6 +46,15 @@ CHANGES = [
     ("last -5", "strong", 50),
     ("to -9", "strong", 60),
     ("mixed", "mixed", 40),
+]
+OF_SMALL = [
+    ("half", "weak", 12),
+    ("weak", "half", 3),
+    ("weak", "strong", 21),
+    ("quarters", "weak", 40),
+    ("between", "weak", 20),
+    ("between", "quarters", 40),
+    ("peaks", "weak", 12),
 ]
 
 
@@ -78,8 +92,31 @@ def test_later_gates_change_no_bit_of_float16(gates: str, later: str, cut: int) 
     check("dplr", gates, later, cut, torch.float16)
 
 
-def check(case: str, gates: str, later: str, cut: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("small", [24, 40, 60])
+@pytest.mark.parametrize(("gates", "later", "cut"), OF_SMALL)
+@pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])
+def test_later_gates_change_no_bit_of_small_keys(
+    case: str, gates: str, later: str, cut: int, small: int
+) -> None:
+    """Keys times 2^-small, of which no entry, nor what is erased of it, is below 2^-70 but 0."""
+    check(case, gates, later, cut, torch.bfloat16, small)
+
+
+def made_small(terms: LinearInputs, small: int) -> LinearInputs:
+    made = {}
+    for name in ("k", "b"):
+        x = getattr(terms, name)
+        if x is not None:
+            x = x * 2.0**-small
+            made[name] = torch.where(x.abs() < 2.0**-68, 0.0, x)
+    if small and terms.erase is not None:
+        made["erase"] = terms.erase.clamp_min(0.25)
+    return terms._replace(**made)
+
+
+def check(case: str, gates: str, later: str, cut: int, dtype: torch.dtype, small: int = 0) -> None:
     terms, future = chunk_of(case, gates, dtype, 0), chunk_of(case, later, dtype, 1)
+    terms, future = made_small(terms, small), made_small(future, small)
     later_terms = future._asdict()
     changed = terms._replace(**{
         name: torch.cat([x[:, :cut], later_terms[name][:, cut:]], 1)
@@ -108,6 +145,11 @@ def test_writes_of_a_quarter_outlive_its_decay(case: str) -> None:
     _, H, HV, K, V, _, *of = CASES[case]
     gates = (of_quarters / 16 * math.log(2))[:, None, None]
     terms = inputs((64, H, HV, K, V, 1, *of), lambda x: 0 * x + gates)
+    # small ones would make the quarter strong
+    for name in ("q", "k", "a", "b", "erase"):
+        x = getattr(terms, name)
+        if x is not None:
+            terms = terms._replace(**{name: torch.where(x.abs() < 2.0**-9, 2.0**-9, x)})
     with rounded(torch.bfloat16):
         made = prepared(terms, True, kernels())
     assert made["strong"].eq(2).all()  # by quarters

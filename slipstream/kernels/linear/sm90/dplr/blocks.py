@@ -34,11 +34,12 @@ def lowest_of(b_g, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def block_level(b_g, LIMIT: gl.constexpr):
-    """The largest s of 5 to 2 whose blocks' halves all decay by no more than 2^(-2 LIMIT)."""
-    b_s = 2 + (lowest_of(b_g, 4) >= -2 * LIMIT).to(gl.int32)
-    b_s += (lowest_of(b_g, 8) >= -2 * LIMIT).to(gl.int32)
-    b_s += (gl.sum(b_g, 1) >= -2 * LIMIT).to(gl.int32)
+def block_level(b_g, excess, LIMIT: gl.constexpr):
+    """The largest s of 5 to 2 whose blocks' halves all decay by no more than 2^(-2 LIMIT), or, with
+    small inputs, by less (wy.excess_of)."""
+    b_s = 2 + (lowest_of(b_g, 4) >= excess - 2 * LIMIT).to(gl.int32)
+    b_s += (lowest_of(b_g, 8) >= excess - 2 * LIMIT).to(gl.int32)
+    b_s += (gl.sum(b_g, 1) >= excess - 2 * LIMIT).to(gl.int32)
     return gl.min(gl.min(b_s, 1), 0)
 
 

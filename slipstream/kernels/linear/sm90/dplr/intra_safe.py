@@ -41,6 +41,7 @@ from slipstream.kernels.linear.sm90.dplr.solve_tril import (
 )
 from slipstream.kernels.linear.sm90.dplr.wy import (
     LOG2E,
+    excess_of,
     sum_before,
     sum_from,
     sums_of_quarters,
@@ -249,6 +250,21 @@ def load_gates(p, n, stride, num_rows, none, CHANNEL: gl.constexpr):
 
 
 @gluon.jit
+def largest_excess(
+    qs, reads, bs, keys, none, NK: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr
+):
+    """excess_of all channels."""
+    excess = 0.0
+    for n in range(NK):
+        i = none + n
+        excess_n = excess_of(
+            qs.index(i), reads.index(i), bs.index(i), keys.index(i), DELTA, GATED
+        )  # fmt: skip
+        excess = gl.maximum(excess, excess_n)
+    return excess
+
+
+@gluon.jit
 def put_operands(
     p_g, stride, num_rows, level, first, none, qs, reads, bs, keys, xs, ys, zs, ws,
     flat: gl.constexpr, NK: gl.constexpr, CHANNEL: gl.constexpr, APART: gl.constexpr,
@@ -376,9 +392,10 @@ def one_chunk(
     b_qb, b_ab, b_qk, b_ak = zero.to(act), zero, zero.to(act), zero.to(act)
     if APART > 0:
         first = LEVELS - 1
+        excess = largest_excess(qs, reads, bs, keys, none, NK, DELTA, GATED)
         for n in range(NK):
             b_g = load_gates(p_g, n, token_heads * GK, num_rows, none, CHANNEL)
-            first = gl.minimum(first, block_level(b_g, LIMIT))
+            first = gl.minimum(first, block_level(b_g, excess, LIMIT))
     else:
         b_qb = gl.where(o_i == o_j, scores(qs, bs, NK, zero, none) * scale, 0.0).to(act)
         if not DELTA:

@@ -18,6 +18,10 @@ Pairs of different halves take a second product of the same operands, moved to n
 of 2 (to_middle). The first 64 channels with such a half decide for the chunk, and channels before
 them are moved (to_quarters).
 
+Operands reach down to 2^-106, so that inputs from 2^-20 on stay normal numbers of bf16: digits that
+others lost would depend on n. A decay counts as more by what the smallest input but 0 is below
+that, down to 2^-70 (excess_of).
+
 float16 has no room for either: n is 0 there, and a half decays by no more than 2^-LIMIT. Other
 chunks are strong, and left to intra_safe.py.
 
@@ -64,6 +68,8 @@ from slipstream.kernels.primitives.gluon_compat import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-256.0)
 FAR = gl.constexpr(3072.0)  # float32 beside it are multiples of 2^-12
+SMALL = gl.constexpr(20.0)  # inputs of no less than 2^-SMALL keep their digits at any decay
+SMALLEST = gl.constexpr(70.0)
 
 
 @gluon.jit
@@ -118,12 +124,48 @@ def sum_until(b_all, end: gl.constexpr, three: gl.constexpr):
 
 
 @gluon.jit
+def smaller_of(b_least, b):
+    """The lesser of b_least and |b| in float32, of which 0 counts as 1."""
+    b = b.to(gl.float32)
+    b = gl.where(b < 0.0, -b, b)
+    return gl.minimum(b_least, gl.where(b == 0.0, 1.0, b))
+
+
+@gluon.jit
+def by_rows(tile):
+    """[4, 16, 64]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 64], tile.dtype)
+    return tile._reinterpret(tile.dtype, [4, 16, 64], layout)
+
+
+@gluon.jit
+def excess_of(q, a, b, k, DELTA: gl.constexpr, GATED: gl.constexpr):
+    """How many powers of 2 the smallest input of 64 channels is below 2^-SMALL; tiles as
+    decay_operands has them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    b_least = gl.full([16, 64], 1.0, gl.float32, layout)
+    qs, reads, bs, keys = by_rows(q), by_rows(a), by_rows(b), by_rows(k)
+    for i in range(4):  # the whole tile would be in registers at once
+        b_a = reads.index(i).load(layout).to(gl.float32)
+        b_least = smaller_of(smaller_of(b_least, b_a), qs.index(i).load(layout))
+        if GATED:
+            b_least = smaller_of(b_least, b_a * keys.index(i).load(layout).to(gl.float32))
+        if not DELTA:
+            b_least = smaller_of(b_least, bs.index(i).load(layout))
+            b_least = smaller_of(b_least, keys.index(i).load(layout))
+    excess = -gl.log2(gl.min(b_least)) - (SMALL - 2.0**-6)
+    return gl.minimum(gl.maximum(excess, 0.0), SMALLEST - SMALL)
+
+
+@gluon.jit
 def gates_of(
-    b_g, by_quarters, anchors, n, LIMIT: gl.constexpr, APART: gl.constexpr, QUARTERS: gl.constexpr
-):
+    b_g, by_quarters, anchors, n, q, a, b, k, LIMIT: gl.constexpr, APART: gl.constexpr,
+    QUARTERS: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
     """From gates in base 2 [4, 16, 64]: G - n, and that without a token's own gate; n [4, 1, 64];
-    the chunk's sum [1, 1, 64]; the largest decay of a half and of a quarter; by_quarters, set also
-    if these channels need it. Writes what anchors_of takes into anchors."""
+    the chunk's sum [1, 1, 64]; the largest decay of a half and of a quarter, more with small
+    inputs; by_quarters, set also if these channels need it. Writes what anchors_of takes into
+    anchors."""
     three: gl.constexpr = b_g.type.layout
     b_e, b_before, b_all = sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
@@ -140,6 +182,10 @@ def gates_of(
         lowest = gl.max(-2.0 * b_g)
         half = gl.maximum(half, lowest)
         quarter = gl.maximum(quarter, lowest)
+        if half > 2 * LIMIT - (SMALLEST - SMALL):
+            excess = excess_of(q, a, b, k, DELTA, GATED)
+            half += excess
+            quarter += excess
         b_middle = sum_until(b_all, 2, three)
         anchors.index(n).store(gl.reshape(b_middle, [64]))
         b_n = b_middle + gl.where(quarters(three) < 2, APART, -APART)
@@ -201,7 +247,7 @@ def decay(
     farthest, and whether the chunk goes by_quarters."""
     line: gl.constexpr = gl.SliceLayout(0, flat)
     b_e, b_before, b_n, b_total, half, quarter, by_quarters = gates_of(
-        b_g, by_quarters, anchors, n, LIMIT, APART, QUARTERS
+        b_g, by_quarters, anchors, n, q, a, b, k, LIMIT, APART, QUARTERS, DELTA, GATED
     )
     strongest = gl.maximum(strongest, half)
     farthest = gl.maximum(farthest, quarter)

@@ -22,6 +22,9 @@ are relative to, so forward takes G, the sum of g from the start to i, and a who
 
 where G is rounded to multiples of 2^-14, so that n moves exponents alone (exp2_by_parts); without
 APART n is 0. Where a half decays further, quarters take the place of halves (by_quarters.py).
+Inputs that are 0 or at least 2^-46 keep all digits that n could cost: early is cut at
+-(LIMIT + APART), so that where later gates move n, no factor of the first half is below 2^-80, and
+tokens of the second half have n from their past. A read beyond the cut has one n always.
 Also in strong chunks that is how a token reads whose own gates allow it (is_read_anchored).
 """
 
@@ -147,9 +150,7 @@ def load_from_start(
 
 @triton.jit
 def middle_of(b_early, LIMIT: tl.constexpr, APART: tl.constexpr):
-    """early, cut [BK]: of a half that decays further, what leaves both factors of its reads the
-    same room. Near the least number small inputs would lose digits, and bits depend on gates to
-    come."""
+    """early [BK], cut where both factors of a half that decays by 2^(-2 LIMIT) have like room."""
     return tl.maximum(tl.floor(b_early), -(LIMIT + APART), propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -217,14 +218,15 @@ def anchored_writes(b_e, LIMIT: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
-def lowest_read(b_e, b_middle, b_early, o_c, APART: tl.constexpr):
-    """G [C] of each token's lowest channel, or from the middle on what is lower, that or early."""
+def lowest_read(b_e, b_middle, b_early, o_c, LIMIT: tl.constexpr, APART: tl.constexpr):
+    """G [C] of each token's lowest channel, or from the middle on what is lower, early or the sum
+    from the middle, cut."""
     b_sum = b_e
     if APART > 0:
         later = (o_c >= o_c.shape[0] // 2)[:, None]
         b_sum += b_middle[None, :] + tl.where(later, -APART, APART)
-        b_early = b_early[None, :]
-        b_sum = tl.where(later, tl.minimum(b_sum - b_early, b_early), b_sum)
+        b_cut = tl.maximum(b_early, -(LIMIT + APART))
+        b_sum = tl.where(later, tl.minimum(b_sum - b_cut[None, :], b_early[None, :]), b_sum)
     return tl.min(b_sum, 1)
 
 

@@ -22,6 +22,8 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     exp2_of_start,
     is_read_anchored,
     lowest_read,
+    middle_of,
+    strongest_half,
     together,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
@@ -53,7 +55,7 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 def _from_middle(b_until, b_early, rows, APART: tl.constexpr):
     """G - n [C, BK], and the middle [BK]: dplr/intra_anchored.py's, of G in base 2."""
     later = (rows >= rows.shape[0] // 2)[:, None]
-    b_middle = tl.where(b_early < -(HALF + 1), -(HALF / 2 + APART), tl.floor(b_early))
+    b_middle = middle_of(b_early, HALF / 2, APART)
     b_far = b_middle[None, :] + tl.where(later, FAR - APART, FAR + APART)
     return (b_until + FAR) - b_far, b_middle
 
@@ -132,7 +134,8 @@ def vector_decay_intra_fwd_kernel(
             b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
             if APART > 0:
                 b_early, b_late = half_sums(b_g, C)
-                strongest = tl.maximum(strongest, -tl.min(tl.minimum(b_early, b_late), 0))
+                b_half = strongest_half(b_early, b_late, HALF / 2, APART)
+                strongest = tl.maximum(strongest, tl.max(b_half, 0))
                 b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
                 b_write = anchored_writes(b_e, HALF / 2, APART)
             else:
@@ -250,7 +253,7 @@ def _scores(
             b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
             b_early, _ = half_sums(b_g, C)
             b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
-            b_low = lowest_read(b_e, b_middle, b_early, o_c, APART)
+            b_low = lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, APART)
         else:
             b_low = tl.min(sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION), 1)
         b_lowest = tl.minimum(b_lowest, b_low)
