@@ -72,10 +72,10 @@ def make(kind: str, cut: str) -> tuple:
     return terms_of(kind, sum(lengths), sequences), lengths
 
 
-def terms_of(kind: str, T: int, sequences: tuple[int, ...] | None) -> Any:
+def terms_of(kind: str, T: int, sequences: tuple[int, ...] | None, rows: int = 2) -> Any:
     from slipstream.kernels.linear.inputs import LinearInputs
 
-    B = 1 if sequences else 2
+    B = 1 if sequences else rows
     H, HV, K, V = 1, 2, 16, 12
     if kind in ("gla", "gla of values", "rwkv6", "gv", "iplr"):
         H = 2
@@ -147,7 +147,7 @@ def check_bits(kind: str, packed: bool) -> None:
     """Bits of 1, 2 and 4 ranks, in one call of the kernels a rank; and the reference's numbers."""
     lengths = BITS_PACKED if packed else BITS_ROWS
     sequences = BITS_SEQUENCES if packed else None
-    terms = terms_of(kind, sum(lengths[1]), sequences)
+    terms = terms_of(kind, sum(lengths[1]), sequences, rows=1)
     do, dfinal = torch.randn(terms.v.shape), torch.randn(terms.state_shape)
     scale = terms.q.shape[-1] ** -0.4  # no power of two
     options = {"scale": scale, "impl": "triton", "segment_tokens": SEGMENT}

@@ -103,6 +103,8 @@ def test_dplr_kernels_compile(name: str, split: bool) -> None:
         assert {job.name for job in found.values()} == {
             f"dplr_{n}_sm90_kernel" for n in ("wy", "intra_safe")
         }
+    if name in ("dplr", "iplr"):  # one scan forward; kda's two, of o and of states, are compiled
+        found = {job.name: job for job in found.values()}
     check(found, STACK.get(name, 0), WY_STACK.get(name, 0))
 
 
