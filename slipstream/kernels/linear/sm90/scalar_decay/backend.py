@@ -62,6 +62,8 @@ def launch_chunks(
     rows = None
     if sums is not None:
         rows = sums.k_rows if chunks.reverse else sums.q_rows
+    # both halves of a program would write the same k . dk of later chunks, and the same z
+    assert halves == 1 or sums is None or not chunks.reverse
     launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[(X // HALF // halves * programs,)]
     launch(
         r_desc=_tiles(r, D),
