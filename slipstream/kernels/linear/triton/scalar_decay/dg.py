@@ -8,7 +8,10 @@ start anew there, because only rounding errors of later tokens would be left.
 Pairs of tokens of one chunk cancel to float32, for both sides multiply the same rounded numbers.
 Those of two chunks are rounded apart, by products with S and with dS. So where a chunk decays to
 less than that rounding, pairs on both sides of it are left out: the sum starts anew at the chunk's
-end, with what later chunks add to k . dk of its tokens.
+end, with what later chunks add to k . dk of its tokens. With S the state before the chunk and dS
+the gradient of that after it, they are at most eps / 8 |S| |dS|. The chunk's own pairs are rounded
+by eps |q do| |k v|, which is more while |S| |dS| is no more than 8 times |q do| |k v|, whatever the
+scale of either.
 """
 
 import triton
