@@ -30,7 +30,7 @@ CASES = {
 SAMPLE = {False: ("kda_narrow", "dplr", "iplr", "gdn2"), True: ("kda",)}
 # bytes of stack a thread of dplr_intra_safe with free a and b, whose scores of four kinds wait in
 # registers while the levels are made
-STACK = {"dplr": 120, "rwkv7": 96, "kda": 16, "gdn2": 8}
+STACK = {"dplr": 120, "rwkv7": 96, "kda": 16, "gdn2": 48}
 WY_STACK = {"dplr": 48, "gdn2": 16}
 
 
