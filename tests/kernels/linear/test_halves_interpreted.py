@@ -85,7 +85,8 @@ def check_edges(name: str) -> None:
 def round_operands() -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    exact = InterpreterBuilder.create_dot
+    builder: Any = InterpreterBuilder
+    exact = builder.create_dot
 
     def in_bfloat16(x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(np.array(x)).bfloat16().double().numpy()
@@ -97,7 +98,7 @@ def round_operands() -> None:
         product = in_bfloat16(a.data) @ in_bfloat16(b.data) + d.data
         return TensorHandle(product.astype(np.float32), d.dtype.scalar)
 
-    InterpreterBuilder.create_dot = create_dot
+    builder.create_dot = create_dot
 
 
 def check_rounded(name: str) -> None:
