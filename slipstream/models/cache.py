@@ -175,7 +175,7 @@ class LayerState(CacheLayerMixin):
             return moved
         assert self._tensors is not None
         # twice as much each time: a copy of all now and then, not at every token
-        more = max(room, (tokens + ROOM) // ROOM * ROOM)
+        more = max(room, (self.seen + tokens - room + ROOM) // ROOM * ROOM)
         for name in self.token_states:
             old = self._tensors[name]
             self._tensors[name] = old.new_zeros(old.shape[0], room + more, *old.shape[2:])

@@ -226,6 +226,17 @@ def test_pool_refuses_what_is_none() -> None:
             pool.put(0, other)
 
 
+@pytest.mark.parametrize("max_length", [None, 5])
+@torch.no_grad()
+def test_pools_grow_for_long_prompts(max_length: int | None) -> None:
+    m, ids = model("attention"), tokens(1, 301)
+    prompt = m(ids[:, :300], use_cache=True)[CACHE]
+    pool = prompt.pool(2, max_length)
+    pool.put(1, prompt)
+    last = m(ids[:, 300:].expand(2, 1), cache=pool, use_cache=True).logits
+    assert_same(last, torch.cat([m(ids[:, 300:]).logits, m(ids).logits[:, -1:]]))
+
+
 @pytest.mark.parametrize("name", ["attention", "hybrid"])
 @torch.no_grad()
 def test_lengths_of_a_pool_go_with_its_rows(name: str) -> None:
