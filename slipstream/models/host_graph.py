@@ -188,7 +188,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.refused is not None:
             return func(*args, **kwargs)
-        if not _repeatable(func, args):
+        if not _repeatable(func, args, kwargs):
             self.refused = f"{func} depends on values or draws random numbers"
         try:
             self._keep(func, args, kwargs)
@@ -236,12 +236,13 @@ class _Recorder(TorchDispatchMode):
             self.calls.append(_into(func, args, kwargs, outputs))
 
 
-def _repeatable(func: Any, args: tuple[Any, ...]) -> bool:
+def _repeatable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a replay does what the step does."""
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
     tags += (torch.Tag.dynamic_output_shape,)
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return len(args) < 4 or args[3] == 0  # it draws numbers for dropout
+    names = [x.name for x in func._schema.arguments]
+    if "dropout_p" in names:  # attention, which draws numbers for dropout alone
+        return (dict(zip(names, args)) | kwargs).get("dropout_p", 0) == 0
     return not any(tag in func.tags for tag in tags)
 
 

@@ -12,7 +12,6 @@ def model(*mixers: str) -> SlipstreamForCausalLM:
     return SlipstreamForCausalLM(SlipstreamConfig(mixers=list(mixers), **sizes)).eval()
 
 
-@pytest.mark.filterwarnings("ignore:generate runs without graphs:RuntimeWarning")
 @pytest.mark.parametrize("mixers", [("rwkv7",), ("gla", "attention")], ids=str)
 @pytest.mark.parametrize("modes", [(True, False, True), (False, True, False)], ids=str)
 def test_generate_in_and_out_of_inference_mode(mixers: tuple, modes: tuple) -> None:
@@ -25,7 +24,6 @@ def test_generate_in_and_out_of_inference_mode(mixers: tuple, modes: tuple) -> N
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.filterwarnings("ignore:generate runs without graphs:RuntimeWarning")
 def test_inference_mode_leaves_graphs_to_later_calls() -> None:
     m, ids = model("attention"), torch.randint(3, 23, (3, 5))
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
