@@ -10,7 +10,8 @@ call of torch has one shape. On CUDA, whose kernels round by no size (nn/consist
 runtime/consistent.py), whole blocks of all sequences are one call, and what is left is another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -154,15 +155,15 @@ def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
     """The outputs for the tokens of a row, and the row after its whole blocks.
 
     Raises:
-        NotImplementedError: with gradient checkpointing, whose layers return no states.
+        NotImplementedError: for gradients with checkpointing, whose layers return no states.
     """
-    if model.gradient_checkpointing and model.training:
-        raise NotImplementedError("consistent: gradient checkpointing is not implemented on a CPU")
     outputs, grad = [], torch.is_grad_enabled()
+    if grad and model.gradient_checkpointing and model.training:
+        raise NotImplementedError("consistent: gradient checkpointing is not implemented on a CPU")
     for at in range(0, row.h.shape[1], BLOCK):
         block = row.h[:, at : at + BLOCK], row.positions[:, at : at + BLOCK]
         # fused layers round otherwise where no gradient is wanted
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), _keeping_states(model, grad):
             y, states = _run_block(model, row.states, *block)
             if not grad:
                 y = y.detach()
@@ -174,6 +175,20 @@ def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
     whole = row.h.shape[1] // BLOCK * BLOCK
     y = torch.cat(outputs, 1) if outputs else row.h
     return y, row._replace(h=row.h[:, whole:], positions=row.positions[:, whole:])
+
+
+@contextmanager
+def _keeping_states(model: Any, grad: bool) -> Iterator[None]:
+    """No layer of a model in training is checkpointed within, unless gradients are wanted: it would
+    return no states."""
+    checkpointed = [x for x in model.layers if not grad and x.gradient_checkpointing]
+    for block in checkpointed:
+        block.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for block in checkpointed:
+            block.gradient_checkpointing = True
 
 
 def _run_block(
@@ -233,7 +248,8 @@ def _call(
             positions = torch.cat([rows[n].positions[:, tokens] for n, tokens in cut], 1)
             if begun or keep:
                 held = ModelStates(_gathered([rows[n].states for n in which], len(model.layers)))
-            with torch.set_grad_enabled(grad or h.shape[1] <= FEW_TOKENS):
+            wanted = grad or h.shape[1] <= FEW_TOKENS
+            with torch.set_grad_enabled(wanted), _keeping_states(model, grad):
                 y, _ = model._run(
                     normed(model, h), offsets.to(h.device), held, False, positions, None
                 )

@@ -97,6 +97,25 @@ def test_generate_equals_prompts_again() -> None:
     assert torch.equal(beams, plain)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")  # transformers 5.24
+@pytest.mark.parametrize("together", [False, True], ids=["blocks", "packed"])
+@torch.no_grad()
+def test_checkpointed_model_generates_without_gradients(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As callbacks of trainers call it, with any number of tokens after whole blocks."""
+    model = model_of("kda", "attention")
+    if together:
+        monkeypatch.setattr(consistent_models, "runs_kernels", lambda device: True)
+    for tokens in (20, 64, 70):
+        prompt = sequences(2)[:, :tokens]
+        want = model.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+        model.gradient_checkpointing_enable()
+        assert torch.equal(model.train().generate(prompt, max_new_tokens=4, do_sample=False), want)
+        assert all(x.gradient_checkpointing for x in model.model.layers)
+        model.gradient_checkpointing_disable()
+
+
 def test_prefixes_and_rows_of_a_cache() -> None:
     model, ids = model_of("gla", "attention"), sequences(1)
     prefixes = PrefixCache(model)
