@@ -6,6 +6,7 @@ torch alone, for code that wants to import the package itself.
 python -m tests.support.forked        reads a line of JSON for each script: how it is to be run
 """
 
+import atexit
 import functools
 import importlib
 import json
@@ -98,6 +99,7 @@ def _in_child(request: dict[str, Any], outputs: tuple[int, int]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # as a process of its own would
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
