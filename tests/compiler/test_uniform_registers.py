@@ -14,7 +14,7 @@ BASE = "ULEA UR25, UR4, URZ, 0x18"
 BEGIN = ("ULDC UR4, c[0x0][0x258]", BASE)
 
 
-def test_what_comes_before_its_input_is_found() -> None:
+def test_product_before_its_input_is_found() -> None:
     """As ptxas 12.8.93 ordered them in a kernel with products of 32 columns, which ended with an
     illegal memory access."""
     high = "UMOV UR19, 0x80000020"
