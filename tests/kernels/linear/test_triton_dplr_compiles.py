@@ -79,7 +79,7 @@ def compile_dplr(
     delta, gated = kind == "kda", kind != "iplr"
     flags: dict[str, Any] = {"K": K, "V": V, "WIDE": wide, "C": tile.C, "STEPS": tile.steps}
     flags |= {"BK": min(64, wide) if kernel == "scores" else part.B, "BV": part.B}
-    flags["PARTS"] = 2 if part.B > 32 else 1
+    flags["PIECES"] = 2 if part.B > 32 else 1
     flags["MAX_CHUNKS"] = 16
     ends = kernel in ("ends", "dstate_ends")
     flags |= {"OUTPUT": MAKES.get(kernel), "SPLIT": ends, "DELTA": delta, "HAS_GATE": gated}

@@ -271,7 +271,7 @@ class TritonDplr:
         run: Any = cached(dplr_wy_kernel)[grid]
         options |= {"LIMIT": ANCHORED_TILES[dtype], "APART": APART[dtype] if gated else 0.0}
         run(**args, HAS_GATE=gated, **options)
-        options["PARTS"] = 2 if options["BK"] > 32 else 1
+        options["PIECES"] = 2 if options["BK"] > 32 else 1
         if options["APART"] > 0:
             total = grid[0]
             shared = {"total": total, "MAX_CHUNKS": MAX_CHUNKS}

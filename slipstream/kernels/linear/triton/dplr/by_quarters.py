@@ -55,14 +55,14 @@ def rounded_sum(b_sum):
 
 
 @triton.jit
-def columns_of(b_x, part, PARTS: tl.constexpr):
-    """Columns of [C, BK], the part of PARTS, 1 or 2. A product of gates with fewer than 64 columns
-    is what ptxas 12.8 gets wrong (compiler/known_bugs.py), and what comes after it has registers
-    for 32."""
-    if PARTS == 2:
+def columns_of(b_x, piece, PIECES: tl.constexpr):
+    """Columns of [C, BK], one piece of PIECES, 1 or 2. A product of gates with fewer than 64
+    columns is what ptxas 12.8 gets wrong (compiler/known_bugs.py), and what comes after it has
+    registers for 32."""
+    if PIECES == 2:
         b_x = tl.permute(tl.reshape(b_x, (b_x.shape[0], 2, b_x.shape[1] // 2)), (0, 2, 1))
         b_low, b_high = tl.split(b_x)
-        b_x = tl.where(part == 0, b_low, b_high)
+        b_x = tl.where(piece == 0, b_low, b_high)
     return b_x
 
 

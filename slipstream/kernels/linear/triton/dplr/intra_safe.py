@@ -123,7 +123,7 @@ def dplr_intra_safe_kernel(
     V: tl.constexpr,
     WIDE: tl.constexpr,
     BK: tl.constexpr,
-    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
     STEPS: tl.constexpr,
@@ -141,7 +141,7 @@ def dplr_intra_safe_kernel(
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
     KM: tl.constexpr = K != WIDE
-    BP: tl.constexpr = BK // PARTS
+    BP: tl.constexpr = BK // PIECES
     pid = tl.program_id(0)
     i_chunk_head = pid.to(tl.int64)
     # most programs end here: others have made all that a weak chunk needs
@@ -174,8 +174,8 @@ def dplr_intra_safe_kernel(
             b_before = b_sums
             if not DELTA:
                 b_before = sums_from_start(p_g, o_n, o_c, m_c, True, K, CHANNEL, FP32, PRECISION)
-            for part in range(PARTS):
-                o_k = n * BK + part * BP + tl.arange(0, BP)
+            for piece in range(PIECES):
+                o_k = n * BK + piece * BP + tl.arange(0, BP)
                 o_q = i * (H * K) + o_k[None, :]
                 m_k = m_c[:, None]
                 if KM:
@@ -183,8 +183,8 @@ def dplr_intra_safe_kernel(
                 b_ab, b_ak, b_low = add_scores_of_reads(
                     b_ab, b_ak, read_ptr + i_k + o_q, write_ptr + i_k + o_q, k_ptr + i_k + o_q,
                     w_out_ptr + i_w + i * WIDE + o_k[None, :], p_g + o_k[None, :] * CHANNEL,
-                    columns_of(b_sums, part, PARTS), columns_of(b_before, part, PARTS), o_c, m_k,
-                    DELTA, LIMIT, APART, PRECISION,
+                    columns_of(b_sums, piece, PIECES), columns_of(b_before, piece, PIECES), o_c,
+                    m_k, DELTA, LIMIT, APART, PRECISION,
                 )  # fmt: skip
                 b_lowest = tl.minimum(b_lowest, b_low)
         else:

@@ -66,7 +66,7 @@ def dplr_wy_quarters_kernel(
     WIDE: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     BK: tl.constexpr,
-    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
     STEPS: tl.constexpr,
@@ -91,7 +91,7 @@ def dplr_wy_quarters_kernel(
                 q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
                 b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
                 strong_ptr, cu_ptr, scale, keep, at, T, N, HV, H,
-                K, V, WIDE, BK, PARTS, BV, C, STEPS, DELTA, CHANNEL, PACKED, FP32, LIMIT, APART,
+                K, V, WIDE, BK, PIECES, BV, C, STEPS, DELTA, CHANNEL, PACKED, FP32, LIMIT, APART,
                 PRECISION, INNER,
             )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _chunk(
     q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr, b_out_ptr, k_out_ptr,
     u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, strong_ptr, cu_ptr, scale, keep, at, T, N,
     HV, H,
-    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, PIECES: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr,
     CHANNEL: tl.constexpr, PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr,
     APART: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
@@ -127,14 +127,14 @@ def _chunk(
     b_qk = tl.zeros((C, C), tl.float32)
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
-    BP: tl.constexpr = BK // PARTS
+    BP: tl.constexpr = BK // PIECES
     p_g = g_ptr + i_g + i * (HV * GK)
     b_farthest = tl.zeros((BP,), tl.float32)  # decay of a quarter of the chunk
     for n in range(WIDE // BK):
         o_n = n * BK + tl.arange(0, BK)
         b_sums = sums_from_start(p_g, o_n, o_c, m_c, False, K, CHANNEL, FP32, PRECISION)
-        for part in range(PARTS):
-            o_k = n * BK + part * BP + tl.arange(0, BP)
+        for piece in range(PIECES):
+            o_k = n * BK + piece * BP + tl.arange(0, BP)
             o_w = i_w + i * WIDE + o_k[None, :]
             o_q = i_k + i * (H * K) + o_k[None, :]
             m_k = m_c[:, None]
@@ -146,7 +146,7 @@ def _chunk(
             b_far = farthest_quarter(b_first, b_third, b_early, b_late, LIMIT, APART)
             b_farthest = tl.maximum(b_farthest, b_far)
             b_half, b_anchor = anchors(b_first, b_third, b_early, o_c, LIMIT, APART)
-            b_sum = rounded_sum(columns_of(b_sums, part, PARTS))
+            b_sum = rounded_sum(columns_of(b_sums, piece, PIECES))
             b_read, b_e = split_exp2(b_sum)
             b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0) * b_read
             b_wide, b_start = from_start(b_q, b_e, b_half)
@@ -186,8 +186,8 @@ def _chunk(
                 o_n = n * BK + tl.arange(0, BK)
                 b_sums = sums_from_start(p_g, o_n, o_c, m_c, False, K, CHANNEL, FP32, PRECISION)
                 b_before = sums_from_start(p_g, o_n, o_c, m_c, True, K, CHANNEL, FP32, PRECISION)
-                for part in range(PARTS):
-                    o_k = n * BK + part * BP + tl.arange(0, BP)
+                for piece in range(PIECES):
+                    o_k = n * BK + piece * BP + tl.arange(0, BP)
                     o_q = i_k + i * (H * K) + o_k[None, :]
                     m_k = m_c[:, None]
                     if K != WIDE:
@@ -195,7 +195,7 @@ def _chunk(
                     b_ab, b_ak, _ = add_scores_of_reads(
                         b_ab, b_ak, a_ptr + o_q, b_ptr + o_q, k_ptr + o_q,
                         w_out_ptr + i_w + i * WIDE + o_k[None, :], p_g + o_k[None, :] * CHANNEL,
-                        columns_of(b_sums, part, PARTS), columns_of(b_before, part, PARTS), o_c,
+                        columns_of(b_sums, piece, PIECES), columns_of(b_before, piece, PIECES), o_c,
                         m_k, DELTA, LIMIT, APART, PRECISION,
                     )  # fmt: skip
             b_ab = quarters_together(b_ab, o_c, APART)
