@@ -225,9 +225,11 @@ def gaps(name: str, runs: Sequence[str], found: dict[tuple[str, str, int], float
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=1000)
-    options.add_argument("--seeds", type=int, default=0, help="so many of ours and of fla's")
+    options.add_argument("--seeds", type=int, default=0, help="2 or more of ours and of fla's")
     options.add_argument("--child", nargs=2, help="one run: model, run")
     given = options.parse_args(arguments)
+    if given.seeds == 1 or given.seeds < 0:
+        options.error(f"--seeds: want at least 2, whose gap is compared with, got {given.seeds}")
     report = Report(given)
     steps = 4 if given.small else given.steps
     if given.child:
