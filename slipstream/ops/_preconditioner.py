@@ -93,7 +93,7 @@ def run_preconditioned(
         if not value > 0:
             raise ValueError(f"{name}: want a number above 0, got {value}")
     if normalise:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(options.impl, q=q, k=k)
     by_channel = g.dim() == 4 and not recurrent and _as_gates(terms._replace(q=q, k=k), options)
     written, A, by = preconditioner.keys(k, A, options, terms.cu_seqlens, by_channel)
     if by is not None and by_channel:

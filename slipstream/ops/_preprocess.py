@@ -17,6 +17,7 @@ from slipstream.ops.norm import l2_norm
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.dispatch import plain_impl
 
 
 def expect_inputs(
@@ -84,16 +85,20 @@ def in_time_order(
     return o.flip(1), tuple(x.flip(0) for x in final) if packed and final else final
 
 
-def l2_normalised(**tensors: Tensor) -> tuple[Tensor, ...]:
-    """x / sqrt(sum x^2 + 1e-6) over the last dimension of each."""
+def l2_normalised(impl: str | None, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """x / sqrt(sum x^2 + 1e-6) over the last dimension of each; impl: of the recurrence."""
     for name, x in tensors.items():
         checks.expect_rank(name, x, 4, "[B, T, H, K]")
     checks.expect_floating(tensors)
-    return tuple(l2_norm(x) for x in tensors.values())
+    return tuple(l2_norm(x, impl=plain_impl(impl)) for x in tensors.values())
 
 
 def delta_gate(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Log decays from what a layer projects.
 
@@ -104,6 +109,7 @@ def delta_gate(
         g: [B, T, HV] or [B, T, HV, K], any float dtype; the result is float32 at least.
         A_log: [HV]. dt_bias: [HV], or [HV * K] for a gate of every channel.
         lower_bound: in [-5, 0).
+        impl: of the recurrence: plain torch here too if it is named.
     """
     checks.expect_lower_bound(lower_bound)
     given = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
@@ -115,7 +121,7 @@ def delta_gate(
         checks.expect_shape("A_log", A_log.flatten(), (g.shape[2],))
     elif lower_bound is None:
         raise ValueError("A_log: want a tensor [HV] with use_gate_in_kernel, got None")
-    return decay_gate(g, A_log, dt_bias, lower_bound)
+    return decay_gate(g, A_log, dt_bias, lower_bound, impl)
 
 
 def beta_or_ones(beta: Tensor | None, v: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def chunk_comba(
     scalar plus low rank form.
     """
     return run(
-        _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
+        _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens, impl),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
         recurrent=False,
     )
@@ -101,7 +101,7 @@ def fused_recurrent_comba(
     Arguments, result and errors as chunk_comba. Cost: 7 T HV K V flops, one after the other.
     """
     return run(
-        _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens),
+        _terms(q, k, v, p, g, beta, use_qk_l2norm_in_kernel, initial_state, cu_seqlens, impl),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
         recurrent=True,
     )
@@ -117,17 +117,18 @@ def _terms(
     l2_norm: bool,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    impl: str | None,
 ) -> LinearInputs:
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     beta = beta_or_ones(beta, v)
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     if l2_norm:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     if p is None:
         p = k
     elif l2_norm:
-        (p,) = l2_normalised(p=p)
+        (p,) = l2_normalised(impl, p=p)
     return LinearInputs(
         q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens
     )

@@ -61,7 +61,7 @@ def chunk_delta_rule(
     """
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     return run(
         LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
@@ -96,7 +96,7 @@ def fused_recurrent_delta_rule(
     Cost: 6 T HV K V flops, one after the other.
     """
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     beta = beta_or_ones(beta, v)
     return run(
         LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),

@@ -77,7 +77,7 @@ def chunk_gated_delta_product(
     Householder Products" (2025).
     """
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     options = LinearOptions(
         scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
     )
@@ -110,7 +110,7 @@ def fused_recurrent_gated_delta_product(
     the other.
     """
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
     given = Steps(q, k, v, beta, g, initial_state)
     return _run(given, num_householder, cu_seqlens, options, recurrent=True)

@@ -82,9 +82,9 @@ def chunk_gated_delta_rule(
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     if use_gate_in_kernel:
-        g = delta_gate(g, A_log, dt_bias)
+        g = delta_gate(g, A_log, dt_bias, impl=impl)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
         beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
@@ -151,11 +151,11 @@ def fused_recurrent_gated_delta_rule(
     if g is not None:
         checks.expect_shape("g", g, v.shape[:3])
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("g: want a tensor [B, T, HV] with use_gate_in_kernel, got None")
-        g = delta_gate(g, A_log, dt_bias)
+        g = delta_gate(g, A_log, dt_bias, impl=impl)
     if gk is not None:
         checks.expect_shape("gk", gk, (*v.shape[:3], q.shape[-1]))
         checks.expect_floating({"g": g, "gk": gk})

@@ -16,6 +16,7 @@ from slipstream.ops._preprocess import (
 )
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.dispatch import plain_impl
 
 
 @checks.operator
@@ -130,9 +131,9 @@ def _terms(
         initial_state=(initial_state, "N HV V K" if options.state_v_first else "N HV K V"),
     )  # fmt: skip
     if normalise_q:
-        (q,) = l2_normalised(q=q)
+        (q,) = l2_normalised(options.impl, q=q)
     if normalise_k:
-        (k,) = l2_normalised(k=k)
+        (k,) = l2_normalised(options.impl, k=k)
     q, k = for_value_heads(v, q, k)
     return LinearInputs(
         q, k, v, gv=gv, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens
@@ -173,7 +174,9 @@ def _keys_after_reads(terms: LinearInputs, state: Tensor | None, once: LinearOpt
     )  # fmt: skip
     o, _ = run(keys, once, recurrent=False, names=_NAMES)
     first = None if state is None else _first_reads(reads, state, cu_seqlens).to(o.dtype)
-    old, _ = token_shift(o.flatten(2), initial_state=first, cu_seqlens=cu_seqlens)
+    old, _ = token_shift(
+        o.flatten(2), initial_state=first, cu_seqlens=cu_seqlens, impl=plain_impl(once.impl)
+    )
     return (beta[..., None] * (widen(terms.k) - widen(old.view(o.shape)))).to(o.dtype)
 
 

@@ -74,8 +74,8 @@ def chunk_gdn2(
         raise ValueError(
             "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
         )
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
+    terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel, impl)
     if context is not None or not takes_as_they_are(terms, impl):
         terms = as_dplr(terms, partial(erase, impl=impl))
     return run(
@@ -113,8 +113,10 @@ def fused_recurrent_gdn2(
 
     Arguments, result and errors as chunk_gdn2. Cost: 8 T HV K V flops, one after the other.
     """
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    terms = as_dplr(_terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel), partial(erase, impl=impl))
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
+    terms = as_dplr(
+        _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel, impl), partial(erase, impl=impl)
+    )
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
@@ -123,12 +125,19 @@ def fused_recurrent_gdn2(
 
 
 def _terms(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, normalise: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    normalise: bool,
+    impl: str | None,
 ) -> LinearInputs:
     expect_inputs(
         None, None, q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
     )  # fmt: skip
     if normalise:
-        q, k = l2_normalised(q=q, k=k)
+        q, k = l2_normalised(impl, q=q, k=k)
     return LinearInputs(q, k, v, g=g, erase=b, write=w)

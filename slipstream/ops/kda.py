@@ -94,8 +94,8 @@ def chunk_kda(
             "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
         )
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+        q, k = l2_normalised(impl, q=q, k=k)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
         beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
@@ -146,8 +146,8 @@ def fused_recurrent_kda(
     """
     checks.expect_tensor("beta", beta)
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(q=q, k=k)
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+        q, k = l2_normalised(impl, q=q, k=k)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
         beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
@@ -163,8 +163,9 @@ def channel_gate(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     lower_bound: float | None,
+    impl: str | None,
 ) -> Tensor:
     """Log decays of every channel, computed by delta_gate if they are raw."""
     checks.expect_rank("g", g, 4, "[B, T, HV, K]")
     checks.expect_lower_bound(lower_bound)
-    return delta_gate(g, A_log, dt_bias, lower_bound) if is_raw else g
+    return delta_gate(g, A_log, dt_bias, lower_bound, impl) if is_raw else g

@@ -17,6 +17,7 @@ from slipstream.ops._preprocess import expect_inputs, in_time_order, scan_impl
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_in_segments import of_segments
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.dispatch import plain_impl
 
 States = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -146,7 +147,8 @@ def _trapezoid(
     given = _Given(*alike(*tensors))
     theta, last_theta = _angles(given, states, cu_seqlens, options)
     in_segments = partial(of_segments, options.context)
-    q, k, dots = in_segments(rotate_qk, given.q, given.k, theta)
+    rotate = partial(rotate_qk, impl=options.impl)
+    q, k, dots = in_segments(rotate, given.q, given.k, theta)
     previous = partial(_previous, cu_seqlens=cu_seqlens, options=options)
     S, key, value = states[:3] if states else (None, None, None)
     keys, key = previous(k, key)
@@ -182,6 +184,7 @@ def _previous(
         output_final_state=options.output_final_state,
         cu_seqlens=cu_seqlens,
         context=options.context,
+        impl=plain_impl(options.impl),
     )
     return y.view(x.shape), None if last is None else widen(last).unflatten(1, x.shape[2:])
 

@@ -72,7 +72,7 @@ def chunk_precond_kda(
     options = LinearOptions(
         scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
     )
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     return run_preconditioned(
         LinearInputs(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens),
         initial_state,
@@ -115,7 +115,7 @@ def fused_recurrent_precond_kda(
     Arguments, result and errors as chunk_precond_kda. Cost: 8 T HV K V flops, one after the other.
     """
     options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     return run_preconditioned(
         LinearInputs(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens),
         initial_state,

@@ -171,6 +171,11 @@ def choose(
     return plan
 
 
+def plain_impl(impl: str | None) -> str | None:
+    """The impl of an operation within a call: plain torch if that was asked for, else its own."""
+    return PLAIN[0] if impl in PLAIN else None
+
+
 def triton_or_eager(kernel_reason: Callable[..., str | None]) -> tuple[Candidate, ...]:
     """The candidates of an operator that has kernels in Triton alone, and a reference.
 

@@ -24,12 +24,16 @@ from slipstream.runtime.autograd import (
     save,
 )
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
 
 def decay_gate(
-    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+    x: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    impl: str | None = None,
 ) -> Tensor:
     """g in x's shape, float32, or float64 for such x.
 
@@ -37,7 +41,7 @@ def decay_gate(
         x: [B, T, HV] or [B, T, HV, K].
         A_log: [HV], any shape; None only with lower_bound. dt_bias: [HV] or [HV K], any shape.
     """
-    if by_operation():
+    if impl in PLAIN or by_operation():
         return plain(x, A_log, dt_bias, lower_bound)
     inputs = (x, A_log, dt_bias)
     impl = choose(_CANDIDATES, inputs, None, "decay_gate", x).impls

@@ -22,7 +22,7 @@ from slipstream.runtime.autograd import (
     save,
 )
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 
@@ -33,7 +33,7 @@ def erase(g: Tensor, k: Tensor, b: Tensor | None = None, *, impl: str | None = N
         g: log decay, k: key, b: how much to erase, None is 1; of one shape, any floating dtypes.
         impl: of the recurrence that follows: plain torch here too if it is named.
     """
-    if impl in ("eager", "reference") or by_operation():
+    if impl in PLAIN or by_operation():
         return plain(g, k, b)
     impl = choose(_CANDIDATES, (k, g, b), None, "erase", k).impls
     if not is_triton(impl):

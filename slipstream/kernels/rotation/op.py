@@ -23,7 +23,7 @@ from slipstream.runtime.autograd import (
     save,
 )
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
 
 # inputs a token that the kernels take, whose products they make one by one, and channels
@@ -31,13 +31,14 @@ INPUTS, WIDEST = 8, 1024
 Rotated = tuple[Tensor, Tensor, Tensor]
 
 
-def rotate_qk(q: Tensor, k: Tensor, theta: Tensor) -> Rotated:
+def rotate_qk(q: Tensor, k: Tensor, theta: Tensor, impl: str | None = None) -> Rotated:
     """q and k rotated, in their dtypes, and dots [..., R, R], float32 at least.
 
     Args:
         q, k: [..., R, K]. theta: angles in radians [..., P], P at most K / 2, float32 at least.
+        impl: of the recurrence: plain torch here too if it is named.
     """
-    if by_operation():
+    if impl in PLAIN or by_operation():
         return plain(q, k, theta)
     impl = choose(_CANDIDATES, (q, k, theta), None, "mamba3", q).impls
     if not is_triton(impl):
