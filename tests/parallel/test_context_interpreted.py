@@ -147,7 +147,8 @@ def check_bits(kind: str, packed: bool) -> None:
     """Bits of 1, 2 and 4 ranks, in one call of the kernels a rank; and the reference's numbers."""
     lengths = BITS_PACKED if packed else BITS_ROWS
     sequences = BITS_SEQUENCES if packed else None
-    terms = terms_of(kind, sum(lengths[1]), sequences, rows=1)
+    rows = 2 if kind == "gla" else 1
+    terms = terms_of(kind, sum(lengths[1]), sequences, rows)
     do, dfinal = torch.randn(terms.v.shape), torch.randn(terms.state_shape)
     scale = terms.q.shape[-1] ** -0.4  # no power of two
     options = {"scale": scale, "impl": "triton", "segment_tokens": SEGMENT}
