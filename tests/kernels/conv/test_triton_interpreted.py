@@ -164,7 +164,7 @@ def main() -> None:
     lengths = (3, 0, 33, 1, 2, 26, 0)
     for W in (1, 3, 4, 8):
         check(1, 40, 6, W, (), True)
-    for W in (1, 4):  # 8 below, in small tiles
+    for W in (1, 3, 4):  # 8 below, in small tiles
         check(1, sum(lengths), 6, W, lengths, W == 4)
     for name, BT in (("FORWARD", 4), ("BACKWARD", 4), ("BACKWARD_ROLLING", 8)):
         setattr(launch, name, launch.Tile(BT, 16, 1, 1))
