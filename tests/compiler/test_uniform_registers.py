@@ -37,3 +37,6 @@ def test_copies_are_what_was_copied() -> None:
     assert not unwritten(listing(*BEGIN, kept, SHIFT, back, "EXIT"))
     assert unwritten(listing(*BEGIN, kept, SHIFT, back, NEXT, "EXIT")) == [NEXT]
     assert not unwritten(listing(*BEGIN, SHIFT, kept, back, NEXT, "EXIT"))
+    # both registers of a load of 64 bits are others then, not the second one alone
+    loaded = "LDL.64 R10, [R1+0x30]"
+    assert not unwritten(listing(*BEGIN, kept, loaded, back, NEXT, "EXIT"))

@@ -41,19 +41,23 @@ def _bits(begin: int, end: int) -> int:
     return (1 << end) - (1 << begin)
 
 
+def _width(name: str) -> int:
+    """Registers that an instruction writes to."""
+    return 4 if ".128" in name else 2 if re.search(r"\.64(\.|$)|\.WIDE", name) else 1
+
+
 def _operands(name: str, text: str) -> tuple[int, int, int]:
-    """Uniform registers written and read, and the other register written."""
+    """Uniform registers written and read, and the other registers written."""
     operands = [x.strip() for x in re.split(r",(?![^\[]*\])", text)]
     while operands and _PREDICATE.match(operands[0]):
         del operands[0]
     writes = reads = result = 0
     uniform = name.startswith(_WRITES) or (name[0] == "U" and not name.startswith(_STORES))
     if uniform and operands and (first := _UNIFORM.match(operands[0])):
-        width = 4 if ".128" in name else 2 if re.search(r"\.64|\.WIDE", name) else 1
-        writes = _bits(int(first[1]), int(first[1]) + width)
+        writes = _bits(int(first[1]), int(first[1]) + _width(name))
         del operands[0]
     elif operands and (first := _REGISTER.match(operands[0])) and not name.startswith("ST"):
-        result = 1 << int(first[1])
+        result = _bits(int(first[1]), int(first[1]) + _width(name))
     for operand in operands:
         if place := _DESCRIPTOR.search(operand):
             # both operands', or of one in registers the other's alone
