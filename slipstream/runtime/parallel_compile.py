@@ -131,8 +131,8 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Python looks for unreachable objects after so many new ones, through all that there are:
-    a seventh of the time in which kernels' first forms are made."""
+    """Turns Python's garbage collector off: its searches took a seventh of the time in which the
+    kernels' first forms are made."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -26,10 +26,10 @@ class RoundedByShape(TorchDispatchMode):
         given = [x for x in args if isinstance(x, Tensor)]
         if func.overloadpacket is aten.sum and given[0].numel() < MIN_TERMS * max(out.numel(), 1):
             return out
-        place = hash(tuple(_place(x) for x in given)) % 16
+        place = hash(tuple(_layout(x) for x in given)) % 16
         return out.mul_(1 + place * torch.finfo(out.dtype).eps)
 
 
-def _place(x: Tensor) -> tuple[Any, ...]:
+def _layout(x: Tensor) -> tuple[Any, ...]:
     strides = tuple(d for n, d in zip(x.shape, x.stride()) if n > 1)
     return *x.shape, strides, x.storage_offset() * x.itemsize % 16

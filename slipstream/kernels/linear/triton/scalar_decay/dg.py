@@ -2,8 +2,8 @@
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z
 
-is what crosses token t. Nothing crosses a gate below MIN_SEGMENTS, and its own gradient is 0: sums
-start anew there, because only rounding errors of later tokens would be left.
+is what crosses token t. Nothing crosses a gate below MIN_SEGMENTS, and its own gradient is 0: a
+sum begins there again at 0, since what it would carry are rounding errors of later tokens.
 
 Pairs of tokens of one chunk cancel to float32, for both sides multiply the same rounded numbers.
 Those of two chunks are rounded apart, by products with S and with dS. So where a chunk decays to
