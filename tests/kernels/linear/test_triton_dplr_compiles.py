@@ -163,6 +163,12 @@ def test_dplr_compiles_in_every_variant(variant: tuple):
     check(*variant)
 
 
+@pytest.mark.parametrize("K", [16, 24])
+def test_quarters_of_narrow_heads_compile_for_sm_100(K: int) -> None:
+    """Triton 3.6 fails where scores of a branch go on into one of its own (InsertTmemAref)."""
+    compile_dplr(100, 2, K, K, "quarters", "kda", True)
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1:]
     for variant in variants():

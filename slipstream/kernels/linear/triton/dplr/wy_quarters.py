@@ -175,7 +175,9 @@ def _chunk(
                 b_qk = add_by_quarters(b_qk, q, write_operands(b_k, powers, o_c, act), PRECISION)
     b_qb = quarters_together(b_qb, o_c, APART)
     tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
-    if not DELTA:
+    if DELTA:
+        b_ab = quarters_together(b_ab, o_c, APART)
+    else:
         b_qk = quarters_together(b_qk, o_c, APART)
         tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
     if tl.max(b_farthest, 0) > 2 * LIMIT:
@@ -200,8 +202,6 @@ def _chunk(
                     )  # fmt: skip
             b_ab = quarters_together(b_ab, o_c, APART)
             b_ak = tl.where(i > j, quarters_together(b_ak, o_c, APART), 0.0)
-        else:
-            b_ab = quarters_together(b_ab, o_c, APART)
         solve_chunk(
             tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
             v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C),
