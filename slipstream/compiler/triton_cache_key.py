@@ -8,6 +8,7 @@ files that it is of; where none of these has changed, Triton is told what it fou
 import contextlib
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from slipstream.runtime.files import write_text
 # What it is of, in Triton's folder: everything that can be imported, and the compiler.
 HASHED_PATHS = ("__init__.py", "runtime", "compiler", "backends", "language", "_C")
 SUFFIXES = (".py", ".so", ".pyd")
+_begun: list[threading.Thread] = []
 
 
 def _file() -> Path:
@@ -57,6 +59,30 @@ def reuse() -> None:
             module.triton_key = lambda: key
         else:
             _write({"state": state, "key": module.triton_key()})
+
+
+def begin() -> None:
+    """Starts the digest in a thread where there is a GPU, for kernels that will be wanted soon."""
+    if _begun:
+        return
+    thread = threading.Thread(target=_reuse_with_gpu, daemon=True)
+    with contextlib.suppress(RuntimeError):  # there are no threads
+        thread.start()
+        _begun.append(thread)
+
+
+def finish() -> None:
+    """reuse() by the thread that has begun it, or now."""
+    for thread in _begun:
+        thread.join()
+    reuse()
+
+
+def _reuse_with_gpu() -> None:
+    import torch
+
+    if torch.cuda.device_count():
+        reuse()
 
 
 def _read() -> dict[str, str]:

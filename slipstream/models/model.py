@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from slipstream.compiler import triton_cache_key
 from slipstream.models import arguments
 from slipstream.models import consistent as blocks
 from slipstream.models.arguments import PACKING, check_arguments, checked, shape_of, the_cache
@@ -141,6 +142,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
 
     def __init__(self, config: SlipstreamConfig) -> None:
         super().__init__(config)
+        triton_cache_key.begin()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
         self.depth = None

@@ -11,7 +11,7 @@ to get it back from whoever makes a kernel's first form out of its source, which
 done one kernel at a time, those first that take longest to compile: at the end of it little is left
 to do. The digest of Triton (compiler/triton_cache_key.py) is made before, if it has to be: it asks
 for Python's lock some 800 times. The C part of Triton's driver (compiler/triton_driver.py) is built
-meanwhile.
+meanwhile, and that of a kernel's launch beside the kernel.
 
 Several processes that begin with one empty cache of Triton's compile each kernel once: the first to
 come holds a lock in the kernel's folder of that cache, and the others wait for what it makes.
@@ -27,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from inspect import getclosurevars
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
     mode = Mode(executor, ignore_errors=True)
     with _no_collections(), ThreadPoolExecutor(threads) as pool, mode:
         try:
-            of_thread.warmup = pool.submit(triton_cache_key.reuse)
+            of_thread.warmup = pool.submit(triton_cache_key.finish)
             pool.submit(triton_driver.begin())
         except RuntimeError:  # there are no threads: too many, or the interpreter ends
             of_thread.warmup = None
@@ -150,8 +151,10 @@ class _Task:
         self._compile, self._once, self.name = compile_fn, _Once(), ""
         self.before, self.done = threading.Event(), threading.Event()
         self.claimed = threading.Lock()
+        self.pool: ThreadPoolExecutor | None = None
+        self._launcher: Future | None = None
         with contextlib.suppress(Exception):
-            src = getclosurevars(compile_fn).nonlocals["src"]
+            self._src = src = getclosurevars(compile_fn).nonlocals["src"]
             src.make_ir = partial(self._make_ir, src.make_ir)
             self._once, self.name = _Once(key, src.name), src.name
 
@@ -168,6 +171,8 @@ class _Task:
                 self._once.wait()
                 kernel = self._compile()  # finds it in the cache, or makes it now
             self.done.set()
+            if self._launcher is not None and not self._launcher.cancel():
+                self._launcher.exception()  # which the next line would raise, too
             return _with_launcher(kernel)
         finally:
             self._once.release()
@@ -178,7 +183,11 @@ class _Task:
             if self._once.is_elsewhere():
                 raise _Elsewhere
             with _FRONT_END:
-                return make_ir(*args)
+                made = make_ir(*args)
+            with contextlib.suppress(RuntimeError):  # no thread is left
+                if self.pool is not None:
+                    self._launcher = self.pool.submit(_build_launcher, self._src)
+            return made
         finally:
             self.done.set()
 
@@ -199,7 +208,7 @@ class _Later:
         free = threading.Event()
         free.set()
         for task, future in sorted(self._tasks, key=lambda x: x[0].order):
-            task.before, free = free, task.done
+            task.before, free, task.pool = free, task.done, pool
             try:
                 pool.submit(_settle, future, task)
             except RuntimeError:  # as there are no more threads, in this one
@@ -267,6 +276,17 @@ class _Once:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
+
+
+def _build_launcher(src: Any) -> None:
+    """Compiles a launcher to disk before its kernel is compiled; takes descriptors for TMA's."""
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    names = "global_scratch_size global_scratch_align profile_scratch_size profile_scratch_align"
+    metadata = dict.fromkeys([*names.split(), "launch_cooperative_grid", "launch_pdl"], 0)
+    described = [x for x in src.signature.values() if str(x).startswith("tensordesc")]
+    active.launcher_cls(src, SimpleNamespace(tensordesc_meta=[{}] * len(described), **metadata))
 
 
 def _with_launcher(kernel: Any) -> Any:

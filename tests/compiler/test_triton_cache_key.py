@@ -1,11 +1,13 @@
 """Triton's digest of itself is what Triton computes, and is computed again once a file changes."""
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.compiler import triton_cache_key
 from slipstream.runtime.backends import HAVE_TRITON
@@ -39,6 +41,7 @@ def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(real, "__file__", str(root / "__init__.py"))
     made.fresh = fresh
+    monkeypatch.setattr(triton_cache_key, "_begun", [])
     yield made
     triton_cache_key.reuse.cache_clear()
 
@@ -67,3 +70,45 @@ def test_unreadable_digest_is_computed(triton: Any, tmp_path: Path) -> None:
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("no folder")
     assert triton.fresh() == want
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_digest_begins_with_a_model(
+    gpus: int, triton: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+
+    triton.fresh()
+    (triton.root / "__init__.py").write_text("3")
+    triton_cache_key.reuse.cache_clear()
+    before = triton.computed
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = SlipstreamConfig(mixers=["gla"], hidden_size=32, num_heads=2, vocab_size=16)
+    for _ in range(2):
+        SlipstreamForCausalLM(config)
+    (thread,) = triton_cache_key._begun
+    thread.join()
+    assert thread.daemon and triton.computed == before + gpus
+    triton_cache_key.finish()
+    assert triton.computed == before + 1
+
+
+def test_digest_that_has_begun_is_waited_for(triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton.fresh()
+    (triton.root / "__init__.py").write_text("3")
+    triton_cache_key.reuse.cache_clear()
+    before, gate = triton.computed, threading.Event()
+
+    def device_count() -> int:
+        gate.wait(60)
+        return 1
+
+    monkeypatch.setattr(torch.cuda, "device_count", device_count)
+    triton_cache_key.begin()
+    waits = threading.Thread(target=triton_cache_key.finish)
+    waits.start()
+    waits.join(0.05)
+    assert waits.is_alive() and triton.computed == before
+    gate.set()
+    waits.join(60)
+    assert triton.computed == before + 1

@@ -1,8 +1,12 @@
-"""Processes that share an empty cache of Triton's compile each kernel once."""
+"""Processes that share an empty cache of Triton's compile each kernel once; its launcher is built
+meanwhile."""
 
+import inspect
 import multiprocessing
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,3 +73,49 @@ def test_one_process_compiles(fails: bool, tmp_path: Path, monkeypatch: pytest.M
         process.join(120)
     assert sorted(x.exitcode for x in started) == [0] * (PROCESSES - fails) + [1] * fails
     assert len(list(made.iterdir())) == 1 + fails
+
+
+def _copy(desc, y_ptr, N: "triton.language.constexpr"):  # pyright: ignore
+    at = triton.language.arange(0, N)
+    x = desc.load([0, 0])
+    triton.language.store(y_ptr + at[:, None] * N + at[None, :], x + 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "first"), [(_add, "*fp32"), (_copy, "tensordesc<fp32[16, 16]>")], ids=["plain", "TMA"]
+)
+def test_launcher_is_built_beside_its_kernel(
+    fn: Any, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is built before a kernel is compiled is what its launch wants."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
+    from triton.compiler import ASTSource
+    from triton.runtime import driver
+
+    built: list[tuple[str, bool]] = []
+    kernels: list[Any] = []
+
+    def compile_module(src: str, **options: Any) -> Any:
+        built.append((src, bool(kernels)))
+        return SimpleNamespace(launch=None)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvidia, "compile_module_from_src", compile_module)
+    monkeypatch.setattr(nvidia, "library_dirs", list)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=nvidia.CudaLauncher))
+    name, *_ = inspect.signature(fn).parameters
+    signature = {name: first, "y_ptr": "*fp32", "N": "constexpr"}
+    src = ASTSource(triton.jit(fn), signature, constexprs={"N": 16})
+
+    def async_compile() -> Any:
+        kernels.append(triton.compile(src, target=GPUTarget("cuda", 90, 32), _env_vars={}))
+        return kernels[0]
+
+    later = parallel_compile._Later()
+    future = later.submit(parallel_compile._Task("a kernel", async_compile))
+    with ThreadPoolExecutor(2) as pool:
+        later.start(pool)
+        future.result()
+    assert [after for _, after in built] == [False, True]
+    assert built[0][0] == built[1][0]
