@@ -7,21 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     Mixer,
     NormalLinear,
-    State,
     expect_divisor,
-    next_lengths,
-    token_positions,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears, plain_linear
 from slipstream.ops.attention import attention, rotary_attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
 from slipstream.ops.rotary import rotary_embedding, rotary_heads
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Attention(Mixer):
@@ -99,43 +95,21 @@ class Attention(Mixer):
             if weight is not None:
                 nn.init.constant_(weight, 0.0 if self.zero_centered_norm else 1.0)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        at = token_positions(x, cu_seqlens, positions, state, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        at = call.token_positions(x)
         qkv, gate = linears(x, (self.qkv_proj, self.g_proj))
-        if state is None and context is None and not use_cache and self._only_rotates(qkv):
+        alone = call.state is None and call.context is None and not call.use_cache
+        if alone and self._only_rotates(qkv):
             heads = qkv.unflatten(-1, (-1, self.head_dim))
             # an adapter, or another module in its place, may read what it has returned
             fresh = plain_linear(self.qkv_proj)
-            more = self.sizes, self.window_size, cu_seqlens, fresh
+            more = self.sizes, self.window_size, call.cu_seqlens, fresh
             o = rotary_attention(heads, self._tables(qkv, at), *more)
             return self.o_proj(self._gated(o, gate)), None
         q, k, v = self._heads(qkv, at)
-        cache = lengths = None
-        if state is not None or use_cache:
-            if context is not None:
-                raise NotImplementedError("use_cache, state: want neither with a context")
-            cache = extended({"k": k, "v": v}, cu_seqlens, state)
-        if state is not None and cache is not None:  # else the new keys are all there are
-            k, v, lengths = cache["k"], cache["v"], cache["length"]
-        o = attention(
-            q,
-            k,
-            v,
-            window_size=self.window_size,
-            cu_seqlens=cu_seqlens,
-            context=context,
-            key_lengths=lengths,
-        )
-        return self.o_proj(self._gated(o, gate)), cache if use_cache else None
+        (k, v), masks, cache = keys_to_attend(call, k=k, v=v)
+        o = attention(q, k, v, window_size=self.window_size, **masks)
+        return self.o_proj(self._gated(o, gate)), cache
 
     def has_fused_step(self) -> bool:
         return True
@@ -150,7 +124,7 @@ class Attention(Mixer):
         **options: Any,
     ) -> Tensor:
         lengths = state["length"]
-        at = token_positions(x, None, positions, state)
+        at = MixerCall(positions=positions, state=state).token_positions(x)
         qkv, gate = projections.linears(x, (self.qkv_proj, self.g_proj), norm)
         q, k, v = self._heads(qkv, at)
         if rounded.has_rounded(state):
@@ -255,10 +229,28 @@ class InPlace(dict[str, Tensor]):
     """A state whose tensors of tokens have room for those of a call, which writes them there."""
 
 
-def extended(new: State, cu_seqlens: Tensor | None, state: State | None) -> State:
+def keys_to_attend(
+    call: MixerCall, **new: Tensor
+) -> tuple[list[Tensor], dict[str, Any], State | None]:
+    """Keys, values and others for all that the tokens of a call see, each in the place of `new`;
+    arguments of `attention` that say which of them; the next state."""
+    masks: dict[str, Any] = {"cu_seqlens": call.cu_seqlens, "context": call.context}
+    if call.state is None and not call.use_cache:
+        return [*new.values()], masks, None
+    if call.context is not None:
+        raise NotImplementedError("use_cache, state: want neither with a context")
+    cache = extended(new, call)
+    after = cache if call.use_cache else None
+    if call.state is None:  # the new keys are all there are
+        return [*new.values()], masks, after
+    return [cache[name] for name in new], masks | {"key_lengths": cache["length"]}, after
+
+
+def extended(new: State, call: MixerCall) -> State:
     """The cache [N, S, ...] with the tokens of [B, T, ...], each sequence's behind its old ones."""
+    cu_seqlens, state = call.cu_seqlens, call.state
     first = next(iter(new.values()))
-    lengths = next_lengths(first, cu_seqlens, state)
+    lengths = call.next_lengths(first)
     if state is None and cu_seqlens is None:
         # as copies, for these are views of much more
         return {**{name: x.contiguous() for name, x in new.items()}, "length": lengths}

@@ -12,7 +12,8 @@ Every layer mixes tokens, [B, T, D] to [B, T, D], and is called the same way:
     use_cache   whether to return the state after the last token, else None
 
 A call in two halves with the state handed over gives what one call gives. The given state is
-never changed: what is returned are new tensors.
+never changed: what is returned are new tensors. A layer's own part is `_mix_tokens(x, call)`, where
+call has these options (call.py).
 
     y = layer.step(x, state, positions=)
 
@@ -20,7 +21,6 @@ is the same call for tokens [N, T, D] that follow those in `state`, whose tensor
 place, without gradients. A decoding step (T = 1) runs `decode`, which layers override.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -31,20 +31,16 @@ from torch import Tensor, nn
 
 from slipstream.common.checks import autocast_dtype, expect_floating, expect_rank, expect_tensor
 from slipstream.kernels.decay_gate.op import decay_gate
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.nn.linear import is_hooked, plain_linear
 from slipstream.ops._fp32 import widen
-from slipstream.ops.conv import split_convolution, unit_heads
 from slipstream.ops.norm import rms_norm, rms_norm_gated
-from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.autograd import by_operation
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.rank_sums import HeadShard, norm_of_parts
-
-State = dict[str, Tensor]
-Mixed = tuple[Tensor, State | None]
 
 MODES = ("chunk", "fused_recurrent", None)
 # on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
@@ -108,24 +104,6 @@ def expect_state(state: object) -> None:
         raise TypeError(f"state: want the dict of an earlier call, got {type(state).__name__}")
 
 
-def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses what no layer takes, before anything else looks at it."""
-
-    @functools.wraps(forward)
-    def call(self: Any, x: Tensor, **options: Any) -> Any:
-        state = options.get("state")
-        expect_inputs(x, state, options.get("positions"), options.get("cu_seqlens"))
-        if state is None or torch.compiler.is_compiling():
-            return forward(self, x, **options)
-        try:
-            return forward(self, x, **options)
-        except (KeyError, RuntimeError) as error:
-            _blame(self, x, state, error)
-            raise
-
-    return call
-
-
 def _blame(
     layer: "Mixer", x: Tensor, state: State, error: Exception, written: bool = False
 ) -> None:
@@ -171,12 +149,6 @@ class Mixer(nn.Module):
     head_shard: HeadShard | None = None
     norms_across = False
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        # a class of somebody else's may take other arguments than those of `forward` here
-        if "forward" in vars(cls) and cls.__module__.startswith("slipstream."):
-            cls.forward = _checked(cls.forward)
-
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
         super().__init__()
         if mode not in MODES:
@@ -211,6 +183,21 @@ class Mixer(nn.Module):
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
+        return self._mixed(x, MixerCall(cu_seqlens, context, positions, state, use_cache))
+
+    def _mixed(self, x: Tensor, call: MixerCall, **options: Any) -> Any:
+        """`_mix_tokens`; what no layer takes is refused before anything else looks at it."""
+        expect_inputs(x, call.state, call.positions, call.cu_seqlens)
+        if call.state is None or torch.compiler.is_compiling():
+            return self._mix_tokens(x, call, **options)
+        try:
+            return self._mix_tokens(x, call, **options)
+        except (KeyError, RuntimeError) as error:
+            _blame(self, x, call.state, error)
+            raise
+
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        """What forward returns: each layer's own part."""
         raise NotImplementedError
 
     def step(
@@ -311,102 +298,10 @@ class Mixer(nn.Module):
         return (y, *value) if value else y
 
 
-def past(state: State | None, name: str) -> Tensor | None:
-    return None if state is None else state[name]
-
-
-def new_state(use_cache: bool, **tensors: Tensor | None) -> State | None:
-    """The next state, of what the operators returned."""
-    if not use_cache:
-        return None
-    return {name: x for name, x in tensors.items() if x is not None}
-
-
-def next_lengths(x: Tensor, cu_seqlens: Tensor | None, state: State | None) -> Tensor:
-    """How many tokens each sequence has after this call, int64 [N]."""
-    if cu_seqlens is None:
-        here = torch.full((x.shape[0],), x.shape[1], device=x.device)
-    else:
-        here = cu_seqlens.diff().long()
-    return here if state is None else here + state["length"]
-
-
-def token_positions(
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    positions: Tensor | None,
-    state: State | None,
-    context: ContextParallel | None = None,
-) -> Tensor:
-    """Where each token stands in its sequence, int64 [1 or B, T]."""
-    if positions is not None:
-        return positions
-    if context is not None:
-        return context.share(x.shape[1]).positions(x.device)
-    start = past(state, "length")
-    if cu_seqlens is not None:
-        return packed_positions(cu_seqlens, x.shape[1], offsets=start)
-    at = decoding.first_positions(x.shape[1], x.device)
-    return at if start is None else at + start[:, None]
-
-
 def expect_feature_map(name: str | None) -> None:
     if name not in FEATURE_MAPS:
         known = ", ".join(str(x) for x in FEATURE_MAPS)
         raise ValueError(f"feature_map: want one of {known}, got {name!r}")
-
-
-def convolved(
-    conv: ShortConvolution | None,
-    x: Tensor,
-    state: State | None,
-    use_cache: bool,
-    cu_seqlens: Tensor | None,
-    context: ContextParallel | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The convolution and its next state; without a convolution its activation alone."""
-    if conv is None:
-        return F.silu(x), None
-    return conv(x, past(state, "conv"), use_cache, cu_seqlens, context)
-
-
-Parts = tuple[list[Tensor], Tensor | None]
-
-
-def convolution_in_parts(
-    conv: ShortConvolution | None,
-    x: Tensor,
-    sizes: tuple[int, int, int],
-    state: State | None,
-    use_cache: bool,
-    cu_seqlens: Tensor | None,
-    context: ContextParallel | None,
-    unit: int = 0,
-) -> tuple[Callable[[Tensor], Parts], int]:
-    """A function that convolves x as `convolved` does, with y in three tensors, and the number of
-    elements for Recompute, 0 where the function must not be called again.
-
-    sizes: channels of the three tensors. unit: as split_convolution. The weight, bias and state are
-    read here, not in the function, because the module may have others by the time of the backward.
-    """
-    once = use_cache or context is not None
-    if conv is None:
-
-        def activate(x: Tensor) -> Parts:
-            parts = [*F.silu(x).split(sizes, -1)]
-            return unit_heads(parts, unit) if unit else parts, None
-
-        return activate, 0 if once else x.numel()
-    before = past(state, "conv")
-    if once or x.shape[1] == 1 or is_hooked(conv) or torch.compiler.is_compiling():
-        return lambda x: conv.split(x, sizes, before, use_cache, cu_seqlens, context, unit), 0
-    weight, bias = conv.weight, conv.bias
-    options: dict[str, Any] = {"activation": conv.activation, "initial_state": before, "unit": unit}
-
-    def convolve(x: Tensor) -> Parts:
-        return split_convolution(x, weight, bias, sizes, cu_seqlens=cu_seqlens, **options)
-
-    return convolve, x.numel()
 
 
 def log_sigmoid_decay(layer: nn.Linear, x: Tensor, heads: int, normalizer: float) -> Tensor:

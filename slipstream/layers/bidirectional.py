@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.layers.base import Mixer, State
+from slipstream.layers.base import Mixer
+from slipstream.layers.call import MixerCall, State
 from slipstream.runtime.context_parallel import ContextParallel
 
 COMBINE = ("mean", "sum")
@@ -65,6 +66,17 @@ class Bidirectional(Mixer):
     ) -> Any:
         """As Mixer. The last two are RWKV7.forward's, of layers that take them: both directions
         read first_value, and the value returned is the mean of theirs."""
+        call = MixerCall(cu_seqlens, context, positions, state, use_cache)
+        return self._mixed(x, call, first_value=first_value, output_value=output_value)
+
+    def _mix_tokens(
+        self,
+        x: Tensor,
+        call: MixerCall,
+        first_value: Tensor | None = None,
+        output_value: bool = False,
+    ) -> Any:
+        cu_seqlens, context, positions, state, use_cache = call
         if self.block_size is None and (state is not None or use_cache):
             name = "use_cache" if state is None else "state"
             raise ValueError(f"{name}: want a layer with block_size; both directions have no state")

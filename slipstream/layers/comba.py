@@ -5,17 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     NormalLinear,
     ShortConvolution,
-    State,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops.comba import chunk_comba, fused_recurrent_comba
 from slipstream.ops.norm import l2_norm, rms_norm_gated
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Comba(DeltaHeads):
@@ -72,21 +68,12 @@ class Comba(DeltaHeads):
         nn.init.ones_(self.erase)
         nn.init.constant_(self.correction, self.initial_correction)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv, l2_norm)
         a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
         a = a if a.dtype == torch.float64 else a.float()
-        comba = fused_recurrent_comba if self.recurrent(x, context) else chunk_comba
+        comba = fused_recurrent_comba if self.recurrent(x, call.context) else chunk_comba
         o, recurrent = comba(
             q=q - self.correction.to(k.dtype)[:, None] * k,
             k=k,
@@ -94,11 +81,8 @@ class Comba(DeltaHeads):
             p=self.erase.sigmoid().to(k.dtype)[:, None] * k,
             g=-self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype)),
             beta=b.sigmoid(),
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            **call.sequence(call.past("recurrent")),
         )
         z = self.z_proj(x).view_as(o)
         o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)

@@ -12,7 +12,8 @@ from slipstream.kernels.mixer_step.block_inputs import (
     block_inputs,
     unsupported_reason,
 )
-from slipstream.layers.base import Mixer, ShortConvolution, State, expect_divisor, reset_decay
+from slipstream.layers.base import Mixer, ShortConvolution, expect_divisor, reset_decay
+from slipstream.layers.call import State
 from slipstream.nn import decoding, projections
 from slipstream.nn.linear import is_hooked
 from slipstream.runtime.consistent import consistent_scope

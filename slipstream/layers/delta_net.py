@@ -8,20 +8,15 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import (
     FEATURE_MAPS,
-    Mixed,
     Mixer,
     NormalLinear,
     ShortConvolution,
-    State,
-    convolved,
     expect_divisor,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class DeltaNet(Mixer):
@@ -101,35 +96,17 @@ class DeltaNet(Mixer):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         qkv, conv = self.qkv_proj(x), None
         if self.conv is not None or self.qk_activation == "silu":
-            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+            qkv, conv = call.convolved(self.conv, qkv)
         q, k, v = self._heads(qkv)
         beta = self._beta(x)
-        rule = fused_recurrent_delta_rule if self.recurrent(x, context) else chunk_delta_rule
-        o, recurrent = rule(
-            q,
-            k,
-            v,
-            beta,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        rule = fused_recurrent_delta_rule if self.recurrent(x, call.context) else chunk_delta_rule
+        o, recurrent = rule(q, k, v, beta, **call.sequence(call.past("recurrent")))
         gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps)
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

@@ -5,11 +5,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.layers.attention import Attention, append, extended
-from slipstream.layers.base import Mixed, NormalLinear, State, token_positions
+from slipstream.layers.attention import Attention, append, keys_to_attend
+from slipstream.layers.base import NormalLinear
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.ops._fp32 import widen
 from slipstream.ops.attention import attention
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class ForgettingAttention(Attention):
@@ -40,37 +40,13 @@ class ForgettingAttention(Attention):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, **options)
         self.f_proj = NormalLinear(hidden_size, num_heads, bias=True)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        at = token_positions(x, cu_seqlens, positions, state, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        at = call.token_positions(x)
         q, k, v = self._heads(self.qkv_proj(x), at)
         f = F.logsigmoid(widen(self.f_proj(x)))
-        cache = lengths = None
-        if state is not None or use_cache:
-            if context is not None:
-                raise NotImplementedError("use_cache, state: want neither with a context")
-            cache = extended({"k": k, "v": v, "f": f}, cu_seqlens, state)
-        if state is not None and cache is not None:  # else the new keys are all there are
-            k, v, f, lengths = cache["k"], cache["v"], cache["f"], cache["length"]
-        o = attention(
-            q,
-            k,
-            v,
-            g=f,
-            window_size=self.window_size,
-            cu_seqlens=cu_seqlens,
-            context=context,
-            key_lengths=lengths,
-        )
-        return self._joined(x, o), cache if use_cache else None
+        (k, v, f), masks, cache = keys_to_attend(call, k=k, v=v, f=f)
+        o = attention(q, k, v, g=f, window_size=self.window_size, **masks)
+        return self._joined(x, o), cache
 
     def has_fused_step(self) -> bool:
         return False
@@ -78,7 +54,7 @@ class ForgettingAttention(Attention):
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        at = token_positions(x, None, positions, state)
+        at = MixerCall(positions=positions, state=state).token_positions(x)
         q, k, v = self._heads(self.qkv_proj(x), at)
         append({"k": k, "v": v, "f": F.logsigmoid(widen(self.f_proj(x)))}, state)
         o = attention(

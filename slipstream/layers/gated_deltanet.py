@@ -5,22 +5,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     NormalLinear,
     ShortConvolution,
-    State,
-    convolution_in_parts,
     expect_gate_activation,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedDeltaNet(DeltaHeads):
@@ -81,22 +76,11 @@ class GatedDeltaNet(DeltaHeads):
         self.conv = ShortConvolution(self.channels, conv_size, conv_bias) if conv_size else None
         self._add_decay_and_norm(self.num_v_heads, self.num_v_heads)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         conv = None
         qkv, ab, z = linears(x, (self.qkv_proj, self.ab_proj, self.z_proj))
         sizes = (self.keys, self.keys, self.values)
-        convolve, elements = convolution_in_parts(
-            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context, self.head_dim
-        )
+        convolve, elements = call.convolution_in_parts(self.conv, qkv, sizes, self.head_dim)
 
         def prepare() -> list[Tensor]:
             nonlocal conv
@@ -104,17 +88,15 @@ class GatedDeltaNet(DeltaHeads):
             return [*before, q, k, v]
 
         a, b = ab.chunk(2, dim=-1)  # [B, T, HV]
-        ends: dict[str, Any] = {
-            "initial_state": past(state, "recurrent"),
-            "output_final_state": use_cache,
-        }
         if (placed := self._block_terms(qkv, a, b)) is not None:
             terms, conv = placed
-            o, recurrent = chunk_gated_delta_rule(*terms, **ends)
-            return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
+            o, recurrent = chunk_gated_delta_rule(
+                *terms, initial_state=call.past("recurrent"), output_final_state=call.use_cache
+            )
+            return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
         rule = (
             fused_recurrent_gated_delta_rule
-            if self.recurrent(x, context)
+            if self.recurrent(x, call.context)
             else chunk_gated_delta_rule
         )
         with Recompute(prepare, elements) as (*_, q, k, v):
@@ -125,16 +107,14 @@ class GatedDeltaNet(DeltaHeads):
                 v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
                 g=a,
                 beta=b,
-                **ends,
                 use_gate_in_kernel=True,
                 A_log=self.A_log,
                 dt_bias=self.dt_bias,
                 use_beta_sigmoid_in_kernel=True,
                 allow_neg_eigval=self.allow_neg_eigval,
-                cu_seqlens=cu_seqlens,
-                context=context,
+                **call.sequence(call.past("recurrent")),
             )
-        return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

@@ -5,20 +5,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.layers.base import (
-    Mixed,
     NormalLinear,
     ShortConvolution,
-    State,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops.gated_delta_product import (
     chunk_gated_delta_product,
     fused_recurrent_gated_delta_product,
 )
 from slipstream.ops.norm import l2_norm, rms_norm_gated
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedDeltaProduct(DeltaHeads):
@@ -73,17 +69,8 @@ class GatedDeltaProduct(DeltaHeads):
         self.conv = ShortConvolution(sum(self.sizes), conv_size)
         self._add_decay_and_norm(self.num_v_heads, self.num_v_heads)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        qkv, conv = self.conv(self.qkv_proj(x), past(state, "conv"), use_cache, cu_seqlens, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = qkv.split(self.sizes, dim=-1)
         q = l2_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))
         k = l2_norm(self._steps(k, (self.num_heads, self.head_dim)))  # [B, T n, H, K]
@@ -92,7 +79,7 @@ class GatedDeltaProduct(DeltaHeads):
         a = self.a_proj(x)
         a = a if a.dtype == torch.float64 else a.float()
         g = -self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype))
-        is_recurrent = self.recurrent(x, context)
+        is_recurrent = self.recurrent(x, call.context)
         product = fused_recurrent_gated_delta_product if is_recurrent else chunk_gated_delta_product
         o, recurrent = product(
             q,
@@ -101,14 +88,11 @@ class GatedDeltaProduct(DeltaHeads):
             g,
             2 * beta if self.allow_neg_eigval else beta,
             self.num_householder,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            **call.sequence(call.past("recurrent")),
         )
         z = self.z_proj(x).view_as(o)
         o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)
 
     def _steps(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """[B, T, n * ...] -> [B, T n, ...]"""

@@ -5,14 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.layers.base import (
-    Mixed,
     NormalLinear,
     ShortConvolution,
-    State,
-    convolved,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding
 from slipstream.nn.host import on_host
@@ -20,7 +16,6 @@ from slipstream.ops._preprocess import for_value_heads
 from slipstream.ops.gated_oja_rule import chunk_gated_oja_rule, fused_recurrent_gated_oja_rule
 from slipstream.ops.norm import l2_norm
 from slipstream.ops.recurrent_step import recurrent_step
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedOja(DeltaHeads):
@@ -77,31 +72,17 @@ class GatedOja(DeltaHeads):
         self.conv = ShortConvolution(self.channels, conv_size, conv_bias) if conv_size else None
         self._add_decay_and_norm(self.num_v_heads, self.values)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv)
         gv, beta = self._gates(x)
-        short = self.recurrent(x, context)
+        short = self.recurrent(x, call.context)
         rule = fused_recurrent_gated_oja_rule if short else chunk_gated_oja_rule
         o, recurrent = rule(
             l2_norm(q), k, l2_norm(v), gv, beta,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            **call.sequence(call.past("recurrent")),
         )  # fmt: skip
-        return self._output(o, self._gate_of(x)), new_state(
-            use_cache, recurrent=recurrent, conv=conv
-        )
+        return self._output(o, self._gate_of(x)), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

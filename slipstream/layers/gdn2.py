@@ -5,19 +5,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     NormalLinear,
     ShortConvolution,
-    State,
-    convolved,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedDeltaNet2(DeltaHeads):
@@ -80,31 +75,16 @@ class GatedDeltaNet2(DeltaHeads):
         self.conv = ShortConvolution(self.channels, conv_size, conv_bias) if conv_size else None
         self._add_decay_and_norm(num_heads, self.keys)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv)
         g, b, w = self._gates(x)
-        gdn2 = fused_recurrent_gdn2 if self.recurrent(x, context) else chunk_gdn2
+        gdn2 = fused_recurrent_gdn2 if self.recurrent(x, call.context) else chunk_gdn2
         o, recurrent = gdn2(
             q, k, v, self._of_values(g), self._of_values(b), w,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            use_qk_l2norm_in_kernel=True, **call.sequence(call.past("recurrent")),
         )  # fmt: skip
-        return self._output(o, self._gate_of(x)), new_state(
-            use_cache, recurrent=recurrent, conv=conv
-        )
+        return self._output(o, self._gate_of(x)), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

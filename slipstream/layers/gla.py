@@ -7,24 +7,19 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import (
     FEATURE_MAPS,
-    Mixed,
     Mixer,
     ShortConvolution,
-    State,
     XavierLinear,
-    convolved,
     expect_divisor,
     expect_feature_map,
     expect_gate_activation,
     log_sigmoid_decay,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedLinearAttention(Mixer):
@@ -114,37 +109,19 @@ class GatedLinearAttention(Mixer):
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         layers = self.q_proj, self.k_proj, self.v_proj, self.gk_down, self.g_proj
         q, k, v, gk, gate = linears(x, layers)
         conv = None
         if self.conv is not None:
             qkv = torch.cat([q, k, v], dim=-1)
-            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+            qkv, conv = call.convolved(self.conv, qkv)
             q, k, v = qkv.split(self.channels, dim=-1)
         q, k, v, g = self._heads(q, k, v, self._log_decay(gk))
-        gla = fused_recurrent_gla if self.recurrent(x, context) else chunk_gla
-        o, recurrent = gla(
-            q,
-            k,
-            v,
-            g,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        gla = fused_recurrent_gla if self.recurrent(x, call.context) else chunk_gla
+        o, recurrent = gla(q, k, v, g, **call.sequence(call.past("recurrent")))
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
-        return self.o_proj(o.flatten(-2)), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

@@ -5,16 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     Mixer,
-    State,
     XavierLinear,
     expect_divisor,
     log_sigmoid_decay,
-    new_state,
 )
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops.gsa import chunk_gsa, fused_recurrent_gsa
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class GatedSlotAttention(Mixer):
@@ -65,33 +62,16 @@ class GatedSlotAttention(Mixer):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         heads = (self.num_kv_heads, -1)
         q = F.silu(self.q_proj(x)).unflatten(-1, (self.num_heads, -1))
         k, v = (F.silu(f(x)).unflatten(-1, heads) for f in (self.k_proj, self.v_proj))
         g = log_sigmoid_decay(self.f_proj, x, self.num_kv_heads, self.gate_logit_normalizer)
-        gsa = fused_recurrent_gsa if self.recurrent(x, context) else chunk_gsa
+        gsa = fused_recurrent_gsa if self.recurrent(x, call.context) else chunk_gsa
         o, states = gsa(
-            q,
-            k,
-            v,
-            -torch.expm1(g).to(k.dtype),
-            g,
-            scale=1.0,
-            initial_state=None if state is None else (state["keys"], state["values"]),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+            q, k, v, -torch.expm1(g).to(k.dtype), g,
+            scale=1.0, **call.sequence(call.pasts("keys", "values")),
+        )  # fmt: skip
         keys, values = (None, None) if states is None else states
         o = self._norm_of_all_heads(F.silu(o.flatten(-2)))
-        return self.o_proj(o), new_state(use_cache, keys=keys, values=values)
+        return self.o_proj(o), call.new_state(keys=keys, values=values)

@@ -5,17 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     Mixer,
-    State,
     XavierLinear,
     expect_divisor,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 def _log_forget(f: Tensor, lower_bound: float) -> Tensor:
@@ -74,29 +70,15 @@ class HGRN(Mixer):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         i = self.i_proj(x)
         g = _log_forget(self.f_proj(x), self.lower_bound)
-        hgrn = fused_recurrent_hgrn if self.recurrent(x, context) else chunk_hgrn
+        hgrn = fused_recurrent_hgrn if self.recurrent(x, call.context) else chunk_hgrn
         h, recurrent = hgrn(
-            (F.silu(i) * -torch.expm1(g)).to(i.dtype),
-            g,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            (F.silu(i) * -torch.expm1(g)).to(i.dtype), g, **call.sequence(call.past("recurrent"))
         )
         h = self._norm_of_all_heads(h, self.g_proj(x))
-        return self.o_proj(h), new_state(use_cache, recurrent=recurrent)
+        return self.o_proj(h), call.new_state(recurrent=recurrent)
 
 
 class HGRN2(Mixer):
@@ -142,29 +124,13 @@ class HGRN2(Mixer):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         heads = (self.num_heads, -1)
         q, v = F.silu(self.q_proj(x)).unflatten(-1, heads), self.i_proj(x).unflatten(-1, heads)
         g = _log_forget(self.f_proj(x), self.lower_bound).unflatten(-1, heads)
-        gla = fused_recurrent_gla if self.recurrent(x, context) else chunk_gla
+        gla = fused_recurrent_gla if self.recurrent(x, call.context) else chunk_gla
         o, recurrent = gla(
-            q,
-            -torch.expm1(g).to(q.dtype),
-            v,
-            g,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            q, -torch.expm1(g).to(q.dtype), v, g, **call.sequence(call.past("recurrent"))
         )
         o = self._norm_of_all_heads(o.flatten(-2))
-        return self.o_proj(o), new_state(use_cache, recurrent=recurrent)
+        return self.o_proj(o), call.new_state(recurrent=recurrent)

@@ -5,14 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     NormalLinear,
     ShortConvolution,
-    State,
-    convolution_in_parts,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
@@ -20,7 +16,6 @@ from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class KimiDeltaAttention(DeltaHeads):
@@ -92,32 +87,19 @@ class KimiDeltaAttention(DeltaHeads):
         if self.lower_bound is not None:
             nn.init.zeros_(self.A_log)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         layers = self.qkv_proj, self.f_down, self.b_proj, self.g_down
         qkv, f, beta, z = linears(x, layers)
         f, conv = self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim)), None
-        ends: dict[str, Any] = {
-            "initial_state": past(state, "recurrent"),
-            "output_final_state": use_cache,
-        }
         if (placed := self._block_terms(qkv, f, beta, self.lower_bound)) is not None:
             terms, conv = placed
-            o, recurrent = chunk_kda(*terms, **ends)
-            return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
+            o, recurrent = chunk_kda(
+                *terms, initial_state=call.past("recurrent"), output_final_state=call.use_cache
+            )
+            return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
         sizes = (self.keys, self.keys, self.values)
         A_log, dt_bias = self.A_log, self.dt_bias
-        convolve, elements = convolution_in_parts(
-            self.conv, qkv, sizes, state, use_cache, cu_seqlens, context, self.head_dim
-        )
+        convolve, elements = call.convolution_in_parts(self.conv, qkv, sizes, self.head_dim)
 
         def prepare() -> list[Tensor]:
             nonlocal conv
@@ -125,7 +107,7 @@ class KimiDeltaAttention(DeltaHeads):
             g = delta_gate(f, A_log, dt_bias, self.lower_bound)
             return [*before, q, k, v, g]
 
-        kda = fused_recurrent_kda if self.recurrent(x, context) else chunk_kda
+        kda = fused_recurrent_kda if self.recurrent(x, call.context) else chunk_kda
         # every fourth layer keeps them: what is made again takes time, what is kept memory
         if elements and self.layer_idx % 4 == 0:  # not read under torch.compile, one graph for all
             elements = 0
@@ -137,13 +119,11 @@ class KimiDeltaAttention(DeltaHeads):
                 v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
                 g,
                 beta,
-                **ends,
                 use_beta_sigmoid_in_kernel=True,
                 allow_neg_eigval=self.allow_neg_eigval,
-                cu_seqlens=cu_seqlens,
-                context=context,
+                **call.sequence(call.past("recurrent")),
             )
-        return self._output(o, z), new_state(use_cache, recurrent=recurrent, conv=conv)
+        return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

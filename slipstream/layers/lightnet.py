@@ -5,19 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     Mixer,
     ShortConvolution,
-    State,
     XavierLinear,
-    convolved,
     expect_divisor,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.rwkv4 import some_or_none
 from slipstream.ops.lightnet import chunk_lightnet, fused_recurrent_lightnet
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class LightNetAttention(Mixer):
@@ -74,42 +69,29 @@ class LightNetAttention(Mixer):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         conv = None
         if self.conv is not None:
             qkv = torch.cat([q, k, v], dim=-1)
-            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+            qkv, conv = call.convolved(self.conv, qkv)
             q, k, v = qkv.split(self.channels, dim=-1)
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (F.silu(q), k, v))
-        short = self.recurrent(x, context)
+        short = self.recurrent(x, call.context)
         o, last = (fused_recurrent_lightnet if short else chunk_lightnet)(
-            q, k, v,
-            initial_state=_before(state),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )  # fmt: skip
+            q, k, v, **call.sequence(_before(call))
+        )
         gate = self.g_up(self.g_down(x))
         o = self._norm_of_all_heads(o.flatten(-2), gate)
         recurrent, weight = (None, None) if last is None else last
         if weight is not None:
             weight = torch.stack(some_or_none(weight), 1)
-        return self.o_proj(o), new_state(use_cache, recurrent=recurrent, weight=weight, conv=conv)
+        return self.o_proj(o), call.new_state(recurrent=recurrent, weight=weight, conv=conv)
 
 
-def _before(state: State | None) -> tuple[Tensor, Tensor] | None:
+def _before(call: MixerCall) -> tuple[Tensor, Tensor] | None:
     """A state of zeros is that of no token."""
-    recurrent, weight = past(state, "recurrent"), past(state, "weight")
+    recurrent, weight = call.past("recurrent"), call.past("weight")
     if recurrent is None or weight is None:
         return None
     some, z = weight.unbind(1)

@@ -7,14 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     Mixer,
     NormalLinear,
-    State,
     expect_divisor,
-    new_state,
-    past,
 )
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.lightning_attn import (
     chunk_lightning_attn,
@@ -22,7 +19,6 @@ from slipstream.ops.lightning_attn import (
     fused_recurrent_lightning_attn,
 )
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class LightningAttention(Mixer):
@@ -72,19 +68,10 @@ class LightningAttention(Mixer):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))
         depth = (0, 1) if self.num_layers is None else (self.layer_idx, self.num_layers)
-        is_recurrent = self.recurrent(x, context)
+        is_recurrent = self.recurrent(x, call.context)
         lightning = fused_recurrent_lightning_attn if is_recurrent else chunk_lightning_attn
         q, k, v = qkv.unbind(2)
         if self.head_shard is not None:  # the operator would take its heads for all of them
@@ -92,15 +79,6 @@ class LightningAttention(Mixer):
             share, heads = 1 - depth[0] / depth[1], self.num_heads * self.head_shard.size
             decay = per_head(v, decay_of_heads, share, self.first_head, heads)
             lightning, depth = partial(simple, g_gamma=decay), ()
-        o, recurrent = lightning(
-            q,
-            k,
-            v,
-            *depth,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        o, recurrent = lightning(q, k, v, *depth, **call.sequence(call.past("recurrent")))
         o = self._norm_of_all_heads(o.flatten(-2))
-        return self.o_proj(o * self.g_proj(x).sigmoid()), new_state(use_cache, recurrent=recurrent)
+        return self.o_proj(o * self.g_proj(x).sigmoid()), call.new_state(recurrent=recurrent)

@@ -7,21 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import (
-    Mixed,
     Mixer,
     ShortConvolution,
-    State,
-    convolution_in_parts,
     expect_divisor,
-    new_state,
-    past,
     reset_decay,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Mamba2(Mixer):
@@ -113,25 +108,14 @@ class Mamba2(Mixer):
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         groups = self.n_groups * self.state_size
         z, xbc, dt = self.in_proj(x).split(
             [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
         )
         sizes, conv = (self.inner, groups, groups), None
         step, g = self._step(dt)
-        convolve, elements = convolution_in_parts(
-            self.conv, xbc, sizes, state, use_cache, cu_seqlens, context
-        )
+        convolve, elements = call.convolution_in_parts(self.conv, xbc, sizes)
 
         def prepare() -> list[Tensor]:
             nonlocal conv
@@ -141,25 +125,13 @@ class Mamba2(Mixer):
             u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
             return [inner, u, b, c, u * step.to(u.dtype)[..., None]]
 
-        ssd = fused_recurrent_simple_gla if self.recurrent(x, context) else chunk_simple_gla
+        ssd = fused_recurrent_simple_gla if self.recurrent(x, call.context) else chunk_simple_gla
         with Recompute(prepare, elements) as (_, u, b, c, v):
             b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
-            o, recurrent = ssd(
-                c,
-                b,
-                v,
-                g,
-                scale=1.0,
-                initial_state=past(state, "recurrent"),
-                output_final_state=use_cache,
-                cu_seqlens=cu_seqlens,
-                context=context,
-            )
+            o, recurrent = ssd(c, b, v, g, scale=1.0, **call.sequence(call.past("recurrent")))
             D = self.D.to(u.dtype).view(self.num_heads, -1)  # [H, 1] or [H, P]
             o = torch.addcmul(o, u, D).flatten(-2)
-        return self.out_proj(self._gated(o, z)), new_state(
-            use_cache, recurrent=recurrent, conv=conv
-        )
+        return self.out_proj(self._gated(o, z)), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixed, Mixer, State, assign, expect_divisor, new_state
+from slipstream.layers.base import Mixer, assign, expect_divisor
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops._fp32 import widen
 from slipstream.ops.mamba3 import chunk_mamba3, fused_recurrent_mamba3
 from slipstream.ops.norm import rms_norm
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class Mamba3(Mixer):
@@ -133,22 +133,13 @@ class Mamba3(Mixer):
             if weight is not None:
                 nn.init.ones_(weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         z, u, b, c, dt, a, trap, angle = self.in_proj(x).split(self.sizes, dim=-1)
         step = F.softplus(widen(dt) + self.dt_bias)
         rate = _ACTIVATIONS[self.A_activation](widen(a)).clamp(min=self.A_floor)
         angles = math.pi * step[..., None] * torch.tanh(widen(angle))[:, :, None]
         u, z = self._of_ranks(u, self.mimo_x), self._of_ranks(z, self.mimo_z)
-        mamba3 = fused_recurrent_mamba3 if self.recurrent(x, context) else chunk_mamba3
+        mamba3 = fused_recurrent_mamba3 if self.recurrent(x, call.context) else chunk_mamba3
         o, after = mamba3(
             q=self._of_heads(c, self.C_norm, self.C_bias),
             k=self._of_heads(b, self.B_norm, self.B_bias),
@@ -157,10 +148,7 @@ class Mamba3(Mixer):
             dt=step,
             trap=torch.sigmoid(widen(trap)),
             angles=angles,
-            initial_state=_before(state),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            **call.sequence(call.pasts("recurrent", "key", "value", "theta")),
         )
         o = o + self.D[:, None, None].to(o.dtype) * u
         if self.norm_weight is not None:
@@ -170,7 +158,7 @@ class Mamba3(Mixer):
             o = o * self.mimo_o.to(o.dtype)
         y = self.out_proj(o.sum(3).flatten(2))
         S, key, value, theta = after or (None,) * 4
-        return y, new_state(use_cache, recurrent=S, key=key, value=value, theta=theta)
+        return y, call.new_state(recurrent=S, key=key, value=value, theta=theta)
 
     def _of_heads(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """B or C [B, T, R G N] -> [B, T, H, R, N], normalised and with its bias."""
@@ -195,9 +183,3 @@ def _heavy_tail(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS = {"softplus": F.softplus, "heavy_tail": _heavy_tail}
-
-
-def _before(state: State | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    if state is None:
-        return None
-    return state["recurrent"], state["key"], state["value"], state["theta"]

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.layers.attention import append, extended
-from slipstream.layers.base import Mixed, Mixer, NormalLinear, State, token_positions
+from slipstream.layers.attention import append, keys_to_attend
+from slipstream.layers.base import Mixer, NormalLinear
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding
 from slipstream.nn.linear import plain_linear
 from slipstream.ops.attention import attention
 from slipstream.ops.latent_attention import latent_attention
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rotary import rotary_embedding
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class MLA(Mixer):
@@ -93,39 +93,22 @@ class MLA(Mixer):
             if weight is not None:
                 nn.init.ones_(weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        at = token_positions(x, cu_seqlens, positions, state, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        at = call.token_positions(x)
         q, latent = self._project(x, at)
-        cache = lengths = None
-        if state is not None or use_cache:
-            if context is not None:
-                raise NotImplementedError("use_cache, state: want neither with a context")
-            cache = extended({"latent": latent}, cu_seqlens, state)
-        if state is not None and cache is not None:  # else the new tokens are all there are
-            latent, lengths = cache["latent"], cache["length"]
-        if lengths is not None and cu_seqlens is None and self._absorbs(x):
-            o = self._absorbed(q, latent, lengths)
+        (latent,), masks, cache = keys_to_attend(call, latent=latent)
+        if call.state is not None and call.cu_seqlens is None and self._absorbs(x):
+            o = self._absorbed(q, latent, masks["key_lengths"])
         else:
             k, v = self._written_out(latent)
-            o = attention(
-                q, k, v,
-                scale=self.scale, cu_seqlens=cu_seqlens, context=context, key_lengths=lengths,
-            )  # fmt: skip
-        return self.o_proj(o.flatten(-2)), cache if use_cache else None
+            o = attention(q, k, v, scale=self.scale, **masks)
+        return self.o_proj(o.flatten(-2)), cache
 
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        q, latent = self._project(x, token_positions(x, None, positions, state))
+        at = MixerCall(positions=positions, state=state).token_positions(x)
+        q, latent = self._project(x, at)
         append({"latent": latent}, state)
         latent, lengths = state["latent"], state["length"]
         if self._absorbs(x):

@@ -9,13 +9,10 @@ from torch import Tensor, nn
 from slipstream.kernels.preconditioner.inputs import CENTRE
 from slipstream.kernels.preconditioner.op import squashed
 from slipstream.layers.base import (
-    Mixed,
     NormalLinear,
-    State,
-    convolved,
-    new_state,
     reset_decay,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.layers.gated_deltanet import GatedDeltaNet
 from slipstream.layers.kda import KimiDeltaAttention
@@ -27,7 +24,6 @@ from slipstream.ops.precond_gated_delta_rule import (
     fused_recurrent_precond_gated_delta_rule,
 )
 from slipstream.ops.precond_kda import chunk_precond_kda, fused_recurrent_precond_kda
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class KeyPreconditioner(nn.Module):
@@ -105,28 +101,18 @@ class _Preconditioned(DeltaHeads):
         size = self.o_proj.out_features
         self.preconditioner = KeyPreconditioner(size, self.num_heads, squash_x, squash_eps)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        qkv, conv = convolved(self.conv, self.qkv_proj(x), state, use_cache, cu_seqlens, context)
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv, l2_norm)
         g, beta = self._gates(x)
-        o, states = self._rule(self.recurrent(x, context))(
+        o, states = self._rule(self.recurrent(x, call.context))(
             q=q, k=k, v=v, g=g, beta=beta,
             **self.preconditioner(x),
-            initial_state=_both(state),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            **call.sequence(call.pasts("recurrent", "preconditioner")),
         )  # fmt: skip
-        return self._output(o, self._gate_of(x)), _new(use_cache, states, conv)
+        recurrent, preconditioner = states or (None, None)
+        after = call.new_state(recurrent=recurrent, preconditioner=preconditioner, conv=conv)
+        return self._output(o, self._gate_of(x)), after
 
     def has_fused_step(self) -> bool:
         return False
@@ -191,12 +177,3 @@ class PrecondKDA(_Preconditioned, KimiDeltaAttention):
         beta = self.b_proj(x).sigmoid()
         g = decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound)
         return g, 2 * beta if self.allow_neg_eigval else beta
-
-
-def _both(state: State | None) -> tuple[Tensor, Tensor] | None:
-    return None if state is None else (state["recurrent"], state["preconditioner"])
-
-
-def _new(use_cache: bool, states: tuple[Tensor, Tensor] | None, conv: Tensor | None) -> Any:
-    recurrent, preconditioner = states or (None, None)
-    return new_state(use_cache, recurrent=recurrent, preconditioner=preconditioner, conv=conv)

@@ -8,20 +8,14 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import (
     FEATURE_MAPS,
-    Mixed,
     Mixer,
     ShortConvolution,
-    State,
     XavierLinear,
-    convolved,
     expect_divisor,
     expect_feature_map,
     expect_gate_activation,
-    new_state,
-    next_lengths,
-    past,
-    token_positions,
 )
+from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
@@ -29,7 +23,6 @@ from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class MultiScaleRetention(Mixer):
@@ -117,48 +110,31 @@ class MultiScaleRetention(Mixer):
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         q, k, v, gate = linears(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj))
         conv = None
         if self.conv is not None:
             qkv = torch.cat([q, k, v], dim=-1)
-            qkv, conv = convolved(self.conv, qkv, state, use_cache, cu_seqlens, context)
+            qkv, conv = call.convolved(self.conv, qkv)
             q, k, v = qkv.split(self.channels, dim=-1)
         f = FEATURE_MAPS[self.feature_map]
         q, k = (f(y.unflatten(-1, (-1, self.head_dim))) for y in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
         if self.rotary_base is not None:
-            at = token_positions(x, cu_seqlens, positions, state, context)
+            at = call.token_positions(x)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             cos, sin = rotary_tables(at, self.head_dim, base=self.rotary_base, dtype=wide)
             q, k = rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
         k, v = self._repeated(k, v)
-        short = self.recurrent(x, context)
+        short = self.recurrent(x, call.context)
         retention = fused_recurrent_retention if short else chunk_retention
         if self.head_shard is not None:  # the operator would take its heads for all of them
             simple = fused_recurrent_simple_gla if short else chunk_simple_gla
             retention = partial(simple, g_gamma=per_head(v, log_decay, self.first_head))
-        o, recurrent = retention(
-            q,
-            k,
-            v,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+        o, recurrent = retention(q, k, v, **call.sequence(call.past("recurrent")))
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
-        length = next_lengths(x, cu_seqlens, state) if use_cache else None
-        after = new_state(use_cache, recurrent=recurrent, length=length, conv=conv)
+        length = call.next_lengths(x) if call.use_cache else None
+        after = call.new_state(recurrent=recurrent, length=length, conv=conv)
         return self.o_proj(o.flatten(-2)), after
 
     def decode(

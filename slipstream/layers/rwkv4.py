@@ -5,12 +5,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixed, Mixer, State, assign, new_state, past
+from slipstream.layers.base import Mixer, assign
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.rwkv7 import UniformLinear
 from slipstream.ops._fp32 import widen
 from slipstream.ops.rwkv4 import chunk_rwkv4
 from slipstream.ops.token_shift import token_shift
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 class RWKV4(Mixer):
@@ -64,37 +64,19 @@ class RWKV4(Mixer):
         assign(self.decay, -5 + 8 * (at / max(size - 1, 1)) ** (0.7 + 1.3 * depth))
         assign(self.bonus, math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        before, shift = token_shift(
-            x,
-            initial_state=past(state, "shift"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        before, shift = token_shift(x, **call.sequence(call.past("shift")))
         xk, xv, xr = (torch.lerp(before, x, m.to(x.dtype)) for m in self._mixes())
         o, last = chunk_rwkv4(
             -widen(self.decay).exp(),
             self.bonus,
             self.k_proj(xk),
             self.v_proj(xv),
-            initial_state=mean_and_log(past(state, "recurrent")),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            **call.sequence(mean_and_log(call.past("recurrent"))),
         )
         y = self.o_proj(torch.sigmoid(self.r_proj(xr)) * o)
         recurrent = None if last is None else torch.stack([last[0], *some_or_none(last[1])], 1)
-        return y, new_state(use_cache, recurrent=recurrent, shift=shift)
+        return y, call.new_state(recurrent=recurrent, shift=shift)
 
     def _mixes(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.mix_k, self.mix_v, self.mix_r

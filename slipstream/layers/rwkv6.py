@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixed, Mixer, State, assign, expect_divisor, new_state, past
+from slipstream.layers.base import Mixer, assign, expect_divisor
+from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.rwkv7 import Lora, UniformLinear
 from slipstream.ops.norm import group_norm
 from slipstream.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from slipstream.ops.token_shift import token_shift
-from slipstream.runtime.context_parallel import ContextParallel
 
 # what is mixed with the token before
 MIXED = ("r", "w", "k", "v", "g")
@@ -74,23 +74,8 @@ class RWKV6(Mixer):
         nn.init.ones_(self.norm_weight)
         nn.init.zeros_(self.norm_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
-        positions: Tensor | None = None,
-        state: State | None = None,
-        use_cache: bool = False,
-    ) -> Mixed:
-        before, shift = token_shift(
-            x,
-            initial_state=past(state, "shift"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
-        )
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        before, shift = token_shift(x, **call.sequence(call.past("shift")))
         delta = before - x
         inner = torch.tanh(torch.addcmul(x, delta, self.mix_base) @ self.mix_down)
         inner = inner.unflatten(-1, (len(MIXED), -1)).movedim(-2, 0)  # [5, B, T, rank]
@@ -101,23 +86,14 @@ class RWKV6(Mixer):
         w = -torch.exp(w if w.dtype == torch.float64 else w.float())
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
         r, k, v, w = (y.unflatten(-1, heads) for y in (r, k, v, w))
-        rwkv6 = fused_recurrent_rwkv6 if self.recurrent(x, context) else chunk_rwkv6
+        rwkv6 = fused_recurrent_rwkv6 if self.recurrent(x, call.context) else chunk_rwkv6
         o, recurrent = rwkv6(
-            r=r,
-            k=k,
-            v=v,
-            w=w,
-            u=self.bonus,
-            scale=1.0,
-            initial_state=past(state, "recurrent"),
-            output_final_state=use_cache,
-            cu_seqlens=cu_seqlens,
-            context=context,
+            r=r, k=k, v=v, w=w, u=self.bonus, scale=1.0, **call.sequence(call.past("recurrent"))
         )
         norm = self.norm_weight, self.norm_bias
         o = group_norm(o.flatten(-2), self.num_heads, *norm, eps=self.norm_eps)
         y = self.o_proj(o * F.silu(self.g_proj(xg)))
-        return y, new_state(use_cache, recurrent=recurrent, shift=shift)
+        return y, call.new_state(recurrent=recurrent, shift=shift)
 
 
 def _slow_to_fast(channel: Tensor) -> Tensor:

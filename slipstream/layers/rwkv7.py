@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from slipstream.common.checks import expect_tensor
 from slipstream.kernels.time_mix import rwkv7, rwkv7_step
 from slipstream.kernels.time_mix.token_mix import mixed_projections
-from slipstream.layers.base import Mixer, State, assign, expect_divisor, new_state, past
+from slipstream.layers.base import Mixer, assign, expect_divisor
+from slipstream.layers.call import MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.consistent import product
 from slipstream.nn.host import on_host
@@ -137,9 +138,19 @@ class RWKV7(Mixer):
         output_value: bool = False,
     ) -> Any:
         """As Mixer: y and state, and with `output_value` v [B, T, D] as a third."""
-        before, shift = shifted(x, past(state, "shift"), use_cache, cu_seqlens, context)
+        call = MixerCall(cu_seqlens, context, positions, state, use_cache)
+        return self._mixed(x, call, first_value=first_value, output_value=output_value)
+
+    def _mix_tokens(
+        self,
+        x: Tensor,
+        call: MixerCall,
+        first_value: Tensor | None = None,
+        output_value: bool = False,
+    ) -> Any:
+        before, shift = shifted(x, call.past("shift"), call)
         r, v, gate, make = self._project(x, before, first_value)
-        operator = fused_recurrent_rwkv7 if self.recurrent(x, context) else chunk_rwkv7
+        operator = fused_recurrent_rwkv7 if self.recurrent(x, call.context) else chunk_rwkv7
         # of every other layer: the terms take six times the memory of x, and of all kernels here
         # those that make them are the slowest except for the recurrence
         elements = 0 if torch.compiler.is_compiling() or self.layer_idx % 2 == 0 else x.numel()
@@ -152,13 +163,10 @@ class RWKV7(Mixer):
                 v=v,
                 a=a,
                 b=b,
-                initial_state=past(state, "recurrent"),
-                output_final_state=use_cache,
-                cu_seqlens=cu_seqlens,
-                context=context,
+                **call.sequence(call.past("recurrent")),
             )
             y = self._gated(o, r, k_read, v_read, gate)
-        y, after = self.o_proj(y), new_state(use_cache, recurrent=recurrent, shift=shift)
+        y, after = self.o_proj(y), call.new_state(recurrent=recurrent, shift=shift)
         return (y, after, v.flatten(-2)) if output_value else (y, after)
 
     def decode(
@@ -301,7 +309,7 @@ class RWKV7ChannelMix(nn.Module):
         context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], the state [N, D] or None -> y [B, T, D] and the next state, if wanted."""
-        before, after = shifted(x, state, use_cache, cu_seqlens, context)
+        before, after = shifted(x, state, MixerCall(cu_seqlens, context, use_cache=use_cache))
         (key,) = project_mixes(x, before, self.mix[None], [[self.key]])
         return self.value(F.relu(key).square()), after
 
@@ -347,16 +355,13 @@ class Lora(nn.Module):
 
 
 def shifted(
-    x: Tensor,
-    state: Tensor | None,
-    use_cache: bool,
-    cu_seqlens: Tensor | None,
-    context: ContextParallel | None,
+    x: Tensor, state: Tensor | None, call: MixerCall
 ) -> tuple[Tensor | None, Tensor | None]:
     """The tokens before those of x, None where project_mixes finds them by itself, and the next
     state, if wanted."""
     expect_tensor("x", x)
-    if state is None and not use_cache and cu_seqlens is None and context is None:
+    alone = call.cu_seqlens is None and call.context is None and not call.use_cache
+    if state is None and alone:
         return None, None
     step = consistent_scope.step
     if step is not None and state is not None:
@@ -364,15 +369,9 @@ def shifted(
         if window is not None:
             before = window.mT.clone()
             return before, window.copy_(x.mT)[:, :, 0]
-    if prefix_scope.prefixes is not None and use_cache:
+    if prefix_scope.prefixes is not None and call.use_cache:
         prefix_scope.prefixes.add_last_tokens(x)
-    return token_shift(
-        x,
-        initial_state=state,
-        output_final_state=use_cache,
-        cu_seqlens=cu_seqlens,
-        context=context,
-    )
+    return token_shift(x, **call.sequence(state))
 
 
 def project_mixes(
