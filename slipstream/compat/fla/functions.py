@@ -4,7 +4,7 @@ Formulas only; shapes, dtypes and defaults are fla's.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -291,62 +291,44 @@ def fused_additive_gate(
     return k.to(output_dtype or x.dtype), g.to(gate_dtype or x.dtype), torch.cat(last)
 
 
-def _lightnet(operator: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Any:
-    S, z = given.pop("initial_state") or (None, None)
-    wanted, offsets = given.pop("output_final_state"), given["cu_seqlens"]
-    N = k.shape[0] if offsets is None else len(offsets) - 1
-    if S is not None or z is not None:
-        size = (
-            v.shape[-1:] + k.shape[-1:] if given["state_v_first"] else k.shape[-1:] + v.shape[-1:]
-        )
-        if S is None:
-            S = v.new_zeros(N, v.shape[2], *size, dtype=torch.float32)
-        z = k.new_full((N, *k.shape[2:]), -torch.inf) if z is None else z[:, 0]
-        given["initial_state"] = (S, z)
-    o, (S, z) = operator(q, k, v, output_final_state=True, **given)
-    return o, (S if wanted else None, z[:, None])
+def _lightnet(operator: Callable[..., Any], doc: str) -> Callable[..., Any]:
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        initial_state: tuple[Tensor | None, Tensor | None] | None = None,
+        output_final_state: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        S, z = initial_state or (None, None)
+        N = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        state = None
+        if S is not None or z is not None:
+            sizes = (v, k) if state_v_first else (k, v)
+            if S is None:
+                shape = [x.shape[-1] for x in sizes]
+                S = v.new_zeros(N, v.shape[2], *shape, dtype=torch.float32)
+            z = k.new_full((N, *k.shape[2:]), -torch.inf) if z is None else z[:, 0]
+            state = S, z
+        o, (S, z) = operator(
+            q, k, v, scale=scale, initial_state=state, output_final_state=True,
+            state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return o, (S if output_final_state else None, z[:, None])
+
+    call.__name__, call.__doc__ = operator.__name__, doc
+    return call
 
 
-def chunk_lightnet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: tuple[Tensor | None, Tensor | None] | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Any:
-    """slipstream.ops.chunk_lightnet; states are (S, z [N, 1, H, K]); z is always returned."""
-    given = {
-        "scale": scale,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "state_v_first": state_v_first,
-        "cu_seqlens": cu_seqlens,
-    }
-    return _lightnet(lightnet.chunk_lightnet, q, k, v, given)
-
-
-def fused_recurrent_lightnet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: tuple[Tensor | None, Tensor | None] | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Any:
-    """chunk_lightnet, token by token."""
-    given = {
-        "scale": scale,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "state_v_first": state_v_first,
-        "cu_seqlens": cu_seqlens,
-    }
-    return _lightnet(lightnet.fused_recurrent_lightnet, q, k, v, given)
+chunk_lightnet = _lightnet(
+    lightnet.chunk_lightnet,
+    "slipstream.ops.chunk_lightnet; states are (S, z [N, 1, H, K]); z is always returned.",
+)
+fused_recurrent_lightnet = _lightnet(
+    lightnet.fused_recurrent_lightnet, "chunk_lightnet, token by token."
+)
 
 
 # RWKV-4 and RWKV-7

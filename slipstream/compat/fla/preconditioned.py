@@ -3,204 +3,102 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slipstream import ops
-from slipstream.compat.fla.adaptor import with_context, with_one_dtype
+from slipstream.compat.fla.adaptor import Arguments, Operator, adapt
 
-Result = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-def chunk_precond_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_atk: Tensor,
-    g: Tensor,
-    beta_atk: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_A_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None,
-    transpose_state_layout: bool = False,
-    x: float = 1.5,
-    eps: float = 1e-6,
-    log_atk_scale: Tensor | None = None,
-) -> Result:
-    """slipstream.ops.chunk_precond_gated_delta_rule: o, S and A, each None if not asked for."""
-    return _call(
-        ops.chunk_precond_gated_delta_rule, initial_state, initial_A_state, cp_context,
-        q=q, k=k, v=v, g_atk=g_atk, g=g, beta_atk=beta_atk, beta=beta, scale=scale,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens, state_v_first=transpose_state_layout, x=x, eps=eps,
-        log_atk_scale=log_atk_scale,
-    )  # fmt: skip
+STATES = "scale=None, initial_state=None, initial_A_state=None, output_final_state=False"
+KEYS = "x=1.5, eps=1e-6, log_atk_scale=None"
 
 
-def fused_recurrent_precond_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    g_atk: Tensor | None = None,
-    beta_atk: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_A_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-    cu_seqlens: Tensor | None = None,
-    transpose_state_layout: bool = False,
-    x: float = 1.5,
-    eps: float = 1e-6,
-    log_atk_scale: Tensor | None = None,
-) -> Result:
-    """slipstream.ops.fused_recurrent_precond_gated_delta_rule, with gates of heads alone."""
-    _refuse("fused_recurrent_precond_gated_delta_rule", gk=gk, gv=gv)
-    return _call(
-        ops.fused_recurrent_precond_gated_delta_rule, initial_state, initial_A_state, None,
-        q=q, k=k, v=v, g_atk=g_atk, g=g, beta_atk=beta_atk, beta=beta, scale=scale,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens, state_v_first=transpose_state_layout, x=x, eps=eps,
-        log_atk_scale=log_atk_scale,
-    )  # fmt: skip
-
-
-def naive_recurrent_precond_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_atk: Tensor,
-    g: Tensor,
-    beta_atk: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_A_state: Tensor | None = None,
-    output_final_state: bool = False,
-    x: float = 1.5,
-    eps: float = 1e-6,
-    log_atk_scale: Tensor | float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Result:
-    """The reference of slipstream.ops.fused_recurrent_precond_gated_delta_rule, which fla's layer
-    imports; q and k are normalised."""
-    if isinstance(log_atk_scale, (int, float)):
-        log_atk_scale = k.new_full((k.shape[2],), log_atk_scale, dtype=torch.float32)
-    return _call(
-        ops.fused_recurrent_precond_gated_delta_rule, initial_state, initial_A_state, None,
-        q=q, k=k, v=v, g_atk=g_atk, g=g, beta_atk=beta_atk, beta=beta, scale=scale,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens, state_v_first=False, x=x, eps=eps, log_atk_scale=log_atk_scale,
-        impl="reference",
-    )  # fmt: skip
-
-
-def chunk_precond_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    g_atk: Tensor,
-    beta_atk: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_A_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_gate_in_kernel: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: Any = None,
-    transpose_state_layout: bool = False,
-    x: float = 1.5,
-    eps: float = 1e-6,
-    log_atk_scale: Tensor | None = None,
-    solve_tril_precision: str | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    **kwargs: Any,
-) -> Result:
-    """slipstream.ops.chunk_precond_kda, which normalises q and k; kwargs: A_log and dt_bias."""
-    _refuse("chunk_precond_kda", return_intermediate_states=return_intermediate_states or None)
-    kwargs.pop("use_qk_l2norm_in_kernel", None)  # fla's are normalised whatever it is
-    return _call(
-        ops.chunk_precond_kda, initial_state, initial_A_state, cp_context,
-        q=q, k=k, v=v, g=g, g_atk=g_atk, beta_atk=beta_atk, beta=beta, scale=scale,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
-        state_v_first=transpose_state_layout, x=x, eps=eps, log_atk_scale=log_atk_scale, **kwargs,
-    )  # fmt: skip
-
-
-def fused_recurrent_precond_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    g_atk: Tensor,
-    beta_atk: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_A_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-    use_gate_in_kernel: bool = False,
-    lower_bound: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    transpose_state_layout: bool = False,
-    x: float = 1.5,
-    eps: float = 1e-6,
-    log_atk_scale: Tensor | None = None,
-    **kwargs: Any,
-) -> Result:
-    """slipstream.ops.fused_recurrent_precond_kda, with fla's defaults."""
-    return _call(
-        ops.fused_recurrent_precond_kda, initial_state, initial_A_state, None,
-        q=q, k=k, v=v, g=g, g_atk=g_atk, beta_atk=beta_atk, beta=beta, scale=scale,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
-        lower_bound=lower_bound, cu_seqlens=cu_seqlens, state_v_first=transpose_state_layout,
-        x=x, eps=eps, log_atk_scale=log_atk_scale, **kwargs,
-    )  # fmt: skip
-
-
-def _refuse(function: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: Slipstream's {function} does not have it")
-
-
-def _call(
-    operator: Any, S: Tensor | None, A: Tensor | None, cp_context: Any, **given: Any
-) -> Result:
+def _one_state(given: Arguments) -> Arguments:
     """Both states as one tuple; where only one is given the other is zeros."""
-    given, states = with_context(given, cp_context), None
-    if cp_context is not None and (S is None) != (A is None):
+    S, A = given.pop("initial_state", None), given.pop("initial_A_state", None)
+    if S is None and A is None:
+        return given
+    if given.get("context") is not None and (S is None or A is None):
         raise NotImplementedError("cp_context: want both states beside it, or none")
-    if S is not None or A is not None:
-        k, v, offsets = given["k"], given["v"], given["cu_seqlens"]
-        N, K, V = k.shape[0] if offsets is None else len(offsets) - 1, k.shape[3], v.shape[3]
-        if S is None:
-            shape = (V, K) if given["state_v_first"] else (K, V)
-            S = v.new_zeros(N, v.shape[2], *shape, dtype=torch.float32)
-        if A is None:
-            A = k.new_zeros(N, k.shape[2], K, dtype=torch.float32)
-        states = S, A
-    given, dtype = with_one_dtype(given, ("q", "k", "v"))
-    o, after = operator(**given, initial_state=states)
-    return (o.to(dtype), None, None) if after is None else (o.to(dtype), *after)
+    k, v, offsets = given["k"], given["v"], given.get("cu_seqlens")
+    N, K, V = k.shape[0] if offsets is None else len(offsets) - 1, k.shape[3], v.shape[3]
+    if S is None:
+        shape = (V, K) if given.get("state_v_first") else (K, V)
+        S = v.new_zeros(N, v.shape[2], *shape, dtype=torch.float32)
+    if A is None:
+        A = k.new_zeros(N, k.shape[2], K, dtype=torch.float32)
+    return given | {"initial_state": (S, A)}
+
+
+def _of_heads(given: Arguments) -> Arguments:
+    for name in ("gk", "gv"):
+        _refuse(given, name)
+    return _one_state(given)
+
+
+def _unit_keys(given: Arguments) -> Arguments:
+    """fla's are normalised whatever use_qk_l2norm_in_kernel is."""
+    _refuse(given, "return_intermediate_states")
+    for name in ("safe_gate", "solve_tril_precision"):
+        given.pop(name, None)
+    return _one_state(given) | {"use_qk_l2norm_in_kernel": True}
+
+
+def _reference(given: Arguments) -> Arguments:
+    scale = given.get("log_atk_scale")
+    if isinstance(scale, int | float):
+        k = given["k"]
+        scale = k.new_full((k.shape[2],), scale, dtype=torch.float32)
+    own = {"impl": "reference", "use_qk_l2norm_in_kernel": True, "log_atk_scale": scale}
+    return _one_state(given) | own
+
+
+def _refuse(given: Arguments, name: str) -> None:
+    value = given.pop(name, None)
+    if value is not None and value is not False:
+        raise NotImplementedError(f"{name}: Slipstream's operator does not have it")
+
+
+def _apart(result: tuple) -> tuple:
+    """o, S and A, each None if not asked for."""
+    o, states = result
+    return (o, None, None) if states is None else (o, *states)
+
+
+def _operator(path: str, name: str, function: Any, signature: str, change: Any = _one_state) -> Any:
+    names = {"transpose_state_layout": "state_v_first"}
+    return adapt(Operator(path, name, function, signature, names, change, _apart))
+
+
+chunk_precond_gated_delta_rule = _operator(
+    "ops.precond_gated_delta_rule.chunk", "chunk_precond_gated_delta_rule",
+    ops.chunk_precond_gated_delta_rule,
+    f"q, k, v, g_atk, g, beta_atk, beta, {STATES}, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
+    f"cu_seqlens_cpu=None, cp_context=None, transpose_state_layout=False, {KEYS}",
+)  # fmt: skip
+fused_recurrent_precond_gated_delta_rule = _operator(
+    "ops.precond_gated_delta_rule.fused_recurrent", "fused_recurrent_precond_gated_delta_rule",
+    ops.fused_recurrent_precond_gated_delta_rule,
+    f"q, k, v, g=None, gk=None, gv=None, beta=None, g_atk=None, beta_atk=None, {STATES}, "
+    f"use_qk_l2norm_in_kernel=True, cu_seqlens=None, transpose_state_layout=False, {KEYS}",
+    _of_heads,
+)  # fmt: skip
+naive_recurrent_precond_gated_delta_rule = _operator(
+    "ops.precond_gated_delta_rule.naive", "naive_recurrent_precond_gated_delta_rule",
+    ops.fused_recurrent_precond_gated_delta_rule,
+    f"q, k, v, g_atk, g, beta_atk, beta, {STATES}, {KEYS}, cu_seqlens=None",
+    _reference,
+)  # fmt: skip
+chunk_precond_kda = _operator(
+    "ops.precond_kda.chunk", "chunk_precond_kda", ops.chunk_precond_kda,
+    f"q, k, v, g, g_atk, beta_atk, beta, {STATES}, use_gate_in_kernel=False, safe_gate=False, "
+    "lower_bound=None, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, "
+    f"transpose_state_layout=False, {KEYS}, solve_tril_precision=None, disable_recompute=False, "
+    "return_intermediate_states=False, **kwargs",
+    _unit_keys,
+)  # fmt: skip
+fused_recurrent_precond_kda = _operator(
+    "ops.precond_kda.fused_recurrent", "fused_recurrent_precond_kda",
+    ops.fused_recurrent_precond_kda,
+    f"q, k, v, g, g_atk, beta_atk, beta, A_log=None, dt_bias=None, {STATES}, "
+    "use_qk_l2norm_in_kernel=True, use_gate_in_kernel=False, lower_bound=None, cu_seqlens=None, "
+    f"transpose_state_layout=False, {KEYS}, **kwargs",
+)  # fmt: skip

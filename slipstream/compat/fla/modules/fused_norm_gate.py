@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.compat.fixed import fixed
 from slipstream.compat.fla.modules.layernorm import Norm, layer_norm, linear
 from slipstream.ops import norm as ops
 
@@ -16,12 +17,12 @@ def _gated(
     g: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    eps: float,
-    is_rms_norm: bool,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+    is_rms_norm: bool = False,
 ) -> Any:
     """norm(x + residual) f(g) in x's dtype, or with prenorm that and the sum."""
     g = g.reshape(x.shape)
@@ -36,94 +37,42 @@ def _gated(
     return y, h if residual is None else h.to(residual.dtype)
 
 
-def layer_norm_gated(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Any:
-    """layer_norm(x + residual) f(g), where f is "swish" ("silu") or "sigmoid"."""
-    given = x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps
-    return _gated(*given, False)
-
-
-def rms_norm_gated(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Any:
-    """rms_norm(x + residual) f(g), where f is "swish" ("silu") or "sigmoid"."""
-    given = x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps
-    return _gated(*given, True)
+_F = 'norm(x + residual) f(g), where f is "swish" ("silu") or "sigmoid".'
+layer_norm_gated = fixed(_gated, "layer_norm_gated", f"layer_{_F}", is_rms_norm=False)
+rms_norm_gated = fixed(_gated, "rms_norm_gated", f"rms_{_F}", is_rms_norm=True)
 
 
 def _gated_linear(
     x: Tensor,
     g: Tensor,
-    norm: tuple[Tensor | None, Tensor | None],
-    layer: tuple[Tensor, Tensor | None],
-    residual: Tensor | None,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    eps: float,
-    is_rms_norm: bool,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+    is_rms_norm: bool = False,
 ) -> Any:
-    y, h = _gated(
-        x, g, *norm, "swish", residual, True, residual_in_fp32, eps, is_rms_norm
-    )  # fmt: skip
-    y = linear(y, *layer)
+    norm = norm_weight, norm_bias, "swish", residual, True, residual_in_fp32, eps, is_rms_norm
+    y, h = _gated(x, g, *norm)
+    y = linear(y, linear_weight, linear_bias)
     return (y, h) if prenorm else y
 
 
-def layer_norm_swish_gate_linear(
-    x: Tensor,
-    g: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Any:
-    """layer_norm_gated and a linear layer."""
-    parameters = (norm_weight, norm_bias), (linear_weight, linear_bias)
-    return _gated_linear(x, g, *parameters, residual, prenorm, residual_in_fp32, eps, False)
-
-
-def rms_norm_swish_gate_linear(
-    x: Tensor,
-    g: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Any:
-    """rms_norm_gated and a linear layer."""
-    parameters = (norm_weight, norm_bias), (linear_weight, linear_bias)
-    return _gated_linear(x, g, *parameters, residual, prenorm, residual_in_fp32, eps, True)
+layer_norm_swish_gate_linear = fixed(
+    _gated_linear, "layer_norm_swish_gate_linear", "layer_norm_gated and a linear layer.",
+    is_rms_norm=False,
+)  # fmt: skip
+rms_norm_swish_gate_linear = fixed(
+    _gated_linear, "rms_norm_swish_gate_linear", "rms_norm_gated and a linear layer.",
+    is_rms_norm=True,
+)  # fmt: skip
 
 
 class FusedLayerNormGated(Norm):
     """layer_norm_gated with parameters."""
-
-    is_rms_norm = False
 
     def __init__(
         self,
@@ -201,8 +150,6 @@ class FusedRMSNormSwishGate(FusedRMSNormGated):
 class FusedLayerNormGatedLinear(Norm):
     """layer_norm_swish_gate_linear with the norm's parameters."""
 
-    is_rms_norm = False
-
     def __init__(
         self,
         hidden_size: int,
@@ -225,7 +172,7 @@ class FusedLayerNormGatedLinear(Norm):
     ) -> Any:
         if weight is None:
             raise ValueError("weight: want that of the linear layer, got None")
-        parameters = (self.weight, self.bias), (weight, bias)
+        parameters = self.weight, self.bias, weight, bias
         given = residual, prenorm, residual_in_fp32, self.eps, self.is_rms_norm
         return _gated_linear(x, g, *parameters, *given)
 

@@ -6,51 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.compat.fixed import fixed
 from slipstream.ops import norm as ops
-
-
-def _norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    is_rms_norm: bool,
-    num_groups: int = 1,
-) -> Any:
-    """y in x's dtype, or with prenorm (y, h), where h = x + residual has the residual's dtype."""
-    wide = residual_in_fp32 if residual is None else residual.dtype == torch.float32
-    if num_groups == 1:
-        norm = ops.rms_norm if is_rms_norm else ops.layer_norm
-        return norm(
-            x,
-            weight,
-            bias,
-            eps,
-            residual=residual,
-            prenorm=prenorm,  # pyright: ignore[reportArgumentType]
-            residual_in_fp32=wide,
-        )
-    h = x.float() if wide else x
-    h = h if residual is None else h + residual
-    y = ops.group_norm(h, num_groups, weight, bias, eps, rms=is_rms_norm).to(x.dtype)
-    return (y, h) if prenorm else y
-
-
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-) -> Any:
-    """layer_norm(x + residual), or rms_norm; with prenorm the sum too."""
-    return _norm(x, weight, bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm)
 
 
 def group_norm(
@@ -64,46 +21,28 @@ def group_norm(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Any:
-    """As layer_norm, of each of num_groups equal parts of the last dimension."""
-    return _norm(x, weight, bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm, num_groups)
+    """The norm of h = x + residual, of each of num_groups equal parts of the last dimension.
 
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-) -> Any:
-    """rms_norm(x + residual); with prenorm the sum too."""
-    return _norm(x, weight, bias, residual, eps, prenorm, residual_in_fp32, True)
-
-
-def layer_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-    num_groups: int = 1,
-) -> Any:
-    """A norm as the functions above, and a linear layer."""
-    given = x, norm_weight, norm_bias, residual, eps, True, residual_in_fp32, is_rms_norm
-    y, h = _norm(*given, num_groups)
-    y = linear(y, linear_weight, linear_bias)
+    y is in x's dtype; with prenorm (y, h), where h has the residual's dtype.
+    """
+    wide = residual_in_fp32 if residual is None else residual.dtype == torch.float32
+    if num_groups == 1:
+        norm = ops.rms_norm if is_rms_norm else ops.layer_norm
+        options: dict[str, Any] = {"prenorm": prenorm, "residual_in_fp32": wide}
+        return norm(x, weight, bias, eps, residual=residual, **options)
+    h = x.float() if wide else x
+    h = h if residual is None else h + residual
+    y = ops.group_norm(h, num_groups, weight, bias, eps, rms=is_rms_norm).to(x.dtype)
     return (y, h) if prenorm else y
 
 
-def linear(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer whose parameters take the dtype of what it reads."""
-    return F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
+layer_norm = fixed(
+    group_norm, "layer_norm",
+    "layer_norm(x + residual), or rms_norm; with prenorm the sum too.", num_groups=1,
+)  # fmt: skip
+rms_norm = fixed(
+    layer_norm, "rms_norm", "rms_norm(x + residual); with prenorm the sum too.", is_rms_norm=True
+)
 
 
 def group_norm_linear(
@@ -119,25 +58,23 @@ def group_norm_linear(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Any:
-    """group_norm and a linear layer."""
-    norm = x, norm_weight, norm_bias, linear_weight, linear_bias, residual, eps, prenorm
-    return layer_norm_linear(*norm, residual_in_fp32, is_rms_norm, num_groups)
+    """A norm as the functions above, and a linear layer."""
+    norm = x, norm_weight, norm_bias, residual, eps, True, residual_in_fp32, is_rms_norm
+    y, h = group_norm(*norm, num_groups)
+    y = linear(y, linear_weight, linear_bias)
+    return (y, h) if prenorm else y
 
 
-def rms_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-) -> Any:
-    """rms_norm and a linear layer."""
-    norm = x, norm_weight, norm_bias, linear_weight, linear_bias, residual, eps, prenorm
-    return layer_norm_linear(*norm, residual_in_fp32, True)
+layer_norm_linear = fixed(group_norm_linear, "layer_norm_linear", "group_norm_linear by its name.")
+rms_norm_linear = fixed(
+    group_norm_linear, "rms_norm_linear", "rms_norm and a linear layer.",
+    is_rms_norm=True, num_groups=1,
+)  # fmt: skip
+
+
+def linear(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer whose parameters take the dtype of what it reads."""
+    return F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
 
 
 class Norm(nn.Module):
@@ -145,6 +82,8 @@ class Norm(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    is_rms_norm = False
+    num_groups = 1
 
     def __init__(
         self,
@@ -175,8 +114,6 @@ class Norm(nn.Module):
 class LayerNorm(Norm):
     """layer_norm with parameters."""
 
-    is_rms_norm = False
-
     def forward(
         self,
         x: Tensor,
@@ -185,7 +122,7 @@ class LayerNorm(Norm):
         residual_in_fp32: bool = False,
     ) -> Any:
         given = x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32
-        return _norm(*given, self.is_rms_norm)
+        return group_norm(*given, self.is_rms_norm, self.num_groups)
 
 
 class RMSNorm(LayerNorm):
@@ -197,8 +134,6 @@ class RMSNorm(LayerNorm):
 class LayerNormLinear(Norm):
     """layer_norm with parameters, and a linear layer whose weight and bias are given."""
 
-    is_rms_norm = False
-
     def forward(
         self,
         x: Tensor,
@@ -209,7 +144,7 @@ class LayerNormLinear(Norm):
         residual_in_fp32: bool = False,
     ) -> Any:
         norm = x, self.weight, self.bias, weight, bias, residual, self.eps, prenorm
-        return layer_norm_linear(*norm, residual_in_fp32, self.is_rms_norm)
+        return group_norm_linear(*norm, residual_in_fp32, self.is_rms_norm, self.num_groups)
 
 
 class RMSNormLinear(LayerNormLinear):
@@ -239,28 +174,10 @@ class _Groups(Norm):
 class GroupNorm(_Groups):
     """group_norm with parameters."""
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> Any:
-        given = x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32
-        return _norm(*given, self.is_rms_norm, self.num_groups)
+    forward = LayerNorm.forward
 
 
 class GroupNormLinear(_Groups):
     """group_norm with parameters, and a linear layer whose weight and bias are given."""
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> Any:
-        norm = x, self.weight, self.bias, weight, bias, residual, self.eps, prenorm
-        return layer_norm_linear(*norm, residual_in_fp32, self.is_rms_norm, self.num_groups)
+    forward = LayerNormLinear.forward

@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.compat.fixed import fixed
 from slipstream.compat.fla.modules.layernorm import Norm, group_norm
 from slipstream.ops import norm as ops
 
@@ -38,17 +39,7 @@ def layernorm_fn(
     return y.to(x.dtype)
 
 
-def rmsnorm_fn(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    """layernorm_fn without the mean."""
-    return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
+rmsnorm_fn = fixed(layernorm_fn, "rmsnorm_fn", "layernorm_fn without the mean.", is_rms_norm=True)
 
 
 class LayerNormGated(Norm):

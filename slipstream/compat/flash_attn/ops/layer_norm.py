@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common import checks
+from slipstream.compat.fixed import fixed
 from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_fn
 from slipstream.compat.missing import missing_names
 
@@ -26,8 +27,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -
     return layer_norm_fn(x, weight, bias, eps=epsilon)
 
 
-@checks.operator
-def dropout_add_layer_norm(
+def dropout_add_norm(
+    norm: Callable[..., Any],
     x0: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -42,27 +43,6 @@ def dropout_add_layer_norm(
 ) -> Any:
     """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm; and, with
     return_dropout_mask, which of x0 were kept."""
-    return dropout_add_norm(
-        layer_norm_fn, x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale,
-        prenorm, residual_in_fp32, return_dropout_mask,
-    )  # fmt: skip
-
-
-def dropout_add_norm(
-    norm: Callable[..., Any],
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    rowscale: Tensor | None,
-    layerscale: Tensor | None,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-) -> Any:
-    """dropout_add_layer_norm by layer_norm_fn or rms_norm_fn."""
     checks.expect_not_negative("epsilon", epsilon)
     if layerscale is not None:
         checks.expect_shape("layerscale", layerscale, x0.shape[-1:])
@@ -82,6 +62,11 @@ def dropout_add_norm(
         return results
     *results, mask, _ = results
     return (*results, torch.ones_like(x0, dtype=torch.bool) if mask is None else mask)
+
+
+dropout_add_layer_norm = checks.operator(
+    fixed(dropout_add_norm, "dropout_add_layer_norm", norm=layer_norm_fn)
+)
 
 
 class DropoutAddLayerNorm(nn.Module):

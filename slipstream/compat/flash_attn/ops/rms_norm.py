@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common import checks
+from slipstream.compat.fixed import fixed
 from slipstream.compat.flash_attn.ops.layer_norm import DropoutAddLayerNorm, dropout_add_norm
 from slipstream.compat.flash_attn.ops.triton.layer_norm import rms_norm_fn
 from slipstream.compat.missing import missing_names
@@ -26,26 +27,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return rms_norm_fn(x, weight, None, eps=epsilon)
 
 
-@checks.operator
-def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
-    """The norm of h = dropout(x0 rowscale layerscale) + residual; and h with prenorm; and, with
-    return_dropout_mask, which of x0 were kept."""
-    return dropout_add_norm(
-        rms_norm_fn, x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale,
-        prenorm, residual_in_fp32, return_dropout_mask,
-    )  # fmt: skip
+dropout_add_rms_norm = checks.operator(
+    fixed(dropout_add_norm, "dropout_add_rms_norm", norm=rms_norm_fn)
+)
 
 
 class DropoutAddRMSNorm(DropoutAddLayerNorm):

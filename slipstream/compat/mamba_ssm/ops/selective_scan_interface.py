@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.compat.fixed import fixed
 from slipstream.integrations import linear_mixers
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.kernels.selective_scan.reference import selective_scan_reference
@@ -68,8 +69,7 @@ def selective_scan_ref(
     return (y.mT, state) if return_last_state else y.mT
 
 
-@checks.operator
-def mamba_inner_fn(
+def _mamba_inner(
     xz: Tensor,
     conv1d_weight: Tensor,
     conv1d_bias: Tensor | None,
@@ -90,6 +90,8 @@ def mamba_inner_fn(
     c_rms_weight: Tensor | None = None,
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
+    *,
+    reference: bool,
 ) -> Tensor:
     """A layer of Mamba-1 after its first projection: convolution, scan, gate, last projection.
 
@@ -120,11 +122,15 @@ def mamba_inner_fn(
         c_rms_weight=(c_rms_weight, "N"),
         dt_rms_weight=(dt_rms_weight, "D"),
     )
-    rank, N = delta_proj_weight.shape[1], A.shape[-1]
-    if xz.shape[1] != 2 * conv1d_weight.shape[0]:
-        raise ValueError(f"xz: want {2 * conv1d_weight.shape[0]} channels, got {xz.shape[1]}")
+    rank, N, (channels, _, width) = delta_proj_weight.shape[1], A.shape[-1], conv1d_weight.shape
+    if xz.shape[1] != 2 * channels:
+        raise ValueError(f"xz: want {2 * channels} channels, got {xz.shape[1]}")
     x, z = xz.chunk(2, dim=1)
-    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+    if reference:
+        x = F.pad(x, (width - 1, 0))
+        x = F.silu(F.conv1d(x, conv1d_weight, conv1d_bias, groups=channels))
+    else:
+        x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     projected = F.linear(x.mT, x_proj_weight)  # [B, T, R + 2 N]
     low, b, c = projected[..., :rank], projected[..., rank : rank + N], projected[..., -N:]
     delta = F.linear(low, delta_proj_weight)
@@ -138,55 +144,26 @@ def mamba_inner_fn(
         C = C.mT
     if dt_rms_weight is not None:
         delta = rms_norm(delta, dt_rms_weight, eps=b_c_dt_rms_eps)
-    y = selective_scan_fn(x, delta.mT, A, B, C, D, z, delta_bias, delta_softplus)
-    return F.linear(y.mT, out_proj_weight.to(y.dtype), _like(out_proj_bias, y))
+    scan = selective_scan_ref if reference else selective_scan_fn
+    y = scan(x, delta.mT, A, B, C, D, z, delta_bias, delta_softplus)
+    bias = None if out_proj_bias is None else out_proj_bias.to(y.dtype)
+    return F.linear(y.mT, out_proj_weight.to(y.dtype), bias)
 
 
-@checks.operator
-def mamba_inner_ref(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    B_proj_bias: Tensor | None = None,
-    C_proj_bias: Tensor | None = None,
-    delta_softplus: bool = True,
-) -> Tensor:
-    """mamba_inner_fn token by token."""
-    checks.expect_layouts(
-        xz=(xz, "B E T"),
-        conv1d_weight=(conv1d_weight, "D 1 W"),
-        conv1d_bias=(conv1d_bias, "D"),
-        x_proj_weight=(x_proj_weight, "J D"),
-        delta_proj_weight=(delta_proj_weight, "D R"),
-        out_proj_weight=(out_proj_weight, "M D"),
-        out_proj_bias=(out_proj_bias, "M"),
-        A=(A, "D N"),
-        B_proj_bias=(B_proj_bias, "N"),
-        C_proj_bias=(C_proj_bias, "N"),
+mamba_inner_fn = checks.operator(fixed(_mamba_inner, "mamba_inner_fn", reference=False))
+mamba_inner_ref = checks.operator(
+    fixed(
+        _mamba_inner,
+        "mamba_inner_ref",
+        "mamba_inner_fn token by token.",
+        reference=True,
+        checkpoint_lvl=1,
+        b_rms_weight=None,
+        c_rms_weight=None,
+        dt_rms_weight=None,
+        b_c_dt_rms_eps=1e-6,
     )
-    rank, N = delta_proj_weight.shape[1], A.shape[-1]
-    if xz.shape[1] != 2 * conv1d_weight.shape[0]:
-        raise ValueError(f"xz: want {2 * conv1d_weight.shape[0]} channels, got {xz.shape[1]}")
-    x, z = xz.chunk(2, dim=1)
-    x = F.silu(F.conv1d(
-        F.pad(x, (conv1d_weight.shape[-1] - 1, 0)), conv1d_weight, conv1d_bias, groups=x.shape[1],
-    ))  # fmt: skip
-    projected = F.linear(x.mT, x_proj_weight)
-    low, b, c = projected[..., :rank], projected[..., rank : rank + N], projected[..., -N:]
-    B = (b if B_proj_bias is None else b + B_proj_bias).mT if B is None else B
-    C = (c if C_proj_bias is None else c + C_proj_bias).mT if C is None else C
-    delta = F.linear(low, delta_proj_weight).mT
-    y = selective_scan_ref(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
-    return F.linear(y.mT, out_proj_weight, out_proj_bias)
+)
 
 
 def _check_scan(
@@ -225,7 +202,3 @@ def _check_scan(
     if A.shape in (B.shape, C.shape):
         found = [x.repeat_interleave(channels // x.shape[1], 1) for x in found]
     return found[0], found[1]
-
-
-def _like(bias: Tensor | None, y: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(y.dtype)

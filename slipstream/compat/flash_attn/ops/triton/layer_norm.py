@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common import checks
+from slipstream.compat.fixed import fixed
 from slipstream.ops.norm import layer_norm, rms_norm
 
 
@@ -98,32 +99,9 @@ def _dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return torch.where(mask, x / (1 - p) if p < 1 else x, 0), mask
 
 
-@checks.operator
-def rms_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    zero_centered_weight: bool = False,
-    return_dropout_mask: bool = False,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> Any:
-    """layer_norm_fn without the mean."""
-    return layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm,
-        residual_in_fp32, zero_centered_weight, True, return_dropout_mask, out_dtype, out,
-        residual_out,
-    )  # fmt: skip
+rms_norm_fn = fixed(
+    layer_norm_fn, "rms_norm_fn", "layer_norm_fn without the mean.", is_rms_norm=True
+)
 
 
 @checks.operator

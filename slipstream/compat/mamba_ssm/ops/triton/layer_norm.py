@@ -2,60 +2,21 @@
 
 from typing import Any
 
-from torch import Tensor
-
-from slipstream.common import checks
+from slipstream.compat.fixed import fixed
 from slipstream.compat.flash_attn.ops.triton import layer_norm as flash_attn
 from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_linear_fn
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "rms_norm_fn"]
 
 
-@checks.operator
-def layer_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
-    """flash_attn.ops.triton.layer_norm.layer_norm_fn, without what came later there."""
-    return flash_attn.layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm,
-        residual_in_fp32, False, is_rms_norm, return_dropout_mask,
-    )  # fmt: skip
-
-
-@checks.operator
-def rms_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
-    """layer_norm_fn without the mean."""
-    return layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm,
-        residual_in_fp32, True, return_dropout_mask,
-    )  # fmt: skip
+layer_norm_fn = fixed(
+    flash_attn.layer_norm_fn, "layer_norm_fn",
+    "flash_attn.ops.triton.layer_norm.layer_norm_fn, without what came later there.",
+    zero_centered_weight=False, out_dtype=None, out=None, residual_out=None,
+)  # fmt: skip
+rms_norm_fn = fixed(
+    layer_norm_fn, "rms_norm_fn", "layer_norm_fn without the mean.", is_rms_norm=True
+)
 
 
 class RMSNorm(flash_attn.RMSNorm):
