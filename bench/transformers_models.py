@@ -157,6 +157,20 @@ def decode_seconds(model: Any, B: int, tokens: int) -> float:
     return spent(partial(generate, tokens + 1)) - spent(partial(generate, 1))
 
 
+def first_step(kind: str, way: str, small: bool, tokens: int) -> tuple[float, str]:
+    """Its seconds, most of them of compilers, and the error if it failed. Nothing stays on the GPU,
+    which many processes share."""
+    model = model_of(kind, way, small, torch.float32 if DEVICE.type == "cpu" else BF16)
+    try:
+        return spent(Training(model, tokens).step), ""
+    except RuntimeError as error:  # fla refuses some gradients on Hopper
+        return 0.0, " ".join(str(error).split())[:150]
+    finally:
+        del model
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     """Compiles, waits for a line, measures."""
     if not tunes and DEVICE.type == "cuda":
@@ -167,19 +181,19 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     decoded = 2 if small else 8 if cpu else DECODED
     prepare(way)
     torch.manual_seed(0)
-    model = model_of(kind, way, small, torch.float32 if cpu else BF16)
-    training, first_s, note = Training(model, tokens), 0.0, ""
-    try:
-        first_s = spent(training.step)
-    except RuntimeError as error:  # fla refuses some gradients on Hopper
-        note, steps = " ".join(str(error).split())[:150], 0
+    # plain torch has nothing to compile, and its steps take the most memory
+    first_s, note = (0.0, "") if way == "torch" else first_step(kind, way, small, tokens)
     tell(ready=True)
     sys.stdin.readline()
+    model = model_of(kind, way, small, torch.float32 if cpu else BF16)
     cells: dict[str, Any] = {"parameters": sum(x.numel() for x in model.parameters())}
     cells |= {"tokens": tokens, "note": note}
-    if steps:
+    if not note:
+        training = Training(model, tokens)
+        training.step()
         seconds = statistics.median(spent(training.step) for _ in range(steps))
         cells["train ms"] = round(1e3 * seconds, 2)
+        del training
     tell(**cells)
     model.eval()
     for B in ROWS[:1] if cpu else ROWS:
