@@ -96,6 +96,7 @@ def emulated() -> Any:
         permute=lambda x, order: threads.tensor(np.transpose(x, order)),
         min=lambda x, axis=None: threads.tensor(np.fmin.reduce(x, axis)),
         associative_scan=_scan,
+        gather=lambda x, i, axis: threads.tensor(np.take_along_axis(x, i, axis)),
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),
         NVMMASharedLayout=made,

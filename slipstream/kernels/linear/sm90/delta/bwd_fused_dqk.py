@@ -13,6 +13,7 @@ rounded B, M and kb. BK channels of K at a time.
 """
 
 from slipstream.kernels.linear.sm90.common.device import store_tile
+from slipstream.kernels.linear.sm90.delta.device import MIN_CROSSED
 from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
 from slipstream.kernels.primitives.gluon_compat import (
     copy_out,
@@ -112,7 +113,10 @@ def write_sums(
         z += gl.sum(zero + sum_buffers.index(1).load(line)[None, :], 1)
         b_g = zero + rows.slice(0, C).load(line)[None, :]
         dg = gl.associative_scan(b_g, 1, add, reverse=True)
-        gl.store(dg_ptr + o_x, dg + z[:, None], mask=m)
+        G = zero + rows.slice(C, C).load(line)[None, :]
+        before = gl.gather(G, gl.maximum(o_c - 1, 0)[None, :] + 0 * o_w[:, None], 1)
+        strong = G - gl.where((o_c > 0)[None, :], before, 0.0) < MIN_CROSSED
+        gl.store(dg_ptr + o_x, gl.where(strong, 0.0, dg + z[:, None]), mask=m)
     gl.store(dbeta_ptr + o_x, zero + sum_buffers.index(0).load(line)[None, :], mask=m)
 
 

@@ -11,6 +11,9 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# log2 of what a gate leaves: below it nothing crosses the gate (triton/scalar_decay/device.py)
+MIN_CROSSED = gl.constexpr(-32 * 1.4426950408889634)
+
 
 class StateRefs(NamedTuple):
     """The states at a program's ends, in global memory; None where there is none."""
@@ -37,6 +40,13 @@ class Checkpoints(NamedTuple):
     interval: Any  # chunks
     row: Any  # of the first, in desc
     row_step: Any
+
+
+@gluon.jit
+def strong_gates(p_gates, o_i):
+    """Where nothing crosses the gate. p_gates: G of a chunk."""
+    p = p_gates + o_i
+    return gl.load(p) - gl.load(p + -1, mask=o_i > 0, other=0.0) < MIN_CROSSED
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from slipstream.kernels.linear.sm90.common.device import (
     store_tile,
     zero_tail_rows,
 )
+from slipstream.kernels.linear.sm90.delta.device import strong_gates
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -286,7 +287,8 @@ def delta_dqkg_sm90_kernel(
         z = gl.sum(e, 0) + gl.sum(z, 0) * gl.exp2(G_C)
         gates = gl.convert_layout(gates, gl.SliceLayout(0, al))
         dg = gl.sum(gl.where(o_j[None, :] >= o_i[:, None], gates[None, :], 0.0), 1)
-        gl.store(dg_ptr + o_t, dg + z, mask=o_i < num_rows)
+        strong = strong_gates(p_beta_gate + C + (num_rows >> 31), o_i)
+        gl.store(dg_ptr + o_t, gl.where(strong, 0.0, dg + z), mask=o_i < num_rows)
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < num_rows)
     if GROUPED_HEADS:
         release_next(semaphores_ptr + i_chunk * heads + i_sum, rank, G)

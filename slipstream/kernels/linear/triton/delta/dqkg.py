@@ -18,7 +18,8 @@ in those after. With the pairs (i, i) left out of dq and dk, e = kb . exp(G_C - 
 A pair (i, j) whose tokens are both after t cancels in that sum, and where t has a strong gate
 nothing else is as large. So both sides multiply the same rounded numbers: triangles before beta,
 q or p, and kb. With beta in the triangle of dq they would be rounded apart, and A_log's gradient
-would be noise (docs/dev/log/delta.md).
+would be noise (docs/dev/log/delta.md). What is left, a rounding of float32, is noise in g dg where
+g is -1e4: below MIN_CROSSED dg_t is 0.
 
 Where p reads before the decay, (p . dp)_t is left out of its own sum, and the pairs (i, i - 1),
 which no gate is between, out of dp and dk.
@@ -39,6 +40,7 @@ from slipstream.kernels.linear.triton.delta.solve_tril import (
     locate_chunk,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block, load_rows, store_rows
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, MIN_CROSSED
 
 
 @triton.jit
@@ -311,5 +313,7 @@ def delta_dqkg_kernel(
         b_dg = tl.cumsum(b_row, 0, reverse=True) + z
         if HAS_P:
             b_dg -= b_before
-        tl.store(p_dg, b_dg, mask=m_c)
+        b_B, b_lowB = load_gates_before(p_rows, o_c, C, FP32)
+        strong = (b_G - b_B) + (b_low - b_lowB) < MIN_CROSSED * LOG2E
+        tl.store(p_dg, tl.where(strong, 0.0, b_dg), mask=m_c)
     tl.store(dbeta_ptr + o_t, b_sum, mask=m_c)

@@ -6,6 +6,8 @@ import triton.language as tl
 # exp2 of this is 0 in float32 times any state, and a chunk of it is still summed accurately.
 LOWEST_GATE = tl.constexpr(-128.0)
 LOG2E = tl.constexpr(1.4426950408889634)
+# exp of it times anything is below the rounding of what it is added to, in float32 too.
+MIN_CROSSED = tl.constexpr(-32.0)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
     dg_t = sum over i >= t of (q_i . dq_i - k_i . dk_i) + z
 
-is what crosses token t. Nothing crosses a gate below MIN_SEGMENTS, and its own gradient is 0: a
+is what crosses token t. Nothing crosses a gate below MIN_CROSSED, and its own gradient is 0: a
 sum begins there again at 0, since what it would carry are rounding errors of later tokens.
 
 Pairs of tokens of one chunk cancel to float32, for both sides multiply the same rounded numbers.
@@ -17,10 +17,7 @@ scale of either.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.scalar_decay.device import locate_chunk
-
-# exp of it times anything is below the rounding of what it is added to, in float32 too.
-MIN_SEGMENTS = tl.constexpr(-32.0)
+from slipstream.kernels.linear.triton.scalar_decay.device import MIN_CROSSED, locate_chunk
 
 
 @triton.jit
@@ -105,7 +102,7 @@ def scalar_decay_dg_kernel(
         b_g = tl.load(p_g[None, :] + at * stride_gt, mask=m, other=0.0).to(tl.float32)
         restarts = ends & (_chunk_sums(b_g, C) < min_chunk_gate)
         b += tl.where(restarts, _chunk_sums(b_later, C), 0.0)
-        goes_on = tl.where(b_g >= MIN_SEGMENTS, 1.0, 0.0)
+        goes_on = tl.where(b_g >= MIN_CROSSED, 1.0, 0.0)
         b *= goes_on
         goes_on = tl.where(restarts, 0.0, goes_on)
         scanned = tl.associative_scan((b, goes_on), 0, _advance, reverse=True)
