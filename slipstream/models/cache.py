@@ -474,7 +474,8 @@ class StateCache(OpenRows):
 
         Softmax layers need nothing for it. A recurrent layer keeps copies of its state, up to three
         with 64 tokens or more between them, and the inputs of its mixer [N, D] of up to 128 tokens
-        and of the last call; `crop` goes back to a copy and runs the mixer over what is kept.
+        and of the last call; `crop` goes back to a copy and runs the mixer over what is kept. Of a
+        consistent model it keeps the last call that completed a block, with the states before it.
         """
         for layer in self.layers:
             layer.activate_past_recording()

@@ -60,12 +60,17 @@ class ModelStates:
 
 class Row(NamedTuple):
     """A sequence: its layers' states [1, ...] after whole blocks, None before the first, and the
-    tokens after them: rows of the embedding [1, c, D], and positions [1, c]."""
+    tokens after them: rows of the embedding [1, c, D], and positions [1, c].
+
+    earlier: the sequence before its last whole blocks ran, with all of their tokens, where `crop`
+    may want it.
+    """
 
     states: tuple[State, ...] | None
     h: Tensor
     positions: Tensor
     blocks: int = 0
+    earlier: Any = None
 
     @staticmethod
     def empty(h: Tensor) -> "Row":
@@ -82,9 +87,33 @@ class Row(NamedTuple):
     def length(self) -> int:
         return self.blocks * BLOCK + self.h.shape[1]
 
+    def after(self, before: "Row", keep: bool) -> "Row":
+        """This row, which `before` has become; keep: whether `crop` may want that back."""
+        if self.blocks == before.blocks:
+            return self
+        return self._replace(earlier=before._replace(earlier=None) if keep else None)
+
+    def without(self, count: int) -> "Row":
+        """Without the last tokens.
+
+        Raises:
+            ValueError: the states before them are gone.
+        """
+        keep, row = self.length - count, self
+        if keep < row.blocks * BLOCK and row.earlier is not None:
+            row = row.earlier
+        rest = keep - row.blocks * BLOCK
+        if rest < 0:
+            raise ValueError(
+                f"crop: want at least {row.blocks * BLOCK} tokens to stay, whose states are the "
+                f"oldest that there are, got {keep}"
+            )
+        return row._replace(h=row.h[:, :rest], positions=row.positions[:, :rest])
+
     def bytes(self) -> int:
+        earlier = 0 if self.earlier is None else self.earlier.bytes()
         tensors = [self.h, self.positions, *(x for s in self.states or () for x in s.values())]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return earlier + sum(x.numel() * x.element_size() for x in tensors)
 
 
 def prepare(model: Any) -> None:
@@ -136,12 +165,12 @@ def run(
     new = [x.shape[1] for x in parts]
     rows = [row.with_tokens(*given) for row, given in zip(rows, zip(parts, places))]
     if runs_kernels(h.device):
-        outputs, rows = _together(model, rows, cache is not None)
+        outputs, after = _together(model, rows, cache is not None)
     else:
         pairs = [_by_blocks(model, row) for row in rows]
-        outputs, rows = [y for y, _ in pairs], [row for _, row in pairs]
+        outputs, after = [y for y, _ in pairs], [row for _, row in pairs]
     if cache is not None:
-        cache.open_rows = rows
+        cache.open_rows = [x.after(row, cache.records) for x, row in zip(after, rows)]
     y = [x[:, x.shape[1] - count :] for x, count in zip(outputs, new)]
     return torch.cat(y, 0 if cu_seqlens is None else 1)
 

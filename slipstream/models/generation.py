@@ -74,8 +74,6 @@ class Generation(_Base):
         )
         given = model_kwargs.get(CACHE)
         drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if drafted and self.config.consistent:  # pyright: ignore[reportAttributeAccessIssue]
-            raise NotImplementedError("generate: drafts are not implemented for a consistent model")
         if isinstance(given, StateCache):
             self.decoding.claim(self, given)  # pyright: ignore[reportArgumentType]
         if generation_config.use_cache is not False:

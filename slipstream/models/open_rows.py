@@ -159,10 +159,10 @@ class OpenRows(Cache):
 
         Raises:
             ValueError: there are fewer; or a recurrent layer would have to forget a part of a call
-                with padding, or a softmax layer one of packed sequences.
+                with padding, or a softmax layer one of packed sequences; or the states of a
+                consistent model before them are gone.
             RuntimeError: recurrent layers did not record. NotImplementedError: it is a pool.
         """
-        self._expect_tensors("crop")
         if self.lengths is not None:
             raise NotImplementedError(
                 "crop: want no pool, whose rows are of different lengths; crop what copy(row) "
@@ -173,6 +173,12 @@ class OpenRows(Cache):
         for layer in self.layers:  # before one of them forgets anything
             forgotten_tokens(layer, tokens_to_remove)
         absent = self.absent.after(keep)
+        rows = self.open_rows
+        if rows is not None:
+            gone = [seen - keep] * len(rows)
+            if absent is not None:
+                gone = [n - m for n, m in zip(gone, absent.tolist())]
+            self.open_rows = [row.without(n) for row, n in zip(rows, gone)]
         self._own(detach=False)
         super().crop(tokens_to_remove)
         self.absent.crop(keep)

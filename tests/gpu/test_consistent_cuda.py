@@ -1,5 +1,7 @@
 """consistent=True on a GPU: equal bits whatever the batch, the cut and the step."""
 
+import copy
+
 import pytest
 import torch
 
@@ -85,6 +87,19 @@ def test_generate_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:
     assert (model.decoding.captures, model.decoding.eager) == (2, 2)
     alone = model.generate(ids[1:2], max_new_tokens=140, do_sample=False)
     assert torch.equal(alone, made[1:2])
+
+
+@torch.no_grad()
+def test_drafts_on_cuda_change_no_token() -> None:
+    """In bfloat16, over ends of blocks, with words of the prompt and a noisy assistant's."""
+    model = model_of("gated_deltanet", "attention", hidden_size=256, num_heads=2).to("cuda", BF16)
+    noisy, ids = copy.deepcopy(model), sequences(1)[:, :60].cuda()
+    for parameter in noisy.parameters():
+        parameter += 0.02 * parameter.std() * torch.randn_like(parameter)
+    options = {"max_new_tokens": 80, "do_sample": False}
+    want = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), want)
+    assert torch.equal(model.generate(ids, assistant_model=noisy, **options), want)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)

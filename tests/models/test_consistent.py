@@ -18,7 +18,6 @@ from slipstream.models import (
 )
 from slipstream.models import consistent as consistent_models
 from slipstream.models.block_steps import OpenBlocks
-from slipstream.models.cache import CACHE
 from slipstream.models.config import CONSISTENT_MIXERS
 from slipstream.nn.consistent import linear
 from slipstream.nn.decoding import Drafts
@@ -126,8 +125,9 @@ def test_prefixes_and_rows_of_a_cache() -> None:
             found = logits_of(model, ids[:, cache.get_seq_length() :], cache=cache)
         assert torch.equal(found, want[:, 128:])
     assert prefixes.reused == 128 and cache.bytes() > 0 and cache.rows == 1
-    with pytest.raises(NotImplementedError, match="consistent"):
-        cache.crop(-1)
+    cache.crop(-1)
+    with torch.no_grad():
+        assert torch.equal(logits_of(model, ids[:, -1:], cache=cache), want[:, -1:])
     with pytest.raises(NotImplementedError, match="consistent"):
         cache.pool(2)
     cache.batch_repeat_interleave(2)
@@ -269,20 +269,57 @@ def test_graphs_of_another_dtype_have_their_own_blocks(monkeypatch: pytest.Monke
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
-def test_drafts_are_refused_at_once() -> None:
-    """Before the prompt runs, with graphs or without, and by whoever verifies them himself."""
+@pytest.mark.parametrize("mixers", PAIRS[:3], ids=str)
+def test_drafts_change_no_token(mixers: tuple[str, ...]) -> None:
+    """In bfloat16, over ends of blocks, with drafts that are right, wrong, and partly right."""
+    model, prompt = model_of(*mixers).bfloat16(), sequences(1)[:, :50]
+    noisy = copy.deepcopy(model)
+    for parameter in noisy.parameters():
+        parameter.data += 0.05 * parameter.std() * torch.randn_like(parameter)
+    options = {"max_new_tokens": 90, "do_sample": False}
+    want = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), want)
+    for assistant in (copy.deepcopy(model), noisy):
+        assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
+
+
+@pytest.mark.parametrize("mixers", PAIRS, ids=str)
+def test_cropped_cache_goes_on_with_equal_bits(mixers: tuple[str, ...]) -> None:
+    """Within a block, over the end of one, back into a call of several; with padding."""
+    model, ids = model_of(*mixers), sequences(2)[:, :150]
+    mask = torch.ones_like(ids)
+    mask[0, 130:135] = 0
+    with torch.no_grad():
+        for given in (None, mask):
+            want = model(ids, attention_mask=given).logits
+            cache = StateCache(len(mixers))
+            cache.activate_past_recording()
+            at = 0
+            for end, keep in ((40, 40), (140, 129), (136, 131), (133, 100), (150, 150)):
+                part = None if given is None else given[:, :end]
+                y = model(ids[:, at:end], attention_mask=part, past_key_values=cache).logits
+                alive = slice(None) if given is None else given[:, at:end].bool()
+                assert torch.equal(y[alive], want[:, at:end][alive]), (end, keep)
+                cache.crop(keep)
+                assert cache.get_seq_length() == keep
+                at = keep
+
+
+def test_crop_wants_states_that_there_are() -> None:
+    """Without a record only the tokens of the last block may go."""
+    model, ids, cache = model_of("gla"), sequences(2)[:, :100], StateCache(1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="at least 64 tokens"):
+            cache.crop(-40)
+        assert cache.get_seq_length() == 100
+        cache.crop(-36)
+        y = model(ids[:, 64:], past_key_values=cache).logits
+        assert torch.equal(y, model(ids).logits[:, 64:])
+
+
+def test_verify_is_refused() -> None:
     model, prompt = model_of("gated_deltanet"), sequences(1)[:, :20]
-    drafted: list[dict[str, Any]] = [
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_model": model_of("gated_deltanet")},
-        {"prompt_lookup_num_tokens": 3, CACHE: StateCache(1)},
-    ]
-    calls: list[Any] = []
-    model.model.register_forward_pre_hook(lambda *given: calls.append(given))
-    for options in drafted:
-        with pytest.raises(NotImplementedError, match="drafts are not implemented"):
-            model.generate(prompt, max_new_tokens=5, do_sample=False, **options)
-    assert not calls
     with pytest.raises(NotImplementedError, match="drafts are not implemented"):
         model.model.verify(prompt, StateCache(1), Drafts(3), 64)
 
