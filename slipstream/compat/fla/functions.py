@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops import gdn2, kda, lightnet, rwkv4
+from slipstream.ops._fp32 import widen
 from slipstream.ops.activation import squared_relu
 from slipstream.ops.attention import attention
 from slipstream.ops.attnres import attnres
@@ -331,7 +332,7 @@ fused_recurrent_lightnet = _lightnet(
 )
 
 
-# RWKV-4 and RWKV-7
+# RWKV-4 and RWKV-7; elementwise functions compute in float32 and round once, as fla's do
 
 
 def fused_recurrent_rwkv4(
@@ -394,8 +395,9 @@ def fused_addcmul_rwkv7(
     xg: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """hidden_states + delta * x for each x, in the order of the arguments; None for no xg."""
+    dtype, hidden, delta = hidden_states.dtype, widen(hidden_states), widen(delta)
     each = (xr, xw, xk, xv, xa, xg)
-    return tuple(None if x is None else torch.addcmul(hidden_states, delta, x) for x in each)
+    return tuple(None if x is None else hidden.addcmul(delta, widen(x)).to(dtype) for x in each)
 
 
 def fused_k_rwkv7(
@@ -406,15 +408,15 @@ def fused_k_rwkv7(
     cu_seqlens_cpu: Tensor | None = None,
 ) -> Tensor:
     """k + k (a - 1) ka. The offsets have no effect."""
-    return k.addcmul(k * (a - 1), ka)
+    return (widen(k) * ((widen(a) - 1) * widen(ka) + 1)).to(k.dtype)
 
 
 def gate_output_correction(
     o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor
 ) -> Tensor:
     """(o + (sum over K of r k r_k) v) g, of o, g [B, T, H D], r, k, v [B, T, H, D], r_k [H, D]."""
-    correction = (r * k * r_k).sum(-1, keepdim=True) * v
-    return (o + correction.reshape(o.shape)) * g
+    correction = (widen(r) * widen(k) * widen(r_k)).sum(-1, keepdim=True) * widen(v)
+    return ((widen(o) + correction.reshape(o.shape)) * widen(g)).to(o.dtype)
 
 
 def channel_mixing_rwkv7(
@@ -434,6 +436,7 @@ def channel_mixing_rwkv7(
         key_weight: [D, F]. value_weight: [F, D]. inplace: no effect.
     """
     before = x_prev.unsqueeze(1) if x_prev.dim() == 2 else x_prev
-    delta = torch.cat([before, x[:, :-1]], dim=1) - x
-    hidden = squared_relu(x.addcmul(delta, x_k) @ key_weight)
+    now, mix = widen(x), widen(x_k)
+    delta = torch.cat([widen(before), now[:, :-1]], dim=1) - now
+    hidden = squared_relu(now.addcmul(delta, mix).to(x.dtype) @ key_weight)
     return hidden @ value_weight, x[-1]
