@@ -38,22 +38,26 @@ def scan_ids_kernel(
     slots_ptr,
     lengths_ptr,  # [N / W]
     rows_ptr,  # [N / W]
+    inverse_count_ptr,  # 1 / how many ids are not ignored, or 1; of one program
     N, R, W, size, more, step, last, ignore_index, name,
     KIND: tl.constexpr, HAS_IGNORED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / R), R a multiple of B. By KIND, ids are to be from 0 to size; indices below size,
-    negative ones counting as none; offsets from 0 to size, without falling."""
+    negative ones counting as none; offsets from 0 to size, without falling. Without slots_ptr none
+    is looked for."""
     begin = tl.program_id(0).to(tl.int64) * R
     end = tl.minimum(begin + R, N)
-    first = end
+    b_first = tl.zeros([B], tl.int64) + end
+    b_count = tl.zeros([B], tl.int32)
     for o in range(begin, end, B):
         o_n = o + tl.arange(0, B)
         live = o_n < end
         b_id = tl.load(ids_ptr + o_n, mask=live, other=0)
         if KIND == "ids":
-            b_bad = live & ((b_id < 0) | (b_id >= size))
             if HAS_IGNORED:
-                b_bad &= b_id != ignore_index
+                live = live & (b_id != ignore_index)
+                b_count += live.to(tl.int32)
+            b_bad = live & ((b_id < 0) | (b_id >= size))
         elif KIND == "indices":
             b_bad = live & (b_id >= size)
             if lengths_ptr is not None:
@@ -67,9 +71,14 @@ def scan_ids_kernel(
             b_bad = (b_id < b_before) | (b_id > size)
             b_bad |= ((o_n == 0) & (b_id != 0)) | ((o_n == N - 1) & (b_id != size))
             b_bad &= live
-        first = tl.minimum(first, tl.min(tl.where(b_bad, o_n, end), 0))
-    if first < end:
-        report(slots_ptr, tl.program_id(0), first, ids_ptr, size, last, name)
+        b_first = tl.minimum(b_first, tl.where(b_bad, o_n, end))
+    if inverse_count_ptr is not None:
+        count = tl.maximum(tl.sum(b_count, 0), 1)
+        tl.store(inverse_count_ptr, 1.0 / count.to(tl.float32))
+    if slots_ptr is not None:
+        first = tl.min(b_first, 0)
+        if first < end:
+            report(slots_ptr, tl.program_id(0), first, ids_ptr, size, last, name)
 
 
 def scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
@@ -96,11 +105,20 @@ def scan_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     _scan("offsets", name, offsets, tokens, 0, None)
 
 
+def scan_inverse_count(
+    name: str, ids: Tensor, ignore_index: int, size: int | None = None
+) -> Tensor:
+    """1 / how many ids [N] are not ignored, float32 []. With a size it also looks at them."""
+    out = torch.empty((), dtype=torch.float32, device=ids.device)
+    _scan("ids", name, ids, size, 0, ignore_index, inverse_count=out)
+    return out
+
+
 def _scan(
     kind: str,
     name: str,
     ids: Tensor,
-    size: int,
+    size: int | None,
     last: int,
     ignore_index: int | None,
     W: int = 1,
@@ -108,17 +126,20 @@ def _scan(
     more: int = 0,
     step: int = 1,
     rows: Tensor | None = None,
+    inverse_count: Tensor | None = None,
 ) -> None:
     ids, N = ids.contiguous(), ids.numel()
-    R = BLOCK * -(-N // (BLOCK * SLOTS))
-    slots = slots_for(ids)
+    # one program counts, whose loads are wider: 32768 ids would be 32 turns of 1024
+    B, warps = (BLOCK, 4) if inverse_count is None else (4 * BLOCK, 8)
+    R = BLOCK * -(-N // (BLOCK * SLOTS)) if inverse_count is None else max(N, 1)
+    slots = None if size is None else slots_for(ids)
     lengths, rows = (None if x is None else x.contiguous() for x in (lengths, rows))
     with _device_of(ids):
-        cached(scan_ids_kernel)[(-(-N // R),)](
-            ids_ptr=ids, slots_ptr=slots, lengths_ptr=lengths, rows_ptr=rows, N=N, R=R, W=W,
-            size=size, more=more, step=step, last=last, ignore_index=ignore_index or 0,
-            name=NAMES.index(name), KIND=kind, HAS_IGNORED=ignore_index is not None, B=BLOCK,
-            num_warps=4,
+        cached(scan_ids_kernel)[(max(-(-N // R), 1),)](
+            ids_ptr=ids, slots_ptr=slots, lengths_ptr=lengths, rows_ptr=rows,
+            inverse_count_ptr=inverse_count, N=N, R=R, W=W, size=size or 0, more=more, step=step,
+            last=last, ignore_index=ignore_index or 0, name=NAMES.index(name), KIND=kind,
+            HAS_IGNORED=ignore_index is not None, B=B, num_warps=warps,
         )  # fmt: skip
 
 

@@ -48,15 +48,7 @@ def test_rows_that_stay_in_the_cache_have_more_warps() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("looks", [False, True])
-def test_small_loss_kernels_compile(arch: str, looks: bool) -> None:
-    tensors = {
-        "target_ptr": "*i64",
-        "out_ptr": "*fp32",
-        **({"records_ptr": "*i64"} if looks else {}),
-    }
-    flags, of = {"NAME": 1, "B": 4096}, f"{MODULE}:inverse_count_kernel"
-    assert compile_kernel(of, tensors, flags, target=arch, warps=8).stack == 0
+def test_scale_compiles(arch: str) -> None:
     tensors = {"x_ptr": "*bf16", "s_ptr": "*fp32"}
     assert compile_kernel(f"{MODULE}:scale_kernel", tensors, {"B": 2048}, target=arch).stack == 0
 

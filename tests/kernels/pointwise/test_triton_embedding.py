@@ -30,17 +30,22 @@ def test_embedding_compiles(arch: str, ids: str) -> None:
     assert got.stack == 0
 
 
-@pytest.mark.parametrize("kind", ["ids", "ids but for one", "indices", "some indices", "offsets"])
+SCANS = ["ids", "ids but for one", "ids counted", "indices", "some indices", "offsets"]
+
+
+@pytest.mark.parametrize("kind", SCANS)
 def test_scans_compile(kind: str) -> None:
     some = {"lengths_ptr": "*i32", "rows_ptr": "*i64"} if "some" in kind else {}
+    count = {"inverse_count_ptr": "*fp32"} if "counted" in kind else {}
     got = compile_kernel(
         "slipstream.runtime.token_ids_kernel:scan_ids_kernel",
-        {"ids_ptr": "*i32" if "ind" in kind else "*i64", "slots_ptr": "*i64", **some},
+        {"ids_ptr": "*i32" if "ind" in kind else "*i64", "slots_ptr": "*i64", **some, **count},
         {
             "KIND": kind.split()[-1 if "some" in kind else 0],
-            "HAS_IGNORED": "one" in kind,
-            "B": 1024,
+            "HAS_IGNORED": "one" in kind or bool(count),
+            "B": 4096 if count else 1024,
         },
+        warps=8 if count else 4,
     )
     assert got.stack == 0
 

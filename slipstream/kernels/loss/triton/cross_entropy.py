@@ -19,8 +19,6 @@ writes lse, z[target] or 0, and sum(z) of its own columns; the second is given l
 import triton
 import triton.language as tl
 
-from slipstream.runtime.token_ids_kernel import report
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -81,7 +79,7 @@ def cross_entropy_kernel(
     if SHARD:
         target -= first
         hits = live & (target >= 0) & (target < V)
-    # a wrong id reads a logit of the row: it is reported elsewhere (inverse_count_kernel)
+    # a wrong id reads a logit of the row: it is reported elsewhere (runtime/token_ids_kernel.py)
     target = tl.minimum(tl.maximum(target, 0), V - 1)
     p_row = logits_ptr + i * stride
     o_v = tl.arange(0, BV // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
@@ -154,30 +152,6 @@ def cross_entropy_kernel(
         d = _grad(hit, lse, grad_factor, smoothing_each, softcap, CAP, SMOOTH) - d
         tl.debug_barrier()
         tl.store(p_grad + target, d.to(grad_ptr.dtype.element_ty), mask=hits)
-
-
-@triton.jit(do_not_specialize=["N", "ignore_index", "size"])
-def inverse_count_kernel(
-    target_ptr, out_ptr, records_ptr, N, ignore_index, size, NAME: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
-    """out: 1 / how many targets count, or 1 if none does; one program. With records_ptr the first
-    target that counts and is outside of [0, size) is recorded there (runtime/token_ids.py)."""
-    b_count = tl.zeros([B], tl.int32)
-    b_first = tl.zeros([B], tl.int32) + N
-    for i in range(0, N, B):
-        o = i + tl.arange(0, B)
-        b_target = tl.load(target_ptr + o, mask=o < N, other=0)
-        b_live = (o < N) & (b_target != ignore_index)
-        b_count += b_live.to(tl.int32)
-        if records_ptr is not None:
-            b_bad = b_live & ((b_target < 0) | (b_target >= size))
-            b_first = tl.minimum(b_first, tl.where(b_bad, o, N))
-    count = tl.maximum(tl.sum(b_count, 0), 1)
-    tl.store(out_ptr, 1.0 / count.to(tl.float32))
-    if records_ptr is not None:
-        first = tl.min(b_first, 0)
-        if first < N:
-            report(records_ptr, 0, first, target_ptr, size, 0, NAME)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.kernels.loss.triton.cross_entropy import (
-    cross_entropy_kernel,
-    inverse_count_kernel,
-    scale_kernel,
-)
+from slipstream.kernels.loss.triton.cross_entropy import cross_entropy_kernel, scale_kernel
 from slipstream.kernels.primitives import logit_chunks
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.token_ids import NAMES, slots_for
+from slipstream.runtime.token_ids_kernel import scan_inverse_count
 
 # (columns of a block, warps), and the longest row in bytes, for which the rows of all running
 # programs stay in the L2 cache between both passes: 16 warps a row are four rows a
@@ -98,21 +94,7 @@ def _tile(V: int, element_size: int) -> tuple[int, int]:
 
 def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) -> Tensor:
     """1 / how many targets count, float32 []. With a size it also looks for those outside."""
-    out = torch.empty((), dtype=torch.float32, device=target.device)
-    records = None if size is None else slots_for(target)
-    with device_of(target.device):
-        cached(inverse_count_kernel)[(1,)](
-            target_ptr=target,
-            out_ptr=out,
-            records_ptr=records,
-            N=target.shape[0],
-            ignore_index=ignore_index,
-            size=size or 0,
-            NAME=NAMES.index("target"),
-            B=4096,
-            num_warps=8,
-        )
-    return out
+    return scan_inverse_count("target", target, ignore_index, size)
 
 
 def scale_(x: Tensor, s: Tensor) -> Tensor:
