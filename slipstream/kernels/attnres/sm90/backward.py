@@ -14,6 +14,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from slipstream.kernels.attnres.triton.streams import stream
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
+# 3.9 has the new name alone, 3.6 the old one
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 
 @gluon.jit
 def _channels(BD: gl.constexpr, VEC: gl.constexpr, WARPS: gl.constexpr, p: gl.constexpr):
@@ -66,9 +69,7 @@ def _copy(
     first = r.to(gl.int64) * D
     for p in gl.static_range(PIECES):
         o = _channels(BD, VEC, WARPS, p)
-        async_copy.async_copy_global_to_shared(
-            rows.index(n * PIECES + p), v_ptr + first + o, mask=(o < D) & (r < R)
-        )
+        copy_to_shared(rows.index(n * PIECES + p), v_ptr + first + o, mask=(o < D) & (r < R))
 
 
 @gluon.jit
@@ -78,8 +79,8 @@ def _copy_numbers(
     """s and rstd of row r to vectors 2 at and 2 at + 1."""
     o = gl.arange(0, LP, gl.BlockedLayout([1], [32], [WARPS], [0]))
     m = (o < L) & (r < R)
-    async_copy.async_copy_global_to_shared(vectors.index(2 * at), s_ptr + o * R + r, mask=m)
-    async_copy.async_copy_global_to_shared(vectors.index(2 * at + 1), rstd_ptr + o * R + r, mask=m)
+    copy_to_shared(vectors.index(2 * at), s_ptr + o * R + r, mask=m)
+    copy_to_shared(vectors.index(2 * at + 1), rstd_ptr + o * R + r, mask=m)
 
 
 @gluon.jit
