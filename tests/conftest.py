@@ -1,5 +1,7 @@
 """Fixtures of every test: fresh random data, memory that is NaN until it is written."""
 
+import gc
+import logging
 import os
 import zlib
 from collections.abc import Iterator
@@ -11,6 +13,33 @@ import torch
 os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # each process of several has one core
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and cases stay to the end: no look at them for what is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):  # pytest would visit torch's 60 six times a test
+                logger.propagate = True
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, cases that need one are deselected, as slow ones are."""
+    if torch.cuda.is_available():
+        return
+    away = [x for x in items if x.get_closest_marker("gpu")]
+    items[:] = [x for x in items if not x.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=away)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
@@ -46,11 +47,12 @@ def test_notebook_runs() -> None:
     matplotlib.use("Agg")
     notebook = json.loads((EXAMPLES / "what_a_state_remembers.ipynb").read_text(encoding="utf-8"))
     names: dict[str, Any] = {}
+    plt.close("all")  # what other tests left open
     try:
         for i, cell in enumerate(x for x in notebook["cells"] if x["cell_type"] == "code"):
             exec(compile("".join(cell["source"]), f"cell {i}", "exec"), names)
-        assert len(names["plt"].get_fignums()) == 3
-        assert all(names["plt"].figure(x).axes[0].lines for x in names["plt"].get_fignums())
+        assert len(plt.get_fignums()) == 3
+        assert all(plt.figure(x).axes[0].lines for x in plt.get_fignums())
     finally:
         torch.set_grad_enabled(True)
-        names["plt"].close("all")
+        plt.close("all")

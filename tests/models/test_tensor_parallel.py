@@ -6,35 +6,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slipstream.layers import Attention, GatedDeltaNet, Mamba2
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, shard_heads
 from slipstream.models.head_layouts import heads_of
-from tests.support.tensor_runs import DEFAULT, FOUR, TWO, in_process
+from tests.support.processes import in_processes
+from tests.support.tensor_runs import DEFAULT, FOUR, TWO, run_cases
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Losses, gradients, logits and tokens; with FSDP2 around."""
-    mp.spawn(in_process, (str(tmp_path / "store"), 2, DEFAULT), nprocs=2)
+    in_processes(2, tmp_path, run_cases, DEFAULT, tmp_path)
 
 
 @pytest.mark.slow
 def test_checkpoint_that_transformers_deals_out(tmp_path: Path) -> None:
-    mp.spawn(in_process, (str(tmp_path / "store"), 2, []), nprocs=2)
+    in_processes(2, tmp_path, run_cases, [], tmp_path)
 
 
 @pytest.mark.slow
 def test_every_mixer_on_two_processes(tmp_path: Path) -> None:
-    mp.spawn(in_process, (str(tmp_path / "store"), 2, TWO), nprocs=2)
+    in_processes(2, tmp_path, run_cases, TWO, tmp_path)
 
 
 @pytest.mark.slow
 def test_four_processes_equal_one(tmp_path: Path) -> None:
     """With FSDP2 and context parallelism beside."""
-    mp.spawn(in_process, (str(tmp_path / "store"), 4, FOUR), nprocs=4)
+    in_processes(4, tmp_path, run_cases, FOUR, tmp_path)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -1,31 +1,21 @@
 """A verdict about kernels on one rank holds on all, or ends all."""
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException
+
+from tests.support.fault_on_a_rank import fail_on_a_rank
+from tests.support.processes import in_processes
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 def test_fault_on_one_rank_ends_all(tmp_path: Path) -> None:
     """With the names of the kernel and the rank; the next run knows of it before it begins."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "SLIPSTREAM_CACHE_DIR": str(tmp_path)}
-    begin = time.monotonic()
-    done = subprocess.run(
-        [*run, "-m", "tests.support.fault_on_a_rank"],
-        capture_output=True, text=True, env=env, timeout=60,
-    )  # fmt: skip
-    text = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "NotImplementedError: rank 1: linear.triton" in text and "planted_kernel" in text
-    again = subprocess.run(
-        [*run, "-m", "tests.support.fault_on_a_rank"],
-        capture_output=True, text=True, env=env, timeout=60,
-    )  # fmt: skip
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert time.monotonic() - begin < 120
+    with pytest.raises(ProcessException):
+        in_processes(2, tmp_path, fail_on_a_rank, tmp_path)
+    text = (tmp_path / "rank 1").read_text()
+    assert text.startswith("rank 1: linear.triton") and "planted_kernel" in text
+    (tmp_path / "meeting").unlink(missing_ok=True)
+    assert sorted(in_processes(2, tmp_path, fail_on_a_rank, tmp_path)) == [0, 1]

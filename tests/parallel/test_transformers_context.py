@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 
 from slipstream.integrations.context import TYPES, call_in_context
 from slipstream.integrations.transformers import NAME
 from slipstream.parallel import ContextParallel
-from tests.support.transformers_context import NAMES, in_process, make
+from tests.support.processes import in_processes
+from tests.support.transformers_context import NAMES, make, run_models
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
@@ -20,9 +20,7 @@ pytestmark = [
 
 
 def equal(names: list[str], checkpointed: bool, folder: Path) -> None:
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(in_process, (str(folder / "store"), names, checkpointed, queue), nprocs=2)
-    assert queue.empty(), queue.get()
+    assert in_processes(2, folder, run_models, names, checkpointed) == []
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:

@@ -133,16 +133,11 @@ def planned(rank: int, folder: Path) -> None:
             same(name, saved[name], x)
 
 
-def in_process(rank: int, file: str, ranks: int, cases: list[tuple[Any, ...]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    try:
-        for label, mixers, tensor, context, options in cases:
-            compare(label, mixers, tensor, context, **options)
-        if not cases:
-            planned(rank, Path(file).parent)
-    finally:
-        dist.destroy_process_group()
+def run_cases(rank: int, cases: list[tuple[Any, ...]], folder: Path, found: Any) -> None:
+    for label, mixers, tensor, context, options in cases:
+        compare(label, mixers, tensor, context, **options)
+    if not cases:
+        planned(rank, folder)
 
 
 SMALL = ["gated_deltanet", "mamba2", "rwkv7", "attention"]

@@ -4,7 +4,6 @@ import itertools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -88,14 +87,9 @@ def difference(name: str, packed: bool, checkpointed: bool) -> str:
     return "; ".join(found[:3])
 
 
-def in_process(rank: int, file: str, names: list[str], checkpointed: bool, found: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
-        for name in names:
-            for packed in (False, True):
-                wrong = difference(name, packed, checkpointed)
-                if wrong:
-                    found.put(f"{name}, packed {packed}: {wrong}")
-    finally:
-        dist.destroy_process_group()
+def run_models(rank: int, names: list[str], checkpointed: bool, found: Any) -> None:
+    for name in names:
+        for packed in (False, True):
+            wrong = difference(name, packed, checkpointed)
+            if wrong:
+                found.put(f"{name}, packed {packed}: {wrong}")
