@@ -35,7 +35,6 @@ def kernels() -> SimpleNamespace:
         "back": ("chunk_dstate", "chunk_dstate"), "grads": ("dqkg", "dqkg"),
         "ends": ("segment_transition", "segment_transition"),
         "ends_back": ("segment_transition", "segment_transition_bwd"),
-        "starts": ("state_scan", "state_scan"),
         "wide": ("chunk_fwd_2tile", "chunk_fwd_2tile"), "fused": ("bwd_fused", "chunk_bwd"),
     }  # fmt: skip
     with emulated():
@@ -186,11 +185,12 @@ class Run:
         ends = [None if x is None else Pointer(x) for x in (t.initial_state, s_out)]
         cu, _, *rest = self.sizes
         args = [Descriptor(x, widths[n], *blocks[n]) for x, n in given]
-        args += [Pointer(self.rows), *ends, Pointer(made), cu]
+        args += [Pointer(self.rows), None, ends[0], None, None, cu]
         flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
         flags |= {"HAS_S_IN": t.initial_state is not None, "HAS_S_OUT": s_out is not None}
+        flags |= {"BLOCKS": C // 16, "states_ptr": Pointer(made), "s_out_ptr": ends[1]}
         programs = self.V // BV * self.HV * t.sequences
-        threads.launch(kernels().starts, programs, (*args, *rest), **flags)
+        threads.launch(kernels().ends, programs, (*args, *rest), **flags)
         return made
 
     def grads(

@@ -26,7 +26,7 @@ COMPILERS = ("num_warps", "maxnreg", "num_stages")  # arguments that no kernel h
 NAMES = {
     "solve_tril": "solve", "chunk_fwd": "scan", "chunk_fwd_2tile": "wide", "chunk_dstate": "back",
     "dqkg": "grads", "chunk_bwd": "fused", "segment_transition": "ends",
-    "segment_transition_bwd": "ends_back", "state_scan": "starts",
+    "segment_transition_bwd": "ends_back",
 }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def states_scanned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(segments, "MIN_DELTA_SCANNED", 1)
     monkeypatch.setattr(segments, "MIN_DELTA_SCANNED_CHUNKS", 1)
     monkeypatch.setattr(consistent_scope, "on", True)
-    return two_kernels(monkeypatch) | {"state_scan"}
+    return two_kernels(monkeypatch) | {"segment_transition"}
 
 
 def one_scan(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable[..., set[str]]:

@@ -182,7 +182,7 @@ def state_partition(
     if TRANSITION_ONLY:
         b_s = gl.where((o_v + unit)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([BV, C], gl.float32, xl)
-    if TRANSITION_ONLY and pool.ptr is not None:  # state_scan.py
+    if TRANSITION_ONLY and pool.ptr is not None:  # segment_transition.py
         p_start = pool.ptr
         start = 0
     for i in range(n):

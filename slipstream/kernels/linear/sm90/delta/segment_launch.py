@@ -17,7 +17,6 @@ from slipstream.kernels.linear.sm90.delta.segment_transition import (
     delta_segment_transition_sm90_kernel,
 )
 from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.state_scan import delta_state_scan_sm90_kernel
 from slipstream.runtime.launch_cache import cached
 
 BASE = 16  # rows of the blocks that the inverse begins with
@@ -65,20 +64,22 @@ def states_before(
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     states = wy.beta_gate.new_empty(segments.count, HV, K, V)
-    launch: Any = cached(delta_state_scan_sm90_kernel)[delta_grid(terms, None)]
-    flags = _segment_transition_flags(terms, terms.initial_state)
-    del flags["BLOCKS"]
+    launch: Any = cached(delta_segment_transition_sm90_kernel)[delta_grid(terms, None)]
     launch(
         k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
         v_desc=tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
         r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
         beta_gates_ptr=wy.beta_gate,
+        lognorm_ptr=None,
         s_in_ptr=terms.initial_state,
-        s_out_ptr=s_out,
-        states_ptr=states,
+        transition_ptr=None,
+        m_is_zero_ptr=None,
         cu_ptr=terms.cu_seqlens,
         **size_args(terms, segments),
-        **{**flags, "HAS_S_OUT": s_out is not None},
+        **_segment_transition_flags(terms, terms.initial_state),
+        HAS_S_OUT=s_out is not None,
+        states_ptr=states,
+        s_out_ptr=s_out,
     )
     return states
 

