@@ -30,13 +30,7 @@ from slipstream.compiler.aot import cached, job_of
 from slipstream.compiler.compile_worker import Worker
 from slipstream.compiler.kernel_key import CORE, FEATURE_RULES, describe, family, features_of
 from slipstream.compiler.kernel_key import KernelKey as KernelKey
-from slipstream.compiler.known_bugs import (
-    INTERPRETER,
-    KnownBug,
-    blocking,
-    suspected,
-    version,
-)
+from slipstream.compiler.known_bugs import INTERPRETER, KnownBug, blocking, suspected, version
 from slipstream.compiler.source_digest import digests
 from slipstream.compiler.triton_hooks import before_compiling
 from slipstream.runtime.files import write_text

@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    Mixer,
-    NormalLinear,
-    expect_divisor,
-)
+from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.host import on_host

@@ -4,10 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.layers.base import (
-    NormalLinear,
-    ShortConvolution,
-)
+from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops.gated_delta_product import (

@@ -4,12 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    Mixer,
-    XavierLinear,
-    expect_divisor,
-    log_sigmoid_decay,
-)
+from slipstream.layers.base import Mixer, XavierLinear, expect_divisor, log_sigmoid_decay
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops.gsa import chunk_gsa, fused_recurrent_gsa
 

@@ -4,11 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    Mixer,
-    XavierLinear,
-    expect_divisor,
-)
+from slipstream.layers.base import Mixer, XavierLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn

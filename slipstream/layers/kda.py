@@ -4,10 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    NormalLinear,
-    ShortConvolution,
-)
+from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding, projections

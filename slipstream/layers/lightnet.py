@@ -4,12 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    Mixer,
-    ShortConvolution,
-    XavierLinear,
-    expect_divisor,
-)
+from slipstream.layers.base import Mixer, ShortConvolution, XavierLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.rwkv4 import some_or_none
 from slipstream.ops.lightnet import chunk_lightnet, fused_recurrent_lightnet

@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    Mixer,
-    NormalLinear,
-    expect_divisor,
-)
+from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.lightning_attn import (

@@ -6,12 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    Mixer,
-    ShortConvolution,
-    expect_divisor,
-    reset_decay,
-)
+from slipstream.layers.base import Mixer, ShortConvolution, expect_divisor, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host

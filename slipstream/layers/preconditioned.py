@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.preconditioner.inputs import CENTRE
 from slipstream.kernels.preconditioner.op import squashed
-from slipstream.layers.base import (
-    NormalLinear,
-    reset_decay,
-)
+from slipstream.layers.base import NormalLinear, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.layers.gated_deltanet import GatedDeltaNet

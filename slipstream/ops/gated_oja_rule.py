@@ -8,12 +8,7 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import widen
-from slipstream.ops._preprocess import (
-    beta_or_ones,
-    expect_inputs,
-    for_value_heads,
-    l2_normalised,
-)
+from slipstream.ops._preprocess import beta_or_ones, expect_inputs, for_value_heads, l2_normalised
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import plain_impl

@@ -9,12 +9,7 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import widen
-from slipstream.ops._preprocess import (
-    expect_inputs,
-    for_value_heads,
-    in_time_order,
-    scan_impl,
-)
+from slipstream.ops._preprocess import expect_inputs, for_value_heads, in_time_order, scan_impl
 from slipstream.ops._running_sums import Packing, nothing_yet, running_weights
 from slipstream.runtime.context_parallel import ContextParallel
 

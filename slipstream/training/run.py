@@ -15,10 +15,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    TensorBoardCallback,
-)
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
@@ -29,12 +26,7 @@ from slipstream.training.config import Parallel, RunConfig, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.parallel import (
-    ShardedTrainer,
-    expect_processes,
-    is_sharded,
-    make_mesh,
-)
+from slipstream.training.parallel import ShardedTrainer, expect_processes, is_sharded, make_mesh
 from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.sample import saved_directory, weights
 from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked

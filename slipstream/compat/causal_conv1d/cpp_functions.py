@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn
-from slipstream.compat.causal_conv1d.causal_conv1d_interface import (
-    causal_conv1d_update as _update,
-)
+from slipstream.compat.causal_conv1d.causal_conv1d_interface import causal_conv1d_update as _update
 
 
 def causal_conv1d_fwd_function(

@@ -17,11 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear import workspace
 from slipstream.kernels.linear.context_in_order import BackwardInOrder, ForwardInOrder
-from slipstream.kernels.linear.context_states import (
-    BackwardStates,
-    ForwardStates,
-    decays,
-)
+from slipstream.kernels.linear.context_states import BackwardStates, ForwardStates, decays
 from slipstream.kernels.linear.context_terms import Call, states_per_sequence
 from slipstream.kernels.linear.inputs import (
     DIFFERENTIABLE,

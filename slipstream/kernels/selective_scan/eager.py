@@ -15,12 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common.varlen import check_cu_seqlens_values
-from slipstream.kernels.selective_scan.inputs import (
-    CHUNK,
-    ScanInputs,
-    compute_dtype,
-    empty_states,
-)
+from slipstream.kernels.selective_scan.inputs import CHUNK, ScanInputs, compute_dtype, empty_states
 
 # Numbers in a segment's states: on a CPU they stay in cache.
 SEGMENT_ELEMENTS_CPU = 1 << 20

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.selective_scan.eager import (
-    selective_scan_backward,
-    selective_scan_forward,
-)
+from slipstream.kernels.selective_scan.eager import selective_scan_backward, selective_scan_forward
 from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, empty_states
 from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe

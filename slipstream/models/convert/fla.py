@@ -16,12 +16,7 @@ from slipstream.models.convert.families import (
     tokens_of,
     whole,
 )
-from slipstream.models.convert.rules import (
-    Rule,
-    convolutions,
-    joined,
-    renamed,
-)
+from slipstream.models.convert.rules import Rule, convolutions, joined, renamed
 
 WITHOUT_EFFECT = (
     "attn_mode",

@@ -12,11 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.norm.inputs import NormOptions, h_dtype, stats_shape, stores_h
 from slipstream.kernels.norm.triton import tiles
-from slipstream.kernels.norm.triton.norm import (
-    norm_bwd_kernel,
-    norm_fwd_kernel,
-    norm_sums_kernel,
-)
+from slipstream.kernels.norm.triton.norm import norm_bwd_kernel, norm_fwd_kernel, norm_sums_kernel
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count
 from slipstream.runtime.launch_cache import cached

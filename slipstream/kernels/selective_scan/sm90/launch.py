@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.selective_scan.inputs import ScanInputs
-from slipstream.kernels.selective_scan.sm90.backward import (
-    selective_scan_backward_sm90_kernel,
-)
+from slipstream.kernels.selective_scan.sm90.backward import selective_scan_backward_sm90_kernel
 from slipstream.kernels.selective_scan.sm90.forward import selective_scan_forward_sm90_kernel
 from slipstream.kernels.selective_scan.sm90.plan import CHUNK, empty_states, padded
 from slipstream.runtime.backends import device_of, sm_count

@@ -20,11 +20,7 @@ from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe import dplr_intra_safe_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
-from slipstream.kernels.linear.triton.dplr.backend import (
-    ChunkStates,
-    ScoreGrads,
-    TritonDplr,
-)
+from slipstream.kernels.linear.triton.dplr.backend import ChunkStates, ScoreGrads, TritonDplr
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk, token_args
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, SHIFT
 from slipstream.runtime.backends import sm_count

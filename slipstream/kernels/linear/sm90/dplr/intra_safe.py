@@ -33,12 +33,7 @@ from slipstream.kernels.linear.sm90.dplr.blocks import (
     put_product,
 )
 from slipstream.kernels.linear.sm90.dplr.by_quarters import of_tokens, quarters, takes_quarters
-from slipstream.kernels.linear.sm90.dplr.solve_tril import (
-    put,
-    ready,
-    scores,
-    solve,
-)
+from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
 from slipstream.kernels.linear.sm90.dplr.wy import (
     LOG2E,
     excess_of,

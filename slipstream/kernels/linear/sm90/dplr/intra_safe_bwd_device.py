@@ -1,10 +1,6 @@
 """Parts of intra_safe_bwd.py for a tile: sums into gates, triangles of scores, products."""
 
-from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
-    BLOCK,
-    gates_seen,
-    sum_gates,
-)
+from slipstream.kernels.linear.sm90.dplr.subchunk_decay import BLOCK, gates_seen, sum_gates
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,
     gl,

@@ -51,12 +51,7 @@ from slipstream.kernels.linear.sm90.dplr.by_quarters import (
     to_quarters,
     with_halves,
 )
-from slipstream.kernels.linear.sm90.dplr.solve_tril import (
-    put,
-    ready,
-    scores,
-    solve,
-)
+from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,

@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import (
-    Segments,
-    delta_tokens,
-    split_into_segments,
-)
+from slipstream.kernels.linear.segments import Segments, delta_tokens, split_into_segments
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, choose
 from slipstream.kernels.linear.triton.plan import INTERPRETED
