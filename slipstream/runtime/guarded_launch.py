@@ -11,10 +11,11 @@ import json
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from slipstream.compiler import compiler_state as machines
 from slipstream.compiler.compiler_state import (
@@ -234,6 +235,34 @@ def run_isolated(run: Callable[[], T], device: torch.device) -> T:
     if error is not None:
         raise error
     return result
+
+
+def plain_gradients(
+    run: Callable[..., Any], inputs: Sequence[Tensor | None], douts: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The gradients of run(*inputs) by autograd, for a backward whose kernels do not run.
+
+    Args:
+        run: in plain torch; returns a tensor, or as many as douts.
+        douts: gradients of what it returns; of what has none, nothing comes.
+
+    Returns:
+        A contiguous gradient of each input that is no None.
+    """
+    detached = [None if x is None else x.detach() for x in inputs]
+
+    def work() -> list[Tensor]:
+        # copies: tensors of inference mode take no gradients
+        leaves = [None if x is None else x.clone().requires_grad_() for x in detached]
+        results = run(*leaves)
+        results = (results,) if isinstance(results, Tensor) else results
+        pairs = [(y, d.to(y.dtype)) for y, d in zip(results, douts) if d is not None]
+        outputs, grads = [y for y, _ in pairs], [d for _, d in pairs]
+        wanted = [x for x in leaves if x is not None]
+        found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
+        return [torch.zeros_like(x) if y is None else y.contiguous() for x, y in zip(wanted, found)]
+
+    return run_isolated(work, next(d.device for d in douts if d is not None))
 
 
 def _suspected_bugs(here: CompilerState) -> str:

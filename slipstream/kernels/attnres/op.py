@@ -17,7 +17,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 # Those that the kernels take, and the most features of one.
 STREAMS, WIDEST = 16, 8192
@@ -100,16 +100,12 @@ def eager_backward(inputs: AttnresInputs, dy: Tensor) -> list[Tensor]:
     """As the kernels' backward."""
     query, residuals, weight, output_weight, eps, scale = inputs
 
-    def grads() -> list[Tensor]:
-        a = query.float() * weight.float() * scale
-        given = [a, *([] if output_weight is None else [output_weight.float()]), *residuals]
-        leaves = [x.detach().clone().requires_grad_() for x in given]
-        last = None if output_weight is None else leaves[1]
-        rows = leaves[1:] if last is None else leaves[2:]
-        y, _ = eager(AttnresInputs(leaves[0], rows, torch.ones_like(leaves[0]), last, eps, 1.0))
-        return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
+    def plain(a: Tensor, last: Tensor | None, *rows: Tensor) -> Tensor:
+        return eager(AttnresInputs(a, list(rows), torch.ones_like(a), last, eps, 1.0))[0]
 
-    found = run_isolated(grads, dy.device)
+    a = query.float() * weight.float() * scale
+    last = None if output_weight is None else output_weight.float()
+    found = plain_gradients(plain, [a, last, *residuals], [dy])
     return found if output_weight is not None else [found[0], found[0].new_empty(0), *found[1:]]
 
 

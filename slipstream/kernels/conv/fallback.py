@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.conv.eager import convolve
 from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs
-from slipstream.runtime.guarded_launch import run_isolated
+from slipstream.runtime.guarded_launch import plain_gradients
 from slipstream.runtime.token_ids import expect_below
 
 
@@ -64,19 +64,16 @@ def backward(
     unit: int = 0,
 ) -> list[Tensor]:
     """dx, dweight and, where they are there, dbias and dstate."""
-    detached = [None if t is None else t.detach() for t in (x, weight, bias, state)]
 
-    def run() -> list[Tensor]:
-        leaves = [None if t is None else t.clone().requires_grad_() for t in detached]
-        x, weight, bias, state = leaves
-        assert x is not None and weight is not None
+    def plain(
+        x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None
+    ) -> Sequence[Tensor]:
         y = convolution(ConvInputs(x, weight, bias, None, state, cu_seqlens), silu)
-        requested = [t for t in leaves if t is not None]
-        tensors = normalised(y, [dy.shape[-1] for dy in dys], unit)
-        grads = torch.autograd.grad(tensors, requested, [*dys])
-        return [torch.empty_like(t).copy_(g) for t, g in zip(requested, grads)]
+        return normalised(y, [dy.shape[-1] for dy in dys], unit)
 
-    return run_isolated(run, x.device)
+    inputs = [t for t in (x, weight, bias, state) if t is not None]
+    grads = plain_gradients(plain, (x, weight, bias, state), dys)
+    return [torch.empty_like(t).copy_(g) for t, g in zip(inputs, grads)]
 
 
 def update(

@@ -7,7 +7,8 @@ slipstream::decay_gate gives g, slipstream::decay_gate_backward the gradients of
 parameters that there are. Backward reads x, which may have 16 bits, and nothing in float32 but dg.
 """
 
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 
 def decay_gate(
@@ -153,16 +154,7 @@ def _run_backward(
             from slipstream.kernels.decay_gate.triton import launch
 
             return launch.backward(dg, x, A_log, dt_bias, lower_bound)
-
-    def run() -> list[Tensor]:
-        leaves = [None if t is None else t.detach().clone().requires_grad_() for t in inputs]
-        requested = [t for t in leaves if t is not None]
-        x, A_log, dt_bias = cast(Any, leaves)
-        g = plain(x, A_log, dt_bias, lower_bound)
-        grads = torch.autograd.grad(g, requested, dg)
-        return [t.contiguous() for t in grads]
-
-    return run_isolated(run, dg.device)
+    return plain_gradients(partial(plain, lower_bound=lower_bound), inputs, [dg])
 
 
 def _forward_fake(x: Tensor, *_: Any) -> Tensor:

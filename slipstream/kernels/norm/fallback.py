@@ -1,13 +1,13 @@
 """The norms' launches in plain torch, for compilers that fail at their kernels."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import eager
 from slipstream.kernels.norm.inputs import NormOptions, stats_shape, stores_h
-from slipstream.runtime.guarded_launch import run_isolated
+from slipstream.runtime.guarded_launch import plain_gradients
 
 
 def norm(
@@ -53,18 +53,13 @@ def backward(
     needs_bias: bool,
 ) -> tuple[Any, ...]:
     """dx, dresidual, dweight, dbias, dgate."""
-    detached = [None if x is None else x.detach() for x in (h, weight, bias, gate)]
 
-    def run() -> list[Tensor | None]:
-        leaves = [None if x is None else x.clone().requires_grad_() for x in detached]
-        x, w, b, g = cast(Any, leaves)
-        y, _ = eager.compose(x, w, b, g, None, n, eager.rms, eager.layer)
-        requested = [x for x in leaves if x is not None]
-        grads = iter(torch.autograd.grad(y, requested, dy.to(y.dtype)))
-        return [None if x is None else next(grads) for x in leaves]
+    def plain(*leaves: Any) -> Tensor:
+        return eager.compose(*leaves, residual=None, n=n, rms=eager.rms, layer=eager.layer)[0]
 
-    dsum, dweight, dbias, dgate = run_isolated(run, dy.device)
-    assert dsum is not None
+    dsum, *others = plain_gradients(plain, (h, weight, bias, gate), [dy])
+    remaining = iter(others)
+    dweight, dbias, dgate = (None if x is None else next(remaining) for x in (weight, bias, gate))
     if dh is not None:
         dsum = dsum + dh
     dx = dsum.to(dy.dtype)

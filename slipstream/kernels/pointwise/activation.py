@@ -6,6 +6,7 @@ slipstream::glu and slipstream::glu_backward are the operators, for tracers; pla
 without them. linear.py has the product that follows.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -78,13 +79,7 @@ def _eager_backward(
     gate: Tensor, up: Tensor | None, dy: Tensor, f: str
 ) -> tuple[Tensor, Tensor | None]:
     """dgate, dup; in the order of memory."""
-
-    def grads() -> list[Tensor]:
-        leaves = [x.detach().clone().requires_grad_() for x in (gate, up) if x is not None]
-        y = _eager(leaves[0], leaves[1] if up is not None else None, f)
-        return [x.contiguous() for x in torch.autograd.grad(y, leaves, dy)]
-
-    dgate, *dup = run_isolated(grads, dy.device)
+    dgate, *dup = plain_gradients(partial(_eager, f=f), (gate, up), [dy])
     return dgate, dup[0] if dup else None
 
 

@@ -28,7 +28,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 
 def chosen(impl: str | None, k: Tensor, *others: Tensor | None) -> str | None:
@@ -153,17 +153,10 @@ def _run_backward(*args: Any) -> list[Tensor]:
         if usable:
             return _kernels().backward(inputs, sums, dy, dfinal, dby)
 
-    def grads() -> list[Tensor]:
-        leaves: list[Any] = [
-            None if t is None else t.detach().requires_grad_() for t in inputs.differentiable
-        ]
-        outs = plain(Inputs._make([*leaves, *inputs[len(leaves) :]]), dby is not None)
-        douts = [dy, torch.zeros_like(outs[1]) if dfinal is None else dfinal, dby]
-        count = 2 if dby is None else 3
-        inputs_of = [t for t in leaves if t is not None]
-        return [*torch.autograd.grad(outs[:count], inputs_of, douts[:count])]
+    def plain_outputs(*leaves: Any) -> tuple[Tensor, ...]:
+        return plain(Inputs._make([*leaves, *inputs[len(leaves) :]]), dby is not None)
 
-    return [t.contiguous() for t in run_isolated(grads, inputs.k.device)]
+    return plain_gradients(plain_outputs, inputs.differentiable, [dy, dfinal, dby])
 
 
 def _kernels() -> Any:

@@ -24,7 +24,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 # inputs a token that the kernels take, whose products they make one by one, and channels
 INPUTS, WIDEST = 8, 1024
@@ -148,12 +148,7 @@ def _run_backward(
             from slipstream.kernels.rotation.triton import rotation as kernels
 
             return kernels.backward(q, k, theta, dq_out, dk_out, ddots)
-
-    def grads() -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, theta)]
-        return [*torch.autograd.grad(plain(*leaves), leaves, [dq_out, dk_out, ddots])]
-
-    return [x.contiguous() for x in run_isolated(grads, q.device)]
+    return plain_gradients(plain, (q, k, theta), [dq_out, dk_out, ddots])
 
 
 def _guard(impl: str, q: Tensor, theta: Tensor) -> Guard:

@@ -31,7 +31,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 
 def chosen(operator: str, impl: str | None, k: Tensor, *others: Tensor) -> str | None:
@@ -170,21 +170,6 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _gradients(
-    run: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], grads: list[Tensor | None]
-) -> list[Tensor]:
-    """The gradients of run(*inputs) in torch, by autograd."""
-
-    def found() -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        pairs = [(x, d) for x, d in zip(run(*leaves), grads) if d is not None]
-        outputs, douts = [x for x, _ in pairs], [d for _, d in pairs]
-        got = torch.autograd.grad(outputs, leaves, douts, allow_unused=True)
-        return [torch.zeros_like(x) if y is None else y for x, y in zip(leaves, got)]
-
-    return [x.contiguous() for x in run_isolated(found, inputs[0].device)]
-
-
 def _run_weights(
     k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,9 +194,8 @@ def _run_weights_backward(
     with _guard(impl, k) as usable:
         if usable:
             return [*_kernels().weights_backward(g, z, cu_seqlens, dc, dg, dafter)]
-    return _gradients(
-        lambda k, z: _plain_weights(k, z, cu_seqlens), (k, z), [dc, dg, dafter]
-    )  # fmt: skip
+    plain = partial(_plain_weights, cu_seqlens=cu_seqlens)
+    return plain_gradients(plain, (k, z), [dc, dg, dafter])
 
 
 def _run_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -234,9 +218,11 @@ def _run_mean_backward(*args: Any) -> list[Tensor]:
         if usable:
             return _kernels().means_backward(inputs, *grads)
     *differentiable, cu_seqlens = inputs
-    return _gradients(
-        lambda *x: _plain_mean(MeanInputs._make([*x, cu_seqlens])), tuple(differentiable), grads[2:]
-    )
+
+    def plain(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return _plain_mean(MeanInputs._make([*leaves, cu_seqlens]))
+
+    return plain_gradients(plain, differentiable, grads[2:])
 
 
 def _kernels() -> Any:

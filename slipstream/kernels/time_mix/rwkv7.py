@@ -34,7 +34,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 SLOWEST_LOG_DECAY = -math.exp(-0.5)
 # inside the root of the norm of keys
@@ -267,7 +267,7 @@ def terms_grads(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tens
     for i, more in ((1, douts.dk_read), (4, douts.dv_read)):
         if more is not None:
             grads[i] = grads[i] + more
-    return _plain_backward(lambda *leaves: plain_terms(TermsInputs(*leaves), heads), inputs, grads)
+    return plain_gradients(lambda *x: plain_terms(TermsInputs(*x), heads), inputs, grads)
 
 
 def _run_output(*args: Any) -> Tensor:
@@ -290,19 +290,7 @@ def _run_output_backward(*args: Any) -> list[Tensor]:
 
 def output_grads(dy: Tensor, inputs: OutputInputs, eps: float) -> list[Tensor]:
     """The backward in plain torch."""
-    return _plain_backward(lambda *leaves: [plain_output(OutputInputs(*leaves), eps)], inputs, [dy])
-
-
-def _plain_backward(
-    call: Callable[..., list[Tensor]], inputs: Sequence[Tensor | None], douts: Sequence[Tensor]
-) -> list[Tensor]:
-    def run() -> list[Tensor]:
-        leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
-        requested = [x for x in leaves if x is not None]
-        grads = torch.autograd.grad(call(*leaves), requested, list(douts))
-        return [x.contiguous() for x in grads]
-
-    return run_isolated(run, douts[0].device)
+    return plain_gradients(lambda *x: plain_output(OutputInputs(*x), eps), inputs, [dy])
 
 
 @cache

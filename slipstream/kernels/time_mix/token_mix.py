@@ -29,7 +29,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, run_isolated
+from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 Weights = Sequence[Sequence[Tensor]]
 
@@ -178,14 +178,7 @@ def _run_backward(
 
 
 def _plain_backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[Tensor]:
-    def run() -> list[Tensor]:
-        leaves: list[Any] = [
-            None if t is None else t.detach().clone().requires_grad_() for t in (x, before, mu)
-        ]
-        requested = [t for t in leaves if t is not None]
-        return [*torch.autograd.grad(plain(*leaves), requested, dy)]
-
-    return run_isolated(run, x.device)
+    return plain_gradients(plain, (x, before, mu), [dy])
 
 
 def _forward_fake(x: Tensor, before: Tensor | None, mu: Tensor, impl: str) -> Tensor:
