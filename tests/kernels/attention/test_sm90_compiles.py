@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 # bytes of stack a thread, by a part of the kernel's name, the width of a head, and what it has:
 # words that are kept from before a loop over tiles till after it; forward by ptxas 13.0 alone
 STACK = {
-    ("fwd", 128, "packed window"): 8,
+    ("fwd", 128, "packed window"): 16,
     ("fwd", 128, "window"): 16,
     ("bwd", 64, "packed softcap"): 8,
 }

@@ -42,7 +42,6 @@ from slipstream.kernels.attention.sm90.bwd_fused_load import (
     load_partition,
 )
 from slipstream.kernels.attention.sm90.common import (
-    RIGHT,
     SOFTCAP,
     SPARE_REGISTERS,
     THREAD_ROW_BITS,
@@ -265,8 +264,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     FIRST: gl.constexpr = c * NUM_SCALARS
     scalars = (query + (count - 1) * BM, count, inner, outer, queries)
     scalars = scalars + (row, keys, loc.i_h, loc.i_kb, loc.begin_k, loc.capacity)
-    ROUNDS: gl.constexpr = 2 if FLAGS & RIGHT else 1
-    scalars = scalars + (gl.maximum(group, 1) * ROUNDS,)
+    scalars = scalars + (gl.maximum(group, 1),)
     store_scalars(pad, scalars, FIRST, D)
     dk = gl.zeros([64, D], gl.float32, k_layout)
     dv = gl.zeros([64, D], gl.float32, k_layout)
@@ -277,36 +275,28 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         kv_regs = (k.load(k_regs), v.load(k_regs))
-    # Under a causal mask each head of q has two rounds, each some steps with masks, then some
-    # without, of which the second has none: the code of a masked step is there once.
-    i_round = 0
+    i_head = 0
     going = True
     while going:
         last, count, inner, outer, queries, row, keys = load_scalar(pad, scalars[:7], FIRST, D)
         mask_args = _mask_args(
             row - (keys - queries), row, keys, window, i_step, s_layout, D, FLAGS
         )
-        first, end = 0, count - outer
-        if i_round % ROUNDS == 1:
-            first, end = count - inner, count
-        for i in range(first, end):
-            dk, dv = _step(
-                c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
-                last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
-            )  # fmt: skip
-        last, count, inner, outer, queries = load_scalar(pad, scalars[:5], FIRST, D)
-        first, end = count - outer, count - inner
-        if i_round % ROUNDS == 1:
-            first = end
-        for i in range(first, end):
-            dk, dv = _step(
-                c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
-                last - i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
-            )  # fmt: skip
-        if i_round % ROUNDS == ROUNDS - 1:
-            i_step += load_scalar(pad, scalars[1:2], FIRST + 1, D)[0]
-        i_round += 1
-        going = i_round < load_scalar(pad, scalars[11:], FIRST + 11, D)[0]
+        for i in range(count):
+            # one loop, so that the code of a masked step is there once
+            if (i < count - outer) | (i >= count - inner):
+                dk, dv = _step(
+                    c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
+                    last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
+                )  # fmt: skip
+            else:
+                dk, dv = _step(
+                    c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
+                    last - i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
+                )  # fmt: skip
+        i_step += load_scalar(pad, scalars[1:2], FIRST + 1, D)[0]
+        i_head += 1
+        going = i_head < load_scalar(pad, scalars[11:], FIRST + 11, D)[0]
     if D == 64:
         _whole(c, buffers.k, buffers.dx, buffers.dq, full, empty, zero_q, i_step - 1)
     elif i_step > 0:

@@ -99,9 +99,10 @@ def _product(bufs_q, stage_q, bufs_k, i_step, zero, ST: gl.constexpr, PANELS: gl
 
 
 @gluon.jit
-def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, ST: gl.constexpr,
-          PANELS: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    """q k^T of this step beside p v of the one before, and that beside the exponentials."""
+def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, masked,
+          ST: gl.constexpr, PANELS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """q k^T of this step beside p v of the one before, and that beside the exponentials; masked:
+    whether a query may not see a key of the tile."""
     e, m, l, acc, shrink = state
     prev = i_step - 1
     wait_full(ring_k.full, i_step, ST)
@@ -114,7 +115,7 @@ def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, 
     # q k^T is done, p v may still run: k can be overwritten
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(ring_k.empty.index(i_step % ST))
-    e, m, shrink = weights(s, m, mask_args, i_step, key, ring_v.buffers.shape[2], MASKED, FLAGS)
+    e, m, shrink = weights(s, m, mask_args, i_step, key, masked, ring_v.buffers.shape[2], FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # a second wait for a barrier that has long passed: ptxas would otherwise move the wait for p v
     # above the exponentials, which are to run beside it
@@ -141,31 +142,16 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     mbarrier.arrive(ring_k.empty.index(i_step % ST))
     # the first tile has no p v beside it
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
-    if (inner == 0) & (outer > 0):
-        e, m, _ = weights(s, m, mask_args, i_step, key, DV, False, FLAGS)
-    else:
-        e, m, _ = weights(s, m, mask_args, i_step, key, DV, True, FLAGS)
+    masked = (inner > 0) | (outer <= 0)
+    e, m, _ = weights(s, m, mask_args, i_step, key, masked, DV, FLAGS)
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
-    inner = gl.maximum(inner, 1)
-    outer = gl.maximum(outer, 1)
-    # three loops of one body: left edge (masked), inside, right edge (masked)
-    if FLAGS & LEFT:
-        for i in range(1, inner):
-            e, m, l, acc, shrink = _step(
-                stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
-                mask_args, key + i * BN, ST, PANELS, True, FLAGS,
-            )  # fmt: skip
-    for i in range(inner, outer):
+    # one loop, with a branch around the mask alone: the code of a step is there once
+    for i in range(1, count):
         e, m, l, acc, shrink = _step(
             stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i, mask_args,
-            key + i * BN, ST, PANELS, False, FLAGS,
-        )  # fmt: skip
-    for i in range(outer, count):
-        e, m, l, acc, shrink = _step(
-            stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i, mask_args,
-            key + i * BN, ST, PANELS, True, FLAGS,
+            key + i * BN, (i < inner) | (i >= outer), ST, PANELS, FLAGS,
         )  # fmt: skip
     return operand(e, acc, bufs_q.dtype), m, l, scaled(acc, shrink)
 

@@ -66,11 +66,11 @@ def _row_max(s, like):
 
 
 @gluon.jit
-def weights(s, m, mask_args, i_step, key, DV: gl.constexpr, MASKED: gl.constexpr,
-            FLAGS: gl.constexpr):  # fmt: skip
+def weights(s, m, mask_args, i_step, key, masked, DV: gl.constexpr, FLAGS: gl.constexpr):
     """p of a tile whose first key is `key`, the new m, and the factor of what was summed before.
 
-    mask_args: the first query's position, the number of keys, the window, factor and cap.
+    mask_args: the first query's position, the number of keys, the window, factor and cap. masked:
+    whether a query may not see a key of the tile.
     """
     layout: gl.constexpr = s.type.layout
     at, keys, window, factor, cap = mask_args
@@ -78,7 +78,7 @@ def weights(s, m, mask_args, i_step, key, DV: gl.constexpr, MASKED: gl.constexpr
     if FLAGS & SOFTCAP:
         s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
         score_scale = 1.0
-    if MASKED:
+    if masked:
         o_m = opaque_range(
             gl.arange(0, 64, m.type.layout), opaque_if_wide(i_step, DV), THREAD_ROW_BITS
         )
@@ -103,9 +103,7 @@ def weights(s, m, mask_args, i_step, key, DV: gl.constexpr, MASKED: gl.constexpr
             s = where_below(s, o_n[None, :], high[:, None])
     top = _row_max(s, m) * score_scale
     top = gl.where(top > m + SLACK, top, m)
-    base = top
-    if MASKED:
-        base = gl.where(top == float("-inf"), 0.0, top)
+    base = gl.where(top == float("-inf"), 0.0, top)
     return gl.exp2(s * score_scale - base[:, None]), top, gl.exp2(m - base)
 
 
