@@ -162,6 +162,14 @@ def test_operator_is_causal_bitwise(op: Sample, impl: str | None) -> None:
     assert not changed_bits(op, impl)
 
 
+@operators_with(lambda op: op.op.startswith("chunk_") and "k" in op.dims)
+def test_past_of_small_keys_keeps_its_bits(op: Sample) -> None:
+    """Where a strong decay of one token meets the inverse of a later one's."""
+    gates = ("weak", "strong"), ("strong", "weak")
+    for small in (2.0**-24, 2.0**-40):
+        assert not changed_bits(op, cuts=(21, 40), gates=gates, small=small)
+
+
 @every_operator
 def test_operator_takes_any_strides(op: Sample) -> None:
     args = op.inputs(Size(T=20, gate="mixed"))

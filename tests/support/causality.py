@@ -15,6 +15,8 @@ CUTS = (5, 21, 40, 66)
 SIZE = Size(B=1, T=70, H=1, HV=2, K=16, V=16)
 # gates of the call, and of what its future becomes
 GATES = (("weak", "weak"), ("weak", "strong"), ("strong", "weak"), ("mixed", "mixed"))
+# keys, and what free transitions write
+KEYS = ("k", "b")
 
 
 def changed_bits(
@@ -25,14 +27,18 @@ def changed_bits(
     gates: tuple[tuple[str, str], ...] = GATES,
     device: torch.device = CPU,
     seeds: tuple[int, ...] = (0,),
+    small: float = 1.0,
 ) -> list[str]:
-    """Where bits of the past have changed, in words."""
+    """Where bits of the past have changed, in words. small: what keys are multiplied by."""
     found = []
     options = {} if impl is None else {"impl": impl}
     for (gate, other), seed in itertools.product(gates, seeds):
         torch.manual_seed(seed)
         args = op.inputs(replace(size, gate=gate), device)
         future = op.inputs(replace(size, gate=other), device)
+        for given, name in itertools.product((args, future), KEYS):
+            if name in given:
+                given[name] = given[name] * small
         with torch.no_grad():
             before = bits(flat(op(args, **options))[0])
             for cut in cuts:

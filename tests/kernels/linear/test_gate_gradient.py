@@ -27,7 +27,7 @@ from tests.support.interpreted import run
 from tests.support.linear_interpreted import reference
 from tests.support.operators import offsets
 
-T, LENGTHS = 200, (5, 0, 91, 104)
+T, LENGTHS = 150, (5, 0, 71, 74)
 GATES = {
     "all strengths": lambda x: -37 * x**8,
     "few of -37": lambda x: torch.where(x > 0.97, -37.0, -0.05 * x),

@@ -42,7 +42,7 @@ MAKES = [
 ]  # fmt: skip
 # Of those gated, whose flags are each in two others; narrow and ungated kinds are in two makes.
 FURTHER = (
-    "parts", "wide_span", "wide_states", "ends_every", "shared_scan", "split_scan",
+    "parts", "wide_span", "wide_states", "ends_every", "one_scan", "shared_scan", "split_scan",
 )  # fmt: skip
 SAMPLE = {
     "plain": ("solve", "o", "back"),

@@ -26,8 +26,9 @@ CASES = {
     "dplr bf16 gates": ("dplr", BF16, BF16, 128, 128, False),
     "dplr fp16 gates": ("dplr", FP16, FP16, 64, 128, True),
 }
-# each transition, dtype, width and kind of gates, whole and packed, is in the others
-FURTHER = ("kda narrow", "kda bf16 gates", "dplr bf16 gates")
+# each transition and width, whole and packed, is in the others; tests/support/sm90_dplr.py has
+# gates of 16 bits
+FURTHER = ("kda narrow", "kda bf16 gates", "dplr bf16 gates", "dplr fp16 gates")
 
 
 def terms(case: tuple, device: torch.device) -> LinearInputs:

@@ -24,6 +24,7 @@ CASES = {
     "wide gated": (torch.bfloat16, True, True, True, 192, 256),
     "wide split": (torch.float16, True, False, False, 8192, 256),
 }
+FURTHER = ("gated", "wide plain", "wide split")
 
 
 def terms(case: tuple, device: torch.device | str) -> LinearInputs:
@@ -44,8 +45,8 @@ def terms(case: tuple, device: torch.device | str) -> LinearInputs:
 @pytest.mark.parametrize(
     "case",
     [
-        # widths of 256 are in two cases, segments and float16 in one
-        pytest.param(x, id=name, marks=pytest.mark.slow if name == "wide split" else ())
+        # each flag is in another
+        pytest.param(x, id=name, marks=pytest.mark.slow if name in FURTHER else ())
         for name, x in CASES.items()
     ],
 )
