@@ -426,6 +426,8 @@ call_backward = KernelOp(
 )
 
 
+# With gradients: as _call_slices where states between slices are kept for the backward, _saving
+# where sm_90's delta rule hands it WY factors, else _training. They differ in results, not in o.
 _call_forward_training = call_forward.before(_compile_backward_also)
 _call_forward_saving = DirectCall(
     partial(forward_impl, save=True), compile_also=_compile_backward_also
