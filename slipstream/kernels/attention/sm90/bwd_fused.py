@@ -145,10 +145,11 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, i_step):
 
 
 @gluon.jit
-def _mask_args(at, row, keys, window, i_step, layout: gl.constexpr, D: gl.constexpr,
-           FLAGS: gl.constexpr):  # fmt: skip
-    """The queries that see each of 64 keys: `width` from `low` on. at: the first key, as a row of
-    queries."""
+def _visible(at, window, i_step, layout: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):
+    """The queries that see each of 64 keys: `width` from `low` on. at: the number of queries, the
+    first key, and the number of keys."""
+    queries, row, keys = at
+    at = row - (keys - queries)
     i_step = opaque_if_wide(i_step, D)
     left, right = opaque(window, i_step)
     o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), i_step, THREAD_ROW_BITS)
@@ -158,17 +159,21 @@ def _mask_args(at, row, keys, window, i_step, layout: gl.constexpr, D: gl.conste
 
 
 @gluon.jit
-def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step, mask_args,
-          query, queries, factor, cap, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-          MASKED: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step, pad,
+          scalars, window, query, masked, factor, cap, BM: gl.constexpr, D: gl.constexpr,
+          ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """One tile of queries: adds to dk and dv, publishes dx, and computes dq of the step before.
 
-    query: the tile's first row in the sequence. kv_regs: k and v as operands, D = 64.
+    query: the tile's first row in the sequence. masked: whether a query of it may not see a key, or
+    it has rows past the end. pad, scalars: those of the unit. kv_regs: k and v as operands, D = 64.
     """
     layout: gl.constexpr = zero.type.layout
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    num_valid = queries - query
+    # with a softcap two ways to the weights would spill
+    if FLAGS & SOFTCAP and D > SPARE_REGISTERS:
+        masked = True
     stage = i_step % ST
+    FIRST: gl.constexpr = c * NUM_SCALARS
     q, do = buffers.q.index(stage), buffers.do.index(stage)
     if D == 64:
         k, v = kv_regs
@@ -180,9 +185,10 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
             buffers.v.index(opaque_zero).slice(c * 64, 64),
         )
     wait_full(full.q, i_step, ST)
-    if MASKED:
+    if masked:
         wait_full(full.do, i_step, ST)
-        zero_tail_rows((q, do), num_valid, i_step, BM, D)
+        (queries,) = load_scalar(pad, scalars[4:5], FIRST + 4, D)
+        zero_tail_rows((q, do), queries - query, i_step, BM, D)
     if D != 64:
         # a unit's first step multiplies what the buffer happens to hold, and drops the result
         prev = i_step - 1
@@ -194,16 +200,22 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
         dq = warpgroup_mma_wait(1, deps=(dq,))
         if prev >= 0:
             _publish_half(c, dq, buffers.dq, full, empty, prev)
-    if not MASKED:
-        wait_full(full.do, i_step, ST)
+    wait_full(full.do, i_step, ST)
     delta = buffers.delta.index(stage).load(gl.SliceLayout(0, layout))
     dp = gl.expand_dims(0.0 - delta, 0) + zero
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
     base = buffers.base.index(stage).load(gl.SliceLayout(0, layout))
     s = warpgroup_mma_wait(1, deps=(s,))
     o_m = query + gl.arange(0, BM, gl.SliceLayout(0, layout))
-    p, w = weights(s, base, mask_args, o_m, factor, cap, MASKED, FLAGS)
-    dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), a_layout), do, dv, is_async=True)
+    if masked:
+        at = load_scalar(pad, scalars[4:7], FIRST + 4, D)
+        seen = _visible(at, window, i_step, layout, D, FLAGS)
+        p, w = weights(s, base, seen, o_m, factor, cap, True, FLAGS)
+        p = p.to(q.dtype)
+    else:
+        p, w = weights(s, base, (), o_m, factor, cap, False, FLAGS)
+        p = p.to(q.dtype)
+    dv = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     dx = (w * dp).to(q.dtype)
     dk = warpgroup_mma(gl.convert_layout(dx, a_layout), q, dk, is_async=True)
@@ -262,7 +274,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
         outer = inner
     row += c * 64
     FIRST: gl.constexpr = c * NUM_SCALARS
-    scalars = (query + (count - 1) * BM, count, inner, outer, queries)
+    scalars = (query + (count - 1) * BM, count, count - inner, count - outer, queries)
     scalars = scalars + (row, keys, loc.i_h, loc.i_kb, loc.begin_k, loc.capacity)
     scalars = scalars + (gl.maximum(group, 1),)
     store_scalars(pad, scalars, FIRST, D)
@@ -275,25 +287,17 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         kv_regs = (k.load(k_regs), v.load(k_regs))
+    # one loop over a head's steps, so that the code of a step is there once
     i_head = 0
     going = True
     while going:
-        last, count, inner, outer, queries, row, keys = load_scalar(pad, scalars[:7], FIRST, D)
-        mask_args = _mask_args(
-            row - (keys - queries), row, keys, window, i_step, s_layout, D, FLAGS
-        )
+        last, count = load_scalar(pad, scalars[:2], FIRST, D)
         for i in range(count):
-            # one loop, so that the code of a masked step is there once
-            if (i < count - outer) | (i >= count - inner):
-                dk, dv = _step(
-                    c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
-                    last - i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
-                )  # fmt: skip
-            else:
-                dk, dv = _step(
-                    c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, mask_args,
-                    last - i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
-                )  # fmt: skip
+            inner, outer = load_scalar(pad, scalars[2:4], FIRST + 2, D)
+            dk, dv = _step(
+                c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, pad, scalars,
+                window, last - i * BM, (i < outer) | (i >= inner), factor, cap, BM, D, ST, FLAGS,
+            )  # fmt: skip
         i_step += load_scalar(pad, scalars[1:2], FIRST + 1, D)[0]
         i_head += 1
         going = i_head < load_scalar(pad, scalars[11:], FIRST + 11, D)[0]
