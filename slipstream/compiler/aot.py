@@ -42,6 +42,8 @@ _OPTIONS = {
     "launch_cooperative_grid": False,
     **FUSION,
 }
+# all that Triton makes of a kernel for which tensor memory (sm_100) does not do
+_TRAP = re.compile(r"^// %bb\.0:.*\n(?:\s*\.loc.*\n)?\s*trap;", re.M)
 _DOT = r"\btt\.dot\b|\bttng\.warp_group_dot\b|\bttng\.tc_gen5_mma\b"
 _DOT_ROWS = r"\btt\.dot\b.*-> tensor<(?:\d+x)*(\d+)x\d+x[a-z]"
 
@@ -137,6 +139,7 @@ def compile_kernel(
 
     Raises:
         ValueError: an argument is no parameter of the kernel, or a constexpr has no value.
+        RuntimeError: it wants more tensor memory than there is.
         Whatever Triton raises: the kernel does not compile there.
     """
     import triton
@@ -154,6 +157,8 @@ def compile_kernel(
     asm = {name: compiled.asm[name] for name in compiled.asm}
     registers, stack = _resources(asm)
     text = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
+    if _TRAP.search(text):
+        raise RuntimeError(f"{source.name}: out of tensor memory")
     products = str(asm.get("ttir") or asm.get("ttgir", ""))
     return Compiled(
         shared=compiled.metadata.shared,

@@ -57,6 +57,7 @@ LONGEST = (
     "scalar_decay_chunk_fwd_sm90_kernel",
     "delta_chunk_fwd_sm90_kernel",
     "vector_decay_dqkg_halves_kernel",
+    "vector_decay_dqkg_quarters_kernel",
     "conv_bwd_rolling_kernel",
     "vector_decay_scores_kernel",
     "delta_segment_transition_bwd_sm90_kernel",

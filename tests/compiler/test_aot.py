@@ -58,3 +58,14 @@ def test_compile_kernel_names_what_it_was_not_given() -> None:
         compile_kernel(PRODUCT, TENSORS, {})
     with pytest.raises(ValueError, match="product_kernel: has no parameter WIDTH, z_ptr"):
         compile_kernel(PRODUCT, {"z_ptr": "*bf16"}, {"WIDTH": 1})
+
+
+def test_compile_kernel_refuses_what_tensor_memory_does_not_do_for() -> None:
+    """Triton makes a trap of it, which compiles."""
+    from slipstream.compiler.aot import compile_kernel
+
+    kernel, tensors = "tests.support.planted_bugs:products_kernel", {"x_ptr": "*bf16"}
+    tensors |= {"o_ptr": "*fp32"}
+    assert compile_kernel(kernel, tensors, {"COUNT": 2}, target="sm_100").instructions["tcgen05"]
+    with pytest.raises(RuntimeError, match="products_kernel: out of tensor memory"):
+        compile_kernel(kernel, tensors, {"COUNT": 6}, target="sm_100")

@@ -44,6 +44,7 @@ CHANNEL_GATES = {
     "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
     "per token": lambda x: (-x[..., :1]).expand(x.shape),
     "middling": lambda x: -6 * x,
+    "even": lambda x: -7.2 - 0.2 * x,
     "bfloat16": lambda x: (-x).bfloat16(),
 }
 

@@ -35,6 +35,20 @@ def planted_kernel(x_ptr, n, WHAT: tl.constexpr):
     tl.store(x_ptr + i, i + one, mask=i < n)
 
 
+@triton.jit
+def products_kernel(x_ptr, o_ptr, n, COUNT: tl.constexpr):
+    """COUNT products one after the other, each with tensor memory of its own on sm_100."""
+    o_x = tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    for _ in range(n):
+        b_x = tl.load(x_ptr + o_x)
+        b_sum = tl.zeros((128, 128), tl.float32)
+        for i in tl.static_range(COUNT):
+            b_y = tl.dot(b_x, tl.trans(b_x))
+            b_x = (b_y * 2).to(b_x.dtype)
+            b_sum += tl.where(o_x > i, b_y, 0.0)
+        tl.store(o_ptr + o_x, b_sum)
+
+
 @triton.jit(do_not_specialize=["scale", "n"])
 def product_kernel(
     x_ptr, y_ptr, o_ptr, bias_ptr, scale, n, N: tl.constexpr, PRECISION: tl.constexpr = "tf32"

@@ -17,7 +17,6 @@ of each. Nothing here waits for the device, nor depends on values there.
 """
 
 from collections.abc import Mapping
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous, pointers
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import NUM_SMS, Segments, num_chunks
+from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
 from slipstream.kernels.linear.triton.dplr import launch
@@ -452,16 +452,9 @@ def _gate_options(terms: LinearInputs) -> dict[str, Any]:
     }
 
 
-@cache
-def _triangles(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
-    ones = torch.ones(C, C, device=device, dtype=dtype)
-    return torch.stack([ones.tril(), ones.tril(-1)])
-
-
 def _ones(terms: LinearInputs) -> Tensor:
-    """The inputs of dplr_gates.triangle."""
     dtype = torch.float32 if _gate_options(terms)["FP32"] else torch.bfloat16
-    return _triangles(terms.q.device, tile_of(terms)[0].C, dtype)
+    return gate_ones(terms.q.device, tile_of(terms)[0].C, dtype)
 
 
 def _within(memory: Tensor | None, like: Tensor, size: tuple[int, ...]) -> Tensor:

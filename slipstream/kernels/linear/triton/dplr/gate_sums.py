@@ -25,10 +25,18 @@ zeros to reads that have none.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.linear.triton.common.gate_ones import (
+    BASE,
+    BLOCK,
+    READS,
+    START,
+    WRITES,
+    load_ones,
+)
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # 2^-256 is 0 in float32, and little enough for sums of it to keep the gates beside it
 LOWEST_GATE = tl.constexpr(-256.0)
-BASE = tl.constexpr(4)
 
 
 @triton.jit
@@ -40,17 +48,38 @@ def load_gates_of(p_g, m_g):
 
 
 @triton.jit
-def product_of_gates(b_seen, b_g, FP32: tl.constexpr, PRECISION: tl.constexpr):
-    """b_seen [C, C] of -1, 0 and 1 times b_g [C, BK]."""
+def split_gates(b_g, FP32: tl.constexpr):
+    """Gates as sums_of takes them: two parts, which are right to 2^-17 and faster than float32."""
+    b_high = b_g
+    b_low = b_g
+    if not FP32:
+        b_high = b_g.to(tl.bfloat16)
+        b_low = (b_g - b_high.to(tl.float32)).to(tl.bfloat16)
+    return b_high, b_low
+
+
+@triton.jit
+def sums_of(b_seen, terms, FP32: tl.constexpr, PRECISION: tl.constexpr):
+    """b_seen [C, C] of -1, 0 and 1 times gates that are split."""
     if FP32:
-        b_sum = tl.dot(b_seen.to(tl.float32), b_g, input_precision=PRECISION)
+        b_sum = tl.dot(b_seen.to(tl.float32), terms[0], input_precision=PRECISION)
     else:
         b_seen = b_seen.to(tl.bfloat16)
-        # two products of 16 bits are right to 2^-17 and faster than one of float32
-        b_high = b_g.to(tl.bfloat16)
-        b_sum = tl.dot(b_seen, (b_g - b_high.to(tl.float32)).to(tl.bfloat16))
-        b_sum = tl.dot(b_seen, b_high, b_sum)
+        b_sum = tl.dot(b_seen, terms[1])
+        b_sum = tl.dot(b_seen, terms[0], b_sum)
     return b_sum
+
+
+@triton.jit
+def product_of_gates(b_seen, b_g, FP32: tl.constexpr, PRECISION: tl.constexpr):
+    """b_seen [C, C] of -1, 0 and 1 times b_g [C, BK]."""
+    return sums_of(b_seen, split_gates(b_g, FP32), FP32, PRECISION)
+
+
+@triton.jit
+def sums_between(gates, edge, o_c, KIND: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of the gates between each token and an edge, of a kind, of gate_ones.py."""
+    return sums_of(load_ones(gates[1], edge, o_c.shape[0], KIND), gates[0], FP32, PRECISION)
 
 
 @triton.jit
@@ -70,8 +99,7 @@ def load_channel_gates(
 ):
     """Values of a chunk and BK channels for the functions below:
 
-    where g [C, BK] is, and which of it, and where the ones are (triangle): g itself would take too
-    many registers; and for the gradients its sum [BK] in base 2, and the first step.
+    g [C, BK] in base 2, split, and gate_ones.py's; its sum [BK], and the first step.
     """
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
@@ -83,24 +111,7 @@ def load_channel_gates(
         first += (strongest * (1 << s) <= LIMIT).to(tl.int32)
     # or the whole chunk, by its sum, which is less strict
     first = tl.where(-tl.min(b_last, 0) <= LIMIT, STEPS, first)
-    return p_g, m_g, ones_ptr, b_last, first
-
-
-@triton.jit
-def triangle(ones_ptr, o_c, STRICT: tl.constexpr, UPPER: tl.constexpr):
-    """[C, C], of ones_ptr [2, C, C]: 1 for i >= j, or i > j if STRICT, or that transposed."""
-    C: tl.constexpr = o_c.shape[0]
-    if UPPER:
-        o_a = o_c[None, :] * C + o_c[:, None]
-    else:
-        o_a = o_c[:, None] * C + o_c[None, :]
-    return tl.load(ones_ptr + STRICT * C * C + o_a)
-
-
-@triton.jit
-def _sums(b_seen, gates, FP32: tl.constexpr, PRECISION: tl.constexpr):
-    """Sum of the gates of the tokens that each token sees, b_seen [C, C] of zeros and ones."""
-    return product_of_gates(b_seen, load_gates_of(gates[0], gates[1]), FP32, PRECISION)
+    return split_gates(b_g, FP32), ones_ptr, b_last, first
 
 
 @triton.jit
@@ -115,25 +126,17 @@ def sums_bwd(b_seen, b_x, FP32: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def from_start(gates, o_c, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr):
-    """Decay from the start of the chunk to each token, with its own gate or BEFORE it."""
-    b_seen = triangle(gates[2], o_c, BEFORE, False)
-    return tl.exp2(_sums(b_seen, gates, FP32, PRECISION))
+def from_start(gates, o_c, KIND: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr):
+    """Decay from the start of the chunk to each token."""
+    b_seen = load_ones(gates[1], START, o_c.shape[0], KIND)
+    return tl.exp2(sums_of(b_seen, gates[0], FP32, PRECISION))
 
 
 @triton.jit
 def to_end(gates, o_c, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from each token, without its own gate, to the end of the chunk."""
-    b_seen = triangle(gates[2], o_c, True, True)
-    return tl.exp2(_sums(b_seen, gates, FP32, PRECISION))
-
-
-@triton.jit
-def is_pair_in_half(i, t, step, BEFORE: tl.constexpr):
-    """Whether g_t is in e_i at a step; BEFORE: in that of a read of the state before token i."""
-    half = (2 * i) >> step
-    past = t < i if BEFORE else t <= i
-    return (half == (2 * t) >> step) & (past == (half % 2 == 1)) & (step > 0)
+    b_seen = load_ones(gates[1], START, o_c.shape[0], READS, True)
+    return tl.exp2(sums_of(b_seen, gates[0], FP32, PRECISION))
 
 
 @triton.jit
@@ -153,35 +156,9 @@ def signed(b_e, o_c, step, first, WRITE: tl.constexpr):
 
 
 @triton.jit
-def at_step(
-    gates,
-    o_c,
-    step,
-    WRITE: tl.constexpr,
-    BEFORE: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Decay between each token and the middle of its block, of a read or of a WRITE."""
-    b_seen = is_pair_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
-    b_e = _sums(b_seen, gates, FP32, PRECISION)
-    return tl.exp2(signed(b_e, o_c, step, gates[4], WRITE))
-
-
-@triton.jit
 def is_pair_of_step(i, j, step):
-    """Whether the pair j < i belongs to a step of forward."""
-    return ((i >> step) == (j >> step)) & (((2 * i) >> step) > ((2 * j) >> step))
-
-
-@triton.jit
-def decay_of_step(
-    gates, o_c, step, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr
-):
-    """exp(e) of a step; BEFORE: as a read of the state before each token has it, else of writes,
-    and of reads after it; 1 at step 0."""
-    b_seen = is_pair_in_half(o_c[:, None], o_c[None, :], step, BEFORE)
-    return tl.exp2(_sums(b_seen, gates, FP32, PRECISION))
+    """Whether tokens i and j are in the two halves of one block of a step of forward."""
+    return ((i ^ j) >> (step - 1)) == 1
 
 
 @triton.jit
@@ -196,17 +173,14 @@ def block_factors(
 ):
     """Decays of reads and of writes relative to the start of their block of 2^BASE tokens, the
     first step besides, and where reads are among them [C, BK]; others read with a decay of 0."""
-    i = o_c[:, None]
-    t = o_c[None, :]
-    block = (i >> BASE) == (t >> BASE)
-    b_write = _sums(block & (t <= i), gates, FP32, PRECISION)
+    b_write = sums_between(gates, BLOCK, o_c, WRITES, FP32, PRECISION)
     b_read = b_write
     if BEFORE:
-        b_read = _sums(block & (t < i), gates, FP32, PRECISION)
+        b_read = sums_between(gates, BLOCK, o_c, READS, FP32, PRECISION)
     # by this token's gates alone: later ones must not change its bits
     safe = b_read >= -2 * LIMIT
     # flat: sm_100 takes no axis after the other (two-axis-sum in compiler/known_bugs.py)
-    first = tl.where(tl.min(safe.to(tl.int32)) == 1, BASE + 1, 0)
+    first = tl.where(tl.min(safe.to(tl.int32)) == 1, BASE + 1, 1)
     b_read = tl.where(safe, tl.exp2(b_read + SHIFT), 0.0)
     # a write that only unsafe reads see would overflow: bounded, and those have a decay of 0
     return b_read, tl.exp2(tl.minimum(-b_write - SHIFT, 2 * LIMIT - SHIFT)), first, safe

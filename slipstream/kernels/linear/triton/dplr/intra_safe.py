@@ -10,6 +10,12 @@ do.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.linear.triton.common.gate_ones import (
+    BASE,
+    BOTH,
+    MIDDLE,
+    WRITES,
+)
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.by_quarters import (
     add_scores_of_reads,
@@ -18,10 +24,11 @@ from slipstream.kernels.linear.triton.dplr.by_quarters import (
     sums_from_start,
 )
 from slipstream.kernels.linear.triton.dplr.gate_sums import (
-    BASE,
     block_factors,
-    decay_of_step,
     is_pair_of_step,
+    load_gates_of,
+    split_gates,
+    sums_between,
     to_end,
 )
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
@@ -33,62 +40,83 @@ from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
 
 
 @triton.jit
-def _add_scores(b_a, p_r, b_read, p_w, b_write, o_q, m_k, seen, PRECISION: tl.constexpr):
-    """b_a, and where seen r w^T [C, C] more, of a read and a write times their decays."""
-    b_r = tl.load(p_r + o_q, mask=m_k, other=0.0)
-    b_w = tl.load(p_w + o_q, mask=m_k, other=0.0)
-    b_r = (b_r * b_read).to(b_r.dtype)
-    b_w = (b_w * b_write).to(b_w.dtype)
-    return tl.where(seen, b_a + tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION), b_a)
+def _products(b_r, b_b, b_k, factor, DELTA: tl.constexpr, dtype: tl.constexpr, PRECISION):
+    """r b^T and r k^T of reads and writes times a factor each; of DELTA b b^T and r b^T."""
+    b_r, b_w = (b_r * factor[0]).to(dtype), tl.trans((b_b * factor[1]).to(dtype))
+    b_1 = tl.dot(b_r, b_w, input_precision=PRECISION)
+    if DELTA:
+        b_2 = b_1
+        b_b = (b_b * factor[0]).to(dtype)
+        b_1 = tl.dot(b_b, b_w, input_precision=PRECISION)
+    else:
+        b_k = (b_k * factor[1]).to(dtype)
+        b_2 = tl.dot(b_r, tl.trans(b_k), input_precision=PRECISION)
+    return b_1, b_2
+
+
+@triton.jit
+def _add_step(
+    b_1, b_2, b_r, b_b, b_k, b_factor, rows, step, o_c,
+    DELTA: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b_x, b_y = _products(b_r, b_b, b_k, (b_factor, b_factor), DELTA, dtype, PRECISION)
+    seen = is_pair_of_step(o_c[:, None], o_c[None, :], step) & rows
+    return b_1 + tl.where(seen, b_x, 0.0), b_2 + tl.where(seen, b_y, 0.0)
 
 
 @triton.jit
 def _add_decayed(
-    b_rb,
-    b_rk,
-    p_r,
-    p_b,
-    p_k,
-    o_q,
-    m_k,
-    read_mask,
+    b_1,
+    b_2,
+    b_r,
+    b_b,
+    b_k,
+    rows,
     gates,
     o_c,
-    DIAGONAL: tl.constexpr,
     BEFORE: tl.constexpr,
     DELTA: tl.constexpr,
     STEPS: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
     FP32: tl.constexpr,
+    dtype: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the scores of a read r with b and k, of BK channels; DIAGONAL: also of pairs (i, i).
-
-    read_mask: which tokens' reads, [C, 1].
-    DELTA has b = k, and no scores with k besides.
+    """Adds the scores of _products below the diagonal, of BK channels and reads in rows [C, 1];
+    what is above it is left undefined. BEFORE: reads have the state before their token.
     """
+    KIND: tl.constexpr = BOTH if BEFORE else WRITES
     i = o_c[:, None]
     j = o_c[None, :]
     b_read, b_write, first, safe = block_factors(gates, o_c, LIMIT, SHIFT, BEFORE, FP32, PRECISION)
-    seen = read_mask & ((i >> BASE) == (j >> BASE)) & (i >= j if DIAGONAL else i > j)
-    b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
+    b_x, b_y = _products(b_r, b_b, b_k, (b_read, b_write), DELTA, dtype, PRECISION)
+    seen = ((i >> BASE) == (j >> BASE)) & rows
+    b_1 += tl.where(seen, b_x, 0.0)
+    b_2 += tl.where(seen, b_y, 0.0)
+    for step in range(first, BASE + 1):
+        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, FP32, PRECISION)
+        # a token of a later half reads: where it is safe, the block has it
+        block_has = safe & (((i >> (step - 1)) & 1) == 1)
+        b_e = tl.where(block_has, 0.0, tl.exp2(b_e))
+        b_1, b_2 = _add_step(b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, DELTA, dtype, PRECISION)
+    for step in range(BASE + 1, STEPS + 1):
+        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, FP32, PRECISION)
+        b_e = tl.exp2(b_e)
+        b_1, b_2 = _add_step(b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, DELTA, dtype, PRECISION)
+    return b_1, b_2
+
+
+@triton.jit
+def _store_until_end(
+    p_b, p_k, b_b, b_k, gates, o_c, DELTA: tl.constexpr, FP32: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """b exp(G_C - G), and that of k unless DELTA."""
+    b_e = to_end(gates, o_c, FP32, PRECISION)
+    tl.store(p_b, (b_b * b_e).to(p_b.dtype.element_ty))
     if not DELTA:
-        b_rk = _add_scores(b_rk, p_r, b_read, p_k, b_write, o_q, m_k, seen, PRECISION)
-    for step in range(first, STEPS + 1):
-        seen = is_pair_of_step(i, j, step)
-        if DIAGONAL:
-            seen = seen | ((i == j) & (step == 0))
-        seen = seen & read_mask
-        b_write = decay_of_step(gates, o_c, step, False, FP32, PRECISION)
-        b_read = b_write
-        if BEFORE:
-            b_read = decay_of_step(gates, o_c, step, True, FP32, PRECISION)
-        b_read = tl.where(safe & (step <= BASE), 0.0, b_read)
-        b_rb = _add_scores(b_rb, p_r, b_read, p_b, b_write, o_q, m_k, seen, PRECISION)
-        if not DELTA:
-            b_rk = _add_scores(b_rk, p_r, b_read, p_k, b_write, o_q, m_k, seen, PRECISION)
-    return b_rb, b_rk
+        tl.store(p_k, (b_k * b_e).to(p_k.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
@@ -111,7 +139,7 @@ def dplr_intra_safe_kernel(
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
     strong_ptr,  # [chunks, HV]: 2 where the chunk is, 3 where halves may be APART
-    ones_ptr,  # [2, C, C]: dplr_gates.triangle
+    ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
     scale,
     keep,
@@ -212,23 +240,40 @@ def dplr_intra_safe_kernel(
         b_ab = quarters_together(b_ab, o_c, APART)
         b_ak = quarters_together(b_ak, o_c, APART)
     # rows whose decay from the chunk's start is in range; the others are added by sub-chunks
-    anchored = is_read_anchored(b_lowest, LIMIT)[:, None]
-    other = anchored == 0
-    b_ab = tl.where(anchored & (i > j), b_ab, 0.0)
-    b_ak = tl.where(anchored & (i > j), b_ak, 0.0)
-
+    other = is_read_anchored(b_lowest, LIMIT)[:, None] == 0
+    b_ab = tl.where(other, 0.0, b_ab)
+    b_ak = tl.where(other, 0.0, b_ak)
+    b_qb = tl.zeros((C, C), tl.float32)
+    b_own = tl.zeros((C,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
-        o_q = i * (H * K) + o_k[None, :]
+        o_q = i_k + i * (H * K) + o_k[None, :]
         m_k = m_c[:, None]
         if KM:
             m_k = m_k & (o_k < K)[None, :]
-        # gates are read again by each step: registers do not hold them beside two squares
-        gates = (p_g + o_k[None, :] * CHANNEL, m_k, ones_ptr)
-        b_ab, b_ak = _add_decayed(
-            b_ab, b_ak, read_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, other, gates, o_c,
-            False, not DELTA, DELTA, STEPS, LIMIT, SHIFT, FP32, PRECISION,
-        )  # fmt: skip
+        b_g = load_gates_of(p_g + o_k[None, :] * CHANNEL, m_k)
+        gates = (split_gates(b_g, FP32), ones_ptr)
+        b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if DELTA:
+            b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
+            b_own += tl.sum(b_q.to(tl.float32) * b_b, 1)
+            o_w = i_w + i * WIDE + o_k[None, :]
+            _store_until_end(b_out_ptr + o_w, None, b_b, b_k, gates, o_c, DELTA, FP32, PRECISION)
+            b_ab, b_qb = _add_decayed(
+                b_ab, b_qb, b_q, b_b, b_k, other, gates, o_c,
+                False, DELTA, STEPS, LIMIT, SHIFT, FP32, act, PRECISION,
+            )  # fmt: skip
+        else:
+            b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
+            b_ab, b_ak = _add_decayed(
+                b_ab, b_ak, b_a, b_b, b_k, other, gates, o_c,
+                True, DELTA, STEPS, LIMIT, SHIFT, FP32, act, PRECISION,
+            )  # fmt: skip
+    if DELTA:
+        _store_scores(qb_ptr + i_a + o_a, b_qb, b_own, o_c, other, scale)
+    b_ab = tl.where(i > j, b_ab, 0.0)
+    b_ak = tl.where(i > j, b_ak, 0.0)
     solve_chunk(
         b_ab, b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
         v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C),
@@ -236,26 +281,52 @@ def dplr_intra_safe_kernel(
         V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
     )  # fmt: skip
 
+    if not DELTA:
+        o_q = i_k + i * (H * K)
+        _scores_of_q(
+            q_ptr + o_q, b_ptr + o_q, k_ptr + o_q, p_g, b_out_ptr + i_w + i * WIDE,
+            k_out_ptr + i_w + i * WIDE, qb_ptr + i_a + o_a, qk_ptr + i_a + o_a, ones_ptr, other,
+            o_c, m_c, scale, K, WIDE, BK, CHANNEL, STEPS, LIMIT, SHIFT, FP32, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _scores_of_q(
+    p_q, p_b, p_k, p_g, p_b_out, p_k_out, p_qb, p_qk, ones_ptr, rows, o_c, m_c, scale,
+    K: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
+    STEPS: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, FP32: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Those with b and k, of some rows [C, 1], and b and k until the chunk's end."""
+    C: tl.constexpr = o_c.shape[0]
     b_qb = tl.zeros((C, C), tl.float32)
     b_qk = tl.zeros((C, C), tl.float32)
+    b_own = tl.zeros((C,), tl.float32)
+    b_own_k = tl.zeros((C,), tl.float32)
     for n in range(WIDE // BK):
-        o_k = n * BK + tl.arange(0, BK)
-        o_w = i * WIDE + o_k[None, :]
-        o_q = i * (H * K) + o_k[None, :]
+        o_k = n * BK + tl.arange(0, BK)[None, :]
         m_k = m_c[:, None]
-        if KM:
-            m_k = m_k & (o_k < K)[None, :]
-        gates = (p_g + o_k[None, :] * CHANNEL, m_k, ones_ptr)
+        if K != WIDE:
+            m_k = m_k & (o_k < K)
+        gates = (split_gates(load_gates_of(p_g + o_k * CHANNEL, m_k), FP32), ones_ptr)
+        b_q = tl.load(p_q + o_k, mask=m_k, other=0.0)
+        b_b = tl.load(p_b + o_k, mask=m_k, other=0.0)
+        b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
+        b_own += tl.sum(b_q.to(tl.float32) * b_b, 1)
+        b_own_k += tl.sum(b_q.to(tl.float32) * b_k, 1)
+        _store_until_end(p_b_out + o_k, p_k_out + o_k, b_b, b_k, gates, o_c, False, FP32, PRECISION)
         b_qb, b_qk = _add_decayed(
-            b_qb, b_qk, q_ptr + i_k, write_ptr + i_k, k_ptr + i_k, o_q, m_k, other, gates, o_c,
-            True, False, DELTA, STEPS, LIMIT, SHIFT, FP32, PRECISION,
+            b_qb, b_qk, b_q, b_b, b_k, rows, gates, o_c,
+            False, False, STEPS, LIMIT, SHIFT, FP32, b_q.dtype, PRECISION,
         )  # fmt: skip
-        b_e = to_end(gates, o_c, FP32, PRECISION)
-        b_b = tl.load(write_ptr + i_k + o_q, mask=m_k, other=0.0)
-        tl.store(b_out_ptr + i_w + o_w, (b_b * b_e).to(act))
-        if not DELTA:
-            b_k = tl.load(k_ptr + i_k + o_q, mask=m_k, other=0.0)
-            tl.store(k_out_ptr + i_w + o_w, (b_k * b_e).to(act))
-    tl.store(qb_ptr + i_a + o_a, (b_qb * scale).to(act), mask=other)
-    if not DELTA:
-        tl.store(qk_ptr + i_a + o_a, (b_qk * scale).to(act), mask=other)
+    _store_scores(p_qb, b_qb, b_own, o_c, rows, scale)
+    _store_scores(p_qk, b_qk, b_own_k, o_c, rows, scale)
+
+
+@triton.jit
+def _store_scores(p_a, b_a, b_own, o_c, rows, scale):
+    """Of some rows, [C, 1], with b_own as the diagonal."""
+    i = o_c[:, None]
+    j = o_c[None, :]
+    b_a = tl.where(i == j, b_own[:, None], tl.where(i > j, b_a, 0.0))
+    tl.store(p_a, (b_a * scale).to(p_a.dtype.element_ty), mask=rows)

@@ -15,18 +15,23 @@ cancel.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.linear.triton.common.gate_ones import (
+    MIDDLE,
+    READS,
+    START,
+    WRITES,
+    load_ones,
+)
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.gate_sums import (
-    at_step,
     from_start,
-    is_pair_in_half,
     load_channel_gates,
     pairs_of_step,
     product_of_gates,
     signed,
+    sums_between,
     sums_bwd,
     to_end,
-    triangle,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
@@ -108,8 +113,7 @@ def _gradient(
     d is what came by way of the states; dm and dn are the gradients of those scores. All of it
     times own goes to the gates' gradient. share is a factor of a second read: of own, or of n.
     """
-    t = o_c[:, None]
-    i = o_c[None, :]
+    KIND: tl.constexpr = READS if BEFORE else WRITES
     b_m = tl.load(p_m, mask=m_k, other=0.0)
     act = b_m.dtype
     b_n = b_m
@@ -120,24 +124,30 @@ def _gradient(
     if WRITE:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0).to(tl.float32)
         b_d *= to_end(gates, o_c, FP32, PRECISION)
-        b_dg += sums_bwd(triangle(gates[2], o_c, True, False), b_d * b_diag, FP32, PRECISION)
+        b_seen = load_ones(gates[1], START, C, READS)
     else:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0) * b_share
-        b_d *= from_start(gates, o_c, BEFORE, FP32, PRECISION)
-        b_dg += sums_bwd(triangle(gates[2], o_c, BEFORE, True), b_d * b_diag, FP32, PRECISION)
-    first = gates[4]
-    for step in range(first, STEPS + 1):
-        b_e = at_step(gates, o_c, step, not WRITE, False, FP32, PRECISION)
+        b_d *= from_start(gates, o_c, KIND, FP32, PRECISION)
+        b_seen = load_ones(gates[1], START, C, KIND, True)
+    b_dg += sums_bwd(b_seen, b_d * b_diag, FP32, PRECISION)
+    first = gates[3]
+    for step in range(tl.maximum(first, 1), STEPS + 1):
+        b_sum = sums_between(gates, MIDDLE + step - 1, o_c, WRITES, FP32, PRECISION)
+        b_before = b_sum
+        if N_BEFORE or BEFORE:
+            b_before = sums_between(gates, MIDDLE + step - 1, o_c, READS, FP32, PRECISION)
+        b_e = tl.exp2(signed(b_sum, o_c, step, first, not WRITE))
         b_me = (b_m * b_e).to(act)
         if N_BEFORE:
-            b_e = at_step(gates, o_c, step, not WRITE, True, FP32, PRECISION)
+            b_e = tl.exp2(signed(b_before, o_c, step, first, not WRITE))
         b_ne = (b_n * b_e).to(act)
         b_t = _through_scores(p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION)
-        b_e = at_step(gates, o_c, step, WRITE, BEFORE, FP32, PRECISION)
+        b_e = tl.exp2(signed(b_before if BEFORE else b_sum, o_c, step, first, WRITE))
         # as the other's products have it, so that what cancels in a block does so to the last bits
         b_rounded = (b_diag.to(act) * b_e).to(act)
         b_rounded = signed(b_rounded * b_t, o_c, step, first, WRITE)
-        b_dg += product_of_gates(is_pair_in_half(i, t, step, BEFORE), b_rounded, FP32, PRECISION)
+        b_seen = load_ones(gates[1], MIDDLE + step - 1, C, KIND, True)
+        b_dg += product_of_gates(b_seen, b_rounded, FP32, PRECISION)
         b_d += b_t * b_e
     return b_d, b_dg
 
@@ -168,7 +178,7 @@ def dplr_intra_safe_bwd_kernel(
     dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     strong_ptr,  # [chunks, HV]: of intra_safe.py; 2 is strong unless by QUARTERS
-    ones_ptr,  # [2, C, C]: dplr_gates.triangle
+    ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -241,7 +251,7 @@ def dplr_intra_safe_bwd_kernel(
         b_s = tl.load(states_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
         # all gates of the chunk decay what passes through it
         b_z += tl.sum(b_s * tl.load(dstates_ptr + o_s, mask=m_s, other=0.0), 0)
-    b_dg += (b_z * tl.exp2(gates[3]))[None, :]
+    b_dg += (b_z * tl.exp2(gates[2]))[None, :]
     i_o = (row * HV + i_h) * K
     o_o = i * (HV * K) + o_k[None, :]
     p_qb = dqb_ptr + i_a

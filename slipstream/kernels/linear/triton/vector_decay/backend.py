@@ -31,11 +31,15 @@ from slipstream.kernels.linear.backend import (
 from slipstream.kernels.linear.inputs import LinearInputs, contiguous
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import NUM_SMS
+from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
 from slipstream.kernels.linear.triton.vector_decay.dqkg import (
     vector_decay_dqkg_halves_kernel,
     vector_decay_dqkg_kernel,
+)
+from slipstream.kernels.linear.triton.vector_decay.dqkg_quarters import (
+    vector_decay_dqkg_quarters_kernel,
 )
 from slipstream.kernels.linear.triton.vector_decay.intra_bwd import vector_decay_intra_bwd_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
@@ -304,6 +308,7 @@ def _intra_chunk(
             decay_ptr=intra.decay,
             strong_ptr=intra.strong,
             a_ptr=intra.a,
+            ones_ptr=_ones(problem),
             total=total,
             **options,
         )
@@ -361,16 +366,24 @@ def launch_grads(
     options: dict[str, Any] = {**_options(problem, kernel_tile), **_bound(problem), "K": K}
     cached(vector_decay_dqkg_kernel)[total,](**args, **options)
     options["MAX_CHUNKS"] = MAX_PAIRS_SHARE
-    apart, halves = APART[problem.k.dtype], None
+    apart, parts = APART[problem.k.dtype], None
     if apart and "dk" in named:
-        halves = problem.k.new_empty(total, dtype=torch.int32)
+        parts = problem.k.new_empty(total, dtype=torch.int32)
         cached(vector_decay_dqkg_halves_kernel)[_programs(total),](
-            **args, halves_ptr=halves, total=total, APART=apart, **options
+            **args, parts_ptr=parts, total=total, APART=apart, **options
+        )
+        cached(vector_decay_dqkg_quarters_kernel)[_programs(total),](
+            **args, parts_ptr=parts, total=total, **options
         )
     options |= {"LEVELS": C.bit_length() - 1, "SHIFT": SHIFT[problem.k.dtype]}
     cached(vector_decay_intra_bwd_kernel)[_programs(total),](
-        **args, halves_ptr=halves, total=total, **options
+        **args, parts_ptr=parts, ones_ptr=_ones(problem), total=total, **options
     )
+
+
+def _ones(problem: VectorDecayProblem) -> Tensor:
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    return gate_ones(problem.k.device, problem.tile.C, dtype)
 
 
 def _programs(total: int) -> int:

@@ -34,6 +34,7 @@ from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     are_halves_safe,
+    are_quarters_safe,
     dot_with,
     half_sums,
     is_block_safe,
@@ -41,6 +42,7 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     offsets,
     prefix_span,
     prefix_span_bwd,
+    quarter_halves,
     spans_to_gates_bwd,
     split_gates,
     suffix_span_bwd,
@@ -134,7 +136,7 @@ def vector_decay_dqkg_kernel(
 @triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
 def vector_decay_dqkg_halves_kernel(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
-    decay_ptr, halves_ptr, cu_ptr, scale, total, T, N, HV, HK,
+    decay_ptr, parts_ptr, cu_ptr, scale, total, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr,
     C: tl.constexpr, BOUND: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
     PACKED: tl.constexpr, GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -142,7 +144,8 @@ def vector_decay_dqkg_halves_kernel(
     """grid (at least total / MAX_CHUNKS,): the same of chunks that are not one safe block, where
     each half is one.
 
-    total: tiles of K times chunks times value heads. halves: [total], 1 where that is so, else 0.
+    total: tiles of K times chunks times value heads. parts: [total], of chunks that are not one
+    safe block 2 where each half is one, else 4 where each quarter is (dqkg_quarters.py), else 0.
     """
     if not GROUPED:
         HK = HV
@@ -152,9 +155,9 @@ def vector_decay_dqkg_halves_kernel(
     for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(i_tile // NK, tl.int64)
         if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-            safe = _has_safe_halves(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
-            tl.store(halves_ptr + i_tile, safe.to(tl.int32))
-            if safe:
+            parts = _safe_parts(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
+            tl.store(parts_ptr + i_tile, parts)
+            if parts == 2:
                 _tile(
                     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
                     dg_ptr, du_ptr, None, cu_ptr, scale, i_tile, T, N, HV, HK,
@@ -163,11 +166,12 @@ def vector_decay_dqkg_halves_kernel(
 
 
 @triton.jit
-def _has_safe_halves(
+def _safe_parts(
     g_ptr, cu_ptr, i_tile, T, N, HV,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Whether both halves of one chunk and value head are safe in all of BK channels."""
+    """2 if both halves of one chunk and value head are safe in all of BK channels, 4 if quarters
+    are, else 0."""
     NK: tl.constexpr = (K + BK - 1) // BK
     i_h = (i_tile // NK) % HV
     begin, length, i_c = locate_chunk(cu_ptr, i_tile // NK // HV, T, N, C, PACKED)
@@ -175,8 +179,13 @@ def _has_safe_halves(
     o_k = (i_tile % NK) * BK + tl.arange(0, BK)
     p_g = g_ptr + ((begin + i_c * C) * HV + i_h) * K
     b_g = load_block(p_g, HV * K, o_c, o_c < length - i_c * C, o_k, K, K % BK != 0)  # [C, BK]
-    b_early, b_late = half_sums(b_g.to(tl.float32), C)
-    return are_halves_safe(b_early, b_late)
+    b_g = b_g.to(tl.float32)
+    b_early, b_late = half_sums(b_g, C)
+    parts = 2
+    # a branch: most chunks that are not one safe block end here
+    if not are_halves_safe(b_early, b_late):
+        parts = tl.where(are_quarters_safe(quarter_halves(b_g)), 4, 0)
+    return parts
 
 
 @triton.jit

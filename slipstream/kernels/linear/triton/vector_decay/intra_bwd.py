@@ -11,33 +11,36 @@ and channel is computed is chosen by the gates up to it (subchunk_decay.py).
 import triton
 import triton.language as tl
 
+from slipstream.kernels.linear.triton.common.gate_ones import (
+    BASE,
+    BOTH,
+    MIDDLE,
+    READS,
+    START,
+    WRITES,
+    load_ones,
+)
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.dqkg import anchored_reads
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    BASE,
     block_factors,
     block_span,
     block_span_bwd,
     chunk_writes,
-    decay,
     dot_with,
     is_block_safe,
     is_chunk_safe,
     is_in_later_half,
     is_read_safe,
-    midpoint_span,
-    midpoint_span_bwd,
-    prefix_span,
-    prefix_span_bwd,
     safe_base,
     same_block,
     siblings,
     spans_to_gates_bwd,
     split_gates,
-    suffix_span,
-    suffix_span_bwd,
     sums,
+    sums_of,
+    sums_to_gates_bwd,
     tokens,
 )
 
@@ -57,7 +60,8 @@ def vector_decay_intra_bwd_kernel(
     dg_ptr,  # [tokens, HV, K]
     du_ptr,  # [chunks, HV, K]
     decay_ptr,  # [chunks, HV, K]
-    halves_ptr,  # [chunks, HV, tiles of K]: 1 where dqkg.py has taken halves; None if nowhere
+    parts_ptr,  # [chunks, HV, tiles of K]: above 0 where dqkg.py has taken them; None if nowhere
+    ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
     scale,
     total,
@@ -91,26 +95,26 @@ def vector_decay_intra_bwd_kernel(
     for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(i_tile // NK, tl.int64)
         strong = not is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
-        if halves_ptr is not None:
-            strong = strong and tl.load(halves_ptr + i_tile) == 0
+        if parts_ptr is not None:
+            strong = strong and tl.load(parts_ptr + i_tile) == 0
         if strong:
             if dk_ptr is None:
                 tl.static_assert(u_ptr is None)
                 _outputs(
-                    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-                    K, BK, C, LEVELS, BOUND, SHIFT, PACKED, BF16_TERMS, PRECISION,
+                    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV,
+                    HK, K, BK, C, LEVELS, BOUND, SHIFT, PACKED, BF16_TERMS, PRECISION,
                 )  # fmt: skip
             else:
                 _grads(
                     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
-                    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+                    dq_ptr, dk_ptr, dg_ptr, du_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
                     K, BK, C, LEVELS, BOUND, BEFORE, PACKED, BF16_TERMS, PRECISION,
                 )  # fmt: skip
 
 
 @triton.jit
 def _outputs(
-    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
     SHIFT: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +139,7 @@ def _outputs(
     p_dq = dq_ptr + i_o + o_c[:, None] * (HV * K) + o_k[None, :]
     m_o = m_c[:, None] & (o_k < K)[None, :]
     b_g, b_terms = split_gates(b_g, BF16_TERMS)
-    b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+    b_until = sums_of(load_ones(ones_ptr, START, C, WRITES), b_terms, BF16_TERMS, PRECISION)
     whole = is_read_safe(b_until, BOUND)
     b_w = b_k * chunk_writes(b_until, BOUND)  # [C, BK]
     b_dq = anchored_reads(tl.load(p_p), b_w, b_dqs, None, rows, b_k.dtype, False, 0.0, PRECISION)
@@ -145,12 +149,13 @@ def _outputs(
     b_dqs = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_dq = b_dqs * tl.exp2(b_until)
     b_read, b_write, first, safe = block_factors(
-        rows, b_terms, BOUND, SHIFT, False, BF16_TERMS, PRECISION
+        ones_ptr, b_terms, BOUND, SHIFT, False, BF16_TERMS, PRECISION
     )
     b_square = tl.where(same_block(rows, BASE) & (i > j), tl.load(p_p), 0.0)
     b_dq += dot_with(b_square, b_k * b_write, b_k.dtype, PRECISION) * b_read
     for level in range(first, LEVELS):
-        b_e = decay(midpoint_span(rows, level, False), b_terms, BF16_TERMS, PRECISION)
+        b_ones = load_ones(ones_ptr, MIDDLE + level, C, WRITES)
+        b_e = tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
         b_square = tl.where(siblings(rows, level), tl.load(p_p), 0.0)
         b_dx = dot_with(b_square, b_k * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
         unsafe_reads = is_in_later_half(rows, level) & ((safe & (level < BASE)) == 0)
@@ -163,7 +168,7 @@ def _outputs(
 @triton.jit
 def _grads(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
-    dq_ptr, dk_ptr, dg_ptr, du_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+    dq_ptr, dk_ptr, dg_ptr, du_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
     BEFORE: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -171,6 +176,8 @@ def _grads(
     NK: tl.constexpr = (K + BK - 1) // BK
     ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
     TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
+    KIND: tl.constexpr = READS if BEFORE else WRITES
+    OF_PAIRS: tl.constexpr = BOTH if BEFORE else WRITES
     i_h = (i_tile // NK) % HV
     i_chunk = i_tile // NK // HV
     at = tl.cast(i_tile // NK, tl.int64)
@@ -189,16 +196,18 @@ def _grads(
     b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     b_diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
     b_g, b_terms = split_gates(b_g, BF16_TERMS)
-    b_until = sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION)
+    b_until = sums_of(load_ones(ones_ptr, START, C, KIND), b_terms, BF16_TERMS, PRECISION)
     b_dq = b_dq * tl.exp2(b_until)
     b_dk = tl.zeros((C, BK), tl.float32)
     b_leave = b_dq
     b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_dk = b_dk * decay(suffix_span(rows, C), b_terms, BF16_TERMS, PRECISION)
+    b_ones = load_ones(ones_ptr, START, C, READS, True)
+    b_dk = b_dk * tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
     b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
     b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
-    b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_k * b_dk, b_dg, ONE, PRECISION)
+    b_ones = load_ones(ones_ptr, START, C, READS)
+    b_dg = sums_to_gates_bwd(b_ones, b_k * b_dk, b_dg, ONE, PRECISION)
     b_leave = b_q * b_dq
     base = safe_base(b_g, LEVELS, BOUND)
     if base > 0:
@@ -227,17 +236,19 @@ def _grads(
             b_dg = spans_to_gates_bwd(span, -b_enter, b_dg, TWO, PRECISION)
         else:
             b_dg = spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, PRECISION)
-    b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, BEFORE), b_leave, b_dg, ONE, PRECISION)
+    b_ones = load_ones(ones_ptr, START, C, KIND, True)
+    b_dg = sums_to_gates_bwd(b_ones, b_leave, b_dg, ONE, PRECISION)
     for level in range(base, LEVELS):
-        b_e = decay(midpoint_span(rows, level, BEFORE), b_terms, BF16_TERMS, PRECISION)
+        b_ones = load_ones(ones_ptr, MIDDLE + level, C, OF_PAIRS)
+        b_e = tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
         b_row = tl.where(is_in_later_half(rows, level), b_q, b_k)
         b_square = tl.where(siblings(rows, level), b_p, 0.0)
         b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
         b_later = is_in_later_half(rows, level).to(tl.float32)
         b_dq += b_dx * b_later
         b_dk += b_dx * (1.0 - b_later)
-        span = midpoint_span_bwd(rows, level, BEFORE)
-        b_dg = spans_to_gates_bwd(span, b_row * b_dx, b_dg, ONE, PRECISION)
+        b_ones = load_ones(ones_ptr, MIDDLE + level, C, OF_PAIRS, True)
+        b_dg = sums_to_gates_bwd(b_ones, b_row * b_dx, b_dg, ONE, PRECISION)
 
     at_o = i_o + o_c[:, None] * (HV * K) + o_k[None, :]
     m_o = m_c[:, None] & (o_k < K)[None, :]

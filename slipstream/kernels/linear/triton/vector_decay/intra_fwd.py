@@ -14,6 +14,15 @@ their own, whose registers the first then does not need.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.linear.triton.common.gate_ones import (
+    BASE,
+    BOTH,
+    MIDDLE,
+    READS,
+    START,
+    WRITES,
+    load_ones,
+)
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     FAR,
@@ -29,7 +38,6 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    BASE,
     HALF,
     block_factors,
     chunk_writes,
@@ -39,7 +47,6 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     is_chunk_safe,
     is_in_later_half,
     is_read_safe,
-    midpoint_span,
     prefix_span,
     same_block,
     siblings,
@@ -47,6 +54,7 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     split_gates,
     suffix_span,
     sums,
+    sums_of,
     tokens,
 )
 
@@ -174,6 +182,7 @@ def vector_decay_scores_kernel(
     decay_ptr,  # [chunks, HV, K]
     strong_ptr,  # [chunks, HV], if APART
     a_ptr,  # [chunks, HV, C, C]
+    ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
     total,
     T,
@@ -217,14 +226,14 @@ def vector_decay_scores_kernel(
             weak = is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND)
         if not weak:
             _scores(
-                q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
+                q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, ones_ptr, cu_ptr, at, T, N, HV, HK,
                 K, BK, C, LEVELS, BOUND, SHIFT, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def _scores(
-    q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, cu_ptr, at, T, N, HV, HK,
+    q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, ones_ptr, cu_ptr, at, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
     SHIFT: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
     BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -250,32 +259,47 @@ def _scores(
         b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
         b_g, b_terms = split_gates(b_g, BF16_TERMS)
         if APART > 0:
-            b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+            b_ones = load_ones(ones_ptr, START, C, WRITES)
+            b_until = sums_of(b_ones, b_terms, BF16_TERMS, PRECISION)
             b_early, _ = half_sums(b_g, C)
             b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
             b_low = lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, APART)
         else:
-            b_low = tl.min(sums(prefix_span(rows, BEFORE), b_terms, BF16_TERMS, PRECISION), 1)
+            b_ones = load_ones(ones_ptr, START, C, READS if BEFORE else WRITES)
+            b_low = tl.min(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION), 1)
         b_lowest = tl.minimum(b_lowest, b_low)
         b_read, b_write, first, safe = block_factors(
-            rows, b_terms, BOUND, SHIFT, BEFORE, BF16_TERMS, PRECISION
+            ones_ptr, b_terms, BOUND, SHIFT, BEFORE, BF16_TERMS, PRECISION
         )
         b_r = (b_q * b_read).to(b_q.dtype)  # [C, BK]
         b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
         b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
         b_a += tl.where(same_block(rows, BASE), b_rw, 0.0)
-        for level in range(first, LEVELS):
-            b_e = decay(midpoint_span(rows, level, BEFORE), b_terms, BF16_TERMS, PRECISION)
-            b_x = tl.where(safe & (level < BASE), 0.0, b_q)
-            b_x = (tl.where(is_in_later_half(rows, level), b_x, b_k) * b_e).to(b_q.dtype)  # [C, BK]
-            b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
-            b_a += tl.where(siblings(rows, level), b_xx, 0.0)
+        for level in range(first, BASE):
+            b_x = tl.where(safe, 0.0, b_q)
+            b_ones = load_ones(ones_ptr, MIDDLE + level, C, BOTH if BEFORE else WRITES)
+            b_a = _add_level(b_a, b_x, b_k, b_ones, level, b_terms, rows, BF16_TERMS, PRECISION)
+        for level in range(BASE, LEVELS):
+            b_ones = load_ones(ones_ptr, MIDDLE + level, C, BOTH if BEFORE else WRITES)
+            b_a = _add_level(b_a, b_q, b_k, b_ones, level, b_terms, rows, BF16_TERMS, PRECISION)
     if APART > 0:
         other = is_read_anchored(b_lowest, HALF / 2) == 0
     else:
         other = is_read_safe(b_lowest, BOUND) == 0
     p_a = a_ptr + tl.cast(at, tl.int64) * (C * C)
     _store_scores(p_a, b_a, b_diag, rows, other[:, None], C, True)
+
+
+@triton.jit
+def _add_level(
+    b_a, b_q, b_k, b_ones, level, b_terms, rows,
+    BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores and those of one level, [C, C]."""
+    b_e = tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
+    b_x = (tl.where(is_in_later_half(rows, level), b_q, b_k) * b_e).to(b_q.dtype)  # [C, BK]
+    b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
+    return b_a + tl.where(siblings(rows, level), b_xx, 0.0)
 
 
 @triton.jit

@@ -37,13 +37,20 @@ Where a read sees the state before its own token's decay (BEFORE), its own gate 
 import triton
 import triton.language as tl
 
+from slipstream.kernels.linear.triton.common.gate_ones import (
+    BASE,
+    BLOCK,
+    READS,
+    WRITES,
+    load_ones,
+)
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
 
-BASE = tl.constexpr(4)
 # A chunk whose gates add up to -BOUND is one block for all of its reads, also where the sums of
 # single reads are rounded otherwise than that of the chunk.
 ROUNDING = tl.constexpr(0.125)
-# What a half of a chunk decays by at most where both take the place of one block, in base 2.
+# What a half of a chunk, or a quarter, decays by at most where they take the place of one block, in
+# base 2.
 HALF = tl.constexpr(160.0)
 
 
@@ -87,15 +94,21 @@ def dot_with(b_p, b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _dot_ones(span, b_terms, b_sum, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """b_sum plus, at t, the sum over the span of t, [C, BK]."""
-    b_ones = _ones(span, b_sum.shape[0], b_terms[0].dtype)
+def _add_sums(b_ones, b_terms, b_sum, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """b_sum plus, at t, the sum over the tokens where b_ones [t, u] is 1, [C, BK]."""
     b_sum = tl.dot(b_ones, b_terms[0], b_sum, input_precision=PRECISION)
     if BF16_TERMS > 1:
         b_sum = tl.dot(b_ones, b_terms[1], b_sum)
     if BF16_TERMS > 2:
         b_sum = tl.dot(b_ones, b_terms[2], b_sum)
     return b_sum
+
+
+@triton.jit
+def _dot_ones(span, b_terms, b_sum, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """b_sum plus, at t, the sum over the span of t, [C, BK]."""
+    b_ones = _ones(span, b_sum.shape[0], b_terms[0].dtype)
+    return _add_sums(b_ones, b_terms, b_sum, BF16_TERMS, PRECISION)
 
 
 @triton.jit
@@ -138,23 +151,6 @@ def suffix_span(t, C: tl.constexpr):
 @triton.jit
 def suffix_span_bwd(t):
     return t * 0, t
-
-
-@triton.jit
-def midpoint_span(t, level, BEFORE: tl.constexpr):
-    """The gates between t and the seam of its block at a level."""
-    later = ((t >> level) & 1) == 1
-    start = (t >> level) << level
-    first = tl.where(later, start, t + 1)
-    return first, tl.where(later, t + (0 if BEFORE else 1), start + (1 << level)) - first
-
-
-@triton.jit
-def midpoint_span_bwd(t, level, BEFORE: tl.constexpr):
-    later = ((t >> level) & 1) == 1
-    start = (t >> level) << level
-    first = tl.where(later, t + (1 if BEFORE else 0), start)
-    return first, tl.where(later, start + (1 << level), t) - first
 
 
 @triton.jit
@@ -231,6 +227,20 @@ def are_halves_safe(b_early, b_late):
 
 
 @triton.jit
+def quarter_halves(b_g):
+    """Half of what each quarter of a chunk decays by, in base 2, [C, BK] -> [4, BK]."""
+    C: tl.constexpr = b_g.shape[0]
+    return tl.sum(tl.reshape(b_g, (4, C // 4, b_g.shape[1])), 1) * (0.5 * LOG2E)
+
+
+@triton.jit
+def are_quarters_safe(b_h):
+    """Whether all are in all channels, by quarter_halves; not so for NaN."""
+    # flat: sm_100 takes no axis after the other (two-axis-sum in compiler/known_bugs.py)
+    return tl.min((b_h >= -HALF / 2).to(tl.int32)) == 1
+
+
+@triton.jit
 def offsets(b_early, rows, APART: tl.constexpr):
     """n [C, BK]: the sum up to the middle, and APART more in the first half, less in the other."""
     later = rows >= rows.shape[0] // 2
@@ -251,7 +261,7 @@ def chunk_writes(b_sum, BOUND: tl.constexpr):
 
 @triton.jit
 def block_factors(
-    rows, b_terms, BOUND: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr,
+    ones_ptr, b_terms, BOUND: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr,
     BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """exp(G_i) and exp(-G_j) in blocks of 2^BASE tokens, the first level besides, and which reads
@@ -259,10 +269,11 @@ def block_factors(
 
     SHIFT: where the exponents of both have room for it, they lie on both sides of 0.
     """
-    b_write = sums(block_span(rows, BASE, False), b_terms, BF16_TERMS, PRECISION)
+    C: tl.constexpr = b_terms[0].shape[0]
+    b_write = sums_of(load_ones(ones_ptr, BLOCK, C, WRITES), b_terms, BF16_TERMS, PRECISION)
     b_read = b_write
     if BEFORE:
-        b_read = sums(block_span(rows, BASE, True), b_terms, BF16_TERMS, PRECISION)
+        b_read = sums_of(load_ones(ones_ptr, BLOCK, C, READS), b_terms, BF16_TERMS, PRECISION)
     safe = b_read >= -(BOUND + SHIFT) * LOG2E
     # flat: sm_100 takes no axis after the other (two-axis-sum in compiler/known_bugs.py)
     first = tl.where(tl.min(safe.to(tl.int32)) == 1, BASE, 0)
@@ -273,11 +284,13 @@ def block_factors(
 
 @triton.jit
 def safe_base(b_g, LEVELS: tl.constexpr, BOUND: tl.constexpr):
-    """The largest blocks that are safe: LEVELS if the chunk is one, else by the lowest gate."""
+    """The largest blocks that are safe: LEVELS if the chunk is one, else by the lowest gate; none
+    of fewer than 8 tokens, for one takes longer than two levels."""
     lowest = tl.min(tl.min(b_g, 1), 0)
     base = 0
     for level in tl.static_range(1, LEVELS):
         base += (lowest * (1 << level) >= -BOUND).to(tl.int32)
+    base = tl.where(base < 3, 0, base)
     return tl.where(tl.min(tl.sum(b_g, 0), 0) >= -BOUND, LEVELS, base)
 
 
@@ -292,6 +305,19 @@ def sums(span, b_terms, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
 def decay(span, b_terms, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """exp of the sums of the gates of each span, [C] -> [C, BK]."""
     return tl.exp2(sums(span, b_terms, BF16_TERMS, PRECISION))
+
+
+@triton.jit
+def sums_of(b_ones, b_terms, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """The sums of the gates at ones [C, C] (gate_ones.py), in base 2, [C, BK]."""
+    b_zero = tl.zeros(b_terms[0].shape, tl.float32)
+    return _add_sums(b_ones, b_terms, b_zero, BF16_TERMS, PRECISION) * LOG2E
+
+
+@triton.jit
+def sums_to_gates_bwd(b_ones, b_de, b_dg, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds to the gates' gradient that of the sums by b_ones transposed, b_de [C, BK]."""
+    return _add_sums(b_ones, _split(b_de, BF16_TERMS), b_dg, BF16_TERMS, PRECISION)
 
 
 @triton.jit
