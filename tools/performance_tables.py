@@ -6,6 +6,7 @@ a peer is only shown beside a row of the same run. tools/claims.py writes the ta
 
 from collections.abc import Callable, Iterable, Sequence
 
+from convergence_table import convergence
 from linear_tables import (
     flash_qla,
     flash_qla_rows,
@@ -286,27 +287,6 @@ def training() -> Table:
     )  # fmt: skip
     shown = tuple(x for (model, _), x in used.items() if model.endswith(" checkpointed"))
     return Table("training", "bench/training.py --only checkpointed", headings, tuple(rows), shown)
-
-
-def convergence() -> Table:
-    """The losses of the last step that all three runs of a model have reached."""
-    runs = ("ours", "fla", "other_seed")
-    losses: dict[tuple, dict[str, Row]] = {}
-    for x in read("convergence"):
-        at = x.get("model"), x.get("part"), int(x.get("step"))
-        losses.setdefault(at, {})[x.get("run")] = x
-    last = {at[:2]: three for at, three in sorted(losses.items()) if len(three) == len(runs)}
-    shown = [[three[run] for run in runs] for three in last.values()]
-    rows = [
-        (
-            label(" ".join(name)),
-            number(three[0], "step"),
-            *(number(x, "loss", digits=5) for x in three),
-        )
-        for name, three in zip(last, shown)
-    ]
-    used = tuple(x for three in shown for x in three)
-    return Table("convergence", "bench/convergence.py", ("model", "step", *runs), tuple(rows), used)
 
 
 def memory() -> Table:

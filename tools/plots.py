@@ -18,6 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from convergence_table import last_step, losses, mean
 from linear_tables import LINEAR, flash_qla_rows, linear_row, peak
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -158,28 +159,27 @@ def plot_first_calls() -> Path:
 
 
 def plot_convergence() -> Path:
-    """Training losses, and below by how much each run is above fla's."""
-    losses: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for x in read("convergence"):
-        if x.get("part") == "train":
-            losses[x.get("model")][x.get("run")][int(x.get("step"))] = value(x, "loss")
-    losses = {model: runs for model, runs in losses.items() if len(runs) == 3}
+    """Training losses of all seeds, and below by how much each run is above the mean of fla's."""
+    models = {model: runs for (model, part), runs in losses().items() if part == "train"}
     figure, grid = plt.subplots(
-        2, len(losses), figsize=(WIDTH_INCHES, 5.5), squeeze=False, sharex=True
+        2, len(models), figsize=(WIDTH_INCHES, 5.5), squeeze=False, sharex=True
     )
-    for (model, runs), (above, below) in zip(losses.items(), grid.T):
-        for run in ("fla", "other_seed", "ours"):
-            steps = [x for x in runs[run] if x in runs["fla"]]
-            name = {"ours": "slipstream", "other_seed": "fla, another seed"}.get(run, run)
-            above.plot(steps, [runs[run][x] for x in steps], label=name)
-            below.plot(steps, [runs[run][x] - runs["fla"][x] for x in steps])
+    for (model, runs), (above, below) in zip(models.items(), grid.T):
+        steps = [x for x in runs["fla 0"] if x <= last_step(runs)]
+        of = {run: [value(rows[x], "loss") for x in steps] for run, rows in runs.items()}
+        middle = [mean(x) for x in zip(*(of[run] for run in of if run.startswith("fla")))]
+        for run, values in sorted(of.items()):
+            name = "fla" if run.startswith("fla") else "slipstream"
+            look = {"color": COLOURS[name], "lw": 1, "label": name if run.endswith("0") else None}
+            above.plot(steps, values, **look)
+            below.plot(steps, [x - y for x, y in zip(values, middle)], **look)
         above.set_title(model)
         below.set_xlabel("step")
-        for axes, text in ((above, "loss, nats a byte"), (below, "above fla's")):
+        for axes, text in ((above, "loss, nats a byte"), (below, "above the mean of fla's")):
             axes.set_ylabel(text if axes in grid[:, 0] else "")
             axes.grid(alpha=0.3)
         below.set_ylim(-0.04, 0.04)
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="upper center", ncols=3)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2)
     return save(figure, "convergence", top=0.93)
 
 
