@@ -55,6 +55,13 @@ def sequences_of(kwargs: dict[str, Any], B: int, T: int) -> Tensor | None:
     return seq_idx.int()
 
 
+def is_unreadable(x: Tensor) -> bool:
+    """The host cannot wait for its numbers: torch.compile traces, or a graph is being captured."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def sequences_of_positions(
     positions: Any, real: Tensor | None = None, counted: bool = False
 ) -> Tensor | None:
@@ -68,8 +75,7 @@ def sequences_of_positions(
     """
     if type(positions) is not Tensor or positions.dim() != 2 or positions.shape[1] < 2:
         return None
-    capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or positions.is_meta or capturing:
+    if is_unreadable(positions):
         return None
     steps = positions[:, 1:] - positions[:, :-1]
     begins = steps != 1 if counted else steps <= 0
@@ -85,7 +91,7 @@ def offsets_of(seq_idx: Tensor) -> Tensor:
 
     They are kept with the tensor: all layers ask, and the host waits for their number.
     """
-    if torch.compiler.is_compiling() or seq_idx.is_inference():
+    if is_unreadable(seq_idx) or seq_idx.is_inference():
         return _find_offsets(seq_idx)
     cached = getattr(seq_idx, "slipstream_offsets", None)
     if cached is None or cached[0] != seq_idx._version:
@@ -98,7 +104,7 @@ def _find_offsets(seq_idx: Tensor) -> Tensor:
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     total = seq_idx.numel()
-    if torch.compiler.is_compiling():
+    if is_unreadable(seq_idx):
         # their number is not known to the host: as many as tokens, the last ones empty
         places = torch.arange(total, device=seq_idx.device)
         begins = torch.where(starts.flatten(), places, total).sort().values

@@ -26,7 +26,11 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from slipstream.integrations.linear_mixers import offsets_of, sequences_of_positions
+from slipstream.integrations.linear_mixers import (
+    is_unreadable,
+    offsets_of,
+    sequences_of_positions,
+)
 
 # above any number of heads, so that adding such a mask to scores is an error
 FIRST_RULE = 4099
@@ -117,9 +121,9 @@ def build_mask(pattern: Pattern, mask_function: Callable, call: Query) -> Tensor
 
 
 def _all_real(call: Query) -> bool:
-    """Whether no key is padding; not known while torch.compile traces."""
+    """Whether no key is padding; not known where the host cannot wait for it."""
     assert call.padding is not None
-    if torch.compiler.is_compiling() or call.padding.shape[1] < call.keys:
+    if is_unreadable(call.padding) or call.padding.shape[1] < call.keys:
         return False
     return bool(call.padding.all())
 
@@ -154,7 +158,7 @@ def _keys_in_use(rule: Rule, call: Query) -> Tensor | bool | None:
     if call.padding is None:
         return None
     begin, end = _bounds(call.padding)
-    if torch.compiler.is_compiling():
+    if is_unreadable(begin):
         return _ranges(rule, begin, end)
     regular = (call.padding.sum(1) == end - begin).all()
     regular, at_start = torch.stack([regular, (begin == 0).all()]).tolist()
@@ -169,7 +173,7 @@ def _aligned(rule: Rule, call: Query) -> Tensor | bool:
         return _whole(rule, call.device)
     begin, end = _bounds(call.padding)
     regular = (call.padding.sum(1) == end - begin).all()
-    if not torch.compiler.is_compiling() and not bool(regular):
+    if not is_unreadable(regular) and not bool(regular):
         return False
     row = torch.arange(call.batch, device=begin.device)[:, None] * call.keys
     cuts = torch.stack([begin, end, torch.full_like(begin, call.keys)], 1) + row
@@ -188,7 +192,7 @@ def _on_cache(rule: Rule, call: Query) -> Tensor | bool:
     if call.padding is None:
         return whole
     begin = call.padding.int().argmax(1)
-    if torch.compiler.is_compiling():
+    if is_unreadable(begin):
         return _ranges(rule, begin, last)
     # what the padding is too short for is padding
     token = torch.arange(call.padding.shape[1], device=begin.device)
@@ -209,7 +213,7 @@ def _cut(pattern: Pattern, mask_function: Callable, call: Query) -> Tensor:
     begins = torch.cat([begins.new_ones(batch, 1), begins], 1).flatten()
     end = batch * tokens
     # as many as there can be, empty ones at the end
-    if torch.compiler.is_compiling():
+    if is_unreadable(begins):
         place = torch.arange(end, device=call.device)
         first = torch.where(begins, place, end).sort().values
     else:

@@ -52,3 +52,45 @@ def test_generation(name: str, cache: str | None) -> None:
     for step, (x, y) in enumerate(zip(got.logits, want.logits)):
         alike = (got.sequences == want.sequences)[:, : 20 + step].all(1)
         torch.testing.assert_close(x[alike], y[alike], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_training_step_in_a_graph(name: str) -> None:
+    """What a captured step gives for other tokens is what it gives as it is."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    from slipstream.integrations.transformers import patch, unpatch
+
+    if name == "llama":
+        model = pair(name)[1]
+    else:
+        config = Qwen3NextConfig(
+            vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=0,
+            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32,
+            linear_value_head_dim=32, pad_token_id=0,
+        )  # fmt: skip
+        config._attn_implementation = "slipstream"
+        patch()
+        model = Qwen3NextForCausalLM(config).cuda()
+    batches = torch.randint(1, 61, (5, 2, 77), device="cuda")
+    ids = batches[0].clone()
+
+    def step() -> list[torch.Tensor]:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+
+    try:
+        for batch in batches[:3]:
+            ids.copy_(batch)
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        for batch in batches[3:]:
+            ids.copy_(batch)
+            graph.replay()
+            for got, want in zip(found, step(), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    finally:
+        unpatch()

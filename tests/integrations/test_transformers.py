@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import StaticCache
 
+from slipstream.integrations import linear_mixers, masks
 from slipstream.integrations import transformers as ours
 from tests.integrations.small_models import MODELS, make
 
@@ -52,6 +53,48 @@ def assert_same(eager: Any, slip: Any, live: Tensor | None = None, **inputs: Any
 @every_model
 def test_model_matches_eager(name: str) -> None:
     assert_same(*make(name), input_ids=torch.randint(1, 61, (2, 19)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # gpt_oss does not pass positions to its mask
+    [
+        (x, y)
+        for x in MODELS
+        for y in ("plain", "padded", "packed")
+        if (x, y) != ("gpt_oss", "packed")
+    ],
+)
+def test_masks_read_nothing_while_a_graph_is_captured(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor can transformers look at positions then: its masks may cut rows at every token."""
+    eager, slip = make(name)
+    ids, inputs = torch.randint(1, 61, (2, 21)), {"use_cache": False}
+    live = torch.ones_like(ids, dtype=torch.bool)
+    if kind == "padded":
+        live[0, :5] = False
+        inputs["attention_mask"] = live.long()
+    if kind == "packed":
+        inputs["position_ids"] = (torch.arange(21) % 7)[None].expand(2, -1)
+    want = eager(ids, **inputs).logits
+    build = ours.build_mask
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the host waits")
+
+    def without_reading(*given: Any) -> Any:
+        with monkeypatch.context() as inside:
+            for read in ("__bool__", "item", "tolist", "nonzero"):
+                inside.setattr(Tensor, read, refuse)
+            return build(*given)
+
+    monkeypatch.setattr(ours, "build_mask", without_reading)
+    for module in (masks, linear_mixers):
+        monkeypatch.setattr(module, "is_unreadable", lambda x: True)
+    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda *_: True)
+    got = slip(ids, **inputs).logits
+    torch.testing.assert_close(got[live], want[live], rtol=1e-4, atol=1e-4)
 
 
 @every_model
