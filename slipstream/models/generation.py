@@ -16,6 +16,7 @@ from slipstream.models.graphs import Decoding, own_modules
 from slipstream.nn.rounded import Rounding
 
 DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
+HOLES = "drafts want no padding after a prompt's tokens: they are left out"
 # what transformers' generate passes to its loops of steps, and these on to the model with the rest
 _OF_THE_LOOP = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 # GenerationMixin comes after it: transformers looks for it among the bases of the model's class
@@ -193,14 +194,20 @@ class Generation(_Base):
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' loop, or greedy steps that verify drafts by graphs."""
+        """transformers' loop, or greedy steps that verify drafts by graphs; without drafts where
+        padding comes after tokens, from which a state could not go back."""
+        rest = synced_gpus, streamer
+        if lookup.has_holes(kwargs.get("attention_mask")):
+            own = {name: x for name, x in kwargs.items() if name not in _OF_THE_LOOP}
+            self.decoding.refuse(HOLES, self.device)  # pyright: ignore[reportAttributeAccessIssue]
+            given = logits_processor, stopping_criteria, generation_config, *rest
+            return self._sample(input_ids, *given, **own)
         cache, wanted = kwargs.get(CACHE), greedy.criteria(stopping_criteria)
         given = synced_gpus or streamer is not None or len(logits_processor) > 0
         given = given or kwargs.get("inputs_embeds") is not None
         options = ("attention_mask", "position_ids")
 
         def by_transformers() -> Any:
-            rest = synced_gpus, streamer
             return super(Generation, self)._assisted_decoding(
                 input_ids, logits_processor, stopping_criteria, generation_config, *rest, **kwargs
             )

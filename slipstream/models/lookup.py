@@ -52,6 +52,14 @@ def is_plain(input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor
     return positions is None or torch.equal(positions, at[None])
 
 
+def has_holes(attention_mask: Tensor | None) -> bool:
+    """Whether padding comes after a token, as where a pad token is a word of the prompt."""
+    if attention_mask is None:
+        return False
+    real = attention_mask.ne(0).int()
+    return bool((real.diff() < 0).any())
+
+
 def drafts_after(tokens: list[int], count: int, ngram: int) -> list[int]:
     """The tokens that followed the first earlier place of the longest n-gram that ends here."""
     for n in range(min(ngram, len(tokens) - 1), 0, -1):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, lookup
-from slipstream.models.generation import DRAFTS
+from slipstream.models.generation import DRAFTS, HOLES
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 30}
 
@@ -79,6 +79,18 @@ def test_assistant_needs_one_graph_for_any_length(right: bool) -> None:
         model.generate(prompt, assistant_model=assistant, **options)
     for one in (model, assistant):
         assert (one.decoding.captures, one.decoding.eager, one.decoding.reason) == (1, 1, None)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_pad_token_in_the_prompt_ends_drafts(last: bool) -> None:
+    """transformers makes a mask of it, and drafts behind such padding could not be taken back."""
+    model, prompt = make("gated_deltanet", "attention")
+    prompt[0, [-1, -2] if last else 1] = 39
+    options = {**GREEDY, "eos_token_id": None, "pad_token_id": 39}
+    want = model.generate(prompt, **options)
+    for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(model)}):
+        assert torch.equal(model.generate(prompt, **options, **drafts), want)
+        assert model.decoding.reason == HOLES
 
 
 def test_busy_assistant_is_asked_again_later() -> None:
