@@ -18,7 +18,12 @@ pytestmark = pytest.mark.skipif(
 OPERATORS = ("chunk_gla", "chunk_rwkv6", "chunk_gsa")
 # Of kernels that spill in 16 bits at all, in bytes: the gradients by levels a twelfth of the loop's
 # instructions.
-SPILLS = {"vector_decay_intra_bwd_kernel": 1792, "vector_decay_dqkg_kernel": 704}
+SPILLS = {
+    "vector_decay_intra_bwd_kernel": 1792,
+    "vector_decay_dqkg_kernel": 704,
+    "vector_decay_dqkg_halves_kernel": 1152,  # rwkv6's
+    "vector_decay_dqkg_quarters_kernel": 704,
+}
 PLAIN = Shape(K=128, V=128)
 _COMPILED: dict[str, Compiled] = {}
 
