@@ -70,7 +70,8 @@ def test_masks_read_nothing_while_a_graph_is_captured(
 ) -> None:
     """Nor can transformers look at positions then: its masks may cut rows at every token."""
     eager, slip = make(name)
-    ids, inputs = torch.randint(1, 61, (2, 21)), {"use_cache": False}
+    ids = torch.randint(1, 61, (2, 21))
+    inputs: dict[str, Any] = {"use_cache": False}
     live = torch.ones_like(ids, dtype=torch.bool)
     if kind == "padded":
         live[0, :5] = False
