@@ -18,7 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from convergence_table import last_step, losses, mean
+from convergence_table import complete, losses, mean
 from linear_tables import LINEAR, flash_qla_rows, linear_row, peak
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -165,8 +165,10 @@ def plot_convergence() -> Path:
         2, len(models), figsize=(WIDTH_INCHES, 5.5), squeeze=False, sharex=True
     )
     for (model, runs), (above, below) in zip(models.items(), grid.T):
-        steps = [x for x in runs["fla 0"] if x <= last_step(runs)]
-        of = {run: [value(rows[x], "loss") for x in steps] for run, rows in runs.items()}
+        last, seeds = max(complete(runs).items())
+        names = [f"{who} {x}" for who in ("ours", "fla") for x in seeds]
+        steps = [x for x in sorted(runs["fla 0"]) if x <= last]
+        of = {run: [value(runs[run][x], "loss") for x in steps] for run in names}
         middle = [mean(x) for x in zip(*(of[run] for run in of if run.startswith("fla")))]
         for run, values in sorted(of.items()):
             name = "fla" if run.startswith("fla") else "slipstream"
