@@ -19,6 +19,7 @@ DRAFTS = "drafts are verified in steps of several tokens, of which there are no 
 HOLES = "drafts want no padding after a prompt's tokens: they are left out"
 # what transformers' generate passes to its loops of steps, and these on to the model with the rest
 _OF_THE_LOOP = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+_OF_PLAIN_PROMPTS = {CACHE, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 # GenerationMixin comes after it: transformers looks for it among the bases of the model's class
 _Base: Any = object
 
@@ -124,7 +125,7 @@ class Generation(_Base):
                 **model_kwargs,
             )
         first = not getattr(generation_config, "is_assistant", False)
-        out = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=first)
+        ended = self._prompt_logits(input_ids, generation_config, model_kwargs, first)
         position_ids = model_kwargs.get("position_ids")
         positions = None if position_ids is None else position_ids[..., -1:]
         pad = generation_config._pad_token_tensor
@@ -134,7 +135,7 @@ class Generation(_Base):
         if wanted is not None and not chooses and plain and self.decoding.lends(cache):
             last, eos = wanted
             count = max(last - input_ids.shape[1], 1)
-            logits = out.logits[:, -1].to(input_ids.device)
+            logits = ended.to(input_ids.device)
             tokens = greedy.decode(self, cache, logits, positions, count, eos, pad)
             return torch.cat([input_ids, tokens], dim=-1)
         ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -145,7 +146,7 @@ class Generation(_Base):
         is_late = streamer is None and not getattr(cache, "_is_user_defined", False)
         stop = LateFlag(input_ids.device) if is_late else Flag()
         while True:
-            logits = out.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+            logits = ended.to(copy=True, dtype=torch.float32, device=input_ids.device)
             scores = logits_processor(input_ids, logits)
             if generation_config.do_sample:
                 tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
@@ -166,10 +167,32 @@ class Generation(_Base):
                     break
             positions = None if positions is None else positions + 1
             step = {CACHE: cache, "position_ids": positions, "use_cache": True}
-            out = self(input_ids=tokens[:, None], **step)
+            ended = self(input_ids=tokens[:, None], **step).logits[:, -1]
         if streamer is not None:
             streamer.end()
         return input_ids
+
+    def _prompt_logits(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], first: bool
+    ) -> Tensor:
+        """Logits [N, V] after a prompt, whose tokens the cache has then."""
+
+        def prefill() -> Tensor:
+            y = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=first)
+            return y.logits[:, -1]
+
+        cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
+        positions = model_kwargs.get("position_ids")
+        if (
+            not first
+            or generation_config.prefill_chunk_size is not None
+            or model_kwargs.keys() - _OF_PLAIN_PROMPTS
+            or self.config.consistent  # pyright: ignore[reportAttributeAccessIssue]
+            or not self.decoding.takes_prompt(cache, input_ids)
+            or not lookup.is_plain(input_ids, mask, positions)
+        ):
+            return prefill()
+        return self.decoding.prompt(self, cache, input_ids, positions, prefill)  # pyright: ignore[reportArgumentType]
 
     def _looks_up(self, generation_config: Any) -> bool:
         """Whether graphs verify drafts: words of the prompt, or an assistant's, beside greedy
@@ -218,6 +241,7 @@ class Generation(_Base):
             or not isinstance(cache, StateCache)
             or not self.decoding.lends(cache)
             or not self._looks_up(generation_config)
+            or input_ids.shape[0] != 1
             or not lookup.is_plain(input_ids, *(kwargs.get(name) for name in options))
         ):
             if isinstance(cache, StateCache) and self.decoding.lends(cache):

@@ -4,6 +4,10 @@ A CUDA graph, or on a CPU a list of kernels (host_graph.py). It holds everything
 ids and the logits, on the tensors of a StateCache. What generate does with logits (processors,
 sampling, EOS) is outside of it. Its first step runs as it is written, which compiles kernels and
 allocates workspaces; the second is captured.
+
+The pass of a short prompt takes the host longer than the device. On CUDA it has a graph for each
+shape of prompts without padding: the first pass of a shape runs as it is written, the second is
+captured, later ones are replayed.
 """
 
 import sys
@@ -11,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +31,9 @@ from slipstream.nn.rounded import AS_RETURNED, Rounding
 # caches that a model keeps for its next generate, each of another number of rows
 MAX_CACHES = 4
 MULTIPLE = 256  # of their max_length
+# a prompt's pass is a graph up to so many tokens of all rows, and a cache has so many such graphs
+MAX_PROMPT_TOKENS, MAX_PROMPTS = 1024, 4
+PROMPT = "prompt"
 
 
 class Graph(Protocol):
@@ -74,6 +82,7 @@ class Decoding:
         captures: graphs that were made: CUDA graphs or, on a CPU, lists of kernels.
         replays: steps that were a replay, the one at a capture included.
         eager: steps that ran without a graph: the first of each graph, and all where there is none.
+            Passes of prompts count as none of these.
         reason: why the last generate used no graph, or None.
         enabled: set it to False to run all steps without a graph.
 
@@ -222,6 +231,55 @@ class Decoding:
         self.replays += 1
         return made.run(inputs)
 
+    def takes_prompt(self, cache: Any, input_ids: Tensor) -> bool:
+        """Whether the pass of a prompt may be a graph: of a short one, whose time is the host's."""
+        return (
+            repeats_prompts(input_ids.device)
+            and 0 < input_ids.numel() <= MAX_PROMPT_TOKENS
+            and isinstance(cache, StateCache)
+            and self.lends(cache)
+            and cache.get_seq_length() == 0
+            and not cache.records
+            and not any(cache.rounding)
+        )
+
+    def prompt(
+        self,
+        model: Any,
+        cache: StateCache,
+        input_ids: Tensor,
+        positions: Tensor | None,
+        prefill: Callable[[], Tensor],
+    ) -> Tensor:
+        """Logits [N, V] after prompts without padding, which an empty cache has then. The first of
+        a shape is `prefill`, the second is captured."""
+        inputs = (input_ids,) if positions is None else (input_ids, positions)
+        key = (PROMPT, *((x.shape, x.dtype) for x in inputs))
+        made = cache.graphs.get(key, key)
+        if made is key or made is False:
+            logits = prefill()
+            cache.graphs.setdefault(key, None)
+            return logits
+        if made is None:
+            try:
+                step = partial(_prompt_step, model, cache)
+                made = self._captured(step, inputs, input_ids.device)
+            except Exception:  # of any kind: a pass without a graph is as right
+                cache.reset()
+                cache.graphs[key] = False
+                return prefill()
+            made_before = [k for k, x in cache.graphs.items() if k[0] == PROMPT and x]
+            for old in made_before[: len(made_before) + 1 - MAX_PROMPTS]:
+                cache.graphs[old] = None
+            cache.graphs[key] = made
+            logits = made.logits
+        else:
+            for layer in cache.layers:
+                layer.is_initialized = True
+            logits = made.run(inputs)
+        cache.step_on(input_ids.shape[1])
+        return logits
+
     @staticmethod
     def _captured(
         step: Callable[..., Tensor], inputs: tuple[Tensor, ...], device: torch.device
@@ -274,6 +332,21 @@ def room_of_graph(cache: StateCache, device: torch.device) -> int:
     if device.type == "cuda":
         return sys.maxsize
     return (cache.get_seq_length() // MULTIPLE + 1) * MULTIPLE if cache.grows else 0
+
+
+def repeats_prompts(device: torch.device) -> bool:
+    """Whether a prompt's pass waits for the host, not for the device."""
+    return device.type == "cuda"
+
+
+def _prompt_step(
+    model: Any, cache: StateCache, input_ids: Tensor, positions: Tensor | None = None
+) -> Tensor:
+    """The pass of prompts without padding, as the model's forward has it."""
+    base = model.model
+    h = base._first_normed(base.embed_tokens(input_ids))
+    h, _ = base._continue(h, None, cache, False, positions, input_ids.shape[1])
+    return model.lm_head(h[:, -1:])[:, -1]
 
 
 def decoding_step(

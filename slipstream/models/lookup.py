@@ -44,12 +44,12 @@ def _verifies(mixer: Any) -> bool:
 
 
 def is_plain(input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor | None) -> bool:
-    """Whether a prompt is one sequence without padding, at positions from 0 on."""
-    if input_ids.shape[0] != 1 or (attention_mask is not None and not bool(attention_mask.all())):
+    """Whether prompts are sequences without padding, at positions from 0 on."""
+    if attention_mask is not None and not bool(attention_mask.all()):
         return False
     positions = text_positions(positions, *input_ids.shape)
     at = torch.arange(input_ids.shape[1], device=input_ids.device)
-    return positions is None or torch.equal(positions, at[None])
+    return positions is None or torch.equal(positions, at.expand_as(positions))
 
 
 def has_holes(attention_mask: Tensor | None) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, StateCache
+from slipstream.models.graphs import PROMPT
 from slipstream.runtime.dispatch import FALLBACK
 
 pytestmark = [
@@ -50,6 +51,23 @@ def test_generate_by_graphs_gives_the_same_tokens(name: str, monkeypatch) -> Non
     assert m.decoding.reason is None
     assert m.decoding.captures == 2
     assert (m.decoding.eager - before, m.decoding.replays) == (2, 4 * 11 - 2)
+
+
+@pytest.mark.filterwarnings("ignore::slipstream.runtime.dispatch.FallbackWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_by_graphs_give_the_same_tokens(name: str) -> None:
+    """In bfloat16, in which one other bit gives others; prompts of two lengths in turns."""
+    m = model(name, torch.bfloat16)
+    prompts = [torch.randint(1, VOCAB, (2, n), device="cuda") for n in (17, 70) for _ in range(3)]
+    m.decoding.enabled = False
+    want = [generate(m, ids) for ids in prompts]
+    m.decoding.enabled = True
+    for _ in range(2):
+        for ids, tokens in zip(prompts, want):
+            assert torch.equal(generate(m, ids), tokens)
+    assert m.decoding.reason is None and m.decoding.captures == 1
+    (cache,) = m.decoding.caches.values()
+    assert sum(bool(x) for key, x in cache.graphs.items() if key[0] == PROMPT) == 2
 
 
 def test_generate_by_graphs_samples_as_without() -> None:

@@ -57,6 +57,58 @@ def without_graphs(m: Any, ids: Tensor, **options) -> Any:
         m.decoding.enabled = True
 
 
+@every_kind
+def test_prompts_by_graphs_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of two lengths in turns, of which the third of a length is replayed; one with padding
+    and one too long have no graph."""
+    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
+    monkeypatch.setattr(graphs, "MAX_PROMPT_TOKENS", 24)
+    m, prompts = model(name), [tokens(2, n) for n in (6, 11) * 4]
+    want = [without_graphs(m, ids) for ids in prompts]
+    for ids, found in zip(prompts, want):
+        assert torch.equal(generate(m, ids), found)
+    (cache,) = m.decoding.caches.values()
+    made = [key for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
+    assert len(made) == 2 and m.decoding.captures == 1
+    mask = torch.ones_like(prompts[0])
+    mask[0, :2] = 0
+    padded, long = {"attention_mask": mask}, tokens(2, 13)
+    assert torch.equal(generate(m, prompts[0], **padded), without_graphs(m, prompts[0], **padded))
+    for _ in range(3):
+        assert torch.equal(generate(m, long), without_graphs(m, long))
+    assert made == [key for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
+
+
+def test_prompts_without_a_graph_are_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
+    m, ids = model("hybrid"), tokens(2, 6)
+    want = without_graphs(m, ids)
+    captured = graphs.Decoding._captured
+
+    def capture(step: Any, *rest: Any) -> Any:
+        if getattr(step, "func", None) is graphs._prompt_step:
+            step.func(*step.args, *rest[0])  # which has written into the cache
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return captured(step, *rest)
+
+    monkeypatch.setattr(graphs.Decoding, "_captured", staticmethod(capture))
+    for _ in range(4):
+        assert torch.equal(generate(m, ids), want)
+    assert m.decoding.reason is None and m.decoding.captures == 1
+
+
+def test_few_graphs_of_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
+    monkeypatch.setattr(graphs, "MAX_PROMPTS", 2)
+    m = model("gla")
+    for n in (6, 5, 4, 3):
+        for _ in range(4):
+            generate(m, tokens(2, n))
+    (cache,) = m.decoding.caches.values()
+    made = [key[1][0][1] for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
+    assert made == [4, 3]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_captures_once_per_batch_size(name: str) -> None:
     m, ids = model(name), tokens(3, 6)
