@@ -60,7 +60,7 @@ def test_compile_kernel_names_what_it_was_not_given() -> None:
         compile_kernel(PRODUCT, {"z_ptr": "*bf16"}, {"WIDTH": 1})
 
 
-def test_compile_kernel_refuses_what_tensor_memory_does_not_do_for() -> None:
+def test_layouts_beyond_tensor_memory_are_refused() -> None:
     """Triton makes a trap of it, which compiles."""
     from slipstream.compiler.aot import compile_kernel
 

@@ -244,7 +244,7 @@ def dplr_intra_safe_kernel(
     b_ab = tl.where(other, 0.0, b_ab)
     b_ak = tl.where(other, 0.0, b_ak)
     b_qb = tl.zeros((C, C), tl.float32)
-    b_own = tl.zeros((C,), tl.float32)
+    b_diagonal = tl.zeros((C,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
         o_q = i_k + i * (H * K) + o_k[None, :]
@@ -257,7 +257,7 @@ def dplr_intra_safe_kernel(
         b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
         if DELTA:
             b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
-            b_own += tl.sum(b_q.to(tl.float32) * b_b, 1)
+            b_diagonal += tl.sum(b_q.to(tl.float32) * b_b, 1)
             o_w = i_w + i * WIDE + o_k[None, :]
             _store_until_end(b_out_ptr + o_w, None, b_b, b_k, gates, o_c, DELTA, FP32, PRECISION)
             b_ab, b_qb = _add_decayed(
@@ -271,7 +271,7 @@ def dplr_intra_safe_kernel(
                 True, DELTA, STEPS, LIMIT, SHIFT, FP32, act, PRECISION,
             )  # fmt: skip
     if DELTA:
-        _store_scores(qb_ptr + i_a + o_a, b_qb, b_own, o_c, other, scale)
+        _store_scores(qb_ptr + i_a + o_a, b_qb, b_diagonal, o_c, other, scale)
     b_ab = tl.where(i > j, b_ab, 0.0)
     b_ak = tl.where(i > j, b_ak, 0.0)
     solve_chunk(
@@ -301,8 +301,8 @@ def _scores_of_q(
     C: tl.constexpr = o_c.shape[0]
     b_qb = tl.zeros((C, C), tl.float32)
     b_qk = tl.zeros((C, C), tl.float32)
-    b_own = tl.zeros((C,), tl.float32)
-    b_own_k = tl.zeros((C,), tl.float32)
+    b_diagonal = tl.zeros((C,), tl.float32)
+    b_diagonal_k = tl.zeros((C,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)[None, :]
         m_k = m_c[:, None]
@@ -312,21 +312,21 @@ def _scores_of_q(
         b_q = tl.load(p_q + o_k, mask=m_k, other=0.0)
         b_b = tl.load(p_b + o_k, mask=m_k, other=0.0)
         b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
-        b_own += tl.sum(b_q.to(tl.float32) * b_b, 1)
-        b_own_k += tl.sum(b_q.to(tl.float32) * b_k, 1)
+        b_diagonal += tl.sum(b_q.to(tl.float32) * b_b, 1)
+        b_diagonal_k += tl.sum(b_q.to(tl.float32) * b_k, 1)
         _store_until_end(p_b_out + o_k, p_k_out + o_k, b_b, b_k, gates, o_c, False, FP32, PRECISION)
         b_qb, b_qk = _add_decayed(
             b_qb, b_qk, b_q, b_b, b_k, rows, gates, o_c,
             False, False, STEPS, LIMIT, SHIFT, FP32, b_q.dtype, PRECISION,
         )  # fmt: skip
-    _store_scores(p_qb, b_qb, b_own, o_c, rows, scale)
-    _store_scores(p_qk, b_qk, b_own_k, o_c, rows, scale)
+    _store_scores(p_qb, b_qb, b_diagonal, o_c, rows, scale)
+    _store_scores(p_qk, b_qk, b_diagonal_k, o_c, rows, scale)
 
 
 @triton.jit
-def _store_scores(p_a, b_a, b_own, o_c, rows, scale):
-    """Of some rows, [C, 1], with b_own as the diagonal."""
+def _store_scores(p_a, b_a, b_diagonal, o_c, rows, scale):
+    """Of some rows, [C, 1], with b_diagonal as the diagonal."""
     i = o_c[:, None]
     j = o_c[None, :]
-    b_a = tl.where(i == j, b_own[:, None], tl.where(i > j, b_a, 0.0))
+    b_a = tl.where(i == j, b_diagonal[:, None], tl.where(i > j, b_a, 0.0))
     tl.store(p_a, (b_a * scale).to(p_a.dtype.element_ty), mask=rows)

@@ -366,18 +366,18 @@ def launch_grads(
     options: dict[str, Any] = {**_options(problem, kernel_tile), **_bound(problem), "K": K}
     cached(vector_decay_dqkg_kernel)[total,](**args, **options)
     options["MAX_CHUNKS"] = MAX_PAIRS_SHARE
-    apart, parts = APART[problem.k.dtype], None
+    apart, pieces = APART[problem.k.dtype], None
     if apart and "dk" in named:
-        parts = problem.k.new_empty(total, dtype=torch.int32)
+        pieces = problem.k.new_empty(total, dtype=torch.int32)
         cached(vector_decay_dqkg_halves_kernel)[_programs(total),](
-            **args, parts_ptr=parts, total=total, APART=apart, **options
+            **args, pieces_ptr=pieces, total=total, APART=apart, **options
         )
         cached(vector_decay_dqkg_quarters_kernel)[_programs(total),](
-            **args, parts_ptr=parts, total=total, **options
+            **args, pieces_ptr=pieces, total=total, **options
         )
     options |= {"LEVELS": C.bit_length() - 1, "SHIFT": SHIFT[problem.k.dtype]}
     cached(vector_decay_intra_bwd_kernel)[_programs(total),](
-        **args, parts_ptr=parts, ones_ptr=_ones(problem), total=total, **options
+        **args, pieces_ptr=pieces, ones_ptr=_ones(problem), total=total, **options
     )
 
 

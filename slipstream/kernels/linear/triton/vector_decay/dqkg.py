@@ -136,7 +136,7 @@ def vector_decay_dqkg_kernel(
 @triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
 def vector_decay_dqkg_halves_kernel(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
-    decay_ptr, parts_ptr, cu_ptr, scale, total, T, N, HV, HK,
+    decay_ptr, pieces_ptr, cu_ptr, scale, total, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr,
     C: tl.constexpr, BOUND: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
     PACKED: tl.constexpr, GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -144,7 +144,7 @@ def vector_decay_dqkg_halves_kernel(
     """grid (at least total / MAX_CHUNKS,): the same of chunks that are not one safe block, where
     each half is one.
 
-    total: tiles of K times chunks times value heads. parts: [total], of chunks that are not one
+    total: tiles of K times chunks times value heads. pieces: [total], of chunks that are not one
     safe block 2 where each half is one, else 4 where each quarter is (dqkg_quarters.py), else 0.
     """
     if not GROUPED:
@@ -155,9 +155,9 @@ def vector_decay_dqkg_halves_kernel(
     for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(i_tile // NK, tl.int64)
         if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-            parts = _safe_parts(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
-            tl.store(parts_ptr + i_tile, parts)
-            if parts == 2:
+            pieces = _safe_pieces(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
+            tl.store(pieces_ptr + i_tile, pieces)
+            if pieces == 2:
                 _tile(
                     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
                     dg_ptr, du_ptr, None, cu_ptr, scale, i_tile, T, N, HV, HK,
@@ -166,7 +166,7 @@ def vector_decay_dqkg_halves_kernel(
 
 
 @triton.jit
-def _safe_parts(
+def _safe_pieces(
     g_ptr, cu_ptr, i_tile, T, N, HV,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -181,11 +181,11 @@ def _safe_parts(
     b_g = load_block(p_g, HV * K, o_c, o_c < length - i_c * C, o_k, K, K % BK != 0)  # [C, BK]
     b_g = b_g.to(tl.float32)
     b_early, b_late = half_sums(b_g, C)
-    parts = 2
+    pieces = 2
     # a branch: most chunks that are not one safe block end here
     if not are_halves_safe(b_early, b_late):
-        parts = tl.where(are_quarters_safe(quarter_halves(b_g)), 4, 0)
-    return parts
+        pieces = tl.where(are_quarters_safe(quarter_halves(b_g)), 4, 0)
+    return pieces
 
 
 @triton.jit

@@ -60,7 +60,7 @@ def vector_decay_intra_bwd_kernel(
     dg_ptr,  # [tokens, HV, K]
     du_ptr,  # [chunks, HV, K]
     decay_ptr,  # [chunks, HV, K]
-    parts_ptr,  # [chunks, HV, tiles of K]: above 0 where dqkg.py has taken them; None if nowhere
+    pieces_ptr,  # [chunks, HV, tiles of K]: above 0 where dqkg.py has taken them; None if nowhere
     ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
     scale,
@@ -95,8 +95,8 @@ def vector_decay_intra_bwd_kernel(
     for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         at = tl.cast(i_tile // NK, tl.int64)
         strong = not is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
-        if parts_ptr is not None:
-            strong = strong and tl.load(parts_ptr + i_tile) == 0
+        if pieces_ptr is not None:
+            strong = strong and tl.load(pieces_ptr + i_tile) == 0
         if strong:
             if dk_ptr is None:
                 tl.static_assert(u_ptr is None)
