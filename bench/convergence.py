@@ -1,8 +1,7 @@
 """Losses of our models beside fla's, from the same initialisations on the same data.
 
     python bench/convergence.py                        every model, three seeds
-    python bench/convergence.py --only kda --steps 500
-    python bench/convergence.py --only kda --seeds 4
+    python bench/convergence.py --only kda --steps 500 --seeds 4
 
 gated_deltanet and kda are models of 0.1 B (12 layers, hidden size 768, 6 heads of 128). fla's model
 is made by its own class and trained by its own kernels; ours begins with its weights, by
@@ -18,13 +17,12 @@ qwen3_next is transformers' in plain torch.
 
 loss: of train the mean over the last 50 steps, nats a byte; of held-out over 64 rows. The gap of
 ours to fla, mean over the seeds, should be no larger than that between fla's seeds, mean over all
-pairs, at the last step that all reached: one pair may lie near each other by chance.
+pairs (one may be near by chance), at the last step that all reached: tools/convergence_table.py.
 """
 
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ MODELS = {"gated_deltanet": "GatedDeltaNet", "kda": "KDA", "qwen3_next": ""}
 ROWS, TOKENS, EVERY, HELD_OUT_EVERY, HELD_OUT_ROWS = 8, 512, 50, 250, 64
 LEARNING_RATE, WARM_UP = 6e-4, 100
 CAPTURED = 3  # step that becomes a graph
+CUDA = DEVICE.type == "cuda"
 SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "vocab_size": 256,
     "tie_word_embeddings": True,
@@ -47,7 +46,8 @@ SIZES: dict[str, Any] = {
 OF_FLA: dict[str, Any] = {"num_heads": 6, "head_dim": 128, "expand_v": 1}
 QWEN3_NEXT = {"num_attention_heads": 6, "linear_num_key_heads": 6, "linear_num_value_heads": 6}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
-SMALL_OF_FLA = {"num_heads": 2, "head_dim": 16}
+SMALL |= {"num_heads": 2, "head_dim": 16}
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True, "capturable": CUDA}
 
 
 def text(small: bool) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def rows(data: Tensor, count: int, tokens: int, seed: int) -> Tensor:
 
 def fla_refuses() -> bool:
     """fla raises in the gradient of the gated delta rule here."""
-    if DEVICE.type == "cpu":
+    if not CUDA:
         return True
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -92,20 +92,13 @@ def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recurrence_of_fla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    **_: Any,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **raw: Any
 ) -> tuple[Tensor, None]:
     """fla's definition of the gated delta rule in plain torch, as its layer calls the kernel."""
     from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
 
     q, k = (x.float() * (x.float().square().sum(-1, True) + 1e-6).rsqrt() for x in (q, k))
-    g = -A_log.float().exp() * F.softplus(g.float() + dt_bias)
+    g = -raw["A_log"].float().exp() * F.softplus(g.float() + raw["dt_bias"])
     o, _ = naive_chunk_gated_delta_rule(q, k, v.float(), g, beta.float().sigmoid())
     return o.to(v.dtype), None
 
@@ -130,7 +123,7 @@ def model_of(name: str, run: str, small: bool) -> Any:
     from slipstream.models import SlipstreamForCausalLM
     from slipstream.models.convert import convert
 
-    sizes = {**SIZES, **OF_FLA, **(SMALL | SMALL_OF_FLA if small else {})}
+    sizes = {**SIZES, **OF_FLA, **(SMALL if small else {})}
     config = getattr(fla.models, f"{MODELS[name]}Config")(**sizes)
     model = getattr(fla.models, f"{MODELS[name]}ForCausalLM")(config)
     if who != "ours":
@@ -155,29 +148,20 @@ class Run:
         self.steps, self.losses, self.refusal = steps, list[Tensor](), ""
         self.replay: Callable[[Tensor], Tensor] | None = None
         self.rate = torch.zeros((), device=DEVICE)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            self.rate,
-            betas=(0.9, 0.95),
-            weight_decay=0.1,
-            fused=True,
-            capturable=DEVICE.type == "cuda",
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), self.rate, **ADAMW)
 
     def step(self, ids: Tensor) -> None:
         i, warm = len(self.losses), min(WARM_UP, self.steps)
         self.rate.fill_(LEARNING_RATE * min((i + 1) / warm, 1 - 0.9 * i / self.steps))
-        if i == CAPTURED and DEVICE.type == "cuda":
+        if i == CAPTURED and CUDA:
             try:
                 self.replay = self.captured(ids)
             except RuntimeError as error:
                 self.refusal = " ".join(str(error).split())[:150]
                 self.optimizer.zero_grad()
-        if self.replay is not None:
-            self.losses.append(self.replay(ids))
-            return
-        self.losses.append(self.update(ids))
-        self.optimizer.zero_grad()
+        self.losses.append((self.replay or self.update)(ids))
+        if self.replay is None:
+            self.optimizer.zero_grad()
 
     def update(self, ids: Tensor) -> Tensor:
         loss = self.loss(ids)
@@ -213,7 +197,7 @@ class Run:
 def child(name: str, run: str, steps: int, report: Report) -> None:
     small = report.options.small
     tokens, every = 64 if small else TOKENS, min(EVERY, steps)
-    if DEVICE.type == "cuda":
+    if CUDA:
         take_first_tiles()
     train, held = text(small)
     training = Run(model_of(name, run, small), steps)
@@ -234,29 +218,6 @@ def child(name: str, run: str, steps: int, report: Report) -> None:
             tell(model=name, run=run, step=done, part="held-out", loss=f"{loss:.4f}")
 
 
-def gaps(name: str, runs: Sequence[str], found: dict[tuple[str, str, int], float]) -> None:
-    """Of ours to fla and between fla's seeds, means of absolute values, at the last step that all
-    runs reached."""
-    for part in ("train", "held-out"):
-        reached = [{step for run, p, step in found if (run, p) == (who, part)} for who in runs]
-        common = set.intersection(*reached)
-        if not common:
-            continue
-        last = {who: found[who, part, max(common)] for who in runs}
-        peers = [x for who, x in last.items() if not who.startswith("ours")]
-        ours = [
-            abs(x - last[who.replace("ours", "fla")])
-            for who, x in last.items()
-            if who.startswith("ours")
-        ]
-        seeds = [abs(x - y) for x, y in combinations(peers, 2)]
-        print(
-            f"{name}, {part} at step {max(common)}: {sum(ours) / len(ours):.4f} between ours and "
-            f"fla, {sum(seeds) / len(seeds):.4f} between fla's seeds",
-            flush=True,
-        )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=1000)
@@ -268,30 +229,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = Report(given)
     steps = 4 if given.small else given.steps
     if given.child:
-        name, run = given.child
-        child(name, run, steps, report)
+        child(*given.child, steps, report)
         return
-    shared = ["--steps", str(steps), "--seconds", str(given.seconds)]
-    shared += ["--small"] if given.small else []
-    runs = [f"{who} {i}" for i in range(given.seeds) for who in ("ours", "fla")]
-    wanted = [(n, run) for n in MODELS for run in runs if given.only.search(f"{n} {run}")]
+    shared = ["--steps", str(steps), "--seconds", str(given.seconds), *["--small"][: given.small]]
+    runs = [f"{n} {who} {i}" for n in MODELS for i in range(given.seeds) for who in ("ours", "fla")]
+    wanted = [x.split(" ", 1) for x in runs if given.only.search(x)]
     children = [Child(__file__, (*x, *shared), i) for i, x in enumerate(wanted)]
-    found: dict[str, dict[tuple[str, str, int], float]] = {name: {} for name in MODELS}
 
     def each(_: Child, told: dict[str, Any]) -> None:
         if told["part"] == "first":
             print(*told.values(), flush=True)
         else:
             report.row("convergence", told)
-            found[told["model"]][told["run"], told["part"], told["step"]] = float(told["loss"])
 
     side_by_side(children, each)
     for one in children:
         if failure := one.failure():
             report.failures.append(f"{one.name}: {failure}")
         one.end()
-    for name in MODELS:
-        gaps(name, runs, found[name])
     report.end()
 
 

@@ -137,10 +137,7 @@ def scan_rows(
     provider = Provider(fn, chosen(["chunk_hgrn"])[0].inputs(shape, DEVICE))
     name, elements = f"B{B} T{T} D{D}", provider.args["x"].numel()
     found = []
-    for way, call, each in (
-        ("fwd", provider.forward, 8.0),
-        ("fwd+bwd", provider.gradients, 22.0),
-    ):
+    for way, call, each in (("fwd", provider.forward, 8.0), ("fwd+bwd", provider.gradients, 22.0)):
         cold = first(call)
         for ms in report.times({"": call}).values():
             row = {"what": f"{label} {way}", "shape": name, **bandwidth(ms, each * elements)}

@@ -360,9 +360,7 @@ class Provider:
 
 
 def float64_errors(
-    provider: Provider,
-    exact: Callable[..., Any],
-    part: Callable[[Tensor], Tensor] = lambda x: x,
+    provider: Provider, exact: Callable[..., Any], part: Callable[[Tensor], Tensor] = lambda x: x
 ) -> dict[str, object]:
     """Errors of the output and the largest of a gradient against `exact`, the same function, in
     float64 on the same rounded inputs.

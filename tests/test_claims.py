@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
 
 import claims  # noqa: E402
+import convergence_table  # noqa: E402
 import lab_notes  # noqa: E402
 import performance_tables  # noqa: E402
 from performance_tables import tables  # noqa: E402
@@ -143,3 +144,10 @@ def test_docs_plots_are_there() -> None:
 def test_scripts_of_tables_are_there() -> None:
     named = [y for x in tables().values() for y in re.findall(r"bench/\w+\.py", x.script)]
     assert named and all((ROOT / x).exists() for x in named)
+
+
+def test_gaps_between_seeds() -> None:
+    """Means over pairs: of ours and fla from a seed, and of fla's seeds."""
+    losses = {"ours 0": 1.0, "fla 0": 1.5, "ours 1": 2.0, "fla 1": 1.75}
+    runs = {x: {2: Row("convergence", 1, {"loss": str(loss)})} for x, loss in losses.items()}
+    assert convergence_table.gaps(runs, 2, ["0", "1"]) == (0.375, 0.25)
