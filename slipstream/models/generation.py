@@ -13,6 +13,7 @@ from slipstream.layers import Bidirectional
 from slipstream.models import greedy, lookup
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
+from slipstream.models.packing import text_positions
 from slipstream.nn.rounded import Rounding
 
 DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
@@ -192,6 +193,7 @@ class Generation(_Base):
             or not lookup.is_plain(input_ids, mask, positions)
         ):
             return prefill()
+        positions = text_positions(positions, *input_ids.shape)
         return self.decoding.prompt(self, cache, input_ids, positions, prefill)  # pyright: ignore[reportArgumentType]
 
     def _looks_up(self, generation_config: Any) -> bool:

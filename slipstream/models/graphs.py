@@ -7,7 +7,8 @@ allocates workspaces; the second is captured.
 
 The pass of a short prompt takes the host longer than the device. On CUDA it has a graph for each
 shape of prompts without padding: the first pass of a shape runs as it is written, the second is
-captured, later ones are replayed.
+captured, later ones are replayed. Of more shapes than a cache has graphs for, the one that was not
+wanted for longest loses its graph, and gets no other: in turns each pass would be captured.
 """
 
 import sys
@@ -27,6 +28,7 @@ from slipstream.models.consistent import logits_of, runs_kernels
 from slipstream.models.host_graph import CannotRepeat, HostGraph
 from slipstream.nn.consistent import has_consistent_product
 from slipstream.nn.rounded import AS_RETURNED, Rounding
+from slipstream.runtime.token_ids import launched, raise_pending
 
 # caches that a model keeps for its next generate, each of another number of rows
 MAX_CACHES = 4
@@ -252,7 +254,12 @@ class Decoding:
         prefill: Callable[[], Tensor],
     ) -> Tensor:
         """Logits [N, V] after prompts without padding, which an empty cache has then. The first of
-        a shape is `prefill`, the second is captured."""
+        a shape is `prefill`, the second is captured.
+
+        Raises:
+            ValueError: an id of an earlier call was outside the vocabulary, as operators do.
+        """
+        raise_pending()  # which no replay asks for
         inputs = (input_ids,) if positions is None else (input_ids, positions)
         key = (PROMPT, *((x.shape, x.dtype) for x in inputs))
         made = cache.graphs.get(key, key)
@@ -270,13 +277,15 @@ class Decoding:
                 return prefill()
             made_before = [k for k, x in cache.graphs.items() if k[0] == PROMPT and x]
             for old in made_before[: len(made_before) + 1 - MAX_PROMPTS]:
-                cache.graphs[old] = None
+                cache.graphs[old] = False
             cache.graphs[key] = made
             logits = made.logits
         else:
+            cache.graphs[key] = cache.graphs.pop(key)  # the last to go
             for layer in cache.layers:
                 layer.is_initialized = True
             logits = made.run(inputs)
+        launched()
         cache.step_on(input_ids.shape[1])
         return logits
 
@@ -344,7 +353,7 @@ def _prompt_step(
 ) -> Tensor:
     """The pass of prompts without padding, as the model's forward has it."""
     base = model.model
-    h = base._first_normed(base.embed_tokens(input_ids))
+    h = base._embed(input_ids, None)
     h, _ = base._continue(h, None, cache, False, positions, input_ids.shape[1])
     return model.lm_head(h[:, -1:])[:, -1]
 

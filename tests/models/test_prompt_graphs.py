@@ -1,0 +1,86 @@
+"""The pass of a prompt as a graph, here a list of kernels: which are made, and what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.models import graphs
+from slipstream.runtime import token_ids
+from tests.support.language_models import model, tokens
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
+
+
+def generate(m: Any, ids: Tensor, **options: Any) -> Tensor:
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
+    return m.generate(input_ids=ids, pad_token_id=0, **{**given, **options})
+
+
+def without_graphs(m: Any, ids: Tensor, **options: Any) -> Tensor:
+    m.decoding.enabled = False
+    try:
+        return generate(m, ids, **options)
+    finally:
+        m.decoding.enabled = True
+
+
+def test_prompts_in_turns_are_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more lengths than there are graphs each is captured once; what is in use stays."""
+    monkeypatch.setattr(graphs, "MAX_PROMPTS", 2)
+    m, made = model("gla"), []
+    captured = graphs.Decoding._captured
+
+    def capture(step: Any, inputs: Any, device: Any) -> Any:
+        if getattr(step, "func", None) is graphs._prompt_step:
+            made.append(inputs[0].shape[1])
+        return captured(step, inputs, device)
+
+    monkeypatch.setattr(graphs.Decoding, "_captured", staticmethod(capture))
+    generate(m, tokens(2, 9))  # whose steps make the buffers of a new cache
+    for n in (6, 6, 5, 5, 6, 4, 4, 3, 6, 3, 6, *(7, 8, 3, 4, 5, 6) * 3):
+        ids = tokens(2, n)
+        assert torch.equal(generate(m, ids), without_graphs(m, ids))
+    assert made == [6, 5, 4, 3, 7, 8]
+
+
+def test_wrong_ids_of_a_replayed_prompt_raise() -> None:
+    """A replay has the kernel that reports them, as here a CPU does not, but asks for no report."""
+    m, ids = model("gla"), tokens(2, 6)
+    for _ in range(3):
+        generate(m, ids)
+    slots = token_ids.slots_for(ids)
+    slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
+    with pytest.raises(token_ids.WrongId, match=r"input_ids: id 149 at position \(1, 1\)"):
+        generate(m, ids)
+    assert torch.equal(generate(m, ids), without_graphs(m, ids))
+
+
+def test_prompt_of_a_foreign_table_refuses_ids() -> None:
+    """Which on a device would end the process's use of it."""
+    m: Any = model("gla")
+    ids = tokens(2, 6)
+    table = torch.nn.Embedding(*m.model.embed_tokens.weight.shape)
+    table.weight = m.model.embed_tokens.weight
+    m.model.embed_tokens = table
+    wrong = ids.clone()
+    wrong[1, 3] = table.num_embeddings
+    for _ in range(4):
+        assert torch.equal(generate(m, ids), without_graphs(m, ids))
+    with pytest.raises(token_ids.WrongId, match="input_ids"):
+        generate(m, wrong)
+
+
+def test_prompts_with_tables_of_positions_have_a_graph() -> None:
+    """As Qwen-VL's of text, [3, B, T]."""
+    m, ids = model("attention"), tokens(2, 6)
+    options = {"position_ids": torch.arange(6).expand(3, 2, 6)}
+    want = without_graphs(m, ids, **options)
+    for _ in range(3):
+        assert torch.equal(generate(m, ids, **options), want)
+    (cache,) = m.decoding.caches.values()
+    assert [bool(x) for key, x in cache.graphs.items() if key[0] == graphs.PROMPT] == [True]
