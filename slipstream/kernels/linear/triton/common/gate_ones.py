@@ -11,8 +11,6 @@ the edge, or one from the edge to t, by KIND with the gate of t itself:
 They are read, for to make them anew would be half of the instructions of a level.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -24,10 +22,25 @@ START, BLOCK, MIDDLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 WRITES, READS, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@cache
+_cached: dict[tuple[torch.device, int, torch.dtype], Tensor] = {}
+
+
 def gate_ones(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
     """[2 + levels, 3, C, C], by edge and kind. The edges: the chunk's start, that of t's block of
-    2^BASE tokens, and for each level the middle of its block of 2^(level + 1) tokens."""
+    2^BASE tokens, and for each level the middle of its block of 2^(level + 1) tokens.
+
+    Kept, but where a CUDA graph would own it: until its replay nothing would be there.
+    """
+    key = device, C, dtype
+    if key not in _cached:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return _made(device, C, dtype)
+        # the copy waits for itself, so that any stream may read it
+        _cached[key] = _made(torch.device("cpu"), C, dtype).to(device)
+    return _cached[key]
+
+
+def _made(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
     u = torch.arange(C, device=device)
     t, level = u[:, None], torch.arange(C.bit_length() - 1, device=device)[:, None, None]
     block, later = t >> BASE.value == u >> BASE.value, (t >> level) % 2 == 1
