@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from slipstream.cli.commands import app
+from tests.support.processes import start_command
 
 CONFIG = """
 model:
@@ -49,14 +50,16 @@ def finish(*arguments: object) -> str:
 def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> str:
     """Runs until the line of a step is printed, sends the signal, waits for the end."""
     text, sent = "", False
-    with start("train", config, f"output_dir={out}") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
+    (process,), lines = start_command(["train", config, f"output_dir={out}"])
+    with lines:
+        for line in lines:
             text += line
             if not sent and line.split()[:1] == [str(step)]:
-                process.send_signal(number)
+                assert process.pid is not None
+                os.kill(process.pid, number)
                 sent = True
-    assert process.returncode == 0, text
+    process.join(60)
+    assert process.exitcode == 0, text
     assert sent, text
     return text
 

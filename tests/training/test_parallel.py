@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import described, expect_processes
 from slipstream.training.run import train
 from slipstream.training.sample import load
+from tests.support.processes import start_command
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 STEPS = 6
@@ -70,6 +72,25 @@ def finish(config: dict[str, Any], folder: Path) -> str:
     return text
 
 
+def finish_forked(config: dict[str, Any], folder: Path) -> str:
+    """As finish, without torchrun, and with imports done."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [{**group, "RANK": x, "LOCAL_RANK": x} for x in "01"]
+    processes, lines = start_command(["train", path], ranks)
+    with lines:
+        text = lines.read()
+    for process in processes:
+        process.join(60)
+    assert [x.exitcode for x in processes] == [0, 0], text
+    return text
+
+
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
@@ -111,7 +132,7 @@ def test_parts_train_like_the_whole(kind: str, tmp_path: Path) -> None:
     data = {"packing": "reset"}
     want = alone(tmp_path / "one", data=data)
     config = raw(tmp_path / "two", data=data, parallel={kind: 2})
-    text = finish(config, tmp_path)
+    text = finish_forked(config, tmp_path)
     assert text.count("on all held-out text") == 1
     assert "[rank1]" not in text  # of torch's own warnings
     assert_same(tmp_path / "two", want)
