@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = Report(given)
     steps = 4 if given.small else given.steps
     if given.child:
-        child(*given.child, steps, report)
+        child(given.child[0], given.child[1], steps, report)
         return
     shared = ["--steps", str(steps), "--seconds", str(given.seconds), *["--small"][: given.small]]
     runs = [f"{n} {who} {i}" for n in MODELS for i in range(given.seeds) for who in ("ours", "fla")]
