@@ -33,7 +33,7 @@ from slipstream.runtime.token_ids import launched, raise_pending
 # caches that a model keeps for its next generate, each of another number of rows
 MAX_CACHES = 4
 MULTIPLE = 256  # of their max_length
-# a prompt's pass is a graph up to so many tokens of all rows, and a cache has so many such graphs
+# tokens of a batch up to which a prompt's pass is captured; graphs of them that a cache keeps
 MAX_PROMPT_TOKENS, MAX_PROMPTS = 1024, 4
 PROMPT = "prompt"
 

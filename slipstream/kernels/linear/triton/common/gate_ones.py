@@ -8,7 +8,7 @@ the edge, or one from the edge to t, by KIND with the gate of t itself:
     READS     where t comes before the edge alone: what a read sees before its own token's decay
     BOTH      nowhere: reads of that kind after the edge, and writes before it
 
-They are read, for to make them anew would be half of the instructions of a level.
+Kernels read them from memory: computing them would be half of the instructions of a level.
 """
 
 import torch
