@@ -9,7 +9,7 @@ slipstream.models.convert. qwen3_next is transformers' model of that size withou
 as it is, with fla's kernels, and ours the same one patched (integrations.transformers).
 
 The bytes of Python's own library, 8 rows of 512, AdamW on float32 weights under bf16 autocast. Each
-run is a process, so that compilers and the hosts' parts of the steps go on side by side; of fla's
+run is a process, four at a time on a GPU, and the first of a kind compiles for the others; of fla's
 tiles one is taken as it is, for trying all of them takes minutes and changes no result but its
 rounding. Where fla refuses the gradient of the gated delta rule (on Hopper with Triton 3.4 to
 3.7.0, unless TileLang is installed), its model runs its definition of the rule in plain torch, and
@@ -18,10 +18,14 @@ qwen3_next is transformers' in plain torch.
 loss: of train the mean over the last 50 steps, nats a byte; of held-out over 64 rows. The gap of
 ours to fla, mean over the seeds, should be no larger than that between fla's seeds, mean over all
 pairs (one may be near by chance), at the last step that all reached: tools/convergence_table.py.
+How much of a gap is chance, "moved" shows: fla's model once more from the same seed, each weight
+off by a millionth.
 """
 
+import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,14 +34,17 @@ import torch
 import torch.nn.functional as F
 import transformers_models
 from harness import DEVICE, Report, parser
-from processes import Child, side_by_side, take_first_tiles, tell
+from processes import Child, gpus, take_first_tiles, tell
 from torch import Tensor
 
 # fla's names
 MODELS = {"gated_deltanet": "GatedDeltaNet", "kda": "KDA", "qwen3_next": ""}
-ROWS, TOKENS, EVERY, HELD_OUT_EVERY, HELD_OUT_ROWS = 8, 512, 50, 250, 64
+ROWS, TOKENS, EVERY, HELD_OUT_EVERY, HELD_OUT_ROWS = 8, 512, 50, 100, 64
 LEARNING_RATE, WARM_UP = 6e-4, 100
 CAPTURED = 3  # step that becomes a graph
+AT_ONCE = 4  # runs on a GPU: one computes while others import, compile and capture
+MOVED = 1e-6  # of each weight, of fla's other run from a seed
+AGAIN = 3  # seeds that have one
 CUDA = DEVICE.type == "cuda"
 SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "vocab_size": 256,
@@ -104,7 +111,7 @@ def recurrence_of_fla(
 
 
 def model_of(name: str, run: str, small: bool) -> Any:
-    """run: ours or fla, and a seed."""
+    """run: ours, fla or moved, and a seed."""
     who, seed = run.split()
     torch.manual_seed(int(seed))
     if name == "qwen3_next":
@@ -195,12 +202,20 @@ class Run:
 
 
 def child(name: str, run: str, steps: int, report: Report) -> None:
+    """Makes a model, waits for a line, trains it."""
     small = report.options.small
     tokens, every = 64 if small else TOKENS, min(EVERY, steps)
     if CUDA:
         take_first_tiles()
     train, held = text(small)
-    training = Run(model_of(name, run, small), steps)
+    model = model_of(name, run, small)
+    if run.startswith("moved"):
+        with torch.no_grad():
+            for x in model.parameters():
+                x.mul_(1 + MOVED * torch.randn_like(x))
+    tell(ready=True)
+    sys.stdin.readline()
+    training = Run(model, steps)
     unseen = rows(held, ROWS if small else HELD_OUT_ROWS, tokens, 0)
     done = 0
     while done < steps and (done == 0 or report.wants(name)):
@@ -218,6 +233,51 @@ def child(name: str, run: str, steps: int, report: Report) -> None:
             tell(model=name, run=run, step=done, part="held-out", loss=f"{loss:.4f}")
 
 
+def in_turns(runs: Sequence[list[str]], options: Sequence[str], report: Report) -> None:
+    """On each GPU several at a time. A kind's first run compiles what the others wait for."""
+    left, one_at_a_time = iter(runs), threading.Lock()
+    compiled = dict[str, threading.Event]()
+
+    def follow(one: Child, kind: str) -> None:
+        with one_at_a_time:
+            begins, done = kind not in compiled, compiled.setdefault(kind, threading.Event())
+        while (told := one.next()) is not None:
+            if "ready" in told:
+                begins or done.wait()
+                one.say()
+            elif told["part"] == "first":
+                done.set()
+                print(*told.values(), flush=True)
+            else:
+                with one_at_a_time:
+                    report.row("convergence", told)
+        if begins:
+            done.set()
+        if failure := one.failure():
+            report.failures.append(f"{one.name}: {failure}")
+        one.end()
+
+    def of_gpu(number: int) -> None:
+        while True:
+            with one_at_a_time:
+                name, run = next(left, ("", ""))
+            if not name or not report.wants(f"{name} {run}"):
+                break
+            kind = f"{name} {'ours' if run.startswith('ours') else 'fla'}"
+            late = ("--seconds", str(report.left()))
+            follow(Child(__file__, (name, run, *options, *late), number), kind)
+
+    threads = [
+        threading.Thread(target=of_gpu, args=(i,))
+        for _ in range(AT_ONCE)
+        for i in range(len(gpus()) or 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=1000)
@@ -231,22 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.child:
         child(given.child[0], given.child[1], steps, report)
         return
-    shared = ["--steps", str(steps), "--seconds", str(given.seconds), *["--small"][: given.small]]
-    runs = [f"{n} {who} {i}" for n in MODELS for i in range(given.seeds) for who in ("ours", "fla")]
-    wanted = [x.split(" ", 1) for x in runs if given.only.search(x)]
-    children = [Child(__file__, (*x, *shared), i) for i, x in enumerate(wanted)]
-
-    def each(_: Child, told: dict[str, Any]) -> None:
-        if told["part"] == "first":
-            print(*told.values(), flush=True)
-        else:
-            report.row("convergence", told)
-
-    side_by_side(children, each)
-    for one in children:
-        if failure := one.failure():
-            report.failures.append(f"{one.name}: {failure}")
-        one.end()
+    shared = ["--steps", str(steps), *["--small"][: given.small]]
+    seeds = range(given.seeds)
+    # what matters most comes first, should the time end
+    pairs = [f"{n} {who} {i}" for i in seeds for n in MODELS for who in ("ours", "fla")]
+    moved = [f"{n} moved {i}" for i in seeds[:AGAIN] for n in MODELS]
+    cut = AGAIN * len(MODELS) * 2
+    runs = [x for x in (*pairs[:cut], *moved, *pairs[cut:]) if given.only.search(x)]
+    in_turns([x.split(" ", 1) for x in runs], shared, report)
     report.end()
 
 

@@ -75,8 +75,11 @@ class Report:
 
     def wants(self, name: str) -> bool:
         """Whether this is to be measured: it was asked for, and there is time left."""
-        late = time.perf_counter() - self.start > self.options.seconds
-        return not late and self.options.only.search(name) is not None
+        return self.left() > 0 and self.options.only.search(name) is not None
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.options.seconds - (time.perf_counter() - self.start)
 
     def row(self, file: str, cells: Mapping[str, object]) -> None:
         spent = f"after {time.perf_counter() - self.start:.0f} s"

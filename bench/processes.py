@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import Queue
 from typing import Any
 
@@ -20,6 +20,14 @@ import torch
 def tell(**cells: Any) -> None:
     """From a process to who started it."""
     print(json.dumps(cells), flush=True)
+
+
+def gpus() -> list[str]:
+    """Names of those that are visible, as CUDA_VISIBLE_DEVICES has them."""
+    if not torch.cuda.is_available():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
 class Child:
@@ -32,11 +40,9 @@ class Child:
         self.name = " ".join(arguments)
         self.gpu = 0
         env = {"OMP_NUM_THREADS": "2", **os.environ, **variables}
-        if torch.cuda.is_available():
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            gpus = visible.split(",") if visible else range(torch.cuda.device_count())
-            self.gpu = number % len(gpus)
-            env["CUDA_VISIBLE_DEVICES"] = str(gpus[self.gpu])
+        if names := gpus():
+            self.gpu = number % len(names)
+            env["CUDA_VISIBLE_DEVICES"] = names[self.gpu]
         run, pipe = [sys.executable, script, "--child", *arguments], subprocess.PIPE
         self.process = subprocess.Popen(
             run, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -86,22 +92,6 @@ class Child:
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
-
-
-def side_by_side(children: Sequence[Child], each: Callable[[Child, dict[str, Any]], None]) -> None:
-    """Gives each message of theirs to `each`, one at a time, until all have ended."""
-    one_at_a_time = threading.Lock()
-
-    def follow(child: Child) -> None:
-        while (told := child.next()) is not None:
-            with one_at_a_time:
-                each(child, told)
-
-    threads = [threading.Thread(target=follow, args=(child,)) for child in children]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def take_first_tiles() -> None:
