@@ -122,11 +122,11 @@ def test_retention_on_volta_by_release(release: str) -> None:
 
     folder = cache_dir() / "releases" / f"triton-{release}"
     worker = Worker([str(folder)]) if folder.exists() else None
-    about = dict.fromkeys(("ptxas_sm_90", "ptxas_sm_100"), "12.4.127")
+    about = dict.fromkeys(("ptxas", "ptxas_blackwell"), "12.4.127")
     if worker is not None:
         worker.start()
         about = dict(worker.about)
-    fault = blocking("sm_70", release, about["ptxas_sm_90"], features_of(RETENTION_KIND))
+    fault = blocking("sm_70", release, about["ptxas"], features_of(RETENTION_KIND))
     try:
         jobs = trace(retention_on, "sm_70", False, compilers={**about, "triton": release})
     except PlainTorch:
@@ -166,7 +166,7 @@ def test_triton_33_gets_no_products_of_16_bits() -> None:
         q, k, v = (torch.empty(2, 64, 2, 64, device=device, dtype=torch.float16) for _ in "qkv")
         return ops.attention(q, k, v, impl="triton")
 
-    old = {"triton": "3.3.1", "ptxas_sm_90": "12.4.127", "ptxas_sm_100": "12.8.61"}
+    old = {"triton": "3.3.1", "ptxas": "12.4.127", "ptxas_blackwell": "12.8.61"}
     with pytest.raises(NotImplementedError, match="rounding-mode"):
         trace(call, "sm_75", compilers=old)
 

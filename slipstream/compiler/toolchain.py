@@ -3,7 +3,8 @@
 Triton brings a ptxas of its own; where compiler/known_bugs.py knows it for faulty and a better one
 is installed, that one is selected, by TRITON_PTXAS_PATH, before the first compilation: PyPI's
 nvidia-cuda-nvcc (`pip install slipstream[cuda]`), else a CUDA toolkit's. A path that the user has
-set stays, if it runs.
+set stays, if it runs. Triton has a second, ptxas-blackwell, for sm_100 and later, and from 3.9 on
+for sm_90 too.
 """
 
 import importlib.metadata
@@ -43,11 +44,21 @@ def ptxas_version(path: str) -> str | None:
     return match[1] if match else None
 
 
+def takes_blackwell(arch: str, triton: str | None) -> bool:
+    """Whether this release of Triton assembles for an architecture by its ptxas-blackwell."""
+    first = 90 if triton and version(triton)[:2] >= (3, 9) else 100
+    return arch.startswith("sm_") and int(arch[3:]) >= first
+
+
 def ptxas_path(arch: str) -> str | None:
     """The ptxas that Triton would run for an architecture; None for AMD or without Triton."""
     if not arch.startswith("sm_"):
         return None
-    blackwell = int(arch[3:]) >= 100
+    return _path(takes_blackwell(arch, triton_version()))
+
+
+def _path(blackwell: bool) -> str | None:
+    """One of Triton's two, or what stands for it by an environment variable."""
     variable = BLACKWELL if blackwell else VARIABLE
     if (from_environment := os.environ.get(variable)) and ptxas_version(
         from_environment
@@ -99,7 +110,7 @@ def _cured_bugs(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
     cured: set[str] = set()
     for arch in archs:
         bundled_ptxas = ptxas_path(arch)
-        if bundled_ptxas is None or int(arch[3:]) >= 100:
+        if bundled_ptxas is None or takes_blackwell(arch, triton):
             continue
         bundled_version = ptxas_version(bundled_ptxas)
         before, after = (_known_bugs(arch, triton, x) for x in (bundled_version, other))
@@ -109,9 +120,11 @@ def _cured_bugs(archs: tuple[str, ...], triton: str, other: str) -> set[str]:
     return cured
 
 
-def selected() -> str:
-    """Whose ptxas TRITON_PTXAS_PATH points to, "Triton's own" if it is not set."""
-    from_environment = os.environ.get(VARIABLE)
+def selected(arch: str) -> str:
+    """Whose ptxas is taken for an architecture, "Triton's own" if its variable is not set."""
+    from_environment = os.environ.get(
+        BLACKWELL if takes_blackwell(arch, triton_version()) else VARIABLE
+    )
     return "Triton's own" if from_environment is None else f"{_origin(Path(from_environment))}'s"
 
 
@@ -168,13 +181,14 @@ def ptxas_of(arch: str, compilers: Mapping[str, str]) -> str:
     """The version of the ptxas for an architecture, of what `versions` says."""
     if not arch.startswith("sm_"):
         return ""
-    return compilers["ptxas_sm_100" if int(arch[3:]) >= 100 else "ptxas_sm_90"]
+    blackwell = takes_blackwell(arch, compilers["triton"])
+    return compilers["ptxas_blackwell" if blackwell else "ptxas"]
 
 
 def versions() -> dict[str, str]:
-    """The versions of Triton and of the ptxas for sm_90 and for sm_100."""
+    """The versions of Triton and of its two ptxas."""
     by_name = {"triton": triton_version() or ""}
-    for arch in ("sm_90", "sm_100"):
-        path = ptxas_path(arch)
-        by_name[f"ptxas_{arch}"] = (path and ptxas_version(path)) or ""
+    for name, blackwell in (("ptxas", False), ("ptxas_blackwell", True)):
+        path = _path(blackwell)
+        by_name[name] = (path and ptxas_version(path)) or ""
     return by_name

@@ -111,7 +111,7 @@ def _driver() -> str | None:
 
 def _ptxas(here: compiler_state.CompilerState) -> dict[str, Any]:
     path = toolchain.ptxas_path(here.arch)
-    return {"path": path, "version": here.ptxas, "whose": toolchain.selected()}
+    return {"path": path, "version": here.ptxas, "whose": toolchain.selected(here.arch)}
 
 
 def _faults(here: compiler_state.CompilerState | None, triton: str | None) -> Sequence[Any]:

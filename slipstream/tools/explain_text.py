@@ -129,7 +129,7 @@ def _compilers(arch: str) -> Iterator[str]:
     path = toolchain.ptxas_path(arch)
     ptxas = (path and toolchain.ptxas_version(path)) or ""
     how = CompilerState(arch, triton, ptxas, passive=True, remembers=False).trust
-    whose = f" ({toolchain.selected()})" if ptxas else ""
+    whose = f" ({toolchain.selected(arch)})" if ptxas else ""
     yield f"  Triton {triton}, ptxas {ptxas or 'none'}{whose}: {how}"
     for fault in applying(arch, triton, ptxas or None):
         what = "avoided by how kernels are written" if fault.avoided else fault.way_out

@@ -19,7 +19,7 @@ class RowCache:
     """Those under the compilers that `about` (of a Worker) names; none if `anew`."""
 
     def __init__(self, about: Mapping[str, str], recompile: bool = False) -> None:
-        name = "-".join([about["triton"], about["ptxas_sm_90"], about["ptxas_sm_100"]])
+        name = "-".join([about["triton"], about["ptxas"], about["ptxas_blackwell"]])
         self._path = cache_dir() / "matrix" / f"{name}.jsonl"
         self._digests: dict[str, str] = {}
         self._known: dict[str, Any] = {}

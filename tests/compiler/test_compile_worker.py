@@ -31,7 +31,7 @@ def test_worker_outlives_its_compiler() -> None:
     try:
         assert worker.compile(job("nothing")).status == "ok"
         first = worker.about
-        assert set(first) == {"triton", "ptxas_sm_90", "ptxas_sm_100"}
+        assert set(first) == {"triton", "ptxas", "ptxas_blackwell"}
         refused = worker.compile(job("raise"))
         assert refused.status == "refused" and "Unsupported rounding mode" in refused.reason
         aborted = worker.compile(job("abort"))

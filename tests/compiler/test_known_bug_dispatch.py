@@ -73,7 +73,7 @@ def test_every_fault_is_answered_and_tested() -> None:
 
 
 def compilers(triton: str, ptxas: str) -> dict[str, str]:
-    return {"triton": triton, "ptxas_sm_90": ptxas, "ptxas_sm_100": ptxas}
+    return {"triton": triton, "ptxas": ptxas, "ptxas_blackwell": ptxas}
 
 
 def plan_of(met: Met, triton: str, ptxas: str) -> TracedKernels:

@@ -45,7 +45,7 @@ SHAPES = (Shape(K=128, V=128), Shape(K=64, V=64, dtype=torch.float32, packed=Tru
 def found(arch: str, row: int, shape: Shape, impl: str | None) -> tuple[frozenset[str], set]:
     """The patterns of an operator's kernels, and the triggers of their kinds."""
     sample = SAMPLES[row]
-    compilers = {"triton": "3.6.0", "ptxas_sm_90": "13.1.80", "ptxas_sm_100": "13.1.80"}
+    compilers = {"triton": "3.6.0", "ptxas": "13.1.80", "ptxas_blackwell": "13.1.80"}
     here = _Noting(arch, "3.6.0", "13.1.80", passive=True, remembers=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "state_for", lambda *args: here)

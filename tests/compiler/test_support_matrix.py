@@ -94,7 +94,7 @@ class _Worker:
     """Answers by stages; `about` as a child's."""
 
     def __init__(self, answers: dict[int, Outcome]) -> None:
-        self.about = {"triton": "3.3.1", "ptxas_sm_90": "12.4.99", "ptxas_sm_100": "12.8.61"}
+        self.about = {"triton": "3.3.1", "ptxas": "12.4.99", "ptxas_blackwell": "12.8.61"}
         self.answers = answers
 
     def compile(self, job: Job, timeout: float) -> Outcome:
@@ -315,7 +315,7 @@ def test_rows_are_valid_until_sources_change(
     from slipstream.tools import matrix_cache as rows
 
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
-    about = {"triton": "3.6.0", "ptxas_sm_90": "12.8.93", "ptxas_sm_100": "12.9.86"}
+    about = {"triton": "3.6.0", "ptxas": "12.8.93", "ptxas_blackwell": "12.9.86"}
     job = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel")
     kept = rows.RowCache(about)
     assert kept.split([(job, ("rms_norm",))]) == ([], [(job, ("rms_norm",))])

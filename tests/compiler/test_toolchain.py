@@ -78,6 +78,32 @@ def test_ptxas_path_and_version(other: Path) -> None:
     assert toolchain.ptxas_version("/nowhere/ptxas") is None
 
 
+def test_sm_90_takes_the_second_ptxas_from_triton_3_9_on(
+    other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton's own get_ptxas does, so what is recorded and verified names the right one."""
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.9.0")
+    own = other.parents[2] / "own"
+    assert toolchain.ptxas_path("sm_90") == str(own / "ptxas-blackwell")
+    assert toolchain.ptxas_path("sm_89") == str(own / "ptxas")
+    assert toolchain.select_ptxas(("sm_90",)) is None
+    monkeypatch.setenv(toolchain.BLACKWELL, str(other))
+    assert toolchain.ptxas_path("sm_90") == str(other)
+    assert toolchain.selected("sm_90") != "Triton's own" == toolchain.selected("sm_89")
+    found = toolchain.versions()
+    assert found == {"triton": "3.9.0", "ptxas": "12.8.93", "ptxas_blackwell": "13.1.80"}
+    takes = [toolchain.ptxas_of(x, found) for x in ("sm_89", "sm_90", "sm_120", "gfx942")]
+    assert takes == ["12.8.93", "13.1.80", "13.1.80", ""]
+    assert toolchain.ptxas_of("sm_90", found | {"triton": "3.8.0"}) == "12.8.93"
+
+
+def test_triton_assembles_by_the_ptxas_that_is_named_here() -> None:
+    """Of the Triton that is installed."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        assert toolchain.ptxas_path(arch) == nvidia.get_ptxas(int(arch[3:])).path
+
+
 def test_toolkit_ptxas_if_new_enough(
     other: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -96,9 +122,9 @@ def test_toolkit_ptxas_if_new_enough(
     assert toolchain.select_ptxas(("sm_90",), driver=12) is None
     why = toolchain.select_ptxas(("sm_90",), driver=13)
     assert why is not None and "13.0.88 of the toolkit at" in why and "narrow-dot" in why
-    assert "toolkit" in toolchain.selected()
+    assert "toolkit" in toolchain.selected("sm_90")
     monkeypatch.delenv(toolchain.VARIABLE)
-    assert toolchain.selected() == "Triton's own"
+    assert toolchain.selected("sm_90") == "Triton's own"
 
 
 @pytest.mark.parametrize("named", ["CUDA_HOME", "PATH"])
@@ -137,4 +163,4 @@ def test_installed_ptxas_finds_what_pip_laid_down(
     monkeypatch.setattr(toolchain, "_bundled", lambda: own.parent)
     why = toolchain.select_ptxas(("sm_90",), driver=13)
     assert why is not None and why.startswith("ptxas 13.2.51 of nvidia-cuda-nvcc: ")
-    assert toolchain.selected() == "nvidia-cuda-nvcc's"
+    assert toolchain.selected("sm_90") == "nvidia-cuda-nvcc's"

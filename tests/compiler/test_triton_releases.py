@@ -85,7 +85,7 @@ def test_blocking_fault_is_the_reason_of_each_operator() -> None:
     from slipstream.tools.backend_query import find_kernels
     from slipstream.tools.catalog import REPRESENTATIVE, chosen
 
-    new = {"triton": "3.6.0", "ptxas_sm_90": "13.0.88", "ptxas_sm_100": "13.0.88"}
+    new = {"triton": "3.6.0", "ptxas": "13.0.88", "ptxas_blackwell": "13.0.88"}
     samples = chosen(["embedding", "retention"])
     found = find_kernels(samples, REPRESENTATIVE[:1], "sm_70", compilers=new)
     assert (found.tasks, found.failures) == ([], [])
