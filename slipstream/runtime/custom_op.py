@@ -6,6 +6,8 @@ right shape; gradients are an autograd.Function outside of it. So torch.compile
 look inside. A graph made by torch.export has the operator without the autograd.Function, so the
 operator has its gradient as well (runtime/gradient.py). Plain calls on plain tensors go to the
 implementation at once: the dispatcher would take as long as a launch.
+
+Where a KernelOp's gradient is one call of another, autograd_function makes the autograd.Function.
 """
 
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any, get_type_hints
 import torch
 
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
+from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
 from slipstream.runtime.token_ids import raise_pending
 
@@ -219,3 +222,75 @@ class KernelOp(DirectCall):
         call = DirectCall(self.impl, replay=self._replay, compile_also=compile_also)
         call._overload, call._names = self.overload, self._names
         return call
+
+
+def autograd_function(
+    op: KernelOp, backward_op: KernelOp, *, results: str, wrt: str, **fixed: Any
+) -> type[Function]:
+    """The Function of an operator whose gradients are one call of another operator. It becomes the
+    gradient of the operator itself as well (set_gradient).
+
+    The names in backward_op's schema say what is saved: each is an argument of `op`, one of its
+    results, or dy for the gradient of a result y. Where no gradient came, "Tensor dy" is zeros and
+    "Tensor? dy" is None.
+
+    Args:
+        results: names of op's results, "y final". One without a gradient in backward_op's schema
+            is saved if that names it, and not returned.
+        wrt: the arguments of op whose gradients backward_op returns. It returns none for those that
+            are None, which it takes too.
+        fixed: arguments of op that `apply` does not take, and their values.
+    """
+    names, differentiable = results.split(), wrt.split()
+    assert len(names) == len(op.overload._schema.returns)
+    taken = [x for x in op._names if x not in fixed]
+    assert set(differentiable) <= set(taken)
+    kinds = {x.name: str(x.type) for x in backward_op.overload._schema.arguments}
+    returned = [n for n, y in enumerate(names) if f"d{y}" in kinds]
+    dnames = [f"d{names[n]}" for n in returned]
+    saved_names = [x for x in kinds if "Tensor" in kinds[x] and x not in dnames]
+    options = [x for x in kinds if "Tensor" not in kinds[x]]
+    # Places instead of names, a dict of which takes 5 us more of each call: where the arguments of
+    # op are in what it is given, what is kept in (*args, *results), and so on.
+    op_from = [[*taken, *fixed].index(x) for x in op._names]
+    saved_from = [[*taken, *names].index(x) for x in saved_names]
+    options_from = [[*taken, *names].index(x) for x in options]
+    backward_from = [[*saved_names, *options, *dnames].index(x) for x in kinds]
+    # which saved tensor says whether an argument was given; an argument that is not saved was
+    given_from = [saved_names.index(x) if x in saved_names else None for x in differentiable]
+    grads_from = [differentiable.index(x) if x in differentiable else None for x in taken]
+    required = [n for n, x in enumerate(dnames) if kinds[x] == "Tensor"]
+    values = (*fixed.values(),)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        given = args + values
+        found: Any = op(*[given[n] for n in op_from])
+        found = (found,) if isinstance(found, torch.Tensor) else found
+        known = args + found
+        save(ctx, *[known[n] for n in saved_from])
+        ctx.options = [known[n] for n in options_from]
+        ctx.like = [(found[n].shape, found[n].dtype, found[n].device) for n in required]
+        ctx.set_materialize_grads(False)
+        outputs: Any = tuple([found[n] for n in returned])
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def backward(ctx: Any, saved: Saved, *grads: torch.Tensor | None) -> Any:
+        if grads[0] is None and all(dy is None for dy in grads):
+            return (None,) * len(taken)
+        douts = [*grads]
+        for n, (shape, dtype, device) in zip(required, ctx.like):
+            if douts[n] is None:
+                douts[n] = torch.zeros(shape, dtype=dtype, device=device)
+        known = (*saved, *ctx.options, *douts)
+        left = iter(backward_op(*[known[n] for n in backward_from]))
+        found = [next(left) if n is None or saved[n] is not None else None for n in given_from]
+        return tuple([None if n is None else found[n] for n in grads_from])
+
+    name = op.overload.name()
+    body = {"operator": name, "forward": staticmethod(forward)}
+    body["backward"] = staticmethod(once_differentiable(backward))
+    metaclass: Any = type(Function)
+    function = metaclass(name.partition("::")[2], (Function,), body)
+    taken_from = [n for n, x in enumerate(op._names) if x not in fixed]
+    op.set_gradient(lambda *args: function.apply(*[args[n] for n in taken_from]))
+    return function

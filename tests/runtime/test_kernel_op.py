@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.pointwise import rotary
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.autograd import Function
+from slipstream.runtime.custom_op import KernelOp, autograd_function
 
 
 @cache
@@ -109,3 +111,71 @@ def test_other_names_or_orders_are_refused(named: dict[str, Any]) -> None:
     x, table = torch.randn(1, 4, 2, 8), torch.randn(4, 4)
     with pytest.raises(TypeError, match=r"want .*'interleaved', 'back', 'impl'.* by name, got"):
         rotary._call(x, table, table, None, **named)
+
+
+@cache
+def scaled_and_sum() -> type[Function]:
+    """y = scale x + b, total = sum(x), and, if kept, x^2, which no caller sees."""
+
+    def forward(x: Tensor, b: Tensor | None, scale: float, keep: bool) -> tuple[Tensor, ...]:
+        y = scale * x if b is None else scale * x + b
+        return y, x.sum(), x.square() if keep else x.new_empty(0)
+
+    def backward(
+        squares: Tensor, b: Tensor | None, dy: Tensor, scale: float, dtotal: Tensor | None
+    ) -> list[Tensor]:
+        assert squares.numel()
+        dx = scale * dy if dtotal is None else scale * dy + dtotal
+        return [dx] if b is None else [dy.sum(0), dx]
+
+    op = KernelOp(
+        "scaled_and_sum",
+        "(Tensor x, Tensor? b, float scale, bool keep) -> (Tensor, Tensor, Tensor)",
+        forward,
+        lambda x, b, scale, keep: (torch.empty_like(x), x.new_empty(()), torch.empty_like(x)),
+    )
+    backward_op = KernelOp(
+        "scaled_and_sum_backward",
+        "(Tensor squares, Tensor? b, Tensor dy, float scale, Tensor? dtotal) -> Tensor[]",
+        backward,
+        lambda squares, b, *_: [squares] if b is None else [b, squares],
+    )
+    return autograd_function(op, backward_op, results="y total squares", wrt="b x", keep=True)
+
+
+@pytest.mark.parametrize("with_b", [False, True])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_autograd_function_joins_names(with_b: bool, used: tuple[int, ...]) -> None:
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(2, dtype=torch.float64, requires_grad=True) if with_b else None
+    found = scaled_and_sum().apply(x, b, 3.0)
+    want = (3 * x if b is None else 3 * x + b), x.sum()
+    assert len(found) == 2
+    inputs = [t for t in (x, b) if t is not None]
+
+    def grads(outputs: Any) -> Any:
+        loss: Any = sum(outputs[n].sin().sum() for n in used)
+        return torch.autograd.grad(
+            loss, inputs, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(grads(found), grads(want))
+    by_dispatcher = torch.ops.slipstream.scaled_and_sum(x, b, 3.0, True)
+    torch.testing.assert_close(grads(by_dispatcher), grads(want))
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, total: Tensor) -> Tensor:
+        return y * total
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def test_autograd_function_passes_no_gradient_on() -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    loss = _WithoutGradient.apply(*scaled_and_sum().apply(x, None, 3.0)).sum()
+    assert torch.autograd.grad(loss, x, allow_unused=True) == (None,)

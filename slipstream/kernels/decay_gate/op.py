@@ -16,15 +16,8 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.autograd import by_operation, needs_autograd
+from slipstream.runtime.custom_op import KernelOp, autograd_function
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
@@ -64,31 +57,6 @@ def plain(
     if lower_bound is not None:
         return lower_bound * torch.sigmoid(rate * z)
     return -rate * F.softplus(z)
-
-
-class _Gate(Function):
-    operator = "slipstream::decay_gate"
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        lower_bound: float | None,
-        impl: str,
-    ) -> Tensor:
-        save(ctx, x, A_log, dt_bias)
-        ctx.options = lower_bound, impl
-        return _forward(x, A_log, dt_bias, lower_bound=lower_bound, impl=impl)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dg: Tensor) -> tuple[Tensor | None, ...]:
-        dx, *others = _backward(dg, *saved, *ctx.options)
-        left = iter(others)
-        parameters = (None if x is None else next(left) for x in saved[1:])
-        return dx, *parameters, None, None
 
 
 def _unsupported_reason(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> str | None:
@@ -182,4 +150,4 @@ _backward = KernelOp(
     _backward_fake,
     replay=True,
 )
-_forward.set_gradient(_Gate.apply)
+_Gate = autograd_function(_forward, _backward, results="g", wrt="x A_log dt_bias")

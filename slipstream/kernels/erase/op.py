@@ -13,15 +13,8 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.autograd import by_operation, needs_autograd
+from slipstream.runtime.custom_op import KernelOp, autograd_function
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
@@ -45,22 +38,6 @@ def erase(g: Tensor, k: Tensor, b: Tensor | None = None, *, impl: str | None = N
 def plain(g: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
     decay = -(g if g.dtype == torch.float64 else g.float()).exp()
     return (decay * k if b is None else decay * b * k).to(k.dtype)
-
-
-class _Erase(Function):
-    operator = "slipstream::erase"
-
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, k: Tensor, b: Tensor | None, impl: str) -> Tensor:
-        save(ctx, g, k, b)
-        ctx.impl = impl
-        return _forward(g, k, b, impl=impl)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, da: Tensor) -> tuple[Tensor | None, ...]:
-        dg, dk, *db = _backward(da.contiguous(), *saved, impl=ctx.impl)
-        return dg, dk, db[0] if db else None, None
 
 
 def _unsupported_reason(k: Tensor, g: Tensor, b: Tensor | None) -> str | None:
@@ -100,6 +77,7 @@ def _run_forward(g: Tensor, k: Tensor, b: Tensor | None, impl: str) -> Tensor:
 
 def _run_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None, impl: str) -> list[Tensor]:
     """dg, dk, and db if there is b."""
+    da = da.contiguous()
     with _guard(impl, g, k, b) as usable:
         if usable:
             from slipstream.kernels.erase.triton import erase as kernels
@@ -132,4 +110,4 @@ _backward = KernelOp(
     lambda da, g, k, b, impl: [x.new_empty(x.shape) for x in (g, k, b) if x is not None],
     replay=True,
 )
-_forward.set_gradient(_Erase.apply)
+_Erase = autograd_function(_forward, _backward, results="a", wrt="g k b")

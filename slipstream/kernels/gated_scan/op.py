@@ -16,8 +16,8 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan.eager import scan_backward, scan_forward
 from slipstream.kernels.gated_scan.reference import compute_dtype
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.custom_op import KernelOp, autograd_function
 from slipstream.runtime.guarded_launch import Guard
 
 
@@ -123,34 +123,7 @@ _call_backward = KernelOp(
 )
 
 
-class _Scan(Function):
-    operator = "slipstream::scan"
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        g: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        impl: str,
-    ) -> Any:
-        h, final = _call_forward(x, g, initial_state, cu_seqlens, impl=impl)
-        save(ctx, g, h, initial_state, cu_seqlens)
-        ctx.impl = impl
-        ctx.set_materialize_grads(False)
-        return h, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dh: Tensor | None, dfinal: Tensor | None) -> Any:
-        if dh is None and dfinal is None:
-            return (None,) * 5
-        grads = _call_backward(*saved, dh, dfinal, impl=ctx.impl)
-        return (*grads, *(None,) * (5 - len(grads)))
-
-
-_call_forward.set_gradient(_Scan.apply)
+_Scan = autograd_function(_call_forward, _call_backward, results="h final", wrt="x g initial_state")
 
 
 def scan(

@@ -7,7 +7,6 @@ without them. linear.py has the product that follows.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.custom_op import KernelOp, autograd_function
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
@@ -51,23 +50,6 @@ def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     if needs_autograd(gate, up):
         return _Glu.apply(gate, up, f, impl)
     return forward(gate, up, f=f, impl=impl)
-
-
-class _Glu(Function):
-    operator = "slipstream::glu"
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
-        save(ctx, gate, up)
-        ctx.f, ctx.impl = f, impl
-        return forward(gate, up, f=f, impl=impl)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = saved
-        dgate, *dup = backward(dy, gate, up, f=ctx.f, impl=ctx.impl)
-        return dgate, dup[0] if dup else None, None, None
 
 
 def _eager(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
@@ -152,4 +134,4 @@ backward = KernelOp(
     _backward_fake,
     replay=True,
 )
-forward.set_gradient(_Glu.apply)
+_Glu = autograd_function(forward, backward, results="y", wrt="gate up")

@@ -18,15 +18,8 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan.op import scan
 from slipstream.kernels.preconditioner.inputs import CENTRE, NUM_INPUTS, Inputs
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    needs_autograd,
-    once_differentiable,
-    save,
-    transformed,
-)
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.autograd import needs_autograd, transformed
+from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
@@ -52,33 +45,6 @@ def squashed(sums: Tensor, centre: Tensor | None, x: float, eps: float) -> Tenso
     """The factors [..., H, K], from A."""
     r = torch.log(sums + eps) - (CENTRE if centre is None else centre.to(sums.dtype)[:, None])
     return torch.exp(-math.log(x) * r / (1 + r.abs()))
-
-
-class _Precondition(Function):
-    operator = "slipstream::precondition"
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, (inverse, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-        y, final, by, sums = _forward(*inputs, keep=True, inverse=inverse, impl=impl)
-        save(ctx, *inputs[:6], sums)
-        ctx.options = inputs.x, inputs.eps, impl
-        ctx.set_materialize_grads(False)
-        return y, final, by
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None, dby: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        (*tensors, sums), (x, eps, impl) = saved, ctx.options
-        inputs = Inputs._make([*tensors, x, eps])
-        dy = torch.zeros_like(inputs.k) if dy is None else dy.contiguous()
-        dfinal = None if dfinal is None else dfinal.contiguous()
-        dby = None if dby is None or dby.numel() == 0 else dby.contiguous()
-        grads = iter(_backward(*inputs, sums, dy, dfinal, dby, impl=impl))
-        by_input = [None if t is None else next(grads) for t in inputs.differentiable]
-        return *by_input, None, None, None, None, None
 
 
 def _unsupported_reason(k: Tensor, *others: Tensor | None) -> str | None:
@@ -148,7 +114,10 @@ def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _run_backward(*args: Any) -> list[Tensor]:
     """Gradients of k, g, beta, and of centre and state if they are given."""
-    inputs, (sums, dy, dfinal, dby, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    inputs, (sums, *grads, impl) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    dy, dfinal, dby = (None if x is None else x.contiguous() for x in grads)
+    # of no elements where forward made no factors
+    dby = None if dby is None or dby.numel() == 0 else dby
     with _guard(impl, inputs.k) as usable:
         if usable:
             return _kernels().backward(inputs, sums, dy, dfinal, dby)
@@ -198,6 +167,6 @@ _backward = KernelOp(
     _fake_backward,
     replay=True,
 )
-_forward.set_gradient(
-    lambda *args: _Precondition.apply(*args[:NUM_INPUTS], *args[NUM_INPUTS + 1 :])
+_Precondition = autograd_function(
+    _forward, _backward, results="y final by sums", wrt="k g beta centre state", keep=True
 )

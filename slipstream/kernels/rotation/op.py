@@ -6,23 +6,14 @@ Pair i is channels 2 i and 2 i + 1; those from 2 P on stay. slipstream::rotate_q
 the products, which a rotation leaves as they are; in plain torch that takes twenty passes.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from slipstream.common.checks import autocast_dtype
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.autograd import by_operation, needs_autograd
+from slipstream.runtime.custom_op import KernelOp, autograd_function
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
@@ -70,29 +61,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = _wide(x[..., :width]).unflatten(-1, (-1, 2)).unbind(-1)
     pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
     return torch.cat([pairs.flatten(-2).to(x.dtype), x[..., width:]], -1)
-
-
-class _Rotate(Function):
-    operator = "slipstream::rotate_qk"
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, theta: Tensor, impl: str) -> Rotated:
-        save(ctx, q, k, theta)
-        ctx.impl = impl
-        ctx.set_materialize_grads(False)
-        return _forward(q, k, theta, impl=impl)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, saved: Saved, dq: Tensor | None, dk: Tensor | None, ddots: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        q, k, _ = saved
-        dq = torch.zeros_like(q) if dq is None else dq.contiguous()
-        dk = torch.zeros_like(k) if dk is None else dk.contiguous()
-        of_dots = q.shape[:-1] + q.shape[-2:-1]
-        ddots = saved[2].new_zeros(of_dots) if ddots is None else ddots.contiguous()
-        return *_backward(*saved, dq, dk, ddots, impl=ctx.impl), None
 
 
 def _unsupported_reason(q: Tensor, k: Tensor, theta: Tensor) -> str | None:
@@ -143,12 +111,13 @@ def _run_backward(
     impl: str,
 ) -> list[Tensor]:
     """dq, dk and dtheta."""
+    douts = [x.contiguous() for x in (dq_out, dk_out, ddots)]
     with _guard(impl, q, theta) as usable:
         if usable:
             from slipstream.kernels.rotation.triton import rotation as kernels
 
-            return kernels.backward(q, k, theta, dq_out, dk_out, ddots)
-    return plain_gradients(plain, (q, k, theta), [dq_out, dk_out, ddots])
+            return kernels.backward(q, k, theta, *douts)
+    return plain_gradients(plain, (q, k, theta), douts)
 
 
 def _guard(impl: str, q: Tensor, theta: Tensor) -> Guard:
@@ -176,4 +145,4 @@ _backward = KernelOp(
     lambda q, k, theta, *_: [x.new_empty(x.shape) for x in (q, k, theta)],
     replay=True,
 )
-_forward.set_gradient(_Rotate.apply)
+_Rotate = autograd_function(_forward, _backward, results="q_out k_out dots", wrt="q k theta")

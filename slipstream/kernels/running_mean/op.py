@@ -21,15 +21,8 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.running_mean import eager
 from slipstream.kernels.running_mean.inputs import NUM_INPUTS, MeanInputs
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    needs_autograd,
-    once_differentiable,
-    save,
-    transformed,
-)
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.autograd import needs_autograd, transformed
+from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
@@ -57,54 +50,6 @@ def running_mean(inputs: MeanInputs, impl: str) -> tuple[Tensor, Tensor]:
     if needs_autograd(*inputs[:5]):
         return _Mean.apply(*inputs, impl)
     return _mean(*inputs, keep=False, impl=impl)[:2]
-
-
-class _Weights(Function):
-    operator = "slipstream::running_weights"
-
-    @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        c, g, after = _weights(k, z, cu_seqlens, impl=impl)
-        save(ctx, k, g, z, cu_seqlens)
-        ctx.impl = impl
-        ctx.set_materialize_grads(False)
-        return c, g, after
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, saved: Saved, dc: Tensor | None, dg: Tensor | None, dafter: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        k, g, z, cu_seqlens = saved
-        dc = torch.zeros_like(k) if dc is None else dc.contiguous()
-        dg = torch.zeros_like(g) if dg is None else dg.contiguous()
-        dafter = None if dafter is None else dafter.contiguous()
-        dk, dz = _weights_backward(k, g, z, cu_seqlens, dc, dg, dafter, impl=ctx.impl)
-        return dk, dz, None, None
-
-
-class _Mean(Function):
-    operator = "slipstream::running_mean"
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, impl = args
-        o, after, r, mean = _mean(*inputs, keep=True, impl=impl)
-        save(ctx, *inputs, r, mean)
-        ctx.impl = impl
-        ctx.set_materialize_grads(False)
-        return o, after
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, saved: Saved, do: Tensor | None, dafter: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        do = torch.zeros_like(saved[1]) if do is None else do.contiguous()
-        dafter = None if dafter is None else dafter.contiguous()
-        return *_mean_backward(*saved, do, dafter, impl=ctx.impl), None, None
 
 
 def _unsupported_reason(*tensors: Tensor) -> str | None:
@@ -191,6 +136,8 @@ def _run_weights_backward(
     impl: str,
 ) -> list[Tensor]:
     """Gradients of k and z."""
+    dc, dg = dc.contiguous(), dg.contiguous()
+    dafter = None if dafter is None else dafter.contiguous()
     with _guard(impl, k) as usable:
         if usable:
             return [*_kernels().weights_backward(g, z, cu_seqlens, dc, dg, dafter)]
@@ -214,6 +161,7 @@ def _run_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _run_mean_backward(*args: Any) -> list[Tensor]:
     """Gradients of k, v, w, u and start."""
     inputs, (*grads, impl) = MeanInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    grads = [None if x is None else x.contiguous() for x in grads]
     with _guard(impl, inputs.k) as usable:
         if usable:
             return _kernels().means_backward(inputs, *grads)
@@ -277,5 +225,7 @@ _mean_backward = KernelOp(
     lambda *args: [x.new_empty(x.shape) for x in args[:5]],
     replay=True,
 )
-_weights.set_gradient(_Weights.apply)
-_mean.set_gradient(lambda *args: _Mean.apply(*args[:NUM_INPUTS], args[NUM_INPUTS + 1]))
+_Weights = autograd_function(_weights, _weights_backward, results="c g after", wrt="k z")
+_Mean = autograd_function(
+    _mean, _mean_backward, results="o after r mean", wrt="k v w u start", keep=True
+)

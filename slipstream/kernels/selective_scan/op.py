@@ -17,8 +17,8 @@ from slipstream.kernels.selective_scan.eager import selective_scan_backward, sel
 from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, empty_states
 from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
 
@@ -168,33 +168,19 @@ _call_backward = KernelOp(
 )
 
 
-class _SelectiveScan(Function):
-    operator = "slipstream::selective_scan"
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        y, final, states = _call_forward(*args[:11], for_backward=True, impl=args[12])
-        save(ctx, *args[:10], states)
-        ctx.options = args[10], args[12]
-        ctx.set_materialize_grads(False)
-        return y, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor | None, dfinal: Tensor | None) -> Any:
-        if dy is None and dfinal is None:
-            return (None,) * 13
-        grads = iter(_call_backward(*saved, dy, dfinal, *ctx.options))
-        return (*(None if x is None else next(grads) for x in saved[:9]), *(None,) * 4)
-
-
-_call_forward.set_gradient(_SelectiveScan.apply)
+_SelectiveScan = autograd_function(
+    _call_forward,
+    _call_backward,
+    results="y final states",
+    wrt="u delta A B C D z delta_bias initial_state",
+    for_backward=True,
+)
 
 
 def selective_scan(inputs: ScanInputs, delta_softplus: bool, impl: str) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in u's dtype and the final state [S, D, N], with gradients."""
     if needs_autograd(*inputs[:9]):
-        return _SelectiveScan.apply(*inputs, delta_softplus, True, impl)
+        return _SelectiveScan.apply(*inputs, delta_softplus, impl)
     y, final, _ = _call_forward(
         *inputs, delta_softplus=delta_softplus, for_backward=False, impl=impl
     )

@@ -32,7 +32,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
@@ -162,22 +162,6 @@ class _Terms(Function):
         grads = [*given, *([None] if v is None else []), dk_read, dv_read]
         found = iter(_terms_backward(*grads, *saved, *ctx.options))
         return *(None if x is None else next(found) for x in saved), None, None
-
-
-class _Output(Function):
-    operator = "slipstream::rwkv7_output"
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        *inputs, eps, impl = args
-        save(ctx, *inputs)
-        ctx.options = eps, impl
-        return _output(*args)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_output_backward(dy, *saved, *ctx.options), None, None
 
 
 def _terms_unsupported(*inputs: Tensor | None) -> str | None:
@@ -344,4 +328,6 @@ _output_backward = KernelOp(
     replay=True,
 )
 _terms.set_gradient(lambda *args: _Terms.apply(*args)[: 4 if args[3] is None else 5])
-_output.set_gradient(_Output.apply)
+_Output = autograd_function(
+    _output, _output_backward, results="y", wrt=" ".join(OutputInputs._fields)
+)
