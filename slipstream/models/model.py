@@ -42,7 +42,7 @@ from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.token_ids import clamped, expect_ids
 
-IGNORED = -100
+IGNORED = -100  # of torch's cross entropy
 
 
 class SlipstreamPreTrainedModel(PreTrainedModel):

@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.layers import Mixer
 
 State = dict[str, Tensor]
+# tokens that can be taken back at any time
 WINDOW = 64
 MLP_SHIFT = "mlp_shift"
 """Name of what RWKV7ChannelMix keeps, beside the tensors of the mixer: its last input."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import NAMES, SLOTS, slots_for
 
+# ids of a tile, eight a thread
 BLOCK = 1024
 
 

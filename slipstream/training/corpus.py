@@ -19,6 +19,7 @@ from typing import NamedTuple
 from slipstream.training.config import Data
 from slipstream.training.tables import Table, of_data_sets, of_parquet
 
+# bytes of a text that are read at a time
 PIECE = 1 << 20
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
 SURROGATE = re.compile("[\ud800-\udfff]")

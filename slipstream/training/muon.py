@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# of Newton and Schulz
 STEPS = 5
 A, B, C = 3.4445, -4.7750, 2.0315  # of the source: steepest at 0, so that five steps are enough
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.training.corpus import Corpus
 from slipstream.training.tokenizer import end_of_text
 
+# of torch's cross entropy
 IGNORED = -100
 
 

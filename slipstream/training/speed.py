@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+# steps
 WINDOW = 50
 # name of a GPU -> dense FLOP/s in 16 bits on tensor cores, as its maker says
 PEAKS = {

@@ -12,6 +12,7 @@ say that 7 are the fewest that pass all tests.
 import torch
 from torch import Tensor
 
+# as few as the source allows, whose multipliers follow, and what keys grow by in a round
 ROUNDS = 7
 _A, _B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85

@@ -35,6 +35,7 @@ from slipstream.kernels.attention.reference import (
     visible,
 )
 
+# queries at a time: a block of scores has ROWS x S numbers
 ROWS = 128
 
 

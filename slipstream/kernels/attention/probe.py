@@ -12,6 +12,7 @@ from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime import numeric_probe
 
+# more than a tile, and no multiple of one
 TOKENS = 150
 
 

@@ -28,6 +28,7 @@ from slipstream.runtime.autograd import (
     save,
 )
 
+# rows whose products with all taps are in memory at once
 BLOCK_ROWS = 64
 
 

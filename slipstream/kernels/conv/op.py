@@ -28,6 +28,7 @@ from slipstream.runtime.autograd import (
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
+# the kernels unroll the taps
 MAX_TAPS = 8
 
 

@@ -194,6 +194,7 @@ TMA_256, TMA_128, TMA_64 = (256, 4, 8), (128, 6, 8), (64, 8, 8)
 BIG = {2: (128, 256, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 128, 128, 8, 3)}
 MIDDLE = {2: (128, 128, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 64, 128, 8, 3)}
 SMALL = {2: (128, 128, 64, 4, 4), 1: (128, 128, 64, 4, 4), 4: (64, 64, 128, 4, 3)}
+# by fused multiply-adds: float64, float32 as IEEE has it, and GPUs without tensor cores
 PLAIN = MatmulConfig(64, 64, 16, 4, 2)
 # Few tiles, with wgmma: alone if they fill the device, else programs share wider ones.
 ALONE = {2: (64, 64, 256, 4, 4), 1: (64, 64, 256, 4, 4), 4: (64, 64, 128, 4, 4)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 ACTIVATIONS = ("relu", "squared_relu", "sigmoid", "silu", "gelu", "gelu_tanh")
+# of products of float32: by TensorFloat32 once or three times, or by fused multiply-adds
 PRECISIONS = ("tf32", "tf32x3", "ieee")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 HALVES = (torch.float16, torch.bfloat16)

@@ -17,6 +17,7 @@ from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
+# of one launch, two arguments of the kernel each
 MAX_TENSORS = 6
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# of one launch, an argument of the kernel each
 MAX_WEIGHTS = 5
 
 

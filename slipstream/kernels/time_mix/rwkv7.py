@@ -36,6 +36,7 @@ from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
+# of the source: a decay is at least exp(-exp(-1/2)) = 0.545
 SLOWEST_LOG_DECAY = -math.exp(-0.5)
 # inside the root of the norm of keys
 EPS = 1e-12

@@ -43,6 +43,7 @@ FAMILIES: dict[str, Family] = {
 """Name -> the family: of transformers qwen3_next, kimi_linear and mamba2, of fla the others."""
 
 OURS = "slipstream"
+# of a file of weights
 SHARD_BYTES = 5_000_000_000
 
 

@@ -18,6 +18,7 @@ from slipstream.models.convert.families import (
 )
 from slipstream.models.convert.rules import Rule, convolutions, joined, renamed
 
+# keys of fla's configs that change no result here
 WITHOUT_EFFECT = (
     "attn_mode",
     "fuse_cross_entropy",

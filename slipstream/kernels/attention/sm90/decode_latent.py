@@ -39,6 +39,7 @@ BM = gl.constexpr(64)
 BN = gl.constexpr(64)
 HALF_LATENT = gl.constexpr(256)
 ROPE_DIM = gl.constexpr(64)
+# tiles of [64, 576] are 72 KB: shared memory holds two, and the queries
 ST = gl.constexpr(2)
 
 

@@ -7,6 +7,7 @@ from slipstream.kernels.attention.sm90.launch import _layout
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor
 from slipstream.runtime.launch_cache import cached
 
+# as decode_latent.py has them
 WIDTH, ROPE_DIM, BM, BN = 512, 64, 64, 64
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from slipstream.kernels.attention.sm90.common import barriers, wait_empty, wait_full
 from slipstream.kernels.primitives.gluon_compat import gl, gluon, mbarrier
 
+# the next tile is fetched while one is computed
 SCHEDULER_STAGES = gl.constexpr(2)
 # a flag beside those of common.py
 DYNAMIC = gl.constexpr(128)

@@ -25,6 +25,7 @@ _FLOAT8 = """{{
     and.b32 $0, $0, 0x3f803f80;
     lop3.b32 $0, t, 0x80008000, $0, 0xea;
 }}"""
+# by the byte of a word that is read
 ASM_INT8 = tl.constexpr(tuple(_INT8.format(4 + j, j) for j in range(4)))
 ASM_FLOAT8 = tl.constexpr(tuple(_FLOAT8.format(4 + j, j) for j in range(4)))
 

@@ -26,6 +26,7 @@ from slipstream.kernels.attention.triton.scores import (
     visible_tiles,
 )
 
+# float32 of 16 bytes, the widest load
 ALIGN = tl.constexpr(4)
 _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
 _SIZES = ["T", "S", "H", "N", "tiles", "search_steps", "left", "right", "group", "stride_slope"]

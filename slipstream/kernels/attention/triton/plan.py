@@ -11,6 +11,7 @@ from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
 from slipstream.runtime.backends import INTERPRETED as INTERPRETED
 from slipstream.runtime.backends import triton_unsupported
 
+# the widest that tiles.py has tiles for
 MAX_HEAD_DIM = 256
 
 

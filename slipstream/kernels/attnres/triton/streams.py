@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# pointers among the arguments of a kernel, as op.py allows
 STREAMS = 16
 
 

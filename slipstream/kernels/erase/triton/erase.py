@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
+# elements of a program, 16 a thread
 TILE, WARPS = 2048, 4
 
 

@@ -26,6 +26,7 @@ class Tile(NamedTuple):
 
 FORWARD = Tile(4, 32, 16, 2)
 BACKWARD = Tile(4, 32, 32, 4)
+# small, so that tests of a few tokens have several tiles
 INTERPRETER = Tile(2, 4, 16, 4)
 
 

@@ -15,6 +15,7 @@ from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import SLOTS, slots_for
 from slipstream.runtime.token_ids_kernel import last_length, report
 
+# the most features of a tile, and its elements, 16 a thread of four warps
 COLUMNS = 1024
 ELEMENTS = 2048
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
+# the most features of a tile; its elements, eight a thread
 COLUMNS, ELEMENTS, WARPS = 1024, 2048, 8
 
 

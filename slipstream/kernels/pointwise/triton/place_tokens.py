@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
+# the most features of a tile
 COLUMNS = 1024
 
 

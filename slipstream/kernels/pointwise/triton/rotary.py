@@ -16,6 +16,7 @@ from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import NAMES, SLOTS, slots_for
 from slipstream.runtime.token_ids_kernel import report
 
+# pairs of features of a tile, those of several heads
 ELEMENTS = 2048
 
 

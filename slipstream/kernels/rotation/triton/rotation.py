@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
+# tokens of a program
 ROWS, WARPS = 16, 4
 TWO_OVER_PI = tl.constexpr(0.6366197723675814)
 # pi / 2 as a sum, all but the last of 8 bits: with fused products, what is left of an angle below

@@ -125,6 +125,7 @@ def invalidate_mbarriers(bars):
         mbarrier.invalidate(bars.index(i))
 
 
+# rows of a slice
 STEP = gl.constexpr(32)
 ADDED = gl.constexpr(16)  # rows at a time, for want of registers
 

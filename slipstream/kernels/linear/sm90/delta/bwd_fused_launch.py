@@ -22,6 +22,7 @@ from slipstream.kernels.linear.sm90.delta.bwd_schedule import BackwardSchedule
 from slipstream.kernels.linear.workspace import reuse_or_empty, sum_grouped_heads
 from slipstream.runtime.launch_cache import cached
 
+# of tiles that are loaded ahead, and channels of one, as backend.py's descriptors have them
 STAGES, TILE_K = 2, 64
 # By V: registers of all warps, of those of the gradients, and of those that load and write.
 BWD_OPTIONS: dict[int, dict[str, Any]] = {

@@ -51,6 +51,7 @@ bwd_state_partition = chunk_dstate.state_partition
 bwd_wy_partition = chunk_dstate.wy_partition
 bwd_load_partition = chunk_dstate.load_partition
 
+# M is 0 once it has decayed by 2^-32, as in dplr/chunk_fwd.py
 NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
 MAX_WINDOW_CHUNKS = gl.constexpr(64)  # chunks of which the gates are looked at
 OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor

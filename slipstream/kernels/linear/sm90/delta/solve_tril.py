@@ -27,6 +27,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# of a gate: exp of it is 0 in float32, and no sum is infinite
 LOWEST = gl.constexpr(-128.0)
 
 

@@ -61,6 +61,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# of a gate of base 2: 2^-256 is 0 in float32
 LOWEST = gl.constexpr(-256.0)
 FAR = gl.constexpr(3072.0)  # float32 beside it are multiples of 2^-12
 SMALL = gl.constexpr(20.0)  # inputs of no less than 2^-SMALL keep their digits at any decay

@@ -36,6 +36,7 @@ from slipstream.kernels.linear.triton.scalar_decay.backend import (
 from slipstream.runtime.launch_cache import cached
 
 HALF = 64
+# tiles that are loaded ahead, forward and backward
 STAGES, BACK_STAGES = 3, 2
 SCAN_STAGES = 6  # of 16 KB
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)

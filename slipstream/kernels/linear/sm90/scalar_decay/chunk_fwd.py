@@ -58,6 +58,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# of a gate, as in delta/solve_tril.py
 LOWEST = gl.constexpr(-128.0)
 HALF = gl.constexpr(64)  # rows of S of a state_partition
 

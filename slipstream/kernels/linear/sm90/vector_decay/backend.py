@@ -44,6 +44,7 @@ from slipstream.kernels.linear.workspace import sum_grouped_heads
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
+# columns of a tile of TMA; tiles that are loaded ahead, and those of the segments' kernel
 HALF, STAGES, SEGMENT_STAGES = 64, 2, 3
 # what the z of a chunk is not known beyond (triton/vector_decay/chunk.py)
 NEGLIGIBLE_LOG2 = 2.0**-10

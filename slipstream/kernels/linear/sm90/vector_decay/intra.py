@@ -30,6 +30,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
+# of a gate, as in delta/solve_tril.py
 LOWEST = gl.constexpr(-128.0)
 # no row of a chunk that is not strong is below the bound by more
 ROUNDING = gl.constexpr(0.125)

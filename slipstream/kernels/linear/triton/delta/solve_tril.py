@@ -18,6 +18,7 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.scalar_decay.device import load_chunk_gates, locate_chunk
 
+# the least side of tl.dot, which joins the blocks
 BASE = tl.constexpr(16)
 
 

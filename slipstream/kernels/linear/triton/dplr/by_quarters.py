@@ -23,6 +23,7 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     strongest_half,
 )
 
+# the bits of WHOLE; those of a sum with it are more by the whole number
 WHOLE_BITS = tl.constexpr(0x4B400000)
 # less than what a token decays by that is read by quarters, and 0
 LOWEST = tl.constexpr(-700.0)
