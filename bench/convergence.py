@@ -243,7 +243,8 @@ def in_turns(runs: Sequence[list[str]], options: Sequence[str], report: Report) 
             begins, done = kind not in compiled, compiled.setdefault(kind, threading.Event())
         while (told := one.next()) is not None:
             if "ready" in told:
-                begins or done.wait()
+                if not begins:
+                    done.wait()
                 one.say()
             elif told["part"] == "first":
                 done.set()

@@ -89,7 +89,7 @@ FOUR_LAYERS: dict[str, dict[str, Any]] = {
 WAYS = ("torch", "fla", "patched")
 PROMPT, DECODED, ROWS = 128, 24, (1, 16)
 # of the time that is left, how much compilers may take before those that are ready are measured
-COMPILING = 0.5
+COMPILING = 0.65
 ROW = threading.Lock()
 
 

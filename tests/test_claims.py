@@ -147,7 +147,7 @@ def test_scripts_of_tables_are_there() -> None:
 
 
 def test_gaps_between_seeds() -> None:
-    """Means over pairs: of ours and fla from a seed, and of fla's seeds."""
-    losses = {"ours 0": 1.0, "fla 0": 1.5, "ours 1": 2.0, "fla 1": 1.75}
+    """Means over pairs: of ours and fla from a seed, of fla's seeds, of fla and fla moved."""
+    losses = {"ours 0": 1.0, "fla 0": 1.5, "ours 1": 2.0, "fla 1": 1.75, "moved 1": 2.75}
     runs = {x: {2: Row("convergence", 1, {"loss": str(loss)})} for x, loss in losses.items()}
-    assert convergence_table.gaps(runs, 2, ["0", "1"]) == (0.375, 0.25)
+    assert convergence_table.gaps(runs, 2, ["0", "1"]) == (0.375, 0.25, 1.0)

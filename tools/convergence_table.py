@@ -1,16 +1,13 @@
-"""The table of convergence.csv: runs of ours and of fla's, each from several seeds."""
+"""The table of convergence.csv: runs of ours, of fla's, and of fla's from weights that were moved
+by a millionth, each from several seeds."""
 
 from collections.abc import Sequence
 from itertools import combinations
 
-from table_cells import Cell, Row, Table, label, number, pair, place, read
+from table_cells import Cell, Row, Table, label, number, place, read, triple
 
-Losses = dict[str, dict[int, Row]]  # "ours 0" or "fla 0" -> step -> row
+Losses = dict[str, dict[int, Row]]  # "ours 0", "fla 0" or "moved 0" -> step -> row
 PARTS = {"train": "train", "held-out": "held out"}
-
-
-# runs of before there were several seeds, and the peers and seeds that they had
-EARLIER = {("kda", "fla"): "fla 0", ("kda", "other_seed"): "fla 1"}
 
 
 def losses() -> dict[tuple[str, str], Losses]:
@@ -19,7 +16,6 @@ def losses() -> dict[tuple[str, str], Losses]:
     found: dict[tuple[str, str], dict[str, list[dict[int, Row]]]] = {}
     for x in read("convergence"):
         model, run, step = x.get("model"), x.get("run"), int(x.get("step"))
-        run = EARLIER.get((model, run), run)
         if run[-1].isdigit():
             tries = found.setdefault((model, x.get("part")), {}).setdefault(run, [{}])
             if step <= max(tries[-1], default=0):
@@ -36,25 +32,37 @@ def complete(runs: Losses) -> dict[int, list[str]]:
     seeds = sorted({x.split()[1] for x in runs})
     found = {}
     for step in sorted({y for x in runs.values() for y in x}):
-        have = [x for x in seeds if step in runs[f"ours {x}"] and step in runs[f"fla {x}"]]
+        have = [x for x in seeds if all(step in runs.get(f"{y} {x}", {}) for y in ("ours", "fla"))]
         if len(have) > 1:
             found[step] = have
     return found
 
 
 def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else float("nan")
 
 
-def gaps(runs: Losses, step: int, seeds: Sequence[str]) -> tuple[float, float]:
-    """Mean distance of ours to fla from the same seed, and between fla's seeds."""
+def gaps(runs: Losses, step: int, seeds: Sequence[str]) -> tuple[float, float, float]:
+    """Mean distance of ours to fla from the same seed, between fla's seeds, and of fla's moved runs
+    to fla from the same seed, NaN if there are none."""
     ours, fla = ([value(runs[f"{who} {x}"][step]) for x in seeds] for who in ("ours", "fla"))
     between = [abs(x - y) for x, y in combinations(fla, 2)]
-    return mean([abs(x - y) for x, y in zip(ours, fla, strict=True)]), mean(between)
+    moved = [
+        abs(value(runs[f"moved {x}"][step]) - y)
+        for x, y in zip(seeds, fla, strict=True)
+        if step in runs.get(f"moved {x}", {})
+    ]
+    return mean([abs(x - y) for x, y in zip(ours, fla, strict=True)]), mean(between), mean(moved)
 
 
 def value(row: Row) -> float:
     return float(row.get("loss"))
+
+
+def of_steps(runs: Losses, steps: dict[int, list[str]]) -> list[Row]:
+    names = ("ours", "fla", "moved")
+    asked = [(f"{who} {x}", y) for y in steps for who in names for x in steps[y]]
+    return [runs[name][y] for name, y in asked if y in runs.get(name, {})]
 
 
 def convergence() -> Table:
@@ -69,19 +77,20 @@ def convergence() -> Table:
         over = zip(*(gaps(runs, x, steps[x]) for x in half))
         figures = [mean([*map(value, x)]) for x in last.values()]
         figures += [*gaps(runs, step, seeds), *(mean(x) for x in over)]
-        shown = [runs[f"{who} {x}"][y] for y in half for who in ("ours", "fla") for x in steps[y]]
-        at_end = tuple(place(x, "loss") for x in (*last["ours"], *last["fla"]))
+        shown = of_steps(runs, {x: steps[x] for x in half})
+        at_end = tuple(place(x, "loss") for x in of_steps(runs, {step: seeds}))
         throughout = tuple(place(x, "loss") for x in shown)
-        sources = [at_end] * 4 + [throughout] * 2
-        cells = [Cell(f"{x:.4f}", y) for x, y in zip(figures, sources, strict=True)]
+        sources = [at_end] * 5 + [throughout] * 3
+        texts = ["" if x != x else f"{x:.4f}" for x in figures]
+        cells = [Cell(x, y) for x, y in zip(texts, sources, strict=True)]
         rows.append(
             (
                 label(f"{model}, {PARTS[part]}"),
                 number(last["fla"][0], "step", digits=4),
                 label(str(len(seeds))),
                 *cells[:2],
-                pair(*cells[2:4]),
-                pair(*cells[4:]),
+                triple(*cells[2:5]),
+                triple(*cells[5:]),
             )
         )
         used += shown
