@@ -21,8 +21,11 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize("D", [16, 64])
-@pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.name)
+@pytest.mark.parametrize(
+    ("call", "D"),
+    [(call, D) for call in TAKEN for D in (16, 64, 128) if D < 128 or call.softcap],
+    ids=lambda x: str(getattr(x, "name", x)),
+)
 def test_fused_backward_matches_reference(call: Call, D: int) -> None:
     call = Call(**{**vars(call), "D": D, "DV": D})
     terms, options = call.terms(torch.float64), call.options

@@ -42,6 +42,7 @@ from slipstream.kernels.attention.sm90.bwd_fused_load import (
     load_partition,
 )
 from slipstream.kernels.attention.sm90.common import (
+    RIGHT,
     SOFTCAP,
     SPARE_REGISTERS,
     THREAD_ROW_BITS,
@@ -169,9 +170,6 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
     """
     layout: gl.constexpr = zero.type.layout
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    # with a softcap two ways to the weights would spill
-    if FLAGS & SOFTCAP and D > SPARE_REGISTERS:
-        masked = True
     stage = i_step % ST
     FIRST: gl.constexpr = c * NUM_SCALARS
     q, do = buffers.q.index(stage), buffers.do.index(stage)
@@ -287,17 +285,30 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         kv_regs = (k.load(k_regs), v.load(k_regs))
-    # one loop over a head's steps, so that the code of a step is there once
     i_head = 0
     going = True
     while going:
-        last, count = load_scalar(pad, scalars[:2], FIRST, D)
-        for i in range(count):
-            inner, outer = load_scalar(pad, scalars[2:4], FIRST + 2, D)
-            dk, dv = _step(
-                c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, pad, scalars,
-                window, last - i * BM, (i < outer) | (i >= inner), factor, cap, BM, D, ST, FLAGS,
-            )  # fmt: skip
+        if FLAGS & SOFTCAP and D > SPARE_REGISTERS:
+            # a loop each for steps with a mask, without and with: two ways to the weights in one
+            # would spill
+            for i_loop in gl.static_range(3 if FLAGS & RIGHT else 2):
+                last, count, inner, outer = load_scalar(pad, scalars[:4], FIRST, D)
+                edges = (0, outer, inner, count)
+                for i in range(edges[i_loop], edges[i_loop + 1]):
+                    dk, dv = _step(
+                        c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, pad,
+                        scalars, window, last - i * BM, i_loop != 1, factor, cap, BM, D, ST, FLAGS,
+                    )  # fmt: skip
+        else:
+            # one loop over a head's steps, so that the code of a step is there once
+            last, count = load_scalar(pad, scalars[:2], FIRST, D)
+            for i in range(count):
+                inner, outer = load_scalar(pad, scalars[2:4], FIRST + 2, D)
+                dk, dv = _step(
+                    c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, pad,
+                    scalars, window, last - i * BM, (i < outer) | (i >= inner), factor, cap, BM, D,
+                    ST, FLAGS,
+                )  # fmt: skip
         i_step += load_scalar(pad, scalars[1:2], FIRST + 1, D)[0]
         i_head += 1
         going = i_head < load_scalar(pad, scalars[11:], FIRST + 11, D)[0]

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
+    RIGHT,
     SOFTCAP,
     SPARE_REGISTERS,
     THREAD_ROW_BITS,
@@ -147,12 +148,22 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
-    # one loop, with a branch around the mask alone: the code of a step is there once
-    for i in range(1, count):
-        e, m, l, acc, shrink = _step(
-            stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i, mask_args,
-            key + i * BN, (i < inner) | (i >= outer), ST, PANELS, FLAGS,
-        )  # fmt: skip
+    if DV == 128 and FLAGS & (LEFT | RIGHT):
+        # one loop, with a branch around the mask alone: the code of a step is there once
+        for i in range(1, count):
+            e, m, l, acc, shrink = _step(
+                stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
+                mask_args, key + i * BN, (i < inner) | (i >= outer), ST, PANELS, FLAGS,
+            )  # fmt: skip
+    else:
+        # where the branch takes time a loop each: left edge (masked), inside, right edge (masked)
+        edges = (1, gl.maximum(inner, 1), gl.maximum(outer, 1), count)
+        for i_loop in gl.static_range(0 if FLAGS & LEFT else 1, 3):
+            for i in range(edges[i_loop], edges[i_loop + 1]):
+                e, m, l, acc, shrink = _step(
+                    stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
+                    mask_args, key + i * BN, i_loop != 1, ST, PANELS, FLAGS,
+                )  # fmt: skip
     return operand(e, acc, bufs_q.dtype), m, l, scaled(acc, shrink)
 
 
