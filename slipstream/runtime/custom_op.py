@@ -237,8 +237,8 @@ def autograd_function(
     Args:
         results: names of op's results, "y final". One without a gradient in backward_op's schema
             is saved if that names it, and not returned.
-        wrt: the arguments of op whose gradients backward_op returns. It returns none for those that
-            are None, which it takes too.
+        wrt: the arguments of op whose gradients backward_op returns, without those that are None,
+            which it takes too. What it returns after these is left.
         fixed: arguments of op that `apply` does not take, and their values.
     """
     names, differentiable = results.split(), wrt.split()
@@ -282,9 +282,10 @@ def autograd_function(
             if douts[n] is None:
                 douts[n] = torch.zeros(shape, dtype=dtype, device=device)
         known = (*saved, *ctx.options, *douts)
-        left = iter(backward_op(*[known[n] for n in backward_from]))
-        found = [next(left) if n is None or saved[n] is not None else None for n in given_from]
-        return tuple([None if n is None else found[n] for n in grads_from])
+        found: Any = backward_op(*[known[n] for n in backward_from])
+        left = iter((found,) if isinstance(found, torch.Tensor) else found)
+        given = [next(left) if n is None or saved[n] is not None else None for n in given_from]
+        return tuple([None if n is None else given[n] for n in grads_from])
 
     name = op.overload.name()
     body = {"operator": name, "forward": staticmethod(forward)}

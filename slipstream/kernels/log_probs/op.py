@@ -9,8 +9,8 @@ from slipstream.common.linear_rows import ClassifierInputs, empty_gradients
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.log_probs import eager
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, is_triton
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.token_ids import expect_ids
@@ -40,32 +40,6 @@ def kind(dtype: torch.dtype, classes: int) -> KernelKey:
     return ("log_probs.triton", dtype, classes)
 
 
-class _LogProbs(Function):
-    operator = "slipstream::linear_log_probs"
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        save(ctx, *args[:4])
-        ctx.set_materialize_grads(False)
-        ctx.options = args[4:]
-        return _call(*args)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, saved: Saved, dlog_prob: Tensor | None, dentropy: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        like = dentropy if dlog_prob is None else dlog_prob
-        if like is None:
-            return (None,) * 7
-        weight, bias = saved[1:3]
-        douts = dlog_prob, dentropy
-        grads = (torch.zeros_like(like) if x is None else x.contiguous() for x in douts)
-        dhidden, dweight, dbias = _call_backward(*saved, *grads, *ctx.options)
-        dbias = None if bias is None else dbias.to(bias.dtype)
-        return dhidden, dweight.to(weight.dtype), dbias, None, None, None, None
-
-
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, (scale, ignore_index, impl) = ClassifierInputs(*args[:4]), args[4:]
     expect_ids("target", inputs.target, inputs.weight.shape[0], ignore_index)
@@ -76,7 +50,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, grads, (*options, impl) = ClassifierInputs(*args[:4]), args[4:6], args[6:]
+    inputs, (*options, impl) = ClassifierInputs(*args[:4]), args[6:]
+    grads = [x.contiguous() for x in args[4:6]]
     with _guard(impl, inputs) as usable:
         if usable:
             return _kernels().backward(inputs, *grads, *options)
@@ -144,4 +119,6 @@ _call_backward = KernelOp(
     _backward,
     _backward_fake,
 )
-_call.set_gradient(lambda *args: _LogProbs.apply(*args))
+_LogProbs = autograd_function(
+    _call, _call_backward, results="log_prob entropy", wrt="hidden weight bias"
+)

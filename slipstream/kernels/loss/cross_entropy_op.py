@@ -14,14 +14,14 @@ from torch import Tensor
 from slipstream.kernels.loss import launch
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.custom_op import DirectCall, KernelOp, autograd_function
 from slipstream.runtime.token_ids import expect_ids, launched
 
 
 def rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss [N]."""
     if needs_autograd(logits):
-        return _Rows.apply(logits, target, options, impl)
+        return _Rows.apply(logits, target, *options, impl)
     return _call(logits, target, *options, impl=impl)[0]
 
 
@@ -36,23 +36,6 @@ def reduced(logits: Tensor, target: Tensor, options: LossInputs, mean: bool, imp
 
 def _rows_adjacent(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
-class _Rows(Function):
-    operator = "slipstream::cross_entropy"
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
-        loss, lse = _call(logits, target, *options, impl=impl)
-        save(ctx, logits, target, lse)
-        ctx.options, ctx.impl = options, impl
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        grad = _call_backward(*saved, dloss, *ctx.options, impl=ctx.impl)
-        return grad, None, None, None
 
 
 class _Reduced(Function):
@@ -165,4 +148,4 @@ _call_backward = KernelOp(
     _backward,
     _backward_fake,
 )
-_call.set_gradient(lambda *args: _Rows.apply(*args[:2], LossInputs(*args[2:-1]), args[-1]))
+_Rows = autograd_function(_call, _call_backward, results="loss lse", wrt="logits")
