@@ -4,10 +4,10 @@
 
     vllm.register()  # in every worker: from a plugin of the group vllm.general_plugins
 
-Written for vLLM 0.33, which is imported where it is needed. register() replaces what vLLM lets
-others replace: the layer ChunkGatedDeltaRule, which prefills Gated DeltaNet, and the backend that
-updates Mamba-2's states. Its layers call the fused decode of Gated DeltaNet and KDA by name, with
-no place to register another; delta_rule_update has that function's arguments.
+Written for vLLM 0.33, which is imported where it is needed. register() replaces what vLLM has a
+registry for: the layer ChunkGatedDeltaRule, which prefills Gated DeltaNet, and the backend that
+updates Mamba-2's states. For the fused decode of Gated DeltaNet and KDA it has none: its layers
+call a function by name, whose arguments delta_rule_update has.
 
 Pools are [blocks, HV, V, K], with any stride between blocks. Block 0 belongs to no sequence.
 """
@@ -91,8 +91,8 @@ def delta_rule_update(
         q, k: [1, tokens, H, K]. v: [1, tokens, HV, V].
         initial_state: the pool. ssm_state_indices: blocks [N], or with drafts [N, S], of the state
             after each of them.
-        num_accepted_tokens: [N], how many of the last call's drafts were right, 1 or more: the
-            state after the last of these is where the new ones begin.
+        num_accepted_tokens: [N], how many tokens of the last call were accepted, 1 or more. This
+            call begins with the state after the last of these.
 
     Returns:
         o [1, tokens, HV, V], and the pool.
@@ -111,20 +111,18 @@ def delta_rule_update(
         one = [unpacked(x, cu_seqlens, 1) for x in parts]
         o = step(*one, states=initial_state, slots=blocks[:, 0], **options)
     else:
-        last = (
-            torch.zeros_like(blocks[:, 0])
-            if num_accepted_tokens is None
-            else num_accepted_tokens[:N].to(blocks.dtype) - 1
-        )
-        first = blocks.gather(1, last[:, None].long())[:, 0]
-        count = cu_seqlens.diff()[:, None]
-        there = torch.arange(blocks.shape[1], device=blocks.device) < count
+        # the block of the state after the last accepted token, where this call's begin
+        accepted = torch.zeros_like(blocks[:, 0])
+        if num_accepted_tokens is not None:
+            accepted = num_accepted_tokens[:N].to(blocks.dtype) - 1
+        first = blocks.gather(1, accepted[:, None].long())[:, 0]
+        is_token = torch.arange(blocks.shape[1], device=blocks.device) < cu_seqlens.diff()[:, None]
         o = step_drafts(
             [unpacked(x, cu_seqlens, blocks.shape[1]) for x in parts],
             states=initial_state,
             slots=first,
             into=initial_state,
-            into_slots=torch.where(there, blocks, -1),
+            into_slots=torch.where(is_token, blocks, -1),
             **options,
         )
     return packed(o, cu_seqlens, tokens), initial_state

@@ -14,7 +14,7 @@ from slipstream.ops.norm import rms_norm
 
 
 class Mamba3(Mixer):
-    """A selective state space by the trapezoid rule, with turning B and C and no convolution.
+    """A selective state space by the trapezoid rule: B and C are rotated, and nothing is convolved.
 
         z, u, B, C, dt, A, trap, angle = x W_in
         B, C = rms_norm(B) + b_B, rms_norm(C) + b_C, of each head and rank
@@ -22,9 +22,9 @@ class Mamba3(Mixer):
         o_r = mamba3(C_r, B_r, u * m_r, g, step, sigmoid(trap), theta) + D u * m_r
         y = (sum_r n_r * o_r * silu(z * l_r)) W_out
 
-    Channels 2 i and 2 i + 1 of B and C turn together. mamba_ssm's and fla's MIMO turns i and
-    i + N / 2: their weights are these with the N channels of B and C, in in_proj, B_norm, C_norm,
-    B_bias and C_bias, in the order 0, N / 2, 1, N / 2 + 1, ... (`mimo_order`).
+    Channels 2 i and 2 i + 1 of B and C are rotated as a pair; mamba_ssm's and fla's MIMO has pairs
+    of i and i + N / 2. Their weights become these if the N channels of B and C, in in_proj, B_norm,
+    C_norm, B_bias and C_bias, are taken in the order 0, N / 2, 1, N / 2 + 1, ... (`mimo_order`).
 
     Args:
         hidden_size: D.
@@ -34,7 +34,7 @@ class Mamba3(Mixer):
         n_groups: heads of B and C, a divisor of H.
         expand: inner width by D.
         mimo_rank: R, inputs and outputs of a token; 1 is SISO, without m, n and l.
-        rotary_fraction: share of the N channels that turn.
+        rotary_fraction: share of the N channels that are rotated.
         A_floor: least f(A).
         A_activation: f, "softplus", or "heavy_tail" (1 + A, and 1 / (1 - A) below 0), which
             mamba_ssm has after 2.3.2.

@@ -1,13 +1,14 @@
 """Models with consistent=True: equal bits whatever the batch, the cut and the step.
 
-A sequence is a row of blocks of 64 tokens. A state is kept at the end of whole blocks alone; the
-tokens after it are kept as they come out of the embedding, and a call runs them again together with
-its own. So every token, in training, in a prompt, in a piece of it or decoded, is computed by the
-chunk that it is in, from the state before that chunk.
+A sequence is cut into blocks of 64 tokens. A cache has the state after the last whole block, and of
+the tokens since then what the embedding gave, and the next call runs these again together with its
+own. So every token is computed within its block, from the state before the block, whether it comes
+in training, in a prompt, in a piece of one or alone.
 
-On a CPU one block of one sequence is a call of the layers, padded to 64 tokens with zeros: every
-call of torch has one shape. On CUDA, whose kernels round by no size (nn/consistent.py,
-runtime/consistent.py), whole blocks of all sequences are one call, and what is left is another.
+On a CPU each block of each sequence is a call of the layers, padded with zeros to 64 tokens, so
+that every call of torch has one shape. On CUDA the kernels round alike at every size
+(nn/consistent.py, runtime/consistent.py): whole blocks of all sequences are one call, and the
+tokens after them another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +25,15 @@ from slipstream.nn.consistent import linear, use_consistent_products
 from slipstream.nn.linear import plain_linear
 from slipstream.runtime.consistent import BLOCK
 
-# up to so many tokens layers have other forms, but where gradients are wanted
+# Up to this many tokens, layers compute in other forms, unless gradients are wanted.
 FEW_TOKENS = 16
 
 State = dict[str, Tensor]
 
 
 class LayerStates:
-    """A layer's states as SlipstreamModel._run takes them: those after a call are apart."""
+    """A layer's states, as SlipstreamModel._run takes them. A call reads `before` and writes
+    `after`."""
 
     def __init__(self, before: State | None = None) -> None:
         self.before, self.after = before, None
@@ -52,18 +54,18 @@ class LayerStates:
 
 
 class ModelStates:
-    """The layers' states of some sequences, in place of a StateCache."""
+    """The states of all layers for some sequences; _run takes it in the place of a StateCache."""
 
     def __init__(self, layers: list[LayerStates]) -> None:
         self.layers, self.graphs = layers, {}
 
 
 class Row(NamedTuple):
-    """A sequence: its layers' states [1, ...] after whole blocks, None before the first, and the
-    tokens after them: rows of the embedding [1, c, D], and positions [1, c].
+    """A sequence in a cache.
 
-    earlier: the sequence before its last whole blocks ran, with all of their tokens, where `crop`
-    may want it.
+    states: of the layers, [1, ...], after `blocks` whole blocks; None if there are none.
+    h, positions: of the tokens after these, [1, c, D], as the embedding gave them, and [1, c].
+    earlier: the sequence before its last whole blocks ran, for `crop`.
     """
 
     states: tuple[State, ...] | None
@@ -88,7 +90,7 @@ class Row(NamedTuple):
         return self.blocks * BLOCK + self.h.shape[1]
 
     def after(self, before: "Row", keep: bool) -> "Row":
-        """This row, which `before` has become; keep: whether `crop` may want that back."""
+        """This row with what it was before a call, if `keep`: `crop` goes back to that."""
         if self.blocks == before.blocks:
             return self
         return self._replace(earlier=before._replace(earlier=None) if keep else None)
@@ -97,7 +99,7 @@ class Row(NamedTuple):
         """Without the last tokens.
 
         Raises:
-            ValueError: the states before them are gone.
+            ValueError: the state from which the tokens that stay would be run again is gone.
         """
         keep, row = self.length - count, self
         if keep < row.blocks * BLOCK and row.earlier is not None:
@@ -139,11 +141,11 @@ def run(
     context: Any = None,
     hidden_states: bool = False,
 ) -> Tensor:
-    """As SlipstreamModel._run; cache.open_rows is read, and replaced. Reads the offsets. The norm
-    of the embedding is applied here.
+    """As SlipstreamModel._run, from the rows in cache.open_rows, which it replaces. It applies the
+    norm of the embedding, and waits for the offsets.
 
     Raises:
-        NotImplementedError: a context, or hidden states that are wanted, or a cache in 8 bits.
+        NotImplementedError: with a context, hidden_states or a cache in 8 bits.
     """
     if context is not None or hidden_states:
         name = "output_hidden_states" if context is None else "context"
@@ -176,7 +178,7 @@ def run(
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether whole blocks of all sequences are one call."""
+    """Whether all sequences are one call, rather than each block one."""
     return device.type == "cuda"
 
 
@@ -208,8 +210,8 @@ def _by_blocks(model: Any, row: Row) -> tuple[Tensor, Row]:
 
 @contextmanager
 def _keeping_states(model: Any, grad: bool) -> Iterator[None]:
-    """No layer of a model in training is checkpointed within, unless gradients are wanted: it would
-    return no states."""
+    """Within it no layer is checkpointed, unless gradients are wanted: a layer that is returns no
+    states."""
     checkpointed = [x for x in model.layers if not grad and x.gradient_checkpointing]
     for block in checkpointed:
         block.gradient_checkpointing = False
@@ -241,7 +243,7 @@ def normed(model: Any, h: Tensor) -> Tensor:
 
 
 def _together(model: Any, rows: list[Row], keep: bool) -> tuple[list[Tensor], list[Row]]:
-    """As _by_blocks, of all rows in a few calls; keep: whether the rows after it are wanted."""
+    """As _by_blocks, of all rows, whole blocks first; keep: whether the rows after are wanted."""
     if not keep:
         y, _ = _call(model, rows, [row.h.shape[1] for row in rows], [0] * len(rows), False)
         return y, rows
@@ -261,8 +263,8 @@ def _together(model: Any, rows: list[Row], keep: bool) -> tuple[list[Tensor], li
 def _call(
     model: Any, rows: list[Row], counts: Sequence[int], begins: Sequence[int], keep: bool
 ) -> tuple[list[Tensor], list[tuple[State, ...] | None]]:
-    """Runs `counts` tokens of each row from `begins` on, packed: those that have states, and those
-    that begin. Returns what comes out of each row, and its states after it."""
+    """Runs counts[n] tokens of each row n from its token begins[n] on: in one packed call the rows
+    that have states, in another those without. Returns each row's outputs, and its states then."""
     outputs, after = [row.h[:, :0] for row in rows], [row.states for row in rows]
     for begun in (True, False):
         which = [n for n, x in enumerate(rows) if counts[n] and (x.states is not None) == begun]

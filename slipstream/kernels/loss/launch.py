@@ -1,6 +1,6 @@
-"""The loss kernels, each beside plain torch that does the same: for compilers that fail at them.
+"""The loss kernels, each with the plain torch that takes over where a compiler fails at it.
 
-`impl` is triton, triton|eager or eager; everything else is as in triton/launch.py.
+`impl` is triton, triton|eager or eager. The other arguments are those of triton/launch.py.
 """
 
 from functools import cache
@@ -53,17 +53,18 @@ def cross_entropy(
 
 
 def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) -> Tensor:
-    """1 / how many targets count, and as token_ids.expect_ids: on a device by the same kernel."""
+    """1 / the number of targets that are not ignored. Wrong ids raise, as token_ids.expect_ids has
+    it: on a GPU the kernel that counts finds them too, which it does if it is given `classes`."""
     args = target, ignore_index
     if target.is_cuda:
         args = target, ignore_index, classes
     else:
         expect_ids("target", target, classes, ignore_index)
 
-    def fresh() -> tuple[Any, ...]:
+    def probe_args() -> tuple[Any, ...]:
         return torch.randint(0, 3, (5000,), device=target.device), 1, *[3 for _ in args[2:]]
 
-    return _simple(impl, "inverse_count", args, _inverse_count, fresh)
+    return _guarded(impl, "inverse_count", args, _inverse_count, probe_args)
 
 
 def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None) -> Tensor:
@@ -73,10 +74,12 @@ def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None
 
 
 def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
-    def fresh() -> tuple[Tensor, Tensor]:
+    """x times s, in place."""
+
+    def probe_args() -> tuple[Tensor, Tensor]:
         return numeric_probe.random_like(x, 5000), torch.full((), 1.5, device=x.device)
 
-    return _simple(impl, "scale_", (x, s), _scale_, fresh)
+    return _guarded(impl, "scale_", (x, s), _scale_, probe_args)
 
 
 def _scale_(x: Tensor, s: Tensor) -> Tensor:
@@ -84,11 +87,12 @@ def _scale_(x: Tensor, s: Tensor) -> Tensor:
     return x.copy_(x.to(s.dtype) * s)
 
 
-def _simple(impl: str, name: str, args: tuple, plain: Any, fresh: Any) -> Any:
+def _guarded(impl: str, name: str, args: tuple, plain: Any, probe_args: Any) -> Any:
+    """The launch of that name of args, or plain torch; both are compared on probe_args() once."""
     x = args[0]
 
     def mismatch() -> str | None:
-        x, *others = fresh()
+        x, *others = probe_args()
         got, want = (f(x.clone(), *others) for f in (getattr(_launch(), name), plain))
         error = numeric_probe.relative_error(got, want)
         return None if error < 1e-2 else f"off by {error:.1e} of its size"

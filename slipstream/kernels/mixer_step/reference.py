@@ -4,10 +4,13 @@ x_t = silu(bias + sum_j weight_j x_{t-W+1+j})                  of the channels o
 q, k = q / |q|, k / |k|
 dt = clamp(softplus(g + dt_bias)),  g = -exp(A_log) dt         or one of gate()
 v = dt v
-S <- exp(g) S,  S <- S + k (beta (v - S^T k))^T,  or S + k v^T without beta, or with gates of
-channels S + k (write v - S^T (beta k))^T
-o = scale S^T q + D v                                          v before dt
-y = o / sqrt(mean(o^2) + eps) weight f(z),  or of o f(z)       over groups of channels
+S <- exp(g) S,  then one of
+    S <- S + k v^T                                             without beta
+    S <- S + k (beta (v - S^T k))^T                            with beta [HV]
+    S <- S + k (write v - S^T (beta k))^T                      with beta [HV, K], write [HV, V]
+o = scale S^T q + D v                                          v before it is multiplied by dt
+y = o / sqrt(mean(o^2) + eps) weight f(z)                      mean over groups of channels; f(z)
+                                                               may come before the norm
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Two numbers of each query that the backward needs before it begins.
+"""Two numbers of each query that the kernels of the backward read.
 
 base_t = log2(e) lse_t      delta_t = o_t . do_t - dlse_t
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.kernels.attention.triton.scores import LOG2E, rows_of_sequence, sequence_of_tile
 from slipstream.runtime.launch_cache import cached
 
-ROWS = 32  # of a program, where all of a head's are in a row
+ROWS = 32  # queries of a program, where sequences are not packed
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def softmax_delta_kernel(
     BM: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """grid (tiles * H * B,). PACKED: sequences begin at a tile of their own, and R is tiles BM."""
+    """grid (tiles * H * B,). PACKED: each sequence begins at a new tile, and R is tiles BM."""
     i_h, i_b, begin, queries, row = locate_tile(cu_q_ptr, T, H, N, tiles, search_steps, BM, PACKED)
     o_m = tl.arange(0, BM)
     o_v = tl.arange(0, BV)
@@ -68,7 +68,7 @@ def softmax_delta_kernel(
 def launch_delta(
     o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, base: Tensor, delta: Tensor
 ) -> None:
-    """base, delta [B, H, R >= T], float32: written where there are queries."""
+    """Writes base and delta [B, H, R], float32, R >= T: the first T of each head."""
     tiles = -(-o.shape[1] // ROWS)
     launch_delta_of_tiles(o, do, lse, dlse, base, delta, None, tiles, ROWS)
 
@@ -84,7 +84,7 @@ def launch_delta_of_tiles(
     tiles: int,
     BM: int,
 ) -> None:
-    """base, delta [B, H, tiles * BM]; with cu_q sequences begin at a tile of their own."""
+    """Writes base and delta [B, H, tiles * BM]; with cu_q each sequence begins at a new tile."""
     B, T, H, DV = o.shape
     N = B if cu_q is None else cu_q.shape[0] - 1
     cached(softmax_delta_kernel)[(tiles * H * B,)](

@@ -14,7 +14,8 @@ TERMS_TAKEN = [
     *("q", "k", "v", "g", "gv", "beta", "p", "a", "b", "u", "erase", "write"),
     *("initial_state", "cu_seqlens"),
 ]
-UNTRANSPOSED_MAX_BYTES = 1 << 16  # bytes of shared memory, of sm_75
+# Shared memory that float32 tiles of more than 128 channels exceed: sm_75 has no more.
+WIDE_FP32_BYTES = 1 << 16
 
 
 def unsupported_reason(terms: LinearInputs) -> str | None:
@@ -31,7 +32,7 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
 
 
 def _missing_kernel_reason(terms: LinearInputs) -> str | None:
-    """The reason for dtypes and forms of terms for which there is no kernel in chunks."""
+    """Why no kernel in chunks takes terms of these dtypes and shapes."""
     if only_by_token(terms):
         return None
     if any(x is not None and x.dtype != terms.q.dtype for x in (terms.a, terms.b)):
@@ -46,14 +47,13 @@ def _missing_kernel_reason(terms: LinearInputs) -> str | None:
 
 
 def _shared_memory_reason(terms: LinearInputs) -> str | None:
-    """The reason for float32: a program has all channels of 16 tokens or more, which may be too
-    much."""
+    """Why float32 does not fit: a tile has all channels of at least 16 tokens."""
     if INTERPRETED or terms.q.dtype != torch.float32 or only_by_token(terms):
         return None
     if terms.max_head_dim <= 128:
         return None
     arch = arch_of_device(terms.q.device)
-    if arch.shared > UNTRANSPOSED_MAX_BYTES:
+    if arch.shared > WIDE_FP32_BYTES:
         return None
     return f"float32 of more than 128 channels wants more shared memory than {arch.name} has"
 

@@ -1,19 +1,23 @@
 """Per-channel decay, and free a and b, in chunks by Triton kernels; sm_90's replace some of them.
 
-    intra_chunk    what needs no state: decayed q and k, WY factors, scores (wy.py); of chunks that
-                   decay strongly again (wy_quarters.py, or intra_safe.py), whose programs end at
-                   once where none does
+    intra_chunk    what needs no state: decayed q and k, WY factors, scores (wy.py). Chunks that
+                   decay strongly are computed again (wy_quarters.py, intra_safe.py); programs of
+                   other chunks end at once
     chunk_fwd      carries the state from chunk to chunk, and writes o
     chunk_dstate   carries its gradient from the last chunk to the first
     scores         gradients of the chunk's scores, and of v
     dqkg           all other gradients, of all chunks at once
 
-Backward has intra_chunk once more, then chunk_fwd write x, what each token reads of the state, and
-the states before chunks. Few heads of long sequences are cut into segments. Memory beyond results,
-in tensors of the size of v at K = V: forward 5.5 for the delta rule, 7 for free a and b; backward 8
-and 10 of one slice at a time (workspace.py), besides what is where the gradients of q and k will
-be; with grouped heads the gradients of q, k, a and b for each value head; for segments two states
-of each. Nothing here waits for the device, nor depends on values there.
+Backward runs intra_chunk again, then chunk_fwd, which writes x, what each token reads of the state,
+and the states before chunks. Few heads of long sequences are cut into segments. Nothing here waits
+for the device, or depends on values there.
+
+Memory beyond results, in tensors of the size of v at K = V:
+
+    forward     5.5 for the delta rule, 7 for free a and b
+    backward    8 and 10, of one slice at a time (workspace.py); the memory of dq and dk is used too
+                with grouped heads also the gradients of q, k, a and b for each value head
+    segments    two states of each
 """
 
 from collections.abc import Mapping
@@ -51,7 +55,8 @@ from slipstream.kernels.linear.workspace import (
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
-# Chunks a program of the kernel that most chunks do not need; and programs that fill any GPU.
+# Chunks of a program of wy_quarters.py, which most chunks do not need, and programs that fill any
+# GPU.
 MAX_CHUNKS = 16
 TARGET_PROGRAMS = 4 * NUM_SMS
 
@@ -90,17 +95,17 @@ class TritonDplr:
     chunk_dstate = staticmethod(launch.chunk_dstate)
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
-        """Everything as the kernels index it."""
+        """Tensors with the strides that the kernels of both passes assume."""
         names = ("a", "b", "g", "beta", "erase", "write")
         given = {name: x for name in names if (x := getattr(terms, name)) is not None}
         return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
 
     def forward_layout(self, terms: LinearInputs) -> LinearInputs:
-        """As those of forward index it."""
+        """The same for the kernels of forward."""
         return self.to_kernel_layout(terms)
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """As the kernels read it."""
+        """x with the strides that the kernels assume."""
         return x.contiguous()
 
     def forward(
@@ -183,7 +188,7 @@ class TritonDplr:
                 del E, M, dE, passed
             x, before = _empty_states(terms, intra)
             self.chunk_fwd(terms, intra, x=x, states=before, s_in=s_in, segments=segments)
-            # what is not read again gives its memory to what comes after it
+            # u is not read again: the next tensors take its memory, and qb holds its place
             intra = intra._replace(u=intra.qb)
             states = ChunkStates(x, torch.empty_like(x), before, torch.empty_like(before))
             ends: dict[str, Any] = {"s_in": ds_in, "s_out": ds_out, "segments": segments}
@@ -291,7 +296,8 @@ class TritonDplr:
         scale: float,
         out: Mapping[str, Tensor],
     ) -> tuple[ScoreGrads, dict[str, Tensor], Tensor | None]:
-        """Those, of v and write, and the shares of beta's, of which the first is written."""
+        """Gradients of the scores; of v and write; and the shares of beta's, of which this writes
+        the first."""
         B, T, HV, V = terms.v.shape
         tile, WIDE = tile_of(terms)
         delta, like = terms.transition == "delta", intra.qb
@@ -458,7 +464,7 @@ def _ones(terms: LinearInputs) -> Tensor:
 
 
 def _within(memory: Tensor | None, like: Tensor, size: tuple[int, ...]) -> Tensor:
-    """In memory, if it is of that many elements of the same dtype."""
+    """A tensor of that size: in `memory`, if that has as many elements of the same dtype."""
     if memory is not None and memory.dtype == like.dtype and memory.numel() == prod(size):
         return memory.view(size)
     return like.new_empty(size)

@@ -1,10 +1,10 @@
 """Per-channel decay, or free a and b: what needs no state, of strong chunks.
 
-As wy.py and wy_quarters.py, which mark the chunks, do it for the others, but with scores summed
-step by step (gate_sums.py) where tokens have decayed too far for that (intra_anchored.py,
-by_quarters.py). q exp(G), and rows of scores of tokens that have not, are what they left; those of
-a, which they did not leave, are made once more as they make them. Other programs have nothing to
-do.
+wy.py and wy_quarters.py mark the chunks that decay too far for their products (intra_anchored.py,
+by_quarters.py). This kernel computes these chunks again; its other programs end at once. Rows of
+tokens that have not decayed too far keep their scores and q exp(G), except for the rows of a, which
+were not stored and are computed once more as before. The scores of other rows are summed step by
+step (gate_sums.py).
 """
 
 import triton
