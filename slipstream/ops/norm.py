@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.norm.dispatch import run
-from slipstream.kernels.norm.inputs import NormOptions
+from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
@@ -80,7 +80,7 @@ def rms_norm(
     """
     _check(x, weight, bias, residual, eps)
     n = NormOptions(eps, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm)
-    y, h = run(x, weight, bias, None, residual, n, impl)
+    y, h = run(NormInputs(x, weight, bias, residual=residual), n, impl)
     return (y, h) if prenorm else y
 
 
@@ -137,7 +137,7 @@ def layer_norm(
     n = NormOptions(
         eps, centre=True, zero_centered=zero_centered, wide_h=residual_in_fp32, keep_h=prenorm
     )
-    y, h = run(x, weight, bias, None, residual, n, impl)
+    y, h = run(NormInputs(x, weight, bias, residual=residual), n, impl)
     return (y, h) if prenorm else y
 
 
@@ -161,7 +161,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Tensor:
     Cost: 3 reads or writes of x's size forward.
     """
     _check(x, None, None, None, eps)
-    return run(x, None, None, None, None, NormOptions(eps, l2=True), impl)[0]
+    return run(NormInputs(x), NormOptions(eps, l2=True), impl)[0]
 
 
 @checks.operator
@@ -201,7 +201,7 @@ def group_norm(
     _check(x, weight, bias, None, eps)
     checks.expect_multiple("x: features", x.shape[-1], "num_groups", num_groups)
     n = NormOptions(eps, centre=not rms, groups=num_groups)
-    return run(x, weight, bias, None, None, n, impl)[0]
+    return run(NormInputs(x, weight, bias), n, impl)[0]
 
 
 @checks.operator
@@ -258,7 +258,7 @@ def rms_norm_gated(
         activation=ACTIVATIONS[activation],
         gate_first=not norm_before_gate,
     )
-    return run(x, weight, bias, gate, None, n, impl)[0]
+    return run(NormInputs(x, weight, bias, gate), n, impl)[0]
 
 
 def _check(

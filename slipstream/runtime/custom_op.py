@@ -34,6 +34,7 @@ _SCHEMA_TYPES = {
     int: "int",
     bool: "bool",
     str: "str",
+    torch.dtype | None: "ScalarType?",
 }
 
 

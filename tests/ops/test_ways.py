@@ -14,7 +14,7 @@ import slipstream
 from slipstream import ops
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.norm import op as norm_op
-from slipstream.kernels.norm.inputs import NormOptions
+from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 from tests.support.derivatives import CASES, WAYS, Case, Problem, assert_near
 from tests.support.operators import LINEAR
 
@@ -213,7 +213,7 @@ def test_norm_second_derivative_without_input(
     monkeypatch.setattr(norm_op, "_launch", lambda: norm_plain)
     x, residual = (torch.randn(3, 6, requires_grad=True) for _ in range(2))
     n = NormOptions(1e-5, keep_h=keep_h)
-    y, _ = norm_op.norm(x, None, None, None, residual, n, "triton")
+    y, _ = norm_op.norm(NormInputs(x, residual=residual), n, "triton")
     loss = y.pow(3).sum()
     for given in (x, residual):
         (first,) = torch.autograd.grad(loss, given, create_graph=True)

@@ -3,31 +3,23 @@
 from torch import Tensor
 
 from slipstream.kernels.norm import eager, reference
-from slipstream.kernels.norm.inputs import NormOptions
+from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 from slipstream.kernels.norm.op import kind, norm
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import DTYPES
 from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
 
 
-def run(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-    impl: str | None,
-) -> tuple[Tensor, Tensor]:
+def run(t: NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
-    impl = choose(CANDIDATES, (x, n, weight, bias, gate, residual), impl, "norm", x).impls
+    impl = choose(CANDIDATES, (t.x, n, *t[1:]), impl, "norm", t.x).impls
     if is_triton(impl):
-        y, h = norm(x, weight, bias, gate, residual, n, impl)
-        return y, x if h is None else h
+        y, h = norm(t, n, impl)
+        return y, t.x if h is None else h
     functions = (eager.rms, eager.layer)
     if impl == "reference":
         functions = (reference.rms_reference, reference.layer_reference)
-    return eager.compose(x, weight, bias, gate, residual, n, *functions)
+    return eager.compose(t, n, *functions)
 
 
 def _unsupported_reason(x: Tensor, n: NormOptions, *tensors: Tensor | None) -> str | None:

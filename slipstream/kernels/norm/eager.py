@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.norm.inputs import NormOptions
+from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 from slipstream.kernels.norm.reference import rms_reference
 from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable, save
 
@@ -26,16 +26,10 @@ ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def compose(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-    rms: Callable[..., Tensor],
-    layer: Callable[..., Tensor],
+    t: NormInputs, n: NormOptions, rms: Callable[..., Tensor], layer: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
     """y and h of any norm, out of the two given, which take a row."""
+    x, weight, bias, gate, residual = t
     h = _residual_sum(x, residual, n.wide_h)
     z = _to_compute_dtype(h)
     gate_value = None if gate is None else ACTIVATIONS[n.activation](gate.to(z.dtype))

@@ -6,56 +6,40 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import eager
-from slipstream.kernels.norm.inputs import NormOptions, stats_shape, stores_h
+from slipstream.kernels.norm.inputs import (
+    BackwardInputs,
+    NormInputs,
+    NormOptions,
+    stats_shape,
+    stores_h,
+)
 from slipstream.runtime.guarded_launch import plain_gradients
 
 
-def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-) -> tuple[Tensor, Tensor | None]:
-    y, h = eager.compose(x, weight, bias, gate, residual, n, eager.rms, eager.layer)
-    return y, h if n.keep_h and h is not x else None
+def norm(t: NormInputs, n: NormOptions) -> tuple[Tensor, Tensor | None]:
+    y, h = eager.compose(t, n, eager.rms, eager.layer)
+    return y, h if n.keep_h and h is not t.x else None
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-    save: bool,
+    t: NormInputs, n: NormOptions, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The statistics are left 0: `backward` makes them again."""
-    y, h = eager.compose(x, weight, bias, gate, residual, n, eager.rms, eager.layer)
+    y, h = eager.compose(t, n, eager.rms, eager.layer)
     stats = None
-    if (shape := stats_shape(x, n, save)) is not None:
-        stats = torch.zeros(shape, dtype=torch.float32, device=x.device)
-    return y.contiguous(), h if stores_h(x, residual, n, save) else None, stats
+    if (shape := stats_shape(t.x, n, save)) is not None:
+        stats = torch.zeros(shape, dtype=torch.float32, device=t.x.device)
+    return y.contiguous(), h if stores_h(t.x, t.residual, n, save) else None, stats
 
 
 def backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    stats: Tensor | None,
-    residual_dtype: torch.dtype | None,
-    n: NormOptions,
-    needs_weight: bool,
-    needs_bias: bool,
+    t: BackwardInputs, n: NormOptions, needs_weight: bool, needs_bias: bool
 ) -> tuple[Any, ...]:
     """dx, dresidual, dweight, dbias, dgate."""
+    dy, dh, h, weight, bias, gate, _, residual_dtype = t
 
     def plain(*leaves: Any) -> Tensor:
-        return eager.compose(*leaves, residual=None, n=n, rms=eager.rms, layer=eager.layer)[0]
+        return eager.compose(NormInputs(*leaves), n, eager.rms, eager.layer)[0]
 
     dsum, *others = plain_gradients(plain, (h, weight, bias, gate), [dy])
     remaining = iter(others)

@@ -4,7 +4,7 @@ slipstream::norm_forward gives y, h and the statistics, of which what is not the
 slipstream::norm_backward the gradients that there are.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,7 +12,14 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.norm import fallback
-from slipstream.kernels.norm.inputs import NormOptions, h_dtype, stats_shape, stores_h
+from slipstream.kernels.norm.inputs import (
+    BackwardInputs,
+    NormInputs,
+    NormOptions,
+    h_dtype,
+    stats_shape,
+    stores_h,
+)
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -25,24 +32,16 @@ from slipstream.runtime.autograd import (
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 
-_NORM = schema_of(NormOptions)
-_OPTIONAL_TENSORS = "Tensor? weight, Tensor? bias, Tensor? gate"
+_OPTIONS = schema_of(NormOptions)
+_COUNT = len(NormInputs._fields)
 
 
-def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-    impl: str,
-) -> tuple[Tensor, Tensor | None]:
+def norm(t: NormInputs, n: NormOptions, impl: str) -> tuple[Tensor, Tensor | None]:
     """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
-    if needs_autograd(x, weight, bias, gate, residual):
-        return _Norm.apply(x, weight, bias, gate, residual, n, impl)
-    y, h, _ = _forward(x, weight, bias, gate, residual, *n, save=False, impl=impl)
-    return y, h if stores_h(x, residual, n, False) else None
+    if needs_autograd(*t):
+        return _Norm.apply(*t, n, impl)
+    y, h, _ = _forward(*t, *n, save=False, impl=impl)
+    return y, h if stores_h(t.x, t.residual, n, False) else None
 
 
 def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) -> KernelKey:
@@ -54,66 +53,46 @@ def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) 
 
 
 def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, save, impl = args
-    (x, weight, bias, gate, residual), n = tensors[:5], NormOptions(*tensors[5:])
-    arguments = x, weight, bias, gate, residual, n, save
-    results = None
-    with Guard(
-        impl,
-        x.device,
-        lambda: kind(x, weight, gate, n),
-        lambda: _mismatch(x, weight, bias, gate, residual, n),
-    ) as usable:
+    t, (*options, save, impl) = NormInputs(*args[:_COUNT]), args[_COUNT:]
+    n, results = NormOptions(*options), None
+    with _guard(impl, t, n) as usable:
         if usable:
-            results = _launch().forward(*arguments)
-    y, h, stats = results or fallback.forward(*arguments)
+            results = _launch().forward(t, n, save)
+    y, h, stats = results or fallback.forward(t, n, save)
     return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
 
 
 def _run_backward(*args: Any) -> list[Tensor]:
     """Those that there are of dx, dresidual (if it is not dx), dweight, dbias, dgate."""
-    *tensors, needs_weight, needs_bias, impl = args
-    (_, _, h, weight, bias, gate, _, _), n = tensors[:8], NormOptions(*tensors[8:])
-    arguments: Any = *tensors[:8], n, needs_weight, needs_bias
-    results = None
-    with Guard(
-        impl,
-        h.device,
-        lambda: kind(h, weight, gate, n),
-        lambda: _mismatch(h, weight, bias, gate, None, n),
-    ) as usable:
+    t, (*options, needs_weight, needs_bias, impl) = BackwardInputs(*args[:8]), args[8:]
+    n, results = NormOptions(*options), None
+    with _guard(impl, NormInputs(t.h, t.weight, t.bias, t.gate), n) as usable:
         if usable:
-            results = _launch().backward(*arguments)
-    dx, dr, *others = results or fallback.backward(*arguments)
+            results = _launch().backward(t, n, needs_weight, needs_bias)
+    dx, dr, *others = results or fallback.backward(t, n, needs_weight, needs_bias)
     return [x for x in (dx, None if dr is dx else dr, *others) if x is not None]
 
 
-def _mismatch(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-) -> str | None:
+def _guard(impl: str, t: NormInputs, n: NormOptions) -> Guard:
+    kind_of = partial(kind, t.x, t.weight, t.gate, n)
+    return Guard(impl, t.x.device, kind_of, partial(_mismatch, t, n))
+
+
+def _mismatch(like: NormInputs, n: NormOptions) -> str | None:
     """The probe: rows of the same width."""
-    width = x.shape[-1]
-    rows = {"x": x, "gate": gate, "residual": residual}
-    tensors = {"weight": weight, "bias": bias}
+    width = like.x.shape[-1]
+    shapes = {"weight": (width,), "bias": (width,)}
     probe_inputs = {
-        name: y if y is None else numeric_probe.random_like(y, 37, width)
-        for name, y in rows.items()
-    }
-    probe_inputs |= {
-        name: y if y is None else numeric_probe.random_like(y, width) for name, y in tensors.items()
+        name: y if y is None else numeric_probe.random_like(y, *shapes.get(name, (37, width)))
+        for name, y in like._asdict().items()
     }
 
     def plain(t: numeric_probe.Given) -> tuple[Tensor, Tensor | None]:
-        y, h = fallback.norm(**t, n=n)
+        y, h = fallback.norm(NormInputs(**t), n)
         return y, t["x"] if n.keep_h and h is None else h
 
     return numeric_probe.mismatch(
-        lambda t: norm(**t, n=n, impl="triton|eager"), plain, probe_inputs
+        lambda t: norm(NormInputs(**t), n, "triton|eager"), plain, probe_inputs
     )
 
 
@@ -129,17 +108,10 @@ class _Norm(Function):
     operator = "slipstream::norm"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        gate: Tensor | None,
-        residual: Tensor | None,
-        n: NormOptions,
-        impl: str,
-    ) -> tuple[Tensor, Tensor | None]:
-        y, h, stats = _forward(x, weight, bias, gate, residual, *n, save=True, impl=impl)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, n, impl = args
+        x, weight, bias, gate, residual = tensors
+        y, h, stats = _forward(*tensors, *n, save=True, impl=impl)
         h = h if stores_h(x, residual, n, True) else None
         links = [] if h is None or n.keep_h else anchors(x, residual)
         save(ctx, x if h is None else h, weight, bias, gate, stats, *links)
@@ -176,7 +148,7 @@ class _Norm(Function):
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x, residual, n, save = args[0], args[4], NormOptions(*args[5:-2]), args[-2]
+    (x, *_, residual), n, save = args[:_COUNT], NormOptions(*args[_COUNT:-2]), args[-2]
     h, stats = x.new_empty(0), x.new_empty(0)
     if stores_h(x, residual, n, save):
         h = x.new_empty(x.shape, dtype=h_dtype(x, residual, n))
@@ -197,17 +169,15 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 
 _forward = KernelOp(
     "norm_forward",
-    f"(Tensor x, {_OPTIONAL_TENSORS}, Tensor? residual, {_NORM}, bool save, str impl) -> "
-    "(Tensor, Tensor, Tensor)",
+    f"({schema_of(NormInputs)}, {_OPTIONS}, bool save, str impl) -> (Tensor, Tensor, Tensor)",
     _run_forward,
     _forward_fake,
     replay=True,
 )
 _backward = KernelOp(
     "norm_backward",
-    f"(Tensor dy, Tensor? dh, Tensor h, {_OPTIONAL_TENSORS}, Tensor? stats, "
-    f"ScalarType? residual_dtype, {_NORM}, bool needs_weight, bool needs_bias, "
-    "str impl) -> Tensor[]",
+    f"({schema_of(BackwardInputs)}, {_OPTIONS}, bool needs_weight, bool needs_bias, str impl) "
+    "-> Tensor[]",
     _run_backward,
     _backward_fake,
     replay=True,
@@ -216,8 +186,8 @@ _backward = KernelOp(
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     """As slipstream::norm_forward is called."""
-    n = NormOptions(*args[5:-2])
-    y, h = _Norm.apply(*args[:5], n, args[-1])
+    n = NormOptions(*args[_COUNT:-2])
+    y, h = _Norm.apply(*args[:_COUNT], n, args[-1])
     return (y, h) if n.keep_h and stores_h(args[0], args[4], n, True) else (y,)
 
 

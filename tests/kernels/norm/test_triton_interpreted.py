@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm.dispatch import run as norm
-from slipstream.kernels.norm.inputs import RECOMPUTED, NormOptions
+from slipstream.kernels.norm.inputs import RECOMPUTED, NormInputs, NormOptions
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -38,7 +38,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, other: torch.dtype) -> di
 
 def outputs(given: dict[str, Tensor | None], n: NormOptions, impl: str) -> tuple[list[Tensor], ...]:
     leaves = {k: None if x is None else x.detach().requires_grad_() for k, x in given.items()}
-    y, h = norm(**leaves, n=n, impl=impl)  # type: ignore[arg-type]
+    y, h = norm(NormInputs(**leaves), n, impl)  # type: ignore[arg-type]
     kept = [y, h] if n.keep_h else [y]
     generator = torch.Generator().manual_seed(1)
     dout = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in kept]
@@ -107,7 +107,7 @@ def check_lean() -> None:
     check(n._replace(groups=3, zero_centered=True), ("weight",), half, half)
     check(n._replace(activation="sigmoid"), ("gate", "weight"), half, half)
     check(n._replace(l2=True), (), half, half)
-    y, _ = norm(torch.zeros(3, 24, dtype=half), None, None, None, None, n, "triton")
+    y, _ = norm(NormInputs(torch.zeros(3, 24, dtype=half)), n, "triton")
     assert (y == 0).all()
 
 
@@ -116,7 +116,7 @@ def check_strides() -> None:
     grads = []
     for impl in ("triton", "eager"):
         leaf = x.detach().requires_grad_()
-        y, _ = norm(leaf, None, None, None, None, NormOptions(1e-5), impl)
+        y, _ = norm(NormInputs(leaf), NormOptions(1e-5), impl)
         grads += [y, *torch.autograd.grad(y, leaf, dy)]
     assert error(grads[0], grads[2]) < 1e-5
     assert error(grads[1], grads[3]) < 1e-5
@@ -136,7 +136,7 @@ def check_operators() -> None:
     leaves = [torch.randn(5, 8, requires_grad=True) for _ in range(2)]
 
     def call(x: Tensor, residual: Tensor) -> Tensor:
-        y, h = norm(x, w, None, None, residual, n, "triton")
+        y, h = norm(NormInputs(x, w, residual=residual), n, "triton")
         return (y * h).sum()
 
     torch._dynamo.reset()

@@ -10,7 +10,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm.inputs import NormOptions, h_dtype, stats_shape, stores_h
+from slipstream.kernels.norm.inputs import (
+    BackwardInputs,
+    NormInputs,
+    NormOptions,
+    h_dtype,
+    stats_shape,
+    stores_h,
+)
 from slipstream.kernels.norm.triton import tiles
 from slipstream.kernels.norm.triton.norm import norm_bwd_kernel, norm_fwd_kernel, norm_sums_kernel
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
@@ -36,15 +43,10 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    n: NormOptions,
-    save: bool,
+    t: NormInputs, n: NormOptions, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, h where it is neither x nor dropped, and if `save` the statistics for backward."""
+    x, weight, bias, gate, residual = t
     groups, width = n.groups or 1, x.shape[-1]
     D, R = width // groups, x.numel() // width
     sum_dtype = h_dtype(x, residual, n)
@@ -88,20 +90,11 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    stats: Tensor | None,
-    residual_dtype: torch.dtype | None,
-    n: NormOptions,
-    needs_weight: bool,
-    needs_bias: bool,
+    t: BackwardInputs, n: NormOptions, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, ...]:
     """dx, dresidual, dweight, dbias, dgate; the first two are the same tensor if they have the same
     dtype."""
+    dy, dh, h, weight, bias, gate, stats, residual_dtype = t
     groups = n.groups or 1
     width = h.shape[-1]
     D, R = width // groups, h.numel() // width
