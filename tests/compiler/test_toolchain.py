@@ -78,7 +78,7 @@ def test_ptxas_path_and_version(other: Path) -> None:
     assert toolchain.ptxas_version("/nowhere/ptxas") is None
 
 
-def test_sm_90_takes_the_second_ptxas_from_triton_3_9_on(
+def test_sm_90_takes_second_ptxas_from_triton_3_9(
     other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Triton's own get_ptxas does, so what is recorded and verified names the right one."""
