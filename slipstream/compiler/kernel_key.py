@@ -23,6 +23,8 @@ _FAMILIES = {
     "token_mix": "time_mix",
     "rwkv7": "time_mix",
     "rwkv7_step": "time_mix",
+    "low_rank_step": "time_mix",
+    "token_mix_step": "time_mix",
     "embedding": "pointwise",
     "cross_entropy": "loss",
     "linear_kl_div": "loss",
@@ -43,6 +45,7 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _TRITON = ("linear.triton", "attention.triton", "attention.decode")
 _MATMUL = ("matmul.triton", "matmul.sm90", "projection_step.triton")
 _GLU = "glu_products.sm90"
+_PLAIN = (*_MATMUL, _GLU, "low_rank_step.triton")
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to
 FEATURE_RULES = (
     FeatureRule("linear.triton", (), ("dot", "decayed_dot", "chained_64_dots")),
@@ -51,8 +54,8 @@ FEATURE_RULES = (
     FeatureRule("attention.decode", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.sm90", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
-    *(FeatureRule(x, (), ("dot",)) for x in (*_MATMUL, _GLU)),
-    *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_MATMUL, _GLU) for y in _16),
+    *(FeatureRule(x, (), ("dot",)) for x in _PLAIN),
+    *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_PLAIN) for y in _16),
     *(FeatureRule(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
     FeatureRule("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
 )

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
-from slipstream.kernels.time_mix import rwkv7, rwkv7_step
+from slipstream.kernels.time_mix import rwkv7
+from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, assign, expect_divisor
 from slipstream.layers.call import MixerCall, State
@@ -18,7 +19,9 @@ from slipstream.nn.consistent import product
 from slipstream.nn.host import on_host
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.nn.recompute import Recompute
+from slipstream.ops.activation import squared_relu
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
+from slipstream.ops.rwkv7_step import rwkv7_step, token_mix_step
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
@@ -193,38 +196,37 @@ class RWKV7(Mixer):
     def _fused_step(
         self, x: Tensor, state: State, first_value: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """The input of o_proj and v [N, D], in one launch behind the projections; None where that
-        cannot be."""
+        """The input of o_proj and v [N, D], in one launch before the matrix products and two behind
+        them; None where that cannot be."""
         v_lora: Any = self.v_lora if first_value is not None else None
-        loras: list[Any] = [self.w_lora, self.a_lora, self.g_lora]
-        loras += [] if v_lora is None else [v_lora]
+        loras: list[Any] = [self.w_lora, self.a_lora, self.g_lora, *([v_lora] if v_lora else [])]
         matrices = [self.r_proj, self.k_proj, self.v_proj]
         if (
-            not projections.fuses(x)
+            not projections.takes_step(x)
             or (v_lora is None and first_value is not None)
             or rounded.has_rounded(state)
             or not all(map(plain_module, loras))
             or not all(map(_plain_matrix, matrices))
+            or any(lora.up.dtype != x.dtype for lora in loras)
+            or any(layer.weight.dtype != x.dtype for layer in matrices)
         ):
             return None
-        w, a, g, *v = (lora.down.t() for lora in loras)
-        r_proj, k_proj, v_proj = (layer.weight for layer in matrices)
-        weights = [r_proj], [w], [k_proj], [v_proj, *v], [a], [g]
-        found = mixed_projections(x, state["shift"][:, None], self.mix, weights)
-        if found is None:
-            return None
-        r, w, k, v, *v_gate, a, g = (y[:, 0] for y in found)
-        of_v: list[Any] = [None] * 4
+        r, w, k, v, a, g = token_mix_step(x[:, 0], self.mix, state=state["shift"])
+        gate = None if v_lora is None else v @ v_lora.down
+        inner = [w @ self.w_lora.down, a @ self.a_lora.down, g @ self.g_lora.down, gate]
+        r, k, v = (F.linear(mix, layer.weight) for mix, layer in zip((r, k, v), matrices))
+        ups = [*(lora.up for lora in loras), *([None] if v_lora is None else [])]
+        w, a, g, *gates = low_rank(LowRankInputs(*inner, *ups))
+        options: dict[str, Any] = {}
         if v_lora is not None and first_value is not None:
-            of_v = [v_gate[0], first_value[:, 0].to(v.dtype), v_lora.up, v_lora.bias]
-        ups, biases = (lora.up for lora in loras[:3]), (lora.bias for lora in loras[:2])
-        given = [x[:, 0], r, k, v, w, a, g, *of_v[:2], *ups, of_v[2], *biases, of_v[3]]
-        given += [self.k_k, self.k_a, self.norm_weight, self.norm_bias, self.r_k]
-        inputs = rwkv7_step.StepInputs._make(given)
-        S, shift = state["recurrent"], state["shift"]
-        if rwkv7_step.unsupported_reason(inputs, S) is not None:
-            return None
-        return rwkv7_step.step(inputs, S, shift, self.head_dim * self.norm_eps), v
+            options = {"v_gate": gates[0], "v_bias": v_lora.bias, "first_value": first_value[:, 0]}
+        y = rwkv7_step(
+            r, w, k, v, a, g, state=state["recurrent"], w_bias=self.w_lora.bias,
+            a_bias=self.a_lora.bias, k_k=self.k_k, k_a=self.k_a, r_k=self.r_k,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias,
+            norm_eps=self.head_dim * self.norm_eps, **options,
+        )  # fmt: skip
+        return y, v
 
     def _project(
         self, x: Tensor, before: Tensor | None, first_value: Tensor | None
@@ -312,6 +314,18 @@ class RWKV7ChannelMix(nn.Module):
         before, after = shifted(x, state, MixerCall(cu_seqlens, context, use_cache=use_cache))
         (key,) = project_mixes(x, before, self.mix[None], [[self.key]])
         return self.value(F.relu(key).square()), after
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """The next tokens x [N, T, D] -> y; the state [N, D] is updated in place."""
+        # a consistent model's bits, and the states that a prompt leaves, are those of forward
+        by_parts = consistent_scope.on or consistent_scope.step or prefix_scope.prefixes is not None
+        fused = projections.takes_step(x) and _plain_matrix(self.key)
+        if by_parts or not fused or self.key.weight.dtype != x.dtype:
+            y, after = self(x, state, True)
+            state.copy_(after)
+            return y
+        (mix,) = token_mix_step(x[:, 0], self.mix[None], state=state)
+        return self.value(squared_relu(F.linear(mix, self.key.weight)))[:, None]
 
 
 class Lora(nn.Module):

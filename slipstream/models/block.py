@@ -140,6 +140,12 @@ class Block(GradientCheckpointingLayer):
             return h + self.mlp(x), None
         if layer is not None:
             layer.record_mlp(x)
+            if (
+                isinstance(self.mlp, RWKV7ChannelMix)
+                and shift is not None
+                and not is_hooked(self.mlp)
+            ):
+                return h + self.mlp.step(x, shift), None
         y, shift = self.mlp(x, shift, use_cache, **options)
         return h + y, shift
 

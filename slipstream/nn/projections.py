@@ -21,11 +21,16 @@ MAX_ROWS = 64
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether x [N, 1, D] is the input of a fused step."""
+    """Whether x [N, 1, D] is the input of a fused step of linear layers."""
+    return takes_step(x) and x.shape[0] <= MAX_ROWS
+
+
+def takes_step(x: Tensor) -> bool:
+    """Whether x [N, 1, D] is one token each of sequences for the operators of decoding."""
     return (
         x.dim() == 3
         and x.shape[1] == 1
-        and 0 < x.shape[0] <= MAX_ROWS
+        and x.shape[0] > 0
         and _on_device(x)
         and type(x) is Tensor
         and not torch.is_grad_enabled()

@@ -98,6 +98,8 @@ from slipstream.ops.rwkv6 import chunk_rwkv6 as chunk_rwkv6
 from slipstream.ops.rwkv6 import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
 from slipstream.ops.rwkv7 import chunk_rwkv7 as chunk_rwkv7
 from slipstream.ops.rwkv7 import fused_recurrent_rwkv7 as fused_recurrent_rwkv7
+from slipstream.ops.rwkv7_step import rwkv7_step as rwkv7_step
+from slipstream.ops.rwkv7_step import token_mix_step as token_mix_step
 from slipstream.ops.selective_scan import selective_scan as selective_scan
 from slipstream.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
 from slipstream.ops.simple_gla import fused_recurrent_simple_gla as fused_recurrent_simple_gla

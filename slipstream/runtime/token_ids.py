@@ -110,6 +110,19 @@ def expect_below(
         raise ValueError(f"{name}: want less than the {size} {of}, got {largest}")
 
 
+def expect_unique(name: str, indices: Tensor, of: str) -> None:
+    """No index [N] twice, but for negative ones; looked at on the host alone, since on a device it
+    would be a sync.
+
+    Raises:
+        ValueError: has all of them.
+    """
+    if indices.device.type == "cpu" and not is_fake(indices):
+        used = indices[indices >= 0]
+        if used.unique().numel() < used.numel():
+            raise ValueError(f"{name}: want each {of} at most once, got {indices.tolist()}")
+
+
 def expect_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     """They go from 0 to the number of tokens and never fall; on CUDA the next call raises.
 

@@ -37,13 +37,17 @@ def _tested(op: str, variant: str, tensors: str, states: Any = "", **row: Any) -
     return Sample(op, tensors, states, variant=variant, traced=False, **row)
 
 
+def _names(tensors: str) -> str:
+    return " ".join(word.partition("=")[0] for word in tensors.split())
+
+
 def _step(
     tensors: str, variant: str = "", T: str = "1", state: str = "state=BGKV:state", **options: Any
 ) -> Sample:
     """A mixer's step of T tokens, which has no gradients."""
     pools = f"{state} conv_state=BEW conv_weight=EW"
     tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}".replace("=B1", f"=B{T}")
-    fixed = " ".join(word.partition("=")[0] for word in tensors.split())
+    fixed = _names(tensors)
     pooled = [word for word in fixed.split() if word.startswith(("state", "conv_state"))]
     written = {"written": " ".join(pooled), "fixed": fixed}
     return _traced("mixer_step", tensors, variant=variant, options=options, **written)
@@ -112,6 +116,11 @@ _GLU = "gate=BTC up=BTC"
 _DELTA_STEP = "beta=B1G norm_weight=V:one"
 _UNIT_STEP = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "norm_eps": 1e-6}
 _INT8 = "state=BGKV:codes state_scale=BGV:scale state_residual=BGYV:bytes"
+_RWKV7_STEP = (
+    "r=BD w=BD k=BD v=BD a=BD g=BD state=BHVV:state w_bias=D a_bias=D k_k=D k_a=D r_k=HV "
+    "norm_weight=D:one norm_bias=D"
+)
+_FIRST_VALUE = "v_gate=BD first_value=BD v_bias=D"
 _INT8_POOL = "state state_scale state_residual"
 SELECTIVE = "u=BTD delta=BTD A=D4:rate B=BT4 C=BT4"
 ROTARY = "x=BTHK cos=SF sin=SF positions=BT:positions"
@@ -189,6 +198,11 @@ OPERATORS = [
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "int8", state=_INT8, **_UNIT_STEP),
     _traced("recurrent_step", f"q=B1HK k=B1HK v=B1GV g=B1G:gate beta=B1G:beta {_INT8}",
             variant="int8", written=_INT8_POOL, fixed=f"q k v g beta {_INT8_POOL}"),
+    # tests/support/rwkv7_steps.py holds these two against their formulas
+    _traced("rwkv7_step", _RWKV7_STEP, written="state", fixed=_names(_RWKV7_STEP)),
+    _traced("rwkv7_step", f"{_RWKV7_STEP} {_FIRST_VALUE}", variant="first value", written="state",
+            fixed=_names(f"{_RWKV7_STEP} {_FIRST_VALUE}")),
+    _traced("token_mix_step", "x=BD mu=6D state=BD", written="state", fixed="x mu state"),
     _traced("projection_step", "x=1D weights=CD norm_weight=D residual=1C",
             fixed="x weights norm_weight residual", options={"norm_eps": 1e-5}),
     _traced("projection_step", "x=8D weights=CD residual=8C", variant="rows",

@@ -18,7 +18,8 @@ from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_impl
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.pointwise import gated_mlp
 from slipstream.kernels.pointwise.place_tokens import place_tokens
-from slipstream.kernels.time_mix import rwkv7, rwkv7_step
+from slipstream.kernels.time_mix import low_rank, rwkv7
+from slipstream.kernels.time_mix.low_rank import LowRankInputs
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.runtime.consistent import BLOCK
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
@@ -80,18 +81,12 @@ def _rwkv7_output(
     return rwkv7.output(v, r, k, v, gate, weight, bias, r_k, 1e-5, impl)
 
 
-def _rwkv7_step(
-    r: Tensor, k: Tensor, v: Tensor, inner: Tensor, state: Tensor, impl: str | None = None
+def _low_rank_step(
+    x: Tensor, g: Tensor, up: Tensor, g_up: Tensor, impl: str | None = None
 ) -> Tensor:
-    """A step of a later layer."""
-    rows = [x.flatten(1) for x in (r, r, k, v)]
-    one, up = r.new_ones(rows[0].shape[1]), r.new_ones(inner.shape[1], rows[0].shape[1])
-    more = [*[inner] * 4, rows[3], *[up] * 4, *[one] * 7]
-    t = rwkv7_step.StepInputs._make([*rows, *more, one.view(r.shape[1:])])
-    if impl != "eager" and (reason := rwkv7_step.unsupported_reason(t, state)):
-        raise NotImplementedError(reason)
+    """Of a later layer."""
     with torch.no_grad():
-        return rwkv7_step.step(t, state, torch.empty_like(rows[0]), 1e-5, impl or TRITON_OR_EAGER)
+        return low_rank.low_rank(LowRankInputs(x, x, g, x, up, up, g_up, up), impl)
 
 
 def _gated_mlp(
@@ -203,11 +198,11 @@ LAYER_SAMPLES = [
     _of_layer("rwkv7_terms", _rwkv7_terms, f"{_RWKV7_TERMS} v=BTD v_gate=BTD first_value=BTD"),
     _of_layer("rwkv7_output", _rwkv7_output, _RWKV7_OUTPUT),
     LayerSample(
-        "rwkv7_step",
-        "r=BHV k=BHV v=BHV inner=B8 state=BHVV:state",
+        "low_rank_step",
+        "x=B8 g=BK up=8D g_up=KD",
         tested=False,
-        fixed="r k v inner state",
-        function=_rwkv7_step,
+        fixed="x g up g_up",
+        function=_low_rank_step,
     ),
     _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{UNIT} g=BTG:gate beta=BTG:beta"),

@@ -16,6 +16,7 @@ from slipstream.layers import (
     KimiDeltaAttention,
     Mamba2,
     MultiScaleRetention,
+    rwkv7,
 )
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache
 from slipstream.nn import decoding, projections
@@ -143,3 +144,41 @@ def test_steps_of_models_fuse_norms_and_residuals(
             hook.remove()
     torch.testing.assert_close(logits[1], logits[0])
     torch.testing.assert_close(logits[2], logits[0])
+
+
+@torch.no_grad()
+def test_steps_of_rwkv7_models_are_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same logits; a hooked channel mix is called."""
+    torch.manual_seed(0)
+    kinds: list[Any] = ["rwkv7"] * 2
+    config = SlipstreamConfig(vocab_size=97, hidden_size=32, num_heads=2, mixers=kinds, mlps=kinds)
+    model = SlipstreamForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    calls: list[str] = []
+
+    def recorded(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: calls.append(name) or fn(*args, **options)
+
+    for name in ("token_mix_step", "low_rank", "rwkv7_step", "token_shift"):
+        monkeypatch.setattr(rwkv7, name, recorded(name, getattr(rwkv7, name)))
+    ids, logits, seen = torch.randint(97, (3, 7)), [], []
+    mixer, mlp = ["token_mix_step", "low_rank", "rwkv7_step"], ["token_mix_step"]
+    for on_device, hooked in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(projections, "_on_device", lambda x, on=on_device: on)
+        layer = model.get_submodule("model.layers.0.mlp")
+        hook = layer.register_forward_hook(lambda *args: seen.append(1)) if hooked else None
+        cache = StateCache(2)
+        steps = [model(input_ids=ids[:, :5], cache=cache).logits[:, -1:]]
+        calls.clear()
+        seen.clear()
+        steps += [model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in (5, 6)]
+        if on_device:
+            first = ["token_shift"] if hooked else mlp
+            assert calls == [*mixer, *first, *mixer, *mlp] * 2
+        assert len(seen) == 2 * hooked
+        logits.append(torch.cat(steps, 1))
+        if hook is not None:
+            hook.remove()
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[2], logits[0], rtol=1e-4, atol=1e-5)

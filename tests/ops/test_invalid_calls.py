@@ -90,6 +90,10 @@ MORE = [
     Case(Sample("mixer_step", f"{_STEP} conv_state=NEW conv_weight=EW conv_bias=E g=BTG A_log=G "
                 "dt_bias=G D=G z=BTGV norm_weight=V out=BTGV", options={"norm_eps": 1e-6}),
          {"state_indices": (_ROWS, 2)}),
+    Case(Sample("rwkv7_step", "r=BD w=BD k=BD v=BD a=BD g=BD v_gate=BD first_value=BD w_bias=D "
+                "a_bias=D v_bias=D k_k=D k_a=D r_k=HV norm_weight=D norm_bias=D state=BHVV out=BD"),
+         {"state_indices": (_ROWS, 2)}),
+    Case(Sample("token_mix_step", "x=BD mu=6D state=BD"), {"state_indices": (_ROWS, 2)}),
     Case(Sample("chunk_gla", "q=BTHK k=BTHK v=BTGV g=BTGK:gate gv=BTGV:gate", "NGKV")),
     Case(Sample("chunk_gated_delta_rule", _GATED.format(""), "NGKV", options=_RAW)),
     Case(Sample("fused_recurrent_gated_delta_rule",
@@ -137,6 +141,7 @@ ANY_RANK = {
     "fused_recurrent_gated_delta_rule": "beta A_log dt_bias", "chunk_kda": "A_log dt_bias",
     "chunk_gated_delta_rule": "A_log dt_bias", "latent_attention": "latent",
     "flash_attn_with_kvcache": "k_cache v_cache", "flash_attn_varlen_func": "k v",
+    "token_mix_step": "mu",
 }  # fmt: skip
 WRONG_TYPES = (3, 3.5, "x", [1.0], object())
 WRONG_DTYPES = (torch.int8, torch.complex64, torch.bool)

@@ -76,6 +76,8 @@ PERMITTED: dict[str, str] = {
 NO_GRADIENTS = {
     "mixer_step": "refuses inputs with gradients: a decoding step",
     "projection_step": "refuses inputs with gradients: a decoding step",
+    "rwkv7_step": "refuses inputs with gradients: a decoding step",
+    "token_mix_step": "refuses inputs with gradients: a decoding step",
     "recurrent_step": "refuses inputs with gradients: the state is overwritten",
     "flash_attn_with_kvcache": "a decoding step, without gradients in flash_attn too",
     "causal_conv1d_update": "a decoding step: the state is overwritten",

@@ -103,6 +103,7 @@ def _forget_plans() -> None:
         "gated_scan.dispatch",
         "selective_scan.dispatch",
         "mixer_step.dispatch",
+        "time_mix.rwkv7_step",
     ):
         importlib.import_module(f"{KERNELS}.{module}")._PLANS._by_key.clear()
 
@@ -277,6 +278,8 @@ GUARDED = {
     "time_mix/token_mix.py": ("token_mix.triton",),
     "time_mix/rwkv7.py": ("rwkv7.triton",),
     "time_mix/rwkv7_step.py": ("rwkv7_step.triton",),
+    "time_mix/low_rank.py": ("low_rank_step.triton",),
+    "time_mix/token_mix_step.py": ("token_mix_step.triton",),
     "norm/op.py": ("norm.triton",),
     "attnres/op.py": ("attnres.triton",),
     "conv/op.py": ("conv.triton", "conv.update"),

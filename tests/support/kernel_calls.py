@@ -29,8 +29,9 @@ from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInp
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
-from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
+from slipstream.kernels.time_mix import low_rank, rwkv7, token_mix
 from slipstream.tools.catalog import OPERATORS, Shape
+from tests.support import rwkv7_steps as rwkv7_args
 
 
 def leaf(*shape: int) -> Tensor:
@@ -183,13 +184,18 @@ def rwkv7_parts() -> list[Tensor]:
 
 
 def rwkv7_steps() -> list[Tensor]:
-    N, D, rank, K = 2, 8, 3, 4
-    rows = [torch.randn(N, D) for _ in range(4)] + [torch.randn(N, rank) for _ in range(4)]
-    ups, parameters = [torch.randn(rank, D) for _ in range(4)], [torch.randn(D) for _ in range(7)]
-    rest = [torch.randn(N, D), *ups, *parameters, torch.randn(2, K)]
-    t = rwkv7_step.StepInputs._make([*rows, *rest])
-    state, shift = torch.randn(N, 2, K, K), torch.randn(N, D)
-    return [rwkv7_step.step(t, state, shift, 1e-5), state, shift]
+    args = rwkv7_args.make(rwkv7_args.Sizes(K=4))
+    y = ops.rwkv7_step(**args, state_indices=torch.tensor(rwkv7_args.INDICES))
+    return [y, args["state"]]
+
+
+def low_rank_products() -> list[Tensor]:
+    return [low_rank.low_rank(rwkv7_args.low_rank_inputs(3, 8, (5, 3, 4, 2), torch.float32))]
+
+
+def token_mix_steps() -> list[Tensor]:
+    state = torch.randn(3, 8)
+    return [ops.token_mix_step(torch.randn(3, 8), torch.randn(2, 8), state=state), state]
 
 
 def projections() -> list[Tensor]:

@@ -32,7 +32,13 @@ from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
-from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
+from slipstream.kernels.time_mix import (
+    low_rank,
+    rwkv7,
+    rwkv7_step,
+    token_mix,
+    token_mix_step,
+)
 from slipstream.runtime import dispatch
 from tests.support import kernel_calls as calls
 
@@ -228,6 +234,18 @@ FAMILIES = [
         {"time_mix.triton.rwkv7_step:step": rwkv7_step.plain},
     ),
     Family(
+        "low_rank_step.triton",
+        calls.low_rank_products,
+        {"time_mix.triton.low_rank:low_rank": low_rank.plain},
+        ("slipstream.kernels.time_mix.low_rank",),
+    ),
+    Family(
+        "token_mix_step.triton",
+        calls.token_mix_steps,
+        {"time_mix.triton.token_mix_step:token_mix_step": token_mix_step.plain},
+        ("slipstream.kernels.time_mix.token_mix_step",),
+    ),
+    Family(
         "projection_step.triton",
         calls.projections,
         {"projection_step.triton.launch:projection_step": projection_eager.projection_step},
@@ -344,6 +362,7 @@ FAMILIES = [
 WRITTEN: dict[Any, tuple[int, ...]] = {
     cache.append: (0, 1),
     calls.mixer_step: (0,),
+    rwkv7_step.plain: (0,),
     block_inputs._eager: (1,),
     place_tokens._eager: (1,),
     gsa._eager_softmax: (1,),

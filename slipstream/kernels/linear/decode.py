@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.common import checks, int8_states
 from slipstream.common.checks import autocast_dtype
 from slipstream.common.int8_states import Int8State
+from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.linear import probe
 from slipstream.kernels.linear.dispatch import LinearOptions, as_autocast, check
@@ -27,7 +28,7 @@ from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.guarded_launch import Guard, known_failure
-from slipstream.runtime.token_ids import expect_below, expect_offsets
+from slipstream.runtime.token_ids import expect_below, expect_offsets, expect_unique
 
 # of a token's terms: erase and write are a and b by then
 _COUNT = LinearInputs._fields.index("erase")
@@ -149,12 +150,9 @@ def _check_pool(terms: LinearInputs, pool: Pool) -> None:
 
 def _check_indices(indices: Tensor, cache_slots: int) -> None:
     """On the host: none past the last slot, none twice. On a device it would be a sync."""
-    if indices.device.type != "cpu":
-        return
-    expect_below("state_indices", indices, cache_slots, "slots")
-    given = [i for i in indices.tolist() if i >= 0]
-    if len(set(given)) < len(given):
-        raise ValueError(f"state_indices: want each slot at most once, got {indices.tolist()}")
+    if indices.device.type == "cpu":
+        expect_below("state_indices", indices, cache_slots, "slots")
+        expect_unique("state_indices", indices, "slot")
 
 
 def _step(*args: Any) -> Tensor:
@@ -225,24 +223,21 @@ def step_eager(terms: LinearInputs, pool: Pool, scale: float) -> Tensor:
         for target, x in zip(_tensors(pool), _stored(pool, final)):
             target.copy_(x if pool.int8 is None else _where_tokens(terms, x, target))
         return o
-    live = (pool.indices >= 0) & (pool.indices < pool.state.shape[0])  # [N]
-    n = torch.arange(terms.sequences, device=live.device)
-    source = torch.where(live, n, live.int().argmax())
-    cache_slots = pool.indices.long().index_select(0, source).clamp(min=0)
-    before = [x.index_select(0, cache_slots) for x in _tensors(pool)]
+    rows = PoolRows(pool.indices, pool.state.shape[0])
+    before = [rows.read(x) for x in _tensors(pool)]
     states = before[0]
     if pool.int8 is not None:
         states = int8_states.decode(Int8State(*before), terms.dtype)
     o, final = recurrent_forward(terms._replace(initial_state=states), scale)
     for target, x, old in zip(_tensors(pool), _stored(pool, final), before):
-        x = x.to(target.dtype) if pool.int8 is None else _where_tokens(terms, x, old)
-        target.index_copy_(0, cache_slots, torch.where(live.any(), x.index_select(0, source), old))
-    if terms.cu_seqlens is not None:  # the sequence of each token
-        t = torch.arange(o.shape[1], device=live.device)
-        owner = torch.searchsorted(terms.cu_seqlens[1:].long(), t, right=True)
-        live = live.index_select(0, owner.clamp(max=terms.sequences - 1))[None]
-    else:
-        live = live[:, None]
+        rows.write(target, x if pool.int8 is None else _where_tokens(terms, x, old))
+    live = rows.live
+    if terms.cu_seqlens is None or live is None:
+        return rows.or_zero(o)
+    t = torch.arange(o.shape[1], device=live.device)
+    # the sequence of each token
+    owner = torch.searchsorted(terms.cu_seqlens[1:].long(), t, right=True)
+    live = live.index_select(0, owner.clamp(max=terms.sequences - 1))[None]
     return torch.where(live[..., None, None], o, 0)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.common import int8_states
 from slipstream.common.int8_states import Int8State
+from slipstream.common.pool_rows import PoolRows
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channel_offsets
 
 
@@ -34,21 +35,21 @@ def step_eager(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
     if inputs.num_accepted is not None:
         accepted = inputs.num_accepted.long().clamp(0, options.pending)
         inputs = _without_rejected(inputs, options, accepted)
-    live, rows = _rows(inputs)
+    rows = PoolRows(inputs.state_indices, inputs.state.shape[0])
     q, k, v = (x.to(inputs.dtype) for x in inputs[:3])
     if inputs.conv_state is not None:
-        q, k, v = _convolved(inputs, options, q, k, v, accepted, live, rows)
+        q, k, v = _convolved(inputs, options, q, k, v, accepted, rows)
     q, k, value = _heads(inputs, options, q, k, v)
     g, dt = log_decay(inputs, options)
     v = value if dt is None or not options.dt_scales_v else value * dt[..., None]
     tokens = _Tokens(q, k, v, None if g is None else g.exp())
-    o = _recurrence(inputs, options, tokens, accepted, live, rows)
+    o = _recurrence(inputs, options, tokens, accepted, rows)
     if inputs.D is not None:
         o = o + inputs.D.to(o.dtype)[:, None] * value
     y = gated_norm(inputs, options, o)
     if accepted is not None:
         y = _taken(y, accepted[:, None] + torch.arange(out.shape[1], device=y.device))
-    out.copy_(y if live is None else torch.where(live[:, None, None, None], y, 0))
+    out.copy_(rows.or_zero(y))
 
 
 def _taken(x: Tensor, tokens: Tensor) -> Tensor:
@@ -68,44 +69,6 @@ def _without_rejected(inputs: StepInputs, options: StepOptions, accepted: Tensor
     return inputs._replace(**{n: _taken(x, rows) for n, x in by_name.items() if x is not None})
 
 
-def _rows(inputs: StepInputs) -> tuple[Tensor | None, Tensor | None]:
-    """Which sequences have a slot [B], and the slot of each; those without take another's.
-
-    A sequence without a slot does what the first one with a slot does, and writes the same."""
-    indices = inputs.state_indices
-    if indices is None:
-        return None, None
-    live = (indices >= 0) & (indices < inputs.state.shape[0])
-    n = torch.arange(indices.shape[0], device=indices.device)
-    return live, torch.where(live, n, live.int().argmax())
-
-
-def _gather(pool: Tensor, inputs: StepInputs, rows: Tensor | None) -> Tensor:
-    """Each sequence's entry of a pool, in the dtype of the arithmetic."""
-    return _rows_of_pool(pool, inputs, rows).to(inputs.dtype)
-
-
-def _rows_of_pool(pool: Tensor, inputs: StepInputs, rows: Tensor | None) -> Tensor:
-    if rows is None:
-        return pool
-    assert inputs.state_indices is not None
-    cache_slots = inputs.state_indices.long().index_select(0, rows).clamp(min=0)
-    return pool.index_select(0, cache_slots)
-
-
-def _scatter(
-    pool: Tensor, new: Tensor, inputs: StepInputs, live: Tensor | None, rows: Tensor | None
-) -> None:
-    if live is None or rows is None:
-        pool.copy_(new)
-        return
-    assert inputs.state_indices is not None
-    cache_slots = inputs.state_indices.long().index_select(0, rows).clamp(min=0)
-    # every index is negative: slot 0 stays as it is
-    new = torch.where(live.any(), new.index_select(0, rows).to(pool.dtype), pool[:1])
-    pool.index_copy_(0, cache_slots, new)
-
-
 def _convolved(
     inputs: StepInputs,
     options: StepOptions,
@@ -113,20 +76,19 @@ def _convolved(
     k: Tensor,
     v: Tensor,
     accepted: Tensor | None,
-    live: Tensor | None,
-    rows: Tensor | None,
+    rows: PoolRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert inputs.conv_state is not None and inputs.conv_weight is not None
     _, T, H, HV, K, V = inputs.sizes
     named = {"q": q, "k": k, "v": v}
     x = torch.cat([named[name].flatten(2) for name in options.channel_order], dim=2)
-    window = _gather(inputs.conv_state, inputs, rows)
+    window = rows.read(inputs.conv_state).to(inputs.dtype)
     length = window.shape[2]
     seen = torch.cat([window, x.mT], dim=2)  # [B, C, length + T]
     after = seen[:, :, T:]
     if accepted is not None:
         after = _taken(seen.mT, accepted[:, None] + torch.arange(length, device=seen.device)).mT
-    _scatter(inputs.conv_state, after, inputs, live, rows)
+    rows.write(inputs.conv_state, after)
     weight = inputs.conv_weight.to(inputs.dtype)
     W = weight.shape[1]
     if T == 1:
@@ -183,18 +145,18 @@ def _recurrence(
     options: StepOptions,
     tokens: _Tokens,
     accepted: Tensor | None,
-    live: Tensor | None,
-    rows: Tensor | None,
+    rows: PoolRows,
 ) -> Tensor:
     """o [B, T, HV, V]."""
     T = inputs.q.shape[1]
     pool, int8_pool = inputs.pool(options.state_v_first), inputs.int8_pool(options.state_v_first)
     rounded = None
     if int8_pool is not None:
-        rounded = Int8State(*(_rows_of_pool(x, inputs, rows) for x in int8_pool))
+        rounded = Int8State(*(rows.read(x) for x in int8_pool))
         state = int8_states.decode(rounded, inputs.dtype)
     else:
-        state = _gather(pool, inputs, rows)  # the pool itself, where that is in this dtype
+        # the pool itself, where that is in this dtype
+        state = rows.read(pool).to(inputs.dtype)
     after = state
     if accepted is not None:
         after, state = state.clone(), state.clone()
@@ -231,9 +193,9 @@ def _recurrence(
         for target, x, old in zip(int8_pool, int8_states.encode(after), rounded):
             if accepted is not None:  # a state that stays is not rounded again
                 x = torch.where((accepted > 0).view(-1, *([1] * (x.dim() - 1))), x, old)
-            _scatter(target, x, inputs, live, rows)
+            rows.write(target, x)
     elif after is not pool:
-        _scatter(pool, after, inputs, live, rows)
+        rows.write(pool, after)
     o = outputs[0][:, None] if T == 1 else torch.stack(outputs, 1)
     return o if options.scale == 1 else o * options.scale
 

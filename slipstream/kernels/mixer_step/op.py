@@ -15,6 +15,7 @@ from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.token_ids import expect_unique
 
 _COUNT = len(StepInputs._fields)
 # what a probe makes in other ways
@@ -49,7 +50,7 @@ def _step(out: Tensor, *args: Any) -> None:
         out.zero_()
         return
     if inputs.state_indices is not None:
-        _expect_unique(inputs.state_indices)
+        expect_unique("state_indices", inputs.state_indices, "slot")
     with Guard(
         impl, out.device, lambda: kind(inputs), lambda: _mismatch(inputs, options)
     ) as usable:
@@ -67,14 +68,6 @@ def _triton() -> Any:
     from slipstream.kernels.mixer_step.triton import launch
 
     return launch
-
-
-def _expect_unique(indices: Tensor) -> None:
-    """On the host: no slot twice. On a device it would be a sync."""
-    if indices.device.type == "cpu":
-        used = indices[indices >= 0]
-        if used.unique().numel() < used.numel():
-            raise ValueError(f"state_indices: want each slot at most once, got {indices.tolist()}")
 
 
 def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
@@ -115,7 +108,10 @@ def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
 
         return call
 
-    minimum_bar = int8_states.ROUNDING if like.state_scale is not None else 0.0
+    # states and windows are rounded to their own dtypes
+    pools = (x.dtype for x in (like.state, like.conv_state) if x is not None)
+    bars = {torch.int8: int8_states.ROUNDING, **{x: y for x, (y, _) in numeric_probe.BARS.items()}}
+    minimum_bar = max(bars.get(x, 0.0) for x in pools)
     return numeric_probe.mismatch(
         run("triton|eager"), run("eager"), probe_inputs, gradients=False, minimum_bar=minimum_bar
     )

@@ -1,156 +1,233 @@
-"""RWKV-7's decoding step behind its projections, one operator, slipstream::rwkv7_step:
+"""RWKV-7's decoding step between its matrix products, one operator, slipstream::rwkv7_step:
 
-    w = slowest sigmoid(tanh(w) W_w + b_w)      a = sigmoid(a W_a + b_a)      gate = sigmoid(g) W_g
-    v = v + (first_value - v) sigmoid(v_gate W_v + b_v)                       where there is one
+    w = slowest sigmoid(w + w_bias)             a = sigmoid(a + a_bias)
+    v = v + (first_value - v) sigmoid(v_gate + v_bias)          where there is one
     kk = l2_norm_per_head(k k_k)                k = k (1 + (a - 1) k_a)
     S <- exp(w) S + (kk a) (-kk^T S) + k v^T
-    y = (group_norm_per_head(S^T r) + sum(r k r_k) v) gate
+    y = (group_norm_per_head(S^T r) + sum(r k r_k) v) g
 
-of one token each of N sequences. Beside y it writes the states and the token that the next one is
-mixed with. It has no gradient; between its parts nothing is rounded.
+of one token each of N sequences, whose states are rows of a pool, updated in place. It has no
+gradient; between its parts nothing is rounded.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.common import checks
+from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.mixer_step.counters import is_capturing
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import OutputInputs, TermsInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.dispatch import (
+    TRITON_OR_EAGER,
+    Candidate,
+    Selection,
+    ValidationCache,
+    choose,
+    signature,
+)
 from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.token_ids import expect_below, expect_unique
 
-MAX_K = 128  # a head's state is in one program's registers
+MAX_K = 1024  # all rows of a tile of columns are in one program's registers
 
 
 class StepInputs(NamedTuple):
-    """N sequences, D channels, H heads of K. Rows of tokens [N, ...] may have other numbers between
-    them; v_gate, first_value, v_up and v_bias are all given or none of them."""
+    """N sequences, D channels, H heads of K. v_gate and first_value are both given, or neither."""
 
-    x: Tensor  # [N, D], what the next token is mixed with
-    r: Tensor  # [N, D] up to v
+    r: Tensor  # [N, D] up to first_value
+    w: Tensor
     k: Tensor
     v: Tensor
-    w: Tensor  # [N, rank] up to v_gate, behind the first matrix of each pair
     a: Tensor
     g: Tensor
     v_gate: Tensor | None
-    first_value: Tensor | None  # [N, D]
-    w_up: Tensor  # [rank, D], the second matrices
-    a_up: Tensor
-    g_up: Tensor
-    v_up: Tensor | None
-    w_bias: Tensor  # [D]
-    a_bias: Tensor
+    first_value: Tensor | None
+    w_bias: Tensor | None  # [D], as all further ones but r_k
+    a_bias: Tensor | None
     v_bias: Tensor | None
     k_k: Tensor
     k_a: Tensor
-    weight: Tensor  # of the norm
-    bias: Tensor
     r_k: Tensor  # [H, K]
+    norm_weight: Tensor
+    norm_bias: Tensor
 
 
-TOKENS = StepInputs._fields[: StepInputs._fields.index("w_up")]
+class StepCall(NamedTuple):
+    """state: [slots, H, K, K], of each head K-first, or V-first if v_first. indices: [N] or None.
+    eps: of the norm."""
+
+    state: Tensor
+    indices: Tensor | None
+    eps: float
+    v_first: bool
 
 
-def unsupported_reason(t: StepInputs, state: Tensor) -> str | None:
-    """Why the kernel can't take a call, or None if it can. state: [N, H, K, K]."""
-    if reason := triton_unsupported(t.x, "x"):
+TOKENS = StepInputs._fields[: StepInputs._fields.index("w_bias")]
+
+
+def unsupported_reason(call: tuple[StepInputs, StepCall]) -> str | None:
+    """Why the kernel can't take a call, or None if it can."""
+    t, (state, *_) = call
+    if reason := triton_unsupported(t.r, "r"):
         return reason
-    if t.x.dtype == torch.float64 or state.dtype != torch.float32 or not state.is_contiguous():
-        return "it takes contiguous states in float32"
-    if state.shape[-1] > MAX_K:
-        return f"it takes heads of at most {MAX_K} channels"
-    if t.x.shape[1] != t.r_k.numel():
-        return "it takes all heads of a layer"
-    if any(x is not None and x.dtype != t.x.dtype for x in t[: len(TOKENS)]):
-        return "it takes tokens of one dtype"
-    if not all(x is None or x.is_contiguous() for x in t[len(TOKENS) :]):
-        return "a parameter is not contiguous"
-    return known_failure(lambda: _kind(t, state), t.x.device)
+    for name, x in {**t._asdict(), "state": state}.items():
+        if x is not None and x.dtype == torch.float64:
+            return f"it computes in float32, and {name} is float64"
+    if t.r_k.shape[1] > MAX_K:
+        return f"K may be at most {MAX_K}"
+    if state.stride()[2:] != (state.shape[3], 1):
+        return "the last two dimensions of state are not contiguous"
+    return known_failure(lambda: _kind(t, state), state.device)
 
 
-def step(
-    t: StepInputs, state: Tensor, shift: Tensor, eps: float, impl: str = TRITON_OR_EAGER
-) -> Tensor:
-    """y [N, D]; state [N, H, K, K] and shift [N, D] are overwritten. eps: of the norm."""
-    return _call(state, shift, *t, eps=eps, impl=impl)
+CANDIDATES = (
+    Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
+    Candidate("eager", "plain torch, on any device"),
+    Candidate("reference", "plain torch in float64, the oracle of the tests", by_name_only=True),
+)
+_PLANS = ValidationCache()
 
 
-def plain(t: StepInputs, state: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """In plain torch, in float32 at least."""
+def run(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -> Tensor:
+    """y [N, D], in out if that is given; the pool is updated."""
+    state, indices, eps, v_first = call
+    key = signature((*t, state, indices, out), v_first, impl)
+    key = None if key is None else (*key, state.stride())
+    plan = _PLANS.get(key, lambda: _plan(t, call, out, impl))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*t, state, out)):
+        raise NotImplementedError(
+            "rwkv7_step: the states are overwritten, so there are no gradients; call it under "
+            "torch.no_grad()"
+        )
+    out = t.r.new_empty(t.r.shape) if out is None else out
+    # in a graph that is captured it would be one more launch
+    if not is_capturing(state.device):
+        expect_below("state_indices", indices, state.shape[0], "slots")
+    _call(out, state, indices, *t, eps=eps, v_first=v_first, impl=plan.impls)
+    return out
+
+
+def _plan(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -> Selection:
+    """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
+    checks.expect_rank("r", t.r, 2, "[N, D]")
+    checks.expect_rank("r_k", t.r_k, 2, "[H, K]")
+    (N, D), (H, K), (state, indices, _, v_first) = t.r.shape, t.r_k.shape, call
+    checks.expect_shape("r", t.r, (N, H * K))
+    for name, x in t._asdict().items():
+        if x is not None and name != "r_k":
+            checks.expect_shape(name, x, (N, D) if name in TOKENS else (D,))
+    if (t.v_gate is None) != (t.first_value is None):
+        raise ValueError("v_gate: wants first_value too, or neither")
+    if t.v_gate is None and t.v_bias is not None:
+        raise ValueError("v_bias: wants v_gate and first_value too")
+    checks.expect_rank("state", state, 4, "[slots, H, V, K]" if v_first else "[slots, H, K, V]")
+    checks.expect_shape("state", state, (N if indices is None else state.shape[0], H, K, K))
+    if indices is not None:
+        checks.expect_shape("state_indices", indices, (N,))
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+    if out is not None:
+        checks.expect_shape("out", out, (N, D))
+    tensors = {**t._asdict(), "state": state, "out": out}
+    checks.expect_one_device({**tensors, "state_indices": indices})
+    checks.expect_floating(tensors)
+    return choose(CANDIDATES, (t, call), impl, "rwkv7_step", t.r)
+
+
+def plain(
+    out: Tensor, state: Tensor, indices: Tensor | None, t: StepInputs, eps: float, dtype: Any = None
+) -> None:
+    """In plain torch, in float32 at least; state: [slots, H, K, K], K-first."""
     H, K = t.r_k.shape
-    dtype, out = (torch.float64 if t.x.dtype == torch.float64 else torch.float32), t.x.dtype
-    shift.copy_(t.x)
-    wide: Any = StepInputs._make(None if x is None else x.to(dtype) for x in t)
-    values: list[Any] = [None, None, None]
+    dtype = dtype or (torch.float64 if t.r.dtype == torch.float64 else torch.float32)
+    wide = StepInputs._make(None if x is None else x.to(dtype) for x in t)
+    values: list[Any] = [None] * 3
     if wide.v_gate is not None:
-        values = [wide.v, wide.v_gate @ wide.v_up, wide.first_value]
-    inner: Any = torch.tanh(wide.w) @ wide.w_up, wide.k, wide.a @ wide.a_up
-    terms = [x if x is None else x[:, None] for x in (*inner, *values)]
+        values = [wide.v, wide.v_gate, wide.first_value]
+    terms = [x if x is None else x[:, None] for x in (wide.w, wide.k, wide.a, *values)]
     biases = wide.w_bias, wide.a_bias, wide.v_bias
     found = rwkv7.plain_terms(TermsInputs._make([*terms, wide.k_k, wide.k_a, *biases]), H)
-    heads = [x[:, 0] for x in found]
-    w, k, a, b = heads[:4]
-    v = heads[4] if len(heads) > 4 else wide.v.unflatten(-1, (H, K))
-    r, S = wide.r.unflatten(-1, (H, K)), state.to(dtype)
+    w, k, a, b, *v = (x[:, 0] for x in found)
+    value = v[0] if v else wide.v.unflatten(-1, (H, K))
+    rows = PoolRows(indices, state.shape[0])
+    r, S = wide.r.unflatten(-1, (H, K)), rows.read(state).to(dtype)
     read = (a[..., None] * S).sum(-2, keepdim=True)
-    S = S * w.exp()[..., None] + b[..., None] * read + k[..., None] * v[..., None, :]
-    state.copy_(S)
+    S = S * w.exp()[..., None] + b[..., None] * read + k[..., None] * value[..., None, :]
+    rows.write(state, S)
     o = (r[..., None] * S).sum(-2)
-    gate = torch.sigmoid(wide.g) @ wide.g_up
-    tokens = (x[:, None] for x in (o, r, k, v, gate))
-    return rwkv7.plain_output(OutputInputs(*tokens, *wide[-3:]), eps)[:, 0].to(out)
+    tokens = [x[:, None] for x in (o, r, k, value, wide.g)]
+    inputs = OutputInputs._make([*tokens, wide.norm_weight, wide.norm_bias, wide.r_k])
+    out.copy_(rows.or_zero(rwkv7.plain_output(inputs, eps)[:, 0]))
 
 
 def _kind(t: StepInputs, state: Tensor) -> KernelKey:
     has_first = t.v_gate is not None
-    return ("rwkv7_step.triton", t.x.dtype, t.k_k.dtype, state.shape[-1], has_first)
+    return ("rwkv7_step.triton", t.r.dtype, state.dtype, t.r_k.shape[1], has_first)
 
 
-def _impl(*args: Any) -> Tensor:
-    (state, shift, *given), eps, impl = args[:-2], *args[-2:]
+def _impl(*args: Any) -> None:
+    (out, state, indices, *given), (eps, v_first, impl) = args[:-3], args[-3:]
     t = StepInputs(*given)
-    if t.x.numel() == 0:
-        return torch.empty_like(t.x)
+    if out.numel() == 0:
+        return
+    if indices is not None:
+        expect_unique("state_indices", indices, "slot")
+    pool = state.mT if v_first else state
     kind = _kind(t, state)
-    with Guard(impl, t.x.device, lambda: kind, lambda: _mismatch(t, state)) as usable:
+    with Guard(impl, out.device, lambda: kind, lambda: _mismatch(t, state, v_first)) as usable:
         if usable:
-            from slipstream.kernels.time_mix.triton import rwkv7_step
+            _launch().step(out, pool, indices, t, eps)
+            return
+    plain(out, pool, indices, t, eps, torch.float64 if impl == "reference" else None)
 
-            return rwkv7_step.step(t, state, shift, eps)
-    return plain(t, state, shift, eps)
+
+@cache
+def _launch() -> Any:
+    """Triton is imported only here, once it is wanted."""
+    from slipstream.kernels.time_mix.triton import rwkv7_step
+
+    return rwkv7_step
 
 
-def _mismatch(t: StepInputs, like: Tensor) -> str | None:
-    """The probe: three sequences."""
+def _mismatch(t: StepInputs, like: Tensor, v_first: bool) -> str | None:
+    """The probe: three sequences of a pool of four."""
 
     def values(name: str, x: Tensor) -> Tensor:
-        shape = (3, *x.shape[1:]) if name in (*TOKENS, "state") else x.shape
-        made = numeric_probe.random_like(x, *shape)
-        return made * x.shape[0] ** -0.5 if name.endswith("_up") else made
+        shape = (3, *x.shape[1:]) if name in TOKENS else x.shape
+        return numeric_probe.random_like(x, *((4, *x.shape[1:]) if name == "state" else shape))
 
     tensors = {**t._asdict(), "state": like}
     given = {name: values(name, x) for name, x in tensors.items() if x is not None}
+    indices = torch.tensor([2, -1, 0], device=like.device)
 
     def run(tensors: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
         inputs = StepInputs._make(tensors.get(name) for name in StepInputs._fields)
-        state, shift = tensors["state"].clone(), torch.empty_like(tensors["x"])
-        return step(inputs, state, shift, rwkv7.EPS, impl), state, shift
+        out, state = torch.empty_like(inputs.r), tensors["state"].clone()
+        _call(out, state, indices, *inputs, eps=rwkv7.EPS, v_first=v_first, impl=impl)
+        return out, state
 
     return numeric_probe.mismatch(
-        lambda t: run(t, TRITON_OR_EAGER), lambda t: run(t, "eager"), given, gradients=False
+        lambda t: run(t, TRITON_OR_EAGER),
+        lambda t: run(t, "eager"),
+        given,
+        gradients=False,
+        minimum_bar=numeric_probe.BARS[like.dtype][0],
     )
 
 
 _call = KernelOp(
     "rwkv7_step",
-    f"(Tensor(a!) state, Tensor(b!) shift, {schema_of(StepInputs)}, float eps, str impl) -> Tensor",
+    "(Tensor(a!) out, Tensor(b!) state, Tensor? state_indices, "
+    f"{schema_of(StepInputs)}, float eps, bool v_first, str impl) -> ()",
     _impl,
-    lambda state, shift, x, *others: x.new_empty(x.shape),
+    lambda *args: None,
     replay=True,
 )

@@ -1,13 +1,19 @@
 """The kernels around RWKV-7's recurrence compiled for GPUs that need not be there: spills."""
 
+from typing import Any
+
 import pytest
+import torch
 
 from slipstream.compiler.aot import compile_kernel
+from slipstream.compiler.trace import trace
+from slipstream.kernels.time_mix import low_rank
+from slipstream.ops import rwkv7_step
 from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.rwkv7_steps import Sizes, low_rank_inputs, make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.time_mix.triton.rwkv7"
-STEP = "slipstream.kernels.time_mix.triton.rwkv7_step"
 TERMS = ("w_ptr", "k_ptr", "a_ptr", "v_ptr", "v_gate_ptr", "first_value_ptr", "k_k_ptr", "k_a_ptr")
 TERMS += ("w_bias_ptr", "a_bias_ptr", "v_bias_ptr")
 MADE = ("k_out_ptr", "a_out_ptr", "b_out_ptr", "v_out_ptr")
@@ -47,16 +53,37 @@ def test_rwkv7_compiles(arch: str, kernel: str, K: int) -> None:
     assert compile_kernel(name, given, flags, target=arch, warps=warps).stack == 0
 
 
-@pytest.mark.parametrize(("K", "stack"), [(64, 0), (128, 256)])
-def test_rwkv7_step_compiles(K: int, stack: int) -> None:
-    from slipstream.kernels.time_mix.rwkv7_step import TOKENS, StepInputs
-    from slipstream.kernels.time_mix.triton import rwkv7_step
+@pytest.mark.parametrize(
+    ("K", "v_first", "stack"), [(64, False, 0), (64, True, 0), (128, False, 0), (256, False, 300)]
+)
+def test_rwkv7_step_compiles(K: int, v_first: bool, stack: int) -> None:
+    n = Sizes(K=K, dtype=torch.bfloat16)
+    args: Any = make(n)
 
-    given = {f"{name}_ptr": "*bf16" for name in (*StepInputs._fields, "shift", "y")}
-    given |= {"state_ptr": "*fp32", **{f"row_{name}": "i32" for name in (*TOKENS, "shift")}}
-    given |= {f"{name}_rank": "i32" for name in "wagv"}
-    given |= dict.fromkeys(("slowest", "unit_eps", "eps"), "fp32")
-    flags = {"D": 1024, "K": K, "BK": K, "BR": rwkv7_step.RANKS}
-    warps = K * K // rwkv7_step.ELEMENTS_PER_WARP
-    kernel = f"{STEP}:rwkv7_step_kernel"
-    assert compile_kernel(kernel, given, flags, target="sm_90", warps=warps).stack <= stack
+    def call(device: torch.device) -> None:
+        given: Any = {
+            m: torch.empty(x.shape, dtype=x.dtype, device=device) for m, x in args.items()
+        }
+        at = torch.empty(n.N, dtype=torch.int32, device=device)
+        rwkv7_step(**given, state_indices=at, state_v_first=v_first, impl="triton")
+
+    (job,) = (x for x in trace(call, "sm_90", backward=False) if "rwkv7_step" in x.kernel)
+    made = job.compile()
+    assert made.stack <= stack
+    # a tile of the state is read by loads of 16 bytes, all of them before anything is stored
+    loads = made.ptx[: made.ptx.index("st.global.v4")].count("v4.b32 {")
+    assert loads >= min(K * K, 16384) // (4 * 32 * job.warps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_rank_step_compiles(dtype: torch.dtype) -> None:
+    given = low_rank_inputs(17, 64, (32, 32, 160, 32), dtype)
+
+    def call(device: torch.device) -> None:
+        sizes = [None if x is None else x.shape for x in given]
+        made = [None if n is None else torch.empty(n, dtype=dtype, device=device) for n in sizes]
+        low_rank.low_rank(low_rank.LowRankInputs._make(made), "triton")
+
+    (job,) = (x for x in trace(call, "sm_90", backward=False) if "low_rank" in x.kernel)
+    made = job.compile()
+    assert made.stack == 0 and made.shared <= 100 << 10

@@ -1,7 +1,14 @@
 """RWKV-7's decoding step in one launch; ../rwkv7_step.py has the formulas.
 
-A program has one head of one sequence: its state [K, K] in registers, and of the four second
-matrices the columns of its channels, which are read from the L2 cache for each sequence.
+A program has one head of one sequence, and BV columns of its state at a time in registers, from
+their one read to their one write: all of them at once up to K = 128. With e = exp(w), both sums
+over rows are of the state as it was read, so that none waits for the other:
+
+    read, s = -S^T kk, S^T (e r)
+    o = s + (r . kk a) read + (r . k) v
+    S <- e S + (kk a) read^T + k v^T
+
+Strides tell a state K-first from one V-first.
 """
 
 import torch
@@ -10,125 +17,137 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.time_mix.rwkv7 import EPS, SLOWEST_LOG_DECAY
-from slipstream.kernels.time_mix.rwkv7_step import StepInputs
+from slipstream.kernels.time_mix.rwkv7_step import TOKENS, StepInputs
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-RANKS = 32  # rows of a second matrix at a time
-ELEMENTS_PER_WARP = 1024  # of a state
+# numbers of a state in registers, of a program and of a warp
+ELEMENTS, ELEMENTS_PER_WARP = 16384, 1024
 
 
 @triton.jit
 def _load(p, o, m):
-    return tl.load(p + o, mask=m, other=0.0).to(tl.float32)
+    """0 where there is no tensor."""
+    b_x = tl.zeros(o.shape, tl.float32)
+    if p is not None:
+        b_x = tl.load(p + o, mask=m, other=0.0).to(tl.float32)
+    return b_x
 
 
 @triton.jit
-def _product(
-    inner_ptr, up_ptr, bias_ptr, rank, o_d, m_d, D: tl.constexpr, BK: tl.constexpr,
-    BR: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
-    """f(inner) up + bias [BK] of the channels o_d."""
-    acc = tl.zeros([BR, BK], tl.float32)
-    for i in range(0, rank, BR):
-        o_r = i + tl.arange(0, BR)
-        b_x = _load(inner_ptr, o_r, o_r < rank)
-        if F == "tanh":
-            # by exp(-2 |x|), which no x makes infinite
-            b_e = tl.exp(-2 * tl.abs(b_x))
-            b_x = tl.where(b_x < 0, -1.0, 1.0) * (1 - b_e) / (1 + b_e)
-        if F == "sigmoid":
-            b_x = tl.sigmoid(b_x)
-        m = (o_r < rank)[:, None] & m_d[None, :]
-        acc += b_x[:, None] * _load(up_ptr, o_r[:, None] * D + o_d[None, :], m)
-    b_y = tl.sum(acc, 0)
-    if bias_ptr is not None:
-        b_y += _load(bias_ptr, o_d, m_d)
-    return b_y
+def _add2(a, b, c, d):
+    return a + c, b + d
 
 
-@triton.jit(do_not_specialize=["w_rank", "a_rank", "g_rank", "v_rank"])
+@triton.jit
+def _columns(p, j, m_k, stride_v: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
+    """Tile j of a state's columns, as it is in memory."""
+    o_c = j * BV + tl.arange(0, BV)
+    return tl.load(p + o_c[None, :] * stride_v, mask=m_k[:, None] & (o_c < K)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["slots"])
 def rwkv7_step_kernel(
-    x_ptr, r_ptr, k_ptr, v_ptr, w_ptr, a_ptr, g_ptr, v_gate_ptr, first_value_ptr,
-    w_up_ptr, a_up_ptr, g_up_ptr, v_up_ptr, w_bias_ptr, a_bias_ptr, v_bias_ptr,
-    k_k_ptr, k_a_ptr, weight_ptr, bias_ptr, r_k_ptr, state_ptr, shift_ptr, y_ptr,
-    row_x, row_r, row_k, row_v, row_w, row_a, row_g, row_v_gate, row_first_value, row_shift,
-    w_rank, a_rank, g_rank, v_rank, slowest, unit_eps, eps,
-    D: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    r_ptr, w_ptr, k_ptr, v_ptr, a_ptr, g_ptr, v_gate_ptr, first_value_ptr,
+    w_bias_ptr, a_bias_ptr, v_bias_ptr, k_k_ptr, k_a_ptr, r_k_ptr, norm_weight_ptr, norm_bias_ptr,
+    index_ptr, state_ptr, y_ptr,
+    row_r, row_w, row_k, row_v, row_a, row_g, row_v_gate, row_first_value, row_y,
+    slots, stride_slot, stride_head, slowest, unit_eps, eps,
+    H: tl.constexpr, K: tl.constexpr, stride_k: tl.constexpr, stride_v: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Grid (D / K, N). Tokens [N, D] or [N, rank], matrices [rank, D], state [N, D / K, K, K]; of
-    v_gate, first_value, v_up and v_bias all or none are None."""
-    h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o = tl.arange(0, BK)
-    m = o < K
-    o_d = h * K + o
-    p_s = state_ptr + (n * (D // K) + h) * K * K + o[:, None] * K + o[None, :]
-    m_s = m[:, None] & m[None, :]
-    # asked for first: it is on its way while the four products read their matrices
-    b_s = tl.load(p_s, mask=m_s, other=0.0)
-    b_r, b_k = _load(r_ptr + n * row_r, o_d, m), _load(k_ptr + n * row_k, o_d, m)
-    b_v = _load(v_ptr + n * row_v, o_d, m)
-    tl.store(shift_ptr + n * row_shift + o_d, tl.load(x_ptr + n * row_x + o_d, mask=m), mask=m)
-    b_w = _product(w_ptr + n * row_w, w_up_ptr, w_bias_ptr, w_rank, o_d, m, D, BK, BR, "tanh")
-    b_a = _product(a_ptr + n * row_a, a_up_ptr, a_bias_ptr, a_rank, o_d, m, D, BK, BR, "")
-    b_gate = _product(g_ptr + n * row_g, g_up_ptr, None, g_rank, o_d, m, D, BK, BR, "sigmoid")
+    """Grid (N H,). Tokens [N, H K], parameters [H K], index [N], state [slots, H, K, K]."""
+    NV: tl.constexpr = BK // BV
+    h, n = tl.program_id(0) % H, (tl.program_id(0) // H).to(tl.int64)
+    slot = n
+    if index_ptr is not None:
+        slot = tl.load(index_ptr + n).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
+    # channels as columns of the state, a tile of columns in a row
+    o_v = tl.arange(0, NV)[:, None] * BV + tl.arange(0, BV)[None, :]
+    m_v = o_v < K
+    c_k, c_v = h * K + o_k, h * K + o_v
+    p_y = y_ptr + n * row_y + c_v
+    if (slot < 0) | (slot >= slots):
+        tl.store(p_y, tl.zeros([NV, BV], y_ptr.dtype.element_ty), mask=m_v)
+        return
+    p_s = state_ptr + slot * stride_slot + h.to(tl.int64) * stride_head + o_k[:, None] * stride_k
+    # asked for first: it is on its way while the vectors are made, whose sums pass barriers
+    b_next = _columns(p_s, 0, m_k, stride_v, K, BV)
+    b_r, b_k = _load(r_ptr + n * row_r, c_k, m_k), _load(k_ptr + n * row_k, c_k, m_k)
+    b_w = _load(w_ptr + n * row_w, c_k, m_k) + _load(w_bias_ptr, c_k, m_k)
+    b_a = tl.sigmoid(_load(a_ptr + n * row_a, c_k, m_k) + _load(a_bias_ptr, c_k, m_k))
+    b_v, b_gate = _load(v_ptr + n * row_v, c_v, m_v), _load(g_ptr + n * row_g, c_v, m_v)
     if v_gate_ptr is not None:
-        b_m = _product(
-            v_gate_ptr + n * row_v_gate, v_up_ptr, v_bias_ptr, v_rank, o_d, m, D, BK, BR, ""
-        )
-        b_first = _load(first_value_ptr + n * row_first_value, o_d, m)
+        b_m = _load(v_gate_ptr + n * row_v_gate, c_v, m_v) + _load(v_bias_ptr, c_v, m_v)
+        b_first = _load(first_value_ptr + n * row_first_value, c_v, m_v)
         b_v += (b_first - b_v) * tl.sigmoid(b_m)
-    b_a = tl.sigmoid(b_a)
-    b_unit = b_k * _load(k_k_ptr, o_d, m)
+    b_unit = b_k * _load(k_k_ptr, c_k, m_k)
     b_unit *= tl.rsqrt(tl.sum(b_unit * b_unit, 0) + unit_eps)
-    b_k *= 1 + (b_a - 1) * _load(k_a_ptr, o_d, m)
-    # what is erased is read before the state decays
-    b_read = -tl.sum(b_unit[:, None] * b_s, 0)
-    b_s *= tl.exp(slowest * tl.sigmoid(b_w))[:, None]
-    b_s += (b_unit * b_a)[:, None] * b_read[None, :] + b_k[:, None] * b_v[None, :]
-    tl.store(p_s, b_s, mask=m_s)
-    b_o = tl.sum(b_r[:, None] * b_s, 0)
+    b_k *= 1 + (b_a - 1) * _load(k_a_ptr, c_k, m_k)
+    b_e, b_b = tl.exp(slowest * tl.sigmoid(b_w)), b_unit * b_a
+    b_er, with_b, with_k = b_e * b_r, tl.sum(b_r * b_b, 0), tl.sum(b_r * b_k, 0)
+    b_bonus = tl.sum(b_r * b_k * _load(r_k_ptr, c_k, m_k), 0)
+    b_o = tl.zeros([NV, BV], tl.float32)
+    for j in range(NV):
+        b_s = b_next.to(tl.float32)
+        if NV > 1:
+            b_next = _columns(p_s, j + 1, m_k, stride_v, K, BV)
+        # of the tile's columns, from among all of them
+        b_x = tl.sum(tl.where(tl.arange(0, NV)[:, None] == j, b_v, 0.0), 0)
+        b_read, b_c = tl.reduce((b_unit[:, None] * b_s, b_er[:, None] * b_s), 0, _add2)
+        b_c += with_k * b_x - with_b * b_read
+        b_s = b_e[:, None] * b_s - b_b[:, None] * b_read[None, :] + b_k[:, None] * b_x[None, :]
+        o_c = j * BV + tl.arange(0, BV)
+        m_s = m_k[:, None] & (o_c < K)[None, :]
+        tl.store(p_s + o_c[None, :] * stride_v, b_s.to(state_ptr.dtype.element_ty), mask=m_s)
+        b_o = tl.where(tl.arange(0, NV)[:, None] == j, b_c[None, :], b_o)
     # channels past K hold 0, which less the mean would count in the variance
-    b_o = tl.where(m, b_o - tl.sum(b_o, 0) / K, 0.0)
-    b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / K + eps)
-    b_bonus = tl.sum(b_r * b_k * _load(r_k_ptr, o_d, m), 0)
-    b_y = b_o * _load(weight_ptr, o_d, m) + _load(bias_ptr, o_d, m) + b_bonus * b_v
-    tl.store(y_ptr + n * D + o_d, (b_y * b_gate).to(y_ptr.dtype.element_ty), mask=m)
+    b_o = tl.where(m_v, b_o - tl.sum(tl.sum(b_o, 1), 0) / K, 0.0)
+    b_o *= tl.rsqrt(tl.sum(tl.sum(b_o * b_o, 1), 0) / K + eps)
+    b_y = b_o * _load(norm_weight_ptr, c_v, m_v) + _load(norm_bias_ptr, c_v, m_v) + b_bonus * b_v
+    tl.store(p_y, (b_y * b_gate).to(y_ptr.dtype.element_ty), mask=m_v)
 
 
-def step(t: StepInputs, state: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """As ../rwkv7_step.py's."""
-    N, D = t.x.shape
-    K = state.shape[-1]
+def tile_of(K: int) -> tuple[int, int, int]:
+    """BK, BV and warps: widths alone decide, so a sequence's result is the same in every batch."""
     BK = max(16, triton.next_power_of_2(K))
-    tokens = {
-        name: x if x is None or x.stride(-1) == 1 else x.contiguous()
+    BV = min(BK, max(16, ELEMENTS // BK))
+    return BK, BV, max(1, min(16, BK * BV // ELEMENTS_PER_WARP))
+
+
+def step(out: Tensor, state: Tensor, indices: Tensor | None, t: StepInputs, eps: float) -> None:
+    """As ../rwkv7_step.py's; state: [slots, H, K, K], K-first by its strides or V-first."""
+    H, K = t.r_k.shape
+    BK, BV, warps = tile_of(K)
+    y = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    tensors = {
+        name: x if x is None or (name in TOKENS and x.stride(1) == 1) else x.contiguous()
         for name, x in t._asdict().items()
     }
-    rows = {
-        f"row_{name}": 0 if x is None else x.stride(0)
-        for name, x in [*tokens.items()][: StepInputs._fields.index("w_up")]
-    }
-    y = torch.empty(N, D, dtype=t.x.dtype, device=t.x.device)
-    with device_of(t.x.device):
-        cached(rwkv7_step_kernel)[D // K, N](
-            **{f"{name}_ptr": x for name, x in tokens.items()},
+    rows = {f"row_{name}": 0 if (x := tensors[name]) is None else x.stride(0) for name in TOKENS}
+    with device_of(t.r.device):
+        cached(rwkv7_step_kernel)[t.r.shape[0] * H,](
+            **{f"{name}_ptr": x for name, x in tensors.items()},
             **rows,
+            index_ptr=None if indices is None else indices.contiguous(),
             state_ptr=state,
-            shift_ptr=shift,
             y_ptr=y,
-            row_shift=shift.stride(0),
-            w_rank=t.w.shape[1],
-            a_rank=t.a.shape[1],
-            g_rank=t.g.shape[1],
-            v_rank=0 if t.v_gate is None else t.v_gate.shape[1],
+            row_y=y.stride(0),
+            slots=state.shape[0],
+            stride_slot=state.stride(0),
+            stride_head=state.stride(1),
             slowest=SLOWEST_LOG_DECAY,
             unit_eps=EPS,
             eps=eps,
-            D=D,
+            H=H,
             K=K,
+            stride_k=state.stride(2),
+            stride_v=state.stride(3),
             BK=BK,
-            BR=RANKS,
-            num_warps=max(1, min(16, BK * BK // ELEMENTS_PER_WARP)),
+            BV=BV,
+            num_warps=warps,
         )
-    return y
+    if y is not out:
+        out.copy_(y)

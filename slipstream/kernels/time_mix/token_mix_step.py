@@ -1,0 +1,121 @@
+"""Mixes of one token each of N sequences with the one before, which is a row of a pool:
+slipstream::token_mix_step.
+
+    y_m = x + (before - x) mu_m          m = 0 .. M-1
+    before <- x
+
+It has no gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.common import checks
+from slipstream.common.pool_rows import PoolRows
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.mixer_step.counters import is_capturing
+from slipstream.kernels.time_mix.rwkv7 import wide
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, triton_or_eager
+from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.token_ids import expect_below, expect_unique
+
+
+def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str | None) -> Tensor:
+    """y [M, N, D]; the pool is updated."""
+    checks.expect_rank("x", x, 2, "[N, D]")
+    checks.expect_rank("mu", mu, 2, "[M, D]")
+    N, D = x.shape
+    checks.expect_shape("mu", mu, (mu.shape[0], D))
+    checks.expect_rank("state", state, 2, "[slots, D]")
+    checks.expect_shape("state", state, (N if indices is None else state.shape[0], D))
+    if indices is not None:
+        checks.expect_shape("state_indices", indices, (N,))
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+    tensors = {"x": x, "mu": mu, "state": state}
+    checks.expect_one_device({**tensors, "state_indices": indices})
+    checks.expect_floating(tensors)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+        raise NotImplementedError(
+            "token_mix_step: the state is overwritten, so there are no gradients; call it under "
+            "torch.no_grad()"
+        )
+    impls = choose(_CANDIDATES, (x, mu, state), impl, "token_mix_step", x).impls
+    # in a graph that is captured it would be one more launch
+    if not is_capturing(x.device):
+        expect_below("state_indices", indices, state.shape[0], "slots")
+    return _call(x, mu, state, indices, impl=impls)
+
+
+def _unsupported_reason(x: Tensor, mu: Tensor, state: Tensor) -> str | None:
+    if x.numel() == 0 or mu.numel() == 0:
+        return "there are no tokens"
+    if torch.float64 in (mu.dtype, state.dtype):
+        return "it computes in float32, and a tensor is float64"
+    if x.stride(1) != 1 or state.stride(1) != 1:
+        return "rows of x or state are not contiguous"
+    return known_failure(lambda: _kind(x, mu, state), x.device)
+
+
+_CANDIDATES = triton_or_eager(_unsupported_reason)
+
+
+def plain(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
+    rows, token = PoolRows(indices, state.shape[0]), wide(x)
+    before = rows.read(state).to(token.dtype)
+    y = token + (before - token) * mu.to(token.dtype)[:, None]
+    rows.write(state, x)
+    return rows.or_zero(y.transpose(0, 1)).transpose(0, 1).to(x.dtype).contiguous()
+
+
+def _kind(x: Tensor, mu: Tensor, state: Tensor) -> KernelKey:
+    return ("token_mix_step.triton", x.dtype, mu.dtype, state.dtype, mu.shape[0])
+
+
+def _impl(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str) -> Tensor:
+    if indices is not None:
+        expect_unique("state_indices", indices, "slot")
+    kind = _kind(x, mu, state)
+    with Guard(impl, x.device, lambda: kind, lambda: _mismatch(x, mu, state)) as usable:
+        if usable:
+            from slipstream.kernels.time_mix.triton import token_mix_step
+
+            return token_mix_step.token_mix_step(x, mu, state, indices)
+    return plain(x, mu, state, indices)
+
+
+def _mismatch(x: Tensor, mu: Tensor, state: Tensor) -> str | None:
+    """The probe: three sequences of a pool of four, of as many channels."""
+    D = x.shape[1]
+    shapes = {"x": (x, 3), "mu": (mu, mu.shape[0]), "state": (state, 4)}
+    given = {name: numeric_probe.random_like(t, n, D) for name, (t, n) in shapes.items()}
+    indices = torch.tensor([2, -1, 0], device=x.device)
+
+    def call(t: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
+        pool = t["state"].clone()
+        return _call(t["x"], t["mu"], pool, indices, impl=impl), pool
+
+    return numeric_probe.mismatch(
+        lambda t: call(t, TRITON_OR_EAGER),
+        lambda t: call(t, "eager"),
+        given,
+        gradients=False,
+        minimum_bar=numeric_probe.BARS[state.dtype][0],
+    )
+
+
+def _fake(x: Tensor, mu: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(mu.shape[0], *x.shape)
+
+
+_call = KernelOp(
+    "token_mix_step",
+    "(Tensor x, Tensor mu, Tensor(a!) state, Tensor? state_indices, str impl) -> Tensor",
+    _impl,
+    _fake,
+    replay=True,
+)
