@@ -260,12 +260,13 @@ def autograd_function(
     # which saved tensor says whether an argument was given; an argument that is not saved was
     given_from = [saved_names.index(x) if x in saved_names else None for x in differentiable]
     grads_from = [differentiable.index(x) if x in differentiable else None for x in taken]
-    required = [n for n, x in enumerate(dnames) if kinds[x] == "Tensor"]
+    # a single gradient that did not come is that of a result which nothing depends on
+    required = [n for n, x in enumerate(dnames) if kinds[x] == "Tensor"] if dnames[1:] else []
     values = (*fixed.values(),)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        given = args + values
-        found: Any = op(*[given[n] for n in op_from])
+        all_args = args + values
+        found: Any = op(*([all_args[n] for n in op_from] if values else args))
         found = (found,) if isinstance(found, torch.Tensor) else found
         known = args + found
         save(ctx, *[known[n] for n in saved_from])
