@@ -102,7 +102,16 @@ def test_model_decodes_what_it_computes(fla: ModuleType, name: str) -> None:
         padded = made(ids, attention_mask=mask).logits[0, PADDING:]
         alone = made(ids[:1, PADDING:]).logits[0]
         torch.testing.assert_close(padded, alone, rtol=1e-4, atol=2e-5)
-        made.generate(ids[:, :8], attention_mask=mask[:, -8:], max_new_tokens=4, do_sample=False)
+        # each new token beside those before it, whatever transformers' generate calls a cache
+        begin, mask = ids[:, PADDING - 3 : PADDING + 5], mask[:, PADDING - 3 :]
+        text = made.generate(
+            begin, attention_mask=mask[:, :8], max_new_tokens=4, do_sample=False,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        whole = made(text.sequences, attention_mask=mask[:, :12]).logits
+        torch.testing.assert_close(
+            torch.stack(text.logits, 1), whole[:, 7:-1], rtol=1e-4, atol=2e-5
+        )
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,7 +7,9 @@ honour an argument it raises NotImplementedError with the argument's name. The d
 docs/guides/migrate_fla.md.
 """
 
+import functools
 import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -28,6 +30,23 @@ def imported_as_peer() -> None:
         except ModuleNotFoundError as error:
             if error.name != peer:
                 raise
+    if "fla.models.generation_utils" in sys.modules:
+        _rename_cache(sys.modules["fla.models.generation_utils"].FLAGenerationMixin)
+
+
+def _rename_cache(mixin: Any) -> None:
+    """generate() of transformers 5.24 says cache; models of fla 0.6.0 read past_key_values, pass
+    over cache, and would see each new token alone."""
+    prepare = mixin.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(self, *args, **kwargs)
+        if "cache" in inputs and "cache" not in inspect.signature(self.forward).parameters:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
+    mixin.prepare_inputs_for_generation = prepared
 
 
 def __getattr__(name: str) -> Any:
