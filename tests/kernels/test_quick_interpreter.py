@@ -41,6 +41,17 @@ if INTERPRETED:
         tl.store(out_ptr + at, g + row[:, None])
         tl.store(out_ptr + M * N + at, tl.where(x > 2, 0, h))
 
+    @triton.jit
+    def _mixed_kernel(x_ptr, out_ptr, N: tl.constexpr, HALF: tl.constexpr):
+        at = tl.arange(0, N)
+        x, step = tl.load(x_ptr + at), N + tl.program_id(0)
+        tl.store(out_ptr + at, 3 - x * 2)
+        tl.store(out_ptr + step + at, x + at)
+        tl.store(out_ptr + 2 * step + at, (at // 2) * 2.5)
+        tl.store(out_ptr + 3 * step + at, (x.to(HALF) * 0.1 + 1).to(tl.float32))
+        tl.store(out_ptr + 4 * step + at, tl.where(x[:, None] > x[None, :], 1.0, 0).sum(1))
+        tl.store(out_ptr + 5 * step + at, -1 + (at.to(tl.int8) * True) % 3 / 2)
+
 
 def scanned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     products, sums = [x[0]], [y[0]]
@@ -72,6 +83,17 @@ def check(dtype: torch.dtype, reverse: bool) -> None:
     np.testing.assert_allclose(out.numpy(), flat, rtol=1e-5, atol=1e-5)
 
 
+def check_mixed() -> None:
+    """Numbers, scalars and tensors of several dtypes and shapes beside each other."""
+    N = 8
+    x, out = torch.randn(N), torch.full((6, N), torch.nan)
+    _mixed_kernel[(1,)](x_ptr=x, out_ptr=out, N=N, HALF=tl.float16)
+    at, half = torch.arange(N), (x.half() * torch.tensor(0.1).half() + 1).float()
+    order = (x[:, None] > x).sum(1)
+    want = torch.stack([3 - x * 2, x + at, at // 2 * 2.5, half, order, -1 + at % 3 / 2])
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_combine_functions_and_broadcasts() -> None:
     run(script="tests.kernels.test_quick_interpreter")
@@ -81,3 +103,4 @@ if __name__ == "__main__":
     for dtype in (torch.float32, torch.float64):
         for reverse in (False, True):
             check(dtype, reverse)
+    check_mixed()

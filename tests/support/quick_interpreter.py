@@ -6,6 +6,7 @@ combine functions called for each element.
 """
 
 import importlib
+import inspect
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ def install() -> None:
     _remember_numpy_types(interpreter, core)
     _remember_promotions(semantic.TritonSemantic)
     _broadcast_at_once(interpreter, core, semantic.TritonSemantic)
+    _call_at_once(interpreter)
+    _compare_by_name(core)
     # made by seven operations for each of integers, and read in Triton's debug mode alone
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args: None
     _combine_slices(interpreter)
@@ -93,14 +96,15 @@ def _remember_block_types(core: Any) -> None:
     others: dict[Any, Any] = {}
 
     def remembered(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = (*(getattr(x, "value", x) for x in getattr(shape, "values", shape)),)
         if type(element_ty) is not core.dtype:  # pointers are not told apart by their names
             make(self, element_ty, shape)
+            self.sizes = sizes
             return
-        sizes = (*(getattr(x, "value", x) for x in getattr(shape, "values", shape)),)
         key = element_ty.name, sizes
         if key not in known:
             make(self, element_ty, shape)
-            self.shape = shapes.setdefault(sizes, self.shape)
+            self.shape, self.sizes = shapes.setdefault(sizes, self.shape), sizes
             known[key] = vars(self).copy()
         vars(self).update(known[key])
 
@@ -161,25 +165,109 @@ def _remember_promotions(semantic: Any) -> None:
 
 def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
     """It compares shapes as tuples of its own, several times for each operation."""
-    broadcast = semantic.broadcast_impl_value
+    broadcast, check = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
+    numbers: dict[Any, Any] = {}
 
-    def wider(x: Any, sizes: tuple[int, ...]) -> Any:
-        if x.handle.data.shape == sizes:
+    def common(a: Any, b: Any) -> Any:
+        """The sizes of both, or None: other numbers of dimensions, or none that fit."""
+        if not a.type.is_block():
+            return b.type.sizes if b.type.is_block() else None
+        if not b.type.is_block():
+            return a.type.sizes
+        x, y = a.type.sizes, b.type.sizes
+        if x == y:
             return x
+        if len(x) != len(y) or any(m != n and 1 not in (m, n) for m, n in zip(x, y)):
+            return None
+        return tuple(map(max, x, y))
+
+    def typed(x: Any, sizes: tuple[int, ...]) -> Any:
+        """Of that type; numpy broadcasts the data of elementwise operations by itself."""
+        if x.type.is_block() and x.type.sizes == sizes:
+            return x
+        return core.tensor(x.handle, core.block_type(x.dtype, list(sizes)))
+
+    def wide(x: Any, sizes: tuple[int, ...]) -> Any:
+        if x.handle.data.shape == sizes:
+            return typed(x, sizes)
         handle = interpreter.TensorHandle(np.broadcast_to(x.handle.data, sizes), x.handle.dtype)
         return core.tensor(handle, core.block_type(x.dtype, list(sizes)))
 
     def quick(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
-        if not a.type.is_block() or not b.type.is_block():
-            return broadcast(self, a, b)
-        shapes = [x.handle.data.shape for x in (a, b)]
-        fits = len(shapes[0]) == len(shapes[1])
-        if not fits or any(m != n and 1 not in (m, n) for m, n in zip(*shapes)):
+        sizes = common(a, b)
+        if sizes is None:
             return broadcast(self, a, b)  # which adds dimensions, or refuses
-        sizes = tuple(map(max, *shapes))
-        return wider(a, sizes), wider(b, sizes)
+        return wide(a, sizes), wide(b, sizes)
+
+    def beside(self: Any, number: Any, x: Any) -> Any:
+        """The number in the dtype that both have, None if the tensor's would be another."""
+        key = number, type(number), x.dtype.name
+        if key not in numbers:
+            like = core.tensor(x.handle, x.dtype)
+            found, other = check(self, number, like)
+            numbers[key] = found if other is like else None
+        return numbers[key]
+
+    def operands(
+        self: Any,
+        a: Any,
+        b: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        x, y = a, b
+        if not div_or_mod and arithmetic_check:
+            if type(a) in (int, float) and type(b) is core.tensor and type(b.dtype) is core.dtype:
+                x = beside(self, a, b)
+            elif type(b) in (int, float) and type(a) is core.tensor and type(a.dtype) is core.dtype:
+                y = beside(self, b, a)
+            if type(x) is core.tensor and type(y) is core.tensor:
+                pointer = allow_lhs_ptr and x.dtype.is_ptr() and y.dtype.is_int()
+                alike = type(x.dtype) is core.dtype and x.dtype.name == y.dtype.name
+                if (pointer or alike) and (sizes := common(x, y)) is not None:
+                    return typed(x, sizes), typed(y, sizes)
+        return check(self, a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     semantic.broadcast_impl_value = quick
+    semantic.binary_op_type_checking_impl = operands
+
+
+def _call_at_once(interpreter: Any) -> None:
+    """Functions of the language go through two others, which look for what is passed here; they are
+    looked for, and made, in each launch."""
+    builder = interpreter.interpreter_builder
+    semantic, known = interpreter.TritonSemantic(builder), {}
+
+    def made(member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        return call
+
+    def patch(package: Any, given: Any, scope: Any) -> None:
+        assert given is builder
+        if package not in known:
+            found = inspect.getmembers(package, interpreter.tl.core.is_builtin)
+            known[package] = [(name, made(x)) for name, x in found]
+        for name, call in known[package]:
+            scope.set_attr(package, name, call)
+
+    interpreter._patch_builtin = patch
+
+
+def _compare_by_name(core: Any) -> None:
+    """Types, without a look for constants in what is none."""
+    equal = core.dtype.__eq__
+
+    def quick(self: Any, other: Any) -> bool:
+        return self.name == other.name if type(other) is core.dtype else equal(self, other)
+
+    core.dtype.__eq__ = quick
 
 
 def _combine_slices(interpreter: Any) -> None:

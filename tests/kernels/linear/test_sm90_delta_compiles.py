@@ -153,14 +153,14 @@ def jobs(case: tuple, make: str) -> list[Job]:
 
 
 def check(job: Job) -> tuple[Compiled, str]:
-    """What the job compiles to, and its disassembly."""
+    """What the job compiles to, and its disassembly if it is one scan back or spills."""
     got = job.compile()
     assert got.shared <= ARCHS["sm_90"].shared
     one_scan = "chunk_bwd" in job.name  # whose gradients take more than their part of registers
     # 4 warps spill and take 14.6 us where 8, which spill nothing, take 18.8
     passing = "state_passing" in job.name
     assert got.stack <= 24 * one_scan + 64 * passing, f"{job.name}: {got.stack} bytes spilled"
-    text = disassemble(got.asm["cubin"])
+    text = disassemble(got.asm["cubin"]) if one_scan or got.stack else ""
     words = most_spilled(text)
     assert words <= 8 * one_scan, f"{job.name}: {words} words of the stack in a loop over chunks"
     assert got.instructions["wgmma"] > 0
