@@ -11,6 +11,8 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
+from tests.support.processes import run_ranks
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MOST_LINES = 80
 # file -> what holds for the result of main, called with few steps where it trains
@@ -34,12 +36,22 @@ def test_every_example_is_checked_and_listed() -> None:
     assert all(f"({x.name})" in listed for x in EXAMPLES.iterdir() if x.suffix in (".py", ".ipynb"))
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name",
+    # two processes that torchrun starts: its ranks are forked below
+    [pytest.param(x, marks=pytest.mark.slow if x == "context_parallel.py" else ()) for x in CHECKS],
+)
 def test_example_runs(name: str) -> None:
     path = EXAMPLES / name
     assert len(path.read_text().splitlines()) <= MOST_LINES
     arguments, holds = CHECKS[name]
     assert holds(runpy.run_path(str(path))["main"](**arguments))
+
+
+def test_ranks_of_an_example_run() -> None:
+    name = "context_parallel.py"
+    apart = float(run_ranks([], EXAMPLES / name).split()[-1])
+    assert CHECKS[name][1](apart)
 
 
 def test_notebook_runs() -> None:

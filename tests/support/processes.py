@@ -1,6 +1,8 @@
 """Groups of processes on a CPU: forks of one that has imported torch and the package."""
 
 import os
+import runpy
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -51,19 +53,25 @@ def _run_command(arguments: Sequence[str], env: Mapping[str, str], output: Conne
     for number in (1, 2):
         os.dup2(output.fileno(), number)
     torch.set_num_threads(1)
+    sys.argv = [*arguments]
+    if arguments[0] != "slipstream":
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
     from slipstream.cli import main
 
-    sys.argv = ["slipstream", *arguments]
     main()
 
 
 def start_command(
-    arguments: Sequence[object], environments: Sequence[Mapping[str, str]] = ({},)
+    arguments: Sequence[object],
+    environments: Sequence[Mapping[str, str]] = ({},),
+    program: str | Path = "slipstream",
 ) -> tuple[list[BaseProcess], TextIO]:
-    """`slipstream arguments`, a process for each environment, and what all of them print."""
+    """`slipstream arguments`, a process for each environment, and what all of them print; program:
+    another one, a file of Python."""
     context = _forkserver()
     reader, writer = context.Pipe(duplex=False)
-    words = [str(x) for x in arguments]
+    words = [str(x) for x in (program, *arguments)]
     processes = []
     for env in environments:
         given = (words, {**os.environ, "COLUMNS": "200", **env}, writer)
@@ -73,3 +81,20 @@ def start_command(
     output = os.fdopen(os.dup(reader.fileno()))
     reader.close()
     return processes, output
+
+
+def run_ranks(arguments: Sequence[object], program: str | Path = "slipstream") -> str:
+    """What two ranks of a command print: as torchrun runs them, with imports done."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [{**group, "RANK": x, "LOCAL_RANK": x} for x in "01"]
+    processes, lines = start_command(arguments, ranks, program)
+    with lines:
+        text = lines.read()
+    for process in processes:
+        process.join(60)
+    assert [x.exitcode for x in processes] == [0, 0], text
+    return text

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import described, expect_processes
 from slipstream.training.run import train
 from slipstream.training.sample import load
-from tests.support.processes import start_command
+from tests.support.processes import run_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 STEPS = 6
@@ -76,19 +75,7 @@ def finish_forked(config: dict[str, Any], folder: Path) -> str:
     """As finish, without torchrun, and with imports done."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
-    group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [{**group, "RANK": x, "LOCAL_RANK": x} for x in "01"]
-    processes, lines = start_command(["train", path], ranks)
-    with lines:
-        text = lines.read()
-    for process in processes:
-        process.join(60)
-    assert [x.exitcode for x in processes] == [0, 0], text
-    return text
+    return run_ranks(["train", path])
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
