@@ -20,8 +20,8 @@ from typing import Any
 
 from slipstream.compiler.known_bugs import version
 
-# What an instruction is called here, and what the assembler calls it. A boundary before it only
-# where longer words end in it: the search for a pattern that begins with letters is ten times faster.
+# What an instruction is called here, and what the assembler calls it. With a boundary before it
+# where longer words end in it alone: one that begins with letters is found much sooner.
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "mma.sync": r"mma\.sync",

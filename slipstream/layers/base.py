@@ -45,6 +45,8 @@ from slipstream.runtime.rank_sums import HeadShard, norm_of_parts
 MODES = ("chunk", "fused_recurrent", None)
 # on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
 RECURRENT_UP_TO = 16
+# of a state: how many tokens each sequence has had, its only integers
+LENGTH, LENGTH_DTYPES = "length", (torch.int64, torch.int32)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -84,10 +86,13 @@ def expect_inputs(
     assert isinstance(x, Tensor)
     expect_rank("x", x, 3, "[B, T, D]")
     expect_floating({"x": x})
-    if state is not None:
-        expect_state(state)
+    rows = x.shape[0]
     if cu_seqlens is not None:
         expect_tensor("cu_seqlens", cu_seqlens)
+        assert isinstance(cu_seqlens, Tensor)
+        rows = cu_seqlens.shape[0] - 1 if cu_seqlens.dim() else rows
+    if state is not None:
+        expect_state(state, rows)
     if positions is None:
         return
     expect_tensor("positions", positions)
@@ -99,27 +104,73 @@ def expect_inputs(
         raise ValueError(f"positions: want shape (1, {T}) or ({B}, {T}), got {found}")
 
 
-def expect_state(state: object) -> None:
+def expect_state(state: object, rows: int) -> None:
+    """What a call would take, and give other numbers; the rest is looked for where a call fails."""
     if not isinstance(state, dict):
         raise TypeError(f"state: want the dict of an earlier call, got {type(state).__name__}")
+    for name, tensor in () if torch.compiler.is_compiling() else state.items():
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"state[{name!r}]: want a torch.Tensor, got {kind}")
+        if tensor.shape[:1] != (rows,):
+            shape = tuple(tensor.shape)
+            raise ValueError(f"state[{name!r}]: want {rows} rows, one a sequence, got {shape}")
+        if name == LENGTH:
+            if tensor.dtype not in LENGTH_DTYPES:
+                raise TypeError(f"state[{name!r}]: want int64, got {tensor.dtype}")
+        elif not tensor.is_floating_point() and not _in_8_bits(state, name):
+            raise TypeError(f"state[{name!r}]: want a floating dtype, got {tensor.dtype}")
+
+
+def _in_8_bits(state: State, name: str) -> bool:
+    return rounded.is_rounded(state, name) or name.endswith(rounded.PARTS)
 
 
 def _blame(
-    layer: "Mixer", x: Tensor, state: State, error: Exception, written: bool = False
+    layer: "Mixer", x: Tensor, call: MixerCall, error: Exception, written: bool, options: Any
 ) -> None:
     """Raises what is wrong with the state that a call failed with, if that is known. Nobody asks
     before a call fails, which costs nothing."""
+    state = call.state
+    if state is None or isinstance(error, NotImplementedError) or str(error).startswith("state["):
+        return
     if isinstance(error, KeyError) and error.args and error.args[0] not in state:
         text = f"state: want a tensor {error.args[0]!r} too, got {sorted(state)}"
         raise ValueError(text) from error
     for name, tensor in state.items():
+        text = f"state[{name!r}]: want"
+        if tensor.device != x.device:
+            raise ValueError(f"{text} a tensor on {x.device}, got {tensor.device}") from error
+        if name == LENGTH or _in_8_bits(state, name):
+            continue
         wanted = (x.dtype,) if name in layer.token_states else (torch.float32, x.dtype)
-        if tensor.is_floating_point() and tensor.dtype not in wanted:
+        if tensor.dtype not in wanted:
             names = " or ".join(dict.fromkeys(map(str, wanted)))
-            raise TypeError(f"state[{name!r}]: want {names}, got {tensor.dtype}") from error
+            raise TypeError(f"{text} {names}, got {tensor.dtype}") from error
         if written and any(s == 0 < n - 1 for s, n in zip(tensor.stride(), tensor.shape)):
-            text = f"state[{name!r}]: want memory that a step can write into, got an expanded view"
+            text += " memory that a step can write into, got an expanded view"
             raise ValueError(f"{text}; clone it") from error
+    for name, shape in _shapes_of_state(layer, x, options).items():
+        found = state.get(name)
+        if found is None or _in_8_bits(state, name):
+            continue
+        # of tokens there may be any number
+        shape[0] = len(found)
+        shape[1:2] = found.shape[1:2] if name in layer.token_states else shape[1:2]
+        if [*found.shape] != shape:
+            text = f"state[{name!r}]: want shape {tuple(shape)}, got {tuple(found.shape)}"
+            raise ValueError(text) from error
+
+
+def _shapes_of_state(layer: "Mixer", x: Tensor, options: Any) -> dict[str, list[int]]:
+    """Those of the state after a token of the layer; none if that fails too."""
+    first = {n: t[:1, :1] if isinstance(t, Tensor) else t for n, t in options.items()}
+    try:
+        with torch.no_grad():
+            after = layer._mix_tokens(x[:1, :1].clone(), MixerCall(use_cache=True), **first)[1]
+    except Exception:  # of any kind: it is not the state
+        return {}
+    return {name: list(t.shape) for name, t in (after or {}).items()}
 
 
 class Mixer(nn.Module):
@@ -192,8 +243,8 @@ class Mixer(nn.Module):
             return self._mix_tokens(x, call, **options)
         try:
             return self._mix_tokens(x, call, **options)
-        except (KeyError, RuntimeError) as error:
-            _blame(self, x, call.state, error)
+        except Exception as error:
+            _blame(self, x, call, error, False, options)
             raise
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
@@ -214,14 +265,15 @@ class Mixer(nn.Module):
         Returns:
             y [N, T, D]; with output_value=True also v, as forward.
         """
-        expect_state(state)
-        expect_inputs(x, None, positions)
+        if state is None:
+            raise TypeError("state: want the dict of an earlier call, got None")
+        expect_inputs(x, state, positions)
         try:
             if is_hooked(self) or is_hooked(getattr(self, "conv", None)):
                 return self._call_in_place(x, state, positions, **options)
             return self._advance(x, state, positions, **options)
-        except (KeyError, RuntimeError) as error:
-            _blame(self, x, state, error, written=True)
+        except Exception as error:
+            _blame(self, x, MixerCall(positions=positions, state=state), error, True, options)
             raise
 
     def _advance(

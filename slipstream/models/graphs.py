@@ -107,7 +107,8 @@ class Decoding:
     assistant: Any = field(default=None, init=False, repr=False)
     drafts_failure: str | None = field(default=None, init=False, repr=False)
     _failure: str | None = field(default=None, repr=False)
-    _warned: bool = field(default=False, repr=False)
+    # what has been said once: a reason for generate, a failed capture of a prompt's pass
+    _said: set[str] = field(default_factory=set, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Decoding":
         return Decoding(enabled=self.enabled)  # a graph has no copy
@@ -186,12 +187,12 @@ class Decoding:
                 self._warn()
 
     def fail_drafts(self, error: Exception) -> None:
-        """Graphs that verify drafts failed, and are not tried again; says so once. The cache, whose
-        states may be anything, is dropped."""
+        """Graphs that verify drafts failed, and are not tried again unless memory was short; says
+        so once. The cache, whose states may be anything, is dropped."""
         why = f"drafts could not be verified: {type(error).__name__}: {error}"
-        self.active, self.reason, self.drafts_failure, self._lent = False, why, why, None
-        self._warned = False  # of another reason
-        self._warn()
+        self.active, self.reason, self._lent = False, why, None
+        self.drafts_failure = None if of_memory(error) else why
+        self._warn("drafts")
 
     def lends(self, cache: StateCache) -> bool:
         """Whether a cache is the one of the generate that runs, and graphs are used."""
@@ -271,9 +272,15 @@ class Decoding:
             try:
                 step = partial(_prompt_step, model, cache)
                 made = self._captured(step, inputs, input_ids.device)
-            except Exception:  # of any kind: a pass without a graph is as right
+            except Exception as e:  # of any kind: a pass without a graph is as right
                 cache.reset()
-                cache.graphs[key] = False
+                if of_memory(e):
+                    del cache.graphs[key]  # others may have given theirs back by the next time
+                else:
+                    cache.graphs[key] = False
+                sizes = " x ".join(map(str, input_ids.shape))
+                why = f"its capture failed: {type(e).__name__}: {e}"
+                self._say(PROMPT, f"a prompt of {sizes} tokens runs without a graph, since {why}")
                 return prefill()
             made_before = [k for k, x in cache.graphs.items() if k[0] == PROMPT and x]
             for old in made_before[: len(made_before) + 1 - MAX_PROMPTS]:
@@ -301,18 +308,29 @@ class Decoding:
     def _give_up(self, error: Exception) -> None:
         self.active = False
         self.reason = f"a step could not be captured: {error}"
-        if not torch.is_inference_mode_enabled():  # where more operations reach a graph of the host
+        # where more operations reach a graph of the host, or memory was short, another may be
+        if not torch.is_inference_mode_enabled() and not of_memory(error):
             self._failure = self.reason
         self._warn()
 
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"generate runs without graphs, since {self.reason}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def _warn(self, what: str = "generate") -> None:
+        self._say(what, f"generate runs without graphs, since {self.reason}")
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def of_memory(error: BaseException | None) -> bool:
+    """Whether there was too little memory, perhaps for what raised an error of its own later."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _of_inference(cache: StateCache) -> bool:

@@ -46,6 +46,8 @@ def convolution(conv: ShortConvolution | None, x: Tensor, state: Tensor | None) 
         return short_convolution_update(
             x, state, conv.weight, conv.bias, activation=conv.activation
         )
+    if state.shape[-1] != conv.width:  # a sum of other widths may be taken all the same
+        raise ValueError(f"state['conv']: want a width of {conv.width}, got {state.shape[-1]}")
     state.copy_(torch.cat((state[..., 1:], x.mT), -1))
     y = (state * conv.weight).sum(-1)
     if conv.bias is not None:

@@ -250,6 +250,13 @@ def plain_gradients(
         A contiguous gradient of each input that is no None.
     """
     detached = [None if x is None else x.detach() for x in inputs]
+    given = [d for d in douts if d is not None]
+    if not given:
+        return [
+            torch.zeros_like(x, memory_format=torch.contiguous_format)
+            for x in detached
+            if x is not None
+        ]
 
     def work() -> list[Tensor]:
         # copies: tensors of inference mode take no gradients
@@ -262,7 +269,7 @@ def plain_gradients(
         found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
         return [torch.zeros_like(x) if y is None else y.contiguous() for x, y in zip(wanted, found)]
 
-    return run_isolated(work, next(d.device for d in douts if d is not None))
+    return run_isolated(work, given[0].device)
 
 
 def _suspected_bugs(here: CompilerState) -> str:

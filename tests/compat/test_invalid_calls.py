@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.compat import flash_attn_interface as flash_attn_3
 from slipstream.compat.causal_conv1d import causal_conv1d_interface, causal_conv1d_varlen
+from slipstream.compat.fla.modules import fused_norm_gate, layernorm, layernorm_gated
 from slipstream.compat.flash_attn import bert_padding, flash_attn_interface
 from slipstream.compat.flash_attn.layers import rotary
 from slipstream.compat.flash_attn.ops import layer_norm, rms_norm
@@ -191,3 +192,19 @@ def test_function_refuses_other_shapes(
         for wrong in (rand(7), rand(2, 3, 4, 5, 6, 7)):
             with pytest.raises(ERRORS, match=words):
                 function(**{**valid(), name: wrong})
+
+
+def test_functions_with_given_arguments_name_themselves() -> None:
+    """Not the function that they hand them to."""
+    modules = {fused_norm_gate, layernorm, layernorm_gated, layer_norm, rms_norm, fused_norm}
+    made = {
+        f
+        for module in modules | {mamba_norm, selective_scan_interface}
+        for f in vars(module).values()
+        if getattr(inspect.unwrap(f), "__name__", "") != getattr(f, "__name__", "")
+    }
+    assert len(made) >= 12
+    for f in made:
+        for args, options in ((), {}), ((), {"unknown": 1}), ((1,) * 40, {}):
+            with pytest.raises(TypeError, match=rf"^{f.__name__}\(\) "):
+                f(*args, **options)

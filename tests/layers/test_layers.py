@@ -1,5 +1,6 @@
 """Properties of every layer."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -253,6 +254,30 @@ def test_layer_refuses_inputs_by_name(name: str) -> None:
             if "cu_seqlens" not in options:
                 with pytest.raises((ValueError, TypeError), match=f"^({words}|state: want)"):
                     layer.step(given, options.pop("state", None), **options)
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["call", "step"])
+@every_layer
+def test_layer_refuses_states_of_other_calls(name: str, stepped: bool) -> None:
+    """Of other rows, sizes, dtypes or devices, and what is no tensor: by name."""
+    layer, x = make(name), torch.randn(2, 3, D)
+    with torch.no_grad():
+        _, state = run(layer, name, x, use_cache=True)
+    wrong: list[dict[str, Any]] = [
+        {n: torch.cat([s, s[:1]]) for n, s in state.items()},
+        {n: s[:1].clone() for n, s in state.items()},
+    ]
+    for n, s in state.items():
+        others: list[Any] = [None, s.tolist(), s.to("meta"), s[:1], s.flatten()[0], s[None]]
+        others += [s.bool(), s.float() if n == "length" else s.long(), s.to(torch.complex64)]
+        others += [torch.cat([s, s], -1), s.narrow(-1, 0, 1)] if s.dim() > 1 else []
+        wrong += [state | {n: other} for other in others]
+    x = x[:, :1] if stepped else x
+    step = partial(layer.step, x, **first_value_for(name, x))
+    call = step if stepped else partial(run, layer, name, x, use_cache=True)
+    for given in wrong:
+        with torch.no_grad(), pytest.raises((ValueError, TypeError), match=r"^state\["):
+            call(state=given)
 
 
 @every_layer

@@ -79,24 +79,6 @@ def test_prompts_by_graphs_give_the_same_tokens(name: str, monkeypatch: pytest.M
     assert made == [key for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
 
 
-def test_prompts_without_a_graph_are_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
-    m, ids = model("hybrid"), tokens(2, 6)
-    want = without_graphs(m, ids)
-    captured = graphs.Decoding._captured
-
-    def capture(step: Any, *rest: Any) -> Any:
-        if getattr(step, "func", None) is graphs._prompt_step:
-            step.func(*step.args, *rest[0])  # which has written into the cache
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return captured(step, *rest)
-
-    monkeypatch.setattr(graphs.Decoding, "_captured", staticmethod(capture))
-    for _ in range(4):
-        assert torch.equal(generate(m, ids), want)
-    assert m.decoding.reason is None and m.decoding.captures == 1
-
-
 def test_few_graphs_of_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
     monkeypatch.setattr(graphs, "MAX_PROMPTS", 2)

@@ -455,3 +455,12 @@ def test_gradients_of_a_probe_need_no_other_thread() -> None:
     assert not within
     assert torch._C._is_multithreading_enabled()
     torch.testing.assert_close(grad, torch.ones(3).exp())
+
+
+def test_plain_gradients_of_nothing_are_zero() -> None:
+    x, weight = torch.randn(2, 3), torch.randn(3, 2).mT
+    dx, dw = guarded_launch.plain_gradients(
+        lambda x, w, b: (x * w, x), (x, weight, None), (None, None)
+    )
+    for got, of in ((dx, x), (dw, weight)):
+        assert got.shape == of.shape and got.is_contiguous() and not got.any()
