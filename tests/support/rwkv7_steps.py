@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.time_mix import low_rank
+from slipstream.kernels.time_mix import rwkv7_step as op
 from slipstream.kernels.time_mix.low_rank import LowRankInputs
 from slipstream.layers import RWKV7
 from slipstream.layers import rwkv7 as layers
@@ -115,6 +116,13 @@ def check_nobody_lives(impl: str | None) -> None:
     before = args["state"].clone()
     y = rwkv7_step(**args, state_indices=torch.tensor([-1, -2, -1]), impl=impl)
     assert not y.any() and torch.equal(args["state"], before)
+
+
+def check_probe() -> None:
+    """It allows for the rounding of states that are narrower than the tokens."""
+    args = make(Sizes(pool_dtype=torch.bfloat16))
+    state = args.pop("state")
+    assert op._mismatch(op.StepInputs(**args), state, False) is None
 
 
 def check_mixes(
@@ -221,6 +229,7 @@ def main() -> None:
     torch.manual_seed(0)
     check_all("triton")
     check_tiles_of_columns("triton")
+    check_probe()
     assert check_layer("triton") == ["token_mix_step", "low_rank", "rwkv7_step"] * 4
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.kernels.mixer_step.counters import counters_of
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.ops import dequantize_state, mixer_step, quantize_state
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import PARTS, parts, run
@@ -216,7 +217,25 @@ def check_int8(impl: str) -> None:
         assert torch.equal(after[untouched], args["state"][untouched])
 
 
+def check_probe(impl: str) -> None:
+    """It allows for the rounding of states and windows that are narrower than the tokens."""
+    from slipstream.kernels.mixer_step import op
+
+    seen: list[tuple] = []
+    narrow = Sizes(H=1, HV=2, K=16, V=16, pool_dtype=torch.bfloat16)
+    args, options = make(KINDS["gated_deltanet"], narrow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "_call", lambda *args, impl: seen.append(args))
+        mixer_step(**args, **options, state_indices=torch.tensor(INDICES))
+        patch.setattr(op, "_call", lambda *args, impl: call(*args, probed[impl]))
+        call, probed = op._step, {"triton|eager": impl, "eager": "eager"}
+        count = op._COUNT
+        inputs, options = seen[0][1 : count + 1], seen[0][count + 2 :]
+        assert op._mismatch(StepInputs(*inputs), StepOptions(*options)) is None
+
+
 CHECKS = (
+    check_probe,
     check_int8,
     check_drafts,
     check_verification,
