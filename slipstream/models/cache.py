@@ -375,6 +375,12 @@ class StateCache(OpenRows):
         self.drafts: Any = None  # of steps that verify drafts: models/lookup.py
         self.lengths = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or a file: without graphs and what they read, which have no copy."""
+        rows = self.open_rows  # of which blocks may know more
+        own = {"graphs": {}, "made_for": None, "greedy": None, "drafts": None, "_blocks": None}
+        return vars(self) | own | {"_rows": rows, "_stepped": False}
+
     @property
     def grows(self) -> bool:
         """Whether a layer's tensors have a place for every token."""

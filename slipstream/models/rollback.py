@@ -7,7 +7,8 @@ tokens remain, so there are at most three.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ class Record:
     positions: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
     mlp_x: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Record":
+        memo[id(self.mixer)] = self.mixer  # the model's own, whose weights a copy shares
+        return replace(
+            self, **{f.name: deepcopy(getattr(self, f.name), memo) for f in fields(self)}
+        )
 
     @property
     def tokens(self) -> int:

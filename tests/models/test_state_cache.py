@@ -1,5 +1,7 @@
 """StateCache: fixed addresses, rows that are selected and repeated, gradients, rollback."""
 
+import pickle
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -384,3 +386,36 @@ def test_crop_of_one_row_counts_columns_of_padding(name: str, mask: list[int]) -
         got = m(ids[:, 7:], cache=cache, use_cache=True).logits
         whole = torch.cat([ids[:, :4], torch.tensor([left]).long(), ids[:, 7:]], 1)
         assert_same(got, m(whole).logits[:, -1:])
+
+
+@pytest.mark.parametrize("name", [*KINDS, "consistent"])
+def test_copy_of_a_generated_cache_goes_on(name: str) -> None:
+    """A prompt's cache is copied for each of its continuations: its graphs are not."""
+    m = model("gla", consistent=True) if name == "consistent" else model(name)
+    out = generate(m, tokens(2, 7), return_dict_in_generate=True)
+    ids, cache = out.sequences, out[CACHE]
+    assert name == "consistent" or cache.graphs
+    want = generate(m, ids, **{CACHE: deepcopy(cache)})
+    assert torch.equal(want, generate(m, tokens(2, 7), max_new_tokens=18))
+    copies = [deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    assert not any(copy.graphs for copy in copies)
+    for given in (*copies, cache):
+        assert torch.equal(generate(m, ids, **{CACHE: given}), want)
+
+
+@every_kind
+@torch.no_grad()
+def test_copy_of_a_recorded_cache_crops(name: str) -> None:
+    m, ids = model(name), tokens(2, 12)
+    cache = StateCache(len(m.model.layers))
+    cache.activate_past_recording()
+    m(ids[:, :9], cache=cache, use_cache=True)
+    other = deepcopy(cache)
+    other.crop(5)
+    mixers = {id(layer.mixer) for layer in m.model.layers}
+    kept = [r for x in other.layers if x.rollback for s in x.rollback.segments for r in s.records]
+    assert all(id(record.mixer) in mixers for record in kept)
+    assert cache.get_seq_length() == 9
+    for given, begin in ((other, 5), (cache, 9)):
+        got = m(ids[:, begin:], cache=given, use_cache=True).logits
+        assert_same(got, m(ids).logits[:, begin:])
