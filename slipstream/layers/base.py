@@ -29,7 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.common.checks import autocast_dtype, expect_floating, expect_rank, expect_tensor
+from slipstream.common.checks import (
+    autocast_dtype,
+    expect_floating,
+    expect_one_device,
+    expect_rank,
+    expect_shape,
+    expect_tensor,
+)
 from slipstream.kernels.decay_gate.op import decay_gate
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections, rounded
@@ -104,6 +111,14 @@ def expect_inputs(
         raise ValueError(f"positions: want shape (1, {T}) or ({B}, {T}), got {found}")
 
 
+def expect_first_value(x: Tensor, first_value: Tensor | None, channels: int) -> None:
+    """The values of an earlier layer, [B, T, channels]."""
+    if first_value is not None:
+        expect_shape("first_value", first_value, (*x.shape[:2], channels))
+        expect_floating({"first_value": first_value})
+        expect_one_device({"x": x, "first_value": first_value})
+
+
 def expect_state(state: object, rows: int) -> None:
     """What a call would take, and give other numbers; the rest is looked for where a call fails."""
     if not isinstance(state, dict):
@@ -164,8 +179,8 @@ def _blame(
 
 def _shapes_of_state(layer: "Mixer", x: Tensor, options: Any) -> dict[str, list[int]]:
     """Those of the state after a token of the layer; none if that fails too."""
-    first = {n: t[:1, :1] if isinstance(t, Tensor) else t for n, t in options.items()}
     try:
+        first = {n: t[:1, :1] if isinstance(t, Tensor) else t for n, t in options.items()}
         with torch.no_grad():
             after = layer._mix_tokens(x[:1, :1].clone(), MixerCall(use_cache=True), **first)[1]
     except Exception:  # of any kind: it is not the state

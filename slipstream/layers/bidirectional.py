@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.layers.base import Mixer
+from slipstream.layers.base import Mixer, expect_first_value
 from slipstream.layers.call import MixerCall, State
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -77,6 +77,9 @@ class Bidirectional(Mixer):
         output_value: bool = False,
     ) -> Any:
         cu_seqlens, context, positions, state, use_cache = call
+        if self.takes_first_value:
+            layer: Any = self.layer
+            expect_first_value(x, first_value, layer.num_heads * layer.head_dim)
         if self.block_size is None and (state is not None or use_cache):
             name = "use_cache" if state is None else "state"
             raise ValueError(f"{name}: want a layer with block_size; both directions have no state")

@@ -12,7 +12,7 @@ from slipstream.common.checks import expect_tensor
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
 from slipstream.kernels.time_mix.token_mix import mixed_projections
-from slipstream.layers.base import Mixer, assign, expect_divisor
+from slipstream.layers.base import Mixer, assign, expect_divisor, expect_first_value
 from slipstream.layers.call import MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.consistent import product
@@ -151,6 +151,7 @@ class RWKV7(Mixer):
         first_value: Tensor | None = None,
         output_value: bool = False,
     ) -> Any:
+        expect_first_value(x, first_value, self.num_heads * self.head_dim)
         before, shift = shifted(x, call.past("shift"), call)
         r, v, gate, make = self._project(x, before, first_value)
         operator = fused_recurrent_rwkv7 if self.recurrent(x, call.context) else chunk_rwkv7
@@ -181,6 +182,7 @@ class RWKV7(Mixer):
         first_value: Tensor | None = None,
         output_value: bool = False,
     ) -> Any:
+        expect_first_value(x, first_value, self.num_heads * self.head_dim)
         if first_value is None or not output_value:  # the mixed values stay within the launch
             fused = self._fused_step(x, state, first_value)
             if fused is not None:

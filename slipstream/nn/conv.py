@@ -59,6 +59,8 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], state [N, D, W] or None -> y [B, T, D] and the next state, if wanted."""
         expect_tensor("x", x)
+        if state is not None:
+            expect_tensor("state", state)
         step = consistent_scope.step
         if step is not None and state is not None:
             window = step.window(x, state)

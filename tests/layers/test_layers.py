@@ -280,6 +280,22 @@ def test_layer_refuses_states_of_other_calls(name: str, stepped: bool) -> None:
             call(state=given)
 
 
+@pytest.mark.parametrize("way", ["call", "step", "both directions"])
+def test_first_values_of_other_tokens_are_refused(way: str) -> None:
+    layer, x = make("RWKV7-later"), torch.randn(2, 3, D)
+    call: Any = layers.Bidirectional(layer) if way == "both directions" else layer
+    with torch.no_grad():
+        value, (_, state) = x.sin(), run(layer, "RWKV7-later", x, use_cache=True)
+    if way == "step":
+        x, value = x[:, :1], value[:, :1]
+        call = partial(layer.step, state=state)
+    wrong: list[Any] = [value.tolist(), value.to("meta"), value.long(), value.bool()]
+    wrong += [value[:1], value[None], value.flatten()[0], value[..., :1], value[:, :0]]
+    for first in wrong:
+        with torch.no_grad(), pytest.raises((ValueError, TypeError), match=r"^first_value: want"):
+            call(x, first_value=first)
+
+
 @every_layer
 def test_layer_says_itself_whether_its_step_is_fused(name: str) -> None:
     """Not a class that it has another step than: a block leaves its norm to one that is fused."""

@@ -102,6 +102,15 @@ def test_short_convolution_loads_conv1ds_state_dict() -> None:
     torch.testing.assert_close(y, again(x)[0])
 
 
+@pytest.mark.parametrize("T", [1, 3])
+def test_convolution_refuses_states_by_name(T: int) -> None:
+    conv, x, state = nn.ShortConvolution(D, 4), torch.randn(2, T, D), torch.randn(2, D, 4)
+    wrong: list[Any] = [[1.0], 3, state[:1], state[..., :1], state.long(), state.to("meta")]
+    for given in wrong:
+        with torch.no_grad(), pytest.raises((ValueError, TypeError), match="state: want"):
+            conv(x, given, True)
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "sigmoid_glu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp_is_its_three_layers(activation: str, bias: bool) -> None:
