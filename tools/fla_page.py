@@ -88,6 +88,11 @@ MoM runs too; its outputs depend on later tokens, as they do in fla. Layers and 
 operators Slipstream does not have raise an `ImportError` that names them, and do not keep the
 others from being imported.
 
+Since transformers 5.24 `generate` passes `cache=`, which models of fla 0.6.0 pass over, also
+with fla's own kernels: each new token then sees nothing before it. Imported through
+`install("fla")` they are given it as `past_key_values`. Without a mask the Forgetting
+Transformer's `generate` is an error of its attention; give it `attention_mask`.
+
 ## Layers of Slipstream's own
 
 | fla.layers | slipstream.layers | mixer of a config |
