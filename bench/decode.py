@@ -172,7 +172,8 @@ def generate_row(
 ) -> Mapping[str, object]:
     """Tokens/s of a model of about 0.35 B, its steps as they are written and as a graph."""
     small = report.options.small
-    sizes = {"hidden_size": 1024, "num_heads": 4, **config}
+    # heads of 128, but gla's values of 256
+    sizes = {"hidden_size": 1024, "num_heads": 4 if mixer == "gla" else 8, **config}
     model = language_model([mixer] * (2 if small else 24), small, **sizes).eval()
     if "assistant_model" in given:
         given = {"assistant_model": draft_of(model, small, **sizes)}
