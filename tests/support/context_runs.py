@@ -131,10 +131,12 @@ def across(
     return [x.detach() for x in outputs], dict(zip(inputs, grads))
 
 
-def compare(op: Sample, cut: Cut, gate: str, segment_tokens: int | None = None) -> list[str]:
-    """The differences, on this rank."""
+def compare(
+    op: Sample, cut: Cut, gate: str, segment_tokens: int | None = None, want: Any = None
+) -> list[str]:
+    """The differences, on this rank; want: what `alone` gives."""
     args = whole(op, cut, gate)
-    (o, *states), grads = alone(op, args)
+    (o, *states), grads = alone(op, args) if want is None else want
     (mine, *my_states), my_grads = across(op, args, cut, segment_tokens)
     rank = dist.get_rank()
     begin = sum(cut.lengths[:rank])
@@ -161,9 +163,12 @@ def compare(op: Sample, cut: Cut, gate: str, segment_tokens: int | None = None) 
 
 def compare_all(rank: int, cases: list[tuple[str, Cut, str]], found: Any) -> None:
     """The work of a process; differences go into the queue."""
-    by_name = {x.name: x for x in CALLS}
-    for op, cut, gate in cases:
-        for line in compare(by_name[op], cut, gate):
+    by_name, ranks = {x.name: x for x in CALLS}, dist.get_world_size()
+    mine = [alone(by_name[op], whole(by_name[op], *rest)) for op, *rest in cases[rank::ranks]]
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, mine)
+    for i, (op, cut, gate) in enumerate(cases):
+        for line in compare(by_name[op], cut, gate, want=every[i % ranks][i // ranks]):
             found.put(line)
 
 
@@ -281,7 +286,7 @@ def attention_bytes(rank: int, found: Any) -> None:
 
 
 def bytes_exchanged(rank: int, found: Any) -> None:
-    """(operator, (bytes for few tokens, for three times as many)), forward and backward."""
+    """(operator, (bytes for few tokens, for twice as many)), forward and backward."""
     counted, gather = [0], context_exchange.all_gather
     to_others = context_exchange.all_to_all
 
@@ -302,7 +307,7 @@ def bytes_exchanged(rank: int, found: Any) -> None:
             if op.op == "attention":
                 continue
             totals = []
-            for n in (1, 3):
+            for n in (1, 2):
                 cut = Cut("", (20 * n, 30 * n, 10 * n), (15 * n, 40 * n, 5 * n))
                 counted[0] = 0
                 across(op, whole(op, cut, "weak"), cut)
@@ -352,7 +357,8 @@ def replayed(rank: int, found: Any) -> None:
 
 
 def compare_models(rank: int, mixers: list[Any], cuts: list[Cut], found: Any) -> None:
-    """The losses and gradients of a model, packed and in rows; the ranks' add up to the whole's."""
+    """The losses and gradients of a model, packed and in rows; the ranks' add up to the whole's,
+    which one of them computes."""
     from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 
     torch.manual_seed(0)
@@ -361,14 +367,16 @@ def compare_models(rank: int, mixers: list[Any], cuts: list[Cut], found: Any) ->
         initializer_range=0.2,
     )  # fmt: skip
     model = SlipstreamForCausalLM(config).double().train()
-    for cut in cuts:
-        rows = 1 if cut.sequences else 2
+    for i, cut in enumerate(cuts):
+        rows, compares = 1 if cut.sequences else 2, rank == i % dist.get_world_size()
         ids = torch.randint(0, 31, (rows, sum(cut.lengths)))
         offsets = None
         if cut.sequences:
             offsets = torch.tensor([0, *cut.sequences]).cumsum(0).int()
-        want = model(ids, labels=ids, cu_seqlens=offsets).loss
-        grads = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
+        want, grads, parameters = None, None, list(model.parameters())
+        if compares:
+            want = model(ids, labels=ids, cu_seqlens=offsets).loss
+            grads = torch.autograd.grad(want, parameters, allow_unused=True)
         context = ContextParallel(None, offsets, cut.lengths)
         mine = shard(ids, context)
         if cut == CUTS[2]:  # whose second forward exchanges again, in backward
@@ -376,14 +384,14 @@ def compare_models(rank: int, mixers: list[Any], cuts: list[Cut], found: Any) ->
         loss = model(mine, labels=mine, context=context).loss
         loss.backward()
         total = context.sum(loss)
-        if not abs(float(total - want)) < 1e-9:
-            found.put(f"{cut.name} rank {rank}: loss {total} instead of {want}")
-        for (name, p), grad in zip(model.named_parameters(), grads, strict=True):
-            if grad is None and p.grad is None:
-                continue
-            assert grad is not None and p.grad is not None, name
-            off = float((context.sum(p.grad) - grad).abs().max())
-            if not off < 1e-9:
-                found.put(f"{cut.name} rank {rank} {name}: off by {off:.1e}")
+        sums = [None if p.grad is None else context.sum(p.grad) for p in parameters]
+        if want is not None and grads is not None:
+            if not abs(float(total - want)) < 1e-9:
+                found.put(f"{cut.name} rank {rank}: loss {total} instead of {want}")
+            for (name, _), x, grad in zip(model.named_parameters(), sums, grads, strict=True):
+                assert (grad is None) == (x is None), name
+                off = 0.0 if grad is None or x is None else float((x - grad).abs().max())
+                if not off < 1e-9:
+                    found.put(f"{cut.name} rank {rank} {name}: off by {off:.1e}")
         model.gradient_checkpointing_disable()
         model.zero_grad()
