@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -294,11 +295,9 @@ def prompts_row(name: str, N: int, report: Report) -> Row:
 def works(report: Report) -> list[tuple[str, str, Call]]:
     """Names, kinds and what finds the rows."""
     found: list[tuple[str, str, Call]] = []
-    for model in MIXERS:
-        for gpus in GPUS:
-            for B in (16, 64):
-                name = f"mixer {model} on {gpus} B{B}"
-                found.append((name, "step", partial(mixer_row, model, gpus, B, report)))
+    for model, gpus, B in product(MIXERS, GPUS, (16, 64)):
+        name = f"mixer {model} on {gpus} B{B}"
+        found.append((name, "step", partial(mixer_row, model, gpus, B, report)))
     if HAVE_TRITON and DEVICE.type == "cuda":
         for B in (16, 128):
             found.append((f"verify B{B}", "step", partial(verify_row, B, 16, 32, report)))
@@ -308,7 +307,6 @@ def works(report: Report) -> list[tuple[str, str, Call]]:
             found.append((f"int8 {name} B{B}", "step", measure))
     if not report.options.once:
         found.append(("int8 error", "error", partial(int8_error_row, report)))
-    for name in ("gated_delta_rule", "kda"):
-        for N in PROMPTS:
-            found.append((f"prompts {name} {N}", "prompts", partial(prompts_row, name, N, report)))
+    for name, N in product(("gated_delta_rule", "kda"), PROMPTS):
+        found.append((f"prompts {name} {N}", "prompts", partial(prompts_row, name, N, report)))
     return found

@@ -1,7 +1,6 @@
 """Seconds of each operator's first call, forward and backward, in processes of their own.
 
     python bench/first_calls.py                      the linear family, attention, norms, losses
-    python bench/first_calls.py --only 'chunk_kda$' --kernels    and what was compiled when
     python bench/first_calls.py --compile            and under torch.compile(fullgraph=True)
     python bench/first_calls.py --at-once 4 --steps  4 operators at a time; fused_recurrent too
 
@@ -35,34 +34,6 @@ OTHERS = ("attention", "rms_norm", "short_convolution", "linear_cross_entropy")
 WANTED = {"cold": 10.0, "warm": 1.0}
 
 
-class Compiled:
-    """Files that Triton and the host's compiler made: when they were done, how long they took."""
-
-    def __init__(self) -> None:
-        from triton import knobs
-        from triton.runtime import build
-
-        knobs.compilation.listener = self._kernel
-        self.start, self.lines = time.perf_counter(), []
-        inner: Any = build._build
-
-        def built(name: str, *args: Any) -> str:
-            begin = time.perf_counter()
-            out = inner(name, *args)
-            self.note(name, f"{time.perf_counter() - begin:.2f}")
-            return out
-
-        build._build = built
-
-    def note(self, name: str, text: str) -> None:
-        self.lines.append(f"{time.perf_counter() - self.start:6.2f} {name[:36]:36} {text}")
-
-    def _kernel(self, *, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
-        stages = [("ir", times.ir_initialization), *times.lowering_stages]
-        text = "hit" if cache_hit else " ".join(f"{x} {1e-6 * s:.2f}" for x, s in stages)
-        self.note(metadata.get("name", "?"), text)
-
-
 def measure(name: str, report: Report) -> dict[str, Any]:
     """In a process of its own, which waits for a line on stdin before it calls."""
     options, sample = report.options, chosen([name])[0]
@@ -78,15 +49,12 @@ def measure(name: str, report: Report) -> dict[str, Any]:
     tell(ready=True)
     sys.stdin.readline()
     found: dict[str, Any] = {}
-    noted = Compiled() if options.kernels else None
 
     def call() -> list[Tensor]:
         return flat(sample.fn(**args, **sample.options))
 
     def results(call: Any) -> list[Tensor]:
         out = call()
-        if noted is not None:
-            noted.note("(forward is done)", "")
         torch.manual_seed(0)
         grads: tuple[Tensor | None, ...] = ()
         if out[0].requires_grad:
@@ -98,8 +66,7 @@ def measure(name: str, report: Report) -> dict[str, Any]:
     begin = time.perf_counter()
     want = results(call)
     found["call_s"] = time.perf_counter() - begin
-    found["lines"] = noted.lines if noted else []
-    noted, begin = None, time.perf_counter()
+    begin = time.perf_counter()
     results(call)
     found["again_ms"] = 1e3 * (time.perf_counter() - begin)
     if options.compile:
@@ -137,9 +104,6 @@ def result(child: Child) -> dict[str, Any]:
 def row(name: str, children: dict[str, Child]) -> dict[str, object]:
     """Each child calls in turn."""
     found = {label: result(child) for label, child in children.items()}
-    for label, each in found.items():
-        for line in each.get("lines", ()):
-            print(name, label, line)
     cells: dict[str, object] = {"operator": name}
     for label in ("cold", "warm"):
         each = found[label]
@@ -164,7 +128,7 @@ def names(steps: bool) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    for name in ("kernels", "compile", "steps"):
+    for name in ("compile", "steps"):
         options.add_argument(f"--{name}", action="store_true")
     options.add_argument("--at-once", type=int, default=1, help="operators at a time")
     options.add_argument("--child", metavar="OPERATOR", help=argparse.SUPPRESS)
@@ -174,10 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tell(**measure(given.child, report))
         return
     same = ["--small"] * given.small
-    flags = {
-        "cold": same + ["--kernels"] * given.kernels,
-        "warm": same + ["--compile"] * given.compile,
-    }
+    flags = {"cold": same, "warm": same + ["--compile"] * given.compile}
     wanted = [x for x in names(given.steps) if report.wants(x)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
         for i in range(0, len(wanted), AT_ONCE):

@@ -14,14 +14,13 @@ and AdamW's update. ms: of the slowest GPU, median; peak_GiB: the most that any 
 """
 
 import gc
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from context_parallel import join, slowest
-from harness import BF16, DEVICE, Report, checkpointed, first, language_model, parser, synchronize
+from context_parallel import alone_ms, join, slowest
+from harness import BF16, DEVICE, Report, checkpointed, language_model, parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -66,16 +65,11 @@ def train_step(model: Any, ids: Tensor, context: ContextParallel | None) -> Call
 
 def milliseconds(call: Callable[[], Any], runs: int) -> dict[str, float]:
     """The median, and the peak in GiB, both of the worst GPU."""
-    found = []
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(runs):
-        synchronize()
-        dist.barrier()
-        synchronize()
-        found.append(1e3 * first(call))
+    ms = alone_ms(call, runs)
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
-    return slowest({"ms": statistics.median(found), "peak_GiB": peak})
+    return slowest({"ms": ms, "peak_GiB": peak})
 
 
 def alone_mesh() -> Any:
