@@ -145,3 +145,16 @@ def test_hopper_says_what_it_wants_of_the_machine(
             assert words in (plan.unsupported_reason(AttentionInputs(q, q, q), PLAIN) or "")
     # of a release without them, once: the GPU could run these kernels
     assert [words in str(x.message) for x in said] == [True] * ("of Triton" in words)
+
+
+def test_pairs_at_work() -> None:
+    from slipstream.kernels.attention.sm90.tiles import pairs_at_work
+
+    def found(T: int, causal: bool, pairs: int = 64, processors: int = 132) -> int:
+        return pairs_at_work(pairs, T * 4 * 128 * 2, causal, processors)
+
+    assert [found(T, False) for T in (2048, 4096, 16384)] == [16, 8, 8]
+    assert [found(T, True) for T in (2048, 4096, 16384)] == [48, 26, 26]
+    # as few as there are, and at least one of a device with few processors
+    assert found(4096, True, pairs=3) == 3
+    assert found(1 << 20, False, processors=8) == 1

@@ -8,8 +8,9 @@ from torch import Tensor
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.bwd_fused import softmax_bwd_sm90_kernel
 from slipstream.kernels.attention.sm90.dq_of_sums import softmax_dq_of_sums_kernel
-from slipstream.kernels.attention.sm90.tiles import FUSED_SECTION_BYTES
+from slipstream.kernels.attention.sm90.tiles import pairs_at_work
 from slipstream.kernels.attention.triton.delta import launch_delta_of_tiles
+from slipstream.kernels.attention.triton.launch_utils import multiprocessors
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
 
@@ -64,7 +65,8 @@ def fused(
         cos, sin = tables
         each = T if cos.shape[0] > 1 else 0
         rotation = {"cos_ptr": cos, "sin_ptr": sin, "table_rows": each}
-    section = max(1, min(pairs, FUSED_SECTION_BYTES // (T * H // HKV * 4 * D * do.element_size())))
+    pair_bytes = T * H // HKV * 4 * D * do.element_size()
+    section = pairs_at_work(pairs, pair_bytes, options.right >= 0, multiprocessors(do.device))
     cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
         desc_base=_tiles(base.view(-1), BM),
         desc_delta=_tiles(delta.view(-1), BM),
