@@ -8,10 +8,9 @@ from torch import Tensor
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.bwd_fused import softmax_bwd_sm90_kernel
 from slipstream.kernels.attention.sm90.dq_of_sums import softmax_dq_of_sums_kernel
-from slipstream.kernels.attention.sm90.tiles import pairs_at_work
 from slipstream.kernels.attention.triton.delta import launch_delta_of_tiles
-from slipstream.kernels.attention.triton.launch_utils import multiprocessors
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
 # by the width of a head: buffers of queries
@@ -66,7 +65,7 @@ def fused(
         each = T if cos.shape[0] > 1 else 0
         rotation = {"cos_ptr": cos, "sin_ptr": sin, "table_rows": each}
     pair_bytes = T * H // HKV * 4 * D * do.element_size()
-    section = pairs_at_work(pairs, pair_bytes, options.right >= 0, multiprocessors(do.device))
+    section = pairs_at_work(pairs, pair_bytes, options.right >= 0, sm_count(do.get_device()))
     cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
         desc_base=_tiles(base.view(-1), BM),
         desc_delta=_tiles(delta.view(-1), BM),
@@ -111,6 +110,19 @@ def fused(
         **rotation,
     )
     return base, delta
+
+
+def pairs_at_work(pairs: int, pair_bytes: int, causal: bool, processors: int) -> int:
+    """How many pairs of sequence and head of k the fused backward works on at a time.
+
+    So few that several tiles of keys of a pair do, and what they read of its queries and add to dq
+    stays in the L2 cache; so many that these tiles seldom wait for one another, which they do more
+    under a mask on the right.
+
+    pair_bytes: of a pair's queries, their gradients and sums; where they are small, more pairs.
+    """
+    tiles, size = (5, 96 << 20) if causal else (16, 32 << 20)
+    return min(pairs, max(processors // tiles, size // pair_bytes, 1))
 
 
 def _tiles(x: Tensor, *block: int) -> TensorDescriptor:

@@ -44,16 +44,3 @@ REGISTERS = 240, 24, 168
 SECTION_BYTES = 32 << 20
 # SECTION_BYTES of the forward: half of the cache is far from a multiprocessor
 FWD_SECTION_BYTES = 8 << 20
-
-
-def pairs_at_work(pairs: int, pair_bytes: int, causal: bool, processors: int) -> int:
-    """How many pairs of sequence and head of k the fused backward works on at a time.
-
-    So few that several tiles of keys of a pair do, and what they read of its queries and add to dq
-    stays in the L2 cache; so many that these tiles seldom wait for one another, which they do more
-    under a mask on the right.
-
-    pair_bytes: of a pair's queries, their gradients and sums; where they are small, more pairs.
-    """
-    tiles, size = (5, 96 << 20) if causal else (16, 32 << 20)
-    return min(pairs, max(processors // tiles, size // pair_bytes, 1))
