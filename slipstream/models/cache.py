@@ -397,6 +397,7 @@ class StateCache(OpenRows):
 
     def reserve(self, tokens: int) -> None:
         """Room for T more tokens in the softmax layers; graphs go if that moved tensors."""
+        expect_count("tokens", tokens)
         moved = [layer.reserve(tokens) for layer in self.layers]
         if any(moved):
             self.graphs.clear()
@@ -455,10 +456,9 @@ class StateCache(OpenRows):
         if self.lengths is None:
             raise ValueError("put: want a cache that StateCache.pool() made")
         expect_row(row, len(self.lengths))
-        if cache is not None and cache.rows != 1:
-            raise ValueError(f"put: want a cache of one row, got {cache.rows}")
         if cache is not None:
-            cache.rounding.expect("put", self.rounding)
+            getattr(cache, "rounding", self.rounding).expect("put", self.rounding)
+            self._expect_fits(cache)
         self.lengths[row] = 0 if cache is None else cache.get_seq_length()
         self._set_lengths(self.lengths)
         self.reserve(0)

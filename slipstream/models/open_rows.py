@@ -3,6 +3,7 @@
 Models with consistent=True keep sequences by themselves (consistent.py), in place of tensors of all
 rows; or, while steps run, their blocks (block_steps.py)."""
 
+import operator
 from typing import Any
 
 import torch
@@ -13,15 +14,27 @@ from slipstream.models.block_steps import OpenBlocks
 from slipstream.models.consistent import Row
 from slipstream.models.packing import Absent
 from slipstream.models.rollback import forgotten_tokens
+from slipstream.nn.rounded import SCALE
 from slipstream.runtime.token_ids import clamped, expect_ids
 
 
+def expect_int(name: str, n: Any) -> None:
+    if isinstance(n, (int, torch.SymInt)):
+        return
+    try:
+        operator.index(n)
+    except TypeError:
+        raise TypeError(f"{name}: want an int, got {type(n).__name__}") from None
+
+
 def expect_count(name: str, n: int) -> None:
+    expect_int(name, n)
     if n < 0:
         raise ValueError(f"{name}: want 0 or more, got {n}")
 
 
 def expect_row(row: int, rows: int) -> None:
+    expect_int("row", row)
     if not 0 <= row < rows:
         raise ValueError(f"row: want one of {rows}, got {row}")
 
@@ -154,6 +167,28 @@ class OpenRows(Cache):
         self._own(detach=not torch.is_grad_enabled())
         super().reorder_cache(beam_idx)
 
+    def _expect_fits(self, cache: Any) -> None:
+        """Before anything is written: a cache of one row, of a model like that of this pool."""
+        if not isinstance(cache, OpenRows):
+            raise TypeError(f"put: want a StateCache or None, got {type(cache).__name__}")
+        if cache.rows != 1:
+            raise ValueError(f"put: want a cache of one row, got {cache.rows}")
+        if len(cache.layers) != len(self.layers):
+            raise ValueError(f"put: want {len(self.layers)} layers, got {len(cache.layers)}")
+        for i, (layer, other) in enumerate(zip(self.layers, cache.layers)):
+            own, given = layer.state or {}, other.state or {}
+            if own.keys() != given.keys():
+                text = f"put: want {sorted(own)} of layer {i}, got {sorted(given)}"
+                raise ValueError(f"{text}: of another model")
+            for name, x in given.items():
+                first = 2 if name.removesuffix(SCALE) in layer.token_states else 1
+                kept = own[name]
+                sizes = tuple(kept.shape[first:]), tuple(x.shape[first:])
+                for want, got in (sizes, (kept.device, x.device)):
+                    if want != got:
+                        text = f"put: want {name!r} of layer {i} as the pool's, {want}"
+                        raise ValueError(f"{text}, got {got}")
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -n columns of every row; a positive n is how many to keep.
 
@@ -163,6 +198,7 @@ class OpenRows(Cache):
                 consistent model before them are gone.
             RuntimeError: recurrent layers did not record. NotImplementedError: it is a pool.
         """
+        expect_int("tokens_to_remove", tokens_to_remove)
         if self.lengths is not None:
             raise NotImplementedError(
                 "crop: want no pool, whose rows are of different lengths; crop what copy(row) "

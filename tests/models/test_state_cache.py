@@ -419,3 +419,42 @@ def test_copy_of_a_recorded_cache_crops(name: str) -> None:
     for given, begin in ((other, 5), (cache, 9)):
         got = m(ids[:, begin:], cache=given, use_cache=True).logits
         assert_same(got, m(ids).logits[:, begin:])
+
+
+@every_kind
+@torch.no_grad()
+def test_pool_is_as_before_a_refused_put(name: str) -> None:
+    m, ids = model(name), tokens(1, 5)
+
+    def cache(of: Any, rows: int = 1) -> StateCache:
+        made = StateCache(len(of.model.layers))
+        of(ids.expand(rows, -1), cache=made, use_cache=True)
+        return made
+
+    pool = cache(m).pool(3, 64)
+    pool.put(1, cache(m))
+    before = [x.clone() for layer in pool.layers for x in (layer.state or {}).values()]
+    away = cache(m)
+    for layer in away.layers:
+        layer._tensors = {n: x.to("meta") for n, x in layer.state.items()}
+    others = [cache(model("lightnet")), away, "x", StateCache(2), cache(m, 2)]
+    # latents are as wide with other heads
+    others += [] if name == "mla" else [cache(model(name, hidden_size=64, num_heads=4))]
+    for other in others:
+        with pytest.raises((ValueError, TypeError), match=r"^put: want"):
+            pool.put(0, other)
+    with pytest.raises(TypeError, match=r"^row: want an int, got float"):
+        pool.put(1.0, None)  # pyright: ignore[reportArgumentType]
+    assert pool.lengths == [0, 5, 0]
+    after = [x for layer in pool.layers for x in (layer.state or {}).values()]
+    assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
+
+
+def test_counts_are_refused_by_name() -> None:
+    m, cache = model("attention"), StateCache(2)
+    m(tokens(1, 5), cache=cache, use_cache=True)
+    calls: list[Any] = [cache.crop, cache.reserve, cache.batch_repeat_interleave, StateCache]
+    for call in calls:
+        for given in (1.5, "1", [1]):
+            with pytest.raises(TypeError, match=r"^\w+: want an int, got"):
+                call(given)
