@@ -182,9 +182,9 @@ class OpenRows(Cache):
                 raise ValueError(f"{text}: of another model")
             for name, x in given.items():
                 first = 2 if name.removesuffix(SCALE) in layer.token_states else 1
-                kept = own[name]
-                sizes = tuple(kept.shape[first:]), tuple(x.shape[first:])
-                for want, got in (sizes, (kept.device, x.device)):
+                mine = own[name]
+                sizes = tuple(mine.shape[first:]), tuple(x.shape[first:])
+                for want, got in (sizes, (mine.device, x.device)):
                     if want != got:
                         text = f"put: want {name!r} of layer {i} as the pool's, {want}"
                         raise ValueError(f"{text}, got {got}")
