@@ -182,7 +182,7 @@ def _verify(
     if reason := here.unusable(kind):
         raise Unusable(reason)
     if probe is not None and here.should_probe(kind):
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             return
         here.probing.add(kind)
         try:
@@ -204,6 +204,11 @@ def _verify(
         if found is not None:
             raise Unusable(f"wrong result: {found}{_suspected_bugs(here)}")
     here.accepted.add(kind)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records what the current stream does."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def run_isolated(run: Callable[[], T], device: torch.device) -> T:

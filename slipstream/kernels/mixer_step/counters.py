@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from slipstream.runtime.guarded_launch import is_capturing
+
 # pools to keep counters for, before those of freed pools are dropped
 _MAX_POOLS = 256
 _of_pool: dict[tuple, tuple[StorageWeakRef, Tensor]] = {}
@@ -32,7 +34,3 @@ def counters_of(pool: Tensor, each: int) -> Tensor:
                 del _of_pool[old]
         _of_pool[key] = StorageWeakRef(storage), counters
     return counters
-
-
-def is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -5,12 +5,11 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.mixer_step import op
-from slipstream.kernels.mixer_step.counters import is_capturing
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.reference import step_reference
 from slipstream.runtime.backends import is_plain_call, triton_unsupported
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
-from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime.guarded_launch import is_capturing, known_failure
 from slipstream.runtime.token_ids import expect_below
 
 MAX_K = 1024  # all rows of a state are in one program's registers

@@ -19,7 +19,6 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.mixer_step.counters import is_capturing
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import OutputInputs, TermsInputs
 from slipstream.runtime import numeric_probe
@@ -33,7 +32,7 @@ from slipstream.runtime.dispatch import (
     choose,
     signature,
 )
-from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.guarded_launch import Guard, is_capturing, known_failure
 from slipstream.runtime.token_ids import expect_below, expect_unique
 
 MAX_K = 1024  # all rows of a tile of columns are in one program's registers

@@ -15,12 +15,11 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.mixer_step.counters import is_capturing
 from slipstream.kernels.time_mix.rwkv7 import wide
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.guarded_launch import Guard, is_capturing, known_failure
 from slipstream.runtime.token_ids import expect_below, expect_unique
 
 
