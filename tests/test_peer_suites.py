@@ -1,9 +1,9 @@
 """tools/peer_suites.py on a checkout of a few lines."""
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.forked import run_code
 
 TOOL = Path(__file__).parents[1] / "tools" / "peer_suites.py"
 PACKAGE = """
@@ -47,12 +47,7 @@ def test_counts_and_reasons(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_causal_conv1d.py").write_text(TESTS)
     rows = tmp_path / "rows.csv"
-    run = subprocess.run(
-        [sys.executable, str(TOOL), str(tmp_path), "--csv", str(rows), "--commit", "abc"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = run_code(TOOL, tmp_path, "--csv", rows, "--commit", "abc")
     assert run.returncode == 1, run.stderr
     assert "failed: test_other: AssertionError: assert" in run.stdout
     with rows.open(newline="") as file:
