@@ -373,15 +373,15 @@ def expect_feature_map(name: str | None) -> None:
 
 def log_sigmoid_decay(layer: nn.Linear, x: Tensor, heads: int, normalizer: float) -> Tensor:
     """logsigmoid(layer(x)) / normalizer as [B, T, heads, channels], in float32 at least."""
-    bias, narrow = layer.bias, x.dtype.itemsize == 2
+    narrow = x.dtype.itemsize == 2
     usual = x.shape[1] > 1 and normalizer > 0 and not by_operation() and autocast_dtype(x) is None
-    if not (narrow and usual and layer.weight.dtype == x.dtype and plain_linear(layer)):
+    if not (narrow and usual and plain_linear(layer) and layer.weight.dtype == x.dtype):
         raw = widen(layer(x)).unflatten(-1, (heads, -1))
         return F.logsigmoid(raw) / normalizer
     # -softplus(-y) / normalizer: the decay gate's kernel, once y's sign is the weight's
     raw = F.linear(x, -layer.weight).unflatten(-1, (heads, -1))
     A_log = torch.full((heads,), -math.log(normalizer), dtype=torch.float32, device=x.device)
-    return decay_gate(raw, A_log, None if bias is None else -bias, None)
+    return decay_gate(raw, A_log, None if layer.bias is None else -layer.bias, None)
 
 
 def expect_gate_activation(activation: str) -> None:

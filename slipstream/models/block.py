@@ -6,7 +6,7 @@ h <- h + mlp(norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down, if co
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream import layers
@@ -29,6 +29,11 @@ def make_norm(config: SlipstreamConfig) -> Any:
     if config.norm in ("rms", "zero_centered_rms"):
         return RMSNorm(size, eps, zero_centered=config.norm == "zero_centered_rms")
     return LayerNorm(size, eps, bias=config.norm == "layer")
+
+
+def narrowed(h: Tensor, norm: nn.Module) -> Tensor:
+    """h in the dtype of the weights of a norm, or of what is in its place."""
+    return h.to(next(norm.parameters()).dtype)
 
 
 class Block(GradientCheckpointingLayer):
@@ -93,7 +98,7 @@ class Block(GradientCheckpointingLayer):
         """options: those of mixer and MLP; mixing: the mixer's."""
         state, use_cache = mixing["state"], mixing["use_cache"]
         if self.residual_in_fp32:
-            x, h = self.mixer_norm(h.to(self.mixer_norm.weight.dtype)), h.float()
+            x, h = self.mixer_norm(narrowed(h, self.mixer_norm)), h.float()
         elif isinstance(self.mixer_norm, (RMSNorm, LayerNorm)) and not is_hooked(self.mixer_norm):
             # h by way of the norm, whose backward adds up its gradients
             x, h = self.mixer_norm(h, prenorm=True)
@@ -161,7 +166,7 @@ class Block(GradientCheckpointingLayer):
             return self._fused(h, layer, positions, room), None, None
         x = h
         if self.residual_in_fp32:
-            x, h = h.to(self.mixer_norm.weight.dtype), h.float()
+            x, h = narrowed(h, self.mixer_norm), h.float()
         x, value = self.mixer_norm(x), None
         options: dict[str, Any] = {}
         if self.mixer.takes_first_value:

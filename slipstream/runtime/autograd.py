@@ -179,6 +179,22 @@ class _Refusing(torch.autograd.Function):
         raise NotImplementedError(f"{ctx.operator}: a second derivative is not implemented")
 
 
+def refuse_second(y: Tensor, operator: str) -> None:
+    """For y of a torch operation whose backward has no derivative: has it raise as a Function's,
+    instead of a RuntimeError that names a kernel of torch's."""
+    called_by = name_of_caller(operator)
+
+    def refuse(grads: tuple, _: tuple) -> tuple | None:
+        made = [x for x in grads if x is not None and x.requires_grad]
+        if not made:
+            return None
+        refusing = iter(_Refusing.apply(called_by, len(made), *made, *made))
+        return tuple(x if x is None or not x.requires_grad else next(refusing) for x in grads)
+
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(refuse)
+
+
 def anchors(*tensors: Tensor | None) -> list[Tensor]:
     """For a forward that saves nothing the graph connects to its inputs: empty tensors to save,
     which are connected to them and hold none of their memory."""

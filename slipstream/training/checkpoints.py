@@ -1,14 +1,18 @@
 """Which checkpoint of a run to continue from.
 
 A checkpoint's trainer_state.json is the last of its files to be written, and lists the size of
-every other one: where it can be read and all are there at that size, the checkpoint is whole.
+every other one: where it can be read, all are there at that size and hold what their names say (a
+machine that loses power leaves zeros), the checkpoint is whole.
 """
 
 import json
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 STATE = "trainer_state.json"
 EXPORTED = "Place"
@@ -58,7 +62,7 @@ def expect_whole(checkpoint: Path) -> None:
     """
     Raises:
         Incomplete: its saving was interrupted.
-        Damaged: a file is missing or has another size than when it was saved.
+        Damaged: a file is missing, has another size than when it was saved or cannot be read.
     """
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
@@ -72,6 +76,26 @@ def expect_whole(checkpoint: Path) -> None:
             raise Damaged(f"{name} is missing") from error
         if now != size:
             raise Damaged(f"{name} has {now:,} bytes, and had {size:,} when it was saved")
+        expect_format(checkpoint / name)
+
+
+def expect_format(file: Path) -> None:
+    """Reads what a file of weights begins or ends with, and all of a JSON file.
+
+    Raises:
+        Damaged: that is not what the file's name says.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                pass
+        elif file.suffix in (".pt", ".pth", ".bin"):
+            with zipfile.ZipFile(file):
+                pass
+        elif file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SafetensorError, zipfile.BadZipFile) as error:
+        raise Damaged(f"{file.name} cannot be read: {error}") from error
 
 
 def exported(state: Mapping[str, Any]) -> dict[str, Any]:

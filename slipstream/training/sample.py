@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
 import slipstream.models  # noqa: F401  registers the model with AutoModelForCausalLM
-from slipstream.training.checkpoints import search
+from slipstream.training.checkpoints import Damaged, expect_format, search
 
 
 def load(directory: Path) -> tuple[Any, Any]:
@@ -18,7 +17,7 @@ def load(directory: Path) -> tuple[Any, Any]:
 
     Raises:
         FileNotFoundError: there is no model in it.
-        ValueError: its weights cannot be read, or are not those of the model in its config.json.
+        ValueError: a file cannot be read, or the weights are not those of the model in config.json.
     """
     directory = saved_directory(directory)
     transformers.logging.disable_progress_bar()
@@ -45,12 +44,14 @@ def saved_directory(directory: Path) -> Path:
 def weights(directory: Path) -> Any:
     """The model with exactly the weights of the directory's safetensors files."""
     transformers.logging.set_verbosity_error()  # what it would report is an error below
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, use_safetensors=True, output_loading_info=True
-        )
-    except SafetensorError as error:
-        raise ValueError(f"{directory}: its safetensors file cannot be read: {error}") from error
+    for file in sorted(p for x in ("json", "safetensors") for p in directory.glob(f"*.{x}")):
+        try:
+            expect_format(file)
+        except Damaged as error:
+            raise ValueError(f"{directory}: {error}") from error
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+    )
     model, loading = loaded
     for what in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, loading[f"{what}_keys"])):

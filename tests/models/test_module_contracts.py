@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.nn import GatedRMSNorm, LayerNorm, RMSNorm
 
 VOCAB, WIDTH = 53, 32
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -196,6 +197,43 @@ def test_model_with_peft_equals_merged_weights(name: str) -> None:
     assert all(grad.abs().max() > 0 for grad in grads.values())
     merged = m.merge_and_unload()
     torch.testing.assert_close(merged(ids).logits, out.logits, rtol=1e-4, atol=1e-4)
+
+
+class Called(nn.Module):
+    """What a user puts in a module's place: a call, and none of its attributes."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.base(*args, **options)
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_model_reads_no_attribute_of_layers_in_its_place(name: str, dtype: torch.dtype) -> None:
+    """Linear layers, embedding and norms."""
+    m = model(name, tie_word_embeddings=False, residual_in_fp32=True).to(dtype).eval()
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        want = m(ids).logits
+    m.train()(ids, labels=ids).loss.backward()
+    trained = len(gradients(m))
+    m.eval().zero_grad()
+    for key, module in list(m.named_modules()):
+        kind = (nn.Linear, nn.Embedding, RMSNorm, GatedRMSNorm, LayerNorm)
+        if isinstance(module, kind):
+            parent, _, child = key.rpartition(".")
+            setattr(m.get_submodule(parent), child, Called(module))
+    near = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 0.1}
+    with torch.no_grad():
+        out = m(ids[:, :8], use_cache=True)
+        step = m(ids[:, 8:], past_key_values=out.past_key_values).logits
+        torch.testing.assert_close(out.logits, want[:, :8], **near)
+        torch.testing.assert_close(step, want[:, 8:], **near)
+    m.train()(ids, labels=ids).loss.backward()
+    assert len(gradients(m)) == trained
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB])

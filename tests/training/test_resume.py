@@ -96,6 +96,11 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def zeroed(path: Path) -> None:
+    """As after a loss of power: the size is on the disk, what was written is not."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -105,6 +110,9 @@ def truncated(path: Path) -> None:
         ("model.safetensors", truncated),
         ("optimizer.pt", truncated),
         ("trainer_state.json", truncated),
+        ("optimizer.pt", zeroed),
+        ("model.safetensors", zeroed),
+        ("config.json", zeroed),
     ],
 )
 def test_resume_skips_damaged_checkpoint(
@@ -222,7 +230,7 @@ def test_run_files_are_replaced_whole() -> None:
         assert ".write_text(" not in Path(str(module.__file__)).read_text()
 
 
-@pytest.mark.parametrize("what", ["missing", "unexpected", "truncated", "pickled"])
+@pytest.mark.parametrize("what", ["missing", "unexpected", "mismatched", "truncated", "pickled"])
 def test_load_takes_nothing_but_the_models_own_safetensors(
     whole: Path, tmp_path: Path, what: str
 ) -> None:
@@ -238,12 +246,27 @@ def test_load_takes_nothing_but_the_models_own_safetensors(
     elif what == "unexpected":
         words = "unexpected weights: extra"
         save_file({**state, "extra": torch.zeros(1)}, path, {"format": "pt"})
+    elif what == "mismatched":
+        words = "mismatched weights: .*embed_tokens"
+        key = next(k for k in state if "embed_tokens" in k)
+        save_file({**state, key: state[key][1:].clone()}, path, {"format": "pt"})
     elif what == "truncated":
-        words = "cannot be read"
+        words = "model.safetensors cannot be read"
         truncated(path)
     else:
         words = "model.safetensors"
         path.unlink()
         torch.save(state, out / "pytorch_model.bin")
     with pytest.raises((ValueError, OSError), match=words):
+        load(out)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_load_names_the_file_that_cannot_be_read(whole: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("checkpoint-*"))
+    truncated(out / name)
+    with pytest.raises(ValueError, match=f"{out}: {name} cannot be read"):
         load(out)

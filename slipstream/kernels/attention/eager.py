@@ -34,6 +34,7 @@ from slipstream.kernels.attention.reference import (
     take,
     visible,
 )
+from slipstream.runtime.autograd import by_operation, refuse_second, refuse_tangents
 
 # queries at a time: a block of scores has ROWS x S numbers
 ROWS = 128
@@ -79,7 +80,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor
     # branched on, not passed on: under torch.compile torch refuses symbolic comparisons
     chosen: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     chosen |= {"is_causal": True} if causal else {}
+    if not torch.compiler.is_compiling():
+        refuse_tangents("attention", (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, scale=scale, **chosen)
+    if not by_operation() and o.grad_fn is not None and "Flash" in o.grad_fn.name():
+        refuse_second(o, "attention")
     return o.transpose(1, 2)
 
 
