@@ -226,7 +226,9 @@ class _Linears(Function):
         dweights: list[Any] = [None] * len(dys)
         narrow = [i for i in ctx.narrow if flat[i] is not None]
         alone = [i for i in range(len(dys)) if i not in narrow and flat[i] is not None]
-        parts: list[list[int]] = [*([i] for i in alone), *([narrow] if narrow else [])]
+        # the narrowest first: adding to x's gradient costs a narrow product more than a wide one
+        alone.sort(key=lambda i: ctx.rows[i])
+        parts: list[list[int]] = [*([narrow] if narrow else []), *([i] for i in alone)]
         for part in parts:
             dy: Any = flat[part[0]] if len(part) == 1 else _joined([flat[i] for i in part], 1)
             if needs_x:
