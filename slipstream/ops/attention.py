@@ -115,7 +115,8 @@ def attention(
             packed alike (S = T), or by cu_seqlens_k, or are [N, S, ...].
         cu_seqlens_k: int32 or int64 [N+1], offsets of the keys packed in [1, S, ...].
         key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are used,
-            the first ones; the last query is aligned with the last of them. None is all.
+            the first ones; the last query is aligned with the last of them. None, or more than
+            there are, is all, negative is none.
         context: a slipstream.parallel.ContextParallel, with this rank's tokens of q, k, v and g
             and no offsets or lengths: ranks exchange heads, or gather keys. Not with dropout,
             or with a window that reaches to later keys. None: one rank has all tokens.

@@ -186,9 +186,10 @@ def flash_attn_with_kvcache(
             causal or windowed, else by the first new one's.
         cache_seqlens: int32 [B] or one for all: keys in the cache before this call; None is S.
             Where it is negative nothing is written or read, and o is 0.
-        cache_batch_idx: int32 [B], the rows of the cache, negative as cache_seqlens.
-            cache_leftpad: int32 [B], the first keys of a row that are no keys. Neither beside a
+        cache_batch_idx: int32 [B], the rows of the cache, negative as cache_seqlens. Not beside a
             block_table.
+        cache_leftpad: int32 [B], the first keys of a row that are no keys; negative is 0. Not
+            beside a block_table.
         block_table: int32 [B, pages]. Nothing is written into a negative page, and it has no keys.
             An index past the cache is a ValueError on the CPU, on a GPU it is as a negative one and
             the next call raises.

@@ -38,6 +38,13 @@ class Tokenizer:
     vocab_size: int = 4096
     train_bytes: int = 20_000_000
 
+    def __post_init__(self) -> None:
+        if self.path is None and self.vocab_size <= 256:
+            raise ValueError(
+                "tokenizer.vocab_size: want at least 257, the bytes and a special token, got "
+                f"{self.vocab_size}"
+            )
+
 
 @dataclass(frozen=True)
 class Data:

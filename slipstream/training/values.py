@@ -27,14 +27,29 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     single string the tuple of it.
 
     Raises:
-        TypeError: a value of another type.
+        TypeError: a value of another type. ValueError: none of an enumeration's.
     """
     origin = get_origin(hint)
     if origin is tuple and isinstance(value, str):
         value = (value,)
     if not _fits(value, hint):
         raise TypeError(f"{name}: want {_in_words(hint)}, got {value!r}")
+    for enum in (hint, *get_args(hint)):
+        if isinstance(value, str) and isinstance(enum, type) and issubclass(enum, Enum):
+            expect_value(name, value, [x.value for x in enum])
     return tuple(value) if origin is tuple else value
+
+
+def expect_value(name: str, value: str, known: Iterable[str]) -> None:
+    """
+    Raises:
+        ValueError: a value that is not among the known ones; names the nearest of them.
+    """
+    known = list(known)
+    if value not in known:
+        near = get_close_matches(value, known, n=1)
+        advice = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name}: want one of {', '.join(known)}, got {value!r}{advice}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

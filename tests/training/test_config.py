@@ -43,6 +43,7 @@ def test_config_survives_its_dump(path, tmp_path) -> None:
         ("data.held_out=2", "data.held_out"),
         ("data.row_tokens=1", "data.row_tokens"),
         ("data.lanes=0", "data.lanes"),
+        ("tokenizer.vocab_size=3", "tokenizer.vocab_size"),
         ("output_dir.x=1", "output_dir"),
     ],
 )

@@ -3,7 +3,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from slipstream.training import ranks
 from slipstream.training.checkpoints import Damaged, Incomplete, expect_whole, search, sizes
@@ -26,8 +28,9 @@ def planted(directory: Path, step: int) -> Path:
     """A checkpoint with files like those of a run."""
     folder = directory / f"checkpoint-{step}"
     folder.mkdir()
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
-        (folder / name).write_bytes(b"x" * 40)
+    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, folder / name)
     attributes = {"cursor": [0, []], "fingerprint": "", "files": sizes(folder)}
     state = {"global_step": step, "stateful_callbacks": {"Place": {"attributes": attributes}}}
     (folder / "trainer_state.json").write_text(json.dumps(state))
@@ -98,6 +101,12 @@ def test_train_stopped_while_preparing(tmp_path) -> None:
 def test_arguments_rejects(tmp_path, name: str) -> None:
     with pytest.raises(ValueError, match=f"training.{name}"):
         arguments(from_dict(raw(tmp_path, **{name: "x"})))
+
+
+@pytest.mark.parametrize("name", ["optim", "lr_scheduler_type", "save_strategy"])
+def test_arguments_names_what_is_no_choice(tmp_path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"training.{name}: want one of .*, got 'nonesuch'"):
+        arguments(from_dict(raw(tmp_path, **{name: "nonesuch"})))
 
 
 def test_arguments_rejects_no_steps(tmp_path) -> None:
