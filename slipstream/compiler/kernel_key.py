@@ -56,6 +56,7 @@ FEATURE_RULES = (
     FeatureRule("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
     *(FeatureRule(x, (), ("dot",)) for x in _PLAIN),
     *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_PLAIN) for y in _16),
+    FeatureRule("mixer_step.triton", ("drafts",), ("dot", "dot16")),
     *(FeatureRule(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
     FeatureRule("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
 )

@@ -193,6 +193,8 @@ OPERATORS = [
     _step("g=B1GK dt_bias=GK beta=B1GK write=B1GV norm_weight=V:one", "gates",
           z_activation="sigmoid", **_UNIT_STEP),
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "tokens", T="4", **_UNIT_STEP),
+    _step(f"g=B1G dt_bias=G num_accepted=B:prefixes {_DELTA_STEP}", "drafts", T="8",
+          num_pending=4, **_UNIT_STEP),
     _step("g=B1G dt_bias=G D=G conv_bias=E norm_weight=GV:one", "mamba2", channel_order="vkq",
           dt_scales_v=True, norm_before_gate=False, norm_eps=1e-5, scale=1.0),
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "int8", state=_INT8, **_UNIT_STEP),

@@ -83,6 +83,13 @@ def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
     return threads.tensor(np.flip(found, axis) if reverse else found)
 
 
+def _allocate(dtype: Any, shape: list[int], layout: Any, values: Any = None) -> Buffer:
+    made = Buffer(threads._allocate(dtype, shape, layout).data)
+    if values is not None:
+        made.store(values)
+    return made
+
+
 @contextmanager
 def emulated() -> Any:
     """Functions of gl that these kernels need beside those of attention."""
@@ -98,9 +105,14 @@ def emulated() -> Any:
         associative_scan=_scan,
         gather=lambda x, i, axis: threads.tensor(np.take_along_axis(x, i, axis)),
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
-        allocate_shared_memory=lambda *a: Buffer(threads._allocate(*a).data),
+        allocate_shared_memory=_allocate,
         NVMMASharedLayout=made,
         SwizzledSharedLayout=threads._nothing,
+        DistributedLinearLayout=threads._nothing,
+        sigmoid=lambda x: threads.tensor(1.0 / (1.0 + np.exp(-x))),
+        log=lambda x: threads.tensor(np.log(x)),
+        clamp=lambda x, least, most, propagate_nan: threads.tensor(np.clip(x, least, most)),
+        PropagateNan=SimpleNamespace(ALL=None),
     )
     with (
         mock.patch.object(threads, "_language", return_value=language),

@@ -1,10 +1,21 @@
 """mixer_step on a GPU: every kind against the formula, shared windows, and graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from slipstream.ops import dequantize_state, mixer_step, quantize_state
-from tests.support.mixer_steps import INDICES, KINDS, POOLS, Sizes, check, expected, make
+from tests.support.mixer_steps import (
+    INDICES,
+    KINDS,
+    POOLS,
+    Sizes,
+    check,
+    check_drafts_leave_no_trace,
+    expected,
+    make,
+)
 from tests.support.operators import relative_error
 
 pytestmark = [
@@ -22,6 +33,30 @@ def test_step_matches_the_formula(kind: str, size: Sizes) -> None:
     with torch.device("cuda"), torch.no_grad():
         check(kind, "triton", size, limit=LIMIT)
         check(kind, "triton", size, v_first=True, limit=LIMIT)
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "delta_net", "retention"])
+@pytest.mark.parametrize(
+    ("K", "V", "T", "pending", "v_first"),
+    [(128, 128, 8, 4, False), (128, 128, 8, 4, True), (64, 64, 9, 8, True), (64, 128, 5, 1, False)],
+)
+def test_drafts_in_16_bits(kind: str, K: int, V: int, T: int, pending: int, v_first: bool) -> None:
+    """y to its rounding, and states to float32 in three products of bfloat16."""
+    dtype, pool_dtype = torch.bfloat16, torch.float32
+    if K < V:
+        dtype, pool_dtype = torch.float16, torch.bfloat16
+    n = Sizes(HV=4, K=K, V=V, T=T, pending=pending, short=K == 64, dtype=dtype)
+    n = replace(n, pool_dtype=pool_dtype)
+    pool_limit = 1e-4 if pool_dtype == torch.float32 else 4e-3
+    with torch.device("cuda"), torch.no_grad():
+        for strength in (0.0, 1.0, 1e3):
+            check(kind, "triton", n, v_first, limit=4e-3, strength=strength, pool_limit=pool_limit)
+
+
+def test_drafts_of_nan_leave_no_trace() -> None:
+    with torch.device("cuda"), torch.no_grad():
+        n = Sizes(H=2, HV=4, K=128, V=128, T=8, pending=4, dtype=torch.bfloat16)
+        check_drafts_leave_no_trace("triton", n)
 
 
 @pytest.mark.parametrize("kind", ["gated_deltanet", "mamba2"])

@@ -39,8 +39,10 @@ def kind(inputs: StepInputs) -> KernelKey:
     """The calls that share a verdict on the kernel."""
     decay = None if inputs.g is None else "channel" if inputs.g.dim() == 4 else "scalar"
     terms = tuple(x is not None for x in (inputs.beta, inputs.write, inputs.conv_state, inputs.z))
+    drafts = None if inputs.num_accepted is None else "drafts"
     q, state = inputs.q, inputs.state
-    return ("mixer_step.triton", q.dtype, state.dtype, q.shape[3], inputs.v.shape[3], decay, *terms)
+    widths = q.shape[3], inputs.v.shape[3]
+    return ("mixer_step.triton", q.dtype, state.dtype, *widths, decay, *terms, drafts)
 
 
 def _step(out: Tensor, *args: Any) -> None:

@@ -118,6 +118,31 @@ def test_every_launch_compiles(kind: str, size: Sizes) -> None:
     assert jobs[0].compile().stack == 0
 
 
+@pytest.mark.parametrize(("kind", "v_first"), [("gated_deltanet", False), ("retention", True)])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.sample(which=lambda kind, v_first, width: width == 128 and v_first)
+def test_drafts_keep_states_in_registers(kind: str, v_first: bool, width: int) -> None:
+    """Loads of 8 or 16 bytes, and no number of a state in shared memory; as many programs as fit
+    by their registers."""
+    size = Sizes(T=8, pending=4, H=2, HV=4, K=width, V=width, dtype=torch.bfloat16)
+    args, options = make(KINDS[kind], size)
+
+    def call(device: torch.device) -> None:
+        given = {n: torch.empty(x.shape, dtype=x.dtype, device=device) for n, x in args.items()}
+        at = torch.empty(len(args["q"]), dtype=torch.int32, device=device)
+        mixer_step(**given, **options, state_indices=at, state_v_first=v_first, impl="triton")
+
+    (job,) = (x for x in trace(call, "sm_90", backward=False) if "mixer" in x.kernel)
+    assert job.name == "mixer_drafts_sm90_kernel"
+    got = job.compile()
+    assert got.stack <= 200, f"{got.stack} bytes spilled"
+    assert got.instructions["mma.sync"] == 3 * (width // 16 * 2) * 3
+    wide = re.findall(rf"ld\.global\S*\.v{4 if v_first else 2}\.b32", got.ptx)
+    numbers = width * width // (32 * width // 16)  # of a state in a thread
+    assert len(wide) >= numbers // (4 if v_first else 2)
+    assert got.shared <= 20 << 10
+
+
 @pytest.mark.parametrize("K", [64, 128, 256])
 def test_inputs_of_blocks_are_normed_by_equal_sums(K: int) -> None:
     """Equal layouts of a row, in lanes of 8 numbers, and so equal sums."""

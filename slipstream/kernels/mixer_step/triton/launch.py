@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.common import int8_states
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+from slipstream.kernels.mixer_step.sm90.plan import drafts_on_sm90
 from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
 from slipstream.runtime.backends import INTERPRETED, device_of
 from slipstream.runtime.launch_cache import cached
@@ -162,38 +163,59 @@ def _options(options: StepOptions) -> dict[str, Any]:
     }
 
 
+def arguments(
+    out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepOptions
+) -> dict[str, Any]:
+    """What kernels of a token and of drafts are given."""
+    weight = inputs.norm_weight
+    return {
+        **_tensors(out, inputs),
+        **_pools(inputs),
+        **_options(options),
+        "counter_ptr": counter,
+        "W": 1 if inputs.conv_weight is None else inputs.conv_weight.shape[1],
+        "GATE": _gate(inputs, options),
+        "WEIGHT_PER_HEAD": weight is not None and weight.dim() == 2,
+    }
+
+
 def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepOptions) -> None:
     """Writes y into out and the new states and windows into the pools."""
+    common = arguments(out, inputs, counter, options)
+    with device_of(out.device):
+        if drafts_on_sm90(inputs, options):
+            from slipstream.kernels.mixer_step.sm90 import launch as sm90
+
+            sm90.drafts(common, inputs, options)
+        else:
+            _tokens(common, inputs, options)
+    if common["y_ptr"] is not out:
+        out.copy_(common["y_ptr"])
+
+
+def _tokens(common: dict[str, Any], inputs: StepInputs, options: StepOptions) -> None:
+    """One token after another."""
     B, T, H, HV, K, V = inputs.sizes
     BK, tile = tile_of(K, V)
-    tensors, scratch = _tensors(out, inputs), None
+    scratch, y = None, common["y_ptr"]
     if _shares_norm(inputs, options):
-        scratch = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    g, weight = inputs.g, inputs.norm_weight
-    with device_of(out.device):
-        cached(mixer_step_kernel)[-(-V // tile.BV) * HV * B,](
-            **tensors,
-            **_pools(inputs),
-            **_options(options),
-            scratch_ptr=scratch,
-            counter_ptr=counter,
-            T=T,
-            HV=HV,
-            H=H,
-            K=K,
-            V=V,
-            W=1 if inputs.conv_weight is None else inputs.conv_weight.shape[1],
-            BK=BK,
-            BV=tile.BV,
-            WIDTH=line_of(BK, inputs.state.dtype),
-            HEADS_PER_K=HV // H,
-            ONE=T == 1 and inputs.num_accepted is None,
-            THREADS=32 * tile.warps,
-            GATE=_gate(inputs, options),
-            PER_CHANNEL=g is not None and g.dim() == 4,
-            WEIGHT_PER_HEAD=weight is not None and weight.dim() == 2,
-            num_warps=tile.warps,
-            **({} if tile.registers is None or INTERPRETED else {"maxnreg": tile.registers}),
-        )
-    if tensors["y_ptr"] is not out:
-        out.copy_(tensors["y_ptr"])
+        scratch = torch.empty(y.shape, dtype=torch.float32, device=y.device)
+    g = inputs.g
+    cached(mixer_step_kernel)[-(-V // tile.BV) * HV * B,](
+        **common,
+        scratch_ptr=scratch,
+        T=T,
+        HV=HV,
+        H=H,
+        K=K,
+        V=V,
+        BK=BK,
+        BV=tile.BV,
+        WIDTH=line_of(BK, inputs.state.dtype),
+        HEADS_PER_K=HV // H,
+        ONE=T == 1 and inputs.num_accepted is None,
+        THREADS=32 * tile.warps,
+        PER_CHANNEL=g is not None and g.dim() == 4,
+        num_warps=tile.warps,
+        **({} if tile.registers is None or INTERPRETED else {"maxnreg": tile.registers}),
+    )

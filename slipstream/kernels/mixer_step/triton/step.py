@@ -28,7 +28,8 @@ What programs share, and why none reads what another has written:
 Drafts are verified without a copy of a state. A call has the drafts of the last call once more,
 `pending` of them, and how many of those were accepted; it takes these, writes the state and the
 window as they are then, and goes on with the new tokens, which leave no trace. So a rejected draft
-costs nothing, and what is accepted is taken by the same arithmetic as if there had been no drafts.
+costs nothing, and what is accepted is taken by the same arithmetic as if there had been no drafts,
+but where sm90/drafts.py takes all tokens at once.
 
 The last one takes what was counted off again, so counters are 0 between launches. They belong to a
 slot of the pool, as what they guard does. So results do not depend on which program is last.
@@ -52,7 +53,7 @@ from slipstream.kernels.primitives.int8_states import decoded, load_state, store
 
 
 @triton.jit
-def _scalar(p, i):
+def scalar(p, i):
     """0 where there is none."""
     x = 0.0
     if p is not None:
@@ -231,8 +232,8 @@ def _recurrence(
 
 
 @triton.jit
-def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr):
-    """exp(g) of the gate before its activation, and dt."""
+def log_decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr):
+    """g of the gate before its activation, and dt."""
     dt = x
     if GATE == "softplus":
         dt = tl.clamp(softplus(x), dt_min, dt_max, propagate_nan=tl.PropagateNan.ALL)
@@ -241,11 +242,11 @@ def _decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr)
         x = lower_bound * tl.sigmoid(rate * x)
     if GATE == "logsigmoid":
         x = -softplus(-x) / normalizer
-    return tl.exp(x), dt
+    return x, dt
 
 
 @triton.jit
-def _is_last_of_group(counter_ptr, programs):
+def is_last_of_group(counter_ptr, programs):
     """Counts a program that has written its channels, and says whether all have."""
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") % programs == programs - 1
     if is_last:
@@ -356,7 +357,7 @@ def mixer_step_kernel(
     ws_q, ws_k, ws_v = (), (), ()
     if window_ptr is not None:
         ws_q, ws_k, ws_v = all_taps(conv_weight_ptr, conv_bias_ptr, channels, m_k, m_v, W)
-    rate, skip, b_w, b_z = _scalar(A_ptr, i_h), _scalar(D_ptr, i_h), 1.0, tl.zeros([BV], tl.float32)
+    rate, skip, b_w, b_z = scalar(A_ptr, i_h), scalar(D_ptr, i_h), 1.0, tl.zeros([BV], tl.float32)
     if z_ptr is not None and ONE:
         b_z = load(z_ptr + first * row_z + i_h * V + o_c, m_v)
     if norm_weight_ptr is not None and scratch_ptr is None:
@@ -406,8 +407,8 @@ def mixer_step_kernel(
             b_q, b_k, dot = b_q * rq, b_k * rk, dot * rq * rk
         b_x = b_v
         if g_ptr is not None:
-            e, dt = _decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
-            b_s *= _rows_of(e, WIDTH, V_FIRST) if PER_CHANNEL else e
+            g, dt = log_decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
+            b_s *= _rows_of(tl.exp(g), WIDTH, V_FIRST) if PER_CHANNEL else tl.exp(g)
             if DT_SCALES_V:
                 b_x *= dt
         b_o, b_s = _recurrence(
@@ -445,7 +446,7 @@ def mixer_step_kernel(
     if scratch_ptr is not None:
         tl.debug_barrier()  # all threads have written
         i_g, programs = i_h * V // GROUP, GROUP // V * NV
-        if _is_last_of_group(counter_ptr + H + i_g, programs):
+        if is_last_of_group(counter_ptr + H + i_g, programs):
             for t in range(T - pending):
                 _norm_of_group(
                     scratch_ptr + (first_y + t) * HV * V, z_ptr, norm_weight_ptr,

@@ -1,0 +1,1 @@
+"""Drafts of a mixer on sm_90, in Gluon."""
