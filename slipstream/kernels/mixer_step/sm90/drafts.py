@@ -389,7 +389,6 @@ def mixer_drafts_sm90_kernel(
     loaded = ()
     for j in gl.static_range(K // BK):
         loaded = loaded + (gl.load(p_s + j * STEP),)
-    gl.thread_barrier()  # which no load passes
 
     if window_ptr is not None:
         window_ptr += cache_slot * stride_window
