@@ -44,7 +44,7 @@ SCAN_SPEEDUP, MIN_CHUNKS_SCANNED = 3, 4
 # With fewer, of more heads, that scan is bound by memory.
 MIN_SCANNED_SEGMENTS = 4
 # Of the delta rule: with fewer, outputs take what the scan spares; of fewer chunks, launches do.
-MIN_DELTA_SCANNED, MIN_DELTA_SCANNED_CHUNKS = 8, 32
+MIN_DELTA_SCANNED, MIN_DELTA_SCANNED_CHUNKS = 4, 32
 # Value heads of all sequences from which on the fused backward takes whole sequences.
 FUSED_BWD_MIN_HEADS = 96
 FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
