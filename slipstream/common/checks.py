@@ -280,6 +280,18 @@ def expect_one_device(tensors: Mapping[str, Tensor | None]) -> None:
             raise ValueError(f"{name}: want device {x.device} like {first}, got {y.device}")
 
 
+def expect_own_memory(name: str, x: Tensor | None) -> None:
+    """x is written in place, so none of its numbers may be there more than once, as expand has it:
+    programs on a GPU would write it at the same time."""
+    if x is None or x.is_contiguous():
+        return
+    if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride())):
+        raise ValueError(
+            f"{name}: is written in place, and its strides {x.stride()} have several of its "
+            f"{list(x.shape)} numbers in one place; clone it"
+        )
+
+
 def expect_multiple(name: str, value: int, of_name: str, of: int) -> None:
     if of <= 0 or value % of != 0:
         raise ValueError(f"{name}: want a multiple of {of_name} = {of}, got {value}")

@@ -9,23 +9,30 @@ from torch import Tensor
 
 
 class PoolRows:
-    """indices: [N], no row twice; None is row n of sequence n. size: rows of the pool."""
+    """indices: [N], no row twice; None is row n of sequence n. size: rows of the pool, maybe 0."""
 
     def __init__(self, indices: Tensor | None, size: int) -> None:
         self.live: Tensor | None = None  # [N], who has a row; None is everyone
+        self._at: Tensor | None = None  # [N], the rows; None if there are none
         if indices is not None:
             self.live = (indices >= 0) & (indices < size)
-            n = torch.arange(indices.shape[0], device=indices.device)
-            self._source = torch.where(self.live, n, self.live.int().argmax())
-            self._at = indices.long().index_select(0, self._source).clamp(0, max(size - 1, 0))
+            if size > 0 and indices.shape[0] > 0:
+                n = torch.arange(indices.shape[0], device=indices.device)
+                self._source = torch.where(self.live, n, self.live.int().argmax())
+                self._at = indices.long().index_select(0, self._source).clamp(0, size - 1)
 
     def read(self, pool: Tensor) -> Tensor:
         """Each sequence's row [N, ...]: the pool itself without indices."""
-        return pool if self.live is None else pool.index_select(0, self._at)
+        if self.live is None:
+            return pool
+        if self._at is None:
+            return pool.new_zeros(self.live.shape[0], *pool.shape[1:])
+        return pool.index_select(0, self._at)
 
     def write(self, pool: Tensor, new: Tensor) -> None:
         if self.live is None:
             pool.copy_(new)
+        if self.live is None or self._at is None:
             return
         new = new.index_select(0, self._source).to(pool.dtype)
         # without any row, one stays as it is

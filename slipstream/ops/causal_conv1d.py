@@ -193,6 +193,7 @@ def causal_conv1d_update(
         raise ValueError(f"conv_state: want at least {W - 1} inputs of a channel, got {S}")
     checks.expect_shape("conv_state", conv_state, (conv_state.shape[0], x.shape[1], S))
     checks.expect_floating({"conv_state": conv_state})
+    checks.expect_own_memory("conv_state", conv_state)
     checks.expect_one_device({"x": x, "conv_state": conv_state})
     slots = conv_state.shape[0]
     if conv_state_indices is None:

@@ -214,6 +214,7 @@ def short_convolution_update(
             expect_below("state_indices", state_indices, slots, "states")
     checks.expect_shape("state", state, (slots, *weight.shape))
     checks.expect_floating({"state": state, "residual": residual})
+    checks.expect_own_memory("state", state)
     given = {"x": x, "state": state, "residual": residual, "state_indices": state_indices}
     checks.expect_one_device(given)
     if residual is not None:

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from slipstream.common.checks import expect_own_memory
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
 from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
@@ -99,6 +100,7 @@ class DirectCall:
         if torch.is_autocast_enabled(x.device.type):
             result = self._without_autocast(*plain)
         else:
+            self._expect_own_memory(plain)
             result = _as_bases(self.impl(*plain), plain)
         for n in self._written:
             if plain[n] is not args[n]:
@@ -144,8 +146,14 @@ class DirectCall:
     def _without_autocast(self, *args: Any) -> Any:
         return _as_bases(self._recorded(*args), args)
 
+    def _expect_own_memory(self, args: tuple) -> None:
+        """Of what is written; calls that are replayed have the same strides."""
+        for n in self._written:
+            expect_own_memory(self._names[n], args[n])
+
     def _recorded(self, *args: Any) -> Any:
         """Autocast would reach the torch operations inside; dtypes are decided before."""
+        self._expect_own_memory(args)
         device = args[0].device.type
         if not torch.is_autocast_enabled(device):
             return self.impl(*args)

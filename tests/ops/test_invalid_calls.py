@@ -188,6 +188,23 @@ def assert_refused(case: Case, args: Args, words: str) -> None:
         case.call(args)
 
 
+@pytest.mark.parametrize("expanded", [0, 1])
+def test_what_is_written_in_place_has_no_row_twice(expanded: int) -> None:
+    """As expand makes them, of pools of states and windows and of results."""
+    refused = set()
+    for case in CASES:
+        if not case.sample.op.endswith(("_step", "_update", "_kvcache")):
+            continue
+        for name in {"state", "conv_state", "k_cache", "v_cache", "out"} & {*case.args()}:
+            args = case.args()
+            x, writes = args[name], "cache" not in name or "k" in args
+            if writes and isinstance(x, Tensor) and x.shape[expanded] > 1:
+                args[name] = x.narrow(expanded, 0, 1).expand_as(x)
+                assert_refused(case, args, name)
+                refused.add(case.sample.op)
+    assert {"token_mix_step", "rwkv7_step", "recurrent_step", "mixer_step"} < refused
+
+
 def test_every_operator_is_here() -> None:
     public = {name for name, fn in vars(ops).items() if inspect.isfunction(fn)}
     assert public == {case.sample.op for case in CASES}
