@@ -75,16 +75,16 @@ def _kind(x: Tensor, mu: Tensor, state: Tensor) -> KernelKey:
     return ("token_mix_step.triton", x.dtype, mu.dtype, state.dtype, mu.shape[0])
 
 
-def _impl(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str) -> Tensor:
-    if indices is not None:
-        expect_unique("state_indices", indices, "slot")
+def _impl(x: Tensor, mu: Tensor, state: Tensor, state_indices: Tensor | None, impl: str) -> Tensor:
+    if state_indices is not None:
+        expect_unique("state_indices", state_indices, "slot")
     kind = _kind(x, mu, state)
     with Guard(impl, x.device, lambda: kind, lambda: _mismatch(x, mu, state)) as usable:
         if usable:
             from slipstream.kernels.time_mix.triton import token_mix_step
 
-            return token_mix_step.token_mix_step(x, mu, state, indices)
-    return plain(x, mu, state, indices)
+            return token_mix_step.token_mix_step(x, mu, state, state_indices)
+    return plain(x, mu, state, state_indices)
 
 
 def _mismatch(x: Tensor, mu: Tensor, state: Tensor) -> str | None:
