@@ -152,21 +152,24 @@ def _blame(
     if isinstance(error, KeyError) and error.args and error.args[0] not in state:
         text = f"state: want a tensor {error.args[0]!r} too, got {sorted(state)}"
         raise ValueError(text) from error
+    own = _state_of_a_token(layer, x, options)
     for name, tensor in state.items():
         text = f"state[{name!r}]: want"
         if tensor.device != x.device:
             raise ValueError(f"{text} a tensor on {x.device}, got {tensor.device}") from error
         if name == LENGTH or _in_8_bits(state, name):
             continue
-        wanted = (x.dtype,) if name in layer.token_states else (torch.float32, x.dtype)
+        # the layer's own dtype, which autocast may choose
+        wanted = [own[name].dtype if name in own else x.dtype]
+        wanted += [] if name in layer.token_states else [torch.float32, x.dtype]
         if tensor.dtype not in wanted:
-            names = " or ".join(dict.fromkeys(map(str, wanted)))
+            names = " or ".join(sorted({str(dtype) for dtype in wanted}))
             raise TypeError(f"{text} {names}, got {tensor.dtype}") from error
         if written and any(s == 0 < n - 1 for s, n in zip(tensor.stride(), tensor.shape)):
             text += " memory that a step can write into, got an expanded view"
             raise ValueError(f"{text}; clone it") from error
-    for name, shape in _shapes_of_state(layer, x, options).items():
-        found = state.get(name)
+    for name, like in own.items():
+        found, shape = state.get(name), [*like.shape]
         if found is None or _in_8_bits(state, name):
             continue
         # of tokens there may be any number
@@ -177,15 +180,15 @@ def _blame(
             raise ValueError(text) from error
 
 
-def _shapes_of_state(layer: "Mixer", x: Tensor, options: Any) -> dict[str, list[int]]:
-    """Those of the state after a token of the layer; none if that fails too."""
+def _state_of_a_token(layer: "Mixer", x: Tensor, options: Any) -> State:
+    """The state that the layer itself makes of a token; none if that fails too."""
     try:
         first = {n: t[:1, :1] if isinstance(t, Tensor) else t for n, t in options.items()}
         with torch.no_grad():
             after = layer._mix_tokens(x[:1, :1].clone(), MixerCall(use_cache=True), **first)[1]
     except Exception:  # of any kind: it is not the state
         return {}
-    return {name: list(t.shape) for name, t in (after or {}).items()}
+    return after or {}
 
 
 class Mixer(nn.Module):

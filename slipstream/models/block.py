@@ -31,9 +31,11 @@ def make_norm(config: SlipstreamConfig) -> Any:
     return LayerNorm(size, eps, bias=config.norm == "layer")
 
 
-def narrowed(h: Tensor, norm: nn.Module) -> Tensor:
-    """h in the dtype of the weights of a norm, or of what is in its place."""
-    return h.to(next(norm.parameters()).dtype)
+def narrowed(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:
+    """h in the dtype of the weights of a norm, or of what is in its place; without any, of those
+    of the module around it."""
+    weights = (p for module in (norm, around) for p in module.parameters())
+    return h.to(next(p.dtype for p in weights if p.is_floating_point()))
 
 
 class Block(GradientCheckpointingLayer):
@@ -98,7 +100,7 @@ class Block(GradientCheckpointingLayer):
         """options: those of mixer and MLP; mixing: the mixer's."""
         state, use_cache = mixing["state"], mixing["use_cache"]
         if self.residual_in_fp32:
-            x, h = self.mixer_norm(narrowed(h, self.mixer_norm)), h.float()
+            x, h = self.mixer_norm(narrowed(h, self.mixer_norm, self)), h.float()
         elif isinstance(self.mixer_norm, (RMSNorm, LayerNorm)) and not is_hooked(self.mixer_norm):
             # h by way of the norm, whose backward adds up its gradients
             x, h = self.mixer_norm(h, prenorm=True)
@@ -166,7 +168,7 @@ class Block(GradientCheckpointingLayer):
             return self._fused(h, layer, positions, room), None, None
         x = h
         if self.residual_in_fp32:
-            x, h = narrowed(h, self.mixer_norm), h.float()
+            x, h = narrowed(h, self.mixer_norm, self), h.float()
         x, value = self.mixer_norm(x), None
         options: dict[str, Any] = {}
         if self.mixer.takes_first_value:

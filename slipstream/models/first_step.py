@@ -179,7 +179,7 @@ def run_blocks(
         norm = make_norm(model.config)
     norm = _with_memory(norm, model.norm, h)
     x = h.detach().requires_grad_()
-    y = norm(narrowed(x, norm) if model.config.residual_in_fp32 else x)
+    y = norm(narrowed(x, norm, model) if model.config.residual_in_fp32 else x)
     _differentiate(y, x, norm)
 
 

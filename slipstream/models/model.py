@@ -332,7 +332,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return self.depth.with_added(layer, sources, (y - h.to(y.device)).to(sources[0].device))
 
     def _normed(self, h: Tensor) -> Tensor:
-        return self.norm(narrowed(h, self.norm) if self.config.residual_in_fp32 else h)
+        return self.norm(narrowed(h, self.norm, self) if self.config.residual_in_fp32 else h)
 
     def _run(
         self,

@@ -236,6 +236,24 @@ def test_model_reads_no_attribute_of_layers_in_its_place(name: str, dtype: torch
     assert len(gradients(m)) == trained
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@torch.no_grad()
+def test_norms_without_weights_stand_in_place(dtype: torch.dtype) -> None:
+    """The model's dtype is then that of its other weights."""
+    made: Any = model("gated_deltanet", residual_in_fp32=True)
+    m, ids = made.to(dtype).eval(), tokens(2, 9)
+    for norm in (m.model.norm, *(block.mixer_norm for block in m.model.layers)):
+        norm.weight.fill_(1)
+    want = m(ids).logits
+    for block in m.model.layers:
+        block.mixer_norm = nn.RMSNorm(WIDTH, m.config.norm_eps, elementwise_affine=False)
+    m.model.norm = nn.RMSNorm(WIDTH, m.config.norm_eps, elementwise_affine=False)
+    near = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 0.1}
+    out = m(ids[:, :8], use_cache=True)
+    step = m(ids[:, 8:], past_key_values=out.past_key_values).logits
+    torch.testing.assert_close(torch.cat([out.logits, step], 1), want, **near)
+
+
 @pytest.mark.parametrize("bad", [-1, VOCAB])
 def test_model_with_another_embedding_rejects_ids_outside_vocabulary(bad: int) -> None:
     m, ids = model("gated_deltanet"), tokens(2, 9)
