@@ -231,6 +231,9 @@ class Generation(_Base):
         given = synced_gpus or streamer is not None or len(logits_processor) > 0
         given = given or kwargs.get("inputs_embeds") is not None
         options = ("attention_mask", "position_ids")
+        if kwargs.get("attention_mask") is None and input_ids.shape[1]:
+            # an assistant that is told of no mask takes pad tokens among the words for padding
+            kwargs["attention_mask"] = torch.ones_like(input_ids)
 
         def by_transformers() -> Any:
             return super(Generation, self)._assisted_decoding(

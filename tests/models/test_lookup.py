@@ -93,6 +93,17 @@ def test_pad_token_in_the_prompt_ends_drafts(last: bool) -> None:
         assert model.decoding.reason == HOLES
 
 
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_pad_token_among_new_tokens_keeps_drafts(at: int) -> None:
+    """In transformers' loop, where the assistant is told what is padding: nothing."""
+    model, prompt = make("mamba2", "mla")
+    assistant, _ = make("mamba2")
+    options = {**GREEDY, "attention_mask": torch.ones_like(prompt), "eos_token_id": None}
+    want = model.generate(prompt, **options)
+    options["pad_token_id"] = int(want[0, prompt.shape[1] + at])
+    assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
+
+
 def test_busy_assistant_is_asked_again_later() -> None:
     model, prompt = make("gated_deltanet", "attention")
     options = {**GREEDY, "eos_token_id": None}
