@@ -189,7 +189,7 @@ def assert_refused(case: Case, args: Args, words: str) -> None:
 
 
 @pytest.mark.parametrize("expanded", [0, 1])
-def test_what_is_written_in_place_has_no_row_twice(expanded: int) -> None:
+def test_written_tensors_have_no_row_twice(expanded: int) -> None:
     """As expand makes them, of pools of states and windows and of results."""
     refused = set()
     for case in CASES:
