@@ -115,9 +115,9 @@ def fused(
 def pairs_at_work(pairs: int, pair_bytes: int, causal: bool, processors: int) -> int:
     """How many pairs of sequence and head of k the fused backward works on at a time.
 
-    So few that several tiles of keys of a pair do, and what they read of its queries and add to dq
-    stays in the L2 cache; so many that these tiles seldom wait for one another, which they do more
-    under a mask on the right.
+    With few pairs, several tiles of keys of one pair run at once, and the queries that they read
+    and the dq that they add to stay in the L2 cache. With too few, these tiles wait for each other
+    to add to dq, most of all in causal calls.
 
     pair_bytes: of a pair's queries, their gradients and sums; where they are small, more pairs.
     """

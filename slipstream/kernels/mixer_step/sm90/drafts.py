@@ -30,6 +30,7 @@ from slipstream.kernels.mixer_step.triton.convolution import (
     windows,
 )
 from slipstream.kernels.mixer_step.triton.step import is_last_of_group, log_decay, scalar
+from slipstream.kernels.primitives.bf16_halves import halves
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 mma_v2 = gl.nvidia.hopper.mma_v2
@@ -112,14 +113,6 @@ def _turned_back(b, layout: gl.constexpr, V_FIRST: gl.constexpr):
         b = gl.permute(gl.reshape(b, [V // 16, 2, 8, BK]), (3, 0, 2, 1))
         b = gl.reshape(b, [BK, V])
     return gl.convert_layout(b, layout, assert_trivial=True)
-
-
-@gluon.jit
-def halves(b):
-    """b cut to bf16, and the rest of it, rounded."""
-    # cut, not rounded: the rest is exact then, and one instruction does it
-    high = (b.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-    return high.to(gl.bfloat16), (b - high).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -397,6 +390,7 @@ def mixer_drafts_sm90_kernel(
     o_k = gl.arange(0, K, gl.SliceLayout(0, xl))
     o_x = gl.arange(0, ROWS, gl.SliceLayout(1, xl))
     q_x, token_x, alive_x = _rows(o_x, accepted, P, N)
+    # new tokens follow the accepted ones, not all that the last call was given
     place = gl.where(token_x < P, token_x, token_x - P + accepted)
     c_q, c_k, _ = channels_of(o_k, o_k, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     channel = gl.where(q_x[:, None], c_q[None, :], c_k[None, :])

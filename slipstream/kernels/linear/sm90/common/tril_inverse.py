@@ -12,20 +12,13 @@ Rows of a block on the diagonal lie in a thread and its columns in lanes, so tha
 substitution exchanges one number a thread.
 """
 
+from slipstream.kernels.primitives.bf16_halves import halves
 from slipstream.kernels.primitives.gluon_compat import LARGER_VIEWS, gl, gluon
 
 mma_v2 = gl.nvidia.hopper.mma_v2
 # blocks of [16, 16] on the diagonal of [64, 64], one a warp; mma.sync joins those of 16 rows
 NB = gl.constexpr(4)
 BASE = gl.constexpr(16)
-
-
-@gluon.jit
-def halves(b):
-    """b cut to bf16, and the rest of it, rounded."""
-    # cut, not rounded: the rest is exact then, and one instruction does it
-    high = (b.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-    return high.to(gl.bfloat16), (b - high).to(gl.bfloat16)
 
 
 @gluon.jit

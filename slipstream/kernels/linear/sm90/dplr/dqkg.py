@@ -42,7 +42,6 @@ Chunks with quarters that decay further are left to intra_safe_bwd.py.
 """
 
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
-from slipstream.kernels.linear.sm90.common.tril_inverse import halves
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     DSTATE,
     END,
@@ -70,6 +69,7 @@ from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     store_gates,
     towards,
 )
+from slipstream.kernels.primitives.bf16_halves import halves
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,
     gl,
