@@ -54,11 +54,10 @@ def causal_conv1d_fn(
             [D, T].
         weight: [D, W]. bias: [D].
         seq_idx: int32 or int64 [B, T], which of the sequences packed in a row a token belongs to,
-            a sequence's tokens side by side; negative for padding, whose y is 0. Not together with
-            states.
+            a sequence's tokens side by side; negative for padding, whose y is 0.
         initial_states: [N, D, W-1], the inputs before the first, oldest first; N = B without
-            offsets.
-        return_final_states: also return the last W-1 inputs, [N, D, W-1].
+            offsets. With seq_idx those of each row's first sequence, as in causal_conv1d 1.7.
+        return_final_states: also return the last W-1 inputs, [N, D, W-1]; not with seq_idx.
         final_states_out: where these are written; only with return_final_states.
         activation: None, "silu" or "swish".
         query_start_loc, cu_seqlens: two names of the offsets [N+1], int32 or int64, of N sequences
@@ -70,8 +69,8 @@ def causal_conv1d_fn(
         x's shape, or a pair with the final states.
 
     Raises:
-        ValueError: shapes do not fit, or seq_idx comes with states or offsets. TypeError: dtypes,
-            or an argument that is not known. NotImplementedError: one of those that vLLM has.
+        ValueError: shapes do not fit, or seq_idx comes with final states or offsets. TypeError:
+            dtypes, or an argument that is not known. NotImplementedError: one of vLLM's.
     """
     _refuse("causal_conv1d_fn", kwargs)
     if final_states_out is not None and not return_final_states:
@@ -95,31 +94,34 @@ def causal_conv1d_fn(
     N = B
     options: dict[str, Any] = {"activation": activation, "impl": impl}
     if seq_idx is not None:
-        if initial_states is not None or return_final_states:
+        if return_final_states:
             raise ValueError("seq_idx: returns no states; give cu_seqlens in its place")
         if cu_seqlens is not None:
             raise ValueError("seq_idx, cu_seqlens: want one of them, got both")
         _expect_index("seq_idx", seq_idx, (B, T), x)
         rows = x.mT.reshape(1, B * T, D)
         y, _ = short_convolution(rows, weight, bias, cu_seqlens=_offsets(seq_idx), **options)
-        return y.view(B, T, D).masked_fill((seq_idx < 0)[..., None], 0).mT
+        y = y.view(B, T, D)
+        if initial_states is not None:
+            # the W-1 tokens that a state reaches, and of these the first sequence's
+            before = _padded(initial_states, (B, D, W - 1), x)
+            early = x[..., : W - 1].mT
+            begun, _ = short_convolution(early, weight, bias, initial_state=before, **options)
+            n = early.shape[1]
+            is_first = (seq_idx[:, :n] == seq_idx[:, :1])[..., None]
+            y = torch.cat([torch.where(is_first, begun, y[:, :n]), y[:, n:]], 1)
+        return y.masked_fill((seq_idx < 0)[..., None], 0).mT
     if cu_seqlens is not None:
         checks.expect_cu_seqlens(cu_seqlens, B, T, name=offsets)
         checks.expect_one_device({"x": x, offsets: cu_seqlens})
         if not torch.compiler.is_compiling():
             expect_offsets(offsets, cu_seqlens, T)
         N = cu_seqlens.shape[0] - 1
-    if initial_states is not None:
-        checks.expect_shape("initial_states", initial_states, (N, D, W - 1))
-        checks.expect_floating({"initial_states": initial_states})
-        checks.expect_one_device({"x": x, "initial_states": initial_states})
-        # the oldest of the W inputs that a state has is not read
-        initial_states = torch.nn.functional.pad(initial_states, (1, 0))
     y, state = short_convolution(
         x.mT,
         weight,
         bias,
-        initial_state=initial_states,
+        initial_state=None if initial_states is None else _padded(initial_states, (N, D, W - 1), x),
         output_final_state=return_final_states,
         cu_seqlens=cu_seqlens,
         **options,
@@ -133,6 +135,14 @@ def causal_conv1d_fn(
         checks.expect_one_device({"x": x, "final_states_out": final_states_out})
         final = final_states_out.copy_(final)
     return y.mT, final
+
+
+def _padded(initial_states: Tensor, shape: Sequence[int], x: Tensor) -> Tensor:
+    """As short_convolution has states: of W inputs, the oldest of which is not read."""
+    checks.expect_shape("initial_states", initial_states, shape)
+    checks.expect_floating({"initial_states": initial_states})
+    checks.expect_one_device({"x": x, "initial_states": initial_states})
+    return torch.nn.functional.pad(initial_states, (1, 0))
 
 
 def _offsets(seq_idx: Tensor) -> Tensor:

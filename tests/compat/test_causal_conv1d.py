@@ -61,6 +61,36 @@ def test_fn_keeps_packed_sequences_apart_and_padding_zero() -> None:
     assert grad[..., [0, 1, 10, 11]].abs().max() == 0
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("T", [1, 3, 9])
+def test_states_of_packed_rows_are_the_first_sequences(
+    T: int, W: int, state_dtype: torch.dtype
+) -> None:
+    """One that ends within the taps, one that goes on, padding first; and their gradients."""
+    weight, bias = (x.requires_grad_() for x in weights(6, W))
+    x = torch.randn(3, 6, T, dtype=torch.float64, requires_grad=True)
+    before = torch.randn(3, 6, W - 1, dtype=state_dtype, requires_grad=True)
+    rows = ([3, 3] + [5] * 4 + [4] * 3, [7] * 9, [-1] + [0] * 8)
+    seq_idx = torch.tensor(rows, dtype=torch.int32)[:, :T]
+    leaves = (x, weight, bias, before)
+    y = causal_conv1d_fn(x, weight, bias, seq_idx, before, activation="silu")
+    want = causal_conv1d_ref(x, weight, bias, before.double(), activation="silu", seq_idx=seq_idx)
+    torch.testing.assert_close(y, want)
+    for row, index in enumerate(seq_idx):
+        length = int((index == index[0]).sum())
+        if index[0] < 0:
+            continue
+        alone = causal_conv1d_ref(
+            x[row : row + 1, :, :length], weight, bias, before[row : row + 1].double(),
+            activation="silu",
+        )  # fmt: skip
+        torch.testing.assert_close(y[row : row + 1, :, :length], alone)
+    dout = torch.randn_like(y)
+    got, grads = (torch.autograd.grad(out, leaves, dout) for out in (y, want))
+    torch.testing.assert_close(got, grads)
+
+
 def test_results_can_be_changed_in_place() -> None:
     """As those of causal_conv1d; they were views of what a Function had made."""
     x = torch.randn(2, 6, 9).mT.contiguous().mT.requires_grad_()

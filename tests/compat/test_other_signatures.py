@@ -1,6 +1,6 @@
 """causal_conv1d, flash_attn and mamba_ssm under slipstream.compat have the peers' arguments.
 
-other_signatures.json: those of causal_conv1d 1.6.1, flash_attn 2.8.4 with the module of
+other_signatures.json: those of causal_conv1d 1.7.0, flash_attn 2.8.4 with the module of
 FlashAttention-3,
 and mamba_ssm 2.3.2.
 """

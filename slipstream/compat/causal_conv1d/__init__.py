@@ -2,7 +2,7 @@
 
     from slipstream.compat.causal_conv1d import causal_conv1d_fn
 
-Names, positional order, defaults and keywords are those of causal_conv1d 1.6. The differences are
+Names, positional order, defaults and keywords are those of causal_conv1d 1.7. The differences are
 in docs/guides/migrate_causal_conv1d.md.
 """
 
@@ -14,4 +14,4 @@ from slipstream.compat.causal_conv1d.causal_conv1d_interface import (
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 # the release whose names and arguments these are
-__version__ = "1.6.1"
+__version__ = "1.7.0"

@@ -57,19 +57,30 @@ def causal_conv1d_ref(
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     activation: str | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Any:
-    """The formula, by torch's own convolution."""
+    """The formula, by torch's own convolution or, with seq_idx, by sums of a sequence's taps."""
     checks.expect_layouts(
         x=(x, "B D T"),
         weight=(weight, "D W"),
         bias=(bias, "D"),
         initial_states=(initial_states, "B D S"),
         final_states_out=(final_states_out, "B D S"),
+        seq_idx=(seq_idx, "B T"),
     )
+    if seq_idx is not None and return_final_states:
+        raise ValueError("seq_idx: returns no states; give return_final_states=False")
     dtype, (D, W) = x.dtype, weight.shape
     before = x.new_zeros(x.shape[0], D, W - 1) if initial_states is None else initial_states
     inputs = torch.cat([before, x], -1)
-    y = F.conv1d(inputs.to(weight.dtype), weight[:, None], bias, groups=D)
+    if seq_idx is None:
+        y = F.conv1d(inputs.to(weight.dtype), weight[:, None], bias, groups=D)
+    else:
+        index = torch.cat([seq_idx[:, :1].expand(-1, W - 1), seq_idx], -1)
+        is_own = index.unfold(-1, W, 1) == seq_idx[..., None]
+        taps = inputs.unfold(-1, W, 1) * is_own[:, None] * weight[:, None]
+        y = taps.sum(-1) if bias is None else taps.sum(-1) + bias[:, None]
+        y = y.masked_fill(seq_idx[:, None] < 0, 0)
     y = (y if activation is None else F.silu(y)).to(dtype)
     if not return_final_states:
         return y
