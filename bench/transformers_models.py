@@ -12,8 +12,9 @@ train ms: forward, backward and AdamW of one row, bf16, the median of some steps
 time of the processor, with one thread).
 tokens/s: generate, eager and greedy, after a prompt of 128, without the time of the prompt.
 Each way is a process, for functions of fla are looked up as a model is imported. All compile at
-once and are then measured one after another, on each GPU. Of fla's tiles one is taken untried, for
-trying them all takes minutes: --tune tries them.
+once and are then measured one after another, on each GPU; the host should be quiet then, for it
+takes longer to launch a step than the GPU to run it. --once beforehand compiles beside other work.
+Of fla's tiles one is taken untried, for trying them all takes minutes: --tune tries them.
 """
 
 import statistics
@@ -21,13 +22,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from queue import Empty
 from typing import Any
 
 import torch
 from harness import BF16, DEVICE, Call, Report, first, parser
 from processes import Child, take_first_tiles, tell
+from torch import Tensor
 
 QWEN3_NEXT: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 24,
@@ -86,7 +87,7 @@ FOUR_LAYERS: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }  # fmt: skip
-WAYS = ("torch", "fla", "patched")
+WAYS = ("patched", "fla", "torch")  # the slowest last
 PROMPT, DECODED, ROWS = 128, 24, (1, 16)
 # of the time that is left, how much compilers may take before those that are ready are measured
 COMPILING = 0.65
@@ -122,6 +123,12 @@ def model_of(kind: str, way: str, small: bool, dtype: torch.dtype, **other: Any)
     return getattr(transformers, f"{prefix}ForCausalLM")(config).to(DEVICE, dtype)
 
 
+def made(kind: str, way: str, small: bool) -> Any:
+    """On the device: its 0.35 B numbers take a processor seconds."""
+    with DEVICE:
+        return model_of(kind, way, small, torch.float32 if DEVICE.type == "cpu" else BF16)
+
+
 def spent(call: Call) -> float:
     """Seconds of a call; on a CPU those of its cores, which others may share."""
     if DEVICE.type == "cuda":
@@ -145,27 +152,35 @@ class Training:
         self.optimizer.zero_grad()
 
 
+def prompts(model: Any, B: int) -> Tensor:
+    return torch.randint(3, model.config.vocab_size, (B, PROMPT), device=DEVICE)
+
+
+@torch.no_grad()
+def generate(model: Any, ids: Tensor, count: int) -> None:
+    lengths = {"min_new_tokens": count, "max_new_tokens": count}
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths)
+
+
 def decode_seconds(model: Any, B: int, tokens: int) -> float:
     """Seconds of `tokens` steps of generate, without those of the prompt and the first."""
-    ids = torch.randint(3, model.config.vocab_size, (B, PROMPT), device=DEVICE)
-    options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
-
-    def generate(count: int) -> None:
-        model.generate(ids, min_new_tokens=count, max_new_tokens=count, **options)
-
-    generate(2)
-    return spent(partial(generate, tokens + 1)) - spent(partial(generate, 1))
+    ids = prompts(model, B)
+    generate(model, ids, 2)
+    return spent(lambda: generate(model, ids, tokens + 1)) - spent(lambda: generate(model, ids, 1))
 
 
 def first_step(kind: str, way: str, small: bool, tokens: int) -> tuple[float, str]:
-    """Its seconds, most of them of compilers, and the error if it failed. Nothing stays on the GPU,
-    which many processes share."""
-    model = model_of(kind, way, small, torch.float32 if DEVICE.type == "cpu" else BF16)
+    """Its seconds, most of them of compilers, and the error if it failed; generate's kernels are
+    compiled too. Nothing stays on the GPU, which many processes share."""
+    model = made(kind, way, small)
     try:
         return spent(Training(model, tokens).step), ""
     except RuntimeError as error:  # fla refuses some gradients on Hopper
         return 0.0, " ".join(str(error).split())[:150]
     finally:
+        if DEVICE.type == "cuda":
+            for B in ROWS:
+                generate(model.eval(), prompts(model, B), 2)
         del model
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
@@ -185,7 +200,7 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     first_s, note = (0.0, "") if way == "torch" else first_step(kind, way, small, tokens)
     tell(ready=True)
     sys.stdin.readline()
-    model = model_of(kind, way, small, torch.float32 if cpu else BF16)
+    model = made(kind, way, small)
     cells: dict[str, Any] = {"parameters": sum(x.numel() for x in model.parameters())}
     cells |= {"tokens": tokens, "note": note}
     if not note:
@@ -197,8 +212,7 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     tell(**cells)
     model.eval()
     for B in ROWS[:1] if cpu else ROWS:
-        with torch.no_grad():
-            seconds = decode_seconds(model, B, decoded)
+        seconds = decode_seconds(model, B, decoded)
         tell(**{f"B{B} tokens/s": round(B * decoded / max(seconds, 1e-9), 1)})
     tell(**{"first s": round(first_s, 1)})
 
@@ -218,8 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tune = ["--tune"] if given.tune else []
     wanted = [
         (kind, way)
-        for kind in MODELS
         for way in WAYS
+        for kind in MODELS
         if given.only.search(f"{kind} {way}") and (way != "fla" or has_fla(kind))
     ]
     if given.cpu or given.small:  # one after another: they share cores and memory
@@ -268,9 +282,12 @@ def measure_one(report: Report, one: Child, limit: float) -> None:
             told, late = next_of(one, limit)
         if late or "first s" not in cells:
             last = "out of time" if late else one.failure()
-            report.failures.append(f"{one.name}: {last}")
-    with ROW:
-        report.row("transformers_models", cells)
+            report.failures.append(f"{one.name}: {last}; {cells}")
+            print(report.failures[-1][:600], flush=True)
+            cells = {}
+    if cells:
+        with ROW:
+            report.row("transformers_models", cells)
     one.end()
 
 

@@ -7,7 +7,7 @@ from itertools import combinations
 from table_cells import Cell, Row, Table, label, number, place, read, triple
 
 Losses = dict[str, dict[int, Row]]  # "ours 0", "fla 0" or "moved 0" -> step -> row
-PARTS = {"train": "train", "held-out": "held out"}
+PARTS = {"train": "train", "held-out": "held out", "all-held-out": "all of held out"}
 
 
 def losses() -> dict[tuple[str, str], Losses]:
