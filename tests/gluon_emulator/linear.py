@@ -15,7 +15,6 @@ from tests.gluon_emulator import threads
 
 ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
 INPUTS_HAVE_NAN = False  # else what is not finite has been read where nothing was written
-ANEW = "slipstream.kernels.primitives.smem_scalars", "slipstream.kernels.linear.sm90."
 
 
 class Descriptor(threads.Descriptor):
@@ -117,7 +116,6 @@ def emulated() -> Any:
     with (
         mock.patch.object(threads, "_language", return_value=language),
         mock.patch.object(threads, "_mbarrier", return_value=barriers),
-        mock.patch.object(threads, "_ANEW", ANEW),
         threads.emulated(),
     ):
         import sys

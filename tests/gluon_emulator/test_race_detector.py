@@ -4,6 +4,7 @@ finds none.
 In each a part fills two stages and another has products of them, whose results go out.
 """
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,8 +75,7 @@ def program(given: Any, to: Any, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_detector_finds_unordered_accesses(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_WAIT", 1.0)
+def test_detector_finds_unordered_accesses(fault: str) -> None:
     x, y = np.arange(4.0 * N).reshape(2 * N, 2), np.zeros((2 * N, 2))
     given, to = (threads.Descriptor(z, (2, 2)) for z in (x, y))
     told = FAULTS[fault]
@@ -94,6 +94,32 @@ def test_detector_finds_unordered_accesses(fault: str, monkeypatch: pytest.Monke
     races = [str(e) for e in found if isinstance(e, Race)]
     assert races
     assert all(told in x for x in races)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_partitions_that_wait_for_each_other_are_found(arrives: bool) -> None:
+    def first(bars: Any) -> None:
+        if arrives:
+            mbarrier.arrive(bars.index(1))
+        mbarrier.wait(bars.index(0), 0)
+
+    def second(bars: Any) -> None:
+        mbarrier.wait(bars.index(1), 0)
+        mbarrier.arrive(bars.index(0))
+
+    def both() -> None:
+        bars = gl.allocate_shared_memory("int64", [2, 1], None)
+        for i in range(2):
+            mbarrier.init(bars.index(i), 1)
+        gl.warp_specialize([(first, (bars,)), (second, (bars,))], [4], [24])
+
+    if arrives:
+        return threads.launch(both, 1, ())
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="wait for each other"):
+        threads.launch(both, 1, ())
+    assert time.monotonic() - start < threads._WAIT / 2  # found, not waited for
+    return None
 
 
 def test_places_are_those_of_the_memory_itself() -> None:

@@ -27,12 +27,6 @@ from tests.gluon_emulator.values import DTYPE, Descriptor, Pointer, Tensor, tens
 _LOCAL = threading.local()
 _WAIT = 20.0
 _SLOTS = threading.Lock()
-# modules that are imported anew, against the names below
-_ANEW = (
-    "slipstream.kernels.primitives.smem_scalars",
-    "slipstream.kernels.attention.triton.scores",
-    "slipstream.kernels.attention.sm90.",
-)
 
 
 class Buffer:
@@ -61,9 +55,40 @@ class Buffer:
         self.data[...] = values
 
 
+class Partitions:
+    """Those of a program that run beside each other: how many have not ended, what the waiting
+    ones wait for, and what went wrong."""
+
+    def __init__(self, left: int) -> None:
+        self.changed = threading.Condition()
+        self.left = left
+        self.awaited: list[Callable[[], bool]] = []
+        self.errors: list[BaseException] = []
+
+    def wait(self, met: Callable[[], bool]) -> None:
+        """Within `changed`."""
+        self.awaited.append(met)
+        self._look()
+        self.changed.wait_for(lambda: met() or self.errors, _WAIT)
+        self.awaited.remove(met)
+        if not met():
+            raise TimeoutError("a barrier waits for ever")
+
+    def end(self, *errors: BaseException) -> None:
+        with self.changed:
+            self.left -= 1
+            self.errors += errors
+            self._look()
+
+    def _look(self) -> None:
+        if self.left == len(self.awaited) > 0 and not any(met() for met in self.awaited):
+            self.errors.append(TimeoutError("all partitions wait for each other"))
+        if self.errors:
+            self.changed.notify_all()
+
+
 class Barrier:
     def __init__(self) -> None:
-        self.changed = threading.Condition()
         self.count = self.arrived = self.phase = self.missing = 0
         self.ended, self.order = False, race_detector.Bar()
 
@@ -75,7 +100,7 @@ class Barrier:
         self.ended = True
 
     def arrive(self, arrivals: int = 1, missing: int = 0) -> None:
-        with self.changed:
+        with _LOCAL.partitions.changed:
             assert not self.ended, "a barrier is used that was invalidated"
             if arrivals:
                 _LOCAL.part.arrives(self.order)
@@ -85,18 +110,13 @@ class Barrier:
             if self.arrived == self.count and not self.missing:
                 self.arrived, self.phase = 0, self.phase + 1
                 self.order.ends_phase()
-                self.changed.notify_all()
+                _LOCAL.partitions.changed.notify_all()
 
     def wait(self, parity: Any) -> None:
-        with self.changed:
+        with _LOCAL.partitions.changed:
             assert not self.ended, "a barrier is used that was invalidated"
-            for _ in range(int(_WAIT / 0.2)):
-                if self.changed.wait_for(lambda: self.phase & 1 != int(parity), 0.2):
-                    _LOCAL.part.met(self.order)
-                    return
-                if _LOCAL.errors:  # of another partition
-                    break
-            raise TimeoutError("a barrier waits for ever")
+            _LOCAL.partitions.wait(lambda: self.phase & 1 != int(parity))
+            _LOCAL.part.met(self.order)
 
 
 class Product:
@@ -206,7 +226,7 @@ def _semaphore_release(p: Pointer, value: Any) -> None:
 
 def _semaphore_acquire(p: Pointer) -> Any:
     time.sleep(1e-4)
-    if _LOCAL.errors:
+    if _LOCAL.partitions.errors:
         raise TimeoutError("a turn does not come")
     return tensor(p.data[p.at])
 
@@ -257,19 +277,21 @@ def _atomic_add(p: Pointer, value: Any, sem: str = "acq_rel") -> Tensor:
 
 
 def _specialize(parts: list, warps: list, registers: list) -> None:
-    errors: list[BaseException] = []
+    partitions = Partitions(len(parts))
     where, whole = _LOCAL.program, _LOCAL.part
     orders = [whole.child(f"{fn.__name__} {n}") for n, (fn, _) in enumerate(parts)]
 
     def run(order: race_detector.Part, fn: Any, args: tuple) -> None:
-        _LOCAL.program, _LOCAL.queue, _LOCAL.stores, _LOCAL.errors = where, [], [], errors
-        _LOCAL.part = order
+        _LOCAL.program, _LOCAL.queue, _LOCAL.stores = where, [], []
+        _LOCAL.part, _LOCAL.partitions = order, partitions
         try:
             with np.errstate(all="ignore"):
                 fn(*args)
                 assert not _LOCAL.stores, "a part ends before its stores have read"
         except BaseException as e:
-            errors.append(e)
+            partitions.end(e)
+        else:
+            partitions.end()
 
     threads = [
         threading.Thread(target=run, args=(order, *part), daemon=True)
@@ -279,7 +301,7 @@ def _specialize(parts: list, warps: list, registers: list) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
+    if errors := partitions.errors:
         raise next((e for e in errors if isinstance(e, race_detector.Race)), errors[0])
     for order in orders:
         whole.joins(order)
@@ -370,9 +392,35 @@ def _mbarrier() -> SimpleNamespace:
     )
 
 
+def _is_tritons(x: Any) -> bool:
+    """Whether x is a part of Triton, or an object of one of its classes, such as a kernel."""
+    name = x.__name__ if isinstance(x, ModuleType) else type(x).__module__
+    return name.partition(".")[0] == "triton"
+
+
+def _has_kernels(name: str) -> bool:
+    """Whether a module of kernels was imported for Triton's compiler."""
+    here = name.startswith("slipstream.kernels.")
+    return here and any(map(_is_tritons, vars(sys.modules[name]).values()))
+
+
+def _replace(modules: dict[str, ModuleType | None]) -> None:
+    """Other modules under these names, or none, where `import` and `from package` look."""
+    for name, module in modules.items():
+        before = sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+        package, _, child = name.rpartition(".")
+        within = sys.modules.get(package)
+        if within is not None and vars(within).get(child) is before:
+            vars(within)[child] = module
+            if module is None:
+                del vars(within)[child]
+
+
 @contextmanager
 def emulated() -> Iterator[None]:
-    """Within, kernels are imported as functions for `launch`."""
+    """Within, kernels are imported as functions for `launch`, whatever was imported before."""
     gl = _language()
     names = {
         "gl": gl,
@@ -410,21 +458,11 @@ def emulated() -> Iterator[None]:
     fake["slipstream.kernels.primitives.semaphore"] = semaphore
     kept = dict(sys.modules)
     try:
-        for name in [n for n in sys.modules if n.startswith(_ANEW)]:
-            del sys.modules[name]
-        sys.modules.update(fake)
+        _replace(dict.fromkeys(filter(_has_kernels, kept)) | fake)
         yield
     finally:
-        made = {n: x for n, x in sys.modules.items() if kept.get(n) is not x}
-        for name in made.keys() - kept.keys():
-            del sys.modules[name]
-        sys.modules.update(kept)
-        for name, module in made.items():  # `from package import module` looks there
-            package, _, child = name.rpartition(".")
-            if getattr(kept.get(package), child, None) is module:
-                delattr(kept[package], child)
-                if name in kept:
-                    setattr(kept[package], child, kept[name])
+        made = {n: kept.get(n) for n, x in sys.modules.items() if kept.get(n) is not x}
+        _replace(made | {n: x for n, x in kept.items() if n not in sys.modules})
 
 
 def kernel(path: str) -> Any:
@@ -461,7 +499,8 @@ def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -
 
 
 def _run(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> None:
-    _LOCAL.program, _LOCAL.stores = (i, programs), []
+    _LOCAL.program, _LOCAL.queue, _LOCAL.stores = (i, programs), [], []
+    _LOCAL.partitions = Partitions(1)
     _LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
     with np.errstate(all="ignore"):  # as of parts
         kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)

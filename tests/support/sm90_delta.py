@@ -98,7 +98,6 @@ class Run:
         given = [Descriptor(terms.k, self.H * self.K, C, self.K), r, Pointer(self.r), g]
         given += map(Pointer, (beta, self.rows, self.growth))
         args = (*given, cu, self.T, terms.sequences, self.HV, self.H)
-        threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
         threads.launch(kernels().solve, self.chunks * self.HV, args, **flags, BASE=16)
 
     def count(self, tokens: int) -> int:

@@ -80,7 +80,6 @@ def prepared(
     rest = (*given[4:], *made.values())
     tensors = [*tiles, *(None if x is None else emulator.Pointer(x) for x in rest)]
     cu = None if terms.cu_seqlens is None else emulator.Pointer(terms.cu_seqlens)
-    threads._LOCAL.queue, threads._LOCAL.errors = [], []
     of_all = {"K": K, "V": V, "DELTA": of_delta, "CHANNEL": True}
     of_all |= {"PACKED": cu is not None, "LIMIT": limits[0], "APART": limits[1] * gated}
     sizes = T, N, HV, H, terms.row_heads

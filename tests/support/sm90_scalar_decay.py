@@ -7,7 +7,6 @@ Sums, masks, rings, phases and segments are those of the kernel; layouts and rou
 import functools
 import importlib
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -47,8 +46,6 @@ def emulated() -> Iterator[None]:
 @functools.cache
 def module(name: str) -> ModuleType:
     with emulated():
-        for file in ("chunk_fwd", "chunk_bwd", "state_scan"):
-            sys.modules.pop(f"{MODULES}.{file}", None)  # which come back after this
         return importlib.import_module(f"{MODULES}.{name}")
 
 

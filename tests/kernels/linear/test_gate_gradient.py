@@ -95,8 +95,6 @@ def sm90_modules(family: str) -> dict[str, ModuleType]:
         vars(sys.modules["slipstream.kernels.primitives.gluon_compat"].gl).update(
             language() | {"associative_scan": emulator._scan}
         )
-        for name in [x for x in sys.modules if x.startswith(SM90)]:
-            del sys.modules[name]
         found = {x: importlib.import_module(f"{SM90}{family}.{x}") for x in files[family]}
         inverse = importlib.import_module(f"{SM90}common.tril_inverse")
         vars(inverse)["halves"] = lambda b: (b, 0.0 * b)

@@ -72,7 +72,6 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 for n, x in flags.items()
                 if n not in COMPILERS
             }
-            threads._LOCAL.queue, threads._LOCAL.errors = [], []
             threads.launch(getattr(kernels(), NAMES[name]), grid[0], given, **flags)
 
         class Launch:

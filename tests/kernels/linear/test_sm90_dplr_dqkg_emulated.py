@@ -60,9 +60,6 @@ def assembly(text: str, constraints: str, given: list, **options: Any) -> Any:
 @functools.cache
 def kernels() -> SimpleNamespace:
     with emulator.emulated():
-        parts = ("dqkg_device", "subchunk_decay", "dqkg", "intra_safe_bwd_device", "intra_safe_bwd")
-        for name in parts:
-            sys.modules.pop(f"{PACKAGE}.{name}", None)
         gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
         gluon.gl.inline_asm_elementwise = assembly
         gluon.gl.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
@@ -240,7 +237,6 @@ def gradients(scanned: Scanned, kernel: str) -> dict[str, Tensor]:
     if marks > 0:
         flags |= {"LIMIT": LIMITS.get(kernel, 80.0), "SHIFT": 80.0}
         args = (*pointers(*given, terms.g), *read, *pointers(strong), *rest, SCALE, *sizes)
-        threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
         threads.launch(kernels().levels, 2 * chunks * HV, args, BK=BK, **flags)
     return made
 

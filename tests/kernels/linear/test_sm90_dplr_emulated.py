@@ -7,7 +7,6 @@ Sums, masks, indices and barriers are those of the kernels; layouts and rounding
 import functools
 import importlib
 import itertools
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -38,8 +37,6 @@ def kernels() -> SimpleNamespace:
         associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
     )
     with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
-        for name in [x for x in sys.modules if x.startswith(PARTS)]:
-            del sys.modules[name]
         own = ("wy", "by_quarters", "solve_tril", "blocks", "intra_safe")
         own = (*own, "chunk_fwd", "chunk_dstate")
         names = ["common.tril_inverse", *(f"dplr.{name}" for name in own)]
@@ -95,7 +92,6 @@ class Scan:
         if kernel is kernels().scan:
             sizes.insert(3, self.HV if self.o is None else self.o.stride(1) // self.ends[3])
         args = (*descriptors, *given, *sizes)
-        threads._LOCAL.queue, threads._LOCAL.errors = [], []
         threads.launch(kernel, many * self.HV * self.slots, args, **self.flags, **flags)
 
     def forward(self, start: Tensor | None, o: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -62,8 +62,6 @@ OF_SMALL = [
 def kernels() -> SimpleNamespace:
     with emulator.emulated():
         vars(sys.modules["slipstream.kernels.primitives.gluon_compat"].gl).update(language())
-        for name in [x for x in sys.modules if x.startswith(PARTS)]:
-            del sys.modules[name]
         made = [importlib.import_module(f"{PARTS}dplr.{name}") for name in ("wy", "intra_safe")]
     return SimpleNamespace(
         weak=made[0].dplr_wy_sm90_kernel, strong=made[1].dplr_intra_safe_sm90_kernel

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.gluon_emulator import threads
 from tests.gluon_emulator.linear import emulated, without
 from tests.support.sm90_delta import C, Run, fused, inputs, kernels
 
@@ -90,9 +89,8 @@ WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str
     "name",
     [pytest.param(x, marks=pytest.mark.slow if x in ("scan", "fused") else ()) for x in WAYS],
 )
-def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_is_wanted(name: str) -> None:
     file, files, runs, could_go = WAYS[name]
-    monkeypatch.setattr(threads, "_WAIT", 0.5)
     K = C if name == "fused" else 16
     run = Run(inputs((290, 1, 2, K, 32, (5, 0, 64, 221), True, True)))
     runs(run, name)

@@ -181,7 +181,6 @@ SHARED_ALONE = [
 def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those that only a shared S has, and two: that scores are free is said by the stage,
     of which there are as many, and that a stage is full by its scores."""
-    monkeypatch.setattr(threads, "_WAIT", 0.5)
     wide = module("chunk_fwd")
     terms = inputs((150, 1, 1, 1, True, True), WIDTHS[1])
     do, end = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)

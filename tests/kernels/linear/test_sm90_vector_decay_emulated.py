@@ -7,7 +7,6 @@ Sums, masks, rings, phases and segments are those of the kernel; layouts and rou
 import functools
 import importlib
 import itertools
-import sys
 from typing import Any
 from unittest import mock
 
@@ -71,9 +70,6 @@ def kernel(name: str) -> Any:
         emulator.emulated(),
     ):
         language.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
-        sys.modules.pop("slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd", None)
-        for part in ("intra", "chunk_fwd", "chunk_dqk", "segment_transition"):
-            sys.modules.pop(f"{MODULES}{part}", None)  # which come back after this
         module = importlib.import_module(f"{MODULES}{name}")
         return getattr(module, f"vector_decay_{name.replace('chunk_dqk', 'dqk')}_sm90_kernel")
 
