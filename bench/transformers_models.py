@@ -248,7 +248,7 @@ def measure(report: Report, children: list[Child]) -> None:
     """Once all are ready or have had their time, each in turn has its GPU for itself."""
     limit = report.start + report.options.seconds
     begun = time.perf_counter()
-    until = begun + COMPILING * (limit - begun)
+    until = begun + (1 if report.options.once else COMPILING) * (limit - begun)
     ready = []
     for one in children:
         told, late = next_of(one, until)

@@ -8,13 +8,13 @@
 CHECKOUT is a clone of causal-conv1d, flash-attention, flash-linear-attention or mamba. Test
 files are taken as they are, but that
 
-- references (selective_scan_ref) and other names that slipstream.compat does not have come from the
-  checkout where they are plain torch; a test that calls another such name is skipped,
+- references (selective_scan_ref, naive_kda) and other names that slipstream.compat does not have
+  come from the checkout where they are plain torch; a test that calls another such name is skipped,
 - without a GPU "cuda" in them is "cpu".
 
-Each file is a process of pytest, without the peers' own configuration. Printed are counts and the
-tests that fail, with the first line of why. Needs pytest and einops; fla's tests of layers and
-models also its files (tests/compat/test_fla_interop.py says which).
+Each file is a process of pytest, without the peers' own configuration. Printed are counts, the
+tests that fail, with the first line of why, and why cases were skipped. Needs pytest and einops;
+fla's tests of layers and models also its files (tests/compat/test_fla_interop.py says which).
 """
 
 import argparse
@@ -80,12 +80,21 @@ _RUN = (ast.Import, ast.ImportFrom, ast.Try, ast.FunctionDef, ast.Assign)
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Imports of a peer's names as calls of `wanted`; "cuda" as the device there is."""
+    """Imports of a peer's names as calls of `wanted`; "cuda" as the device there is.
+
+    package: which the file is in; "" of a test, whose relative imports are of files beside it.
+    """
+
+    def __init__(self, package: str = "") -> None:
+        self.package = package
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         module = node.module or ""
-        if node.level:  # a file beside this one
+        if node.level and not self.package:
             return ast.ImportFrom(node.module, node.names, 0)
+        if node.level:
+            parts = self.package.split(".")
+            module = ".".join([*parts[: len(parts) - node.level + 1], *module.split(".")])
         if module.partition(".")[0] not in SUITES:
             return node
         lines = [
@@ -100,8 +109,9 @@ class _Rewrite(ast.NodeTransformer):
         return node
 
 
-def rewritten(path: Path) -> ast.Module:
-    return ast.fix_missing_locations(_Rewrite().visit(ast.parse(path.read_text("utf-8"))))
+def rewritten(path: Path, package: str = "") -> ast.Module:
+    tree = ast.parse(path.read_text("utf-8"))
+    return ast.fix_missing_locations(_Rewrite(package).visit(tree))
 
 
 def wanted(module: str, name: str) -> Any:
@@ -110,12 +120,16 @@ def wanted(module: str, name: str) -> Any:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name == "FLA_CACHE_MODE":  # of fla's tiles, by which its tests leave cases out
         return SimpleNamespace(uses_default_config=lambda: False)
-    if name.endswith("_ref") and name in plain(module):
+    if is_reference(name) and name in plain(module):
         return plain(module)[name]
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return plain(module).get(name) or _skips(f"{module}.{name}")
+
+
+def is_reference(name: str) -> bool:
+    return name.endswith("_ref") or name.startswith("naive_")
 
 
 def _skips(name: str) -> Callable[..., None]:
@@ -131,7 +145,7 @@ def _skips(name: str) -> Callable[..., None]:
 @cache
 def plain(module: str) -> dict[str, Any]:
     """Names of a checkout's module that run by themselves: imports that there are, constants,
-    functions that have no decorators and launch no kernels; but slipstream.compat's functions,
+    functions that run as they stand and launch no kernels; but slipstream.compat's functions,
     where it has one that is no reference."""
     base = Path(os.environ[CHECKOUT], *module.split("."))
     path = next((x for x in (base.with_suffix(".py"), base / "__init__.py") if x.exists()), None)
@@ -140,10 +154,11 @@ def plain(module: str) -> dict[str, Any]:
     except ImportError:
         ours = {}
     names: dict[str, Any] = {"__name__": module}
-    for statement in rewritten(path).body if path else ():
+    package = module if path and path.stem == "__init__" else module.rpartition(".")[0]
+    for statement in rewritten(path, package).body if path else ():
         if isinstance(statement, ast.FunctionDef):
             name = statement.name
-            if name in ours and not name.endswith("_ref"):
+            if name in ours and not is_reference(name):
                 names[name] = ours[name]
                 continue
             if not _is_plain(statement):
@@ -159,7 +174,8 @@ def plain(module: str) -> dict[str, Any]:
 
 def _is_plain(function: ast.FunctionDef) -> bool:
     calls = (x.func for x in ast.walk(function) if isinstance(x, ast.Call))
-    return not function.decorator_list and not any(isinstance(x, ast.Subscript) for x in calls)
+    decorators = {ast.unparse(x) for x in function.decorator_list} - {"torch.compiler.disable"}
+    return not decorators and not any(isinstance(x, ast.Subscript) for x in calls)
 
 
 def beside(path: Path) -> set[Path]:
@@ -191,6 +207,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 _FOUND: Counter[str] = Counter()
 _FAILED: list[str] = []
+_WHY_SKIPPED: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -200,8 +217,12 @@ def pytest_runtest_logreport(report: Any) -> None:
         crash = getattr(report.longrepr, "reprcrash", None)
         why = str(crash.message if crash else report.longrepr).strip().splitlines()
         _FAILED.append(f"{report.nodeid.partition('::')[2]}: {why[0][:160] if why else ''}")
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _WHY_SKIPPED[str(report.longrepr[2]).removeprefix("Skipped: ")[:160]] += 1
     # after each: a file may run out of time
-    Path(os.environ["SLIPSTREAM_PEER_FOUND"]).write_text(json.dumps([_FOUND, _FAILED]))
+    Path(os.environ["SLIPSTREAM_PEER_FOUND"]).write_text(
+        json.dumps([_FOUND, _FAILED, _WHY_SKIPPED])
+    )
 
 
 def run_file(checkout: Path, package: str, path: Path, sample: int, seconds: float) -> Counter[str]:
@@ -238,8 +259,9 @@ def run_file(checkout: Path, package: str, path: Path, sample: int, seconds: flo
                 return Counter()
         if not found.exists():
             return Counter(failed=1)
-        counts, failures = json.loads(found.read_text())
+        counts, failures, why_skipped = json.loads(found.read_text())
         print(*(f"failed: {x}" for x in failures), sep="\n")
+        print(*(f"skipped {n}: {x}" for x, n in why_skipped.items()), sep="\n")
         return Counter(counts)
 
 

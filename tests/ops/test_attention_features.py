@@ -16,6 +16,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "slopes by sequence": {"alibi_slopes": torch.rand(3, 4), "cu_seqlens": CU},
     "sinks": {"sinks": torch.randn(4), "window_size": 4},
     "gate": {"g": -torch.rand(1, 20, 4)},
+    "gate that rises": {"g": torch.randn(1, 20, 4)},
     "gate, packed": {"g": -torch.rand(1, 20, 4), "cu_seqlens": CU, "sinks": torch.randn(4)},
     "apart": {"cu_seqlens": CU, "cu_seqlens_k": CU_K, "softcap": 3.0},
     "apart, used": {"cu_seqlens": CU, "cu_seqlens_k": CU_K, "key_lengths": torch.tensor([4, 0, 9])},

@@ -319,7 +319,7 @@ def _scores(
         x = x - sequence_slopes(block.slopes, where) * distance(where)[:, None].abs()
     if block.G is not None:
         between = take(block.G, where.q_key)[..., None] - block.G[:, :, None, keys]
-        x = x + between.clamp(max=0.0).to(x.dtype)
+        x = x + between.to(x.dtype)
     if block.bounded and options.left < 0 and options.right < 0:
         return x, slope
     return x.masked_fill_(~visible(where, options)[:, None], -torch.inf), slope
