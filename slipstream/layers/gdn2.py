@@ -119,7 +119,8 @@ class GatedDeltaNet2(DeltaHeads):
         terms = {"A_log": A_log, "dt_bias": dt_bias, "z_activation": "sigmoid"}
         terms |= {"g": self._of_values(f), "beta": self._of_values(b)}
         terms |= {"write": w.unflatten(-1, (self.num_v_heads, self.head_v_dim))}
-        return self._step_of_mixer(qkv, self.g_up(z), state, conv, residual, **terms)
+        z = projections.by_rows(z, self.g_up)
+        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """g, b [B, T, H, K] and w [B, T, HV, V]"""

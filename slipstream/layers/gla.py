@@ -151,7 +151,7 @@ class GatedLinearAttention(Mixer):
     ) -> Tensor:
         layers = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_down
         q, k, v, z, raw = projections.linears(x, layers, norm)
-        raw = self.gk_up(raw)
+        raw = projections.by_rows(raw, self.gk_up)
         q, k, v, raw = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, raw))
         y = decoding.mixer(
             q,

@@ -156,4 +156,5 @@ class KimiDeltaAttention(DeltaHeads):
         qkv, beta, f, z = projections.linears(x, layers, norm)
         g = self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim))
         terms = {"g": g, "lower_bound": self.lower_bound, "beta": beta, "z_activation": "sigmoid"}
-        return self._step_of_mixer(qkv, self.g_up(z), state, conv, residual, **terms)
+        z = projections.by_rows(z, self.g_up)
+        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)

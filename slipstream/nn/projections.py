@@ -63,6 +63,12 @@ def projected(x: Tensor, layer: nn.Linear, residual: Tensor | None) -> Tensor:
     return _call(x, [layer], None, residual=residual.flatten(0, 1))
 
 
+def by_rows(x: Tensor, layer: nn.Module) -> Tensor:
+    """layer(x) of x [N, T, D], called on its rows: of a part of wider ones torch adds the bias in a
+    launch of its own if there are three dimensions."""
+    return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
 def gated_mlp(mlp: GatedMLP, x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
     """mlp(norm(x)) + residual"""
     layers = [mlp.gate_proj, mlp.up_proj]

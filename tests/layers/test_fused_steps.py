@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.layers import (
     DeltaNet,
@@ -79,6 +80,33 @@ def test_step_is_one_operator(name: str, off_host: list[str]) -> None:
     torch.testing.assert_close(torch.cat(y, 1), want[:, 9:], rtol=1e-4, atol=1e-4)
     for key, value in end.items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
+@torch.no_grad()
+def test_bias_is_added_within_its_product(
+    name: str, off_host: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second matrix of a gate sees a part of what one launch has made of x."""
+    monkeypatch.setattr(projections, "_on_device", lambda x: True)
+    options = {} if name == "gla" else {"gate_bias": True}
+    kind = {"gla": GatedLinearAttention, "kda": KimiDeltaAttention, "gdn2": GatedDeltaNet2}[name]
+    layer: Any = kind(D, 2, **options).eval()
+    bias = (layer.gk_up if name == "gla" else layer.g_up).bias
+    _, state = layer(torch.randn(3, 5, D), use_cache=True)
+    readers: list[str] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if any(x is bias for x in args):
+                readers.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Recorded():
+        layer.step(torch.randn(3, 1, D), state)
+    assert readers == ["aten::addmm"]
 
 
 @torch.no_grad()
