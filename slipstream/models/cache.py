@@ -102,6 +102,8 @@ class LayerState(CacheLayerMixin):
         moved = True
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in state.values())
         self.token_states, self.rounded_keys = mixer.token_states, mixer.rounded_keys
+        if self.rollback is not None and not self.is_initialized:
+            self.rollback.first = self.seen
         if not with_gradients:
             state = self._rounded(state)
         if with_gradients:

@@ -106,6 +106,7 @@ class Segment:
 class Rollback:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
+        self.first = 0  # columns before the first token: padding
 
     def add(self, record: Record, seen: int, state: State | None) -> None:
         """Before the call that `record` is of; `state` is the one after `seen` tokens."""
@@ -124,11 +125,13 @@ class Rollback:
         self.segments[-1].records[-1].mlp_x = x.clone()
 
     def segments_to(self, token: int) -> list[Segment]:
-        """Those up to the one that `token` tokens end in.
+        """Those up to the one that `token` tokens end in; none where no token is left.
 
         Raises:
             ValueError: there is no state as old as that, or a call with padding lies there.
         """
+        if token <= self.first:
+            return []
         usable = [segment for segment in self.segments if segment.begin <= token]
         if not usable:
             oldest = self.segments[0].begin if self.segments else None
@@ -144,9 +147,10 @@ class Rollback:
 
     def back_to(self, token: int) -> tuple[State | None, Record | None]:
         """The state to begin with and the calls from there to `token`; what is later is dropped."""
-        usable = self.segments_to(token)
+        self.segments = usable = self.segments_to(token)
+        if not usable:
+            return None, None
         last, records, at = usable[-1], [], usable[-1].begin
-        self.segments = usable
         for record in last.records:
             if at < token:
                 count = min(record.tokens, token - at)

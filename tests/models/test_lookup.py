@@ -104,6 +104,21 @@ def test_pad_token_among_new_tokens_keeps_drafts(at: int) -> None:
     assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+def test_assistant_forgets_all_of_a_short_prompt(padding: int) -> None:
+    """transformers' loop has it draft again from one token before what the model accepted."""
+    model, prompt = make("mamba2", "mla")
+    assistant, _ = make("mamba2")
+    assistant.generation_config.num_assistant_tokens = 1
+    prompt = torch.cat([prompt.new_zeros(1, padding), prompt[:, :1]], 1)
+    mask = torch.ones_like(prompt)
+    mask[:, :padding] = 0
+    options = {**GREEDY, "max_new_tokens": 4, "attention_mask": mask, "eos_token_id": None}
+    want = model.generate(prompt, pad_token_id=0, **options)
+    found = model.generate(prompt, assistant_model=assistant, pad_token_id=0, **options)
+    assert torch.equal(found, want)
+
+
 def test_busy_assistant_is_asked_again_later() -> None:
     model, prompt = make("gated_deltanet", "attention")
     options = {**GREEDY, "eos_token_id": None}

@@ -126,6 +126,27 @@ def test_crop_forgets_tokens(name: str) -> None:
     assert addresses(cache) == at
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+@every_kind
+@torch.no_grad()
+def test_crop_forgets_all_tokens(name: str, padding: int) -> None:
+    """Of a prompt of any length: what came before its first token is known."""
+    m, ids = model(name), tokens(1, 80)
+    want = m(ids[:, 75:]).logits
+    for count in (1, 5, 70):
+        cache = StateCache(len(m.model.layers))
+        cache.activate_past_recording()
+        padded = torch.cat([ids.new_zeros(1, padding), ids[:, :count]], 1)
+        mask = torch.ones_like(padded)
+        mask[:, :padding] = 0
+        m(padded, cache=cache, use_cache=True, attention_mask=mask)
+        cache.crop(-count)
+        assert cache.get_seq_length() == padding
+        for _ in range(2):
+            assert_same(m(ids[:, 75:], cache=cache, use_cache=True).logits, want)
+            cache.crop(-5)
+
+
 @torch.no_grad()
 def test_crop_remembers_a_window_and_no_more() -> None:
     m, ids = model("gated_deltanet"), tokens(1, 400)
