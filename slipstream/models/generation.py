@@ -220,7 +220,14 @@ class Generation(_Base):
         **kwargs: Any,
     ) -> Any:
         """transformers' loop, or greedy steps that verify drafts by graphs; without drafts where
-        padding comes after tokens, from which a state could not go back."""
+        padding comes after tokens, from which a state could not go back.
+
+        Raises:
+            NotImplementedError: drafts by layers of the model itself, or from its hidden states.
+        """
+        for name in ("assistant_early_exit", "speculation_type"):
+            if (value := getattr(generation_config, name, None)) is not None:
+                raise NotImplementedError(f"{name}: want None, got {value!r}")
         rest = synced_gpus, streamer
         if lookup.has_holes(kwargs.get("attention_mask")):
             own = {name: x for name, x in kwargs.items() if name not in _OF_THE_LOOP}

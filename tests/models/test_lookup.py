@@ -119,6 +119,17 @@ def test_assistant_forgets_all_of_a_short_prompt(padding: int) -> None:
     assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("mixer", ["gla", "rwkv7"])
+def test_drafts_of_another_kind_are_refused_by_name(mixer: str) -> None:
+    model, prompt = make(mixer)
+    with pytest.raises(NotImplementedError, match="^assistant_early_exit: want None, got 1"):
+        model.generate(prompt, assistant_early_exit=1, **GREEDY)
+    options = {"assistant_model": copy.deepcopy(model), "speculation_type": "dflash"}
+    if hasattr(model.generation_config, "speculation_type"):  # since transformers 5.24
+        with pytest.raises(NotImplementedError, match="^speculation_type: want None, got 'dflash'"):
+            model.generate(prompt, **options, **GREEDY)
+
+
 def test_busy_assistant_is_asked_again_later() -> None:
     model, prompt = make("gated_deltanet", "attention")
     options = {**GREEDY, "eos_token_id": None}
