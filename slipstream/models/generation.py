@@ -50,6 +50,13 @@ class Generation(_Base):
         finally:
             self.decoding.end()
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses generate_batch and the like, which page keys and values and know no states."""
+        raise NotImplementedError(
+            "continuous batching: is not implemented; StateCache.pool() steps sequences that come "
+            "and go"
+        )
+
     def _expect_steps(self) -> None:
         """Refuses mixers to which the tokens generated so far are no past."""
         for i, block in enumerate(self.model.layers):  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,10 +19,10 @@ from slipstream.runtime.token_ids import clamped, expect_ids
 
 
 def expect_int(name: str, n: Any) -> None:
-    if isinstance(n, (int, torch.SymInt)):
+    if isinstance(n, torch.SymInt):
         return
     try:
-        operator.index(n)
+        operator.index(None if isinstance(n, bool) else n)  # as an index True is a mask
     except TypeError:
         raise TypeError(f"{name}: want an int, got {type(n).__name__}") from None
 

@@ -114,19 +114,21 @@ def test_assistant_forgets_all_of_a_short_prompt(padding: int) -> None:
     mask = torch.ones_like(prompt)
     mask[:, :padding] = 0
     options = {**GREEDY, "max_new_tokens": 4, "attention_mask": mask, "eos_token_id": None}
-    want = model.generate(prompt, pad_token_id=0, **options)
-    found = model.generate(prompt, assistant_model=assistant, pad_token_id=0, **options)
+    want = model.generate(prompt, **options)
+    found = model.generate(prompt, assistant_model=assistant, **options)
     assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("mixer", ["gla", "rwkv7"])
 def test_drafts_of_another_kind_are_refused_by_name(mixer: str) -> None:
     model, prompt = make(mixer)
-    with pytest.raises(NotImplementedError, match="^assistant_early_exit: want None, got 1"):
+    with pytest.raises(NotImplementedError, match=r"^assistant_early_exit: want None, got 1"):
         model.generate(prompt, assistant_early_exit=1, **GREEDY)
     options = {"assistant_model": copy.deepcopy(model), "speculation_type": "dflash"}
     if hasattr(model.generation_config, "speculation_type"):  # since transformers 5.24
-        with pytest.raises(NotImplementedError, match="^speculation_type: want None, got 'dflash'"):
+        with pytest.raises(
+            NotImplementedError, match=r"^speculation_type: want None, got 'dflash'"
+        ):
             model.generate(prompt, **options, **GREEDY)
 
 

@@ -1,6 +1,7 @@
 """A pool of sequences that come and go: the tokens of each are those of decoding it alone."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +225,16 @@ def test_pool_refuses_what_is_none() -> None:
     for pool, other in ((cache.pool(3), rounded), (rounded.pool(3), cache.copy())):
         with pytest.raises(ValueError, match="state_dtype"):
             pool.put(0, other)
+
+
+def test_continuous_batching_is_refused_by_name() -> None:
+    """transformers' would take most of the memory for pages, and the process with it."""
+    m: Any = model("rwkv7")
+    calls = [m.generate_batch, m.init_continuous_batching]
+    calls += [lambda _: m.continuous_batching_context_manager().__enter__()]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="continuous batching: is not implemented"):
+            call([[1, 2, 3]])
 
 
 @pytest.mark.parametrize("max_length", [None, 5])

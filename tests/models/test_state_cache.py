@@ -475,7 +475,8 @@ def test_counts_are_refused_by_name() -> None:
     m, cache = model("attention"), StateCache(2)
     m(tokens(1, 5), cache=cache, use_cache=True)
     calls: list[Any] = [cache.crop, cache.reserve, cache.batch_repeat_interleave, StateCache]
+    calls += [cache.copy, cache.pool]
     for call in calls:
-        for given in (1.5, "1", [1]):
+        for given in (1.5, "1", [1], True):
             with pytest.raises(TypeError, match=r"^\w+: want an int, got"):
                 call(given)
