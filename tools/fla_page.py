@@ -100,9 +100,9 @@ Transformer's `generate` is an error of its attention; give it `attention_mask`.
 {layers}
 
 Parameters have other names, and projections of one input are one matrix. With fla's weights in
-place the results are the same: of `KimiDeltaAttention` and `GatedDeltaNet2` with
+place the results are the same: of `KimiDeltaAttention`, `PrecondKDA` and `GatedDeltaNet2` with
 `gate_bias=True`, of `MultiScaleRetention` with `norm_affine=True`. Comba's are not: fla normalises
-p.
+p. [slipstream convert](convert.md) moves a model's weights.
 
 ## What is different
 
@@ -146,6 +146,9 @@ LAYERS = {
     "kda": "KimiDeltaAttention",
     "lightnet": "LightNetAttention",
     "mamba2": "Mamba2",
+    "mamba3": "Mamba3",
+    "precond_gated_deltanet": "PrecondGatedDeltaNet",
+    "precond_kda": "PrecondKDA",
     "retention": "MultiScaleRetention",
     "rwkv6": "RWKV6Attention",
     "rwkv7": "RWKV7Attention",
