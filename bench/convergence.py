@@ -261,6 +261,7 @@ def in_turns(runs: Sequence[list[str]], options: Sequence[str], report: Report) 
             done.set()
         if failure := one.failure():
             report.failures.append(f"{one.name}: {failure}")
+            print(report.failures[-1][:600], flush=True)
         one.end()
 
     def of_gpu(number: int) -> None:
