@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = dict(os.environ)  # that of all tests: one may have its own when a server starts
 # what is imported before the forks, by kind
 PRELOADED = {"interpreter": ("pytest", "tests.support.operators"), "torch": ("torch",)}
+OF_KIND = {"interpreter": {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}, "torch": {}}
 
 
 @functools.cache
 def _server(kind: str) -> subprocess.Popen:
     """Ends when its stdin is closed, with this process."""
-    interpreted = {"TRITON_INTERPRET": "1"} if kind == "interpreter" else {}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.forked", kind],
-        env={**os.environ, **interpreted, "PYTHONPATH": str(ROOT)},
+        env={**ENVIRONMENT, **OF_KIND[kind], "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -39,8 +40,9 @@ def _server(kind: str) -> subprocess.Popen:
     )
 
 
-def _reply(kind: str, **request: Any) -> tuple[int, str, str]:
+def _reply(kind: str, env: Mapping[str, str] | None, **request: Any) -> tuple[int, str, str]:
     """Exit status, stdout and stderr."""
+    request["env"] = {**(os.environ if env is None else env), **OF_KIND[kind]}
     server = _server(kind)
     assert server.stdin is not None and server.stdout is not None
     try:
@@ -56,7 +58,7 @@ def _reply(kind: str, **request: Any) -> tuple[int, str, str]:
 
 def run_script(script: str, *arguments: str) -> tuple[int, str]:
     """Status of `python -m script arguments` under the interpreter, and what it printed."""
-    status, out, error = _reply("interpreter", script=script, arguments=arguments)
+    status, out, error = _reply("interpreter", None, script=script, arguments=arguments)
     return status, out + error
 
 
@@ -65,8 +67,7 @@ def run_code(
 ) -> subprocess.CompletedProcess:
     """`python -c code arguments`, or of a path `python FILE arguments`; torch is there at once."""
     words = [str(x) for x in arguments]
-    environment = dict(os.environ if env is None else env)
-    status, *texts = _reply("torch", code=str(code), arguments=words, env=environment)
+    status, *texts = _reply("torch", env, code=str(code), arguments=words)
     return subprocess.CompletedProcess([sys.executable, str(code), *words], status, *texts)
 
 
@@ -77,9 +78,8 @@ def _in_child(request: dict[str, Any], outputs: tuple[int, int]) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, output in enumerate(outputs, 1):
             os.dup2(output, number)
-        if "env" in request:
-            os.environ.clear()
-            os.environ.update(request["env"])
+        os.environ.clear()
+        os.environ.update(request["env"])
         if "script" in request:
             sys.argv = [request["script"], *request["arguments"]]
             runpy.run_module(request["script"], run_name="__main__", alter_sys=True)
