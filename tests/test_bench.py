@@ -1,14 +1,13 @@
 """bench/: every script runs at tiny sizes on a CPU, and rows go where the README says."""
 
 import datetime
-import importlib
 import io
 import itertools
 import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,29 +18,22 @@ import torch
 from slipstream import ops
 from slipstream.tools.catalog import chosen
 from tests.support.forked import run_script
+from tests.support.scripts import script
 
 BENCH = Path(__file__).parents[1] / "bench"
 DOCS = BENCH.parent / "docs"
 README = (BENCH / "README.md").read_text()
 MODULES = ("decode_drafts", "decode_serving", "harness", "processes", "snapshots")
 SCRIPTS = [x.stem for x in sorted(BENCH.glob("*.py")) if x.stem not in MODULES]
-
-
-def script(name: str) -> Any:
-    """A module of bench/, which is no package."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCH))
-
-
-harness, linear = script("harness"), script("linear")
+harness, linear = script("bench/harness"), script("bench/linear")
 
 
 @pytest.fixture(autouse=True)
-def _records_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _records_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)  # bench/matmul.py sets it
 
 
 def rows(captured: str) -> list[dict[str, str]]:
@@ -84,7 +76,7 @@ def test_small_run(
     whole = ("training", "transformers_models", "convergence")
     if name in whole or re.search("generate|--cpu|drafts", arguments):
         pytest.importorskip("transformers")
-    script(name).main(["--small", *arguments.split()])
+    script(f"bench/{name}").main(["--small", *arguments.split()])
     found = rows(capsys.readouterr().out)
     assert len(found) >= many
     assert list(tmp_path.iterdir()) == []
@@ -109,7 +101,7 @@ def test_process_of_a_first_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     told(monkeypatch, "go\n")
-    script("first_calls").main(["--small", "--child", "rms_norm"])
+    script("bench/first_calls").main(["--small", "--child", "rms_norm"])
     ready, found = map(json.loads, capsys.readouterr().out.splitlines())
     assert ready == {"ready": True} and found["call_s"] > 0 and found["again_ms"] > 0
 
@@ -117,7 +109,7 @@ def test_process_of_a_first_call(
 def test_process_of_a_state_of_the_sources(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    host = script("host")
+    host = script("bench/host")
     monkeypatch.setattr(host, "samples", lambda: {"rms_norm": chosen(["rms_norm"])[0]})
     threads = torch.get_num_threads()
     told(monkeypatch, "0\n1\n")
@@ -130,7 +122,7 @@ def test_process_of_a_state_of_the_sources(
 
 @pytest.mark.slow
 def test_first_calls_in_processes(capsys: pytest.CaptureFixture) -> None:
-    script("first_calls").main(["--small", "--only", "^rms_norm$"])
+    script("bench/first_calls").main(["--small", "--only", "^rms_norm$"])
     (row,) = rows(capsys.readouterr().out)
     assert float(row["cold_s"]) >= 0 and float(row["again_ms"]) > 0
 
@@ -138,16 +130,14 @@ def test_first_calls_in_processes(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.slow
 def test_two_states_of_the_sources_take_turns(capsys: pytest.CaptureFixture) -> None:
     given = ["--before", str(BENCH.parent), "--name", "same", "--starts", "1"]
-    script("host").main([*given, "--small", "--only", "^rms_norm"])
+    script("bench/host").main([*given, "--small", "--only", "^rms_norm"])
     found = rows(capsys.readouterr().out)
     assert {x["before"] for x in found} == {"same"} and len(found) >= 2
 
 
 def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows as the scripts write them today, behind those that are there."""
-    monkeypatch.syspath_prepend(str(BENCH.parent / "tools"))
-    tables: Any = importlib.import_module("performance_tables")
-    cells: Any = importlib.import_module("table_cells")
+    tables, cells = script("tools/performance_tables"), script("tools/table_cells")
     for path in (BENCH / "results").glob("*.csv"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(cells, "RESULTS", tmp_path)
@@ -162,7 +152,7 @@ def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("decode", "--only kda"),
         ("host", ""),
     ):
-        script(name).main(["--small", *arguments.split()])
+        script(f"bench/{name}").main(["--small", *arguments.split()])
     tables.read.cache_clear()
     try:
         made = tables.tables()
@@ -182,7 +172,7 @@ def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help(name: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
-        script(name).main(["--help"])
+        script(f"bench/{name}").main(["--help"])
     usage, _, described = capsys.readouterr().out.partition("\n\n")
     assert ended.value.code == 0 and f"bench/{name}.py" in described
     # commands of its docstring and of the documentation, but of lab notes, which are of their day
@@ -198,7 +188,7 @@ def test_one_seed_is_refused(capsys: pytest.CaptureFixture) -> None:
     """There are no gaps between one seed, which is said before anything is trained."""
     for count in ("1", "-1"):
         with pytest.raises(SystemExit):
-            script("convergence").main(["--small", "--seeds", count])
+            script("bench/convergence").main(["--small", "--seeds", count])
         assert "--seeds: want at least 2" in capsys.readouterr().err
 
 

@@ -1,20 +1,18 @@
 """Numbers of README.md and docs come from rows of bench/results (tools/claims.py)."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tools"))
+from tests.support.scripts import ROOT, script
 
-import claims  # noqa: E402
-import convergence_table  # noqa: E402
-import lab_notes  # noqa: E402
-import performance_tables  # noqa: E402
-from performance_tables import tables  # noqa: E402
-from table_cells import Row, is_number, number, read  # noqa: E402
+claims, convergence_table = script("tools/claims"), script("tools/convergence_table")
+lab_notes, performance_tables = script("tools/lab_notes"), script("tools/performance_tables")
+table_cells = script("tools/table_cells")
+tables = performance_tables.tables
+Row, is_number = table_cells.Row, table_cells.is_number
+number, read = table_cells.number, table_cells.read
 
 PAGES = [claims.name_of(x) for x in claims.pages()]
 STATED = "docs/performance.md"

@@ -1,21 +1,19 @@
 """tools/demo.py: what it draws and what its numbers are of."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.scripts import script
+
 pytest.importorskip("matplotlib")
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
-    yield importlib.import_module("demo")
-    sys.modules.pop("demo")
+def demo() -> Any:
+    return script("tools/demo")
 
 
 def test_running_mean(demo: Any) -> None:
