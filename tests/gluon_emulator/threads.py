@@ -22,37 +22,11 @@ import numpy as np
 
 import slipstream as slipstream  # before its Triton is replaced
 from tests.gluon_emulator import race_detector
-from tests.gluon_emulator.values import DTYPE, Descriptor, Pointer, Tensor, tensor
+from tests.gluon_emulator.buffer import _LOCAL, Buffer
+from tests.gluon_emulator.values import Descriptor, Pointer, Tensor, tensor
 
-_LOCAL = threading.local()
 _WAIT = 20.0
 _SLOTS = threading.Lock()
-
-
-class Buffer:
-    """Shared memory; poisoned until it is written."""
-
-    def __init__(self, data: np.ndarray) -> None:
-        self.data, self.shape, self.dtype = data, data.shape, DTYPE
-
-    def index(self, i: Any) -> Any:
-        return self.data[int(i), 0] if self.data.dtype == object else Buffer(self.data[int(i)])
-
-    def permute(self, order: tuple[int, ...]) -> "Buffer":
-        return Buffer(self.data.transpose(order))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
-        part = slice(start, start + length)
-        return Buffer(self.data[part] if dim == 0 else self.data[:, part])
-
-    def load(self, layout: Any) -> Tensor:
-        _LOCAL.part.loads(self.data)
-        return tensor(self.data.copy())
-
-    def store(self, values: Any) -> None:
-        assert self.shape == values.shape
-        _LOCAL.part.stores(self.data)
-        self.data[...] = values
 
 
 class Partitions:
