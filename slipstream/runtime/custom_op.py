@@ -95,8 +95,7 @@ class DirectCall:
                 self._expect(key, args)
         elif self._overload is not None and x.device.type not in ("cpu", "cuda"):
             return self._overload(*args)  # such as meta, which has no implementation
-        # as torch's dispatcher does: negated views as copies, which are written back
-        plain = tuple(y.resolve_neg() if isinstance(y, torch.Tensor) else y for y in args)
+        plain = _without_negation(args)
         if torch.is_autocast_enabled(x.device.type):
             result = self._without_autocast(*plain)
         else:
@@ -159,6 +158,14 @@ class DirectCall:
             return self.impl(*args)
         with torch.autocast(device, enabled=False):
             return self.impl(*args)
+
+
+def _without_negation(args: tuple) -> tuple:
+    """As torch's dispatcher does: negated views as copies, which are written back."""
+    for x in args:
+        if isinstance(x, torch.Tensor) and x.is_neg():
+            return tuple(y.resolve_neg() if isinstance(y, torch.Tensor) else y for y in args)
+    return args
 
 
 def _as_bases(results: Any, args: tuple) -> Any:

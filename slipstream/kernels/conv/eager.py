@@ -26,6 +26,7 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     refuse_transforms,
     save,
+    wants_gradient,
 )
 
 # rows whose products with all taps are in memory at once
@@ -99,7 +100,9 @@ def last_inputs(
 def _correlate(padded: Tensor, weight: Tensor) -> Tensor:
     if by_operation():
         return correlate_reference(padded, weight)
-    return _Correlate.apply(padded, weight)
+    if wants_gradient(padded, weight):
+        return _Correlate.apply(padded, weight)
+    return _dense(padded, weight, 0).data
 
 
 class _Correlate(Function):
@@ -150,8 +153,8 @@ def _dweight(padded: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     return dw.t()
 
 
-# Both ways of these two are row reads, which torch does twice as fast as the row writes that
-# autograd would make of one of them.
+# Forward and backward of these two only read rows. Autograd would make row writes of one of them,
+# which take torch twice as long.
 
 
 def _spread(

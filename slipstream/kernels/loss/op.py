@@ -19,6 +19,7 @@ from slipstream.runtime.autograd import (
     needs_autograd,
     once_differentiable,
     save,
+    wants_gradient,
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import is_triton
@@ -44,7 +45,14 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, options: LossInputs, impl
     if by_operation() or impl == "reference":
         return rows_reference(logits, target, options)
     expect_ids("target", target, logits.shape[1], options.ignore_index)
-    return _CrossEntropy.apply(logits, target, options)
+    if wants_gradient(logits):
+        return _CrossEntropy.apply(logits, target, options)
+    return as_base(_rows(logits, target, options).loss)
+
+
+def _rows(logits: Tensor, target: Tensor, options: LossInputs) -> eager.Rows:
+    touched = options.softcap or options.logit_scale != 1.0
+    return eager.rows(logits.clone() if touched else logits, target, options)
 
 
 def linear_cross_entropy(
@@ -79,8 +87,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs) -> Tensor:
-        touched = options.softcap or options.logit_scale != 1.0
-        r = eager.rows(logits.clone() if touched else logits, target, options)
+        r = _rows(logits, target, options)
         save(ctx, r.logp, r.lse, r.live, r.target, *anchors(logits))
         ctx.options = options
         return as_base(r.loss)

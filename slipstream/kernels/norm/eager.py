@@ -20,7 +20,14 @@ from torch import Tensor
 
 from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 from slipstream.kernels.norm.reference import rms_reference
-from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable, save
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    by_operation,
+    once_differentiable,
+    save,
+    wants_gradient,
+)
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -92,7 +99,14 @@ def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_reference(x, weight, eps)
     if weight is None:
         weight = x.new_ones(x.shape[-1])
-    return _Rms.apply(x, weight, eps)
+    return _Rms.apply(x, weight, eps) if wants_gradient(x, weight) else _rms(x, weight, eps)[0]
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y and the reciprocal root of the mean square of each row."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+    return (x * rstd).mul_(weight), rstd
 
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -105,10 +119,9 @@ class _Rms(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+        y, rstd = _rms(x, weight, eps)
         save(ctx, x, weight, rstd)
-        return (x * rstd).mul_(weight)
+        return y
 
     @staticmethod
     @once_differentiable
