@@ -63,11 +63,6 @@ class Arch:
             return (9, 4)
         return divmod(int(self.name.removeprefix("sm_")), 10)
 
-    @property
-    def precise(self) -> str:
-        """The fastest float32 dot that is right to float32."""
-        return "tf32x3" if "tf32x3" in self.precisions else "ieee"
-
 
 _FLOATS = ("fp16", "bf16", "tf32")
 _FP8 = (*_FLOATS, "fp8e4nv", "fp8e5")

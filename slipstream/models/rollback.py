@@ -1,4 +1,4 @@
-"""How a recurrent layer forgets tokens: from a copy of its state it runs again over those kept.
+"""How a recurrent layer forgets tokens: from a copy of its state it runs again over those it keeps.
 
     segments    each a copy of the state at some token, and what the mixer was called with since
 
@@ -109,9 +109,9 @@ class Rollback:
         self.first = 0  # columns before the first token: padding
 
     def add(self, record: Record, seen: int, state: State | None) -> None:
-        """Before the call that `record` is of; `state` is the one after `seen` tokens."""
+        """Called before the call that `record` describes; `state` is that after `seen` tokens."""
         last = self.segments[-1] if self.segments else None
-        # no record has columns of padding, nor those of padded rows: they lie between segments
+        # calls with padding have no records: they lie between segments
         if last is None or last.tokens >= WINDOW or last.end != seen:
             copies = None if state is None else {name: x.clone() for name, x in state.items()}
             self.segments.append(Segment(seen, copies, []))

@@ -26,7 +26,7 @@ def fuses(x: Tensor) -> bool:
 
 
 def takes_step(x: Tensor) -> bool:
-    """Whether x [N, 1, D] is one token each of sequences for the operators of decoding."""
+    """Whether x [N, 1, D] is one token of each of N sequences that decoding operators take."""
     return (
         x.dim() == 3
         and x.shape[1] == 1
@@ -42,7 +42,7 @@ def takes_step(x: Tensor) -> bool:
 def linears(
     x: Tensor, layers: Sequence[nn.Linear | None], norm: nn.Module | None = None
 ) -> list[Any]:
-    """layer(norm(x)) of each, None for those that are None."""
+    """layer(norm(x)) for each layer, None where the layer is None."""
     given = [layer for layer in layers if layer is not None]
     if not _plain(x, given):
         x = _normed(x, norm)
@@ -56,7 +56,7 @@ def projected(x: Tensor, layer: nn.Linear, residual: Tensor | None) -> Tensor:
     """layer(x) + residual, which may be None."""
     if residual is None:
         return layer(x)
-    # a long sum of several rows is one that torch's products share among programs
+    # torch's products share the long sums of several rows among programs, which is faster
     is_long = x.shape[0] > 1 and x.shape[-1] > 2 * residual.shape[-1]
     if is_long or not _plain(x, [layer]):
         return residual + layer(x)

@@ -52,19 +52,19 @@ def any_of(condition: bool, device: torch.device) -> bool:
     return summed([float(condition)], device)[0] > 0
 
 
-# In which torchrun ends the other ranks of a machine once the first has exited. It would end the
-# first too, perhaps before it has said why, if another exited earlier.
+# Within so many seconds torchrun ends the other ranks of a machine once the first has exited. If
+# another exited earlier, it would end the first too, perhaps before that has said why.
 SECONDS_FOR_FIRST = 10.0
 
-# What the libraries say where another process is gone.
+# What the communication libraries' errors say where another process is gone.
 _GONE = ("closed by peer", "reset by peer", "Socket closed", "remote process exited", "Broken pipe")
 
 
 @contextmanager
 def reported_once() -> Iterator[None]:
-    """For what every rank finds wrong alike, such as its config: the first of each machine raises
-    it at once, and torchrun then ends the others. A rank that is not ended raises it too: it may be
-    the only one that found something wrong, as where a file is missing for it alone."""
+    """For errors that every rank finds alike, such as a wrong config: the first of each machine
+    raises at once, and torchrun then ends the others. A rank that is not ended raises too: it may
+    be the only one with the error, as where a file is missing for it alone."""
     try:
         yield
     except (ValueError, TypeError, OSError, NotImplementedError):
@@ -76,7 +76,7 @@ def reported_once() -> Iterator[None]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Also where a run has a handler of its own, which would finish a step first."""
+    """SIGTERM ends the process at once, also where a run has a handler that would finish a step."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,10 +89,11 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 @contextmanager
 def others_needed() -> Iterator[None]:
-    """
+    """For code that needs all ranks.
+
     Raises:
-        OSError: another process of the run has ended, in place of what the library for messages
-            says of it.
+        OSError: another process of the run has ended. It takes the place of the communication
+            library's own error.
     """
     try:
         yield

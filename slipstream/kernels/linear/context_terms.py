@@ -1,4 +1,5 @@
-"""Shared by both ways to exchange states: the call, and the terms of a piece."""
+"""What both ways of exchanging states between ranks share: how the operator is called there, and
+the terms of a part of a sequence."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,7 +38,7 @@ def states_per_sequence(terms: LinearInputs) -> int:
 
 
 def terms_of(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
-    """One piece alone, without its state."""
+    """Tokens `begin` to `end` alone, without a state before them."""
     terms = terms.of_tokens(lambda x: x[:, begin:end])
     return terms._replace(initial_state=None, cu_seqlens=None)
 

@@ -25,7 +25,7 @@ from slipstream.runtime.guarded_launch import Guard
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, (delta_softplus, for_backward, impl) = ScanInputs(*args[:10]), args[10:]
     if _has_no_states(inputs):
-        return _without_states(inputs, delta_softplus, *args[11:])
+        return _without_states(inputs, delta_softplus, for_backward, impl)
     first = impl.partition("|")[0]
     with _guard(impl, inputs) as usable:
         if usable and first == "sm90":
@@ -126,10 +126,10 @@ def _mismatch(like: ScanInputs, kernels: str) -> str | None:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = ScanInputs(*args[:10])
+    inputs, (_, for_backward, impl) = ScanInputs(*args[:10]), args[10:]
     u = inputs.u
     final = u.new_empty(inputs.sequences, *inputs.A.shape, dtype=compute_dtype(u))
-    return u.new_empty(u.shape), final, _states_of(args[12], inputs, args[11])
+    return u.new_empty(u.shape), final, _states_of(impl, inputs, for_backward)
 
 
 def _backward(*args: Any) -> list[Tensor]:

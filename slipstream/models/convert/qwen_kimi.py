@@ -3,7 +3,7 @@
 Their names of weights are those of the checkpoints, which transformers renames as it loads them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
@@ -157,13 +157,7 @@ class Qwen3Next(Family):
         yield from shared_ends(config, "model", "embed_tokens", "norm")
         for i, block in enumerate(model.model.layers):
             at, (name, options) = f"model.layers.{i}.", completed(config, i)
-            mlp, mlp_options = completed_mlp(config, i)
-            yield from (rule.prefixed(at, at) for rule in _norms())
-            if mlp == "swiglu":
-                yield from (rule.prefixed(at, at) for rule in _dense("mlp"))
-            else:
-                rules = self._experts(mlp_options["num_experts"])
-                yield from (rule.prefixed(at, at) for rule in rules)
+            yield from (rule.prefixed(at, at) for rule in _norms_and_mlp(config, i, self._experts))
             if name == "attention":
                 rules, theirs = self._attention(options), "self_attn."
             else:
@@ -337,12 +331,7 @@ class KimiLinear(Family):
         yield from shared_ends(config, "model", "embed_tokens", "norm")
         for i, block in enumerate(model.model.layers):
             at, (name, options) = f"model.layers.{i}.", completed(config, i)
-            mlp, mlp_options = completed_mlp(config, i)
-            if mlp == "swiglu":
-                rules = _dense("mlp")
-            else:
-                rules = self._experts(mlp_options["num_experts"])
-            yield from (rule.prefixed(at, at) for rule in [*_norms(), *rules])
+            yield from (rule.prefixed(at, at) for rule in _norms_and_mlp(config, i, self._experts))
             rules = self._mla(options) if name == "mla" else self._kda(options, block.mixer)
             yield from (rule.prefixed(f"{at}mixer.", f"{at}self_attn.") for rule in rules)
 
@@ -407,15 +396,18 @@ def _rotary(config: ForeignConfig, factor: float) -> tuple[float, float]:
     return float(base), given.get("partial_rotary_factor", factor)
 
 
-def _norms() -> list[Rule]:
-    return renamed(
+def _norms_and_mlp(
+    config: SlipstreamConfig, layer: int, experts_of: Callable[[int], list[Rule]]
+) -> list[Rule]:
+    """experts_of: the rules of so many experts."""
+    norms = renamed(
         ("mixer_norm.weight", "input_layernorm.weight"),
         ("mlp_norm.weight", "post_attention_layernorm.weight"),
     )
-
-
-def _dense(theirs: str) -> list[Rule]:
-    return _shared("mlp", theirs)
+    mlp, options = completed_mlp(config, layer)
+    if mlp == "swiglu":
+        return [*norms, *_shared("mlp", "mlp")]
+    return [*norms, *experts_of(options["num_experts"])]
 
 
 def _shared(ours: str, theirs: str) -> list[Rule]:

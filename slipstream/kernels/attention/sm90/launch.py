@@ -118,7 +118,7 @@ def backward_of_rotated(
 ) -> Tensor:
     """Gradients of q, k and v before q and k were turned by the tables [B or 1, T, D / 2], as heads
     of one tensor [B, T, H + 2 HKV, D], for widths in BUFFERS."""
-    inputs, options, _ = triton_launch.to_kernel_layout(inputs, options)
+    inputs, options, _ = to_kernel_layout(inputs, options)
     q, HKV = inputs.q, inputs.k.shape[2]
     B, T, H, D = q.shape
     grads = torch.empty(B, T, H + 2 * HKV, D, dtype=q.dtype, device=q.device)

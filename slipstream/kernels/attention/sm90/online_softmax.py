@@ -2,9 +2,9 @@
 
     p_ts = e^(x_ts - m)      m' = max_s x_ts where that is greater than m + SLACK, else m
 
-m need not be the maximum: sums are relative to it and are divided by a sum that is, too. So it may
-lag behind by SLACK, and acc and l are rescaled for few tiles: in most calls hardly ever after the
-first.
+m need not be the maximum: all sums are relative to it, and it cancels when acc is divided by l. So
+it may lag behind by SLACK, and acc and l are rescaled for few tiles: in most calls hardly ever
+after the first.
 """
 
 from slipstream.kernels.attention.sm90.common import (

@@ -1,4 +1,4 @@
-"""Tiles of the kernels by architecture, widths and dtype: a table, and what a device can hold.
+"""Tables of the kernels' tiles, by architecture, head width and dtype.
 
 BM queries and BN keys a tile. tests/kernels/attention/test_triton_compiles.py holds
 each row against compiler/arch.py and the spills it may have.
@@ -27,7 +27,7 @@ class Tiles:
 # Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
 MIN_HEAD_DIM = {"sm_90": 64, "sm_100": 64}
 
-# where that binds, float32 tiles of wider heads do not fit
+# On these architectures float32 tiles of wider heads do not fit.
 MAX_HEAD_DIM_FP32 = 128
 
 # (family, bytes an element, widest head) -> Tiles
@@ -93,8 +93,8 @@ TILES = {
     ("interpreter", 2, 64): Tiles(*[Tile(16, 32, 4, 1)] * 4),
     ("interpreter", 4, 64): Tiles(*[Tile(32, 16, 4, 1)] * 4),
 }
-# The same with a gate, slopes, a softcap or a window to the left, where it differs: forward and dq
-# would spill in their loops.
+# Rows for calls with a gate, slopes, a softcap or a window to the left, where they differ: with the
+# tiles above, forward and dq would spill in their loops.
 BIASED_TILES = {
     ("sm_90", 2, 64): Tiles(
         Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)
@@ -110,8 +110,8 @@ LATENT = {
     "sm_90": Tile(64, 64, 8, 2),
     "interpreter": Tile(16, 16, 4, 1),
 }
-# (family, widest head) -> tile of decode_words.py, where it is not that of decode: few rows, for
-# every one costs as much as those that there are, and warps enough to share a row of values.
+# (family, widest head) -> tile of decode_words.py, where it is not that of decode: few rows, since
+# a row without a query costs as much as one with, and warps enough to share a row of values.
 ROUNDED = {
     ("sm_90", 64): Tile(16, 32, 1, 3),
     ("sm_90", 128): Tile(16, 64, 2, 3),

@@ -45,8 +45,8 @@ def conv_bwd_rolling_kernel(
     D: tl.constexpr, SX: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     SILU: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P D / BD), each with so many of the tiles. part [P, W + 1, D]: sums for dw, by column
-    of weight, and for dbias."""
+    """Grid (P ceil(D / BD)), each with tiles_each of the tiles. partial [P, W + 1, D]: sums for dw,
+    by column of weight, and for dbias."""
     ND: tl.constexpr = (D + BD - 1) // BD
     i_p = tl.program_id(0) // ND
     o_d = tl.program_id(0) % ND * BD + tl.arange(0, BD)

@@ -24,8 +24,8 @@ def _load(p, m):
 def erase_kernel(
     da_ptr, g_ptr, k_ptr, b_ptr, a_ptr, dg_ptr, dk_ptr, db_ptr, size, TILE: tl.constexpr
 ):  # fmt: skip
-    """Grid (size / TILE). All [size]; b None is 1. a without da, else gradients, in the dtypes of
-    what they belong to."""
+    """Grid (ceil(size / TILE)). All [size]; b is 1 if None. Writes a, or with da the gradients,
+    each in the dtype of its tensor."""
     # tokens times channels may be more than 32 bits
     o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     m = o < size

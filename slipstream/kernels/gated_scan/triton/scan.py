@@ -9,20 +9,20 @@ the end, x is dh, y is D, the whole gradient of h, and a_r is the decay of the t
 
 with the final state's gradient for D before row 0, where a is 1, and a_0 D_0 for the initial's.
 
-A program takes a tile, RUNS runs of RUN rows, and scans it as if it began with 0, all at once with
-the others: a run in the registers of a thread, runs across threads by what they make as a whole. Of
-the tile that makes y -> a y + x, which it leaves for the tiles after it. What comes before is made
-of what the three tiles before left, and of y after the one before those, for which its program had
-to wait, too:
+A program takes a tile of RUNS runs of RUN rows and scans it as if y before it were 0, at the same
+time as the other programs scan theirs: each run in the registers of a thread, then all runs across
+threads. As a whole, tile i maps y before it to a_i y + x_i; its program publishes a_i and x_i. Then
+it waits for those of the three tiles before, and for y after the tile before these, whose program
+had to wait in the same way:
 
-    y_before(i) = x_{i-1} + a_{i-1} (x_{i-2} + a_{i-2} (x_{i-3} + a_{i-3} y(i-4)))
+    y_before(i) = x_{i-1} + a_{i-1} (x_{i-2} + a_{i-2} (x_{i-3} + a_{i-3} y_after(i-4)))
 
-So there are four chains, whose links take about a microsecond each. Their order never depends on
-time: the same inputs, the same bits. Programs take their tiles by a ticket, so that those that are
-waited for have begun before.
+So four chains of tiles wait side by side, about a microsecond a link. The order of sums never
+depends on time: the same inputs, the same bits. Programs take their tiles by a ticket, so that the
+tiles they wait for have been begun.
 
-A word is 0 until it holds a and x, or 1 and y, float32: a, which is never negative, with its sign
-set, in the high half.
+What is published is a word of 64 bits, 0 before that: a (or 1) as float32 in the high half, x (or
+y) in the low half. a is never negative, so its sign bit says that the word is filled.
 """
 
 import triton
@@ -39,7 +39,7 @@ IDENTITY = tl.constexpr(-0x40800000 << 32)  # 1 and 0: y -> y
 
 @triton.jit
 def combine(a, x, b, y):
-    """y -> a y + x, and after it y -> b y + y."""
+    """z -> a z + x, followed by z -> b z + y, as one map: its factor and its summand."""
     return a * b, b * x + y
 
 

@@ -72,8 +72,8 @@ def householder_kernel(
     BG: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """grid: blocks = ceil(tokens * H / BR) for q, those before `before` ceil(tokens * HV / BG) more
-    for g, and ceil(tokens * HV / BD) for do. BACK: writes q, g and do."""
+    """grid: `blocks` = ceil(tokens * H / BR) programs for q, then up to `before` ceil(tokens * HV /
+    BG) for g, then ceil(tokens * HV / BD) for do. BACK: writes q, g and do."""
     pid = tl.program_id(0)
     if pid < blocks:
         _move(q_ptr, qs_ptr, pid, tokens, H, n, n - 1, K, BK, BR, BACK)

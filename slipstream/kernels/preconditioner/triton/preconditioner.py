@@ -15,7 +15,7 @@ def _load(p, m):
 
 @triton.jit
 def _channels(K: tl.constexpr, BD: tl.constexpr):
-    """Sequence, head, channels, and which of them there are."""
+    """The sequence, the head, the channels, and which of the channels exist."""
     i_d, tiles = tl.program_id(1), tl.cdiv(K, BD)
     o_k = i_d % tiles * BD + tl.arange(0, BD)
     return tl.program_id(0), i_d // tiles, o_k, o_k < K
@@ -23,7 +23,7 @@ def _channels(K: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _then(a, x, b, y):
-    """y -> a y + x, and after it y -> b y + y."""
+    """z -> a z + x, followed by z -> b z + y, as one map: its factor and its summand."""
     return a * b, b * x + y
 
 
@@ -65,7 +65,7 @@ def precondition_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """grid (N, H * ceil(K / BD)): y, by and sums, or of dy the gradients."""
+    """grid (N, H * ceil(K / BD)): writes y, by and sums; with dy the gradients instead."""
     i_n, i_h, o_k, m_k = _channels(K, BD)
     if dy_ptr is None:
         begin, count = tokens_of(cu_ptr, i_n, T)
@@ -127,10 +127,8 @@ def precondition_kernel(
             b_x += tl.where((o_r > 0)[:, None], 0.0, b_d[None, :])
             b_a = tl.exp(_load(g_ptr + p_h + H, m_later))[:, None]
             _, b_ds = tl.associative_scan((tl.broadcast_to(b_a, (BT, BD)), b_x), 0, _then)
-            b_a, b_beta = (
-                tl.exp(_load(g_ptr + p_h, m_t))[:, None],
-                _load(beta_ptr + p_h, m_t)[:, None],
-            )
+            b_a = tl.exp(_load(g_ptr + p_h, m_t))[:, None]
+            b_beta = _load(beta_ptr + p_h, m_t)[:, None]
             b_dk = b_dy * b_m + 2.0 * b_beta * b_k * b_ds
             tl.store(dk_ptr + p, b_dk.to(dk_ptr.dtype.element_ty), mask=m)
             b_before = _load(sums_ptr + p - H * K, m & (o_t > 0)[:, None])

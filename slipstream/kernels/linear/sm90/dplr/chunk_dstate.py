@@ -138,7 +138,7 @@ def state_partition(
             b_s = b_s * tiles.total.index(s).load(gl.SliceLayout(0, sl))[None, :]
         b_s = warpgroup_mma(b_do, tiles.q.index(s), b_s, is_async=True)
         if not TRANSITION_ONLY:
-            store_output(states_desc, at, 0, copies.dstate.index(PARTITION), b_lhs)
+            store_output(states_desc, at, copies.dstate.index(PARTITION), b_lhs)
         # dx alone is waited for: the product with q, started after it, goes on
         b_x = warpgroup_mma_wait(1, deps=(b_x,))
         b_lhs = b_x.to(tiles.q.dtype)
@@ -151,7 +151,7 @@ def state_partition(
             b_y = warpgroup_mma(lhs, tiles.r.index(s), zero, use_acc=False, is_async=True)
             b_s, b_y = warpgroup_mma_wait(0, deps=(b_s, b_y))
             mbarrier.arrive(empty.index(s), count=1)
-            store_output(y_desc, at, 0, copies.y.index(PARTITION), b_y.to(tiles.q.dtype))
+            store_output(y_desc, at, copies.y.index(PARTITION), b_y.to(tiles.q.dtype))
     store_wait(0)
     if HAS_S_OUT:
         b_s = b_s.to(s_out_ptr.dtype.element_ty)

@@ -159,14 +159,14 @@ def load_partition(
 
 
 @gluon.jit
-def store_output(desc, at, column, tile, b):
+def store_output(desc, row, tile, b):
     """b to global memory by way of a tile in shared memory."""
     store_wait(0)
     gl.thread_barrier()
     tile.store(b)
     fence_async_shared()
     gl.thread_barrier()
-    copy_out(desc, [at, column], tile)
+    copy_out(desc, [row, 0], tile)
 
 
 @gluon.jit
@@ -221,7 +221,7 @@ def state_partition(
         lhs = gl.convert_layout(b_lhs, sa)
         b_x = warpgroup_mma(lhs, tiles.w.index(s).permute((1, 0)), b_u, is_async=True)
         if SAVE_STATES:
-            store_output(states_desc, at, 0, copies.state.index(PARTITION), b_lhs)
+            store_output(states_desc, at, copies.state.index(PARTITION), b_lhs)
         if OUT:
             q = tiles.q.index(s).permute((1, 0))
             b_o = warpgroup_mma(lhs, q, zero, use_acc=False, is_async=True)
@@ -244,7 +244,7 @@ def state_partition(
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.b.index(s), b_s, is_async=True)
         if not OUT:
             if SAVE_STATES:
-                store_output(x_desc, at, 0, copies.x.index(PARTITION), b_lhs)
+                store_output(x_desc, at, copies.x.index(PARTITION), b_lhs)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:

@@ -166,13 +166,13 @@ def within_blocks(
     gl.thread_barrier()
     b_r = gl.exp2(b_e + SHIFT)
     if DELTA:
-        b_p = one_triangle(scores, ops, none, True, none, zero)
+        b_p = one_triangle(scores, ops, none, none, zero)
     else:
         b_p = two_triangles(scores, ops, none, none + 2, True, none, zero)
     b_dq += b_p * b_r
     b_x = decayed(ins, none, b_r, act) * b_p
     if DELTA:
-        b_p = one_triangle(scores, ops, none + 1, True, none, zero)
+        b_p = one_triangle(scores, ops, none + 1, none, zero)
         b_x += decayed(ins, none + 1, b_r, act) * b_p
     else:
         b_r *= gl.exp2(-sum_of_halves(gates, none, cl))

@@ -72,9 +72,9 @@ def two_triangles(scores, ops, i, j, LATER: gl.constexpr, none, zero):
 
 
 @gluon.jit
-def one_triangle(scores, ops, i, LATER: gl.constexpr, none, zero):
+def one_triangle(scores, ops, i, none, zero):
     ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
-    b_d = triangle(scores.index(i), none, ca, LATER, ops.shape[1])
+    b_d = triangle(scores.index(i), none, ca, True, ops.shape[1])
     b = warpgroup_mma(b_d, ops.index(none), zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(b,))
 

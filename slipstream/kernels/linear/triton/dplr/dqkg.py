@@ -363,7 +363,7 @@ def dplr_dqkg_kernel(
     else:
         tl.store(da_ptr + o_o, (b_da * b_f).to(act), mask=m_k)
         if HAS_GATE:
-            b_dg = add_anchored_bwd(b_dg, b_ra * b_da, o_c, 1, True, FP32, PRECISION)
+            b_dg = add_anchored_bwd(b_dg, b_ra * b_da, o_c, True, FP32, PRECISION)
             b_t = 0.0
     b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
     b_rq = b_q
@@ -418,5 +418,5 @@ def dplr_dqkg_kernel(
             b_dk *= tl.exp2(-b_e)
         tl.store(dk_ptr + o_o, (b_dk + b_qk * b_q).to(act), mask=m_k)
     if HAS_GATE:
-        b_dg = add_anchored_bwd(b_dg + b_z[None, :], b_t, o_c, 1, False, FP32, PRECISION)
+        b_dg = add_anchored_bwd(b_dg + b_z[None, :], b_t, o_c, False, FP32, PRECISION)
         tl.store(dg_ptr + o_o, b_dg, mask=m_k)

@@ -237,12 +237,10 @@ def is_read_anchored(b_lowest, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def add_anchored_bwd(
-    b_dg, b_x, o_c, SIGN: tl.constexpr, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION
-):
-    """b_dg + SIGN times the sum over i >= t (BEFORE: i > t) of b_x [C, BK], for each t."""
+def add_anchored_bwd(b_dg, b_x, o_c, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION):
+    """b_dg plus the sum over i >= t (BEFORE: i > t) of b_x [C, BK], for each t."""
     t = o_c[:, None]
     i = o_c[None, :]
     seen = i > t if BEFORE else i >= t
-    b_seen = tl.where(seen, 1.0 * SIGN, 0.0)
+    b_seen = tl.where(seen, 1.0, 0.0)
     return b_dg + product_of_gates(b_seen, b_x, FP32, PRECISION)
