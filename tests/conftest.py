@@ -3,8 +3,11 @@
 import gc
 import logging
 import os
+import re
+import sys
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,12 @@ import torch
 os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # each process of several has one core
     torch.set_num_threads(1)
+# what a developer or a CI has set for other runs, such as how wide and coloured a line is
+OTHERS = r"FORCE_COLOR$|NO_COLOR$|PY_COLORS$|TTY_|COLUMNS$|LINES$|GITHUB_ACTIONS$"
+if not torch.cuda.is_available():  # there they say how the tests run
+    OTHERS += "|SLIPSTREAM_"
+for name in [x for x in os.environ if re.match(OTHERS, x)]:
+    del os.environ[name]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,6 +75,36 @@ def _own_environment() -> Iterator[None]:
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _settings() -> dict[str, object]:
+    """What a test leaves as it found it."""
+    knobs: Any = sys.modules.get("triton.knobs")
+    hooks = [] if knobs is None else [*knobs.runtime.launch_enter_hook.calls]
+    return {
+        "triton.knobs.runtime.launch_enter_hook": hooks,
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_default_device()": torch.get_default_device(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "os.getcwd()": os.getcwd(),
+        "sys.path": [*sys.path],
+    }
+
+
+@pytest.fixture(autouse=True)
+def _leaves_settings_alone() -> Iterator[None]:
+    """A test that sets what others rely on, or imports a module of the package once more, fails."""
+    before = _settings()
+    modules = {name: x for name, x in sys.modules.items() if name.startswith("slipstream")}
+    yield
+    after = _settings()
+    left = [f"{name}: {x}, then {after[name]}" for name, x in before.items() if after[name] != x]
+    left += [
+        f"sys.modules: {x}" for x, module in modules.items() if sys.modules.get(x) is not module
+    ]
+    assert not left, f"left behind: {left}"
 
 
 @pytest.fixture(autouse=True)

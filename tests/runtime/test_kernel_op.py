@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.pointwise import rotary
+from slipstream.runtime import gradient
 from slipstream.runtime.autograd import Function
 from slipstream.runtime.custom_op import KernelOp, autograd_function
 
@@ -114,7 +115,7 @@ def test_other_names_or_orders_are_refused(named: dict[str, Any]) -> None:
 
 
 @cache
-def scaled_and_sum() -> type[Function]:
+def registered() -> tuple[KernelOp, KernelOp]:
     """y = scale x + b, total = sum(x), and, if kept, x^2, which no caller sees."""
 
     def forward(x: Tensor, b: Tensor | None, scale: float, keep: bool) -> tuple[Tensor, ...]:
@@ -140,15 +141,24 @@ def scaled_and_sum() -> type[Function]:
         backward,
         lambda squares, b, *_: [squares] if b is None else [b, squares],
     )
-    return autograd_function(op, backward_op, results="y total squares", wrt="b x", keep=True)
+    return op, backward_op
+
+
+@pytest.fixture
+def scaled_and_sum(monkeypatch: pytest.MonkeyPatch) -> type[Function]:
+    """Other tests look at all gradients that are registered."""
+    monkeypatch.setattr(gradient, "_GRADIENTS", {**gradient._GRADIENTS})
+    return autograd_function(*registered(), results="y total squares", wrt="b x", keep=True)
 
 
 @pytest.mark.parametrize("with_b", [False, True])
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
-def test_autograd_function_joins_names(with_b: bool, used: tuple[int, ...]) -> None:
+def test_autograd_function_joins_names(
+    with_b: bool, used: tuple[int, ...], scaled_and_sum: type[Function]
+) -> None:
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     b = torch.randn(2, dtype=torch.float64, requires_grad=True) if with_b else None
-    found = scaled_and_sum().apply(x, b, 3.0)
+    found = scaled_and_sum.apply(x, b, 3.0)
     want = (3 * x if b is None else 3 * x + b), x.sum()
     assert len(found) == 2
     inputs = [t for t in (x, b) if t is not None]
@@ -175,7 +185,7 @@ class _WithoutGradient(torch.autograd.Function):
         return None, None
 
 
-def test_autograd_function_passes_no_gradient_on() -> None:
+def test_autograd_function_passes_no_gradient_on(scaled_and_sum: type[Function]) -> None:
     x = torch.randn(3, 2, requires_grad=True)
-    loss = _WithoutGradient.apply(*scaled_and_sum().apply(x, None, 3.0)).sum()
+    loss = _WithoutGradient.apply(*scaled_and_sum.apply(x, None, 3.0)).sum()
     assert torch.autograd.grad(loss, x, allow_unused=True) == (None,)
