@@ -149,10 +149,10 @@ def _blame(
     state = call.state
     if state is None or isinstance(error, NotImplementedError) or str(error).startswith("state["):
         return
-    if isinstance(error, KeyError) and error.args and error.args[0] not in state:
+    own = _state_of_a_token(layer, x, options)
+    if isinstance(error, KeyError) and error.args and error.args[0] in own.keys() - state.keys():
         text = f"state: want a tensor {error.args[0]!r} too, got {sorted(state)}"
         raise ValueError(text) from error
-    own = _state_of_a_token(layer, x, options)
     for name, tensor in state.items():
         text = f"state[{name!r}]: want"
         if tensor.device != x.device:
