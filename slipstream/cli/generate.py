@@ -13,9 +13,11 @@ def generate(
         Path | None, typer.Option(help="continue every line of this file instead")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="lines of the file at once")] = 16,
-    tokens: Annotated[int, typer.Option(help="how many at most")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="sample from this share of the probability")] = 0.95,
+    tokens: Annotated[int, typer.Option(min=1, help="how many at most")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="sample from this share of the probability")
+    ] = 0.95,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
 ) -> None:
     """Continue a text, printed as it is made, or every line of a file; tokens/s at the end."""

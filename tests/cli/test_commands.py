@@ -184,6 +184,12 @@ def test_matrix_rejects_wrong_options(args: list[str], words: str) -> None:
     assert result.exit_code == 2 and words in result.output
 
 
+@pytest.mark.parametrize("option", ["--tokens=0", "--temperature=-1", "--top-p=2"])
+def test_generate_refuses_values_by_the_name_of_the_option(option: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "run", "a prompt", option])
+    assert result.exit_code == 2 and option.partition("=")[0] in result.output
+
+
 def test_command_help_and_version() -> None:
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 0 and "train" in result.output and "doctor" in result.output
