@@ -8,6 +8,8 @@ RUN = $(VENV)/bin/python
 # Threads that spin while they wait stall each other where cores are shared: beside one busy process
 # the demo's model trained at 5300 tokens/s and more with this, at 1700 or less without.
 export OMP_WAIT_POLICY = PASSIVE
+# Where a machine forbids bytecode, each process that a test starts compiles the package's files again.
+export PYTHONDONTWRITEBYTECODE =
 
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
