@@ -22,7 +22,9 @@ def expect_int(name: str, n: Any) -> None:
     if isinstance(n, torch.SymInt):
         return
     try:
-        operator.index(None if isinstance(n, bool) else n)  # as an index True is a mask
+        if isinstance(n, bool):  # as an index True is a mask
+            raise TypeError
+        operator.index(n)
     except TypeError:
         raise TypeError(f"{name}: want an int, got {type(n).__name__}") from None
 
