@@ -22,7 +22,13 @@ from torch.nn import Parameter
 
 from slipstream.compiler.aot import FUSION
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
-from slipstream.runtime.launch_replay import LaunchBatch, ReplayedLaunch, TensorMapCache, c_launcher
+from slipstream.runtime.launch_replay import (
+    LaunchBatch,
+    ReplayedLaunch,
+    TensorMapCache,
+    c_launcher,
+    flat_launcher,
+)
 
 if TYPE_CHECKING:
     from slipstream.runtime.call_recorder import Recorder
@@ -44,8 +50,9 @@ class _OfThread(threading.local):
 
 
 of_thread = _OfThread()
-# In this release CompiledKernel.run takes what Found gives it; in others it is launched by [].
-RUNS = "3.6."
+# In these releases CompiledKernel.run takes what CompiledEntry gives it; in others it is launched
+# by [], which takes the host longer.
+RUNS = "3.6.", "3.7.", "3.8.", "3.9."
 _DESCRIPTOR = "TensorDescriptor"
 _dtype = attrgetter("dtype")
 # by the identity of kernels, which it keeps alive
@@ -100,9 +107,9 @@ class CompiledEntry:
 
         self._hooks = knobs.runtime
         self.run, self._handles = compiled.run, (compiled.function,)
-        if type(self.run).__name__ == "CudaLauncher" and not _scratch(self.run):
+        if type(self.run).__name__ == "CudaLauncher" and not _wants_memory(self.run):
             flags = (self.run.launch_cooperative_grid, self.run.launch_pdl)
-            self.run, self._handles = self.run.launch, (compiled.function, *flags, None, None)
+            self.run, self._handles = flat_launcher(self.run), (*self._handles, *flags, None, None)
         self._handles += (compiled.packed_metadata, None, None, None)  # no hooks
 
     def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
@@ -134,9 +141,10 @@ class CompiledEntry:
         return partial(active.get_current_stream, active.get_current_device())
 
 
-def _scratch(launcher: Any) -> int:
-    """Bytes of memory that the launcher would have to allocate for each program."""
-    return launcher.global_scratch_size + launcher.profile_scratch_size
+def _wants_memory(launcher: Any) -> bool:
+    """Whether the launcher would have to allocate memory for each program, or for a sanitizer."""
+    scratch = launcher.global_scratch_size + launcher.profile_scratch_size
+    return scratch > 0 or getattr(launcher, "gsan_enabled", False)
 
 
 def wrap_compiled(compiled: Any, constexprs: tuple = ()) -> CompiledEntry | None:

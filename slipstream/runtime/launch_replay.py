@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from inspect import getclosurevars
 from operator import itemgetter
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 # Descriptors that are kept of a launch's argument.
 MAX_MAPS = 256
-# Of the stream among a launcher's arguments: after the grid's three sizes.
-_STREAM = 3
+# Places among a launcher's arguments: the grid's three sizes, the stream, function and two flags;
+# two pointers of scratch memory; metadata and hooks; the kernel's own.
+_STREAM, _SCRATCH, _METADATA, _KERNEL = 3, 7, 9, 13
+# What a descriptor tells a map for TMA, besides its memory; the last from Triton 3.7 on.
+_DESCRIBED = "shape", "strides", "padding", "round_f32_to_tf32"
 
 
 class ReplayedLaunch:
@@ -105,25 +108,57 @@ class TensorMapCache(dict[int, Any]):
     """TMA's descriptors, by address: those of memory that is allocated again are made."""
 
     def __init__(self, like: Any, meta: Any) -> None:
-        super().__init__()
-        self._like = {"shape": like.shape, "strides": like.strides, "padding": like.padding}
-        self._meta = meta
-
-    def __missing__(self, pointer: int) -> Any:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
+        super().__init__()
+        names = [x for x in _DESCRIBED if hasattr(like, x)]
+        self._like = {name: getattr(like, name) for name in names}
+        # from 3.8 on it takes a third argument, which it does not read
+        unread = make_tensordesc_arg.__code__.co_argcount - 2
+        self._make, self._rest = make_tensordesc_arg, (meta, *[()] * unread)
+
+    def __missing__(self, pointer: int) -> Any:
         if len(self) >= MAX_MAPS:
             self.clear()
         base = SimpleNamespace(data_ptr=lambda: pointer)
-        made = make_tensordesc_arg(SimpleNamespace(base=base, **self._like), self._meta)
+        made = self._make(SimpleNamespace(base=base, **self._like), *self._rest)
         self[pointer] = made[0]
         return made[0]
+
+
+class PackedLauncher(NamedTuple):
+    """Triton's launcher from 3.7 on, which takes a kernel's arguments as one and how to read them,
+    called as that of 3.6 was: with scratch memory before the metadata, and arguments in a row."""
+
+    launch: Callable[..., Any]
+    annotations: Any
+    signature: Any
+
+    def __call__(self, *args: Any) -> None:
+        launch, *kinds = self
+        launch(
+            *args[:_SCRATCH],
+            *args[_METADATA:_KERNEL],
+            *args[_SCRATCH:_METADATA],
+            *kinds,
+            args[_KERNEL:],
+        )
+
+
+def flat_launcher(launcher: Any) -> Callable[..., Any]:
+    """What a CudaLauncher calls."""
+    if not hasattr(launcher, "arg_annotations"):
+        return launcher.launch
+    return PackedLauncher(launcher.launch, launcher.arg_annotations, launcher.kernel_signature)
 
 
 def c_launcher(run: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
     """The launcher that takes maps for TMA, and what there is to know of each; they are made in
     Python, by a function around it."""
+    if isinstance(run, PackedLauncher):
+        launch, known = c_launcher(run.launch)
+        return run._replace(launch=launch), known
     if type(run) is not FunctionType:
         return run, ()
     around = getclosurevars(run).nonlocals
-    return around["launcher"], around["tensordesc_meta"]
+    return around["launcher"], around["tensordesc_meta"] or ()

@@ -65,6 +65,7 @@ class Driver:
     launcher_cls = Launcher
     utils = SimpleNamespace(
         load_binary=lambda name, kernel, *_: (object(), kernel, 1, 0, 1024),
+        unload_module=lambda module: None,
         get_device_properties=lambda device: {"max_shared_mem": 232448},
     )
 

@@ -1,0 +1,168 @@
+"""What the C function that launches is given: by a kept or repeated launch as by Triton's own."""
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from slipstream.runtime import call_replay
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.launch_cache import CachedKernel
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+
+if HAVE_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from slipstream.compiler.aot import FUSION, gpu_target
+
+    @triton.jit
+    def plain_kernel(x_ptr, y_ptr, z_ptr, scale, n, W: tl.constexpr):
+        o = tl.arange(0, W)
+        tl.store(y_ptr + o, tl.load(x_ptr + o, mask=o < n) * scale, mask=o < n)
+
+    @triton.jit
+    def tiles_kernel(x, y_ptr, y, n, W: tl.constexpr):
+        b = x.load([0, n])
+        y.store([0, 0], b)
+        tl.store(y_ptr + tl.arange(0, W), n)
+
+
+class Fused(NamedTuple):
+    """The kernel launched by Triton, with the option that CachedKernel gives it."""
+
+    kernel: Any
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self.kernel[grid], **FUSION)
+
+
+class CFunction:
+    """In place of the one that launches; it has no closure, where launch_replay.py looks."""
+
+    def __init__(self, launches: list[tuple]) -> None:
+        self.launches = launches
+
+    def __call__(self, *args: Any) -> None:
+        self.launches.append(tuple(map(_plain, args)))
+        of_launch = {type(x).__name__: x for x in reversed(args)}  # of two hooks the first
+        if "HookChain" in of_launch:
+            of_launch["HookChain"](of_launch["LazyDict"])
+
+
+class Driver:
+    """An H200 that is not there; what launches and makes maps for TMA writes down what it got."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+        self.launcher_cls = nvidia.CudaLauncher
+
+        self.utils = SimpleNamespace(
+            launch=CFunction(self.launches),
+            load_binary=lambda name, kernel, *_: (object(), 5, 1, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            fill_tma_descriptor=_map_of,  # up to 3.6
+            fill_tma_descriptor_tiled=_map_of,
+            build_signature_metadata=tuple,
+            unload_module=lambda module: None,
+        )
+
+    def get_current_target(self) -> Any:
+        return gpu_target("sm_90")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+def _map_of(pointer: int, *rest: Any) -> tuple:
+    return "map", pointer, *map(_plain, rest)
+
+
+def _plain(x: Any) -> Any:
+    """Without the metadata and hooks of a launch, which kept ones leave out where no hook is."""
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    if type(x).__name__ in ("LazyDict", "HookChain"):
+        return None
+    return tuple(map(_plain, x)) if isinstance(x, list | tuple) else x
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
+    """The launches on it."""
+    made = Driver()
+    monkeypatch.setattr(driver, "_active", made)
+    if hasattr(nvidia, "make_launcher"):  # up to 3.6 a C function for each signature
+        compiled = SimpleNamespace(launch=made.utils.launch)
+        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **_: compiled)
+        monkeypatch.setattr(nvidia, "library_dirs", list)
+    else:
+        monkeypatch.setattr(nvidia, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type))
+    kernels = plain_kernel, tiles_kernel
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    yield made.launches
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    gc.collect()  # modules of kernels are unloaded by the driver of then
+
+
+def _plain_call(kernel: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    kernel[2, 3](x, y, None, 0.5, 17, W=32)
+    kernel[1,](y, x, x, 2, 1, W=32)
+    return y
+
+
+def _tiles_call(kernel: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    tiles = [TensorDescriptor(t, [8, 32], [32, 1], [8, 32]) for t in (x, y)]
+    kernel[4,](tiles[0], y, tiles[1], 3, W=32)
+    return y
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_c_function_is_given_what_triton_gives_it(tiles: bool, gpu: list[tuple]) -> None:
+    kernel, call = (tiles_kernel, _tiles_call) if tiles else (plain_kernel, _plain_call)
+    kept = CachedKernel(kernel)
+
+    def of_kept(x: torch.Tensor) -> torch.Tensor:
+        return call(kept, x)
+
+    def given(run: Any, *args: Any) -> list[tuple]:
+        """What C was given by the launches of a call; "x" and "y" for their memory."""
+        gpu.clear()
+        y = run(*args)
+        return _renamed(gpu, {x.data_ptr(): "x", y.data_ptr(): "y"})
+
+    x = torch.zeros(8, 32)
+    of_kept(x)
+    record = call_replay.record(of_kept, (x,))[1]
+    assert record is not None
+    for _ in range(2):  # maps for TMA are made once
+        x = torch.zeros(8, 32)
+        want = given(call, Fused(kernel), x)
+        assert len(want) == (1 if tiles else 2) and {"x", "y"} <= set(_flat(want))
+        assert given(of_kept, x) == want
+        assert given(record.play, *call_replay.call_key((x,))[1:]) == want
+
+
+def _flat(x: Any) -> list:
+    return [z for y in x for z in _flat(y)] if isinstance(x, list | tuple) else [x]
+
+
+def _renamed(x: Any, names: dict[int, str]) -> Any:
+    if isinstance(x, list | tuple):
+        return type(x)(_renamed(y, names) for y in x)
+    return names.get(x, x) if type(x) is int else x
