@@ -25,10 +25,17 @@ def twice(x):
 def launches(x):
     return Launched[(1,)](x)
 """
+OF_PACKAGE = """
+from . import causal_conv1d_fn
+
+def convolved(x, w):
+    return causal_conv1d_fn(x, w)
+"""
 TESTS = """
 import pytest, torch
 from causal_conv1d import causal_conv1d_fn, twice
 from causal_conv1d.causal_conv1d_interface import causal_conv1d_ref, launches
+from causal_conv1d.of_package import convolved
 
 @pytest.mark.parametrize("T", [1, 7, 40])
 def test_same(T):
@@ -38,6 +45,10 @@ def test_same(T):
 
 def test_of_a_name_that_the_package_takes_from_its_module():
     assert twice(1) == 2
+
+def test_of_a_name_that_a_file_takes_from_its_package():
+    x, w = torch.randn(2, 8, 3, device="cuda"), torch.randn(8, 4, device="cuda")
+    assert convolved(x, w).shape == x.shape
 
 def test_other():
     assert torch.zeros(1, device="cuda").sum() == 1
@@ -53,6 +64,7 @@ def test_counts_and_reasons(tmp_path: Path) -> None:
         "from .causal_conv1d_interface import twice"
     )
     (tmp_path / "causal_conv1d" / "causal_conv1d_interface.py").write_text(PACKAGE)
+    (tmp_path / "causal_conv1d" / "of_package.py").write_text(OF_PACKAGE)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_causal_conv1d.py").write_text(TESTS)
     rows = tmp_path / "rows.csv"
@@ -63,5 +75,5 @@ def test_counts_and_reasons(tmp_path: Path) -> None:
     assert f"skipped 1: slipstream.compat has no {missing}" in run.stdout
     with rows.open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert (row["passed"], row["failed"], row["skipped"]) == ("4", "1", "1")
+    assert (row["passed"], row["failed"], row["skipped"]) == ("5", "1", "1")
     assert (row["package"], row["commit"], row["cases"]) == ("causal_conv1d", "abc", "all")

@@ -94,7 +94,7 @@ class _Rewrite(ast.NodeTransformer):
             return ast.ImportFrom(node.module, node.names, 0)
         if node.level:
             parts = self.package.split(".")
-            module = ".".join([*parts[: len(parts) - node.level + 1], *module.split(".")])
+            module = ".".join([*parts[: len(parts) - node.level + 1], module]).rstrip(".")
         if module.partition(".")[0] not in SUITES:
             return node
         lines = [

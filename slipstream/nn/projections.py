@@ -64,8 +64,10 @@ def projected(x: Tensor, layer: nn.Linear, residual: Tensor | None) -> Tensor:
 
 
 def by_rows(x: Tensor, layer: nn.Module) -> Tensor:
-    """layer(x) of x [N, T, D], called on its rows: of a part of wider ones torch adds the bias in a
-    launch of its own if there are three dimensions."""
+    """layer(x) of x [N, T, D], of a plain layer on its rows: to a part of wider ones torch adds the
+    bias in a launch of its own if there are three dimensions."""
+    if not plain_linear(layer):
+        return layer(x)
     return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 

@@ -109,6 +109,23 @@ def test_bias_is_added_within_its_product(
     assert readers == ["aten::addmm"]
 
 
+@pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
+@torch.no_grad()
+def test_linears_with_hooks_see_tokens_in_steps_too(
+    name: str, off_host: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[N, T, ...] as in every other call: a hook may read tokens from the second dimension."""
+    monkeypatch.setattr(projections, "_on_device", lambda x: True)
+    layer = LAYERS[name]().eval()
+    _, state = layer(torch.randn(3, 5, D), use_cache=True)
+    linears = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
+    seen: dict[str, tuple[int, ...]] = {}
+    for key, linear in linears.items():
+        linear.register_forward_hook(lambda m, x, y, key=key: seen.update({key: y.shape[:2]}))
+    layer.step(torch.randn(3, 1, D), state)
+    assert seen == dict.fromkeys(linears, (3, 1))
+
+
 @torch.no_grad()
 def test_step_of_oja_is_one_pass_over_the_state(off_host: list[str]) -> None:
     """And the convolution and norms on their own: its sums run over columns, of which a program of

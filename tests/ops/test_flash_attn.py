@@ -204,6 +204,16 @@ def test_cache_takes_new_keys_of_its_own_dtype(name: str, dtype: torch.dtype) ->
         flash_attn_with_kvcache(q, k, v, **new, cache_seqlens=3)
 
 
+@pytest.mark.parametrize("B", [1, 2])
+def test_cache_takes_keys_that_are_a_part_of_it(B: int) -> None:
+    """They are read as they were, before any is overwritten."""
+    q, k, v = qkv(B, 4)
+    want = k.clone()
+    want[:, 4:8] = k[:, 3:7]
+    flash_attn_with_kvcache(q, k, v, k[:, 3:7], v[:, 3:7], cache_seqlens=4)
+    assert torch.equal(k, want)
+
+
 def test_cache_calls_pass_opcheck_and_compile() -> None:
     q, k, v = qkv(2, 1)
     lengths = torch.tensor([7, 3])

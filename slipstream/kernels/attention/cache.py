@@ -126,7 +126,9 @@ def append(
     if table is not None:
         row, at = table.long().gather(1, (at // size).clamp(0, table.shape[1] - 1)), at % size
     fits &= (row >= 0) & (row < k_cache.shape[0])
-    if fits.device.type != "cpu" or not fits.all():  # where it costs no wait, the usual case first
+    if fits.device.type == "cpu" and fits.all():  # where it costs no wait, the usual case first
+        k, v = k.clone(), v.clone()  # they may be parts of the caches
+    else:
         row, at, k, v = row[fits], at[fits], k[fits], v[fits]
     k_cache[row, at], v_cache[row, at] = k, v
     return lengths_after(lengths, T)
