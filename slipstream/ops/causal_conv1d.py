@@ -103,8 +103,10 @@ def causal_conv1d_fn(
         y, _ = short_convolution(rows, weight, bias, cu_seqlens=_offsets(seq_idx), **options)
         y = y.view(B, T, D)
         if initial_states is not None:
-            # the W-1 tokens that a state reaches, and of these the first sequence's
             before = _padded(initial_states, (B, D, W - 1), x)
+            # a row that begins with padding reads none: of NaN gradients would be NaN too
+            before = before.masked_fill((seq_idx < 0)[:, :1].any(1)[:, None, None], 0)
+            # the W-1 tokens that a state reaches, and of these the first sequence's
             early = x[..., : W - 1].mT
             begun, _ = short_convolution(early, weight, bias, initial_state=before, **options)
             n = early.shape[1]

@@ -91,6 +91,22 @@ def test_states_of_packed_rows_are_the_first_sequences(
     torch.testing.assert_close(got, grads)
 
 
+def test_states_that_are_not_read_may_be_nan() -> None:
+    """Of a row that begins with padding: gradients too are those of any other state."""
+    seq_idx = torch.tensor([[-1, -1, 0, 0, 0, 0], [2, 2, -1, 3, 3, 3]], dtype=torch.int32)
+    x, (weight, bias) = torch.randn(2, 6, 6, dtype=torch.float64), weights(6, 4)
+    before = torch.randn(2, 6, 3, dtype=torch.float64)
+    unread = before.clone()
+    unread[0] = torch.nan
+
+    def results(state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias, state)]
+        y = causal_conv1d_fn(*leaves[:3], seq_idx, leaves[3], activation="silu")
+        return y, *torch.autograd.grad(y.sum(), leaves)
+
+    torch.testing.assert_close(results(unread), results(before))
+
+
 def test_results_can_be_changed_in_place() -> None:
     """As those of causal_conv1d; they were views of what a Function had made."""
     x = torch.randn(2, 6, 9).mT.contiguous().mT.requires_grad_()
