@@ -50,9 +50,9 @@ class _OfThread(threading.local):
 
 
 of_thread = _OfThread()
-# In these releases CompiledKernel.run takes what CompiledEntry gives it; in others it is launched
-# by [], which takes the host longer.
-RUNS = "3.6.", "3.7.", "3.8.", "3.9."
+# Triton releases whose CompiledKernel.run takes the arguments that CompiledEntry gives it. In
+# others kernels are launched by kernel[grid](...), which takes the host longer.
+RELEASES = "3.6.", "3.7.", "3.8.", "3.9."
 _DESCRIPTOR = "TensorDescriptor"
 _dtype = attrgetter("dtype")
 # by the identity of kernels, which it keeps alive
@@ -101,7 +101,7 @@ class CompiledEntry:
 
         self._compiled, self.constexprs, self.run = compiled, constexprs, None
         self._driver: Any = driver
-        if not __version__.startswith(RUNS):
+        if not __version__.startswith(RELEASES):
             return
         from triton import knobs
 

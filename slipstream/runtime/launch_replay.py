@@ -127,8 +127,9 @@ class TensorMapCache(dict[int, Any]):
 
 
 class PackedLauncher(NamedTuple):
-    """Triton's launcher from 3.7 on, which takes a kernel's arguments as one and how to read them,
-    called as that of 3.6 was: with scratch memory before the metadata, and arguments in a row."""
+    """Calls the launcher of Triton 3.7 and later with the arguments that 3.6's takes. The later one
+    wants scratch memory after the metadata, and a kernel's arguments as one tuple behind their
+    annotations and signature."""
 
     launch: Callable[..., Any]
     annotations: Any
@@ -146,7 +147,7 @@ class PackedLauncher(NamedTuple):
 
 
 def flat_launcher(launcher: Any) -> Callable[..., Any]:
-    """What a CudaLauncher calls."""
+    """What a CudaLauncher calls, with the arguments of Triton 3.6."""
     if not hasattr(launcher, "arg_annotations"):
         return launcher.launch
     return PackedLauncher(launcher.launch, launcher.arg_annotations, launcher.kernel_signature)

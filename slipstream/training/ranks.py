@@ -52,8 +52,8 @@ def any_of(condition: bool, device: torch.device) -> bool:
     return summed([float(condition)], device)[0] > 0
 
 
-# Within so many seconds torchrun ends the other ranks of a machine once the first has exited. If
-# another exited earlier, it would end the first too, perhaps before that has said why.
+# Once one rank of a machine has exited, torchrun ends the others within this time. So the first
+# rank exits first: otherwise it might be ended before it has said why.
 SECONDS_FOR_FIRST = 10.0
 
 # What the communication libraries' errors say where another process is gone.

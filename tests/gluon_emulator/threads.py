@@ -42,7 +42,7 @@ class Partitions:
     def wait(self, met: Callable[[], bool]) -> None:
         """Within `changed`."""
         self.awaited.append(met)
-        self._look()
+        self._find_deadlock()
         self.changed.wait_for(lambda: met() or self.errors, _WAIT)
         self.awaited.remove(met)
         if not met():
@@ -52,9 +52,9 @@ class Partitions:
         with self.changed:
             self.left -= 1
             self.errors += errors
-            self._look()
+            self._find_deadlock()
 
-    def _look(self) -> None:
+    def _find_deadlock(self) -> None:
         if self.left == len(self.awaited) > 0 and not any(met() for met in self.awaited):
             self.errors.append(TimeoutError("all partitions wait for each other"))
         if self.errors:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -27,7 +26,7 @@ if HAVE_TRITON:
     from triton.compiler import ASTSource
     from triton.runtime import driver
 
-    from slipstream.compiler.aot import gpu_target
+    from tests.support.absent_gpu import STREAM, AbsentGPU
 
     @triton.jit(do_not_specialize=["n"])
     def toy_kernel(x_ptr, y_ptr, z_ptr, scale, n, stride, W: tl.constexpr, FLAG: tl.constexpr):
@@ -51,7 +50,7 @@ class Launcher:
 
     def __call__(self, *args: Any) -> None:
         *grid, stream, function, _, metadata, enter, _ = args[:9]
-        assert stream == 7
+        assert stream == STREAM
         if enter is not None:
             enter(metadata)
         given = [args[9 + i] for i in self.given]
@@ -59,31 +58,12 @@ class Launcher:
         self.launches.append((*grid, function, given))
 
 
-class Driver:
-    """An H200 that is not there."""
-
-    launcher_cls = Launcher
-    utils = SimpleNamespace(
-        load_binary=lambda name, kernel, *_: (object(), kernel, 1, 0, 1024),
-        unload_module=lambda module: None,
-        get_device_properties=lambda device: {"max_shared_mem": 232448},
-    )
-
-    def get_current_target(self) -> Any:
-        return gpu_target("sm_90")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """The launches on it."""
 
-    monkeypatch.setattr(driver, "_active", Driver())
+    made = AbsentGPU(Launcher, load_binary=lambda name, kernel, *_: (object(), kernel, 1, 0, 1024))
+    monkeypatch.setattr(driver, "_active", made)
     toy_kernel.device_caches.clear()
     Launcher.launches.clear()
     yield Launcher.launches
@@ -205,7 +185,7 @@ def test_launch_batch_is_one_call(gpu: list[tuple]) -> None:
         return y
 
     remembering, x = CachedKernel(toy_kernel), torch.zeros(64)
-    with mock.patch.object(Driver, "get_current_stream", return_value=7) as asked:
+    with mock.patch.object(AbsentGPU, "get_current_stream", return_value=STREAM) as asked:
         call(x)
         record = call_replay.record(call, (x,))[1]
         assert record is not None
@@ -233,7 +213,7 @@ def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None
         return y.zero_()
 
     remembering, state = CachedKernel(toy_kernel), torch.zeros(2)
-    with mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher:
+    with mock.patch.object(driver.active, "launcher_cls", mock.Mock()) as launcher:
         parallel_compile.compile_kernels(call, (torch.zeros(64), state))
     assert launcher.call_count == 2  # made in the same threads
     assert not gpu and not state.any()
@@ -264,7 +244,7 @@ def test_sources_are_read_in_order(gpu: list[tuple]) -> None:
     remembering, steps, make_ir = CachedKernel(toy_kernel), [], ASTSource.make_ir
     with (
         mock.patch.object(ASTSource, "make_ir", read),
-        mock.patch.object(Driver, "launcher_cls", mock.Mock()) as launcher,
+        mock.patch.object(driver.active, "launcher_cls", mock.Mock()) as launcher,
         tempfile.TemporaryDirectory() as folder,
         knobs.cache.scope(),
     ):

@@ -1,4 +1,5 @@
-"""What the C function that launches is given: by a kept or repeated launch as by Triton's own."""
+"""The C function that launches gets the same arguments from a cached or replayed launch as from
+Triton's own."""
 
 import gc
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ if HAVE_TRITON:
     from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from slipstream.compiler.aot import FUSION, gpu_target
+    from slipstream.compiler.aot import FUSION
+    from tests.support.absent_gpu import AbsentGPU
 
     @triton.jit
     def plain_kernel(x_ptr, y_ptr, z_ptr, scale, n, W: tl.constexpr):
@@ -58,39 +60,12 @@ class CFunction:
             of_launch["HookChain"](of_launch["LazyDict"])
 
 
-class Driver:
-    """An H200 that is not there; what launches and makes maps for TMA writes down what it got."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple] = []
-        self.launcher_cls = nvidia.CudaLauncher
-
-        self.utils = SimpleNamespace(
-            launch=CFunction(self.launches),
-            load_binary=lambda name, kernel, *_: (object(), 5, 1, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": 232448},
-            fill_tma_descriptor=_map_of,  # up to 3.6
-            fill_tma_descriptor_tiled=_map_of,
-            build_signature_metadata=tuple,
-            unload_module=lambda module: None,
-        )
-
-    def get_current_target(self) -> Any:
-        return gpu_target("sm_90")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-
 def _map_of(pointer: int, *rest: Any) -> tuple:
     return "map", pointer, *map(_plain, rest)
 
 
 def _plain(x: Any) -> Any:
-    """Without the metadata and hooks of a launch, which kept ones leave out where no hook is."""
+    """x without metadata and hooks, which cached launches leave out where no hook is set."""
     if isinstance(x, torch.Tensor):
         return x.data_ptr()
     if type(x).__name__ in ("LazyDict", "HookChain"):
@@ -101,7 +76,15 @@ def _plain(x: Any) -> Any:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """The launches on it."""
-    made = Driver()
+    launches: list[tuple] = []
+    made = AbsentGPU(
+        nvidia.CudaLauncher,
+        launch=CFunction(launches),
+        load_binary=lambda name, kernel, *_: (object(), 5, 1, 0, 1024),
+        fill_tma_descriptor=_map_of,  # up to 3.6
+        fill_tma_descriptor_tiled=_map_of,
+        build_signature_metadata=tuple,
+    )
     monkeypatch.setattr(driver, "_active", made)
     if hasattr(nvidia, "make_launcher"):  # up to 3.6 a C function for each signature
         compiled = SimpleNamespace(launch=made.utils.launch)
@@ -112,7 +95,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     kernels = plain_kernel, tiles_kernel
     for kernel in kernels:
         kernel.device_caches.clear()
-    yield made.launches
+    yield launches
     for kernel in kernels:
         kernel.device_caches.clear()
     gc.collect()  # modules of kernels are unloaded by the driver of then
@@ -133,29 +116,29 @@ def _tiles_call(kernel: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tiles", [False, True])
-def test_c_function_is_given_what_triton_gives_it(tiles: bool, gpu: list[tuple]) -> None:
+def test_c_function_gets_the_arguments_of_triton(tiles: bool, gpu: list[tuple]) -> None:
     kernel, call = (tiles_kernel, _tiles_call) if tiles else (plain_kernel, _plain_call)
-    kept = CachedKernel(kernel)
+    cached = CachedKernel(kernel)
 
-    def of_kept(x: torch.Tensor) -> torch.Tensor:
-        return call(kept, x)
+    def call_cached(x: torch.Tensor) -> torch.Tensor:
+        return call(cached, x)
 
-    def given(run: Any, *args: Any) -> list[tuple]:
-        """What C was given by the launches of a call; "x" and "y" for their memory."""
+    def c_arguments(run: Any, *args: Any) -> list[tuple]:
+        """The arguments of a call's launches, with "x" and "y" in place of their addresses."""
         gpu.clear()
         y = run(*args)
         return _renamed(gpu, {x.data_ptr(): "x", y.data_ptr(): "y"})
 
     x = torch.zeros(8, 32)
-    of_kept(x)
-    record = call_replay.record(of_kept, (x,))[1]
+    call_cached(x)
+    record = call_replay.record(call_cached, (x,))[1]
     assert record is not None
     for _ in range(2):  # maps for TMA are made once
         x = torch.zeros(8, 32)
-        want = given(call, Fused(kernel), x)
+        want = c_arguments(call, Fused(kernel), x)
         assert len(want) == (1 if tiles else 2) and {"x", "y"} <= set(_flat(want))
-        assert given(of_kept, x) == want
-        assert given(record.play, *call_replay.call_key((x,))[1:]) == want
+        assert c_arguments(call_cached, x) == want
+        assert c_arguments(record.play, *call_replay.call_key((x,))[1:]) == want
 
 
 def _flat(x: Any) -> list:

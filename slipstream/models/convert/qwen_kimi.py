@@ -399,7 +399,7 @@ def _rotary(config: ForeignConfig, factor: float) -> tuple[float, float]:
 def _norms_and_mlp(
     config: SlipstreamConfig, layer: int, experts_of: Callable[[int], list[Rule]]
 ) -> list[Rule]:
-    """experts_of: the rules of so many experts."""
+    """experts_of: takes the number of experts, returns their rules."""
     norms = renamed(
         ("mixer_norm.weight", "input_layernorm.weight"),
         ("mlp_norm.weight", "post_attention_layernorm.weight"),
