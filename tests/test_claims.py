@@ -149,3 +149,18 @@ def test_gaps_between_seeds() -> None:
     losses = {"ours 0": 1.0, "fla 0": 1.5, "ours 1": 2.0, "fla 1": 1.75, "moved 1": 2.75}
     runs = {x: {2: Row("convergence", 1, {"loss": str(loss)})} for x, loss in losses.items()}
     assert convergence_table.gaps(runs, 2, ["0", "1"]) == (0.375, 0.25, 1.0)
+
+
+def test_losses_of_two_gpus_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last GPU with two seeds of ours and of fla's."""
+    ran = [("A", "01"), ("B", "01"), ("A", "0"), ("C", "0")]
+    named = [(gpu, f"{x} {seed}") for gpu, seeds in ran for x in ("ours", "fla") for seed in seeds]
+    given = {"model": "kda", "part": "train", "step": "2"}
+    rows = [
+        Row("convergence", n, {**given, "device": gpu, "run": run})
+        for n, (gpu, run) in enumerate(named)
+    ]
+    monkeypatch.setattr(convergence_table, "read", lambda name: rows)
+    ((of, runs),) = convergence_table.losses().items()
+    assert of == ("kda", "train") and list(runs) == ["ours 0", "ours 1", "fla 0", "fla 1"]
+    assert {steps[2].get("device") for steps in runs.values()} == {"A"}

@@ -11,20 +11,25 @@ PARTS = {"train": "train", "held-out": "held out", "all-held-out": "all of held 
 
 
 def losses() -> dict[tuple[str, str], Losses]:
-    """By model and part, of those with seeds; of several runs from a seed the one that got on the
-    farthest, or the last of them."""
-    found: dict[tuple[str, str], dict[str, list[dict[int, Row]]]] = {}
+    """By model and part, of those with seeds, on the GPU that was last to have two of them; of
+    several runs from a seed the one that got on the farthest, or the last of them."""
+    found: dict[tuple[str, str], dict[str, dict[str, list[dict[int, Row]]]]] = {}
     for x in read("convergence"):
-        model, run, step = x.get("model"), x.get("run"), int(x.get("step"))
+        run, step, gpu = x.get("run"), int(x.get("step")), x.get("device")
         if run[-1].isdigit():
-            tries = found.setdefault((model, x.get("part")), {}).setdefault(run, [{}])
+            gpus = found.setdefault((x.get("model"), x.get("part")), {})
+            runs = gpus[gpu] = gpus.pop(gpu, {})
+            tries = runs.setdefault(run, [{}])
             if step <= max(tries[-1], default=0):
                 tries.append({})
             tries[-1][step] = x
-    return {
-        of: {run: max(reversed(tries), key=max) for run, tries in runs.items()}
-        for of, runs in sorted(found.items())
-    }
+    chosen = {}
+    for of, gpus in sorted(found.items()):
+        for runs in gpus.values():
+            farthest = {run: max(reversed(tries), key=max) for run, tries in runs.items()}
+            if complete(farthest):
+                chosen[of] = farthest
+    return chosen
 
 
 def complete(runs: Losses) -> dict[int, list[str]]:
