@@ -81,7 +81,10 @@ def _settings() -> dict[str, object]:
     """What a test leaves as it found it."""
     knobs: Any = sys.modules.get("triton.knobs")
     hooks = [] if knobs is None else [*knobs.runtime.launch_enter_hook.calls]
+    patching: Any = sys.modules.get("slipstream.integrations.patching")
+    layer: Any = patching and patching.GradientCheckpointingLayer
     return {
+        "transformers is patched": bool(patching) and hasattr(layer.__call__, patching.ORIGINAL),
         "triton.knobs.runtime.launch_enter_hook": hooks,
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.get_default_device()": torch.get_default_device(),

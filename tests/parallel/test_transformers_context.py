@@ -1,5 +1,6 @@
 """Patched models of transformers whose tokens are divided among processes, on a CPU."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import transformers
 
 from slipstream.integrations.context import TYPES, call_in_context
-from slipstream.integrations.transformers import NAME
+from slipstream.integrations.transformers import NAME, unpatch
 from slipstream.parallel import ContextParallel
 from tests.support.processes import in_processes
 from tests.support.transformers_context import NAMES, make, run_models
@@ -17,6 +18,12 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    unpatch()
 
 
 def equal(names: list[str], checkpointed: bool, folder: Path) -> None:
