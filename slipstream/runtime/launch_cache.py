@@ -93,13 +93,13 @@ class ArgLayout(NamedTuple):
 
 
 class CompiledEntry:
-    """A kernel that Triton compiled for some arguments; `constexprs` are the last of them."""
+    """A kernel that Triton compiled for some arguments."""
 
-    def __init__(self, compiled: Any, constexprs: tuple = ()) -> None:
+    def __init__(self, compiled: Any) -> None:
         from triton import __version__
         from triton.runtime import driver
 
-        self._compiled, self.constexprs, self.run = compiled, constexprs, None
+        self._compiled, self.run = compiled, None
         self._driver: Any = driver
         if not __version__.startswith(RELEASES):
             return
@@ -115,9 +115,9 @@ class CompiledEntry:
     def launch(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
         """Launches the kernel; grid has all three sizes."""
         if self.run is None or self.is_profiled():
-            self._compiled[grid](*args, *self.constexprs)  # with what a profiler wants to know
+            self._compiled[grid](*args)  # with what a profiler wants to know
             return
-        self.run(*self.prefix(grid), *args, *self.constexprs)
+        self.run(*self.prefix(grid), *args)
 
     def is_profiled(self) -> bool:
         hooks = self._hooks
@@ -147,14 +147,14 @@ def _wants_memory(launcher: Any) -> bool:
     return scratch > 0 or getattr(launcher, "gsan_enabled", False)
 
 
-def wrap_compiled(compiled: Any, constexprs: tuple = ()) -> CompiledEntry | None:
+def wrap_compiled(compiled: Any) -> CompiledEntry | None:
     """None where there is nothing to keep: compiler/trace.py or a hook has stopped the launch, or
     it was not compiled for what its key says."""
     if not HAVE_TRITON or INTERPRETED or torch.version.hip:
         return None
     from triton.compiler import CompiledKernel
 
-    return CompiledEntry(compiled, constexprs) if type(compiled) is CompiledKernel else None
+    return CompiledEntry(compiled) if type(compiled) is CompiledKernel else None
 
 
 class CachedKernel:
@@ -166,13 +166,14 @@ class CachedKernel:
         self.kernel = kernel
         self._driver: Any = driver
         self._names = [p.name for p in kernel.params]
-        self._orders: dict[tuple, tuple[Pick, list[str]]] = {}
+        self._defaults = {p.name: p.default for p in kernel.params if p.has_default}
+        self._orders: dict[tuple, tuple[Pick, list[str], dict[str, Any]]] = {}
         self._places: dict[tuple, tuple[tuple, ArgLayout | None]] = {}
         self._found: dict[tuple, CompiledEntry] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*args: Any, **named: Any) -> None:
-            if named:
+            if named or len(args) < len(self._names):
                 args, named = self.in_order(args, named)
             key = self.key_of(args, named)
             entry = None if key is None else self._found.get(key)
@@ -187,22 +188,26 @@ class CachedKernel:
                 entry.launch((*grid, 1, 1)[:3], args)
                 return
             compiled = self.kernel[grid](*args, **(FUSION | named))
-            if key is not None:
-                self._keep(key, compiled, len(args), named)
+            entry = None if key is None or len(args) < len(self._names) else wrap_compiled(compiled)
+            if entry is not None:
+                self._found[key] = entry
 
         return run
 
     def in_order(self, args: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments that follow args in the kernel's signature beside them, and the rest, which
-        are options of the launch."""
+        """The arguments that follow args in the kernel's signature beside them, or their defaults,
+        and the rest, which are options of the launch."""
         shape = (len(args), *named)
         order = self._orders.get(shape)
         if order is None:
-            following = list(takewhile(named.__contains__, self._names[len(args) :]))
+            given = {**self._defaults, **named}
+            following = list(takewhile(given.__contains__, self._names[len(args) :]))
             options = [x for x in named if x not in following]
-            order = self._orders[shape] = _picking(following), options
-        pick, options = order
-        return (*args, *pick(named)), {x: named[x] for x in options}
+            defaults = {x: given[x] for x in following if x not in named}
+            order = self._orders[shape] = _picking(following), options, defaults
+        pick, options, defaults = order
+        following = pick(named | defaults if defaults else named)
+        return (*args, *following), {x: named[x] for x in options}
 
     def _taken(
         self, taking: "Recorder", grid: tuple, args: tuple, named: dict, entry: CompiledEntry | None
@@ -263,20 +268,6 @@ class CachedKernel:
             elif kind not in (float, type(None)):
                 return None
         return ArgLayout(**{name: _picking(x) for name, x in places.items()})
-
-    def _keep(self, key: tuple, compiled: Any, given: int, named: dict[str, Any]) -> None:
-        last = self.last(given, named)
-        entry = None if last is None else wrap_compiled(compiled, last)
-        if entry is not None:
-            self._found[key] = entry
-
-    def last(self, given: int, named: dict[str, Any]) -> tuple | None:
-        """A launch takes all arguments in order: those by name as the last of them. They have to be
-        constexprs, which are the same for the same key; else None."""
-        last = self.kernel.params[given:]
-        if not all(p.is_constexpr and p.name in named for p in last):
-            return None
-        return tuple(named[p.name] for p in last)
 
 
 def _is_descriptor(x: Any) -> bool:

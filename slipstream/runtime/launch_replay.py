@@ -44,7 +44,7 @@ class ReplayedLaunch:
         self._prefix_len = len(self.args)
         self.places, self.maps = [], []
         left = iter(maps)
-        for i, x in enumerate((*args, *entry.constexprs)):
+        for i, x in enumerate(args):
             self.args.append(x)
             if i in given:
                 self.places.append(len(self.args) - 1)

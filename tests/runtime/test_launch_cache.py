@@ -36,6 +36,12 @@ if HAVE_TRITON:
             b_x += tl.load(z_ptr + o, mask=o < n, other=0.0)
         tl.store(y_ptr + o, b_x * scale if FLAG else b_x, mask=o < n)
 
+    @triton.jit
+    def defaults_kernel(x_ptr, W: tl.constexpr, n=5, FLAG: tl.constexpr = False, y_ptr=None):
+        o = tl.arange(0, W)
+        b_x = tl.load(x_ptr + o, mask=o < n)
+        tl.store(x_ptr + o if y_ptr is None else y_ptr + o, b_x + FLAG, mask=o < n)
+
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 
@@ -64,10 +70,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
 
     made = AbsentGPU(Launcher, load_binary=lambda name, kernel, *_: (object(), kernel, 1, 0, 1024))
     monkeypatch.setattr(driver, "_active", made)
-    toy_kernel.device_caches.clear()
+    for kernel in (toy_kernel, defaults_kernel):
+        kernel.device_caches.clear()
     Launcher.launches.clear()
     yield Launcher.launches
-    toy_kernel.device_caches.clear()
+    for kernel in (toy_kernel, defaults_kernel):
+        kernel.device_caches.clear()
 
 
 def arguments(rng: random.Random) -> tuple[tuple, dict]:
@@ -361,9 +369,32 @@ def test_arguments_by_name_are_those_by_place(gpu: list[tuple]) -> None:
         remembering[1,](x, y, None, 0.5, 5, W=32, FLAG=True)
 
 
+def test_arguments_left_out_are_defaults(gpu: list[tuple]) -> None:
+    x, y, asked = torch.zeros(64), torch.zeros(64), []
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> None:
+        remembering[1,](x, W=32)
+        remembering[1,](x, W=32, y_ptr=y)
+
+    remembering = CachedKernel(defaults_kernel)
+    for W, n, given in ((32, 5, {}), (16, 7, {"n": 7}), (16, 7, {"n": 7, "FLAG": True})):
+        for launch in (defaults_kernel, remembering, remembering):
+            with mock.patch.object(defaults_kernel, "run", wraps=defaults_kernel.run) as run:
+                launch[1,](x, W=W, enable_fp_fusion=True, **given)
+                asked.append(run.called)
+        assert gpu[-1] == gpu[-2] == gpu[-3] and gpu[-1][4] == [x.data_ptr(), n]
+    assert asked == [True, True, False] * 3
+    call(x, y)
+    record = call_replay.record(call, (x, y))[1]
+    assert record is not None
+    gpu.clear()
+    record.play(*call_replay.call_key((y, x))[1:])
+    assert [launch[4] for launch in gpu] == [[y.data_ptr(), 5], [y.data_ptr(), 5, x.data_ptr()]]
+
+
 def test_every_launch_can_be_kept() -> None:
-    """Each argument is one of the kernel's, by place or by name, and none but constexprs is left
-    out; the rest are options."""
+    """Each argument is one of the kernel's, by place, by name or by default; the rest are
+    options."""
     from slipstream.compiler.trace import PlainTorch, trace
     from slipstream.tools.catalog import SAMPLES
 
@@ -374,7 +405,7 @@ def test_every_launch_can_be_kept() -> None:
             name = self.kernel.fn.__name__
             seen.add(name)
             args, named = self.in_order(args, named)
-            if self.last(len(args), named) is None or {*named} - OPTIONS:
+            if len(args) < len(self.kernel.params) or {*named} - OPTIONS:
                 by_name.add(name)
             self.kernel[grid](*args, **named)
 

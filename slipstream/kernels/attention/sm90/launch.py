@@ -26,11 +26,11 @@ from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton import launch as triton_launch
 from slipstream.kernels.attention.triton.delta import launch_delta
 from slipstream.kernels.attention.triton.launch_utils import (
-    LOG2E,
     bound,
     device_of,
     factor_and_cap,
     multiprocessors,
+    sinks_gradient,
     to_kernel_layout,
 )
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
@@ -103,7 +103,7 @@ def backward(
             _dkv(inputs, options, do, dk, dv, *rows)
     grads = {"q": dq, "k": dk, "v": dv}
     if inputs.sinks is not None:
-        grads["sinks"] = _sinks_gradient(inputs.sinks, *rows)
+        grads["sinks"] = sinks_gradient(inputs.sinks, *rows)
     return grads
 
 
@@ -147,11 +147,6 @@ def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[
     base, delta = (torch.empty(capacity, dtype=torch.float32, device=o.device) for _ in range(2))
     launch_delta(o, do, lse, dlse, base, delta)
     return base[..., :T], delta[..., :T]
-
-
-def _sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:
-    p = (LOG2E * sinks.float()[:, None] - base).exp2()
-    return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _dq(

@@ -26,6 +26,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
     device_of,
     factor_and_cap,
     fp32_dot_precision,
+    sinks_gradient,
     tiles_for,
     to_kernel_layout,
     unit_and_strides,
@@ -103,9 +104,7 @@ def backward(
         if inputs.g is not None:
             grads["g"] = _gate_gradient(inputs, rows, columns)
     if inputs.sinks is not None:
-        p = (inputs.sinks.float()[:, None] - lse).exp()
-        p = torch.where(lse == -torch.inf, 0.0, p)
-        grads["sinks"] = -(p * delta[..., :T]).sum((0, 2)).to(inputs.sinks.dtype)
+        grads["sinks"] = sinks_gradient(inputs.sinks, base[..., :T], delta[..., :T])
     return grads
 
 

@@ -86,3 +86,9 @@ def factor_and_cap(options: AttentionOptions) -> tuple[float, float]:
 def bound(side: int) -> int:
     """A side of the window: beyond every position, and no overflow."""
     return min(max(side, 0), 1 << 30)
+
+
+def sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of sinks [H], of launch_delta's base and delta [B, H, T]."""
+    p = (LOG2E * sinks.float()[:, None] - base).exp2()
+    return -(p * delta).sum((0, 2)).to(sinks.dtype)
