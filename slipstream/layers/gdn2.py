@@ -111,7 +111,8 @@ class GatedDeltaNet2(DeltaHeads):
         layers = self.qkv_proj, self.bw_proj, self.f_down, self.g_down
         qkv, bw, f, z = projections.linears(x, layers, norm)
         b, w = bw.split([self.keys, self.values], dim=-1)
-        f, b = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (self.f_up(f), b))
+        f = projections.by_rows(f, self.f_up)
+        f, b = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (f, b))
         A_log, dt_bias = self.A_log, self.dt_bias
         if (group := self.num_v_heads // self.num_heads) > 1:
             A_log = A_log.repeat_interleave(group)

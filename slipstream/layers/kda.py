@@ -154,7 +154,7 @@ class KimiDeltaAttention(DeltaHeads):
     ) -> Tensor:
         layers = self.qkv_proj, self.b_proj, self.f_down, self.g_down
         qkv, beta, f, z = projections.linears(x, layers, norm)
-        g = self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim))
+        g = projections.by_rows(f, self.f_up).unflatten(-1, (self.num_v_heads, self.head_dim))
         terms = {"g": g, "lower_bound": self.lower_bound, "beta": beta, "z_activation": "sigmoid"}
         z = projections.by_rows(z, self.g_up)
         return self._step_of_mixer(qkv, z, state, conv, residual, **terms)

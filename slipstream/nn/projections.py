@@ -63,11 +63,13 @@ def projected(x: Tensor, layer: nn.Linear, residual: Tensor | None) -> Tensor:
     return _call(x, [layer], None, residual=residual.flatten(0, 1))
 
 
-def by_rows(x: Tensor, layer: nn.Module) -> Tensor:
-    """layer(x) of x [N, T, D], of a plain layer on its rows: to a part of wider ones torch adds the
-    bias in a launch of its own if there are three dimensions."""
+def by_rows(x: Tensor, layer: Any) -> Tensor:
+    """layer(x) of x [N, T, D], a part of wider rows, in a launch that begins ahead in a step; else
+    a plain layer takes rows, for of three dimensions torch adds the bias in a launch of its own."""
     if not plain_linear(layer):
         return layer(x)
+    if fuses(x):
+        return _call(x, [layer], None)
     return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 

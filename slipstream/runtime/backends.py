@@ -116,6 +116,18 @@ def fp32_dot_precision() -> str:
     return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
 
 
+def supports_pdl(device: torch.device) -> bool:
+    """Whether a kernel may be there before the one that it waits for has ended."""
+    if device.type != "cuda" or torch.version.hip or INTERPRETED:
+        return False
+    return _capability(device.index) >= (9, 0)
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
 @cache
 def sm_count(index: int) -> int:
     """Multiprocessors of a CUDA device; two for -1, the CPU, where the interpreter runs."""

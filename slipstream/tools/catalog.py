@@ -42,11 +42,17 @@ def _names(tensors: str) -> str:
 
 
 def _step(
-    tensors: str, variant: str = "", T: str = "1", state: str = "state=BGKV:state", **options: Any
+    tensors: str,
+    variant: str = "",
+    B: str = "B",
+    T: str = "1",
+    state: str = "state=BGKV:state",
+    **options: Any,
 ) -> Sample:
     """A mixer's step of T tokens, which has no gradients."""
     pools = f"{state} conv_state=BEW conv_weight=EW"
     tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}".replace("=B1", f"=B{T}")
+    tensors = tensors.replace("=B", f"={B}")
     fixed = _names(tensors)
     pooled = [word for word in fixed.split() if word.startswith(("state", "conv_state"))]
     written = {"written": " ".join(pooled), "fixed": fixed}
@@ -192,6 +198,7 @@ OPERATORS = [
     _step(f"g=B1GK dt_bias=GK {_DELTA_STEP}", "channel", z_activation="sigmoid", **_UNIT_STEP),
     _step("g=B1GK dt_bias=GK beta=B1GK write=B1GV norm_weight=V:one", "gates",
           z_activation="sigmoid", **_UNIT_STEP),
+    _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "one sequence", B="1", **_UNIT_STEP),
     _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "tokens", T="4", **_UNIT_STEP),
     _step(f"g=B1G dt_bias=G num_accepted=B:prefixes {_DELTA_STEP}", "drafts", T="8",
           num_pending=4, **_UNIT_STEP),

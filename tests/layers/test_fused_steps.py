@@ -82,10 +82,13 @@ def test_step_is_one_operator(name: str, off_host: list[str]) -> None:
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("rows", "product"), [(1, "projection_step"), (64, "projection_step"), (65, "addmm")]
+)
 @pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
 @torch.no_grad()
 def test_bias_is_added_within_its_product(
-    name: str, off_host: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, product: str, off_host: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second matrix of a gate sees a part of what one launch has made of x."""
     monkeypatch.setattr(projections, "_on_device", lambda x: True)
@@ -93,7 +96,7 @@ def test_bias_is_added_within_its_product(
     kind = {"gla": GatedLinearAttention, "kda": KimiDeltaAttention, "gdn2": GatedDeltaNet2}[name]
     layer: Any = kind(D, 2, **options).eval()
     bias = (layer.gk_up if name == "gla" else layer.g_up).bias
-    _, state = layer(torch.randn(3, 5, D), use_cache=True)
+    _, state = layer(torch.randn(rows, 5, D), use_cache=True)
     readers: list[str] = []
 
     class Recorded(TorchDispatchMode):
@@ -101,12 +104,12 @@ def test_bias_is_added_within_its_product(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if any(x is bias for x in args):
-                readers.append(func.name())
+                readers.append(func.name().split("::")[1])
             return func(*args, **(kwargs or {}))
 
     with Recorded():
-        layer.step(torch.randn(3, 1, D), state)
-    assert readers == ["aten::addmm"]
+        layer.step(torch.randn(rows, 1, D), state)
+    assert readers == [product]
 
 
 @pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
@@ -155,7 +158,8 @@ def test_step_of_oja_is_one_pass_over_the_state(off_host: list[str]) -> None:
 def test_steps_of_models_fuse_norms_and_residuals(
     mixer: str, options: dict[str, Any], rows: int, off_host: list[str], monkeypatch: Any
 ) -> None:
-    """Same logits, by four launches of linear layers a block; a hooked one is called."""
+    """Same logits, by four launches of linear layers a block and one a gate's second matrix; a
+    hooked one is called."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_heads": 2, "norm": "zero_centered_rms"}
     mixers: list[Any] = [{"type": mixer, **options}] * 2
@@ -180,8 +184,9 @@ def test_steps_of_models_fuse_norms_and_residuals(
         steps += [model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in (5, 6)]
         each = 4 * on_device  # of two layers and two steps
         mixes = each * (mixer != "retention")
+        gates = each * {"kda": 2, "gla": 1}.get(mixer, 0)
         downs = (each - 2 * hooked * on_device) * (rows == 1)  # their sums are long
-        assert len(calls) == each + downs + 2 * mixes
+        assert len(calls) == each + downs + 2 * mixes + gates
         assert sum("residual" in call for call in calls) == downs + mixes
         assert sum("norm_eps" in call for call in calls) == (each + mixes) * (rows == 1)
         logits.append(torch.cat(steps, 1))

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,52 +11,10 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import trace
 from slipstream.ops import mixer_step
 from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.mixer_steps import KINDS, Sizes, make
+from tests.support.mixer_steps import KINDS, Sizes, compile_step, make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-KERNEL = "slipstream.kernels.mixer_step.triton.step:mixer_step_kernel"
-NARROW = ("q", "k", "v", "g", "beta", "z", "y", "conv_weight", "norm_weight", "window")
-FLOATS = ("lower_bound", "normalizer", "dt_min", "dt_max")
-DTYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i8": torch.int8}
 WIDTHS = [(64, 64, 1), (128, 64, 8), (256, 256, 1), (256, 512, 1)]
-STRIDES = [f"stride_{x}" for x in ("state", "head", "window", "scale", "residual")]
-ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_write", "row_z", "row_y")
-ROWS += ("cache_slots",)
-
-
-def compile_step(
-    arch: str = "sm_90",
-    K: int = 128,
-    V: int = 128,
-    group: int = 1,
-    pool: str = "*fp32",
-    **constants: Any,
-) -> Compiled:
-    """Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
-    from slipstream.kernels.mixer_step.triton import launch
-
-    BK, tile = launch.tile_of(K, V)
-    tensors = {f"{name}_ptr": "*bf16" for name in NARROW}
-    tensors |= {f"{name}_ptr": "*fp32" for name in ("state", "A", "dt_bias")}
-    tensors |= {"state_ptr": pool, "index_ptr": "*i32", "counter_ptr": "*i32"}
-    if pool == "*i8":
-        tensors |= {"scale_ptr": "*bf16", "residual_ptr": "*u8"}
-    if group > 1 or tile.BV < V:
-        tensors["scratch_ptr"] = "*fp32"
-    flags = {
-        "H": 16, "K": K, "V": V, "W": 4, "BK": BK, "BV": tile.BV, "HEADS_PER_K": 2, "ONE": True,
-        "T": 1, "WIDTH": launch.line_of(BK, DTYPES[pool]), "THREADS": 32 * tile.warps,
-        "GROUP": group * V, "V_FIRST": False, "V_CHANNELS_FIRST": False, "CONV_SILU": True,
-        "GATE": "softplus", "PER_CHANNEL": False, "DT_SCALES_V": False, "BETA_SIGMOID": True,
-        "BETA_FACTOR": 1.0, "L2_NORM": True, "NORM": True, "NORM_BEFORE_GATE": True,
-        "WEIGHT_PER_HEAD": False, "Z_SILU": True, "stride_l": 1,
-    }  # fmt: skip
-    scalars: dict[str, str] = dict.fromkeys(FLOATS, "fp32")
-    scalars |= dict.fromkeys(ROWS, "i64")
-    scalars |= dict.fromkeys(STRIDES, "i32:16")
-    options = {} if tile.registers is None else {"maxnreg": tile.registers}
-    constants = {**flags, **constants}
-    return compile_kernel(KERNEL, tensors, constants, scalars, arch, tile.warps, options=options)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

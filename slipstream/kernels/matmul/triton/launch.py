@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.matmul.config import MAX_SPLIT_K, MatmulConfig
 from slipstream.kernels.matmul.inputs import MatmulInputs
 from slipstream.kernels.matmul.triton.matmul import matmul_kernel, matmul_sum_kernel
-from slipstream.runtime.backends import INTERPRETED, device_of
+from slipstream.runtime.backends import INTERPRETED, device_of, supports_pdl
 from slipstream.runtime.launch_cache import cached
 
 # elements of a row that one program of matmul_sum_kernel adds up, by 4 warps
@@ -41,7 +41,7 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     if S > 1:
         fused_epilogue, f = dict.fromkeys(epilogue), ""
         target = out.new_empty(S, M, N, dtype=torch.float32)
-    overlaps = S > 1 and _supports_pdl(a.device)
+    overlaps = S > 1 and supports_pdl(a.device)
     with device_of(a.device):
         cached(matmul_kernel)[(tiles, S)](
             a_ptr=a,
@@ -89,13 +89,6 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
                 **({"launch_pdl": True} if overlaps else {}),
             )
     return out
-
-
-def _supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may be there before the one that it waits for has ended."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(x: Tensor | None) -> Tensor | None:

@@ -14,7 +14,8 @@ from slipstream.common import int8_states
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.sm90.plan import drafts_on_sm90
 from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
-from slipstream.runtime.backends import INTERPRETED, device_of
+from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
+from slipstream.runtime.backends import INTERPRETED, device_of, supports_pdl
 from slipstream.runtime.launch_cache import cached
 
 
@@ -193,6 +194,23 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
         out.copy_(common["y_ptr"])
 
 
+def _in_words(inputs: StepInputs, BV: int) -> bool:
+    """Whether a sequence's slot is its own number, and a 32nd of a program's share of a head's
+    state whole words of 16 bytes."""
+    *_, K, V = inputs.sizes
+    state = inputs.state
+    words = 16 // state.element_size()
+    steps = (state.stride(0), state.stride(1))
+    return (
+        inputs.state_indices is None
+        and inputs.state_scale is None
+        and V % BV == 0
+        and K * BV % (32 * words) == 0
+        and all(step % words == 0 for step in steps)
+        and state.data_ptr() % 16 == 0
+    )
+
+
 def _tokens(common: dict[str, Any], inputs: StepInputs, options: StepOptions) -> None:
     """One token after another."""
     B, T, H, HV, K, V = inputs.sizes
@@ -200,7 +218,7 @@ def _tokens(common: dict[str, Any], inputs: StepInputs, options: StepOptions) ->
     scratch, y = None, common["y_ptr"]
     if _shares_norm(inputs, options):
         scratch = torch.empty(y.shape, dtype=torch.float32, device=y.device)
-    g = inputs.g
+    g, pdl = inputs.g, supports_pdl(y.device)
     cached(mixer_step_kernel)[-(-V // tile.BV) * HV * B,](
         **common,
         scratch_ptr=scratch,
@@ -216,6 +234,9 @@ def _tokens(common: dict[str, Any], inputs: StepInputs, options: StepOptions) ->
         ONE=T == 1 and inputs.num_accepted is None,
         THREADS=32 * tile.warps,
         PER_CHANNEL=g is not None and g.dim() == 4,
+        PDL=pdl,
+        PREFETCH=pdl and B <= PREFETCH_ROWS and _in_words(inputs, tile.BV),
         num_warps=tile.warps,
+        **({"launch_pdl": True} if pdl else {}),
         **({} if tile.registers is None or INTERPRETED else {"maxnreg": tile.registers}),
     )

@@ -49,6 +49,7 @@ from slipstream.kernels.mixer_step.triton.convolution import (
     windows,
 )
 from slipstream.kernels.primitives.activations import softplus
+from slipstream.kernels.primitives.begin_ahead import prefetch, wait_for_earlier
 from slipstream.kernels.primitives.int8_states import decoded, load_state, store_state
 
 
@@ -282,6 +283,14 @@ def _norm_of_group(
         tl.store(y_ptr + begin + o, b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
+@triton.jit
+def _prefetch_share(pointer, i, elements: tl.constexpr):
+    """The i-th share of a head's state, in 32 parts."""
+    each: tl.constexpr = elements // 32
+    p_p = pointer + (i * 32 + tl.arange(0, 32)) * each
+    prefetch(p_p, each * pointer.dtype.element_ty.primitive_bitwidth // 8)
+
+
 _SIZES = ["pending", "HV", "cache_slots", "length"]
 _SIZES += ["row_q", "row_k", "row_v", "row_g", "row_beta", "row_write", "row_z", "row_y"]
 
@@ -325,6 +334,7 @@ def mixer_step_kernel(
     PER_CHANNEL: tl.constexpr, DT_SCALES_V: tl.constexpr, BETA_SIGMOID: tl.constexpr,
     BETA_FACTOR: tl.constexpr, L2_NORM: tl.constexpr, NORM: tl.constexpr,
     NORM_BEFORE_GATE: tl.constexpr, WEIGHT_PER_HEAD: tl.constexpr, Z_SILU: tl.constexpr,
+    PDL: tl.constexpr = False, PREFETCH: tl.constexpr = False,
 ):  # fmt: skip
     """grid (ceil(V / BV) * HV * B,): one program takes BV columns of one head and sequence."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -335,6 +345,10 @@ def mixer_step_kernel(
     o_k = tl.arange(0, BK)
     o_c = (pid % NV) * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_c < V
+    if PREFETCH:
+        p_h = state_ptr + i_n * stride_state + i_h.to(tl.int64) * stride_head
+        _prefetch_share(p_h, pid % NV, K * V // NV)
+    wait_for_earlier(PDL)
     cache_slot = i_n
     if index_ptr is not None:
         cache_slot = tl.load(index_ptr + i_n).to(tl.int64)

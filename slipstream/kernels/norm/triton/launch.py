@@ -21,8 +21,11 @@ from slipstream.kernels.norm.inputs import (
 from slipstream.kernels.norm.triton import tiles
 from slipstream.kernels.norm.triton.norm import norm_bwd_kernel, norm_fwd_kernel, norm_sums_kernel
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
-from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count
+from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count, supports_pdl
 from slipstream.runtime.launch_cache import cached
+
+# rows up to which it is one of a decoding step's launches, which begin ahead
+STEP_ROWS = 64
 
 
 @cache
@@ -61,6 +64,7 @@ def forward(
         h = torch.empty_like(x, dtype=sum_dtype)
     if (shape := stats_shape(x, n, save)) is not None:
         stats = torch.empty(shape, dtype=torch.float32, device=x.device)
+    pdl = R <= STEP_ROWS and supports_pdl(x.device)
     with device_of(x.device):
         cached(norm_fwd_kernel)[(-(-R // tile.BR) * groups,)](
             x_ptr=x,
@@ -84,7 +88,9 @@ def forward(
             GATE_FIRST=n.gate_first,
             ROUND=sum_dtype == x.dtype,
             LEAN=tile.lean,
+            PDL=pdl,
             num_warps=tile.warps,
+            **({"launch_pdl": True} if pdl else {}),
         )
     return y, h, stats
 

@@ -27,6 +27,8 @@ Symbols: BR rows and BD columns of a tile, P programs a group, i_g group, o_d co
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.begin_ahead import wait_for_earlier
+
 # Columns up to which w and b are in registers while a row's sums are awaited, and between rows.
 SAVED = tl.constexpr(8192)
 
@@ -106,10 +108,11 @@ def norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, b_ptr, gate_ptr, y_ptr, h_ptr, stats_ptr, R, eps,
     G: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     CENTRE: tl.constexpr, L2: tl.constexpr, ZERO_CENTERED: tl.constexpr, SILU: tl.constexpr,
-    GATE_FIRST: tl.constexpr, ROUND: tl.constexpr, LEAN: tl.constexpr,
+    GATE_FIRST: tl.constexpr, ROUND: tl.constexpr, LEAN: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R / BR G). x, r, gate, y, h [R, G, D]; w, b [G, D]; stats [1 or 2, R, G]: rstd, mean
     of rows."""
+    wait_for_earlier(PDL)
     i_g = tl.program_id(0) % G
     N: tl.constexpr = 1 if L2 else D
     o_d, o_r = tl.arange(0, BD), tl.program_id(0) // G * BR + tl.arange(0, BR)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
 from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, ProjectionInputs
 from slipstream.kernels.projection_step.triton.step import projection_step_kernel
-from slipstream.runtime.backends import device_of, shared_memory_bytes
+from slipstream.runtime.backends import device_of, shared_memory_bytes, supports_pdl
 from slipstream.runtime.launch_cache import cached
 
 
@@ -43,6 +44,12 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def _in_words(t: ProjectionInputs) -> bool:
+    """Whether all rows of the weights are whole words of 16 bytes."""
+    row = t.weights[0].shape[1] * t.weights[0].element_size()
+    return row % 16 == 0 and all(w.data_ptr() % 16 == 0 for w in t.weights)
+
+
 def projection_step(t: ProjectionInputs) -> Tensor:
     M, K = t.x.shape
     y = torch.empty(M, t.size, dtype=t.out_dtype, device=t.x.device)
@@ -53,6 +60,7 @@ def projection_step(t: ProjectionInputs) -> Tensor:
     weights = [*t.weights, *[None] * missing]
     biases = [*t.biases, *[None] * missing]
     sizes = [0 if w is None else w.shape[0] for w in weights]
+    pdl = supports_pdl(t.x.device)
     blocks = sum(-(-n // tile.BN) for n in (sizes[:1] if t.glu else sizes))
     tensors = {f"w{i}_ptr": w for i, w in enumerate(weights)}
     tensors |= {f"b{i}_ptr": b for i, b in enumerate(biases)}
@@ -77,7 +85,10 @@ def projection_step(t: ProjectionInputs) -> Tensor:
             NORM=t.norm_eps is not None,
             ZERO_CENTERED=t.zero_centered,
             GLU=t.glu,
+            PDL=pdl,
+            PREFETCH=pdl and M <= PREFETCH_ROWS and _in_words(t),
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **({"launch_pdl": True} if pdl else {}),
         )
     return y

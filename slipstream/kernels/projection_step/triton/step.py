@@ -13,6 +13,8 @@ rows y_i is rounded, as a linear layer's result is, so that bits are those of th
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.begin_ahead import prefetch, wait_for_earlier
+
 
 @triton.jit
 def _moved(
@@ -144,6 +146,8 @@ def projection_step_kernel(
     NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     GLU: tl.constexpr,
+    PDL: tl.constexpr = False,
+    PREFETCH: tl.constexpr = False,  # rows of the weights are whole numbers of 16 bytes
 ):
     """grid (blocks of the weights' rows, ceil(M / BM))"""
     block, N, column, weight_ptr, bias_ptr, has_bias = tl.program_id(0), N0, 0, w0_ptr, w0_ptr, 0
@@ -167,6 +171,13 @@ def projection_step_kernel(
                 block, N, column, weight_ptr, bias_ptr, has_bias, N4, w4_ptr, b4_ptr, BN
             )
     o_n = block * BN + tl.arange(0, BN)
+    if PREFETCH:
+        row: tl.constexpr = K * w0_ptr.dtype.element_ty.primitive_bitwidth // 8
+        o_w = tl.minimum(o_n, N - 1).to(tl.int64) * K
+        prefetch(weight_ptr + o_w, row)
+        if GLU:
+            prefetch(w1_ptr + o_w, row)
+    wait_for_earlier(PDL)
     o_m = tl.program_id(1) * BM + tl.arange(0, BM)
     m_n, m_m = o_n < N, o_m < M
     if ONE:
