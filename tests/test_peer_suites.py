@@ -77,3 +77,6 @@ def test_counts_and_reasons(tmp_path: Path) -> None:
         (row,) = csv.DictReader(file)
     assert (row["passed"], row["failed"], row["skipped"]) == ("5", "1", "1")
     assert (row["package"], row["commit"], row["cases"]) == ("causal_conv1d", "abc", "all")
+    shared = run_code(TOOL, tmp_path, "--sample", 1, "--processes", 2)
+    assert shared.returncode == 0, shared.stderr
+    assert "passed 1, failed 0, skipped 0" in shared.stdout

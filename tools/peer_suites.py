@@ -12,9 +12,10 @@ files are taken as they are, but that
   come from the checkout where they are plain torch; a test that calls another such name is skipped,
 - without a GPU "cuda" in them is "cpu".
 
-Each file is a process of pytest, without the peers' own configuration. Printed are counts, the
-tests that fail, with the first line of why, and why cases were skipped. Needs pytest and einops;
-fla's tests of layers and models also its files (tests/compat/test_fla_interop.py says which).
+Each file is a process of pytest, or --processes of them, without the peers' own configuration.
+Printed are counts, the tests that fail, with the first line of why, and why cases were skipped.
+Needs pytest and einops; fla's tests of layers and models also its files
+(tests/compat/test_fla_interop.py says which).
 """
 
 import argparse
@@ -203,6 +204,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     count = int(os.environ["SLIPSTREAM_PEER_SAMPLE"])
     if count and len(items) > count:
         items[:] = [items[i * len(items) // count] for i in range(count)]
+    first, step = map(int, os.environ["SLIPSTREAM_PEER_SHARE"].split("/"))
+    items[:] = items[first::step]
 
 
 _FOUND: Counter[str] = Counter()
@@ -225,10 +228,12 @@ def pytest_runtest_logreport(report: Any) -> None:
     )
 
 
-def run_file(checkout: Path, package: str, path: Path, sample: int, seconds: float) -> Counter[str]:
+def run_file(
+    checkout: Path, package: str, path: Path, sample: int, seconds: float, processes: int = 1
+) -> Counter[str]:
     """Counts of one file's tests."""
     with tempfile.TemporaryDirectory() as folder:
-        copy, found = Path(folder, path.name), Path(folder, "found.json")
+        copy = Path(folder, path.name)
         for file in (path, *beside(path)):
             Path(folder, file.name).write_text(ast.unparse(rewritten(file)), "utf-8")
         tools = Path(__file__).parent
@@ -237,32 +242,44 @@ def run_file(checkout: Path, package: str, path: Path, sample: int, seconds: flo
             "PYTHONPATH": os.pathsep.join([str(tools.parent), str(tools), *sys.path[1:]]),
             "SLIPSTREAM_PEERS": ",".join(sorted(packages)),
             "SLIPSTREAM_PEER_SAMPLE": str(sample),
-            "SLIPSTREAM_PEER_FOUND": str(found),
             CHECKOUT: str(checkout),
         }
-        options = f"-q -p peer_suites -p no:cacheprovider --tb=short -W ignore -rN -c {os.devnull}"
-        command = [sys.executable, "-m", "pytest", *options.split(), "--rootdir", folder, str(copy)]
-        try:
-            run = subprocess.run(
-                command,
-                env=environment,
-                cwd=folder,
-                timeout=seconds,
-                capture_output=True,
-                text=True,
+        with ThreadPoolExecutor(processes) as pool:
+            shares = [f"{i}/{processes}" for i in range(processes)]
+            return sum(
+                pool.map(lambda x: run_share(copy, environment, x, seconds), shares), Counter()
             )
-            if run.returncode not in (0, 1):  # 1: of tests that fail
-                print(run.stdout[-1500:], run.stderr[-1500:])
-        except subprocess.TimeoutExpired:
-            print(f"{path.name}: out of time")
-            if not found.exists():
-                return Counter()
+
+
+def run_share(copy: Path, environment: dict[str, str], share: str, seconds: float) -> Counter[str]:
+    """Counts of the cases i, i + n, i + 2 n ... of a file. share: "i/n"."""
+    found = copy.with_name(f"found {share.replace('/', ' of ')}.json")
+    options = f"-q -p peer_suites -p no:cacheprovider --tb=short -W ignore -rN -c {os.devnull}"
+    command = [sys.executable, "-m", "pytest", *options.split(), "--rootdir", str(copy.parent)]
+    own = {"SLIPSTREAM_PEER_SHARE": share, "SLIPSTREAM_PEER_FOUND": str(found)}
+    try:
+        run = subprocess.run(
+            [*command, str(copy)],
+            env=environment | own,
+            cwd=copy.parent,
+            timeout=seconds,
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode == 5 and not share.startswith("0/"):  # no case is left for it
+            return Counter()
+        if run.returncode not in (0, 1):  # 1: of tests that fail
+            print(run.stdout[-1500:], run.stderr[-1500:])
+    except subprocess.TimeoutExpired:
+        print(f"{copy.name}: out of time")
         if not found.exists():
-            return Counter(failed=1)
-        counts, failures, why_skipped = json.loads(found.read_text())
-        print(*(f"failed: {x}" for x in failures), sep="\n")
-        print(*(f"skipped {n}: {x}" for x, n in why_skipped.items()), sep="\n")
-        return Counter(counts)
+            return Counter()
+    if not found.exists():
+        return Counter(failed=1)
+    counts, failures, why_skipped = json.loads(found.read_text())
+    print(*(f"failed: {x}" for x in failures), sep="\n")
+    print(*(f"skipped {n}: {x}" for x, n in why_skipped.items()), sep="\n")
+    return Counter(counts)
 
 
 def is_omitted(package: str, file: str) -> bool:
@@ -283,6 +300,7 @@ def main() -> int:
     options.add_argument("--sample", type=int, default=0, help="so many cases of each file")
     options.add_argument("--seconds", type=float, default=3600, help="a file may take")
     options.add_argument("--jobs", type=int, default=1, help="files at a time")
+    options.add_argument("--processes", type=int, default=1, help="that share a file's cases")
     options.add_argument("--commit", help="of a checkout that is no clone")
     options.add_argument("--csv", type=Path, help="where rows are appended")
     given = options.parse_args()
@@ -296,7 +314,8 @@ def main() -> int:
 
     def measure(path: Path) -> dict[str, Any]:
         begin = time.perf_counter()
-        found = run_file(checkout, package, path, given.sample, given.seconds)
+        each = given.sample, given.seconds, given.processes
+        found = run_file(checkout, package, path, *each)
         cells = row | {"file": str(path.relative_to(checkout)), "cases": given.sample or "all"}
         cells |= {x: found[x] for x in ("passed", "failed", "skipped")}
         return cells | {"seconds": round(time.perf_counter() - begin)}
