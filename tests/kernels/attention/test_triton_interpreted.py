@@ -95,6 +95,12 @@ def check_caches(options: AttentionOptions) -> None:
             found = decode_launch.append(*(x[n : 2 * n] for x in mine), *places)
             assert torch.equal(found, after), name
             assert all(torch.equal(x, y) for x, y in zip(mine, theirs)), name
+    # keys that are a part of their cache: each is read before its place is written
+    cache, lengths = torch.randn(1, 9, 2, 16), torch.tensor([4])
+    mine, theirs = cache.clone(), cache.clone()
+    decode_launch.append(mine, mine + 1, mine[:, 3:7], mine[:, 3:7], lengths, None, None)
+    append(theirs, theirs + 1, cache[:, 3:7], cache[:, 3:7], lengths, None, None)
+    assert torch.equal(mine, theirs)
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -156,6 +156,13 @@ def _fit_words(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.element_size() == 2 and all(n % 4 == 0 for n in sizes)
 
 
+def _apart(x: Tensor, *caches: Tensor) -> Tensor:
+    """x, contiguous; a copy where it lies in a cache: another program may write there first."""
+    y = x.contiguous()
+    memory = y.untyped_storage()._cdata
+    return y.clone() if any(memory == c.untyped_storage()._cdata for c in caches) else y
+
+
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -174,8 +181,8 @@ def append(
         cached(softmax_append_kernel)[(HKV * T * B,)](
             k_ptr=k_cache,
             v_ptr=v_cache,
-            new_k_ptr=k.contiguous(),
-            new_v_ptr=v.contiguous(),
+            new_k_ptr=_apart(k, k_cache, v_cache),
+            new_v_ptr=_apart(v, k_cache, v_cache),
             lengths_ptr=lengths,
             rows_ptr=rows,
             table_ptr=table,
