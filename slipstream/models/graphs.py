@@ -214,10 +214,11 @@ class Decoding:
         """
         key = (room, *((x.shape, x.dtype) for x in inputs))
         if not self.active or key not in cache.graphs:
+            self.eager += 1
+            result = step(*inputs)
             if self.active:
                 cache.graphs[key] = None  # the next one is captured
-            self.eager += 1
-            return step(*inputs)
+            return result
         made = cache.graphs[key]
         if made is None:
             try:

@@ -225,8 +225,8 @@ def causal_conv1d_update(
         return y.view(x.shape)
     if x.dim() == 3:
         tokens = [
-            _step(x[..., t], conv_state, weight, bias, activation, conv_state_indices, impl)
-            for t in range(x.shape[2])
+            _step(token, conv_state, weight, bias, activation, conv_state_indices, impl)
+            for token in x.clone().unbind(2)  # it may be a part of the state
         ]
         return torch.stack(tokens, -1) if tokens else x.clone()
     return _step(x, conv_state, weight, bias, activation, conv_state_indices, impl)

@@ -147,6 +147,22 @@ def test_generate_goes_on_where_a_capture_failed_halfway(monkeypatch: pytest.Mon
         torch.testing.assert_close(step_logits(m, ids), want)
 
 
+def test_step_that_failed_runs_once_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may not have been compiled, which a capture does not allow."""
+    m, ids = model("hybrid"), tokens(1, 6)
+
+    def failing(*args: Any) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(m.model, "step", failing)
+        generate(m, ids)
+    assert m.decoding.captures == 0
+    want = without_graphs(m, ids)
+    assert torch.equal(generate(m, ids), want)
+    assert (m.decoding.captures, m.decoding.eager, m.decoding.replays) == (1, 2, 7)
+
+
 def test_generate_by_graphs_with_padding_and_eos() -> None:
     class Never(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

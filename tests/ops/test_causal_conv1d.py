@@ -61,6 +61,16 @@ def test_causal_conv1d_update_continues(S: int, indexed: bool) -> None:
         assert torch.equal(state[[1, 3]], pool[[1, 3]])
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_causal_conv1d_update_takes_tokens_that_are_a_part_of_the_state(first: int) -> None:
+    """They are read as they were, before any is overwritten."""
+    weight, state = torch.randn(D, W), torch.randn(B, D, W + 2)
+    mine = state.clone()
+    got = causal_conv1d_update(mine[..., first : first + 3], mine, weight)
+    want = causal_conv1d_update(state[..., first : first + 3].clone(), state, weight)
+    assert torch.equal(got, want) and torch.equal(mine, state)
+
+
 @pytest.mark.parametrize("name", ["query_start_loc", "cu_seqlens"])
 @pytest.mark.parametrize("flat", [False, True])
 def test_causal_conv1d_fn_takes_offsets(name: str, flat: bool) -> None:

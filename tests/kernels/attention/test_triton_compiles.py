@@ -79,7 +79,7 @@ def check(arch: str, call: Any, spills: int | None) -> None:
         assert got.shared <= ARCHS[arch].shared, job.name
         if job.name.startswith(WITH_DOTS):
             wanted = [ARCHS[arch].instruction or "fma"]
-            if arch == "sm_100" and job.name == "softmax_dkv_kernel":
+            if arch == "sm_100" and job.name in ("softmax_queries_kernel", "softmax_dkv_kernel"):
                 wanted.append("mma.sync")  # of the widest heads, by tiles of 32 rows
             assert any(got.instructions[x] for x in wanted), job.name
             if arch == "sm_90":  # what narrow tiles fall back to
@@ -100,12 +100,20 @@ def variants() -> Iterator[Any]:
                 name = f"{arch}-{D}-{str(dtype)[6:]}"
                 marks = () if quick else (pytest.mark.slow,)
                 yield pytest.param(arch, D, dtype, id=name, marks=marks)
+    for D in (64, 128):  # as much as tensor memory holds
+        name = f"sm_100-{D}-float32"
+        yield pytest.param("sm_100", D, torch.float32, id=name, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("arch", "D", "dtype"), list(variants()))
 def test_attention_compiles(arch: str, D: int, dtype: torch.dtype) -> None:
     spills = SPILLS[D] if dtype == torch.bfloat16 else None
     check(arch, attention_call(D, D, dtype, full=False), spills)
+
+
+@pytest.mark.slow
+def test_float32_with_everything_compiles_for_tensor_memory() -> None:
+    check("sm_100", attention_call(128, 128, torch.float32, full=True), None)
 
 
 @pytest.mark.slow

@@ -90,6 +90,10 @@ TILES = {
     ("sm_90", 4, 128): Tiles(
         Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2)
     ),
+    # with larger ones dq and dkv want more tensor memory than there is
+    ("sm_100", 4, 128): Tiles(
+        Tile(64, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(64, 64, 8, 2)
+    ),
     ("interpreter", 2, 64): Tiles(*[Tile(16, 32, 4, 1)] * 4),
     ("interpreter", 4, 64): Tiles(*[Tile(32, 16, 4, 1)] * 4),
 }
