@@ -147,7 +147,7 @@ def test_generate_goes_on_where_a_capture_failed_halfway(monkeypatch: pytest.Mon
         torch.testing.assert_close(step_logits(m, ids), want)
 
 
-def test_step_that_failed_runs_once_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_failed_is_not_captured_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels may not have been compiled, which a capture does not allow."""
     m, ids = model("hybrid"), tokens(1, 6)
 

@@ -62,7 +62,7 @@ def test_causal_conv1d_update_continues(S: int, indexed: bool) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_causal_conv1d_update_takes_tokens_that_are_a_part_of_the_state(first: int) -> None:
+def test_causal_conv1d_update_takes_tokens_of_its_state(first: int) -> None:
     """They are read as they were, before any is overwritten."""
     weight, state = torch.randn(D, W), torch.randn(B, D, W + 2)
     mine = state.clone()

@@ -112,7 +112,7 @@ def test_attention_compiles(arch: str, D: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_float32_with_everything_compiles_for_tensor_memory() -> None:
+def test_float32_with_everything_fits_tensor_memory() -> None:
     check("sm_100", attention_call(128, 128, torch.float32, full=True), None)
 
 
