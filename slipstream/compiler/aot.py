@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -35,6 +36,8 @@ INSTRUCTIONS = {
 # What kernels are written and verified for. Triton 3.9 warns where a launch does not say it, and
 # 3.10 fuses no product with a sum then.
 FUSION = {"enable_fp_fusion": True}
+# Triton 3.9 lets ptxas 13.4.59 allocate registers at level 2, where it spills more than at its own.
+REGISTERS = {"ptx_options": "--regAllocOptLevel=4"}
 # of the JIT's options, those that a kernel's author sets
 _OPTIONS = {
     "num_ctas": 1,
@@ -152,7 +155,12 @@ def compile_kernel(
     compiled: Any = triton.compile(
         source,
         target=gpu,
-        options={"num_warps": warps, "num_stages": stages, **FUSION, **(options or {})},
+        options={
+            "num_warps": warps,
+            "num_stages": stages,
+            **common_options(gpu),
+            **(options or {}),
+        },
     )
     seconds = time.perf_counter() - start
     asm = {name: compiled.asm[name] for name in compiled.asm}
@@ -215,9 +223,10 @@ def cached(job: Job) -> bool:
         from triton.runtime.cache import get_cache_key, get_cache_manager
     except ImportError:
         return False
-    source, backend = source_of(job), make_backend(gpu_target(job.arch))
-    set_options = {"num_warps": job.warps, "num_stages": job.stages, **FUSION, **job.options}
-    options, variables = backend.parse_options(set_options), get_cache_invalidating_env_vars()
+    gpu = gpu_target(job.arch)
+    source, backend = source_of(job), make_backend(gpu)
+    given = {"num_warps": job.warps, "num_stages": job.stages, **common_options(gpu), **job.options}
+    options, variables = backend.parse_options(given), get_cache_invalidating_env_vars()
     key = get_cache_key(source, backend, options, env_vars=variables)
     name = hashlib.sha256(key.encode()).hexdigest()
     file = f"{source.name[:150]}.json"
@@ -237,6 +246,18 @@ def gpu_target(arch: str) -> Any:
     if arch.startswith("sm_"):
         return GPUTarget("cuda", int(arch[3:]), 32)
     return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+
+
+def common_options(gpu: Any) -> dict[str, Any]:
+    """The options of every compilation for Triton's target, besides a kernel's own."""
+    by_level = (gpu.backend, gpu.arch) == ("cuda", 90) and "PTXAS_OPTIONS" not in os.environ
+    return FUSION | REGISTERS if by_level and _release() >= (3, 9) else FUSION
+
+
+def _release() -> tuple[int, ...]:
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def _source(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from slipstream.compiler.aot import FUSION
+from slipstream.compiler.aot import common_options
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
 from slipstream.runtime.launch_replay import (
     LaunchBatch,
@@ -180,19 +180,22 @@ class CachedKernel:
             if of_thread.warmup is not None:
                 wait([of_thread.warmup])
                 if entry is None:
-                    self.kernel.warmup(*args, grid=grid, **(FUSION | named))
+                    self.kernel.warmup(*args, grid=grid, **self._options(named))
                 return
             if of_thread.recorder is not None:
                 self._taken(of_thread.recorder, (*grid, 1, 1)[:3], args, named, entry)
             if entry is not None:
                 entry.launch((*grid, 1, 1)[:3], args)
                 return
-            compiled = self.kernel[grid](*args, **(FUSION | named))
+            compiled = self.kernel[grid](*args, **self._options(named))
             entry = None if key is None or len(args) < len(self._names) else wrap_compiled(compiled)
             if entry is not None:
                 self._found[key] = entry
 
         return run
+
+    def _options(self, named: dict[str, Any]) -> dict[str, Any]:
+        return common_options(self._driver.active.get_current_target()) | named
 
     def in_order(self, args: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments that follow args in the kernel's signature beside them, or their defaults,

@@ -23,16 +23,44 @@ def test_compile_kernel_makes_what_the_jit_makes(
     """The same place in Triton's cache: a first call after it compiles nothing."""
     from triton.runtime import driver
 
-    from slipstream.compiler.aot import FUSION, compile_kernel, load
+    from slipstream.compiler.aot import common_options, compile_kernel, gpu_target, load
 
     tensors = TENSORS | ({"bias_ptr": "*fp32"} if bias else {})
     ours = compile_kernel(PRODUCT, tensors, CONSTANTS)
     monkeypatch.setattr(driver, "_active", Driver())
     arguments = [torch.bfloat16] * 3 + [torch.float32 if bias else None]
     theirs = load(PRODUCT).warmup(
-        *arguments, 1.0, 50, **CONSTANTS, **FUSION, num_warps=4, num_stages=3, grid=(1,)
+        *arguments,
+        1.0,
+        50,
+        **CONSTANTS,
+        **common_options(gpu_target("sm_90")),
+        num_warps=4,
+        num_stages=3,
+        grid=(1,),
     )
     assert theirs.hash == ours.hash
+
+
+def test_registers_are_allocated_at_the_assemblers_own_level(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For sm_90 from Triton 3.9 on, which asks for a lower one, unless the user says a level."""
+    from slipstream.compiler import aot
+
+    def given(arch: str, *release: int) -> str | None:
+        monkeypatch.setattr(aot, "_release", lambda: release)
+        return aot.common_options(aot.gpu_target(arch)).get("ptx_options")
+
+    monkeypatch.delenv("PTXAS_OPTIONS", raising=False)
+    level = "--regAllocOptLevel=4"
+    found = [given("sm_90", 3, x) for x in (6, 8, 9, 10)]
+    assert found == [None, None, level, level]
+    assert {given(x, 3, 9) for x in ("sm_80", "sm_100", "gfx942")} == {None}
+    given("sm_90", 3, 9)
+    assert aot.compile_kernel(PRODUCT, TENSORS, CONSTANTS).registers > 0  # ptxas takes it
+    monkeypatch.setenv("PTXAS_OPTIONS", "--regAllocOptLevel=2")
+    assert given("sm_90", 3, 9) is None
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ if HAVE_TRITON:
     from triton.compiler import ASTSource
     from triton.runtime import driver
 
+    from slipstream.compiler import aot
     from tests.support.absent_gpu import STREAM, AbsentGPU
 
     @triton.jit(do_not_specialize=["n"])
@@ -346,6 +347,9 @@ def test_launch_says_that_products_are_fused(gpu: list[tuple], monkeypatch: Any)
     done.set_result(None)
     launch(*arguments)
     assert [x["enable_fp_fusion"] for x in given] == [True, False, True]
+    monkeypatch.setattr(aot, "_release", lambda: (3, 9))
+    launch(*arguments)
+    assert given[-1].items() >= (aot.FUSION | aot.REGISTERS).items()
 
 
 # of a launch, which are no arguments of the kernel
