@@ -41,7 +41,7 @@ LOCKED = 10.0
 # The folder of kernels/ with what several families share.
 PRIMITIVES = "primitives"
 # runtime/backends.py's GLUON
-_GLUON = ((3, 6), (3, 8))
+_GLUON = ((3, 6), (3, 9))
 
 
 class Unusable(RuntimeError):

@@ -29,9 +29,8 @@ RELEASE = _release()
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The releases under which the kernels in Gluon are used. 3.9 compiles them all, but spills in those
-# of linear attention, whose times are not known there (docs/dev/log/compiler.md).
-GLUON_RELEASES = ((3, 6), (3, 8))
+# The releases under which the kernels in Gluon are used.
+GLUON_RELEASES = ((3, 6), (3, 9))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Set by compiler/trace.py, whose fake tensors go where real ones would.

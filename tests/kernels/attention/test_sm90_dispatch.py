@@ -117,9 +117,9 @@ def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPa
         ("cuda", (8, 0), (3, 6), "written for sm_90"),
         ("cuda", (10, 0), (3, 6), "written for sm_90"),
         ("cuda", (9, 0), (3, 5), "not that of Triton 3.5"),
-        ("cuda", (9, 0), (3, 9), "not that of Triton 3.9"),
+        ("cuda", (9, 0), (3, 10), "not that of Triton 3.10"),
         ("cuda", (9, 0), (3, 7), "and q is torch.float64"),
-        ("cuda", (9, 0), (3, 8), "and q is torch.float64"),
+        ("cuda", (9, 0), (3, 9), "and q is torch.float64"),
     ],
 )
 def test_hopper_says_what_it_wants_of_the_machine(
