@@ -173,6 +173,17 @@ def _is_launch(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Subscript) and ast.unparse(node.value).startswith("cached(")
 
 
+def test_launches_go_through_the_cache() -> None:
+    """Which says of each that products are fused, and at which level registers are allocated."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("kernel")
+    ]
+    assert {x.rpartition("/")[2].partition(":")[0] for x in found} == {"launch_cache.py"}, found
+
+
 def test_launches_name_their_arguments() -> None:
     """Kernels take up to 56: by place one of them is soon another."""
     sources = {p.relative_to(ROOT): p.read_text() for p in sorted(ROOT.rglob("*.py"))}

@@ -44,6 +44,7 @@ _OPTIONS = {
     "maxnreg": None,
     "launch_pdl": False,
     "launch_cooperative_grid": False,
+    "sched4reg": False,
     **FUSION,
 }
 # all that Triton makes of a kernel for which tensor memory (sm_100) does not do
@@ -225,8 +226,9 @@ def cached(job: Job) -> bool:
         return False
     gpu = gpu_target(job.arch)
     source, backend = source_of(job), make_backend(gpu)
-    given = {"num_warps": job.warps, "num_stages": job.stages, **common_options(gpu), **job.options}
-    options, variables = backend.parse_options(given), get_cache_invalidating_env_vars()
+    set_options = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
+    options = backend.parse_options(common_options(gpu) | set_options)
+    variables = get_cache_invalidating_env_vars()
     key = get_cache_key(source, backend, options, env_vars=variables)
     name = hashlib.sha256(key.encode()).hexdigest()
     file = f"{source.name[:150]}.json"

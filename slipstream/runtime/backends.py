@@ -33,6 +33,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GLUON_RELEASES = ((3, 6), (3, 9))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Options of launches whose kernels spill under Triton 3.9: LLVM orders instructions for fewer
+# registers (docs/dev/log/compiler.md). Earlier releases do not know it.
+FEWER_REGISTERS = {"sched4reg": True} if RELEASE == (3, 9) and not INTERPRETED else {}
 # Set by compiler/trace.py, whose fake tensors go where real ones would.
 TRACING = False
 _NOWHERE = nullcontext()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from slipstream.compiler.aot import common_options
+from slipstream.compiler.aot import FUSION, common_options
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
 from slipstream.runtime.launch_replay import (
     LaunchBatch,
@@ -73,12 +73,14 @@ def cached(kernel: Any) -> Any:
         return _CACHED[id(kernel)]
     except KeyError:
         pass
-    if INTERPRETED or not HAVE_TRITON or torch.version.hip:
+    if INTERPRETED or not HAVE_TRITON:
         return kernel
     from triton import JITFunction
 
     if not isinstance(kernel, JITFunction):
         return kernel
+    if torch.version.hip:
+        return FusedKernel(kernel)
     return _CACHED.setdefault(id(kernel), CachedKernel(kernel))
 
 
@@ -155,6 +157,15 @@ def wrap_compiled(compiled: Any) -> CompiledEntry | None:
     from triton.compiler import CompiledKernel
 
     return CompiledEntry(compiled) if type(compiled) is CompiledKernel else None
+
+
+class FusedKernel(NamedTuple):
+    """A kernel whose launches are Triton's, and say that products and sums are fused."""
+
+    kernel: Any
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self.kernel[grid], **FUSION)
 
 
 class CachedKernel:

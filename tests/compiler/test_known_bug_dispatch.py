@@ -58,7 +58,7 @@ AVOIDED = (
     "pipelined-store",
 )
 PROBED = ("chained-dots",)
-SLOW = ("fma-dots",)
+SLOW = ("fma-dots", "spilled-vector-decay", "spilled-gated-delta")
 INTERPRETED_ONLY = ("interpreter-bf16", "interpreter-mask")
 
 
@@ -155,11 +155,10 @@ def test_probed_fault_is_probed_when_verified(name: str, monkeypatch: pytest.Mon
     assert suspected("sm_80", "3.6.0", "12.8.93", {BY_NAME[name].trigger}) is None
 
 
-@pytest.mark.parametrize("name", SLOW)
-def test_slow_fault_is_marked(name: str) -> None:
-    fault = BY_NAME[name]
+def test_slow_fault_is_marked() -> None:
+    fault = BY_NAME["fma-dots"]
     job = Job("module:kernel", {}, {}, {}, 4, 3, {}, fault.archs[0])
-    none = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
+    none: dict[str, int] = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
     made = Compiled(0, 0, 0, none, dots=1, dot_rows=0, seconds=0.0, hash="", asm={})
     status, why = support_matrix.judge(job, Outcome("ok", compiled=made))
     assert status == "slow" and "no tensor cores" in why
@@ -167,6 +166,22 @@ def test_slow_fault_is_marked(name: str) -> None:
         fault.archs[0], "3.6.0", "12.8.93", passive=True, remembers=False
     )
     assert fault in applying(here.arch, here.triton, here.ptxas) and here.unguarded
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("spilled-vector-decay", ("none", "channel")), ("spilled-gated-delta", ("delta", "scalar"))],
+)
+def test_slower_kernels_are_used(name: str, kind: tuple[str, str]) -> None:
+    """Triton 3.9's for sm_90, which are named where they are met, and nowhere else."""
+    fault, met = BY_NAME[name], ("linear.sm90", *kind, BF16, 128, 128)
+    found = [x for x in KINDS if fault.trigger in features_of(x)]
+    assert {x[:3] for x in found} <= {met[:3]} and fault.trigger in features_of(met)
+    assert fault.trigger not in features_of(("linear.triton", *met[1:]))
+    for triton, there in (("3.8.0", False), ("3.9.0", True), ("3.10.0", False)):
+        here = compiler_state.CompilerState("sm_90", triton, "13.4.59", remembers=False)
+        assert (fault in applying(here.arch, here.triton, here.ptxas)) == there
+        assert here.unusable(met) is None
 
 
 def test_interpreter_refuses_masks_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:

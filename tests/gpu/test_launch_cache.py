@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream import ops
-from slipstream.runtime.launch_cache import CachedKernel
+from slipstream.runtime.launch_cache import CachedKernel, FusedKernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def test_kept_launches_are_tritons() -> None:
         for shift in (0, 8, 1, 0):
             got = results(T, dtype, shift)
             with mock.patch.object(
-                CachedKernel, "__getitem__", lambda kept, grid: kept.kernel[grid]
+                CachedKernel, "__getitem__", lambda kept, grid: FusedKernel(kept.kernel)[grid]
             ):
                 want = results(T, dtype, shift)
             for i, (a, b) in enumerate(zip(got, want)):

@@ -17,7 +17,13 @@ import torch
 
 from slipstream.runtime import call_replay, parallel_compile, token_ids
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.launch_cache import CachedKernel, cached, of_thread, wrap_compiled
+from slipstream.runtime.launch_cache import (
+    CachedKernel,
+    FusedKernel,
+    cached,
+    of_thread,
+    wrap_compiled,
+)
 
 if HAVE_TRITON:
     import triton
@@ -105,7 +111,7 @@ def test_same_key_is_same_kernel(gpu: list[tuple]) -> None:
     with mock.patch.object(knobs.runtime, "jit_cache_hook", note):
         for _ in range(4000):
             args, named = arguments(rng)
-            toy_kernel[(1,)](*args, **named)
+            FusedKernel(toy_kernel)[(1,)](*args, **named)
             key = CachedKernel(toy_kernel).key_of(args, named)
             told += key is not None
             assert key is None or same.setdefault(key, keys[-1]) == keys[-1]
@@ -127,7 +133,7 @@ def test_launches_what_triton_would(gpu: list[tuple]) -> None:
     cases = [((a, y[:64], z, 0.5, n, s), {"W": 32, "FLAG": True}) for a, z, n, s in choices]
     rng = random.Random(1)
     for args, named in (rng.choice(cases) for _ in range(150)):
-        toy_kernel[2, 3](*args, **named)
+        FusedKernel(toy_kernel)[2, 3](*args, **named)
         with mock.patch.object(toy_kernel, "run", wraps=toy_kernel.run) as run:
             remembering[2, 3](*args, **named)
             asked += run.called
@@ -332,7 +338,8 @@ def test_takes_only_kernels_of_the_jit() -> None:
     stub = mock.Mock()
     assert cached(stub) is stub
     with mock.patch.object(torch.version, "hip", "6.4"):
-        assert cached(triton.jit(toy_kernel.fn)).__class__ is not CachedKernel
+        assert type(cached(triton.jit(toy_kernel.fn))) is FusedKernel
+    assert type(cached(toy_kernel)) is CachedKernel
 
 
 def test_launch_says_that_products_are_fused(gpu: list[tuple], monkeypatch: Any) -> None:
@@ -347,13 +354,17 @@ def test_launch_says_that_products_are_fused(gpu: list[tuple], monkeypatch: Any)
     done.set_result(None)
     launch(*arguments)
     assert [x["enable_fp_fusion"] for x in given] == [True, False, True]
+    on_hip = FusedKernel(toy_kernel)[1,]
+    on_hip(*arguments)
+    on_hip(*arguments, enable_fp_fusion=False)
+    assert [x["enable_fp_fusion"] for x in given[3:]] == [True, False]
     monkeypatch.setattr(aot, "_release", lambda: (3, 9))
     launch(*arguments)
     assert given[-1].items() >= (aot.FUSION | aot.REGISTERS).items()
 
 
 # of a launch, which are no arguments of the kernel
-OPTIONS = {"enable_fp_fusion", "num_warps", "num_stages", "maxnreg", "launch_pdl"}
+OPTIONS = {"enable_fp_fusion", "num_warps", "num_stages", "maxnreg", "launch_pdl", "sched4reg"}
 
 
 def test_arguments_by_name_are_those_by_place(gpu: list[tuple]) -> None:
@@ -365,7 +376,7 @@ def test_arguments_by_name_are_those_by_place(gpu: list[tuple]) -> None:
     remembering = CachedKernel(toy_kernel)
     for _ in range(2):  # the second time from what Triton found
         remembering[1,](x_ptr=x, **named)
-        toy_kernel[1,](x, y, None, 0.5, 5, 1, W=32, FLAG=True)
+        FusedKernel(toy_kernel)[1,](x, y, None, 0.5, 5, 1, W=32, FLAG=True)
     assert len(gpu) == 4 and all(launch[3:] == gpu[0][3:] for launch in gpu)
     with pytest.raises(KeyError):
         remembering[1,](x_ptr=x, **named, steps=3)
@@ -411,7 +422,7 @@ def test_every_launch_can_be_kept() -> None:
             args, named = self.in_order(args, named)
             if len(args) < len(self.kernel.params) or {*named} - OPTIONS:
                 by_name.add(name)
-            self.kernel[grid](*args, **named)
+            FusedKernel(self.kernel)[grid](*args, **named)
 
         return run
 

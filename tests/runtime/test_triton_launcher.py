@@ -3,16 +3,15 @@ Triton's own."""
 
 import gc
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.runtime import call_replay
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.launch_cache import CachedKernel
+from slipstream.runtime.launch_cache import CachedKernel, FusedKernel
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 
@@ -23,7 +22,6 @@ if HAVE_TRITON:
     from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from slipstream.compiler.aot import FUSION
     from tests.support.absent_gpu import AbsentGPU
 
     @triton.jit
@@ -36,15 +34,6 @@ if HAVE_TRITON:
         b = x.load([0, n])
         y.store([0, 0], b)
         tl.store(y_ptr + tl.arange(0, W), n)
-
-
-class Fused(NamedTuple):
-    """The kernel launched by Triton, with the option that CachedKernel gives it."""
-
-    kernel: Any
-
-    def __getitem__(self, grid: Any) -> Any:
-        return partial(self.kernel[grid], **FUSION)
 
 
 class CFunction:
@@ -135,7 +124,7 @@ def test_c_function_gets_the_arguments_of_triton(tiles: bool, gpu: list[tuple]) 
     assert record is not None
     for _ in range(2):  # maps for TMA are made once
         x = torch.zeros(8, 32)
-        want = c_arguments(call, Fused(kernel), x)
+        want = c_arguments(call, FusedKernel(kernel), x)
         assert len(want) == (1 if tiles else 2) and {"x", "y"} <= set(_flat(want))
         assert c_arguments(call_cached, x) == want
         assert c_arguments(record.play, *call_replay.call_key((x,))[1:]) == want

@@ -20,6 +20,7 @@ from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.bwd_schedule import BackwardSchedule
 from slipstream.kernels.linear.workspace import reuse_or_empty, sum_grouped_heads
+from slipstream.runtime.backends import FEWER_REGISTERS
 from slipstream.runtime.launch_cache import cached
 
 # of tiles that are loaded ahead, and channels of one, as backend.py's descriptors have them
@@ -150,4 +151,5 @@ def launch_bwd_fused(
         SPLIT=segments is not None,
         GROUPED_HEADS=heads < HV,
         **BWD_OPTIONS[V],
+        **FEWER_REGISTERS,
     )
