@@ -93,10 +93,11 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
         return
 
     class Mode(AsyncCompileMode):
-        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+        def submit(self, key: Any, compile_fn: Callable[[], Any], *after: Any) -> Any:
+            """after: what Triton does with the kernel; from 3.9 on two functions, 3.6 has one."""
             if key not in self.future_kernels:
                 compile_fn = _Task(key, compile_fn)
-            return super().submit(key, compile_fn, finalize_fn)
+            return super().submit(key, compile_fn, *after)
 
         def __exit__(self, *error: Any) -> None:
             try:
