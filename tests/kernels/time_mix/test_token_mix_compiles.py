@@ -1,4 +1,4 @@
-"""The kernels of the mixes compiled for GPUs that need not be there: spills."""
+"""The kernels of the mixes compiled for GPUs that need not be there: spills, barriers."""
 
 import pytest
 
@@ -23,3 +23,14 @@ def test_token_mix_compiles(arch: str, M: int, shifted: bool) -> None:
         given |= {"partial_ptr": "*fp32"} if "dy_ptr" in names else {}
         name = f"{MODULE}:token_mix_kernel"
         assert compile_kernel(name, given, flags, target=arch, warps=4).stack == 0
+
+
+@pytest.mark.parametrize(("x", "state"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_step_has_read_a_wide_pool_when_it_writes(x: str, state: str) -> None:
+    """A thread may write what another reads, and waits for it by no other conversion's barrier."""
+    tensors = dict.fromkeys(("x_ptr", "mu_ptr", "y_ptr"), f"*{x}") | {"state_ptr": f"*{state}"}
+    scalars = dict.fromkeys(("N", "slots"), "i32") | dict.fromkeys(("row_x", "row_state"), "i32:16")
+    flags = {"D": 2048, "M": 6, "BD": 512}
+    name = f"{MODULE}_step:token_mix_step_kernel"
+    ir = compile_kernel(name, tensors, flags, scalars, warps=2).asm["ttir"]
+    assert ("barrier" in ir) == (x != state)

@@ -30,8 +30,9 @@ def token_mix_step_kernel(
     b_before = tl.load(p_s, mask=m_d & live, other=0.0).to(tl.float32)
     b_x = x.to(tl.float32)
     b_delta = b_before - b_x
-    # only this program has read these channels; where a thread writes what another has read (a pool
-    # wider than x), x changes its layout in between, behind a barrier
+    # only this program has read these channels; of a pool wider than x another thread of it
+    if state_ptr.dtype.element_ty.primitive_bitwidth > x_ptr.dtype.element_ty.primitive_bitwidth:
+        tl.debug_barrier()
     tl.store(p_s, x.to(state_ptr.dtype.element_ty), mask=m_d & live)
     for m in tl.static_range(M):
         b_mu = tl.load(mu_ptr + m * D + o_d, mask=m_d, other=0.0).to(tl.float32)
