@@ -34,14 +34,7 @@ from slipstream.kernels.linear.segments import NUM_SMS
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power_of_two
-from slipstream.kernels.linear.triton.vector_decay.dqkg import (
-    vector_decay_dqkg_halves_kernel,
-    vector_decay_dqkg_kernel,
-)
-from slipstream.kernels.linear.triton.vector_decay.dqkg_quarters import (
-    vector_decay_dqkg_quarters_kernel,
-)
-from slipstream.kernels.linear.triton.vector_decay.intra_bwd import vector_decay_intra_bwd_kernel
+from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
     vector_decay_intra_fwd_kernel,
     vector_decay_pairs_kernel,
@@ -363,22 +356,25 @@ def launch_grads(
         **size_args(problem),
         "HK": problem.k.shape[2],
     }
-    options: dict[str, Any] = {**_options(problem, kernel_tile), **_bound(problem), "K": K}
-    cached(vector_decay_dqkg_kernel)[total,](**args, **options)
-    options["MAX_CHUNKS"] = MAX_PAIRS_SHARE
-    apart, pieces = APART[problem.k.dtype], None
-    if apart and "dk" in named:
-        pieces = problem.k.new_empty(total, dtype=torch.int32)
-        cached(vector_decay_dqkg_halves_kernel)[_programs(total),](
-            **args, pieces_ptr=pieces, total=total, APART=apart, **options
-        )
-        cached(vector_decay_dqkg_quarters_kernel)[_programs(total),](
-            **args, pieces_ptr=pieces, total=total, **options
-        )
-    options |= {"LEVELS": C.bit_length() - 1, "SHIFT": SHIFT[problem.k.dtype]}
-    cached(vector_decay_intra_bwd_kernel)[_programs(total),](
-        **args, pieces_ptr=pieces, ones_ptr=_ones(problem), total=total, **options
-    )
+    apart = APART[problem.k.dtype] if "dk" in named else 0.0
+    options: dict[str, Any] = {
+        **_options(problem, kernel_tile),
+        **_bound(problem),
+        "K": K,
+        "MAX_CHUNKS": MAX_PAIRS_SHARE,
+        "LEVELS": C.bit_length() - 1,
+        "SHIFT": SHIFT[problem.k.dtype],
+        "APART": apart,
+    }
+    pieces = problem.k.new_empty(total, dtype=torch.int32) if apart else None
+
+    def launch(PIECES: int, programs: int, **more: Any) -> None:
+        cached(vector_decay_dqkg_kernel)[programs,](**args, **more, **options, PIECES=PIECES)
+
+    launch(1, total, pieces_ptr=None, ones_ptr=None, total=None)
+    for count in (2, 4) if apart else ():
+        launch(count, _programs(total), pieces_ptr=pieces, ones_ptr=None, total=total)
+    launch(0, _programs(total), pieces_ptr=pieces, ones_ptr=_ones(problem), total=total)
 
 
 def _ones(problem: VectorDecayProblem) -> Tensor:

@@ -8,14 +8,15 @@ With dqs, dke and z of the scans (chunk.py), P = do v^T, and u = 1 if there is n
                     + P[j, j] u q_j)
     du   = scale * sum over i of P[i, i] q_i k_i           of each chunk
 
-In a chunk that is one safe block (subchunk_decay.py; intra_bwd.py has the others)
+In a chunk that is one safe block (subchunk_decay.py)
 
     r_i = q_i exp(G_i)     dr = (lower triangle of P) w   dq_i = scale * (dqs_i + dr_i) exp(G_i)
     w_j = k_j exp(-G_j)    dw = (upper) r                 dk_j = scale * (dke_j D + dw_j) exp(-G_j)
 
 with G from the chunk's start and D = exp(G_C), or in chunks of which each half is one relative to n
 of subchunk_decay.py: there products of a half come before those of the other, and what one half
-has is rescaled between them. dg is what every exponent adds to its gates:
+has is rescaled between them. dqkg_quarters.py has the chunks of which only quarters are safe blocks,
+dqkg_levels.py the rest. dg is what every exponent adds to its gates:
 
     dg_t = z + sum over i >= t of (r_i * (dqs_i + dr_i) - w_i * dw_i)
              + sum over j < t of w_j * dke_j D
@@ -32,10 +33,15 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
+from slipstream.kernels.linear.triton.vector_decay.dqkg_levels import (
+    grads_by_levels,
+    outputs_by_levels,
+)
+from slipstream.kernels.linear.triton.vector_decay.dqkg_quarters import grads_by_quarters
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
+    anchored_reads,
     are_halves_safe,
     are_quarters_safe,
-    dot_with,
     half_sums,
     is_block_safe,
     is_chunk_safe,
@@ -49,26 +55,6 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     sums,
     tokens,
 )
-
-
-@triton.jit
-def anchored_reads(
-    b_p, b_w, b_dqs, b_early, rows, dtype: tl.constexpr, BEFORE: tl.constexpr,
-    APART: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dqs + (lower triangle of P) w [C, BK], in float32."""
-    C: tl.constexpr = rows.shape[0]
-    i, j = rows[:, None], tl.arange(0, C)[None, :]
-    b_p = tl.where(i > j if BEFORE else i >= j, b_p, 0.0)
-    if APART > 0:
-        # writes of the first half are 2^(2 APART) times what they are to the other's reads
-        b_dr = b_dqs * tl.exp2(b_early + APART)[None, :]
-        b_dr += dot_with(tl.where(j < C // 2, b_p, 0.0), b_w, dtype, PRECISION)
-        b_dr *= tl.where(i < C // 2, 1.0, 2.0 ** (-2 * APART))
-        b_dr += dot_with(tl.where(j < C // 2, 0.0, b_p), b_w, dtype, PRECISION)
-    else:
-        b_dr = dot_with(b_p, b_w, dtype, PRECISION) + b_dqs
-    return b_dr
 
 
 @triton.jit
@@ -88,7 +74,7 @@ def anchored_writes(
     return b_dw
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "HV", "HK"])
+@triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
 def vector_decay_dqkg_kernel(
     q_ptr,  # [tokens, HK, K]
     k_ptr,  # [tokens, HK, K]
@@ -103,8 +89,11 @@ def vector_decay_dqkg_kernel(
     dg_ptr,  # [tokens, HV, K]
     du_ptr,  # [chunks, HV, K]
     decay_ptr,  # [chunks, HV, K]
+    pieces_ptr,  # [chunks, HV, tiles of K]: PIECES that takes a chunk; None if 1 and 0 take all
+    ones_ptr,  # gate_ones.py's, for PIECES 0
     cu_ptr,  # [N + 1]
     scale,
+    total,  # tiles of K times chunks times value heads; None for PIECES 1
     T,
     N,
     HV,
@@ -112,57 +101,88 @@ def vector_decay_dqkg_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     ALL: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
     BOUND: tl.constexpr,
+    SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
-    if not GROUPED:
-        HK = HV
-    NK: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)
-    if is_block_safe(decay_ptr + (pid // NK).to(tl.int64) * K, K, ALL, BOUND):
-        _tile(
-            q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr,
-            du_ptr, decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
-            K, BK, C, 0.0, BEFORE, PACKED, BF16_TERMS, PRECISION,
-        )  # fmt: skip
+    """BK channels of one chunk and value head at a time, of the chunks that are safe in PIECES.
 
+    PIECES: 1 for chunks that are one safe block, 2 for others of which each half is one, 4 for
+    others of which each quarter is one, 0 for the rest. 2 writes `pieces` of all but the first.
 
-@triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
-def vector_decay_dqkg_halves_kernel(
-    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
-    decay_ptr, pieces_ptr, cu_ptr, scale, total, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr,
-    C: tl.constexpr, BOUND: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """grid (at least total / MAX_CHUNKS,): the same of chunks that are not one safe block, where
-    each half is one.
-
-    total: tiles of K times chunks times value heads. pieces: [total], of chunks that are not one
-    safe block 2 where each half is one, else 4 where each quarter is (dqkg_quarters.py), else 0.
+    grid (ceil(K / BK) * HV * chunks,) for PIECES 1, for others at least total / MAX_CHUNKS.
     """
     if not GROUPED:
         HK = HV
     NK: tl.constexpr = (K + BK - 1) // BK
-    if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
-        return
-    for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        at = tl.cast(i_tile // NK, tl.int64)
-        if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-            pieces = _safe_pieces(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
-            tl.store(pieces_ptr + i_tile, pieces)
-            if pieces == 2:
-                _tile(
-                    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
-                    dg_ptr, du_ptr, None, cu_ptr, scale, i_tile, T, N, HV, HK,
-                    K, BK, C, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
-                )  # fmt: skip
+    if PIECES == 1:
+        pid = tl.program_id(0)
+        if is_block_safe(decay_ptr + (pid // NK).to(tl.int64) * K, K, ALL, BOUND):
+            _tile(
+                q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr,
+                du_ptr, decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
+                K, BK, C, 0.0, BEFORE, PACKED, BF16_TERMS, PRECISION,
+            )  # fmt: skip
+    else:
+        # most programs end here
+        if PIECES == 4:
+            # one load for all chunks of this program
+            o_at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
+            b_pieces = tl.load(pieces_ptr + o_at, mask=o_at < total, other=0)
+            if tl.max((b_pieces == 4).to(tl.int32), 0) == 0:
+                return
+        else:
+            if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
+                return
+        for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+            at = tl.cast(i_tile // NK, tl.int64)
+            if PIECES == 2:
+                if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
+                    pieces = _safe_pieces(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
+                    tl.store(pieces_ptr + i_tile, pieces)
+                    if pieces == 2:
+                        _tile(
+                            q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr,
+                            dk_ptr, dg_ptr, du_ptr, None, cu_ptr, scale, i_tile, T, N, HV, HK,
+                            K, BK, C, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
+                        )  # fmt: skip
+            elif PIECES == 4:
+                # of a chunk that is one safe block nothing is known
+                by_quarters = tl.load(pieces_ptr + i_tile) == 4
+                if by_quarters and not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
+                    # 32 channels at a time have no stack, but products that ptxas 12.8 gets wrong
+                    grads_by_quarters(
+                        q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
+                        dg_ptr, du_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+                        K, BK, C, BEFORE, PACKED, BF16_TERMS, PRECISION,
+                    )  # fmt: skip
+            else:
+                strong = not is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
+                if pieces_ptr is not None:
+                    strong = strong and tl.load(pieces_ptr + i_tile) == 0
+                if strong:
+                    if dk_ptr is None:
+                        tl.static_assert(u_ptr is None)
+                        outputs_by_levels(
+                            k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile,
+                            T, N, HV, HK,
+                            K, BK, C, LEVELS, BOUND, SHIFT, PACKED, BF16_TERMS, PRECISION,
+                        )  # fmt: skip
+                    else:
+                        grads_by_levels(
+                            q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr,
+                            dk_ptr, dg_ptr, du_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+                            K, BK, C, LEVELS, BOUND, BEFORE, PACKED, BF16_TERMS, PRECISION,
+                        )  # fmt: skip
 
 
 @triton.jit

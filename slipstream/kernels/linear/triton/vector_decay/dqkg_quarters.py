@@ -14,7 +14,6 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     block_span,
     dot_with,
-    is_block_safe,
     prefix_span_bwd,
     quarter_halves,
     spans_to_gates_bwd,
@@ -85,42 +84,8 @@ def _writes(b_p, b_r, b_h, rows, PRECISION: tl.constexpr):
     return b_dw
 
 
-@triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
-def vector_decay_dqkg_quarters_kernel(
-    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
-    decay_ptr, pieces_ptr, cu_ptr, scale, total, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr,
-    C: tl.constexpr, BOUND: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """grid (at least total / MAX_CHUNKS,): of chunks that are not one safe block, and their halves
-    not, where each quarter is one.
-
-    total: tiles of K times chunks times value heads. pieces: [total], dqkg.py's.
-    """
-    if not GROUPED:
-        HK = HV
-    NK: tl.constexpr = (K + BK - 1) // BK
-    # one load for all chunks of this program: most programs end here
-    o_at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
-    b_pieces = tl.load(pieces_ptr + o_at, mask=o_at < total, other=0)
-    if tl.max((b_pieces == 4).to(tl.int32), 0) == 0:
-        return
-    for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        at = tl.cast(i_tile // NK, tl.int64)
-        # of a chunk that is one safe block nothing is known
-        by_quarters = tl.load(pieces_ptr + i_tile) == 4
-        if by_quarters and not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-            # 32 channels at a time have no stack, but products that ptxas 12.8 gets wrong
-            _tile(
-                q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr,
-                du_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-                K, BK, C, BEFORE, PACKED, BF16_TERMS, PRECISION,
-            )  # fmt: skip
-
-
 @triton.jit
-def _tile(
+def grads_by_quarters(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
     cu_ptr, scale, i_tile, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr,

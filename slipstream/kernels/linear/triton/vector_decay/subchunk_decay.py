@@ -94,6 +94,26 @@ def dot_with(b_p, b_x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def anchored_reads(
+    b_p, b_w, b_dqs, b_early, rows, dtype: tl.constexpr, BEFORE: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dqs + (lower triangle of P) w [C, BK], in float32."""
+    C: tl.constexpr = rows.shape[0]
+    i, j = rows[:, None], tl.arange(0, C)[None, :]
+    b_p = tl.where(i > j if BEFORE else i >= j, b_p, 0.0)
+    if APART > 0:
+        # writes of the first half are 2^(2 APART) times what they are to the other's reads
+        b_dr = b_dqs * tl.exp2(b_early + APART)[None, :]
+        b_dr += dot_with(tl.where(j < C // 2, b_p, 0.0), b_w, dtype, PRECISION)
+        b_dr *= tl.where(i < C // 2, 1.0, 2.0 ** (-2 * APART))
+        b_dr += dot_with(tl.where(j < C // 2, 0.0, b_p), b_w, dtype, PRECISION)
+    else:
+        b_dr = dot_with(b_p, b_w, dtype, PRECISION) + b_dqs
+    return b_dr
+
+
+@triton.jit
 def _add_sums(b_ones, b_terms, b_sum, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """b_sum plus, at t, the sum over the tokens where b_ones [t, u] is 1, [C, BK]."""
     b_sum = tl.dot(b_ones, b_terms[0], b_sum, input_precision=PRECISION)

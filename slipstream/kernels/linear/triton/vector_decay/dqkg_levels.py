@@ -22,15 +22,13 @@ from slipstream.kernels.linear.triton.common.gate_ones import (
 )
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
-from slipstream.kernels.linear.triton.vector_decay.dqkg import anchored_reads
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
+    anchored_reads,
     block_factors,
     block_span,
     block_span_bwd,
     chunk_writes,
     dot_with,
-    is_block_safe,
-    is_chunk_safe,
     is_in_later_half,
     is_read_safe,
     safe_base,
@@ -45,75 +43,8 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 )
 
 
-@triton.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "HK"])
-def vector_decay_intra_bwd_kernel(
-    q_ptr,  # [tokens, HK, K]
-    k_ptr,  # [tokens, HK, K]
-    g_ptr,  # [tokens, HV, K]
-    u_ptr,  # [HV, K]
-    p_ptr,  # [chunks, HV, C, C]: P, symmetric; float32 where its rounding would count
-    dqs_ptr,  # [tokens, HV, K]
-    dke_ptr,  # [tokens, HV, K]
-    z_ptr,  # [chunks, HV, K]
-    dq_ptr,  # [tokens, HV, K]
-    dk_ptr,  # [tokens, HV, K]
-    dg_ptr,  # [tokens, HV, K]
-    du_ptr,  # [chunks, HV, K]
-    decay_ptr,  # [chunks, HV, K]
-    pieces_ptr,  # [chunks, HV, tiles of K]: above 0 where dqkg.py has taken them; None if nowhere
-    ones_ptr,  # gate_ones.py's
-    cu_ptr,  # [N + 1]
-    scale,
-    total,
-    T,
-    N,
-    HV,
-    HK,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    ALL: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BOUND: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BF16_TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """grid (at least total / MAX_CHUNKS,): BK channels of one chunk and value head a turn.
-
-    total: tiles of K times chunks times value heads.
-    """
-    if not GROUPED:
-        HK = HV
-    NK: tl.constexpr = (K + BK - 1) // BK
-    if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
-        return
-    for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        at = tl.cast(i_tile // NK, tl.int64)
-        strong = not is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
-        if pieces_ptr is not None:
-            strong = strong and tl.load(pieces_ptr + i_tile) == 0
-        if strong:
-            if dk_ptr is None:
-                tl.static_assert(u_ptr is None)
-                _outputs(
-                    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV,
-                    HK, K, BK, C, LEVELS, BOUND, SHIFT, PACKED, BF16_TERMS, PRECISION,
-                )  # fmt: skip
-            else:
-                _grads(
-                    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
-                    dq_ptr, dk_ptr, dg_ptr, du_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-                    K, BK, C, LEVELS, BOUND, BEFORE, PACKED, BF16_TERMS, PRECISION,
-                )  # fmt: skip
-
-
 @triton.jit
-def _outputs(
+def outputs_by_levels(
     k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
     SHIFT: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,7 +97,7 @@ def _outputs(
 
 
 @triton.jit
-def _grads(
+def grads_by_levels(
     q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
     dq_ptr, dk_ptr, dg_ptr, du_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
