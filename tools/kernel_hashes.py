@@ -11,6 +11,9 @@ multisets of hashes mean equal machine code, so equal numbers and equal speed, w
 --level ir    Triton's IR as its front end makes it, with the compiler's options: every compilation
               that the catalog's rows trigger at their sample shapes, in about a minute. A rule by a
               size that no row has is not seen: "0 new" says nothing of it. No line numbers.
+--level inlined
+              the same once calls of device functions are inlined and what is computed twice is
+              not: for kernels that are split into functions, or whose functions are taken apart.
 --level call  which kernels are compiled for which arguments, with the text of their modules: enough
               where kernels stay as they are and only what launches them changes. Seconds.
 --level ptx   the PTX of a covering set of those (`--variants`), as `slipstream matrix` chooses it.
@@ -27,6 +30,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ from slipstream.tools.layer_samples import LAYER_SAMPLES
 from slipstream.tools.variant_cover import cover, resolved
 
 _SYMBOL = re.compile(r'@"[^"]*"|@[\w.$]+')
+_CONSTANT = re.compile(r"^\s*(%\w+) = (arith\.constant .*)$", re.MULTILINE)
 _LOCATION = re.compile(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", re.MULTILINE)
 
 
@@ -50,10 +55,16 @@ def without_names(text: str) -> str:
     return _SYMBOL.sub(numbered, _LOCATION.sub("", text))
 
 
-def ir_text(job: Job) -> str:
+def with_constants(text: str) -> str:
+    """MLIR text with constants where they are used, since their order may be any."""
+    values = dict(_CONSTANT.findall(text))
+    return re.sub(r"%\w+", lambda name: values.get(name[0], name[0]), _CONSTANT.sub("", text))
+
+
+def ir_text(job: Job, inline: bool = False) -> str:
     """The input of the compiler: the front end's module, and the options that it is compiled
-    with."""
-    from triton._C.libtriton import ir
+    with. inline: after its first pass, which inlines calls of device functions."""
+    from triton._C.libtriton import ir, passes
     from triton.compiler.code_generator import CodeGenerator
     from triton.compiler.compiler import make_backend
 
@@ -70,7 +81,13 @@ def ir_text(job: Job) -> str:
     backend.load_dialects(context)
     codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     module = source.make_ir(target, options, codegen, modules, context)
-    return f"{without_names(str(module))}\n{sorted(given.items())}"
+    if inline:
+        manager = ir.pass_manager(context)
+        for name in ("inliner", "canonicalizer", "cse"):
+            getattr(passes.common, f"add_{name}")(manager)
+        manager.run(module, "inline")
+    text = without_names(str(module))
+    return f"{with_constants(text) if inline else text}\n{sorted(given.items())}"
 
 
 def ptx_text(job: Job) -> str:
@@ -86,7 +103,12 @@ def call_text(job: Job) -> str:
     return f"{job.key}\n{ast.unparse(ast.parse(Path(str(module.__file__)).read_text()))}"
 
 
-LEVELS = {"ir": ir_text, "call": call_text, "ptx": ptx_text}
+LEVELS = {
+    "ir": ir_text,
+    "inlined": partial(ir_text, inline=True),
+    "call": call_text,
+    "ptx": ptx_text,
+}
 
 
 def digest(task: tuple[Job, str]) -> tuple[str, str]:

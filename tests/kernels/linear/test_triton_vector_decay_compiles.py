@@ -36,7 +36,7 @@ def check(job: Job, shape: Shape) -> None:
     if job.arch == "sm_80" and got.dots:
         assert got.instructions["mma.sync"]
     assert not got.instructions["atomic"]
-    limit = 16384 if exact else SPILLS.get(job.constants.get("PIECES"), 384)
+    limit = 16384 if exact else SPILLS.get(job.constants.get("PIECES", -1), 384)
     assert got.stack <= limit, f"{job.name}: {got.stack} bytes spilled"
 
 

@@ -145,6 +145,37 @@ def _scaled(b_os, b_factor, CODES: tl.constexpr):
     return result
 
 
+@triton.jit
+def _scores(
+    b_qs, b_k, CODES: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q k^T [BM, BN]: the sum of the products of every CODES-th channel."""
+    b_codes = channels(b_k, 0, b_qs[0].dtype, WORDS, FLOAT8, ASM)
+    b_s = tl.dot(b_qs[0], tl.trans(b_codes), input_precision=PRECISION)
+    for c in tl.static_range(1, CODES):
+        b_codes = channels(b_k, c, b_qs[0].dtype, WORDS, FLOAT8, ASM)
+        b_s = tl.dot(b_qs[c], tl.trans(b_codes), b_s, input_precision=PRECISION)
+    return b_s
+
+
+@triton.jit
+def _add_values(
+    b_os, b_p, b_v, unit, CODES: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr,
+    ASM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o + unit p v, CODES of [BM, BV / CODES]; unit None: 1."""
+    added = ()
+    for c in tl.static_range(CODES):
+        b_codes = channels(b_v, c, b_p.dtype, WORDS, FLOAT8, ASM)
+        if unit is None:
+            b_o = tl.dot(b_p, b_codes, b_os[c], input_precision=PRECISION)
+        else:
+            b_o = b_os[c] + unit * tl.dot(b_p, b_codes, input_precision=PRECISION)
+        added = added + (b_o,)
+    return added
+
+
 @triton.jit(do_not_specialize=["factor", "cap", "stride_table", *SIZES, *STRIDES])
 def softmax_decode_kernel(
     q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
@@ -269,11 +300,7 @@ def softmax_decode_kernel(
         b_k = tl.load(
             p_k + o_d[None, :], mask=m_n[:, None] & (o_d < D // CODES)[None, :], other=ZERO
         )
-        b_codes = channels(b_k, 0, b_qs[0].dtype, WORDS, FLOAT8, ASM)
-        b_s = tl.dot(b_qs[0], tl.trans(b_codes), input_precision=PRECISION)  # [BM, BN]
-        for c in tl.static_range(1, CODES):
-            b_codes = channels(b_k, c, b_qs[0].dtype, WORDS, FLOAT8, ASM)
-            b_s = tl.dot(b_qs[c], tl.trans(b_codes), b_s, input_precision=PRECISION)
+        b_s = _scores(b_qs, b_k, CODES, WORDS, FLOAT8, ASM, PRECISION)  # [BM, BN]
         if IN_8_BITS:
             p_s = k_scale_ptr + offsets_of_keys(stride_sb, stride_st, j, o_n, page, PAGE, BN)
             b_scale = tl.load(p_s, mask=m_n, other=0.0)[None, :]
@@ -298,16 +325,10 @@ def softmax_decode_kernel(
         b_v = tl.load(
             p_v + o_v[None, :], mask=m_n[:, None] & (o_v < DV // CODES)[None, :], other=ZERO
         )
-        b_p = b_p.to(b_qs[0].dtype)
-        added = ()
-        for c in tl.static_range(CODES):
-            b_codes = channels(b_v, c, b_p.dtype, WORDS, FLOAT8, ASM)
-            if IN_8_BITS:
-                b_o = b_os[c] + unit * tl.dot(b_p, b_codes, input_precision=PRECISION)
-            else:
-                b_o = tl.dot(b_p, b_codes, b_os[c], input_precision=PRECISION)
-            added = added + (b_o,)  # [BM, BV / CODES]
-        b_os = added
+        b_os = _add_values(
+            b_os, b_p.to(b_qs[0].dtype), b_v, unit if IN_8_BITS else None,
+            CODES, WORDS, FLOAT8, ASM, PRECISION,
+        )  # fmt: skip
 
     has_no_key = b_l == 0.0
     b_l = tl.where(has_no_key, 1.0, b_l)

@@ -107,6 +107,43 @@ def solve_chunk(
         tl.store(p_n, b_u, mask=(o_v < V)[None, :])
 
 
+@triton.jit
+def _add_scores_of_a(
+    b_ab, b_ak, a_ptr, b_ptr, k_ptr, i_k, w_ptr, i_w, g_ptr, i_g, o_c, m_c, HV, H,
+    K: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, HAS_GATE: tl.constexpr,
+    CHANNEL: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ab and ak [C, C] of free a and b with those of a weak chunk, and a exp(G_prev) to w."""
+    act = w_ptr.dtype.element_ty
+    i = o_c[:, None]
+    for n in range(WIDE // BK):
+        o_k = n * BK + tl.arange(0, BK)
+        o_q = i_k + i * (H * K) + o_k[None, :]
+        m_k = m_c[:, None]
+        if K != WIDE:
+            m_k = m_k & (o_k < K)[None, :]
+        b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
+        b_b = tl.load(b_ptr + o_q, mask=m_k, other=0.0)
+        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        b_first = b_a
+        if HAS_GATE:
+            b_e, b_before, b_middle, _, _ = load_from_start(
+                g_ptr, i_g, HV * K**CHANNEL, o_c, m_k, o_k, CHANNEL, True, LIMIT, APART, FP32,
+                PRECISION,
+            )  # fmt: skip
+            b_wide = b_a * exp2_by_parts(b_before, APART)
+            b_a = b_wide.to(act)
+            b_first = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(act)
+            b_write = anchored_writes(b_e, LIMIT, APART)
+            b_b = (b_b * b_write).to(act)
+            b_k = (b_k * b_write).to(act)
+        tl.store(w_ptr + i_w + i * WIDE + o_k[None, :], b_first)
+        b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
+        b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+    return b_ab, b_ak
+
+
 @triton.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
 def dplr_wy_kernel(
     q_ptr,  # [tokens, H, K]
@@ -237,29 +274,10 @@ def dplr_wy_kernel(
     tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
     if not DELTA:
         tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
-        for n in range(WIDE // BK):
-            o_k = n * BK + tl.arange(0, BK)
-            o_q = i_k + i * (H * K) + o_k[None, :]
-            m_k = m_c[:, None]
-            if K != WIDE:
-                m_k = m_k & (o_k < K)[None, :]
-            b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
-            b_b = tl.load(b_ptr + o_q, mask=m_k, other=0.0)
-            b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
-            b_first = b_a
-            if HAS_GATE:
-                b_e, b_before, b_middle, _, _ = load_from_start(
-                    g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, True, LIMIT, APART, FP32, PRECISION
-                )
-                b_wide = b_a * exp2_by_parts(b_before, APART)
-                b_a = b_wide.to(act)
-                b_first = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(act)
-                b_write = anchored_writes(b_e, LIMIT, APART)
-                b_b = (b_b * b_write).to(act)
-                b_k = (b_k * b_write).to(act)
-            tl.store(w_out_ptr + i_w + i * WIDE + o_k[None, :], b_first)
-            b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
-            b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+        b_ab, b_ak = _add_scores_of_a(
+            b_ab, b_ak, a_ptr, b_ptr, k_ptr, i_k, w_out_ptr, i_w, g_ptr, i_g, o_c, m_c, HV, H,
+            K, WIDE, BK, HAS_GATE, CHANNEL, FP32, LIMIT, APART, PRECISION,
+        )  # fmt: skip
         if HAS_GATE:
             b_ab = together(b_ab, o_c, APART)
             b_ak = together(b_ak, o_c, APART)

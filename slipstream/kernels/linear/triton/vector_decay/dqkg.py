@@ -15,8 +15,8 @@ In a chunk that is one safe block (subchunk_decay.py)
 
 with G from the chunk's start and D = exp(G_C), or in chunks of which each half is one relative to n
 of subchunk_decay.py: there products of a half come before those of the other, and what one half
-has is rescaled between them. dqkg_quarters.py has the chunks of which only quarters are safe blocks,
-dqkg_levels.py the rest. dg is what every exponent adds to its gates:
+has is rescaled between them. dqkg_quarters.py has the chunks of which only quarters are safe
+blocks, dqkg_levels.py the rest. dg is what every exponent adds to its gates:
 
     dg_t = z + sum over i >= t of (r_i * (dqs_i + dr_i) - w_i * dw_i)
              + sum over j < t of w_j * dke_j D
