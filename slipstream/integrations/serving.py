@@ -107,16 +107,20 @@ def prefill(
         rule: chunk_gated_delta_rule or chunk_kda, with its tensors and options.
         in_place: whether the states after the tokens are written.
     """
+    # K first, as kernels index them: the rows that are read are turned, masked and widened at once
+    rows = states.index_select(0, slots.clamp(min=0)).mT
+    before = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    nothing = before.new_zeros(1, 1, 1, 1)
+    torch.where((slots >= 0).view(-1, 1, 1, 1), rows, nothing, out=before)
     o, final = rule(
         *tensors,
-        initial_state=read_rows(states, slots).float(),
+        initial_state=before,
         output_final_state=in_place,
-        state_v_first=True,
         cu_seqlens=cu_seqlens,
         **options,
     )
     if final is not None:
-        write_rows(states, slots, final)
+        write_rows(states, slots, final.mT)
     return o
 
 
@@ -151,20 +155,21 @@ def prefill_with_states(
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
     """Rows of a pool [N, ...]; zeros where there is no slot."""
     rows = pool.index_select(0, slots.clamp(min=0))
-    return rows.masked_fill((slots < 0).view(-1, *[1] * (pool.dim() - 1)), 0)
+    return rows.masked_fill_((slots < 0).view(-1, *[1] * (pool.dim() - 1)), 0)
 
 
 def write_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Writes rows [N, ...] where there is a slot. One that has none writes what the first one with
-    a slot does, or what is there."""
+    a slot does; if none has any, all write what is there, and rows[0] is overwritten by that."""
     if slots.shape[0] == 0:
         return
     has_slot = slots >= 0
     n = torch.arange(slots.shape[0], device=slots.device)
     row = torch.where(has_slot, n, has_slot.int().argmax())
     at = slots.index_select(0, row).long().clamp(min=0)
-    values = rows.to(pool.dtype).index_select(0, row)
-    pool.index_copy_(0, at, torch.where(has_slot.any(), values, pool.index_select(0, at)))
+    rows = rows.to(pool.dtype)
+    rows[:1] = torch.where(has_slot.any(), rows[:1], pool[:1])
+    pool.index_copy_(0, at, rows.index_select(0, row))
 
 
 def unpacked(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:

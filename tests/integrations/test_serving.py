@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.integrations import sglang, vllm
@@ -21,7 +22,7 @@ from slipstream.integrations.serving import (
     unpacked,
     write_rows,
 )
-from slipstream.ops import chunk_gated_delta_rule
+from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 from tests.support.serving_calls import HV, SLOTS, Call, K, N, T, V
 
 KERNELS = {False: sglang.GDNKernel(), True: sglang.KDAKernel()}
@@ -275,6 +276,28 @@ def test_rows_without_a_slot_are_left() -> None:
     write_rows(pool, torch.tensor([], dtype=torch.int64), rows[:0])
     assert torch.equal(pool, before)
     assert torch.equal(read_rows(pool, torch.tensor([4, -1]))[1], torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [[4, -1, 1], [-1, -1, -1]])
+def test_prefill_reads_and_writes_slots_of_a_pool(dtype: torch.dtype, slots: list[int]) -> None:
+    """Slot 0 holds NaN, which a sequence without a slot may not see."""
+    q, k, v = (F.normalize(torch.randn(1, 74, 2, 16), dim=-1) for _ in range(3))
+    g, beta = -torch.rand(1, 74, 2, 16), torch.rand(1, 74, 2)
+    states, cu = torch.randn(6, 2, 16, 16).to(dtype), torch.tensor([0, 3, 73, 74])
+    states[0] = float("nan")
+    given = {"cu_seqlens": cu, "state_v_first": True, "output_final_state": True}
+    rows = torch.stack([states[s].float() if s >= 0 else torch.zeros(2, 16, 16) for s in slots])
+    want, final = chunk_kda(q, k, v, g, beta, initial_state=rows, **given)
+    assert final is not None
+    after = states.clone()
+    for slot, state in zip(slots, final):
+        if slot >= 0:
+            after[slot] = state.to(dtype)
+    at = torch.tensor(slots, dtype=torch.int32)
+    o = prefill(chunk_kda, q, k, v, g, beta, states=states, slots=at, cu_seqlens=cu)
+    assert torch.equal(o, want)
+    torch.testing.assert_close(states, after, rtol=0, atol=0, equal_nan=True)
 
 
 def test_tokens_are_unpacked_and_packed() -> None:
