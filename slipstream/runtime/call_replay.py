@@ -97,9 +97,10 @@ class RecordedCall:
     """The launches and allocations of a call, recorded to be repeated."""
 
     def __init__(self, taken: CallRecorder, inputs: int, result: Any) -> None:
-        """result: what it returns, values as places: one, or a tuple or a list of them and None."""
+        """result: what it returns, values as places: one, or a tuple or a list of them and None;
+        None where it writes into its arguments alone."""
         self.operations = taken.operations
-        results = (result,) if type(result) is ValueRef else result
+        results = (result,) if type(result) is ValueRef else result or ()
         returned = {x.number for x in results if x is not None}
         # whether all results are memory of their own, and none is a view
         made = {x.makes[0] for x in taken.steps if x.make is not None}
@@ -133,6 +134,8 @@ class RecordedCall:
         result: Any = self._result
         if type(result) is ValueRef:
             return values[result.number]
+        if result is None:
+            return None
         return type(result)([None if x is None else values[x.number] for x in result])
 
 
@@ -267,8 +270,8 @@ def record(
     try:
         if isinstance(result, Tensor):
             places: Any = ValueRef(taking.number(result))
-        elif result is None:  # it writes into its arguments
-            places = ()
+        elif result is None:
+            places = None
         else:
             each = (None if x is None else ValueRef(taking.number(x)) for x in result)
             places = type(result)(each)

@@ -160,6 +160,14 @@ def test_in_place_reaches_the_argument() -> None:
     assert toy.calls == 2
 
 
+def test_call_that_returns_nothing_returns_nothing_again() -> None:
+    toy, x, y = Toy(launch), torch.randn(4), torch.empty(4)
+    for _ in range(4):
+        assert toy.run(x, y.zero_()) is None
+        torch.testing.assert_close(y, 2 * x)
+    assert toy.calls == 2
+
+
 def test_copies_of_the_same_dtype_are_copies() -> None:
     def body(x: Tensor) -> Tensor:
         y = x.to(torch.float32, copy=True)
