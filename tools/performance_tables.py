@@ -14,6 +14,7 @@ from linear_tables import (
     linear_errors,
     linear_more,
     linear_row,
+    strong_gates,
 )
 from peer_suites import is_omitted
 from scaling_tables import SCALING
@@ -437,9 +438,9 @@ def peer_suites() -> Table:
 
 
 TABLES: Sequence[Callable[[], Table]] = (
-    summary, linear, linear_errors, linear_more, flash_qla, attention, attention_errors,
-    packed_attention, cache_attention, blocks, block_errors, matmul, steps, host, first_calls,
-    memory, training, convergence, transformers_models, peer_suites, cpu,
+    summary, linear, linear_errors, linear_more, strong_gates, flash_qla, attention,
+    attention_errors, packed_attention, cache_attention, blocks, block_errors, matmul, steps, host,
+    first_calls, memory, training, convergence, transformers_models, peer_suites, cpu,
 )  # fmt: skip
 
 
