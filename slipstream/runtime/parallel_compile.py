@@ -307,10 +307,14 @@ class _ProtectInputs(TorchDispatchMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x, given in zip(func._schema.arguments, args):
-            writes = x.alias_info is not None and x.alias_info.is_write
-            if writes and isinstance(given, Tensor) and _address(given) not in self._own:
-                return given
+        by_name = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
+        for x in func._schema.arguments:
+            if x.alias_info is None or not x.alias_info.is_write:
+                continue
+            given = by_name.get(x.name)
+            tensors = [y for y in tree_leaves(given) if isinstance(y, Tensor)]
+            if any(_address(y) not in self._own for y in tensors):
+                return given if func._schema.returns else None
         out = func(*args, **kwargs)
         before = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         after = {_address(x) for x in tree_leaves(out) if isinstance(x, Tensor)}

@@ -185,6 +185,17 @@ def test_block_is_like_the_models(trained: bool) -> None:
         assert p.requires_grad == q.requires_grad and p.data_ptr() != q.data_ptr(), name
 
 
+def test_compiling_writes_no_memory_that_was_there() -> None:
+    """By position, by name or in a list."""
+    x, own = torch.zeros(2), torch.ones(2)
+    with _ProtectInputs():
+        x[1] = 3
+        torch.add(own, own, out=x)
+        torch._foreach_add_([x], [own])
+        mine = torch.mul(own, 2, out=torch.empty(2)).add_(own)
+    assert x.tolist() == [0, 0] and mine.tolist() == [3, 3]
+
+
 def test_delta_rule_saves_as_its_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while launches only compile: else its step compiles another kernel later, alone."""
     seen: list[Any] = []
