@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.compiler.aot import FUSION
 from slipstream.runtime import parallel_compile
 
 triton = pytest.importorskip("triton")
@@ -42,10 +43,10 @@ def compile_one(begin: Any, made: Path, fails: bool) -> None:
 
     src.make_ir = counted
     backend = make_backend(target)
-    key = get_cache_key(src, backend, backend.parse_options({}), {})
+    key = get_cache_key(src, backend, backend.parse_options(FUSION), {})
 
     def async_compile() -> Any:
-        return triton.compile(src, target=target, _env_vars={})
+        return triton.compile(src, target=target, options=FUSION, _env_vars={})
 
     begin.wait()
     task = parallel_compile._Task(key, async_compile)
@@ -93,6 +94,8 @@ def test_launcher_is_built_beside_its_kernel(
     from triton.compiler import ASTSource
     from triton.runtime import driver
 
+    if not hasattr(nvidia, "make_launcher"):
+        pytest.skip("from Triton 3.7 on one launcher does for all kernels")
     built: list[tuple[str, bool]] = []
     kernels: list[Any] = []
 
@@ -109,7 +112,8 @@ def test_launcher_is_built_beside_its_kernel(
     src = ASTSource(triton.jit(fn), signature, constexprs={"N": 16})
 
     def async_compile() -> Any:
-        kernels.append(triton.compile(src, target=GPUTarget("cuda", 90, 32), _env_vars={}))
+        target = GPUTarget("cuda", 90, 32)
+        kernels.append(triton.compile(src, target=target, options=FUSION, _env_vars={}))
         return kernels[0]
 
     later = parallel_compile._Later()
