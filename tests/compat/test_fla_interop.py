@@ -48,6 +48,9 @@ MODELS = (
 OPTIONS: dict[str, dict[str, Any]] = {
     "Samba": {"attn": {"layers": [1], "num_heads": 2, "window_size": 32}},
 }
+# of fla's own: models that give their layers no offsets, and those that refuse several new tokens
+HAND_NO_OFFSETS_ON = ("LinearAttention", "Mamba", "Mamba2", "Samba")
+ONE_TOKEN_A_STEP = ("BitNet", "ForgettingTransformer", "MLA", "Transformer")
 LENGTH, DECODED, PADDING = 70, 4, 20
 
 
@@ -112,6 +115,29 @@ def test_model_decodes_what_it_computes(fla: ModuleType, name: str) -> None:
         torch.testing.assert_close(
             torch.stack(text.logits, 1), whole[:, 7:-1], rtol=1e-4, atol=2e-5
         )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [x for x in MODELS if x not in HAND_NO_OFFSETS_ON])
+def test_packed_texts_stay_apart_and_a_cache_takes_several_tokens(
+    fla: ModuleType, name: str
+) -> None:
+    made, ids = model(fla, name).eval(), torch.randint(0, 97, (1, 30))
+    offsets = torch.tensor([0, 1, 3, 17, 30])
+    with torch.no_grad():
+        packed = made(ids, cu_seqlens=offsets, use_cache=False).logits
+        texts = ids.split(offsets.diff().tolist(), 1)
+        apart = torch.cat([made(x, use_cache=False).logits for x in texts], 1)
+        torch.testing.assert_close(packed, apart, rtol=1e-4, atol=2e-5)
+        if name in ONE_TOKEN_A_STEP:
+            return
+        past, logits = None, []
+        for end, part in zip(offsets[1:].tolist(), texts, strict=True):
+            mask = torch.ones(1, end, dtype=torch.long)
+            step = made(part, attention_mask=mask, past_key_values=past, use_cache=True)
+            past = step.past_key_values
+            logits.append(step.logits)
+        torch.testing.assert_close(torch.cat(logits, 1), made(ids).logits, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore")
