@@ -1,0 +1,156 @@
+"""Functions and modules of peers that no test of a peer's own reaches without its files, beside
+formulas written out in torch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.compat import flash_attn_interface
+from slipstream.compat.fla import functions
+from slipstream.compat.fla.modules import feature_map, fused_norm_gate, long_conv
+from slipstream.compat.flash_attn import bert_padding
+from slipstream.compat.flash_attn.ops import layer_norm as flash_norm
+from slipstream.compat.flash_attn.ops.triton import layer_norm as triton_norm
+from slipstream.compat.mamba_ssm.ops.triton import layer_norm as mamba_norm
+from slipstream.compat.mamba_ssm.ops.triton import selective_state_update as mamba_step
+
+B, T, H, K, V, D = 2, 9, 2, 4, 6, 8
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def wide(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64)
+
+
+def close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def causal_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[B, H, T, T]; 0 of later keys comes of a mask on the weights."""
+    return torch.einsum("bihk,bjhk->bhij", q, k) * scale
+
+
+@pytest.mark.parametrize("function", [functions.parallel_based, functions.fused_chunk_based])
+@pytest.mark.parametrize("use_norm", [True, False])
+def test_based_weights_are_the_exponential_to_second_order(function: Any, use_norm: bool) -> None:
+    q, k, v = wide(B, T, H, K), wide(B, T, H, K), wide(B, T, H, V)
+    s = causal_scores(q, k, K**-0.5)
+    weights = (1 + s + s.square() / 2).tril()
+    if use_norm:
+        weights = weights / weights.sum(-1, keepdim=True)
+    close(function(q, k, v, use_norm=use_norm), torch.einsum("bhij,bjhv->bihv", weights, v), 1e-6)
+
+
+@pytest.mark.parametrize("use_scale", [True, False])
+def test_rebased_weights_are_squares(use_scale: bool) -> None:
+    q, k, v = wide(B, T, H, K), wide(B, T, H, K), wide(B, T, H, V)
+    weights = causal_scores(q, k, K**-0.5 if use_scale else 1.0).square().tril()
+    o, z = torch.einsum("bhij,bjhv->bihv", weights, v), weights.sum(-1)
+    both = functions.parallel_rebased(q, k, v, use_scale=use_scale, return_both=True)
+    close(both, (o.transpose(1, 2), z), 1e-6)
+    plain = functions.parallel_rebased(q, k, v, use_scale=use_scale, use_normalize=False)
+    close(plain, o, 1e-6)
+    normed = functions.parallel_rebased(q, k, v, eps=0.1, use_scale=use_scale)
+    close(normed, o / (z.transpose(1, 2)[..., None] + 0.1), 1e-6)
+
+
+@pytest.mark.parametrize("use_gamma", [True, False])
+@pytest.mark.parametrize("use_beta", [True, False])
+def test_rebased_features_multiply_to_squares(use_gamma: bool, use_beta: bool) -> None:
+    features = feature_map.RebasedFeatureMap(K, use_gamma, use_beta).double()
+    x = wide(5, K)
+    factor, summand = torch.ones(K).double(), torch.zeros(K).double()
+    with torch.no_grad():
+        if features.gamma is not None:
+            factor = features.gamma.copy_(wide(K))
+        if features.beta is not None:
+            summand = features.beta.copy_(wide(K))
+        normed = F.layer_norm(x, (K,)) * factor + summand
+        close(features(x, flatten=False), normed)
+        products = features(x) @ features(x).T
+    close(products, (normed @ normed.T).square() / K)
+
+
+def test_fft_conv_of_four_dimensions_takes_a_filter_for_each_channel() -> None:
+    u, k = wide(B, D, 3, T), wide(D, T)
+    got = long_conv.fft_conv(u, k, None, gelu=False)
+    want = [long_conv.fft_conv(u[:, :, i], k, None, gelu=False) for i in range(3)]
+    close(got, torch.stack(want, 2))
+    sums = [(k[:, : t + 1].flip(-1) * u[:, :, 0, : t + 1]).sum(-1) for t in range(T)]
+    close(got[:, :, 0], torch.stack(sums, -1) + u[:, :, 0])
+
+
+@pytest.mark.parametrize("rms", [True, False])
+def test_swish_gates_of_norms(rms: bool) -> None:
+    x, g = wide(B, T, D), wide(B, T, D)
+    kind = fused_norm_gate.FusedRMSNormSwishGate if rms else fused_norm_gate.FusedLayerNormSwishGate
+    module = kind(D, eps=1e-3).double()
+    with torch.no_grad():
+        assert module.weight is not None
+        module.weight.copy_(wide(D))
+    centred = x if rms else x - x.mean(-1, keepdim=True)
+    normed = centred * (centred.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    close(module(x, g), normed * module.weight * F.silu(g), 1e-6)
+
+
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("prenorm", [True, False])
+def test_rms_norm_modules_add_the_residual(zero_centered: bool, prenorm: bool) -> None:
+    x, residual = wide(B, T, D), wide(B, T, D)
+    module = triton_norm.RMSNorm(D, 1e-3, zero_centered_weight=zero_centered).double()
+    assert module.weight.unique().tolist() == [0.0 if zero_centered else 1.0]
+    with torch.no_grad():
+        module.weight.copy_(wide(D))
+    h = x + residual
+    factor = module.weight + 1 if zero_centered else module.weight
+    want = h * (h.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * factor
+    close(module(x, residual, prenorm=prenorm), (want, h) if prenorm else want, 1e-6)
+    if not zero_centered:
+        other = mamba_norm.RMSNorm(D, 1e-3).double()
+        other.load_state_dict(module.state_dict())
+        close(other(x, residual, prenorm=prenorm), (want, h) if prenorm else want, 1e-6)
+
+
+def test_layer_norm_of_flash_attn() -> None:
+    x, weight, bias = wide(B, T, D), wide(D), wide(D)
+    close(flash_norm.layer_norm(x, weight, bias, 1e-3), F.layer_norm(x, (D,), weight, bias, 1e-3))
+    with pytest.raises(ValueError, match="epsilon"):
+        flash_norm.layer_norm(x, weight, bias, -1.0)
+
+
+def test_rms_norm_refuses_a_dropout_above_1() -> None:
+    with pytest.raises(ValueError, match="dropout_p: want a number from 0 to 1, got 2"):
+        triton_norm.rms_norm_fn(wide(3, D), wide(D), None, dropout_p=2.0)
+
+
+def test_selective_state_update_shares_one_group_of_b_and_c() -> None:
+    state, x, dt = wide(B, H, 3, K), wide(B, H, 3), wide(B, H, 3).abs()
+    A, b, c = -wide(H, 3, K).abs(), wide(B, K), wide(B, K)
+    new = state * (dt[..., None] * A).exp() + dt[..., None] * x[..., None] * b[:, None, None]
+    y = mamba_step.selective_state_update(state, x, dt, A, b, c)
+    close(y, (new * c[:, None, None]).sum(-1), 1e-6)
+    close(state, new, 1e-6)
+
+
+def test_flash_attn_of_q_k_and_v_in_one_tensor() -> None:
+    qkv = torch.randn(B, T, 3, H, 16)
+    got = flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True)
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    close(got[0] if isinstance(got, tuple) else got, want, 1e-4)
+
+
+def test_rows_of_tokens_by_index() -> None:
+    x = torch.randn(5, 3, 2)
+    rows = torch.tensor([4, 0, 4])
+    assert torch.equal(bert_padding.index_first_axis(x, rows), x[rows])
+    with pytest.raises(TypeError, match="indices: want int32 or int64, got torch.float32"):
+        bert_padding.index_put_first_axis(x, torch.zeros(5), 9)
