@@ -266,17 +266,6 @@ class LayerState(CacheLayerMixin):
         if self.rollback is None:
             self.rollback = Rollback()
 
-    @property
-    def record_past(self) -> bool:
-        return self.rollback is not None
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        if value:
-            self.activate_past_recording()
-        else:
-            self.rollback = None
-
     def record(self, record: Record) -> None:
         """Records the arguments of a layer's call, before the call."""
         if self.rollback is not None and not self.token_states:

@@ -6,21 +6,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.triton.decode import softmax_combine_kernel
 from slipstream.kernels.attention.triton.decode_latent import softmax_latent_decode_kernel
+from slipstream.kernels.attention.triton.decode_launch import choose_splits, combine
 from slipstream.kernels.attention.triton.launch_utils import (
     LOG2E,
     STRIDES,
     device_of,
     fp32_dot_precision,
-    multiprocessors,
 )
 from slipstream.kernels.attention.triton.tiles import LATENT, Tile, family
 from slipstream.runtime.backends import INTERPRETED, sm90_unsupported
 from slipstream.runtime.launch_cache import cached
-
-# the least keys of a share in tiles, the most shares
-MIN_SPLIT_TILES, MAX_SPLITS = 4, 64
 
 
 @cache
@@ -45,56 +41,16 @@ def decode(
     capacity = size if table is None else size * table.shape[1]
     tile = tile_of(q.device)
     tiles = -(-T * H // tile.BM)
-    splits_to_fill = multiprocessors(q.device) // (tiles * B)
-    splits = max(1, min(splits_to_fill, capacity // (MIN_SPLIT_TILES * tile.BN), MAX_SPLITS))
+    splits = choose_splits(q.device, tiles * B, capacity, tile.BN, 1)
     partial_o = torch.empty(splits, B, T, H, width, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
-    o, lse = q.new_empty(B, T, H, width), partial_lse.new_empty(B, H, T)
+    launch = _launch_triton
+    if _uses_sm90(q, latent, width, table):
+        from slipstream.kernels.attention.sm90.decode_latent_launch import launch
+    shares = partial_o, partial_lse, splits, tiles, capacity
     with device_of(q.device):
-        if _uses_sm90(q, latent, width, table):
-            from slipstream.kernels.attention.sm90 import decode_latent_launch
-
-            decode_latent_launch.launch(
-                q,
-                latent,
-                lengths,
-                table,
-                LOG2E * scale,
-                partial_o,
-                partial_lse,
-                splits,
-                tiles,
-                capacity,
-            )
-        else:
-            _launch_triton(
-                q,
-                latent,
-                lengths,
-                table,
-                LOG2E * scale,
-                partial_o,
-                partial_lse,
-                splits,
-                tiles,
-                capacity,
-            )
-        cached(softmax_combine_kernel)[(B * T * H,)](
-            partial_o_ptr=partial_o,
-            partial_lse_ptr=partial_lse,
-            sinks_ptr=None,
-            o_ptr=o,
-            lse_ptr=lse,
-            T=T,
-            H=H,
-            B=B,
-            splits=splits,
-            DV=width,
-            BV=1 << (width - 1).bit_length(),
-            BS=1 << (splits - 1).bit_length(),
-            HAS_SINKS=False,
-        )
-    return o, lse
+        launch(q, latent, lengths, table, LOG2E * scale, *shares)
+        return combine(partial_o, partial_lse, q, None, 1 << (width - 1).bit_length())
 
 
 def _uses_sm90(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:

@@ -65,7 +65,6 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     splits = choose_splits(q.device, tiles * HKV * B, call.capacity, tile.BN, fill)
     partial_o = torch.empty(splits, B, T, H, DV, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
-    o, lse = q.new_empty(B, T, H, DV), partial_lse.new_empty(B, H, T)
     q, options, _ = positive(q, options)
     float8 = in_words and k.dtype == torch.float8_e4m3fn
     if in_words:
@@ -132,21 +131,30 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        cached(softmax_combine_kernel)[(B * T * H,)](
-            partial_o_ptr=partial_o,
-            partial_lse_ptr=partial_lse,
-            sinks_ptr=call.sinks,
-            o_ptr=o,
-            lse_ptr=lse,
-            T=T,
-            H=H,
-            B=B,
-            splits=splits,
-            DV=DV,
-            BV=BV,
-            BS=1 << (splits - 1).bit_length(),
-            HAS_SINKS=call.sinks is not None,
-        )
+        return combine(partial_o, partial_lse, q, call.sinks, BV)
+
+
+def combine(
+    partial_o: Tensor, partial_lse: Tensor, q: Tensor, sinks: Tensor | None, BV: int
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, DV] in q's dtype and lse [B, H, T] of those of shares of the keys."""
+    splits, B, T, H, DV = partial_o.shape
+    o, lse = q.new_empty(B, T, H, DV), partial_lse.new_empty(B, H, T)
+    cached(softmax_combine_kernel)[(B * T * H,)](
+        partial_o_ptr=partial_o,
+        partial_lse_ptr=partial_lse,
+        sinks_ptr=sinks,
+        o_ptr=o,
+        lse_ptr=lse,
+        T=T,
+        H=H,
+        B=B,
+        splits=splits,
+        DV=DV,
+        BV=BV,
+        BS=1 << (splits - 1).bit_length(),
+        HAS_SINKS=sinks is not None,
+    )
     return o, lse
 
 
