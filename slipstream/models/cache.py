@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -61,6 +62,10 @@ class LayerState(CacheLayerMixin):
         self.rounded_keys: tuple[str, ...] = ()  # of the mixer
         self.rollback: Rollback | None = None
         self._tensors: dict[str, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or a file: without autograd's graph."""
+        return vars(self) | {"_tensors": tree_map_only(Tensor, Tensor.detach, self._tensors)}
 
     @property
     def state(self) -> dict[str, Tensor] | None:
@@ -291,10 +296,7 @@ class LayerState(CacheLayerMixin):
         self._own()
         assert self._tensors is not None
         for name, x in self._tensors.items():
-            if start is None:
-                x.zero_()
-            else:
-                x.copy_(start[name])
+            x.copy_(torch.zeros_like(x) if start is None else start[name])
         if record is not None:
             record.run(self._tensors)
 
@@ -368,7 +370,7 @@ class StateCache(OpenRows):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, or a file: without graphs and what they read, which have no copy."""
-        rows = self.open_rows  # of which blocks may know more
+        rows = tree_map_only(Tensor, Tensor.detach, self.open_rows)  # blocks may know more
         own = {"graphs": {}, "made_for": None, "greedy": None, "drafts": None, "_blocks": None}
         return vars(self) | own | {"_rows": rows, "_stepped": False}
 

@@ -442,6 +442,20 @@ def test_copy_of_a_recorded_cache_crops(name: str) -> None:
         assert_same(got, m(ids).logits[:, begin:])
 
 
+@pytest.mark.parametrize("name", [*KINDS, "consistent"])
+def test_copy_of_a_cache_with_gradients_has_none(name: str) -> None:
+    m = model("gla", consistent=True) if name == "consistent" else model(name)
+    ids, cache = tokens(2, 9), StateCache(len(m.model.layers))
+    m(ids[:, :5], cache=cache, use_cache=True)
+    other = deepcopy(cache)
+    states = [x for layer in other.layers for x in (layer.state or {}).values()]
+    states += [row.h for row in other.open_rows or ()]
+    assert states and not any(x.requires_grad for x in states)
+    for given in (other, cache):
+        got = m(ids[:, 5:], cache=given, use_cache=True).logits
+        assert_same(got, m(ids).logits[:, 5:])
+
+
 @every_kind
 @torch.no_grad()
 def test_pool_is_as_before_a_refused_put(name: str) -> None:
