@@ -1,5 +1,5 @@
-"""Functions and modules of peers that no test of a peer's own reaches without its files, beside
-formulas written out in torch."""
+"""Formulas, written out in torch, of functions and modules of peers that the other tests here call
+only where the peer itself is installed."""
 
 from typing import Any
 
