@@ -6,6 +6,7 @@ multiple of the multiprocessors.
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,35 +121,27 @@ def backward(
     partial_sums = torch.empty(
         needs_weight + needs_bias, P, width, dtype=torch.float32, device=device
     )
-    gated = {"SILU": n.activation == "silu", "GATE_FIRST": n.gate_first}
+    shared: dict[str, Any] = {
+        "dy_ptr": dy, "h_ptr": h, "w_ptr": weight, "gate_ptr": gate,
+        "R": R, "G": groups, "D": D, "CENTRE": n.centre, "ZERO_CENTERED": n.zero_centered,
+        "SILU": n.activation == "silu", "GATE_FIRST": n.gate_first,
+    }  # fmt: skip
     with device_of(device):
         sums = None
         if blocks > 1:
             sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
             cached(norm_sums_kernel)[(R * groups,)](
-                dy_ptr=dy,
-                h_ptr=h,
-                w_ptr=weight,
-                gate_ptr=gate,
+                **shared,
                 stats_ptr=stats,
                 sums_ptr=sums,
-                R=R,
-                G=groups,
-                D=D,
                 BD=tiles.SUMS.widest,
-                CENTRE=n.centre,
-                ZERO_CENTERED=n.zero_centered,
-                **gated,
                 STAGES=tiles.SUMS.stages,
                 num_warps=tiles.SUMS.warps,
             )
         cached(norm_bwd_kernel)[(P, blocks, groups)](
-            dy_ptr=dy,
+            **shared,
             dh_ptr=dh,
-            h_ptr=h,
-            w_ptr=weight,
             b_ptr=bias,
-            gate_ptr=gate,
             stats_ptr=None if stats_shape(h, n, True) is None else stats,
             sums_ptr=sums,
             dx_ptr=dx,
@@ -156,16 +149,10 @@ def backward(
             dgate_ptr=dgate,
             dw_ptr=partial_sums[0] if needs_weight else None,
             db_ptr=partial_sums[-1] if needs_bias else None,
-            R=R,
             eps=n.eps,
-            G=groups,
-            D=D,
             BR=tile.BR,
             BD=tile.BD,
-            CENTRE=n.centre,
             L2=n.l2,
-            ZERO_CENTERED=n.zero_centered,
-            **gated,
             STAGES=tile.stages,
             num_warps=tile.warps,
         )
