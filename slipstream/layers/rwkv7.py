@@ -239,7 +239,7 @@ class RWKV7(Mixer):
             if self.v_lora is None:
                 raise ValueError(
                     f"first_value: want None for layer_idx {self.layer_idx}, which has no v_lora; "
-                    "only the first RWKV7 layer of a model can be layer 0"
+                    "only the first RWKV7 layer of a model can have none"
                 )
             values.append(self.v_lora)
         # of each mix what it goes through, in the order of MIX_POWERS

@@ -49,6 +49,10 @@ class Block(GradientCheckpointingLayer):
         self.mixer = getattr(layers, MIXERS[name])(
             hidden_size=config.hidden_size, layer_idx=layer_idx, **options
         )
+        earlier = (config.mixer(i)[0] for i in range(layer_idx))
+        if isinstance(self.mixer, layers.RWKV7) and "rwkv7" not in earlier:
+            # it gives the first value; DDP refuses parameters that get no gradient
+            self.mixer.v_lora = None
         both = turned.pop("bidirectional", bool(turned))
         if not isinstance(both, bool):
             raise TypeError(f"bidirectional: want a bool, got {type(both).__name__}")

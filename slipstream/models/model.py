@@ -265,10 +265,10 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         if not empty and tokens == columns:
             return self._advance(h, cache, keep, positions)
         # `crop` may want the last tokens of a prompt back, with a draft behind it
-        first = max(tokens - WINDOW, 1) if cache.records and empty else tokens * empty
+        first = min(max(tokens - WINDOW, 1) if cache.records else tokens, tokens) * empty
         cache.step_on(columns - tokens)
         parts, rest = [], slice(first, None)
-        if first:
+        if first or not tokens:
             cut = None if positions is None else positions[:, :first]
             parts.append(self._run(h[:, :first], None, cache, keep, cut, None))
             cache.step_on(first)
@@ -363,8 +363,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             )
             first_value = value if first_value is None else first_value
             if cache is not None:
-                assert isinstance(block, Block)
-                if cache.layers[i].write(arguments.expect_state(state), block.mixer):
+                mixer: Any = block.mixer
+                if cache.layers[i].write(arguments.expect_state(state), mixer):
                     cache.graphs.clear()
             h, sources = y, self._with_added(i, sources, h, y)
         h = self._normed(self._mixed(len(self.layers), h, sources))

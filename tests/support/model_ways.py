@@ -198,8 +198,7 @@ def _mesh(*sizes: int, names: tuple[str, ...]) -> Any:
 
 
 def ddp(model: SlipstreamForCausalLM) -> Step:
-    # as transformers' Trainer has it: RWKV-7's first layer does not use all that it has
-    return trained(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True))
+    return trained(nn.parallel.DistributedDataParallel(model))
 
 
 def fsdp(model: SlipstreamForCausalLM) -> Step:
