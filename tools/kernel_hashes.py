@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.compiler.aot import Job, gpu_target, source_of
+from slipstream.compiler.aot import Job, gpu_target, options_of, source_of
 from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
 from slipstream.tools.layer_samples import LAYER_SAMPLES
@@ -75,7 +75,7 @@ def ir_text(job: Job, inline: bool = False) -> str:
     source, target = source_of(job), gpu_target(job.arch)
     backend: Any = make_backend(target)
     given = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
-    options = backend.parse_options({**given, **source.parse_options()})
+    options = backend.parse_options(options_of(job) | source.parse_options())
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -224,10 +224,8 @@ def cached(job: Job) -> bool:
         from triton.runtime.cache import get_cache_key, get_cache_manager
     except ImportError:
         return False
-    gpu = gpu_target(job.arch)
-    source, backend = source_of(job), make_backend(gpu)
-    set_options = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
-    options = backend.parse_options(common_options(gpu) | set_options)
+    source, backend = source_of(job), make_backend(gpu_target(job.arch))
+    options = backend.parse_options(options_of(job))
     variables = get_cache_invalidating_env_vars()
     key = get_cache_key(source, backend, options, env_vars=variables)
     name = hashlib.sha256(key.encode()).hexdigest()
@@ -254,6 +252,12 @@ def common_options(gpu: Any) -> dict[str, Any]:
     """The options of every compilation for Triton's target, besides a kernel's own."""
     by_level = (gpu.backend, gpu.arch) == ("cuda", 90) and "PTXAS_OPTIONS" not in os.environ
     return FUSION | REGISTERS if by_level and _release() >= (3, 9) else FUSION
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """All options that a job's compilation is given."""
+    common = common_options(gpu_target(job.arch))
+    return common | {"num_warps": job.warps, "num_stages": job.stages, **job.options}
 
 
 def _release() -> tuple[int, ...]:

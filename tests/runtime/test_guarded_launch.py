@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from slipstream.compiler import compiler_state, triton_hooks
+from slipstream.compiler.aot import FUSION
 from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import guarded_launch
@@ -391,7 +392,8 @@ def jitting(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(driver, "_active", Driver())
     undo = compiler_state.watch(here, "tests.")
-    yield lambda what: planted_kernel.warmup(torch.int32, 17, WHAT=what, num_warps=1, grid=(1,))
+    planted: Any = planted_kernel
+    yield lambda what: planted.warmup(torch.int32, 17, WHAT=what, num_warps=1, grid=(1,), **FUSION)
     undo()
     if here._worker is not None:
         here._worker.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.call_recorder import CallRecorder, use_recorder
 from slipstream.runtime.custom_op import DirectCall
-from slipstream.runtime.launch_cache import CachedKernel, of_thread
+from slipstream.runtime.launch_cache import CachedKernel, FusedKernel, of_thread
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
@@ -37,7 +37,7 @@ def launch(self: CachedKernel, grid: tuple) -> Any:
             memory = [getattr(x, "base", x) for x in given]
             memory = [x for x in memory if isinstance(x, Tensor)]
             of_thread.recorder.launched(memory, (lambda pointers: None) if kept else None)
-        self.kernel[grid](*given, **options)
+        FusedKernel(self.kernel)[grid](*given, **options)
 
     return run
 

@@ -48,8 +48,7 @@ def kernel_ir(job: aot.Job, gpu_too: bool = False) -> str:
 
     source, gpu = aot.source_of(job), aot.gpu_target(job.arch)
     backend: Any = make_backend(gpu)
-    given = {"num_warps": job.warps, "num_stages": job.stages, **job.options}
-    options = backend.parse_options({**given, **source.parse_options()})
+    options = backend.parse_options(aot.options_of(job) | source.parse_options())
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     context = ir.context()
