@@ -119,9 +119,7 @@ def test_model_decodes_what_it_computes(fla: ModuleType, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [x for x in MODELS if x not in HAND_NO_OFFSETS_ON])
-def test_packed_texts_stay_apart_and_a_cache_takes_several_tokens(
-    fla: ModuleType, name: str
-) -> None:
+def test_packed_texts_stay_apart_and_caches_take_tokens(fla: ModuleType, name: str) -> None:
     made, ids = model(fla, name).eval(), torch.randint(0, 97, (1, 30))
     offsets = torch.tensor([0, 1, 3, 17, 30])
     with torch.no_grad():

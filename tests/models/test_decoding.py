@@ -443,3 +443,17 @@ def test_step_compiles() -> None:
         assert_same(m.lm_head(h), want[:, t : t + 1])
     assert counter.frame_count == 1
     assert addresses(cache) == at
+
+
+@pytest.mark.parametrize("name", ["gla", "hybrid"])
+@pytest.mark.parametrize("records", [False, True])
+@torch.no_grad()
+def test_call_without_tokens_leaves_a_cache_as_it_is(name: str, records: bool) -> None:
+    m, ids, more = model(name), tokens(2, 8), tokens(2, 2, seed=4)
+    cache = StateCache(len(m.model.layers))
+    if records:
+        cache.activate_past_recording()
+    for part in (ids[:, :0], ids, ids[:, :0]):
+        assert m(part, cache=cache, use_cache=True).logits.shape[1] == part.shape[1]
+    got = m(more, cache=cache, use_cache=True).logits
+    assert_same(got, m(torch.cat([ids, more], 1)).logits[:, -2:])

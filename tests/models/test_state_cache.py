@@ -494,17 +494,3 @@ def test_counts_are_refused_by_name() -> None:
         for given in (1.5, "1", [1], True):
             with pytest.raises(TypeError, match=r"^\w+: want an int, got"):
                 call(given)
-
-
-@pytest.mark.parametrize("name", ["gla", "hybrid"])
-@pytest.mark.parametrize("records", [False, True])
-@torch.no_grad()
-def test_call_without_tokens_leaves_a_cache_as_it_is(name: str, records: bool) -> None:
-    m, ids, more = model(name), tokens(2, 8), tokens(2, 2, seed=4)
-    cache = StateCache(len(m.model.layers))
-    if records:
-        cache.activate_past_recording()
-    for part in (ids[:, :0], ids, ids[:, :0]):
-        assert m(part, cache=cache, use_cache=True).logits.shape[1] == part.shape[1]
-    got = m(more, cache=cache, use_cache=True).logits
-    assert_same(got, m(torch.cat([ids, more], 1)).logits[:, -2:])
