@@ -50,6 +50,7 @@ _PLAIN = (*_MATMUL, _GLU, "low_rank_step.triton")
 FEATURE_RULES = (
     FeatureRule("linear.triton", (), ("dot", "decayed_dot", "chained_64_dots")),
     FeatureRule("linear.sm90", (), ("dot", "chained_64_dots")),
+    FeatureRule("linear.triton", ("delta", "256"), ("wide_delta",)),
     FeatureRule("linear.sm90", ("none", "channel"), ("sm90_vector_decay",)),
     FeatureRule("linear.sm90", ("delta", "scalar"), ("sm90_gated_delta",)),
     FeatureRule("attention.triton", (), ("dot", "chained_64_dots")),

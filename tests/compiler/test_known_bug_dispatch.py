@@ -58,7 +58,7 @@ AVOIDED = (
     "pipelined-store",
 )
 PROBED = ("chained-dots",)
-SLOW = ("fma-dots", "spilled-vector-decay", "spilled-gated-delta")
+SLOW = ("fma-dots", "spilled-vector-decay", "spilled-gated-delta", "spilled-wide-delta")
 INTERPRETED_ONLY = ("interpreter-bf16", "interpreter-mask")
 
 
@@ -170,18 +170,40 @@ def test_slow_fault_is_marked() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("spilled-vector-decay", ("none", "channel")), ("spilled-gated-delta", ("delta", "scalar"))],
+    [
+        ("spilled-vector-decay", ("linear.sm90", "none", "channel", BF16, 128, 128)),
+        ("spilled-gated-delta", ("linear.sm90", "delta", "scalar", BF16, 128, 128)),
+        ("spilled-wide-delta", ("linear.triton", "delta", "channel", BF16, 256, 256)),
+    ],
 )
-def test_slower_kernels_are_used(name: str, kind: tuple[str, str]) -> None:
+def test_slower_kernels_are_used(name: str, kind: tuple[Any, ...]) -> None:
     """Triton 3.9's for sm_90, which are named where they are met, and nowhere else."""
-    fault, met = BY_NAME[name], ("linear.sm90", *kind, BF16, 128, 128)
+    fault = BY_NAME[name]
     found = [x for x in KINDS if fault.trigger in features_of(x)]
-    assert {x[:3] for x in found} <= {met[:3]} and fault.trigger in features_of(met)
-    assert fault.trigger not in features_of(("linear.triton", *met[1:]))
+    assert {x[:3] for x in found} <= {kind[:3]} and fault.trigger in features_of(kind)
+    assert fault.trigger not in features_of(("linear.triton", *kind[1:4], 128, 128))
     for triton, there in (("3.8.0", False), ("3.9.0", True), ("3.10.0", False)):
         here = compiler_state.CompilerState("sm_90", triton, "13.4.59", remembers=False)
         assert (fault in applying(here.arch, here.triton, here.ptxas)) == there
-        assert here.unusable(met) is None
+        assert here.unusable(kind) is None
+
+
+@pytest.mark.parametrize(("width", "ordered"), [(128, ["bwd"]), (256, ["dstate", "fwd"])])
+def test_spilling_kernels_are_ordered_for_fewer_registers(
+    width: int, ordered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delta rule's backward for sm_90, and Triton's scans of wide heads: no others."""
+    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
+    from slipstream.kernels.linear.triton.delta import plan
+
+    for module in (bwd_fused_launch, plan):  # an option that every release knows
+        monkeypatch.setattr(module, "FEWER_REGISTERS", {"launch_pdl": True})
+    shape = Shape(B=1, T=16384, H=16, K=width, V=width)
+    got = trace_operator(chosen(["chunk_gated_delta_rule"])[0], shape, "sm_90", True)
+    found = {
+        x.name.partition("delta_chunk_")[2] for x in got.jobs[None] if "launch_pdl" in x.options
+    }
+    assert sorted(x.removesuffix("_kernel").removesuffix("_sm90") for x in found) == ordered
 
 
 def test_interpreter_refuses_masks_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from slipstream.kernels.linear.triton.delta.plan import (
     can_pass_states,
     choose_segments,
     launch_options,
+    scan_options,
     state_descriptor,
     tile_of,
     tma_descriptor,
@@ -175,7 +176,7 @@ class TritonDelta(DeltaBackend):
             TMA=tma,
             SPLIT_BF16=uses_split_bf16(terms),
             **(prefix.pointers() if prefix else NO_POINTERS),
-            **launch_options(terms, kernel_tile),
+            **scan_options(terms, kernel_tile),
         )
 
     def chunk_dstate(
@@ -232,7 +233,7 @@ class TritonDelta(DeltaBackend):
             GROUPED=H != HV,
             TMA=tma,
             SPLIT_BF16=uses_split_bf16(terms),
-            **launch_options(terms, kernel_tile),
+            **scan_options(terms, kernel_tile),
         )
 
     def chunk_dqkg(

@@ -12,7 +12,7 @@ from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, choose
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
-from slipstream.runtime.backends import fp32_dot_precision, shared_memory_bytes
+from slipstream.runtime.backends import FEWER_REGISTERS, fp32_dot_precision, shared_memory_bytes
 
 # Widths of K up to which products of the scans take pairs of bf16 (docs/dev/log/delta.md).
 MIN_SPLIT_BF16_WIDTH = 32
@@ -69,6 +69,12 @@ def launch_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, An
         "num_warps": kernel_tile.warps,
         "num_stages": 1 if wide else kernel_tile.stages,
     }
+
+
+def scan_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, Any]:
+    """launch_options of a scan; those of wide heads spill under Triton 3.9."""
+    wide = terms.q.shape[-1] > 128 and tile_of(terms)[0].tma
+    return launch_options(terms, kernel_tile) | (FEWER_REGISTERS if wide else {})
 
 
 def tma_descriptor(
