@@ -65,7 +65,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         if (embedded := given.get("inputs_embeds")) is not None:
             _expect_embedded(embedded, self.config.hidden_size)
         if (labels := given.get("labels")) is not None:
-            _expect_labels(labels)
+            _expect_labels(labels, given.get("input_ids"), embedded)
         _expect_items("num_items_in_batch", given.get("num_items_in_batch"))
         _expect_places(given.get("logits_to_keep"))
         if given.get("context") is not None:
@@ -106,9 +106,13 @@ def _expect_embedded(x: Tensor, width: int) -> None:
         raise TypeError(f"inputs_embeds: want a floating dtype, got {x.dtype}")
 
 
-def _expect_labels(labels: Tensor) -> None:
+def _expect_labels(labels: Tensor, ids: Tensor | None, embedded: Tensor | None) -> None:
     if labels.dim() != 2:
         raise ValueError(f"labels: want shape (B, T), got {tuple(labels.shape)}")
+    of = ids if ids is not None else embedded
+    if of is not None and of.dim() > 1 and labels.shape != of.shape[:2]:
+        want = f"want shape {tuple(of.shape[:2])} of the tokens, got {tuple(labels.shape)}"
+        raise ValueError(f"labels: {want}")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels: want torch.int64, got {labels.dtype}")
 

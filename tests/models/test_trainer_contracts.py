@@ -166,6 +166,16 @@ def test_batch_of_padding_or_nothing_has_a_loss() -> None:
         assert grads and not any(x.any() for x in grads)
 
 
+@pytest.mark.parametrize("embedded", [False, True])
+def test_labels_of_other_rows_are_refused(embedded: bool) -> None:
+    """Even as many of them as there are tokens, which the loss would take."""
+    m = small()
+    given = {"inputs_embeds": m.get_input_embeddings()(IDS)} if embedded else {"input_ids": IDS}
+    for labels in (IDS.T, IDS.reshape(1, -1), IDS[:, :-1]):
+        with pytest.raises(ValueError, match=r"labels: want shape \(\d+, \d+\) of the tokens"):
+            m(**given, labels=labels)
+
+
 @pytest.mark.parametrize("number", [np.int64(10), np.float32(10)])
 def test_count_of_numpy_is_a_number(number: Any) -> None:
     model = small()
