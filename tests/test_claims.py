@@ -36,6 +36,15 @@ def test_rows_of_experiments_have_an_entry() -> None:
     assert len(lab_notes.without_entry({})) > 10
 
 
+def test_rows_begin_with_a_date() -> None:
+    """A row pasted from a diff begins with a sign, and its entry is found nevertheless."""
+    files = sorted((ROOT / "bench/results").glob("*.csv"))
+    rows = [(x.name, row) for x in files for row in read(x.stem)]
+    wanted = re.compile(r"\d{4}-\d\d-\d\d")
+    assert len(rows) > 1000
+    assert [(x, y.line) for x, y in rows if not wanted.fullmatch(y.get("date"))] == []
+
+
 @pytest.mark.parametrize(
     ("said", "figures"),
     [

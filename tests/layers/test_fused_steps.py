@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -123,8 +124,12 @@ def test_linears_with_hooks_see_tokens_in_steps_too(
     _, state = layer(torch.randn(3, 5, D), use_cache=True)
     linears = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
     seen: dict[str, tuple[int, ...]] = {}
+
+    def see(key: str, module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
+        seen[key] = y.shape[:2]
+
     for key, linear in linears.items():
-        linear.register_forward_hook(lambda m, x, y, key=key: seen.update({key: y.shape[:2]}))
+        linear.register_forward_hook(partial(see, key))
     layer.step(torch.randn(3, 1, D), state)
     assert seen == dict.fromkeys(linears, (3, 1))
 
