@@ -102,6 +102,8 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
             finally:  # also where the user interrupts: later launches would wait for this mode
                 active_mode.set(None)
 
+    if torch.version.hip:  # there a launch is Triton's, which would wait for its kernel
+        return
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     nested = of_thread.warmup is not None
     if captures or nested or active_mode.get() is not None:

@@ -30,7 +30,7 @@ if HAVE_TRITON:
     import triton.language as tl
     from triton import knobs
     from triton.compiler import ASTSource
-    from triton.runtime import driver
+    from triton.runtime import _async_compile, driver
 
     from slipstream.compiler import aot
     from tests.support.absent_gpu import STREAM, AbsentGPU
@@ -240,6 +240,22 @@ def test_kernels_are_compiled_before_they_are_launched(gpu: list[tuple]) -> None
     with mock.patch.object(toy_kernel, "compile", None):
         call(torch.zeros(64), state)
     assert len(gpu) == 2 and state.all()
+
+
+def test_nothing_is_compiled_ahead_on_amd(gpu: list[tuple], monkeypatch: Any) -> None:
+    """Launches are Triton's there: each would wait for a kernel that is compiled after all."""
+
+    def call(x: torch.Tensor) -> None:
+        calls.append(_async_compile.active_mode.get())
+        assert calls == [None]
+        cached(triton.jit(toy_kernel.fn))[1,](x, x, None, 0.5, 5, 1, W=32, FLAG=True)
+
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    calls, x = [], torch.zeros(64)
+    parallel_compile.compile_kernels(call, (x,))
+    assert not calls and not gpu
+    call(x)
+    assert len(gpu) == 1
 
 
 def test_sources_are_read_in_order(gpu: list[tuple]) -> None:
