@@ -248,7 +248,7 @@ def test_nothing_is_compiled_ahead_on_amd(gpu: list[tuple], monkeypatch: Any) ->
     def call(x: torch.Tensor) -> None:
         calls.append(_async_compile.active_mode.get())
         assert calls == [None]
-        cached(triton.jit(toy_kernel.fn))[1,](x, x, None, 0.5, 5, 1, W=32, FLAG=True)
+        FusedKernel(toy_kernel)[1,](x, x, None, 0.5, 5, 1, W=32, FLAG=True)
 
     monkeypatch.setattr(torch.version, "hip", "6.4")
     calls, x = [], torch.zeros(64)
