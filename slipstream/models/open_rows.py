@@ -196,8 +196,8 @@ class OpenRows(Cache):
 
         Raises:
             ValueError: there are fewer; or a recurrent layer would have to forget a part of a call
-                with padding, or a softmax layer one of packed sequences; or the states of a
-                consistent model before them are gone.
+                with padding or gradients, or a softmax layer one of packed sequences; or the
+                states of a consistent model before them are gone.
             RuntimeError: recurrent layers did not record. NotImplementedError: it is a pool.
         """
         expect_int("tokens_to_remove", tokens_to_remove)

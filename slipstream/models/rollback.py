@@ -111,7 +111,7 @@ class Rollback:
     def add(self, record: Record, seen: int, state: State | None) -> None:
         """Called before the call that `record` describes; `state` is that after `seen` tokens."""
         last = self.segments[-1] if self.segments else None
-        # calls with padding have no records: they lie between segments
+        # calls with padding or gradients have no records: they lie between segments
         if last is None or last.tokens >= WINDOW or last.end != seen:
             copies = None if state is None else {name: x.clone() for name, x in state.items()}
             self.segments.append(Segment(seen, copies, []))
@@ -128,20 +128,21 @@ class Rollback:
         """Those up to the one that `token` tokens end in; none where no token is left.
 
         Raises:
-            ValueError: there is no state as old as that, or a call with padding lies there.
+            ValueError: there is no state as old as that, or a call with padding or gradients
+                lies there.
         """
         if token <= self.first:
             return []
         usable = [segment for segment in self.segments if segment.begin <= token]
         if not usable:
-            oldest = self.segments[0].begin if self.segments else None
-            raise ValueError(
-                f"crop: the state after {token} tokens is gone, the oldest kept is after {oldest}"
-            )
+            oldest = "no call without padding and gradients was recorded"
+            if self.segments:
+                oldest = f"the oldest kept is after {self.segments[0].begin}"
+            raise ValueError(f"crop: the state after {token} tokens is gone, {oldest}")
         if token > usable[-1].end:
             raise ValueError(
-                f"crop: a call with padding, which begins after {usable[-1].end} columns, goes as "
-                f"a whole, got {token} columns to keep"
+                f"crop: a call with padding or gradients, which begins after {usable[-1].end} "
+                f"columns, goes as a whole, got {token} columns to keep"
             )
         return usable
 

@@ -457,3 +457,22 @@ def test_call_without_tokens_leaves_a_cache_as_it_is(name: str, records: bool) -
         assert m(part, cache=cache, use_cache=True).logits.shape[1] == part.shape[1]
     got = m(more, cache=cache, use_cache=True).logits
     assert_same(got, m(torch.cat([ids, more], 1)).logits[:, -2:])
+
+
+def test_crop_takes_a_call_with_gradients_as_a_whole() -> None:
+    m, ids = model("hybrid"), tokens(2, 8)
+    cache = StateCache(len(m.model.layers))
+    cache.activate_past_recording()
+    m(ids[:, :4], cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="no call without padding and gradients was recorded"):
+        cache.crop(-1)
+    with torch.no_grad():
+        m(ids[:, 4:6], cache=cache, use_cache=True)
+    m(ids[:, 6:], cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="a call with padding or gradients"):
+        cache.crop(-1)
+    with torch.no_grad():
+        for kept in (6, 5):
+            cache.crop(kept)
+            got = m(ids[:, kept:], cache=cache, use_cache=True).logits
+            assert_same(got, m(ids).logits[:, kept:])
