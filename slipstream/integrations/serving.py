@@ -101,14 +101,15 @@ def prefill(
     in_place: bool = True,
     **options: Any,
 ) -> Tensor:
-    """A chunk operator on packed sequences [1, T, ...], from states of a pool and into it.
+    """A chunk operator on packed sequences [1, T, ...], from states of a pool and into it, which
+    get no gradient.
 
     Args:
         rule: chunk_gated_delta_rule or chunk_kda, with its tensors and options.
         in_place: whether the states after the tokens are written.
     """
     # K first, as kernels index them: the rows that are read are turned, masked and widened at once
-    rows = states.index_select(0, slots.clamp(min=0)).mT
+    rows = states.detach().index_select(0, slots.clamp(min=0)).mT
     before = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     nothing = before.new_zeros(1, 1, 1, 1)
     torch.where((slots >= 0).view(-1, 1, 1, 1), rows, nothing, out=before)
@@ -120,7 +121,7 @@ def prefill(
         **options,
     )
     if final is not None:
-        write_rows(states, slots, final.mT)
+        write_rows(states, slots, final.detach().mT)
     return o
 
 

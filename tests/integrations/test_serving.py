@@ -300,6 +300,16 @@ def test_prefill_reads_and_writes_slots_of_a_pool(dtype: torch.dtype, slots: lis
     torch.testing.assert_close(states, after, rtol=0, atol=0, equal_nan=True)
 
 
+def test_prefill_gives_a_pool_no_gradient() -> None:
+    """Outside of no_grad too: a pool would keep all calls' graphs, and refuse the next call."""
+    q, k, v = torch.randn(3, 1, 9, 2, 16).unbind()
+    states, slots, cu = torch.randn(3, 2, 16, 16), torch.tensor([2]), torch.tensor([0, 9])
+    terms = [q.requires_grad_(), k, v, -torch.rand(1, 9, 2), torch.rand(1, 9, 2)]
+    for _ in range(2):
+        o = prefill(chunk_gated_delta_rule, *terms, states=states, slots=slots, cu_seqlens=cu)
+        assert o.requires_grad and not states.requires_grad
+
+
 def test_tokens_are_unpacked_and_packed() -> None:
     x, offsets = torch.randn(1, 6, 2), torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)
     apart = unpacked(x, offsets, 3)
