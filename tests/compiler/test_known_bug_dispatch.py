@@ -188,18 +188,21 @@ def test_slower_kernels_are_used(name: str, kind: tuple[Any, ...]) -> None:
         assert here.unusable(kind) is None
 
 
-@pytest.mark.parametrize(("width", "ordered"), [(128, ["bwd"]), (256, ["dstate", "fwd"])])
+@pytest.mark.parametrize(
+    ("arch", "width", "ordered"),
+    [("sm_90", 128, ["bwd"]), ("sm_90", 256, ["dstate", "fwd"]), ("sm_100", 256, [])],
+)
 def test_spilling_kernels_are_ordered_for_fewer_registers(
-    width: int, ordered: list[str], monkeypatch: pytest.MonkeyPatch
+    arch: str, width: int, ordered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The delta rule's backward for sm_90, and Triton's scans of wide heads: no others."""
+    """The delta rule's backward for sm_90, and Triton's scans of wide heads there: no others."""
     from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
     from slipstream.kernels.linear.triton.delta import plan
 
     for module in (bwd_fused_launch, plan):  # an option that every release knows
         monkeypatch.setattr(module, "FEWER_REGISTERS", {"launch_pdl": True})
     shape = Shape(B=1, T=16384, H=16, K=width, V=width)
-    got = trace_operator(chosen(["chunk_gated_delta_rule"])[0], shape, "sm_90", True)
+    got = trace_operator(chosen(["chunk_gated_delta_rule"])[0], shape, arch, True)
     found = {
         x.name.partition("delta_chunk_")[2] for x in got.jobs[None] if "launch_pdl" in x.options
     }

@@ -18,6 +18,7 @@ from slipstream.compiler import compiler_state, triton_hooks
 from slipstream.compiler.aot import FUSION
 from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime import guarded_launch
 
 CPU = torch.device("cpu")
@@ -308,6 +309,7 @@ def test_amd_gpu_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = compiler_state.arch_of_device(torch.device("cuda", 0))
     assert (found.name, found.warp, found.shared) == ("gfx90a", 64, 64 << 10)
     assert "tf32x3-on-hip" in {x.name for x in applying("gfx90a", "3.6.0")}
+    assert family_of.__wrapped__(torch.device("cuda", 0)) == "sm_75"
 
 
 def test_guard_hook_without_knobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,10 @@ def launch_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, An
 
 
 def scan_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, Any]:
-    """launch_options of a scan; those of wide heads spill under Triton 3.9."""
-    wide = terms.q.shape[-1] > 128 and tile_of(terms)[0].tma
-    return launch_options(terms, kernel_tile) | (FEWER_REGISTERS if wide else {})
+    """launch_options of a scan; those of wide heads spill under Triton 3.9 on sm_90."""
+    spills = terms.q.shape[-1] > 128 and family_of(terms.q.device) == "sm_90"
+    spills = spills and tile_of(terms)[0].tma
+    return launch_options(terms, kernel_tile) | (FEWER_REGISTERS if spills else {})
 
 
 def tma_descriptor(

@@ -54,10 +54,10 @@ TILES = {
 ROWS = {"sm_75": "sm_70", "sm_86": "sm_80", "sm_100": "sm_90"}
 
 
-def family(capability: tuple[int, int]) -> str:
+def family(capability: tuple[int, int], hip: bool = False) -> str:
     """The row of the tables for a device: sm_86 stands for all with 99 KB of shared memory, sm_75
-    for those with 64 KB, as (9, 4), which is gfx942."""
-    if capability in ((7, 5), (9, 4)):
+    for those with 64 KB, as AMD's, whose capabilities are other GPUs': (9, 0) of gfx90a."""
+    if hip or capability == (7, 5):
         return "sm_75"
     if capability[0] < 8:
         return "sm_70"
@@ -70,7 +70,9 @@ def family(capability: tuple[int, int]) -> str:
 
 @cache
 def family_of(device: torch.device) -> str:
-    return family(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "cpu"
+    if device.type != "cuda":
+        return "cpu"
+    return family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
 
 
 def power_of_two(width: int) -> int:
