@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear import prefix_states
 from slipstream.ops import mixer_step
+from slipstream.runtime.token_ids import expect_below
 
 
 def step(
@@ -81,7 +82,8 @@ def step_drafts(
     Returns:
         o [N, T, HV, V].
     """
-    outputs, before, at = [], states, slots
+    outputs, before, at = [], states, _slots_of(states, slots)
+    into_slots = _slots_of(into, into_slots, "into_slots")
     for t in range(into_slots.shape[1]):
         after = torch.where(at < 0, -1, into_slots[:, t])
         write_rows(into, after, read_rows(before, at))
@@ -107,7 +109,11 @@ def prefill(
     Args:
         rule: chunk_gated_delta_rule or chunk_kda, with its tensors and options.
         in_place: whether the states after the tokens are written.
+
+    Raises:
+        ValueError: a slot past the pool; on CUDA the next call does, and this one has no state.
     """
+    slots = _slots_of(states, slots)
     # K first, as kernels index them: the rows that are read are turned, masked and widened at once
     rows = states.detach().index_select(0, slots.clamp(min=0)).mT
     before = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
@@ -151,6 +157,12 @@ def prefill_with_states(
     given: dict[str, Any] = {"states": states, "slots": slots, "cu_seqlens": cu_seqlens}
     with torch.no_grad():
         return prefill(rule, *tensors, prefix_states=prefix, **given, **options), pool
+
+
+def _slots_of(pool: Tensor, slots: Tensor, name: str = "slots") -> Tensor:
+    """The slots; -1 for those past the pool, of which the next call tells on CUDA."""
+    expect_below(name, slots, pool.shape[0], "states of the pool")
+    return slots if slots.device.type == "cpu" else slots.masked_fill(slots >= len(pool), -1)
 
 
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream import ops
+from slipstream.integrations.serving import prefill
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.models.cache import CACHE
 from slipstream.runtime import token_ids
@@ -195,3 +196,19 @@ def test_rows_and_places_of_a_model(wrong: int) -> None:
             model(ids, logits_to_keep=rows * 100)
         with pytest.raises(ValueError, match=r"logits_to_keep: id -?\d+ at position"):
             slipstream.synchronize()
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_prefill_of_an_engine_stays_in_its_pool(missing: int) -> None:
+    around = torch.full((3 * N, 2, 16, 16), 7.0, device="cuda")
+    states = around[N : 2 * N].normal_()
+    before, slots = around.clone(), torch.tensor([1, missing], device="cuda")
+    q, k, v = torch.randn(3, 1, 70, 2, 16, device="cuda").unbind()
+    terms = q, k, v, -torch.rand(1, 70, 2, device="cuda"), torch.rand(1, 70, 2, device="cuda")
+    cu = torch.tensor([0, 30, 70], device="cuda")
+    with unread():
+        prefill(ops.chunk_gated_delta_rule, *terms, states=states, slots=slots, cu_seqlens=cu)
+    expect_flag("slots", missing)
+    assert not torch.equal(states[1], before[N + 1])
+    around[N + 1] = before[N + 1]
+    assert torch.equal(around, before)

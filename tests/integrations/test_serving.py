@@ -19,6 +19,7 @@ from slipstream.integrations.serving import (
     prefill,
     prefill_with_states,
     read_rows,
+    step_drafts,
     unpacked,
     write_rows,
 )
@@ -298,6 +299,21 @@ def test_prefill_reads_and_writes_slots_of_a_pool(dtype: torch.dtype, slots: lis
     o = prefill(chunk_kda, q, k, v, g, beta, states=states, slots=at, cu_seqlens=cu)
     assert torch.equal(o, want)
     torch.testing.assert_close(states, after, rtol=0, atol=0, equal_nan=True)
+
+
+def test_slots_past_the_pool_are_refused() -> None:
+    q, k, v = torch.randn(3, 2, 1, 2, 16).unbind()
+    states, none, far = torch.randn(3, 2, 16, 16), torch.tensor([-1, 1]), torch.tensor([-1, 3])
+    terms = [x.view(1, 2, 2, 16) for x in (q, k, v)] + [-torch.rand(1, 2, 2), torch.rand(1, 2, 2)]
+    before, cu = states.clone(), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match="slots: want less than the 3 states of the pool, got 3"):
+        prefill(chunk_gated_delta_rule, *terms, states=states, slots=far, cu_seqlens=cu)
+    tokens = [q, k, v, torch.rand(2, 1, 2), torch.rand(2, 1, 2)]
+    options: dict[str, Any] = {"A_log": torch.zeros(2), "dt_bias": None, "states": states}
+    for name, slots, into in (("slots", far, none), ("into_slots", none, far)):
+        with pytest.raises(ValueError, match=f"^{name}: want less than the 3 states of the pool"):
+            step_drafts(tokens, slots=slots, into=states, into_slots=into[:, None], **options)
+    assert torch.equal(states, before)
 
 
 def test_prefill_gives_a_pool_no_gradient() -> None:
