@@ -199,7 +199,9 @@ class CachedKernel:
                 entry.launch((*grid, 1, 1)[:3], args)
                 return
             compiled = self.kernel[grid](*args, **self._options(named))
-            entry = None if key is None or len(args) < len(self._names) else wrap_compiled(compiled)
+            if key is None or len(args) < len(self._names):
+                return
+            entry = wrap_compiled(compiled)
             if entry is not None:
                 self._found[key] = entry
 
