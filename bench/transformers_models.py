@@ -93,7 +93,7 @@ FOUR_LAYERS: dict[str, dict[str, Any]] = {
 WAYS = ("patched", "fla", "torch")  # the slowest last
 PROMPT, DECODED, ROWS = 128, 24, (1, 16)
 WARM_UP = 3  # steps
-# measured are so many steps or runs of generate at least, more until so many seconds or the last
+# steps and runs of generate: at least the first number, until the seconds are over or the last is
 STEPS, RUNS = (5, 3.0, 20), (1, 3.0, 3)
 # of the time that is left, how much compilers may take before those that are ready are measured
 COMPILING = 0.65

@@ -73,7 +73,7 @@ def test_no_memory_is_touched_before_earlier_launches_end(name: str) -> None:
 
 
 def steps(rows: int, device: torch.device) -> None:
-    """Calls of a step of so many sequences."""
+    """Calls that a decoding step of that many sequences makes."""
     x, w = (torch.empty(n, 128, device=device, dtype=torch.bfloat16) for n in (rows, 512))
     mixer_step(*(rms_norm(x).view(rows, 1, 1, 128),) * 3, state=x.new_empty(rows, 1, 128, 128))
     projection_step(x, w)

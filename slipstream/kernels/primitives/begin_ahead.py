@@ -1,9 +1,9 @@
 """Launches that are there before the one in front of them has ended (sm_90 and later).
 
-Such a kernel may ask for memory that it will read to be in the L2 cache, a prefetch, which reads no
-value. Then it waits for the end of all launches in front of it, before any load or store, and only
-then lets the next one come. So loads and stores are in the order of launches one after the other,
-and for a kernel behind it, a user's too, all in front of it has ended when that begins.
+Such a kernel may first prefetch into the L2 cache what it is going to read, which reads no value.
+Then it waits until all launches in front of it have ended, before its first load or store, and only
+then lets the next launch begin. So loads and stores are in the order of launches one after the
+other, and a kernel behind it, a user's too, begins when all in front of this one have ended.
 """
 
 import triton
