@@ -44,12 +44,14 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 
 
 @triton.jit
-def outputs_by_levels(
-    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    SHIFT: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+def _load_tile(
+    k_ptr, g_ptr, cu_ptr, i_tile, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    BF16_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """dq of BK channels of one chunk and value head, without u."""
+    """g and k [C, BK]; which chunk and head they are of, their tokens, channels and which tokens
+    there are; where they begin in a tensor of HK heads, and in one of HV; the numbers of tokens as
+    block_span takes them, as rows and as columns."""
     NK: tl.constexpr = (K + BK - 1) // BK
     i_h = (i_tile // NK) % HV
     i_chunk = i_tile // NK // HV
@@ -63,8 +65,21 @@ def outputs_by_levels(
     i, j = rows[:, None], o_c[None, :]
     i_k = (row * HK + i_h // (HV // HK)) * K
     i_o = (row * HV + i_h) * K
-    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)
+    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
+    return b_g, b_k, at, o_c, o_k, m_c, i_k, i_o, rows, i, j
+
+
+@triton.jit
+def outputs_by_levels(
+    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
+    SHIFT: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of BK channels of one chunk and value head, without u."""
+    b_g, b_k, at, o_c, o_k, m_c, _, i_o, rows, i, j = _load_tile(
+        k_ptr, g_ptr, cu_ptr, i_tile, T, N, HV, HK, K, BK, C, PACKED, BF16_TERMS
+    )
     b_dqs = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     p_p = p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :]  # read anew: it would be kept
     p_dq = dq_ptr + i_o + o_c[:, None] * (HV * K) + o_k[None, :]
@@ -104,25 +119,14 @@ def grads_by_levels(
     BEFORE: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BK channels of one chunk and value head."""
-    NK: tl.constexpr = (K + BK - 1) // BK
     ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
     TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
     KIND: tl.constexpr = READS if BEFORE else WRITES
     OF_PAIRS: tl.constexpr = BOTH if BEFORE else WRITES
-    i_h = (i_tile // NK) % HV
-    i_chunk = i_tile // NK // HV
-    at = tl.cast(i_tile // NK, tl.int64)
-    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
-    o_c = tl.arange(0, C)
-    o_k = (i_tile % NK) * BK + tl.arange(0, BK)
-    m_c = o_c < length - i_c * C
-    row = begin + i_c * C
-    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
-    i, j = rows[:, None], o_c[None, :]
-    i_k = (row * HK + i_h // (HV // HK)) * K
-    i_o = (row * HV + i_h) * K
-    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_g, b_k, at, o_c, o_k, m_c, i_k, i_o, rows, i, j = _load_tile(
+        k_ptr, g_ptr, cu_ptr, i_tile, T, N, HV, HK, K, BK, C, PACKED, BF16_TERMS
+    )
+    i_h = i_tile // ((K + BK - 1) // BK) % HV
     b_dq = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
     b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
     b_diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
