@@ -59,6 +59,42 @@ def _scan_back(a, dh, b_next, b_total, b_end, RUN: tl.constexpr):
     return tile
 
 
+@triton.jit
+def _store_of_tokens(
+    pointers, rows, outputs, place, b_bias, b_D, dt, dy, y, gx, ga, D: tl.constexpr,
+    SOFTPLUS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """du, ddelta and dz of a tile's tokens; what each adds to dD and to the bias's gradient."""
+    u_ptr, delta_ptr, z_ptr, dy_ptr = pointers
+    u_row, delta_row, z_row, dy_row = rows
+    du_ptr, ddelta_ptr, dz_ptr = outputs
+    begin, o_r, tokens, o_d, m_d = place
+    # again, which is faster than to hold them in registers meanwhile
+    u = load_tile(u_ptr, u_row, begin, o_r, tokens, o_d, m_d, RUN)
+    delta = load_tile(delta_ptr, delta_row, begin, o_r, tokens, o_d, m_d, RUN)
+    if z_ptr is not None:
+        z = load_tile(z_ptr, z_row, begin, o_r, tokens, o_d, m_d, RUN)
+        dout = load_tile(dy_ptr, dy_row, begin, o_r, tokens, o_d, m_d, RUN)
+    dD, dbias = (), ()
+    for i in tl.static_range(RUN):
+        m = ((o_r + i) < tokens)[:, None] & m_d[None, :]
+        o_t = (begin + o_r + i)[:, None]
+        b_ddelta = u[i] * gx[i] + ga[i]
+        if SOFTPLUS:
+            b_ddelta *= 1.0 / (1.0 + tl.exp(-(delta[i] + b_bias[None, :])))
+        b_ddelta = tl.where(m, b_ddelta, 0.0)
+        o_x = o_t * D + o_d[None, :]
+        b_du = dt[i] * gx[i] + b_D[None, :] * dy[i]
+        tl.store(du_ptr + o_x, b_du.to(du_ptr.dtype.element_ty), mask=m)
+        tl.store(ddelta_ptr + o_x, b_ddelta.to(ddelta_ptr.dtype.element_ty), mask=m)
+        if z_ptr is not None:
+            b_s = 1.0 / (1.0 + tl.exp(-z[i]))
+            b_dz = dout[i] * y[i] * b_s * (1.0 + z[i] * (1.0 - b_s))
+            tl.store(dz_ptr + o_x, b_dz.to(dz_ptr.dtype.element_ty), mask=m)
+        dD, dbias = dD + (dy[i] * u[i],), dbias + (b_ddelta,)
+    return dD, dbias
+
+
 @triton.jit(do_not_specialize=["T", "S", "rows"])
 def selective_scan_backward_kernel(
     u_ptr,  # [tokens, D], a row each u_row
@@ -179,29 +215,12 @@ def selective_scan_backward_kernel(
                     p_s = (ds_in_ptr + o_s + n)[None, :] + o_0
                     b_ds = a[0] * dh[0]  # pyright: ignore[reportGeneralTypeIssues]
                     tl.store(p_s, b_ds, mask=m_before & (i_t == 0))
-            # again, which is faster than to hold them in registers meanwhile
-            u = load_tile(u_ptr, u_row, begin, o_r, tokens, o_d, m_d, RUN)
-            delta = load_tile(delta_ptr, delta_row, begin, o_r, tokens, o_d, m_d, RUN)
-            if z_ptr is not None:
-                z = load_tile(z_ptr, z_row, begin, o_r, tokens, o_d, m_d, RUN)
-                dout = load_tile(dy_ptr, dy_row, begin, o_r, tokens, o_d, m_d, RUN)
-            dD, dbias = (), ()
-            for i in tl.static_range(RUN):
-                m = ((o_r + i) < tokens)[:, None] & m_d[None, :]
-                o_t = (begin + o_r + i)[:, None]
-                b_ddelta = u[i] * gx[i] + ga[i]
-                if SOFTPLUS:
-                    b_ddelta *= 1.0 / (1.0 + tl.exp(-(delta[i] + b_bias[None, :])))
-                b_ddelta = tl.where(m, b_ddelta, 0.0)
-                o_x = o_t * D + o_d[None, :]
-                b_du = dt[i] * gx[i] + b_D[None, :] * dy[i]
-                tl.store(du_ptr + o_x, b_du.to(du_ptr.dtype.element_ty), mask=m)
-                tl.store(ddelta_ptr + o_x, b_ddelta.to(ddelta_ptr.dtype.element_ty), mask=m)
-                if z_ptr is not None:
-                    b_s = 1.0 / (1.0 + tl.exp(-z[i]))
-                    b_dz = dout[i] * y[i] * b_s * (1.0 + z[i] * (1.0 - b_s))
-                    tl.store(dz_ptr + o_x, b_dz.to(dz_ptr.dtype.element_ty), mask=m)
-                dD, dbias = dD + (dy[i] * u[i],), dbias + (b_ddelta,)
+            place = begin, o_r, tokens, o_d, m_d
+            dD, dbias = _store_of_tokens(
+                (u_ptr, delta_ptr, z_ptr, dy_ptr), (u_row, delta_row, z_row, dy_row),
+                (du_ptr, ddelta_ptr, dz_ptr), place, b_bias, b_D, dt, dy, y, gx, ga,
+                D, SOFTPLUS, RUN,
+            )  # fmt: skip
             b_dD += _sum(dD, RUN)
             b_dbias += _sum(dbias, RUN)
             # what this tile left is read by other threads
