@@ -176,6 +176,25 @@ def _add_values(
     return added
 
 
+@triton.jit
+def _store_share(
+    b_os, b_m, b_l, o_ptr, lse_ptr, i_s, i_b, b_h, o_t, o_v, m_m, B, T, HKV, group,
+    DV: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """o and lse of a share's keys: 0 and -inf where a query sees none of them."""
+    has_no_key = b_l == 0.0
+    b_l = tl.where(has_no_key, 1.0, b_l)
+    b_os = _scaled(b_os, (1.0 / b_l)[:, None], CODES)
+    b_lse = tl.where(has_no_key, float("-inf"), b_m + tl.log2(b_l))
+    H = HKV * group
+    row = ((i_s * B + i_b) * T + o_t) * H + b_h
+    p_o = o_ptr + row[:, None] * DV + CODES * o_v[None, :]
+    m_o = m_m[:, None] & (o_v < DV // CODES)[None, :]
+    for c in tl.static_range(CODES):
+        tl.store(p_o + c, b_os[c], mask=m_o)
+    tl.store(lse_ptr + ((i_s * B + i_b) * H + b_h) * T + o_t, b_lse, mask=m_m)
+
+
 @triton.jit(do_not_specialize=["factor", "cap", "stride_table", *SIZES, *STRIDES])
 def softmax_decode_kernel(
     q_ptr,  # [B, T, H, D] by strides, which are in units of UNIT elements
@@ -190,51 +209,17 @@ def softmax_decode_kernel(
     table_ptr,  # [B, pages]
     k_scale_ptr,  # [N, S, HKV], or pages [M, PAGE, HKV], by strides; of keys in 8 bits, else None
     v_scale_ptr,  # the same, by the same strides
-    factor,
-    cap,
-    T,
-    HKV,
-    B,
-    tiles,
-    splits,
-    left,
-    right,
-    group,
-    capacity,
-    cache_rows,
-    stride_slope,
-    stride_table,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
+    factor, cap, T, HKV, B, tiles, splits, left, right, group, capacity, cache_rows,
+    stride_slope, stride_table, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
     stride_sb,  # of scales
     stride_st,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    UNIT: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_LEFTPAD: tl.constexpr,
-    WORDS: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    ASM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
+    WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (shares * tiles * HKV * B,)"""
     i_s, tile, i_kv, i_b, i_kb, pad, keys = place_of(
         lengths_ptr, rows_ptr, leftpad_ptr, HKV, tiles, splits, capacity, cache_rows,
@@ -330,17 +315,10 @@ def softmax_decode_kernel(
             CODES, WORDS, FLOAT8, ASM, PRECISION,
         )  # fmt: skip
 
-    has_no_key = b_l == 0.0
-    b_l = tl.where(has_no_key, 1.0, b_l)
-    b_os = _scaled(b_os, (1.0 / b_l)[:, None], CODES)
-    b_lse = tl.where(has_no_key, float("-inf"), b_m + tl.log2(b_l))
-    H = HKV * group
-    row = ((i_s * B + i_b) * T + o_t) * H + b_h
-    p_o = o_ptr + row[:, None] * DV + CODES * o_v[None, :]
-    m_o = m_m[:, None] & (o_v < DV // CODES)[None, :]
-    for c in tl.static_range(CODES):
-        tl.store(p_o + c, b_os[c], mask=m_o)
-    tl.store(lse_ptr + ((i_s * B + i_b) * H + b_h) * T + o_t, b_lse, mask=m_m)
+    _store_share(
+        b_os, b_m, b_l, o_ptr, lse_ptr, i_s, i_b, b_h, o_t, o_v, m_m, B, T, HKV, group,
+        DV, CODES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "H", "B", "splits"])
