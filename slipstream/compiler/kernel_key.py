@@ -20,6 +20,7 @@ _FAMILIES = {
     "rotary": "pointwise",
     "token_shift": "pointwise",
     "place_tokens": "pointwise",
+    "copy_states": "pointwise",
     "token_mix": "time_mix",
     "rwkv7": "time_mix",
     "rwkv7_step": "time_mix",

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import prefix_states
+from slipstream.kernels.pointwise.copy_states import copy_states
 from slipstream.ops import mixer_step
 from slipstream.runtime.token_ids import expect_below
+
+_OF_POOL = "states of the pool"
 
 
 def step(
@@ -86,7 +89,7 @@ def step_drafts(
     into_slots = _slots_of(into, into_slots, "into_slots")
     for t in range(into_slots.shape[1]):
         after = torch.where(at < 0, -1, into_slots[:, t])
-        write_rows(into, after, read_rows(before, at))
+        copy_states(before, into, source_indices=at, target_indices=after)
         parts = [x[:, t : t + 1] for x in tokens]
         q, k, v, a, b = parts
         outputs.append(step(q, k, v, a, b, states=into, slots=after, **options))
@@ -113,12 +116,11 @@ def prefill(
     Raises:
         ValueError: a slot past the pool; on CUDA the next call does, and this one has no state.
     """
-    slots = _slots_of(states, slots)
-    # K first, as kernels index them: the rows that are read are turned, masked and widened at once
-    rows = states.detach().index_select(0, slots.clamp(min=0)).mT
-    before = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-    nothing = before.new_zeros(1, 1, 1, 1)
-    torch.where((slots >= 0).view(-1, 1, 1, 1), rows, nothing, out=before)
+    expect_below("slots", slots, states.shape[0], _OF_POOL)
+    pool, (HV, V, K) = states.detach(), states.shape[1:]
+    # K first, as kernels index them
+    before = torch.empty(slots.shape[0], HV, K, V, dtype=torch.float32, device=pool.device)
+    copy_states(pool, before.mT, source_indices=slots)
     o, final = rule(
         *tensors,
         initial_state=before,
@@ -127,7 +129,7 @@ def prefill(
         **options,
     )
     if final is not None:
-        write_rows(states, slots, final.detach().mT)
+        copy_states(final.detach().mT, pool, target_indices=slots)
     return o
 
 
@@ -161,28 +163,8 @@ def prefill_with_states(
 
 def _slots_of(pool: Tensor, slots: Tensor, name: str = "slots") -> Tensor:
     """The slots; -1 for those past the pool, of which the next call tells on CUDA."""
-    expect_below(name, slots, pool.shape[0], "states of the pool")
+    expect_below(name, slots, pool.shape[0], _OF_POOL)
     return slots if slots.device.type == "cpu" else slots.masked_fill(slots >= len(pool), -1)
-
-
-def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """Rows of a pool [N, ...]; zeros where there is no slot."""
-    rows = pool.index_select(0, slots.clamp(min=0))
-    return rows.masked_fill_((slots < 0).view(-1, *[1] * (pool.dim() - 1)), 0)
-
-
-def write_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Writes rows [N, ...] where there is a slot. One that has none writes what the first one with
-    a slot does; if none has any, all write what is there, and rows[0] is overwritten by that."""
-    if slots.shape[0] == 0:
-        return
-    has_slot = slots >= 0
-    n = torch.arange(slots.shape[0], device=slots.device)
-    row = torch.where(has_slot, n, has_slot.int().argmax())
-    at = slots.index_select(0, row).long().clamp(min=0)
-    rows = rows.to(pool.dtype)
-    rows[:1] = torch.where(has_slot.any(), rows[:1], pool[:1])
-    pool.index_copy_(0, at, rows.index_select(0, row))
 
 
 def unpacked(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:

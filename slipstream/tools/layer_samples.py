@@ -17,6 +17,7 @@ from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_impl
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.pointwise import gated_mlp
+from slipstream.kernels.pointwise.copy_states import copy_states
 from slipstream.kernels.pointwise.place_tokens import place_tokens
 from slipstream.kernels.time_mix import low_rank, rwkv7
 from slipstream.kernels.time_mix.low_rank import LowRankInputs
@@ -146,6 +147,18 @@ def _place_tokens(
     return qs, gs
 
 
+def _read_states(states: Tensor, slots: Tensor, impl: str | None = None) -> Tensor:
+    """K first, as kernels index them."""
+    rows = torch.empty(slots.shape[0], *states.mT.shape[1:], device=states.device)
+    copy_states(states, rows.mT, source_indices=slots, impl=impl)
+    return rows
+
+
+def _write_states(rows: Tensor, states: Tensor, slots: Tensor, impl: str | None = None) -> Tensor:
+    copy_states(rows.mT, states, target_indices=slots, impl=impl)
+    return states
+
+
 def _block_inputs(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: Tensor, impl: str = ""
 ) -> block_inputs.Blocks:
@@ -189,8 +202,8 @@ def _convolved_heads(x: Tensor, weight: Tensor, impl: str | None = None) -> list
 _RWKV7_OUTPUT = "r=BTHV k=BTHV v=BTHV gate=BTHV weight=HV bias=HV r_k=HV"
 _RWKV7_TERMS = "w=BTD k=BTD a=BTD k_k=D k_a=D"
 _8_BITS = "q=BTHK k_cache=BRHK:codes v_cache=BRHV:codes k_scale=BRH:sum v_scale=BRH:sum"
-# as rwkv7's time and channel mix call it, a gated MLP, a context, consistent models, their steps,
-# states of prefixes, caches in 8 bits, and flags that no other row has
+# as rwkv7's time and channel mix call it, a gated MLP, a context, engines' pools, consistent
+# models, their steps, states of prefixes, caches in 8 bits, and flags that no other row has
 LAYER_SAMPLES = [
     _mixes(6),
     _mixes(1),
@@ -207,6 +220,8 @@ LAYER_SAMPLES = [
     _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{UNIT} g=BTG:gate beta=BTG:beta"),
     _of_layer("place_tokens", _place_tokens, "q=BHK g=BG qs=BTHK gs=BTG counts=B:prefixes"),
+    _of_layer("read_states", _read_states, "states=MGVK slots=B:rows"),
+    _of_layer("write_states", _write_states, "rows=BGKV:state states=MGVK slots=B:rows"),
     _of_layer(
         "block_inputs", _block_inputs, "q=BHK k=BHK v=BGV g=BG beta=BG:beta counts=B:prefixes"
     ),

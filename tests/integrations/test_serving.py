@@ -18,13 +18,11 @@ from slipstream.integrations.serving import (
     packed,
     prefill,
     prefill_with_states,
-    read_rows,
     step_drafts,
     unpacked,
-    write_rows,
 )
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
-from tests.support.serving_calls import HV, SLOTS, Call, K, N, T, V
+from tests.support.serving_calls import HV, Call, K, N, T, V
 
 KERNELS = {False: sglang.GDNKernel(), True: sglang.KDAKernel()}
 kinds = pytest.mark.parametrize("is_kda", [False, True], ids=["gdn", "kda"])
@@ -265,18 +263,6 @@ def test_vllm_registers(monkeypatch: pytest.MonkeyPatch) -> None:
         **tensors, **ends, cu_seqlens=given["query_start_loc"]
     )
     assert o.shape == given["v"].shape and final is None
-
-
-def test_rows_without_a_slot_are_left() -> None:
-    pool = torch.randn(SLOTS, 2, 3)
-    before, rows = pool.clone(), torch.randn(3, 2, 3)
-    write_rows(pool, torch.tensor([-1, 4, -1]), rows)
-    before[4] = rows[1]
-    assert torch.equal(pool, before)
-    write_rows(pool, torch.tensor([-1, -1]), rows[:2])
-    write_rows(pool, torch.tensor([], dtype=torch.int64), rows[:0])
-    assert torch.equal(pool, before)
-    assert torch.equal(read_rows(pool, torch.tensor([4, -1]))[1], torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

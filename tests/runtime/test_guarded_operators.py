@@ -293,6 +293,7 @@ GUARDED = {
     "pointwise/linear.py": ("glu_bwd_recompute.triton",),
     "pointwise/rotary.py": ("rotary.triton",),
     "pointwise/place_tokens.py": ("place_tokens.triton",),
+    "pointwise/copy_states.py": ("copy_states.triton",),
     "pointwise/token_shift.py": ("token_shift.triton",),
     "pointwise/embedding.py": ("embedding.triton",),
 }

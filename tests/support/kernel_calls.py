@@ -23,7 +23,7 @@ from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.loss.cross_entropy_op import LossInputs
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step.eager import step_eager
-from slipstream.kernels.pointwise import embedding, place_tokens
+from slipstream.kernels.pointwise import copy_states, embedding, place_tokens
 from slipstream.kernels.preconditioner import op as preconditioner_op
 from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInputs
 from slipstream.kernels.rotation import op as rotation_op
@@ -87,6 +87,12 @@ def placed_tokens() -> list[Tensor]:
     q, g, qs, gs = (torch.randn(3, *n) for n in ((1, 2, 8), (1, 2), (5, 2, 8), (5, 2)))
     place_tokens.place_tokens([q, g], [qs, gs], torch.tensor([4, 0, 2]))
     return [qs, gs]
+
+
+def copied_states() -> list[Tensor]:
+    pool, rows = torch.randn(5, 2, 7, 3), torch.empty(3, 2, 3, 7)
+    copy_states.copy_states(pool, rows.mT, source_indices=torch.tensor([4, -1, 2]))
+    return [rows]
 
 
 def inputs_of_blocks() -> list[Tensor]:

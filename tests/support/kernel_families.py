@@ -21,6 +21,7 @@ from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.pointwise import (
     activation,
+    copy_states,
     embedding,
     linear,
     place_tokens,
@@ -265,6 +266,12 @@ FAMILIES = [
         ("slipstream.kernels.pointwise.place_tokens",),
     ),
     Family(
+        "copy_states.triton",
+        calls.copied_states,
+        {"pointwise.triton.copy_states:copy_states": copy_states._eager},
+        ("slipstream.kernels.pointwise.copy_states",),
+    ),
+    Family(
         "gated_scan.triton",
         calls.sampled("chunk_hgrn"),
         {
@@ -365,6 +372,7 @@ WRITTEN: dict[Any, tuple[int, ...]] = {
     rwkv7_step.plain: (0,),
     block_inputs._eager: (1,),
     place_tokens._eager: (1,),
+    copy_states._eager: (2,),
     gsa._eager_softmax: (1,),
     gsa._eager_backward: (1,),
     householder.eager_deinterleave: (3,),

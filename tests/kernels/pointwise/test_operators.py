@@ -11,7 +11,14 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.loss import cross_entropy_op as loss
-from slipstream.kernels.pointwise import activation, linear, place_tokens, rotary, token_shift
+from slipstream.kernels.pointwise import (
+    activation,
+    copy_states,
+    linear,
+    place_tokens,
+    rotary,
+    token_shift,
+)
 from slipstream.ops.activation import glu_linear
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
@@ -49,6 +56,9 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     places = torch.randn(3, 5, 7), torch.randn(3, 5, 2)
     given = (counts, tokens, gates, *[None] * 4, *places, *[None] * 4)
     yield "place_tokens", place_tokens._call.overload, given
+    pool, rows, slots = torch.randn(5, 2, 7, 3), torch.randn(3, 2, 3, 7), torch.tensor([4, -1, 2])
+    yield "read states", copy_states._call.overload, (pool, slots, rows.mT, None)
+    yield "write states", copy_states._call.overload, (rows.mT, None, pool, slots)
     weight, bias, past = torch.randn(6, 4), torch.randn(6), torch.randn(3, 6, 4)
     yield "conv", conv._call.overload, (x, weight, None, None, None, None, None, 0, True)
     yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, None, 0, True)

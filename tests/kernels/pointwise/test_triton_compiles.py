@@ -62,6 +62,25 @@ def test_token_shift_compiles(arch: str, cu: str | None) -> None:
 
 
 @archs
+@pytest.mark.parametrize("pool", ["*fp32", "*bf16"])
+@pytest.mark.parametrize("reads", [True, False])
+def test_copy_states_compiles(arch: str, pool: str, reads: bool) -> None:
+    """From a pool to rows that lie K first, and back."""
+    x, y, slots = (pool, "*fp32", "from_ptr") if reads else ("*fp32", pool, "to_ptr")
+    one, other = ("x_k", "y_v") if reads else ("y_k", "x_v")
+    names = [f"{z}_{n}" for z in "xy" for n in ("state", "head", "v", "k")]
+    sizes = [*(n for n in names if n not in (one, other)), "HV", "V", "K"]
+    got = compile_kernel(
+        f"{PACKAGE}.copy_states:copy_states_kernel",
+        {"x_ptr": x, "y_ptr": y, slots: "*i32"},
+        {"BV": 64, "BK": 64, one: 1, other: 1},
+        scalars=dict.fromkeys(sizes, "i32:16"),
+        target=arch,
+    )
+    assert got.stack == 0
+
+
+@archs
 def test_place_tokens_compiles(arch: str) -> None:
     tensors = {f"{x}{i}_ptr": "*bf16" for x in "xy" for i in range(5)} | {"counts_ptr": "*i64"}
     scalars = {f"{x}{i}": "i32:16" for x in ("stride", "D") for i in range(6)}
