@@ -9,13 +9,13 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 MODULE = "slipstream.kernels.running_mean.triton"
 WEIGHTS = {"k": 16, "o": 16, "r": 32, "s_in": 32, "s_out": 32}
 MEANS = {"k": 16, "v": 16, "o": 16} | dict.fromkeys(("w", "u", "s_in", "s_out", "r", "mean"), 32)
-WEIGHTS_BACK = {"dc": 16, "dk": 16} | dict.fromkeys(("g", "s_in", "dg", "ds_out", "ds_in"), 32)
+WEIGHTS_BACK = {"do": 16, "dk": 16} | dict.fromkeys(("r", "s_in", "dr", "ds_out", "ds_in"), 32)
 MEANS_BACK = {"v": 16, "do": 16, "dk": 16, "dv": 16}
 MEANS_BACK |= dict.fromkeys(("r", "mean", "w", "u", "ds_out", "dw", "du", "ds_in"), 32)
 KERNELS = [
     ("forward:running_mean_fwd_kernel", WEIGHTS),
     ("forward:running_mean_fwd_kernel", MEANS),
-    ("backward:running_weights_bwd_kernel", WEIGHTS_BACK),
+    ("backward:running_mean_bwd_kernel", WEIGHTS_BACK),
     ("backward:running_mean_bwd_kernel", MEANS_BACK),
 ]
 

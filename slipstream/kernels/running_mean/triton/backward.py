@@ -39,53 +39,6 @@ def _of_weights(g_ptr, dg_ptr, dc_ptr, p, m):
     return b_a, b_c, load(dg_ptr + p, m) - b_a * load(dc_ptr + p, m)
 
 
-@triton.jit(do_not_specialize=["T"])
-def running_weights_bwd_kernel(
-    g_ptr,  # [tokens, D]: log a; so are dg, dc, dk
-    s_in_ptr,  # [N, D]: z before the first token
-    dg_ptr,
-    dc_ptr,
-    ds_out_ptr,  # [N, D], or none
-    dk_ptr,
-    ds_in_ptr,
-    cu_ptr,
-    T,
-    D,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """grid (N, ceil(D / BD))"""
-    i_n = tl.program_id(0)
-    begin, count = tokens_of(cu_ptr, i_n, T)
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
-    m_d = o_d < D
-    p_s = i_n.to(tl.int64) * D + o_d
-    starts = load(s_in_ptr + p_s, m_d) == NONE
-    b_f = tl.zeros((BD,), tl.float32)
-    if ds_out_ptr is not None:
-        b_f += load(ds_out_ptr + p_s, m_d)
-    o_r = tl.arange(0, BT)[:, None]
-    for start in range(0, count, BT):
-        o_t = count - 1 - start - o_r
-        m = (o_t >= 0) & m_d[None, :]
-        p = (begin + o_t) * D + o_d[None, :]
-        b_a, b_c, b_u = _of_weights(g_ptr, dg_ptr, dc_ptr, p, m)
-        first = (o_t == 0) & starts[None, :]
-        b_a, b_c, b_u = (
-            tl.where(first, 0.0, b_a),
-            tl.where(first, 1.0, b_c),
-            tl.where(first, 0.0, b_u),
-        )
-        b_a1, b_c1, b_u1 = _of_weights(g_ptr, dg_ptr, dc_ptr, p + D, m & (o_r > 0))
-        b_a1 = tl.where(o_r > 0, b_a1, 0.0)
-        b_x = tl.where(o_r > 0, b_c1 * b_u1, b_f[None, :])
-        _, b_later = tl.associative_scan((b_a1, b_x), 0, _then)
-        tl.store(dk_ptr + p, (b_c * (b_later - b_u)).to(dk_ptr.dtype.element_ty), mask=m)
-        last = o_r == tl.minimum(count - start, BT) - 1
-        b_f = tl.sum(tl.where(last, b_a * b_later + b_c * b_u, 0.0), 0)
-    tl.store(ds_in_ptr + p_s, b_f, mask=m_d)
-
-
 @triton.jit
 def _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u):
     """a, c, s, v - M and do of tokens."""
@@ -97,18 +50,20 @@ def _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u):
 
 @triton.jit(do_not_specialize=["T"])
 def running_mean_bwd_kernel(
-    r_ptr,  # [tokens, D]: k - z before; so are mean (M before), v, do, dk, dv
+    r_ptr,  # [tokens, D]: k - z before; so are mean (M before), v, do, dr, dk, dv; without v log a
     mean_ptr,
-    v_ptr,
+    v_ptr,  # or none, and then do and dr are of c and log a, as forward has them, and of w = 0
     w_ptr,  # [D]; so is u
     u_ptr,
+    s_in_ptr,  # without v [N, D]: z before the first token
     do_ptr,
-    ds_out_ptr,  # [N, 2 D], or none
+    dr_ptr,  # without v
+    ds_out_ptr,  # [N, 2 D], without v [N, D]; or none
     dk_ptr,
     dv_ptr,
     dw_ptr,  # [N, D]; so is du
     du_ptr,
-    ds_in_ptr,  # [N, 2 D]
+    ds_in_ptr,  # as ds_out
     cu_ptr,
     T,
     D,
@@ -120,36 +75,58 @@ def running_mean_bwd_kernel(
     begin, count = tokens_of(cu_ptr, i_n, T)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    p_s = i_n.to(tl.int64) * (2 * D) + o_d
-    b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
-    b_p, b_g = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
-    b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    p_s = i_n.to(tl.int64) * (D if v_ptr is None else 2 * D) + o_d
+    if v_ptr is None:
+        starts = load(s_in_ptr + p_s, m_d) == NONE
+        b_g = tl.zeros((BD,), tl.float32)
+    else:
+        b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
+        b_p, b_g = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+        b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if ds_out_ptr is not None:
-        b_p += load(ds_out_ptr + p_s, m_d)
-        b_g += load(ds_out_ptr + p_s + D, m_d)
+        if v_ptr is not None:
+            b_p += load(ds_out_ptr + p_s, m_d)
+        b_g += load(ds_out_ptr + (p_s if v_ptr is None else p_s + D), m_d)
     o_r = tl.arange(0, BT)[:, None]
     for start in range(0, count, BT):
         o_t = count - 1 - start - o_r
         m = (o_t >= 0) & m_d[None, :]
         later = m & (o_r > 0)
         p = (begin + o_t) * D + o_d[None, :]
-        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p + D, later, b_w, b_u)
-        b_x = tl.where(o_r > 0, (1.0 - b_s) * b_do, b_p[None, :])
-        b_y = tl.where(o_r > 0, -b_do * b_v * b_s * (1.0 - b_s), b_g[None, :])
-        b_b = tl.where(o_r > 0, -b_v * b_c * b_a, 0.0)
-        b_a = tl.where(o_r > 0, b_a, 0.0)
-        _, _, b_n, b_gn = tl.associative_scan((b_a, b_b, b_x, b_y), 0, _then_both)
-        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u)
-        b_dr = b_n * b_v * b_c * b_a
-        b_ds = b_do * b_v * b_s * (1.0 - b_s)
-        tl.store(dk_ptr + p, (b_c * b_gn + b_dr + b_ds).to(dk_ptr.dtype.element_ty), mask=m)
-        tl.store(dv_ptr + p, (b_s * b_do + b_c * b_n).to(dv_ptr.dtype.element_ty), mask=m)
-        b_dw += tl.sum(tl.where(m, b_a * b_gn - b_dr, 0.0), 0)
-        b_du += tl.sum(tl.where(m, b_ds, 0.0), 0)
         last = o_r == tl.minimum(count - start, BT) - 1
-        b_p = tl.sum(tl.where(last, b_a * b_n + (1.0 - b_s) * b_do, 0.0), 0)
-        b_g = tl.sum(tl.where(last, b_a * b_gn - b_dr - b_ds, 0.0), 0)
-    tl.store(dw_ptr + i_n.to(tl.int64) * D + o_d, b_dw, mask=m_d)
-    tl.store(du_ptr + i_n.to(tl.int64) * D + o_d, b_du, mask=m_d)
-    tl.store(ds_in_ptr + p_s, b_p, mask=m_d)
-    tl.store(ds_in_ptr + p_s + D, b_g, mask=m_d)
+        if v_ptr is None:
+            b_a, b_c, b_u = _of_weights(r_ptr, dr_ptr, do_ptr, p, m)
+            # with nothing before it a token's c is 1 and a 0, whatever k, though log a is kept as 0
+            first = (o_t == 0) & starts[None, :]
+            b_a, b_u = tl.where(first, 0.0, b_a), tl.where(first, 0.0, b_u)
+            b_c = tl.where(first, 1.0, b_c)
+            b_a1, b_c1, b_u1 = _of_weights(r_ptr, dr_ptr, do_ptr, p + D, later)
+            b_a1 = tl.where(o_r > 0, b_a1, 0.0)
+            b_y = tl.where(o_r > 0, b_c1 * b_u1, b_g[None, :])
+            _, b_gn = tl.associative_scan((b_a1, b_y), 0, _then)
+            tl.store(dk_ptr + p, (b_c * (b_gn - b_u)).to(dk_ptr.dtype.element_ty), mask=m)
+            b_g = tl.sum(tl.where(last, b_a * b_gn + b_c * b_u, 0.0), 0)
+        else:
+            b_a, b_c, b_s, b_v, b_do = _of_means(
+                r_ptr, mean_ptr, v_ptr, do_ptr, p + D, later, b_w, b_u
+            )
+            b_x = tl.where(o_r > 0, (1.0 - b_s) * b_do, b_p[None, :])
+            b_y = tl.where(o_r > 0, -b_do * b_v * b_s * (1.0 - b_s), b_g[None, :])
+            b_b = tl.where(o_r > 0, -b_v * b_c * b_a, 0.0)
+            b_a = tl.where(o_r > 0, b_a, 0.0)
+            _, _, b_n, b_gn = tl.associative_scan((b_a, b_b, b_x, b_y), 0, _then_both)
+            b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u)
+            b_dr = b_n * b_v * b_c * b_a
+            b_ds = b_do * b_v * b_s * (1.0 - b_s)
+            tl.store(dk_ptr + p, (b_c * b_gn + b_dr + b_ds).to(dk_ptr.dtype.element_ty), mask=m)
+            tl.store(dv_ptr + p, (b_s * b_do + b_c * b_n).to(dv_ptr.dtype.element_ty), mask=m)
+            b_dw += tl.sum(tl.where(m, b_a * b_gn - b_dr, 0.0), 0)
+            b_du += tl.sum(tl.where(m, b_ds, 0.0), 0)
+            b_p = tl.sum(tl.where(last, b_a * b_n + (1.0 - b_s) * b_do, 0.0), 0)
+            b_g = tl.sum(tl.where(last, b_a * b_gn - b_dr - b_ds, 0.0), 0)
+    if v_ptr is not None:
+        tl.store(dw_ptr + i_n.to(tl.int64) * D + o_d, b_dw, mask=m_d)
+        tl.store(du_ptr + i_n.to(tl.int64) * D + o_d, b_du, mask=m_d)
+        tl.store(ds_in_ptr + p_s, b_p, mask=m_d)
+        p_s += D
+    tl.store(ds_in_ptr + p_s, b_g, mask=m_d)

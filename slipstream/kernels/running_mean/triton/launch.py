@@ -7,10 +7,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.running_mean.inputs import MeanInputs
-from slipstream.kernels.running_mean.triton.backward import (
-    running_mean_bwd_kernel,
-    running_weights_bwd_kernel,
-)
+from slipstream.kernels.running_mean.triton.backward import running_mean_bwd_kernel
 from slipstream.kernels.running_mean.triton.forward import running_mean_fwd_kernel
 from slipstream.runtime.backends import INTERPRETED, device_of
 from slipstream.runtime.launch_cache import cached
@@ -36,8 +33,9 @@ def weights_backward(
     """Gradients of k, in dc's dtype, and z."""
     dk, dz = torch.empty_like(dc), torch.empty_like(z)
     _run(
-        running_weights_bwd_kernel, g, z, cu_seqlens, g_ptr=g, s_in_ptr=z, dg_ptr=dg, dc_ptr=dc,
-        ds_out_ptr=dafter, dk_ptr=dk, ds_in_ptr=dz,
+        running_mean_bwd_kernel, g, z, cu_seqlens, r_ptr=g, mean_ptr=None, v_ptr=None, w_ptr=None,
+        u_ptr=None, s_in_ptr=z, do_ptr=dc, dr_ptr=dg, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=None,
+        dw_ptr=None, du_ptr=None, ds_in_ptr=dz,
     )  # fmt: skip
     return dk, dz
 
@@ -65,8 +63,8 @@ def means_backward(
     dw, du = (k.new_empty(start.shape[0], k.shape[2], dtype=torch.float32) for _ in range(2))
     _run(
         running_mean_bwd_kernel, k, start, cu_seqlens, r_ptr=r, mean_ptr=mean, v_ptr=v, w_ptr=w,
-        u_ptr=u, do_ptr=do, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=dv, dw_ptr=dw, du_ptr=du,
-        ds_in_ptr=dstart,
+        u_ptr=u, s_in_ptr=None, do_ptr=do, dr_ptr=None, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=dv,
+        dw_ptr=dw, du_ptr=du, ds_in_ptr=dstart,
     )  # fmt: skip
     return [dk, dv, dw.sum(0).to(w.dtype), du.sum(0).to(u.dtype), dstart]
 
