@@ -37,7 +37,6 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of, power
 from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
 from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
     vector_decay_intra_fwd_kernel,
-    vector_decay_pairs_kernel,
     vector_decay_scores_kernel,
 )
 from slipstream.kernels.linear.triton.vector_decay.launch import (
@@ -274,16 +273,17 @@ def _intra_chunk(
     kernel_tile = problem.tile.prepare
     options: dict[str, Any] = {**_options(problem, kernel_tile), "K": K, "BOUND": BOUND[k.dtype]}
     outputs = {f"{name}_ptr": x for name, x in intra._asdict().items()}
-    pairs = {"v_ptr": None, "do_ptr": None, "p_ptr": None}
+    pairs, HX = {"v_ptr": None, "do_ptr": None, "p_ptr": None}, problem.v.shape[2]
     if p is not None:
         pairs = {"v_ptr": problem.v, "do_ptr": problem.do, "p_ptr": p}
+    grouped = options["GROUPED"] or (p is not None and HX != HV)
     cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
         **inputs,
         **outputs,
         **pairs,
-        HX=problem.v.shape[2],
+        HX=HX,
         APART=apart,
-        **options,
+        **{**options, "GROUPED": grouped},
         **_values(problem),
     )
     if intra.a is not None:
@@ -309,20 +309,21 @@ def _intra_chunk(
 
 
 def choose_pairs(problem: VectorDecayProblem) -> Tensor:
-    p, kernel_tile = _pairs_fit(problem), problem.tile.prepare
-    cached(vector_decay_pairs_kernel)[p.shape[0] * p.shape[1],](
+    p, HV, HX = _pairs_fit(problem), problem.g.shape[2], problem.v.shape[2]
+    absent = (f"{name}_ptr" for name in ("q", "k", "g", "u", *IntraChunk._fields))
+    # the same whatever they would be, so that they compile nothing new
+    unused = dict.fromkeys(("K", "BK", "BOUND", "APART", "BEFORE", "BF16_TERMS"), 0)
+    options = _options(problem, problem.tile.prepare) | unused
+    cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
+        **dict.fromkeys(absent),
         v_ptr=problem.v,
         do_ptr=problem.do,
         p_ptr=p,
         **size_args(problem),
-        HX=problem.v.shape[2],
+        HK=HV,
+        HX=HX,
+        **{**options, "GROUPED": HX != HV},
         **_values(problem),
-        C=problem.tile.C,
-        PACKED=problem.terms.cu_seqlens is not None,
-        GROUPED=problem.v.shape[2] != problem.g.shape[2],
-        PRECISION=fp32_dot_precision(),
-        num_warps=kernel_tile.warps,
-        num_stages=kernel_tile.stages,
     )
     return p
 

@@ -71,7 +71,7 @@ def _from_middle(b_until, b_early, rows, APART: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
 def vector_decay_intra_fwd_kernel(
     q_ptr,  # [tokens, HK, K]; None where qs and A are not wanted
-    k_ptr,  # [tokens, HK, K]
+    k_ptr,  # [tokens, HK, K]; None where P alone is wanted
     g_ptr,  # [tokens, HV, K]
     u_ptr,  # [HV, K]
     qs_ptr,  # [tokens, HV, K]
@@ -103,8 +103,9 @@ def vector_decay_intra_fwd_kernel(
     PRECISION: tl.constexpr,
 ):
     """grid (HV * chunks,): one chunk and value head a program."""
-    if not GROUPED:
+    if not GROUPED:  # what is there of q, k, v and do has HV heads
         HK = HV
+        HX = HV
     pid = tl.program_id(0)
     i_h = pid % HV
     i_chunk = pid // HV
@@ -112,65 +113,66 @@ def vector_decay_intra_fwd_kernel(
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
-    i_k = (row * HK + i_h // (HV // HK)) * K
-    i_g = (row * HV + i_h) * K
-    at = i_chunk.to(tl.int64) * HV + i_h
-    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
-    b_a = tl.zeros((C, C), tl.float32)
-    b_diag = tl.zeros((C,), tl.float32)
-    strongest = tl.full((), 0.0, tl.float32)  # decay of a half of the chunk
-    for tile in range(tl.cdiv(K, BK)):
-        o_k = tile * BK + tl.arange(0, BK)
-        o_o = i_g + o_c[:, None] * (HV * K) + o_k[None, :]
-        m_o = m_c[:, None] & (o_k < K)[None, :]
-        # all loads before the first store, past which none is moved
-        b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    if k_ptr is not None:
+        i_k = (row * HK + i_h // (HV // HK)) * K
+        i_g = (row * HV + i_h) * K
+        at = i_chunk.to(tl.int64) * HV + i_h
+        rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
+        b_a = tl.zeros((C, C), tl.float32)
+        b_diag = tl.zeros((C,), tl.float32)
+        strongest = tl.full((), 0.0, tl.float32)  # decay of a half of the chunk
+        for tile in range(tl.cdiv(K, BK)):
+            o_k = tile * BK + tl.arange(0, BK)
+            o_o = i_g + o_c[:, None] * (HV * K) + o_k[None, :]
+            m_o = m_c[:, None] & (o_k < K)[None, :]
+            # all loads before the first store, past which none is moved
+            b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+            b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+            if q_ptr is not None:
+                b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+            b_g, b_terms = split_gates(b_g, BF16_TERMS)
+            b_end = b_k * decay(suffix_span(rows, C), b_terms, BF16_TERMS, PRECISION)
+            b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
+            b_first, b_rest = split_bf16(b_end, b_k.dtype)
+            tl.store(ke_ptr + o_o, b_first, mask=m_o)
+            if rest_ptr is not None:
+                tl.store(rest_ptr + o_o, b_rest, mask=m_o)
+            tl.store(decay_ptr + at * K + o_k, tl.exp2(b_total), mask=o_k < K)
+            if q_ptr is not None:
+                if BEFORE:
+                    b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
+                b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+                if APART > 0:
+                    b_early, b_late = half_sums(b_g, C)
+                    b_half = strongest_half(b_early, b_late, HALF / 2, APART)
+                    strongest = tl.maximum(strongest, tl.max(b_half, 0))
+                    b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
+                    b_write = anchored_writes(b_e, HALF / 2, APART)
+                else:
+                    b_write = chunk_writes(b_until, BOUND)
+                b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
+                if BEFORE:
+                    b_until = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
+                if APART > 0:
+                    tl.static_assert(not BEFORE)
+                    b_wide = b_q * exp2_by_parts(b_e, APART)
+                    b_r = b_wide.to(b_k.dtype)
+                    b_start = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(b_k.dtype)
+                else:
+                    b_start = (b_q * tl.exp2(b_until)).to(b_k.dtype)
+                    b_r = b_start
+                tl.store(qs_ptr + o_o, b_start, mask=m_o)
+                b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
         if q_ptr is not None:
-            b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_g, b_terms = split_gates(b_g, BF16_TERMS)
-        b_end = b_k * decay(suffix_span(rows, C), b_terms, BF16_TERMS, PRECISION)
-        b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
-        b_first, b_rest = split_bf16(b_end, b_k.dtype)
-        tl.store(ke_ptr + o_o, b_first, mask=m_o)
-        if rest_ptr is not None:
-            tl.store(rest_ptr + o_o, b_rest, mask=m_o)
-        tl.store(decay_ptr + at * K + o_k, tl.exp2(b_total), mask=o_k < K)
-        if q_ptr is not None:
-            if BEFORE:
-                b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
-            b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
             if APART > 0:
-                b_early, b_late = half_sums(b_g, C)
-                b_half = strongest_half(b_early, b_late, HALF / 2, APART)
-                strongest = tl.maximum(strongest, tl.max(b_half, 0))
-                b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
-                b_write = anchored_writes(b_e, HALF / 2, APART)
-            else:
-                b_write = chunk_writes(b_until, BOUND)
-            b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
-            if BEFORE:
-                b_until = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
-            if APART > 0:
-                tl.static_assert(not BEFORE)
-                b_wide = b_q * exp2_by_parts(b_e, APART)
-                b_r = b_wide.to(b_k.dtype)
-                b_start = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(b_k.dtype)
-            else:
-                b_start = (b_q * tl.exp2(b_until)).to(b_k.dtype)
-                b_r = b_start
-            tl.store(qs_ptr + o_o, b_start, mask=m_o)
-            b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
-    if q_ptr is not None:
-        if APART > 0:
-            tl.store(strong_ptr + at, (strongest > HALF).to(tl.int32))
-            b_a = together(b_a, o_c, APART)
-        _store_scores(a_ptr + at * (C * C), b_a, b_diag, rows, None, C, BEFORE)
+                tl.store(strong_ptr + at, (strongest > HALF).to(tl.int32))
+                b_a = together(b_a, o_c, APART)
+            _store_scores(a_ptr + at * (C * C), b_a, b_diag, rows, None, C, BEFORE)
     if p_ptr is not None:
         i_x = (row * HX + i_h // (HV // HX)) * V
         b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
-        p_p = p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :]
-        tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
+        i_p = (i_chunk.to(tl.int64) * HV + i_h) * (C * C)
+        tl.store(p_ptr + i_p + o_c[:, None] * C + o_c[None, :], b_p.to(p_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["total", "T", "N", "HV", "HK"])
@@ -321,38 +323,6 @@ def _store_scores(p_a, b_a, b_diag, rows, mask, C: tl.constexpr, APART: tl.const
     b_a = tl.where(i >= j, b_a, 0.0)
     p_a = p_a + o_c[:, None] * C + o_c[None, :]
     tl.store(p_a, b_a.to(p_a.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["T", "N", "HV", "HX"])
-def vector_decay_pairs_kernel(
-    v_ptr,  # [tokens, HX, V]
-    do_ptr,  # [tokens, HX, V]
-    p_ptr,  # [chunks, HV, C, C]
-    cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    HX,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """grid (HV * chunks,): one chunk and value head a program."""
-    if not GROUPED:
-        HX = HV
-    pid = tl.program_id(0)
-    i_h = pid % HV
-    i_chunk = pid // HV
-    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
-    o_c = tl.arange(0, C)
-    m_c = o_c < length - i_c * C
-    i_x = ((begin + i_c * C) * HX + i_h // (HV // HX)) * V
-    b_p = _pairs(v_ptr + i_x, do_ptr + i_x, HX * V, o_c, m_c, V, BV, C, PRECISION)
-    p_p = p_ptr + (i_chunk.to(tl.int64) * HV + i_h) * (C * C) + o_c[:, None] * C + o_c[None, :]
-    tl.store(p_p, b_p.to(p_ptr.dtype.element_ty))
 
 
 @triton.jit
