@@ -58,7 +58,7 @@ LONGEST = (
     "delta_chunk_fwd_sm90_kernel",
     "conv_bwd_rolling_kernel",
     "vector_decay_scores_kernel",
-    "delta_segment_transition_bwd_sm90_kernel",
+    "delta_chunk_dstate_sm90_kernel",
     "vector_decay_intra_fwd_kernel",
     "conv_fwd_kernel",
     "dplr_chunk_dstate_sm90_kernel",

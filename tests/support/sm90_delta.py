@@ -34,7 +34,6 @@ def kernels() -> SimpleNamespace:
         "solve": ("solve_tril", "solve_tril"), "scan": ("chunk_fwd", "chunk_fwd"),
         "back": ("chunk_dstate", "chunk_dstate"), "grads": ("dqkg", "dqkg"),
         "ends": ("segment_transition", "segment_transition"),
-        "ends_back": ("segment_transition", "segment_transition_bwd"),
         "wide": ("chunk_fwd_2tile", "chunk_fwd_2tile"), "fused": ("bwd_fused", "chunk_bwd"),
     }  # fmt: skip
     with emulated():
@@ -120,6 +119,8 @@ class Run:
             del flags["SPLIT"]
         states = [None if x is None else Pointer(x) for x in (s_in, s_out)]
         ends = {"HAS_S_IN": s_in is not None, "HAS_S_OUT": s_out is not None}
+        if kernel is kernels().back:
+            states = [None, *states]
         args = (*made, Pointer(out), Pointer(self.rows), *states, *sizes, *more)
         threads.launch(kernel, tiles * self.HV * self.slots, args, **flags, **ends)
 
@@ -164,14 +165,17 @@ class Run:
         start = t.initial_state if do is None else end
         cu, scale, *rest = self.sizes
         args = [Descriptor(x, widths[n], *blocks[n]) for x, n in given]
-        args += [Pointer(self.rows), Pointer(self.growth)]
+        rows, growth = Pointer(self.rows), Pointer(self.growth)
+        args += [*([] if do is None else [None, None, None]), rows, growth]
         args += [None if start is None else Pointer(start), Pointer(made)]
         args += [Pointer(far), cu] if do is None else [cu, scale]
-        flags = {name: x for name, x in self.flags.items() if name != "SPLIT"}
-        flags |= {"BLOCKS": C // 16, "HAS_S_IN": start is not None}
-        kernel = kernels().ends if do is None else kernels().ends_back
+        flags = self.flags | {"BLOCKS": C // 16, "HAS_S_IN": start is not None}
         programs = (V + K if do is None else V) // BV * self.HV * self.slots
-        threads.launch(kernel, programs, (*args, *rest), **flags)
+        if do is None:
+            del flags["SPLIT"]
+            threads.launch(kernels().ends, programs, (*args, *rest), **flags)
+        else:
+            threads.launch(kernels().back, programs, (*args, *rest), **flags, HAS_S_OUT=True)
         return made, far
 
     def starts(self, s_out: Tensor | None) -> Tensor:

@@ -223,6 +223,7 @@ class Sm90Delta(DeltaBackend):
             states_desc=tma_descriptor(dstates, K, TILE_V, K),
             dv_ptr=dv,
             beta_gates_ptr=wy.beta_gate,
+            lognorm_ptr=None,
             s_in_ptr=s_in,
             s_out_ptr=s_out,
             cu_ptr=terms.cu_seqlens,

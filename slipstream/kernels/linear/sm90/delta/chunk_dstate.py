@@ -22,6 +22,9 @@ V as the rows, as in chunk_fwd.py. Four partitions of a program:
     dS' [BV, K], dv [C, BV]  1       1 / 1 each, as soon as TMA has read it
 
 wy_partition is a chunk ahead of the chain, and zeroes what is past the end of a short chunk.
+
+With dv_desc None there is no save_partition: a segment's dE of segment_transition.py is all that is
+wanted, the scan's end from a gradient of zero, or from the sequence's own after its last segment.
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +39,7 @@ from slipstream.kernels.linear.sm90.delta.device import (
     StateRefs,
     alloc_stages,
     beta_gate_ptr,
+    effective_chunks,
     program_coords,
     state_offset,
 )
@@ -47,6 +51,7 @@ from slipstream.kernels.primitives.gluon_compat import (
     gluon,
     mbarrier,
     store_wait,
+    uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -275,12 +280,13 @@ def delta_chunk_dstate_sm90_kernel(
     k_desc,
     do_desc,  # [tokens, HV * V] by [C, BV]
     r_desc,  # [tokens, HV * C] by [C, C]
-    dv_desc,  # [tokens, HV * V] by [C, BV]
-    states_desc,  # [chunks * HV * V, K] by [BV, K]: dS' after each chunk
+    dv_desc,  # [tokens, HV * V] by [C, BV]; None where dE alone is wanted
+    states_desc,  # [chunks * HV * V, K] by [BV, K]: dS' after each chunk; None with dv_desc
     dv_ptr,
     beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
-    s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
-    s_out_ptr,  # [N, HV, K, V]: of that before the sequence
+    lognorm_ptr,  # [chunks, HV, BLOCKS], for dE with a gate
+    s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment; for dE [N, HV, K, V]
+    s_out_ptr,  # [N, HV, K, V]: of that before the sequence; or dE [segments, HV, K, V]
     cu_ptr,  # [N + 1]
     scale,
     T,
@@ -299,51 +305,89 @@ def delta_chunk_dstate_sm90_kernel(
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
     SKIP_EMPTY: gl.constexpr = False,
+    BLOCKS: gl.constexpr = 0,
+    EVERY: gl.constexpr = False,
 ):
-    """grid (V / BV * HV * segments,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the end."""
+    """grid (V / BV * HV * segments,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the end; dE as
+    E of segment_transition.py, EVERY too."""
+    TRANSITION_ONLY: gl.constexpr = dv_desc is None
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ks, ds, rs, gs = alloc_stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
-    ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
-    ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
+    # what a call does not use has another's name
+    ss, ys = ws, ws
+    if not TRANSITION_ONLY:
+        ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
+        ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
     full = alloc_mbarriers(2, ST)
     empty = alloc_mbarriers(1, ST)
     wz_full = alloc_mbarriers(1, 2)
     wz_empty = alloc_mbarriers(1, 2)
-    s_full = alloc_mbarriers(1, 1)
-    s_empty = alloc_mbarriers(1, 1)
-    y_full = alloc_mbarriers(1, 1)
-    y_empty = alloc_mbarriers(1, 1)
-    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, _ = program_coords(
+    s_full, s_empty, y_full, y_empty = wz_full, wz_full, wz_full, wz_full
+    if not TRANSITION_ONLY:
+        s_full = alloc_mbarriers(1, 1)
+        s_empty = alloc_mbarriers(1, 1)
+        y_full = alloc_mbarriers(1, 1)
+        y_empty = alloc_mbarriers(1, 1)
+    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     if SKIP_EMPTY and n == 0:
         return
+    reads, writes, i_in, i_out = True, i_s == 0, i_seg, i_n
+    if TRANSITION_ONLY:
+        whole = n
+        # chunks after these change the start by less than float32 rounds
+        if HAS_GATE:
+            n, _ = effective_chunks(beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, True)
+        first = i_s == 0
+        if EVERY:
+            first = i_s < 0
+            last = first
+        reads, writes, i_in, i_out = last & (n == whole), True, i_n, i_seg
+        length = gl.minimum(length, n * C)
+        # nobody asks for the first one's
+        n = uniform(gl.where(first, 0, n))
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_offset(i_seg, i_h, HV, K, V) + i_v
-    o_out = state_offset(i_n, i_h, HV, K, V) + i_v
+    o_in = state_offset(i_in, i_h, HV, K, V) + i_v
+    o_out = state_offset(i_out, i_h, HV, K, V) + i_v
     tiles = Tiles(qs, ks, ds, rs, gs, ws, zs)
     copies = Copies(ss, ys, s_full, s_empty, y_full, y_empty)
     barriers = Barriers(full, empty, wz_full, wz_empty)
     state_refs = StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
-    gl.warp_specialize(
-        [
-            (state_partition, (
-                tiles, copies, barriers, state_refs, True, i_s == 0, n, scale,
-                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
-            (save_partition, (
-                states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v, length,
-                n, V, BV, C)),
-            (wy_partition, (tiles, barriers, length, n, scale, K, BV, C, ST, HAS_GATE)),
-            (load_partition, (
-                q_desc, k_desc, do_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n,
-                k_col, v_col, r_col, C, ST, HAS_GATE)),
-        ],
-        [4, 4, 1],
-        [64, 200, 24],
-    )  # fmt: skip
+    if TRANSITION_ONLY:
+        gl.warp_specialize(
+            [
+                (state_partition, (
+                    tiles, copies, barriers, state_refs, reads, writes, n, scale,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, True)),
+                (wy_partition, (tiles, barriers, length, n, scale, K, BV, C, ST, HAS_GATE)),
+                (load_partition, (
+                    q_desc, k_desc, do_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n,
+                    k_col, v_col, r_col, C, ST, HAS_GATE)),
+            ],
+            [4, 1],
+            [200, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (state_partition, (
+                    tiles, copies, barriers, state_refs, reads, writes, n, scale,
+                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
+                (save_partition, (
+                    states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v,
+                    length, n, V, BV, C)),
+                (wy_partition, (tiles, barriers, length, n, scale, K, BV, C, ST, HAS_GATE)),
+                (load_partition, (
+                    q_desc, k_desc, do_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n,
+                    k_col, v_col, r_col, C, ST, HAS_GATE)),
+            ],
+            [4, 4, 1],
+            [64, 200, 24],
+        )  # fmt: skip

@@ -13,6 +13,10 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 # log2 of what a gate leaves: below it nothing crosses the gate (triton/scalar_decay/device.py)
 MIN_CROSSED = gl.constexpr(-32 * 1.4426950408889634)
+# M is 0 once it has decayed by 2^-32, as in dplr/chunk_fwd.py
+NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
+MAX_WINDOW_CHUNKS = gl.constexpr(64)  # chunks of which the gates are looked at
+OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
 class StateRefs(NamedTuple):
@@ -71,6 +75,33 @@ def program_coords(
     # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     return i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last
+
+
+@gluon.jit
+def effective_chunks(
+    beta_gates_ptr,
+    lognorm_ptr,
+    chunk,
+    HV,
+    n,
+    C: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    BACK: gl.constexpr,
+):
+    """Chunks, of n, that a state at the end comes from (back, at the start); whether it is so."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o = gl.arange(0, MAX_WINDOW_CHUNKS, flat)
+    at = chunk + gl.where(o < n, o if BACK else n - 1 - o, 0) * HV
+    b = gl.load(beta_gates_ptr + at.to(gl.int64) * (2 * C) + (2 * C - 1))
+    for i in gl.static_range(BLOCKS):
+        b += gl.load(lognorm_ptr + at * BLOCKS + i)
+    b = gl.convert_layout(b, gl.SliceLayout(0, wide))
+    o_i = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(1, wide))
+    o_j = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(0, wide))
+    b = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], b[None, :], 0.0), 1)
+    need = gl.min(gl.where((b < -NEGLIGIBLE_LOG2) & (o_i < n), o_i + 1, OOB_ROW), 0)
+    return gl.minimum(need, n), need < OOB_ROW
 
 
 @gluon.jit

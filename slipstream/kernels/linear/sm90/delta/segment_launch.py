@@ -12,8 +12,8 @@ from slipstream.kernels.linear.delta import WYFactors
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, size_args
 from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
+from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_transition import (
-    delta_segment_transition_bwd_sm90_kernel,
     delta_segment_transition_sm90_kernel,
 )
 from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
@@ -97,20 +97,26 @@ def segment_transition_bwd(
     HV, V = terms.v.shape[2:]
     H, K = terms.q.shape[2:]
     dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
-    launch: Any = cached(delta_segment_transition_bwd_sm90_kernel)[delta_grid(terms, segments)]
+    launch: Any = cached(delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
     launch(
         q_desc=tma_descriptor(terms.q, H * K, CHUNK, K),
         k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
         do_desc=tma_descriptor(do, HV * V, CHUNK, TILE_V),
         r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        dv_desc=None,
+        states_desc=None,
+        dv_ptr=None,
         beta_gates_ptr=wy.beta_gate,
         lognorm_ptr=wy.transition_lognorm,
         s_in_ptr=s_in,
-        transition_ptr=dE,
+        s_out_ptr=dE,
         cu_ptr=terms.cu_seqlens,
         scale=scale,
         **size_args(terms, segments),
-        **{**_segment_transition_flags(terms, s_in), "EVERY": every},
+        HAS_S_OUT=True,
+        SPLIT=True,
+        EVERY=every,
+        **_segment_transition_flags(terms, s_in),
     )
     return dE
 
