@@ -58,20 +58,35 @@ def scan(
     s_out: Tensor | None,
     reverse: bool = False,
     segments: Segments | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
+    """y; with total nothing of it, but E and total of segments."""
     HV, X = x.shape[2:]
     y = torch.full(x.shape, torch.nan, dtype=torch.float64)
     tiles = [(t.q, K), (t.k, K), (x, 64), (t.g, K), (y, 64)]
-    made = [emulator.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles]
+    made: list[Any] = [
+        emulator.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles
+    ]
     made[-1] = emulator.Descriptor(y, HV * X, C, 64)
     given = [y, t.u, s_in, s_out, t.cu_seqlens]
+    if total is not None:
+        made[0] = made[-1] = given[0] = given[1] = None
     pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
     scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
     sizes = tuple(size_args(t, segments).values())
-    flags = {"K": K, "X": X, "C": C, "ST": 2, "LEVELS": 6, "BOUND": 60.0, "SHIFT": 60.0}
-    flags |= {"REVERSE": reverse, "HAS_U": t.u is not None, "HAS_S_IN": s_in is not None}
+    flags: dict[str, Any] = {
+        "K": K,
+        "X": X,
+        "C": C,
+        "ST": 2,
+        "LEVELS": 6,
+        "BOUND": 60.0,
+        "SHIFT": 60.0,
+    }
+    flags |= {"REVERSE": reverse, "HAS_U": given[1] is not None, "HAS_S_IN": s_in is not None}
     flags |= {"HAS_S_OUT": s_out is not None, "SPLIT": segments is not None}
-    flags["PACKED"] = t.cu_seqlens is not None
+    flags |= {"PACKED": t.cu_seqlens is not None}
+    flags |= {} if total is None else {"total_ptr": emulator.Pointer(total)}
     args = (*made, *pointers, SCALE, *scales, *sizes)
     threads.launch(kernel, HV * num_sequences(t, segments), args, **flags)
     return y

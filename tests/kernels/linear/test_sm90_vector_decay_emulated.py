@@ -17,11 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.segments import (
-    Segments,
-    size_args,
-    split_into_segments,
-)
+from slipstream.kernels.linear.segments import Segments, split_into_segments
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 from tests.gluon_emulator.prefix_states import expecting_prefix_states
@@ -80,18 +76,11 @@ def scan(t: LinearInputs, *args: Any, **options: Any) -> Tensor:
 
 def segment_transition(t: LinearInputs, segments: Segments) -> tuple[Tensor, Tensor]:
     """E and total."""
-    assert t.g is not None
     HV = t.v.shape[2]
-    wide: dict[str, Any] = {"dtype": torch.float64}
-    E = torch.full((segments.count, HV, K, V), torch.nan, **wide)
-    total = torch.full((segments.count, HV, K), torch.nan, **wide)
-    tiles = [(t.k, K), (t.v, 64), (t.g, K)]
-    made = [emulator.Descriptor(a.clone(), a.shape[2] * a.shape[3], C, n) for a, n in tiles]
-    pointers = [None if p is None else emulator.Pointer(p) for p in (E, total, t.cu_seqlens)]
-    flags = {"K": K, "V": V, "C": C, "ST": 2, "BOUND": 60.0, "PACKED": t.cu_seqlens is not None}
-    args = (*made, *pointers, *size_args(t, segments).values())
-    programs = HV * segments.count
-    threads.launch(kernel("segment_transition"), programs, args, **flags)
+    E = torch.full((segments.count, HV, K, V), torch.nan, dtype=torch.float64)
+    total = torch.full((segments.count, HV, K), torch.nan, dtype=torch.float64)
+    y = scan(t, t.v, None, E, segments=segments, total=total)
+    assert y.isnan().all()
     return E, total
 
 

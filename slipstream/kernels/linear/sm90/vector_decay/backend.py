@@ -1,7 +1,7 @@
 """Launches with a decay per channel on sm_90: the scans in Gluon, and Triton's kernels around them.
 
 Forward is one scan (chunk_fwd.py), which leaves nothing but o and the final state; of few heads and
-long sequences segments are scanned at once, from states that segment_transition.py's make. Backward
+long sequences segments are scanned at once, from states that it makes first, without o. Backward
 is that scan reversed for dv, the two for dqs and dke (chunk_dqk.py), and Triton's kernels for P and
 for what chunks add by themselves (triton/vector_decay/dqkg.py); where those cut a sequence, they
 are Triton's altogether. Memory beyond results: forward a state a segment; backward P, half of k,
@@ -29,9 +29,6 @@ from slipstream.kernels.linear.segments import (
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
 from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_dqk_sm90_kernel
 from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import vector_decay_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.sm90.vector_decay.segment_transition import (
-    vector_decay_segment_transition_sm90_kernel,
-)
 from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.vector_decay import backend as triton
 from slipstream.kernels.linear.triton.vector_decay.launch import (
@@ -79,27 +76,11 @@ def entry_states(
     terms: LinearInputs, segments: Segments, final: Tensor, exchange: Exchange | None = None
 ) -> Tensor:
     """The states before segments [count, HV, K, V]; final is written."""
-    k, v, g = terms.k, terms.v, terms.g
-    assert g is not None
+    k, v = terms.k, terms.v
     K, (HV, V) = k.shape[-1], v.shape[2:]
     states = final.new_empty(segments.count, HV, K, V)
     total = final.new_empty(segments.count, HV, K)
-    launch: Any = cached(vector_decay_segment_transition_sm90_kernel)[(HV * segments.count,)]
-    launch(
-        k_desc=_tiles(k, K),
-        v_desc=_tiles(v, HALF),
-        g_desc=_tiles(g, K),
-        e_ptr=states,
-        total_ptr=total,
-        **_sizes(terms, segments),
-        K=K,
-        V=V,
-        C=CHUNK,
-        ST=SEGMENT_STAGES,
-        BOUND=triton.BOUND[k.dtype],
-        PACKED=terms.cu_seqlens is not None,
-        **_PROGRAM,
-    )
+    chunk_fwd(terms, v, None, 1.0, None, states, segments=segments, total=total)
 
     def run(states: Tensor, s_out: Tensor | None) -> None:
         ends = ChunkLaunch(terms.q, k, v, s_in=terms.initial_state, s_out=s_out, total=total)
@@ -162,7 +143,7 @@ def backward(
 def chunk_fwd(
     terms: LinearInputs,
     x: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     scale: float,
     s_in: Tensor | None,
     s_out: Tensor | None,
@@ -171,24 +152,27 @@ def chunk_fwd(
     reverse: bool = False,
     segments: Segments | None = None,
     prefix: PrefixStates | None = None,
+    total: Tensor | None = None,
 ) -> None:
-    """x: v or, reverse, do; y: o or dv. s_in is that of segments, if cut."""
-    q, g = terms.q, terms.g
+    """x: v or, reverse, do; y: o or dv. s_in is that of segments, if cut. Without y, E of segments
+    into s_out, and total."""
+    q, g, u = terms.q, terms.g, None if y is None else terms.u
     assert g is not None
     K, X = q.shape[-1], x.shape[-1]
     launch: Any = cached(vector_decay_chunk_fwd_sm90_kernel)[
         (x.shape[2] * num_sequences(terms, segments),)
     ]
     launch(
-        q_desc=_tiles(q, K),
+        q_desc=None if y is None else _tiles(q, K),
         k_desc=_tiles(terms.k, K),
         x_desc=_tiles(x, HALF),
         g_desc=_tiles(g, K),
-        y_desc=_tiles(y, HALF),
+        y_desc=None if y is None else _tiles(y, HALF),
         y_ptr=y,
-        u_ptr=terms.u,
+        u_ptr=u,
         s_in_ptr=s_in,
         s_out_ptr=s_out,
+        total_ptr=total,
         **(prefix.pointers() if prefix else NO_POINTERS),
         scale=scale,
         scale_in=scale_in,
@@ -197,10 +181,10 @@ def chunk_fwd(
         K=K,
         X=X,
         C=CHUNK,
-        ST=STAGES,
+        ST=SEGMENT_STAGES if y is None else STAGES,
         LEVELS=CHUNK.bit_length() - 1,
         SHIFT=triton.SHIFT[q.dtype],
-        HAS_U=terms.u is not None,
+        HAS_U=u is not None,
         HAS_S_OUT=s_out is not None,
         SPLIT=segments is not None,
         **_flags(terms, s_in, reverse),

@@ -11,6 +11,14 @@ and in strong ones, whose w has D already,
     o^T as above                                 S^T  <- S^T D + v^T w
     dv^T = scale * (dS^T w^T + do^T A)           dS^T as above
 
+With y_desc None a segment's E, the state after it if that before it is zero, is all that is wanted,
+and total, the decay of each channel from its start to its end:
+
+    E^T <- E^T D + v^T (k exp(G_C - G))      total <- total D      so that S <- total S + E
+
+with exponents that are sums of gates after a token, a product of zeros and ones with the gates, in
+which nothing cancels at any strength.
+
 q, k, v and the gates are read, y is written, and nothing is prepared in memory. As in
 scalar_decay/chunk_fwd.py the columns of x (v or do) are rows: two warpgroups carry 64 of them each.
 
@@ -27,7 +35,7 @@ scalar_decay/chunk_fwd.py the columns of x (v or do) are rows: two warpgroups ca
     q, k, gates [C, K], x [C, X]     ST      full 1 (TMA), summed 1, ready 1, empty 2
 
 r, w and A take the places of q, k and the gates. score_partition zeroes what is past the end of a
-short chunk.
+short chunk. For E key_partition, which makes w alone, is in its place, and q is not loaded.
 """
 
 from typing import Any, NamedTuple
@@ -44,6 +52,7 @@ from slipstream.kernels.linear.sm90.common.device import (
 from slipstream.kernels.linear.sm90.vector_decay.intra import (
     flag_of,
     gate_sum_partition,
+    key_partition,
     score_partition,
     square,
 )
@@ -75,7 +84,7 @@ def load_partition(
     C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     nbytes: gl.constexpr = (
-        q_desc.block_type.nbytes
+        (0 if q_desc is None else q_desc.block_type.nbytes)
         + k_desc.block_type.nbytes
         + 2 * x_desc.block_type.nbytes
         + g_desc.block_type.nbytes
@@ -86,7 +95,8 @@ def load_partition(
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
-        copy_in(q_desc, [t, k_col], full.index(s), tiles.r.index(s))
+        if q_desc is not None:
+            copy_in(q_desc, [t, k_col], full.index(s), tiles.r.index(s))
         copy_in(k_desc, [t, k_col], full.index(s), tiles.w.index(s))
         copy_in(x_desc, [t, x_col], full.index(s), tiles.x.index(2 * s))
         copy_in(x_desc, [t, x_col + HALF], full.index(s), tiles.x.index(2 * s + 1))
@@ -157,17 +167,46 @@ def state_partition(
         gl.store(s_out_ptr + o_out, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
 
 
+@gluon.jit
+def end_partition(
+    tiles, totals, ready, empty, e_ptr, total_ptr, n,
+    I: gl.constexpr, K: gl.constexpr, X: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """Rows HALF * I and on of E^T; the first has total, too."""
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, sl)
+    o_x = HALF * I + gl.arange(0, HALF, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, K, columns)
+    b_s = gl.zeros([HALF, K], gl.float32, sl)
+    b_total = gl.full([K], 1.0, gl.float32, columns)
+    for i in range(n):
+        s = i % ST
+        mbarrier.wait(ready.index(s), (i // ST) & 1)
+        b_d = totals.index(s).load(columns)
+        # factors from 0 to 1: one that underflows to 0 is the right decay
+        b_total *= b_d
+        b_s *= b_d[None, :]
+        x_t = tiles.x.index(2 * s + I).permute((1, 0))
+        b_s = warpgroup_mma(x_t, tiles.w.index(s), b_s, is_async=True)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    gl.store(e_ptr + o_k[None, :] * X + o_x[:, None], b_s)
+    # both warpgroups have it, since total has no columns of X
+    if I == 0:
+        gl.store(total_ptr + o_k, b_total)
+
+
 @gluon.jit(do_not_specialize=["scale", "scale_in", "scale_out", "T", "N", "HV", "H", "segment"])
 def vector_decay_chunk_fwd_sm90_kernel(
-    q_desc,  # [tokens, H * K] by [C, K]
+    q_desc,  # [tokens, H * K] by [C, K]; None with y_desc
     k_desc,
     x_desc,  # [tokens, HV * X] by [C, HALF]: v, or do if REVERSE
     g_desc,  # [tokens, HV * K] by [C, K]
-    y_desc,  # [tokens, HV * X] by [C, HALF]: o, or dv
+    y_desc,  # [tokens, HV * X] by [C, HALF]: o, or dv; None where E and total are wanted
     y_ptr,
     u_ptr,  # [HV, K]
     s_in_ptr,  # [segments, HV, K, X]; times scale_in
-    s_out_ptr,  # the same; times scale_out
+    s_out_ptr,  # the same; times scale_out; or E
     cu_ptr,  # [N + 1]
     scale,
     scale_in,
@@ -192,21 +231,28 @@ def vector_decay_chunk_fwd_sm90_kernel(
     PACKED: gl.constexpr,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
+    total_ptr=None,  # [segments, HV, K], with E
 ):
     """grid (HV * segments,), 4 warps: one program scans one head of one segment, which without
     SPLIT is a sequence; X is 128."""
-    dtype: gl.constexpr = q_desc.dtype
+    HAS_Y: gl.constexpr = y_desc is not None
+    dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    rs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
+    if HAS_Y:
+        rs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ws = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
+    if not HAS_Y:
+        rs = ws  # not there
     xs = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], x_desc.layout)
     gs = gl.allocate_shared_memory(g_desc.dtype, [ST, C, K], g_desc.layout)
     gates = gl.allocate_shared_memory(g_desc.dtype, [1, C, K], g_desc.layout)
-    ys = gl.allocate_shared_memory(dtype, [2, C, HALF], y_desc.layout)
+    if HAS_Y:
+        ys = gl.allocate_shared_memory(dtype, [2, C, HALF], y_desc.layout)
     square_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     until = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], ones_l)
-    free = gl.allocate_shared_memory(dtype, [2, C, 64], square_l)
+    if HAS_Y:
+        free = gl.allocate_shared_memory(dtype, [2, C, 64], square_l)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
     full = alloc_mbarriers(1, ST)
@@ -226,25 +272,42 @@ def vector_decay_chunk_fwd_sm90_kernel(
         at = i_h * X * K
         pool = pool_refs_of(pool_ptr, to_ptr, i_m, i_split, at, HV, T, segment, X * K, C)
     tiles = Tiles(rs, ws, xs, gs)
-    gl.warp_specialize(
-        [
-            (state_partition, (
-                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s, row,
-                HV, i_h * X, length, n, scale, scale_in, scale_out, 0, K, X, C, ST, REVERSE,
-                HAS_S_IN, HAS_S_OUT)),
-            (state_partition, (
-                y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s, row,
-                HV, i_h * X, length, n, scale, scale_in, scale_out, 1, K, X, C, ST, REVERSE,
-                HAS_S_IN, HAS_S_OUT)),
-            (score_partition, (
-                tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, K, C, ST,
-                2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),
-            (gate_sum_partition, (
-                gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, REVERSE)),
-            (load_partition, (
-                q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
-                i_h * X, C, ST, REVERSE)),
-        ],
-        [4, 4, 1, 1],
-        [160, 152, 40, 40],
-    )  # fmt: skip
+    if HAS_Y:
+        gl.warp_specialize(
+            [
+                (state_partition, (
+                    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s,
+                    row, HV, i_h * X, length, n, scale, scale_in, scale_out, 0, K, X, C, ST,
+                    REVERSE, HAS_S_IN, HAS_S_OUT)),
+                (state_partition, (
+                    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s,
+                    row, HV, i_h * X, length, n, scale, scale_in, scale_out, 1, K, X, C, ST,
+                    REVERSE, HAS_S_IN, HAS_S_OUT)),
+                (score_partition, (
+                    tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, K, C, ST,
+                    2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),
+                (gate_sum_partition, (
+                    gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, REVERSE)),
+                (load_partition, (
+                    q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
+                    i_h * X, C, ST, REVERSE)),
+            ],
+            [4, 4, 1, 1],
+            [160, 152, 40, 40],
+        )  # fmt: skip
+    else:
+        p_e, p_total = s_out_ptr + o_s, total_ptr + (i_n.to(gl.int64) * HV + i_h) * K
+        gl.warp_specialize(
+            [
+                (end_partition, (tiles, totals, ready, empty, p_e, p_total, n, 0, K, X, ST)),
+                (end_partition, (tiles, totals, ready, empty, p_e, p_total, n, 1, K, X, ST)),
+                (key_partition, (tiles, gates, until, full, summed, ready, length, n, K, C, ST)),
+                (gate_sum_partition, (
+                    gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, False)),
+                (load_partition, (
+                    q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
+                    i_h * X, C, ST, False)),
+            ],
+            [4, 4, 1, 1],
+            [152, 136, 56, 40],
+        )  # fmt: skip

@@ -330,3 +330,39 @@ def score_partition(
             )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)
+
+
+@gluon.jit
+def key_partition(
+    tiles, gates, after, full, summed, ready, length, n,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """w of each chunk as in strong ones, k exp(G_C - G), where the state alone is wanted; clears a
+    short chunk's rest."""
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
+    after.index(0).store(ones(o_i + 1, C - 1 - o_i, al, C, gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    for i in range(n):
+        s = i % ST
+        num_rows = length - i * C
+        # the gates of a short chunk are cleared only once they have been summed
+        mbarrier.wait(summed.index(s), (i // ST) & 1)
+        mbarrier.wait(full.index(s), (i // ST) & 1)
+        if num_rows < C:
+            zero_tail_rows(tiles.w.index(s), num_rows, C, K)
+            zero_tail_rows(tiles.g.index(s), num_rows, C, K)
+            for h in gl.static_range(2):
+                zero_tail_rows(tiles.x.index(2 * s + h), num_rows, C, 64)
+            fence_async_shared()
+            gl.thread_barrier()
+        take_gates(tiles.g.index(s), gates.index(0), K, C)
+        for h in gl.static_range(K // 64):
+            k = half(tiles.w.index(s), h)
+            b_k = k.load(al).to(gl.float32) * gl.exp2(
+                gate_sums(after.index(0), gates.index(0), h, C)
+            )
+            k.store(b_k.to(k.dtype))
+        fence_async_shared()
+        mbarrier.arrive(ready.index(s), count=1)
