@@ -118,26 +118,26 @@ def _delta_across_ranks(
     return o, final
 
 
-def _consistent(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, impl: str | None = None, **more: Any
-    ) -> Any:
-        return rule(q, k, v, g, output_final_state=True, consistent=True, impl=impl, **more)
-
-    return call
+def _consistent(
+    rule: Callable[..., Any], *, impl: str | None = None, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    return rule(**tensors, output_final_state=True, consistent=True, impl=impl)
 
 
-def _prefix_states(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, impl: str | None = None, **more: Any
-    ) -> Any:
-        rows = q.new_zeros(q.shape[0], -(-q.shape[1] // BLOCK), dtype=torch.int32)
-        pool = q.new_zeros(1, *v.shape[2:], k.shape[-1], dtype=torch.float32)
-        with torch.no_grad():
-            prefix = ops.PrefixStates(pool, rows)
-            return rule(q, k, v, g, impl=impl, prefix_states=prefix, **more)
-
-    return call
+def _prefix_states(
+    rule: Callable[..., Any],
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    impl: str | None = None,
+    **gates: Tensor,
+) -> Any:
+    rows = q.new_zeros(q.shape[0], -(-q.shape[1] // BLOCK), dtype=torch.int32)
+    pool = q.new_zeros(1, *v.shape[2:], k.shape[-1], dtype=torch.float32)
+    with torch.no_grad():
+        prefix = ops.PrefixStates(pool, rows)
+        return rule(q, k, v, **gates, impl=impl, prefix_states=prefix)
 
 
 def _place_tokens(
@@ -225,14 +225,15 @@ LAYER_SAMPLES = [
     _of_layer(
         "block_inputs", _block_inputs, "q=BHK k=BHK v=BGV g=BG beta=BG:beta counts=B:prefixes"
     ),
-    _of_layer("consistent_simple_gla", _consistent(ops.chunk_simple_gla), f"{QKV} g=BTG:gate"),
-    _of_layer(
-        "consistent_gated_delta_rule",
-        _consistent(ops.chunk_gated_delta_rule),
-        f"{UNIT} g=BTG:gate beta=BTG:beta",
+    *(
+        _of_layer(f"consistent_{x.__name__[6:]}", partial(_consistent, x), tensors)
+        for x, tensors in (
+            (ops.chunk_simple_gla, f"{QKV} g=BTG:gate"),
+            (ops.chunk_gated_delta_rule, f"{UNIT} g=BTG:gate beta=BTG:beta"),
+        )
     ),
     *(
-        _of_layer(f"prefixes_of_{x.__name__}", _prefix_states(x), tensors)
+        _of_layer(f"prefixes_of_{x.__name__}", partial(_prefix_states, x), tensors)
         for x, tensors in (
             (ops.chunk_gated_delta_rule, f"{UNIT} g=BTG:gate beta=BTG:beta"),
             (ops.chunk_kda, f"{UNIT} g=BTGK:gate beta=BTG:beta"),

@@ -22,7 +22,7 @@ from slipstream.compiler.known_bugs import applying, version
 from slipstream.compiler.triton_releases import install
 from slipstream.runtime.files import write_text
 from slipstream.tools import support_data
-from slipstream.tools.backend_query import KernelsFound, find_kernels
+from slipstream.tools.backend_query import KernelsFound, find_everywhere
 from slipstream.tools.catalog import OPERATORS, REPRESENTATIVE, Sample, Shape
 from slipstream.tools.matrix_cache import RowCache
 from slipstream.tools.terminal import bar, counts, legend
@@ -78,8 +78,10 @@ class MatrixRun:
 
             def tasks() -> Iterator[support_matrix.Task]:
                 total = 0
-                for arch in self.archs:
-                    found = self._find(arch, about)
+                for arch, found in find_everywhere(
+                    self.samples, self.shapes, self.archs, self.backward, about, processes
+                ):
+                    self._without_kernels(arch, about["triton"], found)
                     tasks = cover(found.tasks, self.variants[arch], row_cache.known)
                     same, changed = row_cache.split(tasks)
                     known.extend(same)
@@ -115,13 +117,12 @@ class MatrixRun:
             )
         return rows
 
-    def _find(self, arch: str, about: Mapping[str, str]) -> KernelsFound:
-        found = find_kernels(self.samples, self.shapes, arch, self.backward, about)
-        self.without[about["triton"], arch] = found.without
+    def _without_kernels(self, arch: str, release: str, found: KernelsFound) -> None:
+        """Keeps why operators have none, and says what could not be traced."""
+        self.without[release, arch] = found.without
         for failure in found.failures:
             self.console.print(f"[red]failed[/] {escape(failure)}")
         self.failures += found.failures
-        return found
 
     def _show(self, rows: Sequence[support_matrix.Row], out: Console) -> None:
         """Prints the status of each operator, and the meaning of the words."""
@@ -183,9 +184,14 @@ def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = Tru
         known = data.setdefault(release, {}).setdefault(arch, about | {"operators": {}})
         known |= {**about, "operators": {}} if whole else {}
         known["operators"] |= cells
+    write_data(data)
+    _record_verified(rows, whole)
+
+
+def write_data(data: support_data.Data) -> None:
+    """Writes docs/support.json, and docs/SUPPORT.md from it."""
     support_data.write(DATA, data)
     write_text(PAGE, page(support_data.read(DATA)))
-    _record_verified(rows, whole)
 
 
 def _record_verified(rows: Sequence[support_matrix.Row], whole: bool) -> None:

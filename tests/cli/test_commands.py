@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import slipstream
 from slipstream.cli.commands import app
 from slipstream.cli.errors import reported
+from slipstream.compiler import compiler_state
 from slipstream.compiler.support_matrix import Row
 from slipstream.models.convert import convert
 from slipstream.models.convert.files import Weights
@@ -27,6 +28,7 @@ from slipstream.tools import terminal as terminal_tools
 from slipstream.tools.model_kernels import read
 from slipstream.training.config import load
 from tests.support.forked import run_code
+from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,6 +171,35 @@ def test_matrix_records_some_operators_beside_the_others(
     assert json.loads(recorded["VERIFIED"].read_text()) == []
     page = recorded["PAGE"].read_text()
     assert "- rms_norm\n" not in page and "## Not recorded yet\n\n- attention\n" in page
+
+
+def test_records_of_other_machines_are_merged(
+    recorded: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Columns of other releases stay, and kernels that have changed are not verified."""
+    about = {"ptxas": "12.8.93", "variants": "few", "shapes": 7, "kernels": 1, "operators": {}}
+    support_data.write(recorded["DATA"], {"3.6.0": {"sm_80": about}})
+    now = compiler_state.families(False)
+    old = {
+        "arch": "sm_80",
+        "triton": "3.6.0",
+        "ptxas": "12.8.93",
+        "families": {"norm": "as it was"},
+    }
+    recorded["VERIFIED"].write_text(json.dumps([old]))
+    found = {"norm": now["norm"], "loss": "another"}
+    new = {"arch": "sm_80", "triton": "3.7.1", "ptxas": "12.8.93", "families": found}
+    column = {**about, "operators": {"rms_norm": ["slow", "spills 9 bytes"]}}
+    support_data.write(tmp_path / "support.json", {"3.7.1": {"sm_80": column}})
+    (tmp_path / "verified.json").write_text(json.dumps([new]))
+    script("tools/carry_verified").merge(tmp_path)
+    data = support_data.read(recorded["DATA"])
+    assert data == {"3.6.0": {"sm_80": about}, "3.7.1": {"sm_80": column}}
+    assert "| rms_norm | slow [1] |" in recorded["PAGE"].read_text()
+    kept = {**new, "families": {"norm": now["norm"]}}
+    assert json.loads(recorded["VERIFIED"].read_text()) == [old, kept]
+    said = capsys.readouterr().out
+    assert "changed: loss\n" in said and "unsound: attention" in said
 
 
 @pytest.mark.parametrize(

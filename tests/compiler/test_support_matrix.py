@@ -1,6 +1,7 @@
 """The matrix: a sample of it compiles as it should, and its judgement of what comes back."""
 
 import json
+import pickle
 import re
 from dataclasses import replace
 from itertools import product
@@ -411,6 +412,17 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
     assert not found.failures
     families = {compiler_state.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}
     assert families == set(compiler_state.families())
+
+
+@compiles
+def test_samples_reach_the_processes_that_trace_them() -> None:
+    from slipstream.tools.catalog import SAMPLES
+    from slipstream.tools.layer_samples import LAYER_SAMPLES
+
+    for sample in (*SAMPLES, *LAYER_SAMPLES):
+        there = pickle.loads(pickle.dumps(sample))
+        assert (there.op, there.tensors) == (sample.op, sample.tensors)
+        assert list(there.takes) == list(sample.takes)
 
 
 @compiles
