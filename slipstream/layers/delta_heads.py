@@ -1,4 +1,4 @@
-"""The heads that GatedDeltaNet, KimiDeltaAttention and similar layers share."""
+"""What GatedDeltaNet, KimiDeltaAttention and similar layers share: their heads, and their steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +15,7 @@ from slipstream.kernels.mixer_step.block_inputs import (
 from slipstream.layers.base import Mixer, ShortConvolution, expect_divisor, reset_decay
 from slipstream.layers.call import State
 from slipstream.nn import decoding, projections
+from slipstream.nn.host import on_host
 from slipstream.nn.linear import is_hooked
 from slipstream.runtime.consistent import consistent_scope
 
@@ -32,6 +33,8 @@ class DeltaHeads(Mixer):
     keys is H K, values is HV V, and channels those of q, k and v together.
     """
 
+    conv: Any
+    qkv_proj: Any
     g_down: Any
     g_up: Any
     o_proj: Any
@@ -78,6 +81,16 @@ class DeltaHeads(Mixer):
         qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
         q, k = (qk if unit is None else unit(qk)).chunk(2, dim=2)
         return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+
+    def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [B, T, H, K] and v [B, T, HV, V] of all of their channels each"""
+        q, k = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k))
+        return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+
+    def _heads_of_token(self, x: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of one token, q and k normalised; the window of the convolution moves on."""
+        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
+        return self._heads_of(qkv, decoding.unit)
 
     def _block_terms(
         self, qkv: Tensor, g: Tensor, beta: Tensor, lower_bound: float | None = None
@@ -151,3 +164,33 @@ class DeltaHeads(Mixer):
             **options,
         )
         return projections.projected(y, self.o_proj, residual)
+
+
+class SteppedDeltaHeads(DeltaHeads):
+    """With a step of one token by ops.mixer_step, where there is a convolution."""
+
+    verifies_drafts = True
+    steps_rounded = True
+
+    def decode(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        if self.has_fused_step() and not on_host(x):
+            return self._fused_step(x, state, self.conv, **options)
+        o = self._recurrence(x, *self._heads_of_token(x, state), state)
+        return self._output(o, self._gate_of(x))
+
+    def has_fused_step(self) -> bool:
+        return self.conv is not None
+
+    def _fused_step(self, x: Tensor, state: State, conv: Any, **options: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
+        """o [N, 1, HV, V]; state["recurrent"] is updated in place."""
+        g, beta = self._gates(x)
+        return decoding.recurrence(q, k, v, state, g=g, beta=beta)
+
+    def _gates(self, x: Tensor) -> Any:
+        """g [B, T, HV] or [B, T, HV, K] and beta [B, T, HV]"""
+        raise NotImplementedError

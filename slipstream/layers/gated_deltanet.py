@@ -1,20 +1,17 @@
 """Gated DeltaNet, in the form that Qwen3-Next uses."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution, expect_gate_activation
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import DeltaHeads
+from slipstream.layers.delta_heads import SteppedDeltaHeads
 from slipstream.nn import decoding, projections
-from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
-class GatedDeltaNet(DeltaHeads):
+class GatedDeltaNet(SteppedDeltaHeads):
     """The gated delta rule behind short convolutions, with a gated norm after it.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -39,9 +36,7 @@ class GatedDeltaNet(DeltaHeads):
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, section 3.4, and Qwen3-Next.
     """
 
-    verifies_drafts = True
     leaves_states = True
-    steps_rounded = True
 
     def __init__(
         self,
@@ -96,11 +91,8 @@ class GatedDeltaNet(DeltaHeads):
             else chunk_gated_delta_rule
         )
         with Recompute(prepare, elements) as (*_, q, k, v):
-            heads = (self.num_heads, self.head_dim)
             o, recurrent = rule(
-                q.unflatten(-1, heads),
-                k.unflatten(-1, heads),
-                v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+                *self._split_heads(q, k, v),
                 g=a,
                 beta=b,
                 use_gate_in_kernel=True,
@@ -112,24 +104,11 @@ class GatedDeltaNet(DeltaHeads):
             )
         return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
 
-    def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        if self.conv is not None and not on_host(x):
-            return self._fused_step(x, state, self.conv, **options)
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        q, k, v = self._heads_of(qkv, decoding.unit)
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         a, b = self.ab_proj(x).chunk(2, dim=-1)
         beta = b.sigmoid()
-        o = decoding.recurrence(
-            q,
-            k,
-            v,
-            state,
-            g=decoding.decay_gate(a, self.A_log, self.dt_bias),
-            beta=2 * beta if self.allow_neg_eigval else beta,
-        )
-        return self._output(o, self._gate_of(x))
+        g = decoding.decay_gate(a, self.A_log, self.dt_bias)
+        return g, 2 * beta if self.allow_neg_eigval else beta
 
     def _gate_of(self, x: Tensor) -> Tensor | None:
         return None if self.z_proj is None else self.z_proj(x)
@@ -137,9 +116,6 @@ class GatedDeltaNet(DeltaHeads):
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
-
-    def has_fused_step(self) -> bool:
-        return self.conv is not None
 
     def _fused_step(
         self,

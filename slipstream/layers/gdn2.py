@@ -1,18 +1,15 @@
 """Gated DeltaNet-2: the gated delta rule with an erase and a write by channel."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import DeltaHeads
+from slipstream.layers.delta_heads import SteppedDeltaHeads
 from slipstream.nn import decoding, projections
-from slipstream.nn.host import on_host
 from slipstream.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 
 
-class GatedDeltaNet2(DeltaHeads):
+class GatedDeltaNet2(SteppedDeltaHeads):
     """The delta rule whose decay, erase and write are gates of channels, behind convolutions.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -37,9 +34,6 @@ class GatedDeltaNet2(DeltaHeads):
     State: recurrent [N, HV, K, V] and conv [N, 2 H K + HV V, W].
     Source: the layer of flash-linear-attention 0.6.0, fla/layers/gdn2.py.
     """
-
-    verifies_drafts = True
-    steps_rounded = True
 
     def __init__(
         self,
@@ -83,22 +77,12 @@ class GatedDeltaNet2(DeltaHeads):
         )  # fmt: skip
         return self._output(o, self._gate_of(x)), call.new_state(recurrent=recurrent, conv=conv)
 
-    def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        if self.conv is not None and not on_host(x):
-            return self._fused_step(x, state, self.conv, **options)
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        q, k, v = self._heads_of(qkv, decoding.unit)
+    def _recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
         g, b, w = self._gates(x)
-        o = decoding.recurrence(
+        return decoding.recurrence(
             q, k, w * v, state,
             g=self._of_values(g), a=(g.exp() * b * k).to(k.dtype), b=-k,
         )  # fmt: skip
-        return self._output(o, self._gate_of(x))
-
-    def has_fused_step(self) -> bool:
-        return self.conv is not None
 
     def _fused_step(
         self,

@@ -1,21 +1,18 @@
 """Kimi delta attention, the linear layer of Kimi Linear."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import DeltaHeads
+from slipstream.layers.delta_heads import SteppedDeltaHeads
 from slipstream.nn import decoding, projections
-from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.nn.recompute import Recompute
 from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 
 
-class KimiDeltaAttention(DeltaHeads):
+class KimiDeltaAttention(SteppedDeltaHeads):
     """The delta rule with a decay per channel, behind short convolutions.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -43,9 +40,7 @@ class KimiDeltaAttention(DeltaHeads):
     Source: Kimi Team, Kimi Linear, 2025, section 4.
     """
 
-    verifies_drafts = True
     leaves_states = True
-    steps_rounded = True
 
     def __init__(
         self,
@@ -109,11 +104,8 @@ class KimiDeltaAttention(DeltaHeads):
         if elements and self.layer_idx % 4 == 0:  # not read under torch.compile, one graph for all
             elements = 0
         with Recompute(prepare, elements) as (*_, q, k, v, g):
-            heads = (self.num_heads, self.head_dim)
             o, recurrent = kda(
-                q.unflatten(-1, heads),
-                k.unflatten(-1, heads),
-                v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+                *self._split_heads(q, k, v),
                 g,
                 beta,
                 use_beta_sigmoid_in_kernel=True,
@@ -122,27 +114,11 @@ class KimiDeltaAttention(DeltaHeads):
             )
         return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
 
-    def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        if self.conv is not None and not on_host(x):
-            return self._fused_step(x, state, self.conv, **options)
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        q, k, v = self._heads_of(qkv, decoding.unit)
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
         beta = self.b_proj(x).sigmoid()
-        o = decoding.recurrence(
-            q,
-            k,
-            v,
-            state,
-            g=decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound),
-            beta=2 * beta if self.allow_neg_eigval else beta,
-        )
-        return self._output(o, self._gate_of(x))
-
-    def has_fused_step(self) -> bool:
-        return self.conv is not None
+        g = decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound)
+        return g, 2 * beta if self.allow_neg_eigval else beta
 
     def _fused_step(
         self,

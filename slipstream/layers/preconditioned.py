@@ -10,7 +10,7 @@ from slipstream.kernels.preconditioner.inputs import CENTRE
 from slipstream.kernels.preconditioner.op import squashed
 from slipstream.layers.base import NormalLinear, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import DeltaHeads
+from slipstream.layers.delta_heads import SteppedDeltaHeads
 from slipstream.layers.gated_deltanet import GatedDeltaNet
 from slipstream.layers.kda import KimiDeltaAttention
 from slipstream.nn import decoding
@@ -82,14 +82,11 @@ def preconditioned_step(
     )
 
 
-class _Preconditioned(DeltaHeads):
+class _Preconditioned(SteppedDeltaHeads):
     """The base of both layers. Their other base class has the other projections."""
 
     leaves_states = False  # not the preconditioner's
     steps_rounded = False
-
-    conv: Any
-    qkv_proj: Any
 
     def __init__(
         self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
@@ -117,17 +114,12 @@ class _Preconditioned(DeltaHeads):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        q, k, v = self._heads_of(qkv, decoding.unit)
+        q, k, v = self._heads_of_token(x, state)
         written = self.preconditioner.step(x, k, state["preconditioner"])
         o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
         return self._output(o, self._gate_of(x))
 
     def _rule(self, recurrent: bool) -> Callable[..., Any]:
-        raise NotImplementedError
-
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """g [B, T, HV] or [B, T, HV, K] and beta [B, T, HV]"""
         raise NotImplementedError
 
 
@@ -148,11 +140,6 @@ class PrecondGatedDeltaNet(_Preconditioned, GatedDeltaNet):
             return fused_recurrent_precond_gated_delta_rule
         return chunk_precond_gated_delta_rule
 
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = self.ab_proj(x).chunk(2, dim=-1)
-        beta = 2 * b.sigmoid() if self.allow_neg_eigval else b.sigmoid()
-        return decoding.decay_gate(a, self.A_log, self.dt_bias), beta
-
 
 class PrecondKDA(_Preconditioned, KimiDeltaAttention):
     """KimiDeltaAttention by ops.chunk_precond_kda.
@@ -168,9 +155,3 @@ class PrecondKDA(_Preconditioned, KimiDeltaAttention):
 
     def _rule(self, recurrent: bool) -> Callable[..., Any]:
         return fused_recurrent_precond_kda if recurrent else chunk_precond_kda
-
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
-        beta = self.b_proj(x).sigmoid()
-        g = decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound)
-        return g, 2 * beta if self.allow_neg_eigval else beta

@@ -42,7 +42,7 @@ LAYERS: dict[str, Any] = {
     "retention": lambda: MultiScaleRetention(D, 2),
     "retention convolved": lambda: MultiScaleRetention(D, 2, conv_size=4, norm_affine=True),
 }
-MODULES = ("gated_deltanet", "kda", "gdn2", "gated_oja", "mamba2", "delta_net", "gla", "retention")
+MODULES = ("delta_heads", "gated_oja", "mamba2", "delta_net", "gla", "retention")
 
 
 @pytest.fixture
