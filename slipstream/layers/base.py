@@ -368,6 +368,22 @@ class Mixer(nn.Module):
         return (y, *value) if value else y
 
 
+def heads_of_inner(inner: int, num_heads: int | None, head_dim: int | None, n_groups: int) -> int:
+    """Mamba's heads, of expand * hidden_size channels; heads are 64 wide if neither is given."""
+    if num_heads is None:
+        head_dim = head_dim or 64
+        expect_divisor("head_dim", head_dim, "expand * hidden_size", inner)
+        num_heads = inner // head_dim
+    expect_divisor("num_heads", num_heads, "expand * hidden_size", inner)
+    if head_dim is not None and num_heads * head_dim != inner:
+        raise ValueError(
+            f"head_dim: want expand * hidden_size / num_heads = {inner // num_heads}, "
+            f"got {head_dim}"
+        )
+    expect_divisor("n_groups", n_groups, "num_heads", num_heads)
+    return num_heads
+
+
 def expect_feature_map(name: str | None) -> None:
     if name not in FEATURE_MAPS:
         known = ", ".join(str(x) for x in FEATURE_MAPS)

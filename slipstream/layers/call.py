@@ -1,6 +1,6 @@
 """What a layer is called with besides its tokens, and what layers make of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,15 @@ class MixerCall(NamedTuple):
         if conv is None:
             return F.silu(x), None
         return conv(x, self.past("conv"), self.use_cache, self.cu_seqlens, self.context)
+
+    def convolved_together(
+        self, conv: ShortConvolution | None, *xs: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """`convolved` of xs as one tensor, in parts again; without a convolution xs."""
+        if conv is None:
+            return xs, None
+        y, after = self.convolved(conv, torch.cat(xs, dim=-1))
+        return y.split([x.shape[-1] for x in xs], dim=-1), after
 
     def convolution_in_parts(
         self, conv: ShortConvolution | None, x: Tensor, sizes: tuple[int, int, int], unit: int = 0

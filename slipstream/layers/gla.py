@@ -112,11 +112,7 @@ class GatedLinearAttention(Mixer):
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         layers = self.q_proj, self.k_proj, self.v_proj, self.gk_down, self.g_proj
         q, k, v, gk, gate = linears(x, layers)
-        conv = None
-        if self.conv is not None:
-            qkv = torch.cat([q, k, v], dim=-1)
-            qkv, conv = call.convolved(self.conv, qkv)
-            q, k, v = qkv.split(self.channels, dim=-1)
+        (q, k, v), conv = call.convolved_together(self.conv, q, k, v)
         q, k, v, g = self._heads(q, k, v, self._log_decay(gk))
         gla = fused_recurrent_gla if self.recurrent(x, call.context) else chunk_gla
         o, recurrent = gla(q, k, v, g, **call.sequence(call.past("recurrent")))

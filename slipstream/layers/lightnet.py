@@ -66,11 +66,7 @@ class LightNetAttention(Mixer):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        conv = None
-        if self.conv is not None:
-            qkv = torch.cat([q, k, v], dim=-1)
-            qkv, conv = call.convolved(self.conv, qkv)
-            q, k, v = qkv.split(self.channels, dim=-1)
+        (q, k, v), conv = call.convolved_together(self.conv, q, k, v)
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (F.silu(q), k, v))
         short = self.recurrent(x, call.context)
         o, last = (fused_recurrent_lightnet if short else chunk_lightnet)(

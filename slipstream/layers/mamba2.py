@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixer, ShortConvolution, expect_divisor, reset_decay
+from slipstream.layers.base import Mixer, ShortConvolution, heads_of_inner, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
 from slipstream.nn.host import on_host
@@ -70,17 +70,7 @@ class Mamba2(Mixer):
     ) -> None:
         super().__init__(mode, layer_idx)
         self.inner = expand * hidden_size
-        if num_heads is None:
-            head_dim = head_dim or 64
-            expect_divisor("head_dim", head_dim, "expand * hidden_size", self.inner)
-            num_heads = self.inner // head_dim
-        expect_divisor("num_heads", num_heads, "expand * hidden_size", self.inner)
-        if head_dim is not None and num_heads * head_dim != self.inner:
-            raise ValueError(
-                f"head_dim: want expand * hidden_size / num_heads = {self.inner // num_heads}, "
-                f"got {head_dim}"
-            )
-        expect_divisor("n_groups", n_groups, "num_heads", num_heads)
+        num_heads = heads_of_inner(self.inner, num_heads, head_dim, n_groups)
         self.num_heads, self.state_size, self.n_groups = num_heads, state_size, n_groups
         self.norm_eps, self.dt_limit, self.norm_before_gate = norm_eps, dt_limit, norm_before_gate
         if dt_limit is not None and not 0 <= dt_limit[0] <= dt_limit[1]:

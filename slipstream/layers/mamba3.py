@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import Mixer, assign, expect_divisor
+from slipstream.layers.base import Mixer, assign, heads_of_inner
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops._fp32 import widen
 from slipstream.ops.mamba3 import chunk_mamba3, fused_recurrent_mamba3
@@ -74,17 +74,7 @@ class Mamba3(Mixer):
     ) -> None:
         super().__init__(mode, layer_idx)
         self.inner = expand * hidden_size
-        if num_heads is None:
-            head_dim = head_dim or 64
-            expect_divisor("head_dim", head_dim, "expand * hidden_size", self.inner)
-            num_heads = self.inner // head_dim
-        expect_divisor("num_heads", num_heads, "expand * hidden_size", self.inner)
-        if head_dim is not None and num_heads * head_dim != self.inner:
-            raise ValueError(
-                f"head_dim: want expand * hidden_size / num_heads = {self.inner // num_heads}, "
-                f"got {head_dim}"
-            )
-        expect_divisor("n_groups", n_groups, "num_heads", num_heads)
+        num_heads = heads_of_inner(self.inner, num_heads, head_dim, n_groups)
         self.pairs = int(state_size * rotary_fraction) // 2
         if not 0 < self.pairs <= state_size // 2:
             raise ValueError(

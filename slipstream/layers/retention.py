@@ -112,11 +112,7 @@ class MultiScaleRetention(Mixer):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         q, k, v, gate = linears(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj))
-        conv = None
-        if self.conv is not None:
-            qkv = torch.cat([q, k, v], dim=-1)
-            qkv, conv = call.convolved(self.conv, qkv)
-            q, k, v = qkv.split(self.channels, dim=-1)
+        (q, k, v), conv = call.convolved_together(self.conv, q, k, v)
         f = FEATURE_MAPS[self.feature_map]
         q, k = (f(y.unflatten(-1, (-1, self.head_dim))) for y in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
