@@ -78,15 +78,21 @@ class Gated(Family):
     defaults: ClassVar[dict[str, Any]]
     # options of the mixer of the same name and meaning
     equal: ClassVar[tuple[str, ...]]
+    # options of the same meaning, and fla's names of them
+    names: ClassVar[dict[str, str]] = {}
+    # options of the same name, and what fla's values mean
+    choices: ClassVar[dict[str, dict[Any, Any]]] = {}
+    # whether the mixer may have a convolution
+    convolved: ClassVar[bool] = True
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         """The other options of the mixer that the family can set."""
-        raise NotImplementedError
+        return {}
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         """The inverse of `mixer`."""
-        raise NotImplementedError
+        return {}
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
         """The weights of a mixer."""
@@ -101,7 +107,14 @@ class Gated(Family):
             ratio = config["hidden_ratio"] or 4
             inner = int(config["hidden_size"] * ratio * 2 / 3)
             inner = (inner + 255) // 256 * 256
-        mixer = {key: config[key] for key in (*self.equal, "norm_eps")} | self.mixer(config)
+        mixer = {key: config[key] for key in (*self.equal, "norm_eps")}
+        mixer |= {ours: config[theirs] for ours, theirs in self.names.items()}
+        for key, values in self.choices.items():
+            config.expect(key, *values)
+            mixer[key] = values[config[key]]
+        if self.convolved:
+            mixer["conv_size"] = config["conv_size"] if config["use_short_conv"] else None
+        mixer |= self.mixer(config)
         mixers = [{"type": self.kind, **mixer} for _ in range(config["num_hidden_layers"])]
         for i, options in _attention(config).items():
             mixers[i] = {"type": "attention", **options}
@@ -115,13 +128,20 @@ class Gated(Family):
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
         mixer = of_all_layers(config, self.kind, self.name)
+        conv = {}
+        if self.convolved:
+            size = mixer["conv_size"]
+            conv = {"use_short_conv": size is not None, "conv_size": size or 4}
         return {
             **tokens_of(config),
             "num_hidden_layers": config.num_hidden_layers,
             "intermediate_size": config.intermediate_size,
             "norm_eps": config.norm_eps,
-            "attn": _attention_of(config),
+            "attn": attention_of(config),
             **{key: mixer[key] for key in self.equal},
+            **{theirs: mixer[ours] for ours, theirs in self.names.items()},
+            **{key: _inverse(values, mixer[key]) for key, values in self.choices.items()},
+            **conv,
             **self.options(mixer, config),
         }
 
@@ -147,6 +167,8 @@ class GLA(Gated):
     name = model_type = "gla"
     architecture, kind = "GLAForCausalLM", "gla"
     equal = ("expand_k", "expand_v", "num_heads", "num_kv_heads", "clamp_min")
+    names: ClassVar = {"use_gate": "use_output_gate", "norm_affine": "elementwise_affine"}
+    choices: ClassVar = {"feature_map": GLA_FEATURE_MAPS}
     defaults: ClassVar = {
         "expand_k": 0.5, "expand_v": 1.0, "num_heads": 4, "num_kv_heads": None, "feature_map": None,
         "use_short_conv": False, "conv_size": 4, "use_output_gate": True, "clamp_min": None,
@@ -156,21 +178,7 @@ class GLA(Gated):
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         config.expect("use_gk", True)
         config.expect("use_gv", False)
-        config.expect("feature_map", *GLA_FEATURE_MAPS)
-        return {
-            "feature_map": GLA_FEATURE_MAPS[config["feature_map"]],
-            "conv_size": conv_size_of(config),
-            "use_gate": config["use_output_gate"],
-            "norm_affine": bool(config["elementwise_affine"]),
-        }
-
-    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        return {
-            "feature_map": _inverse(GLA_FEATURE_MAPS, mixer["feature_map"]),
-            **conv_of(mixer),
-            "use_output_gate": mixer["use_gate"],
-            "elementwise_affine": mixer["norm_affine"],
-        }
+        return {"norm_affine": bool(config["elementwise_affine"])}
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
         return [
@@ -189,6 +197,9 @@ class RetNet(Gated):
     name = model_type = "retnet"
     architecture, kind = "RetNetForCausalLM", "retention"
     equal = ("num_heads", "num_kv_heads")
+    names = GLA.names
+    choices: ClassVar = {"feature_map": RETNET_FEATURE_MAPS}
+    convolved = False
     defaults: ClassVar = {
         "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2, "num_heads": 8, "num_kv_heads": None,
         "feature_map": None, "use_short_conv": False, "conv_size": 4, "use_output_gate": True,
@@ -197,13 +208,10 @@ class RetNet(Gated):
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         config.expect("use_short_conv", False)  # fla's model does not hand it on to its layers
-        config.expect("feature_map", *RETNET_FEATURE_MAPS)
         head_dim = _head_dim(config, "expand_k")
         return {
             "head_dim": head_dim,
             "expand_v": _head_dim(config, "expand_v") / head_dim,
-            "feature_map": RETNET_FEATURE_MAPS[config["feature_map"]],
-            "use_gate": config["use_output_gate"],
             "norm_affine": bool(config["elementwise_affine"]),
         }
 
@@ -212,9 +220,6 @@ class RetNet(Gated):
         return {
             "expand_k": width / size,
             "expand_v": width * mixer["expand_v"] / size,
-            "feature_map": _inverse(RETNET_FEATURE_MAPS, mixer["feature_map"]),
-            "use_output_gate": mixer["use_gate"],
-            "elementwise_affine": mixer["norm_affine"],
         }
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
@@ -226,6 +231,7 @@ class DeltaNet(Gated):
     name = model_type = "delta_net"
     architecture, kind = "DeltaNetForCausalLM", "delta_net"
     equal = ("num_heads", "use_gate", "allow_neg_eigval", "use_beta", "qk_norm")
+    choices: ClassVar = {"qk_activation": QK_ACTIVATIONS}
     defaults: ClassVar = {
         "expand_k": 1.0, "expand_v": 1.0, "use_gate": False, "use_short_conv": True,
         "allow_neg_eigval": False, "conv_size": 4, "use_beta": True, "use_output_norm": True,
@@ -233,14 +239,11 @@ class DeltaNet(Gated):
     }  # fmt: skip
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
-        config.expect("qk_activation", *QK_ACTIVATIONS)
         config.expect("qk_norm", "l2", "sum")
         config.expect("use_output_norm", True)
         return {
             "head_dim": _head_dim(config, "expand_k"),
             "head_v_dim": _head_dim(config, "expand_v"),
-            "conv_size": conv_size_of(config),
-            "qk_activation": QK_ACTIVATIONS[config["qk_activation"]],
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
@@ -248,8 +251,6 @@ class DeltaNet(Gated):
         return {
             "expand_k": mixer["head_dim"] / size,
             "expand_v": mixer["head_v_dim"] / size,
-            **conv_of(mixer),
-            "qk_activation": _inverse(QK_ACTIVATIONS, mixer["qk_activation"]),
         }
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
@@ -277,14 +278,12 @@ class GatedDeltaNet(Gated):
         f = config["output_gate_activation"]
         return {
             "head_v_dim": whole("expand_v", config["head_dim"] * config["expand_v"]),
-            "conv_size": conv_size_of(config),
             "gate_activation": "sigmoid" if f == "sigmoid" else "silu",
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         return {
             "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
-            **conv_of(mixer),
             "output_gate_activation": mixer["gate_activation"],
         }
 
@@ -320,14 +319,12 @@ class KDA(Gated):
         return {
             "head_v_dim": values,
             "gate_low_rank_dim": values,
-            "conv_size": conv_size_of(config),
             "gate_bias": True,
         }
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         return {
             "expand_v": mixer["head_v_dim"] / mixer["head_dim"],
-            **conv_of(mixer),
             "safe_gate": mixer["lower_bound"] is not None,
         }
 
@@ -350,15 +347,6 @@ class KDA(Gated):
 
 def _head_dim(config: ForeignConfig, ratio: str) -> int:
     return whole(ratio, config["hidden_size"] * config[ratio] / config["num_heads"])
-
-
-def conv_size_of(config: ForeignConfig) -> int | None:
-    return config["conv_size"] if config["use_short_conv"] else None
-
-
-def conv_of(mixer: dict[str, Any]) -> dict[str, Any]:
-    size = mixer["conv_size"]
-    return {"use_short_conv": size is not None, "conv_size": size or 4}
 
 
 def _inverse(names: dict[Any, Any], value: Any) -> Any:
@@ -410,7 +398,7 @@ def _attention(config: ForeignConfig) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _attention_of(config: SlipstreamConfig) -> list[dict[str, Any]] | None:
+def attention_of(config: SlipstreamConfig) -> list[dict[str, Any]] | None:
     specs = []
     for i in range(config.num_hidden_layers):
         name, options = completed(config, i)

@@ -4,14 +4,13 @@ Transformer, and the preconditioned GatedDeltaNet and KDA."""
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert.families import ForeignConfig, completed
+from slipstream.models.convert.families import ForeignConfig
 from slipstream.models.convert.fla import (
     KDA,
     Gated,
     GatedDeltaNet,
+    attention_of,
     attention_rules,
-    conv_of,
-    conv_size_of,
     convolution,
     projections,
 )
@@ -22,6 +21,7 @@ class LightNet(Gated):
     name = model_type = "lightnet"
     architecture, kind = "LightNetForCausalLM", "lightnet"
     equal = ("num_heads", "gate_low_rank_dim")
+    names: ClassVar = {"head_dim": "expand_ratio"}
     defaults: ClassVar = {
         "num_heads": None, "expand_ratio": 128, "use_short_conv": False, "conv_size": 4,
         "gate_low_rank_dim": 128, "elementwise_affine": True,
@@ -41,10 +41,7 @@ class LightNet(Gated):
 
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         config.expect("elementwise_affine", True)
-        return {"head_dim": config["expand_ratio"], "conv_size": conv_size_of(config)}
-
-    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        return {"expand_ratio": mixer["head_dim"], **conv_of(mixer)}
+        return {}
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
         return [
@@ -62,6 +59,8 @@ class ForgettingTransformer(Gated):
     name = model_type = "forgetting_transformer"
     architecture, kind = "ForgettingTransformerForCausalLM", "forgetting_attn"
     equal = ("num_heads", "num_kv_heads", "qkv_bias", "window_size")
+    names: ClassVar = {"output_gate": "use_output_gate"}
+    convolved = False
     defaults: ClassVar = {
         "num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False,
         "window_size": None, "use_output_gate": False, "elementwise_affine": True,
@@ -76,10 +75,7 @@ class ForgettingTransformer(Gated):
     def mixer(self, config: ForeignConfig) -> dict[str, Any]:
         config.expect("qk_norm", False)  # its weights are of all heads, ours of one
         config.expect("attn", None)
-        return {"output_gate": config["use_output_gate"]}
-
-    def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
-        return {"use_output_gate": mixer["output_gate"]}
+        return {}
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
         gate = projections("g") if mixer["output_gate"] else []
@@ -127,17 +123,12 @@ def _one_attention(config: SlipstreamConfig) -> dict[str, Any]:
     Raises:
         ValueError: layers of attention have other options than the first.
     """
-    found: dict[str, Any] = {}
-    for i in range(config.num_hidden_layers):
-        name, options = completed(config, i)
-        if name == "attention":
-            keys = ("num_heads", "num_kv_heads", "qkv_bias", "window_size")
-            spec = {key: options[key] for key in keys} | {"rope_theta": options["rotary_base"]}
-            layers = found.pop("layers", [])
-            if layers and spec != found:
-                raise ValueError(f"mixers[{i}]: want the options of mixers[{layers[0]}]")
-            found = {**spec, "layers": [*layers, i]}
-    return {"attn": found or None}
+    specs = attention_of(config) or []
+    layers = [spec.pop("layers")[0] for spec in specs]
+    for i, spec in zip(layers, specs):
+        if spec != specs[0]:
+            raise ValueError(f"mixers[{i}]: want the options of mixers[{layers[0]}]")
+    return {"attn": {**specs[0], "layers": layers} if specs else None}
 
 
 def _preconditioner(a: str, mixer: dict[str, Any]) -> list[Rule]:
