@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 from slipstream.common import int8_states
 
@@ -39,34 +41,38 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
     # without an attribute or a call for what needs no other look
     exact = {name: types.exact for name, types in types_of.items()}
     by_place = tuple(exact[name] for name in names)
-    by_default, consistent = fn, getattr(fn, CONSISTENT, None)
+    called, consistent = fn.__name__, getattr(fn, CONSISTENT, None)
+
+    def expect_types(args: tuple, kwargs: dict[str, Any]) -> None:
+        for name, x in {**dict(zip(names, args)), **kwargs}.items():
+            if name in types_of:
+                types_of[name].expect(name, x)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > len(names):
-            return by_default(*args, **kwargs)  # Python's own error: options are given by name
         for x, types in zip(args, by_place):
             if type(x) not in types:
-                for name, y in zip(names, args):
-                    types_of[name].expect(name, y)
+                expect_types(args, kwargs)
                 break
-        for name, x in kwargs.items():
-            if name in exact and type(x) not in exact[name]:
-                types_of[name].expect(name, x)
-        fn = consistent if consistent and kwargs.get("consistent") else by_default
-        if torch.compiler.is_compiling():
+        if kwargs:
+            for name in kwargs:
+                if name in exact and type(kwargs[name]) not in exact[name]:
+                    types_of[name].expect(name, kwargs[name])
+        run = consistent if consistent and kwargs.get("consistent") else fn
+        if is_dynamo_compiling():
             places = apart(args), apart(tuple(kwargs.values()), args)
-            return fn(*places[0], **dict(zip(kwargs, places[1])))
-        if _running.name:
-            return fn(*args, **kwargs)
-        _running.name = by_default.__name__
+            return run(*places[0], **dict(zip(kwargs, places[1])))
+        running = _thread.running
+        if running.name:
+            return run(*args, **kwargs)
+        running.name = called
         try:
-            return fn(*args, **kwargs)
+            return run(*args, **kwargs)
         except Exception as error:
             expect_dense({**dict(zip(names, args)), **kwargs}, error)
             raise
         finally:
-            _running.name = ""
+            running.name = ""
 
     return call
 
@@ -94,22 +100,36 @@ def apart(values: tuple, others: tuple = ()) -> tuple:
     return tuple(found)
 
 
-class _Running(threading.local):
-    """The public function that this thread is inside of, and "" outside of all."""
+class _Running:
+    """The public function that a thread is inside of, and "" outside of all."""
 
+    __slots__ = ("name",)
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
-        # in each thread's own dictionary from the start: torch.compile guards on its being there
-        self.name = ""
+        self.running = _Running()
+        self.running.name = ""
 
 
-_running = _Running()
+_thread = _Thread()
 
 
-def name_of_caller(otherwise: str) -> str:
-    """The name by which errors from deep inside call the public function that the user called."""
-    return f"slipstream.ops.{_running.name}" if _running.name else otherwise
+def caller() -> str:
+    """The public function that the user called, or "" outside of all."""
+    return _thread.running.name
 
 
+def name_of_caller(otherwise: str, name: str | None = None) -> str:
+    """What errors from deep inside call the public function that the user called.
+
+    name: what `caller` said; None asks it.
+    """
+    name = caller() if name is None else name
+    return f"slipstream.ops.{name}" if name else otherwise
+
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # what passes for a type that an annotation names, and how errors call it
 _ALSO: dict[type, tuple[type, ...]] = {
     int: (numbers.Integral, torch.SymInt),
@@ -132,9 +152,10 @@ class _Types:
         union = get_origin(annotation) in (Union, UnionType)
         members = get_args(annotation) if union else (annotation,)
         tuples = [get_args(m) for m in members if get_origin(m) is tuple]
-        self.exact = tuple(m for m in members if get_origin(m) is None)
+        plain = tuple(m for m in members if get_origin(m) is None)
+        self.exact = (*plain, Parameter) if Tensor in plain else plain
         anything = Any in members or inspect.Parameter.empty in members
-        self.types = (object,) if anything else sum(map(_and_also, self.exact), ())
+        self.types = (object,) if anything else sum(map(_and_also, plain), ())
         self.entries = tuple(tuple(map(_and_also, entries)) for entries in tuples)
         self.words = " or ".join(map(_word, members))
 
@@ -168,9 +189,19 @@ def _and_also(member: type) -> tuple[type, ...]:
     return (member, *_ALSO.get(member, ()))
 
 
+def device_type(x: Tensor) -> str:
+    """x.device.type, which makes a string, at seven times the cost of asking is_cpu."""
+    return "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), which takes nearly as long as an operation where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast, if on for x's device, casts x; None if it leaves x alone."""
-    device = x.device.type
+    device = device_type(x)
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
@@ -183,13 +214,18 @@ def expect_tensor(name: str, x: object) -> None:
 
 def expect_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
     """`layout` says what the dimensions are, such as "[B, T, H, K]"."""
-    expect_tensor(name, x)
+    if not isinstance(x, Tensor):
+        expect_tensor(name, x)
     if x.dim() != rank:
         raise ValueError(f"{name}: want {rank} dimensions {layout}, got shape {tuple(x.shape)}")
 
 
 def expect_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
-    expect_tensor(name, x)
+    if not isinstance(x, Tensor):
+        expect_tensor(name, x)
+    # one comparison where they are equal, as tuples are; each size by itself where they may not be
+    if x.shape == shape:
+        return
     if x.dim() != len(shape) or any(have != want for have, want in zip(x.shape, shape)):
         raise ValueError(f"{name}: want shape {tuple(shape)}, got {tuple(x.shape)}")
 
@@ -261,23 +297,31 @@ def expect_int8_state(
 
 def expect_one_dtype(tensors: Mapping[str, Tensor | None]) -> None:
     """All given tensors have the dtype of the first, one of fp16, bf16, fp32, fp64."""
-    given = {name: x for name, x in tensors.items() if x is not None}
-    first, x = next(iter(given.items()))
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"{first}: want float16, bfloat16, float32 or float64, got {x.dtype}")
-    for name, y in given.items():
-        if y.dtype != x.dtype:
+    first, wanted = "", None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if wanted is None:
+            first, wanted = name, x.dtype
+            if wanted not in _FLOATING:
+                raise TypeError(
+                    f"{first}: want float16, bfloat16, float32 or float64, got {wanted}"
+                )
+        elif x.dtype != wanted:
             raise TypeError(
-                f"{name}: want {x.dtype} like {first}, got {y.dtype}; cast one to the other"
+                f"{name}: want {wanted} like {first}, got {x.dtype}; cast one to the other"
             )
 
 
 def expect_one_device(tensors: Mapping[str, Tensor | None]) -> None:
-    given = {name: x for name, x in tensors.items() if x is not None}
-    first, x = next(iter(given.items()))
-    for name, y in given.items():
-        if y.device != x.device:
-            raise ValueError(f"{name}: want device {x.device} like {first}, got {y.device}")
+    first, wanted = "", None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if wanted is None:
+            first, wanted = name, x.device
+        elif x.device != wanted:
+            raise ValueError(f"{name}: want device {wanted} like {first}, got {x.device}")
 
 
 def expect_own_memory(name: str, x: Tensor | None) -> None:

@@ -31,7 +31,7 @@ class ChunkMap(NamedTuple):
 
 def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens") -> None:
     """On the host: from 0 to T, never falling. On a device it would be a sync, and is skipped."""
-    if cu_seqlens.device.type != "cpu":
+    if not cu_seqlens.is_cpu:
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != tokens:

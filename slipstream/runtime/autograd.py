@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_exporting
 
-from slipstream.common.checks import autocast_dtype, name_of_caller
+from slipstream.common.checks import autocast_dtype, caller, device_type, name_of_caller
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -51,7 +52,7 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
         NotImplementedError: a transform of torch.func or forward mode wants a derivative. Callers
             that have torch operations for these (by_operation) ask that first.
     """
-    if not wants_gradient(*tensors) or torch.compiler.is_exporting():
+    if not wants_gradient(*tensors) or is_exporting():
         return False
     refuse_transforms("slipstream", tensors)
     return True
@@ -65,7 +66,7 @@ def transformed() -> bool:
 def by_operation() -> bool:
     """Whether torch operations are to be preferred to a Function: torch.compile fuses them, and
     torch.func and forward mode differentiate them."""
-    return torch.compiler.is_compiling() or transformed()
+    return is_compiling() or transformed()
 
 
 def refuse_tangents(operator: str, args: tuple) -> None:
@@ -80,7 +81,7 @@ def refuse_tangents(operator: str, args: tuple) -> None:
 def refuse_transforms(operator: str, args: tuple) -> None:
     """The same, and under torch.func's transforms. Whoever calls a Function asks this before, most
     by needs_autograd."""
-    if torch.compiler.is_compiling():
+    if is_compiling() or not transformed():
         return
     if torch._C._are_functorch_transforms_active():
         _raise(operator)
@@ -111,14 +112,14 @@ class Function(torch.autograd.Function):
 def as_base(x: Tensor) -> Tensor:
     """x, or for a view a tensor over the same memory that is no view. Only for views of memory that
     the forward has allocated itself."""
-    return x.data if not torch.compiler.is_compiling() and x._is_view() else x
+    return x.data if not is_compiling() and x._is_view() else x
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """ctx.save_for_backward, and the name of the public function, for errors in backward."""
     ctx.save_for_backward(*tensors)
-    if not torch.compiler.is_compiling():
-        ctx.called_by = name_of_caller("")
+    if not is_compiling():
+        ctx.called_by = caller()
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +134,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         saved = ctx.saved_tensors
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return backward(ctx, saved, *grads)
         decided = _forward_decided(grads)
         if not torch.is_grad_enabled():
@@ -148,7 +149,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return results
         results = results if isinstance(results, tuple) else (results,)
         made = [x for x in results if x is not None]
-        operator = getattr(ctx, "called_by", "") or ctx._forward_cls.operator
+        operator = name_of_caller(ctx._forward_cls.operator, getattr(ctx, "called_by", ""))
         refusing = iter(_Refusing.apply(operator, len(made), *made, *through))
         return tuple(None if x is None else next(refusing) for x in results)
 
@@ -161,7 +162,7 @@ def _forward_decided(grads: tuple) -> AbstractContextManager | None:
         if x is not None:
             if autocast_dtype(x) is None:
                 return None
-            return torch.autocast(x.device.type, enabled=False)
+            return torch.autocast(device_type(x), enabled=False)
     return None
 
 
@@ -198,7 +199,7 @@ def refuse_second(y: Tensor, operator: str) -> None:
 def anchors(*tensors: Tensor | None) -> list[Tensor]:
     """For a forward that saves nothing the graph connects to its inputs: empty tensors to save,
     which are connected to them and hold none of their memory."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return []
     with torch.enable_grad():
         given = [x for x in tensors if x is not None and x.requires_grad]

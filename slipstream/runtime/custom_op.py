@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from slipstream.common.checks import expect_own_memory
+from slipstream.common.checks import device_type, expect_own_memory
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
 from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
@@ -93,14 +93,19 @@ class DirectCall:
                 return result if known.makes_results else _as_bases(result, args)
             if known is None and key is not None:
                 self._expect(key, args)
-        elif self._overload is not None and x.device.type not in ("cpu", "cuda"):
+        device = device_type(x)
+        if self._overload is not None and device not in ("cpu", "cuda"):
             return self._overload(*args)  # such as meta, which has no implementation
-        plain = _without_negation(args)
-        if torch.is_autocast_enabled(x.device.type):
+        # torch negates where it computes; kernels, which Triton interprets on a CPU, do not
+        plain = args if device == "cpu" and not backends.INTERPRETED else _without_negation(args)
+        if torch.is_autocast_enabled(device):
             result = self._without_autocast(*plain)
         else:
-            self._expect_own_memory(plain)
+            if self._written:
+                self._expect_own_memory(plain)
             result = _as_bases(self.impl(*plain), plain)
+        if plain is args:
+            return result
         for n in self._written:
             if plain[n] is not args[n]:
                 args[n].copy_(plain[n])
@@ -153,7 +158,7 @@ class DirectCall:
     def _recorded(self, *args: Any) -> Any:
         """Autocast would reach the torch operations inside; dtypes are decided before."""
         self._expect_own_memory(args)
-        device = args[0].device.type
+        device = device_type(args[0])
         if not torch.is_autocast_enabled(device):
             return self.impl(*args)
         with torch.autocast(device, enabled=False):

@@ -17,8 +17,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from slipstream.runtime.backends import is_fake, is_plain_call, triton_unsupported
 from slipstream.runtime.launch_cache import of_thread
@@ -208,16 +209,16 @@ def is_triton(impl: str) -> bool:
 def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None:
     """Shape, dtype and device of each, the rest and their types, as 64 is not 64.0; None where
     shapes may be symbols."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None
     parts: list[Any] = [*rest, *map(type, rest)]
     for x in tensors:
-        if x is not None:
-            if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-                return None
-            parts.append((x.shape, x.dtype, x.device))
-        else:
+        if x is None:
             parts.append(None)
+        elif type(x) is Tensor or type(x) is Parameter:
+            parts += (x.shape, x.dtype, x.device)
+        else:
+            return None
     return tuple(parts)
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from slipstream.compiler import compiler_state as machines
 from slipstream.compiler.compiler_state import (
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 def known_failure(kind_of: Callable[[], KernelKey], device: torch.device) -> str | None:
     """Why the kernels of a kind are known not to work on a device: for plans. Cheap."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None  # Guard looks when the graph runs
     here = compiler_state(device)
     if here is None:
@@ -99,7 +100,7 @@ class Guard:
         return True
 
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> bool:
-        return isinstance(error, Exception) and self._takes_over(error)
+        return error is not None and isinstance(error, Exception) and self._takes_over(error)
 
     def _takes_over(self, error: Exception) -> bool:
         """Whether something else runs after this error, of which the user and the next hear."""

@@ -51,13 +51,13 @@ def expect_ids(name: str, ids: Tensor, size: int, ignore_index: int | None = Non
     Raises:
         ValueError: names the first id outside, its position and the size.
     """
-    if ids.device.type == "cuda":
+    if ids.is_cuda:
         if HAVE_TRITON and not torch.compiler.is_compiling() and ids.numel():
             raise_pending()
             _scan(name, ids, size, ignore_index)
             launched()
         return
-    if ids.device.type != "cpu" or ids.numel() == 0 or is_fake(ids):
+    if not ids.is_cpu or ids.numel() == 0 or is_fake(ids):
         return
     low, high = torch.aminmax(ids)
     if int(low) >= 0 and int(high) < size:
@@ -95,11 +95,11 @@ def expect_below(
     if indices is None or indices.numel() == 0 or torch.compiler.is_compiling():
         return
     assert name in INDICES, name  # on a CPU too: kernels know it by its number
-    if indices.device.type == "cuda":
+    if indices.is_cuda:
         if HAVE_TRITON and not _looked_at(name, indices, size, lengths, more, rows):
             _on_device(name, indices, "scan_indices", (size, lengths, more, step, rows))
         return
-    if indices.device.type != "cpu" or is_fake(indices):
+    if not indices.is_cpu or is_fake(indices):
         return
     if lengths is not None:
         used = torch.where(lengths < 0, 0, lengths + more)
@@ -118,7 +118,7 @@ def expect_unique(name: str, indices: Tensor, of: str) -> None:
     Raises:
         ValueError: has all of them.
     """
-    if indices.device.type == "cpu" and not is_fake(indices):
+    if indices.is_cpu and not is_fake(indices):
         used = indices[indices >= 0]
         if used.unique().numel() < used.numel():
             raise ValueError(f"{name}: want each {of} at most once, got {indices.tolist()}")
@@ -133,7 +133,7 @@ def expect_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     if torch.compiler.is_compiling() or is_fake(offsets):
         return
     assert name in OFFSETS, name  # as in expect_below
-    if offsets.device.type != "cuda":
+    if not offsets.is_cuda:
         check_cu_seqlens_values(offsets, tokens, name)
     elif HAVE_TRITON and not _looked_at(name, offsets, tokens):
         _on_device(name, offsets, "scan_offsets", (tokens,))
@@ -179,7 +179,7 @@ def _on_device(name: str, indices: Tensor, scan: str, rest: tuple) -> None:
 
 def clamped(ids: Tensor, size: int) -> Tensor:
     """Ids that are safe to gather with where `expect_ids` did not look."""
-    return ids if ids.device.type == "cpu" else ids.clamp(0, size - 1)
+    return ids if ids.is_cpu else ids.clamp(0, size - 1)
 
 
 def raise_pending() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from slipstream.runtime import call_recorder, call_replay, custom_op, parallel_compile
+from slipstream.runtime import backends, call_recorder, call_replay, custom_op, parallel_compile
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.launch_cache import of_thread
 
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_replay, "is_enabled", lambda x: True)
+    monkeypatch.setattr(backends, "INTERPRETED", True)  # kernels run there
     monkeypatch.setattr(parallel_compile, "compile_kernels", lambda call, args: None)
 
 

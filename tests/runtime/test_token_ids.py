@@ -30,7 +30,7 @@ def test_wrong_ids_are_waited_for_if_asked(
         slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
 
     monkeypatch.setattr(fresh, "_scan", scan)
-    ids = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 4)
+    ids = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"), numel=lambda: 4)
     words = r"input_ids: id 149 at position \(1, 1\) .* of 50"
     with contextlib.nullcontext() if value is None else pytest.raises(ValueError, match=words):
         fresh.expect_ids("input_ids", ids, 50)
