@@ -421,7 +421,7 @@ def _check(
 
 def _plainly_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether q, k and v have one dtype and device, and shapes that fit."""
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+    if not q.dim() == k.dim() == v.dim() == 4:
         return False
     (B, _, H, D), of_k, of_v = q.shape, k.shape, v.shape
     fit = of_k[0] == B and of_k[3] == D and of_v[:3] == of_k[:3] and of_k[2] and H % of_k[2] == 0

@@ -228,7 +228,7 @@ def flash_attn_with_kvcache(
         if k is None or v is None or lengths is None:
             raise ValueError("k: wants v and cache_seqlens beside it, got None")
         _check_new(k, v, cache)
-        if q.device.type == "cpu":  # before anything is written; a device's are looked at once
+        if q.is_cpu and pad is not None:  # `append` looks at all others, before it writes
             check_values(cache, k.shape[1])
         if rotary_cos is not None and rotary_sin is not None:
             _check_rotary(rotary_cos, rotary_sin, k)
@@ -248,12 +248,12 @@ def flash_attn_with_kvcache(
 
 def _append(cache: Cache, k: Tensor, v: Tensor, lengths: Tensor, impl: str) -> Tensor:
     """Writes new keys, in 8 bits if the cache is, and returns the lengths after that."""
-    k_scale, v_scale, at = cache.k_scale, cache.v_scale, (lengths, cache.rows, cache.table, impl)
+    k_scale, v_scale, at = cache.k_scale, cache.v_scale, (lengths, cache.rows, cache.table)
     if k_scale is None or v_scale is None:
-        return op.append(cache.k, cache.v, k, v, *at)
+        return op.append(cache.k, cache.v, k, v, *at, impl=impl)
     (k, new_k), (v, new_v) = (rounded_keys.encode(x, cache.k.dtype) for x in (k, v))
-    op.append(*(x[..., None] for x in (k_scale, v_scale, new_k, new_v)), *at)
-    return op.append(*(x.view(torch.int8) for x in (cache.k, cache.v, k, v)), *at)
+    op.append(*(x[..., None] for x in (k_scale, v_scale, new_k, new_v)), *at, impl=impl)
+    return op.append(*(x.view(torch.int8) for x in (cache.k, cache.v, k, v)), *at, impl=impl)
 
 
 def _check_offsets(name: str, offsets: Tensor, tokens: int, q: Tensor) -> None:

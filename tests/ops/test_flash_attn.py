@@ -220,7 +220,7 @@ def test_cache_calls_pass_opcheck_and_compile() -> None:
     call = Cache(q, k, v, lengths, sinks=torch.randn(4))
     torch.library.opcheck(op.call_decode.overload, (*call, 0.3, -1, 0, 0.0, 0.0, "eager"))
     new = torch.randn(2, 1, 2, 8)
-    torch.library.opcheck(op.append, (k, v, new, new, lengths, None, None, "eager"))
+    torch.library.opcheck(op.append.overload, (k, v, new, new, lengths, None, None, "eager"))
     torch._dynamo.reset()
     compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
     caches = [(k.clone(), v.clone()) for _ in range(2)]

@@ -120,16 +120,17 @@ def append(
     row = torch.arange(B, device=k.device) if rows is None else rows.long()
     row = row[:, None].expand(B, T)
     at = lengths.long()[:, None] + torch.arange(T, device=k.device)  # [B, T]
+    if k.is_cpu and rows is None and table is None and int(lengths.min()) >= 0:
+        # the usual case, where looking costs no wait; k and v may be parts of the caches
+        k_cache[row, at], v_cache[row, at] = k.clone(), v.clone()
+        return lengths + T
     size = k_cache.shape[1]
     capacity = size if table is None else size * table.shape[1]
     fits = (lengths >= 0)[:, None] & (at < capacity)
     if table is not None:
         row, at = table.long().gather(1, (at // size).clamp(0, table.shape[1] - 1)), at % size
     fits &= (row >= 0) & (row < k_cache.shape[0])
-    if fits.device.type == "cpu" and fits.all():  # where it costs no wait, the usual case first
-        k, v = k.clone(), v.clone()  # they may be parts of the caches
-    else:
-        row, at, k, v = row[fits], at[fits], k[fits], v[fits]
+    row, at, k, v = row[fits], at[fits], k[fits], v[fits]
     k_cache[row, at], v_cache[row, at] = k, v
     return lengths_after(lengths, T)
 

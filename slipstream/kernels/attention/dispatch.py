@@ -17,9 +17,9 @@ from slipstream.kernels.attention.triton.plan import (
 )
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.backends import is_fake, triton_unsupported
+from slipstream.runtime.backends import INTERPRETED, is_fake, triton_unsupported
 from slipstream.runtime.consistent import BLOCK, consistent_scope
-from slipstream.runtime.dispatch import Candidate, ValidationCache, choose, signature
+from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 
 NO_DROPOUT = "it has no dropout"
 
@@ -55,6 +55,8 @@ def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]
 
 
 _PLANS = ValidationCache()
+# what `choose` finds for a call on no CUDA device, at a tenth of what it takes
+_ELSEWHERE = Selection(CANDIDATES[2].name, CANDIDATES[2].why)
 OF_GRADIENTS = (
     replace(CANDIDATES[0], unsupported_reason=_gradients_unsupported_reason),
     replace(CANDIDATES[1], why="its gradients by kernels for any CUDA device"),
@@ -80,10 +82,7 @@ def run(
     consistent = consistent or consistent_scope.on
     if consistent:
         _expect_consistent(options, impl)
-    plan = _PLANS.get(
-        signature(inputs, options, impl),
-        lambda: choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q),
-    )
+    plan = plan_for(inputs, options, impl)
     chosen = plan.impl
     if chosen == "eager" and consistent:
         return blocks.attention(inputs, options, want_lse)
@@ -106,6 +105,15 @@ def run(
     return o, lse if want_lse else None
 
 
+def plan_for(inputs: AttentionInputs, options: AttentionOptions, impl: str | None) -> Selection:
+    if impl is None and not inputs.q.is_cuda and not INTERPRETED:
+        return _ELSEWHERE
+    return _PLANS.get(
+        signature(inputs, options, impl),
+        lambda: choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q),
+    )
+
+
 def plan_of_rotated(inputs: AttentionInputs, options: AttentionOptions) -> str | None:
     """Back ends to try, in order, for a call that applies a rotary embedding itself (rotary.py).
 
@@ -115,10 +123,7 @@ def plan_of_rotated(inputs: AttentionInputs, options: AttentionOptions) -> str |
         return None
     if is_fake(inputs.q) or triton_unsupported(inputs.q, "the input") is not None:
         return None
-    plan = _PLANS.get(
-        signature(inputs, options, None),
-        lambda: choose(CANDIDATES, (inputs, options), None, "attention", inputs.q),
-    )
+    plan = plan_for(inputs, options, None)
     return None if plan.impl == "eager" else plan.impls
 
 
@@ -173,4 +178,6 @@ def decode(call: Cache, options: AttentionOptions, impl: str | None) -> tuple[Te
 
 def plan_cache(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> str:
     """Which work on a cache, in order: "triton", "triton|eager" or "eager"."""
+    if impl is None and not q.is_cuda and not INTERPRETED:
+        return _ELSEWHERE.impl
     return choose(CACHE_CANDIDATES, (q, k, v), impl, "attention on a cache", q).impls

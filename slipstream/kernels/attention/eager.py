@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from slipstream.common.checks import cast
 from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.inputs import (
     MIN_GATE,
@@ -44,7 +46,7 @@ def torch_takes(inputs: AttentionInputs, options: AttentionOptions) -> bool:
     """Whether scaled_dot_product_attention does it in linear memory and returns all there is."""
     left, right = options.left, options.right
     q, k, v = inputs[:3]
-    if any(x is not None for x in inputs[3:6]) or options.softcap or options.dropout:
+    if inputs.biased or options.softcap or options.dropout:
         return False
     if q.shape[-1] != v.shape[-1]:
         return False
@@ -69,18 +71,19 @@ def with_torch(inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
 
 
 def _readable(q: Tensor) -> bool:
-    return q.device.type == "cpu" and not torch.compiler.is_compiling()
+    return q.is_cpu and not is_compiling()
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    if _readable(q):
+    compiling = is_compiling()
+    if q.is_cpu and not compiling:
         # torch's product on a CPU reads rows that overlap at other places, and says nothing
-        q, k, v = (x.contiguous() if x.stride(1) < x.shape[-1] else x for x in (q, k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = [x.contiguous() if x.stride(1) < x.shape[-1] else x for x in (q, k, v)]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # branched on, not passed on: under torch.compile torch refuses symbolic comparisons
     chosen: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     chosen |= {"is_causal": True} if causal else {}
-    if not torch.compiler.is_compiling():
+    if not compiling:
         refuse_tangents("attention", (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, scale=scale, **chosen)
     if not by_operation() and o.grad_fn is not None and "Flash" in o.grad_fn.name():
@@ -130,7 +133,7 @@ def forward(
             if inputs.seed is not None:
                 p *= _dropout_factor(p, block, rows, keys, options, inputs.seed)
             y = _grouped(p, block) @ block.v[:, :, keys]
-            o_block[:, rows] = _heads(y, block).transpose(1, 2).to(o.dtype)
+            o_block[:, rows] = _heads(y, block).transpose(1, 2)
             lse_block[:, :, rows] = total
     return o, lse
 
@@ -248,7 +251,7 @@ def _attention_blocks(inputs: AttentionInputs) -> Iterator[tuple[AttentionBlock,
 
 def by_sequence(inputs: AttentionInputs) -> bool:
     """Whether sequences differ in length and the host knows the lengths."""
-    return inputs.q.device.type == "cpu" and not (inputs.cu_q is None and inputs.lengths is None)
+    return inputs.q.is_cpu and not (inputs.cu_q is None and inputs.lengths is None)
 
 
 def _attention_block(inputs: AttentionInputs, sequence: int) -> AttentionBlock:
@@ -264,7 +267,7 @@ def _attention_block(inputs: AttentionInputs, sequence: int) -> AttentionBlock:
         g = None if g is None else g.masked_fill(unused[..., 0], 0)
     if k.shape[1] == 0:  # none to look up
         g = None
-    q, k, v = (x.to(inputs.dtype).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (cast(x, inputs.dtype).transpose(1, 2) for x in (q, k, v))
     return AttentionBlock(
         q.unflatten(1, (k.shape[1], -1)),
         k,

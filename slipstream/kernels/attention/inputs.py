@@ -38,7 +38,12 @@ class AttentionInputs(NamedTuple):
     @property
     def simple(self) -> bool:
         """Nothing but q, k and v."""
-        return all(x is None for x in self[3:])
+        packed = self.cu_q is not None or self.cu_k is not None or self.lengths is not None
+        return not packed and self.seed is None and not self.biased
+
+    @property
+    def biased(self) -> bool:
+        return self.g is not None or self.sinks is not None or self.slopes is not None
 
 
 class AttentionOptions(NamedTuple):

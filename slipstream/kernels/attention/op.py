@@ -233,7 +233,7 @@ def _append(
     if 0 in (k.numel() + v.numel(), k_cache.numel() + v_cache.numel()):
         return cache.lengths_after(lengths, k.shape[1])
     call = cache.Cache(k, k_cache, v_cache, lengths, rows, table=table)
-    if k.device.type == "cpu":  # on a device the reading that follows looks
+    if k.is_cpu:  # on a device the reading that follows looks
         cache.check_values(call, k.shape[1])
     args = (k_cache, v_cache, k, v, lengths, rows, table)
     with Guard(
@@ -265,4 +265,4 @@ append = KernelOp(
     "Tensor? table, str impl) -> Tensor",
     _append,
     lambda *args: torch.empty_like(args[4]),
-).overload
+)
