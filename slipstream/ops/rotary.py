@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.common.checks import cast
 from slipstream.kernels.pointwise.rotary import (
     rotary,
     rotary_by_table,
@@ -76,8 +77,8 @@ def rotary_embedding(
     cos, sin = (table_rows(table, x, positions) for table in (cos, sin))
     run = rotary_reference if impl == "reference" else rotary
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = run(x.to(wide), cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], interleaved)
-    return y.to(x.dtype)
+    cos, sin = cast(cos, wide)[:, :, None], cast(sin, wide)[:, :, None]
+    return cast(run(cast(x, wide), cos, sin, interleaved), x.dtype)
 
 
 def rotary_heads(

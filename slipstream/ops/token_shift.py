@@ -63,7 +63,8 @@ def token_shift(
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, x.shape[2]))
         checks.expect_one_dtype({"x": x, "initial_state": initial_state})
-    checks.expect_one_device({"x": x, "initial_state": initial_state, "cu_seqlens": cu_seqlens})
+    if initial_state is not None or cu_seqlens is not None:
+        checks.expect_one_device({"x": x, "initial_state": initial_state, "cu_seqlens": cu_seqlens})
     whole = initial_state
     if share is not None:
         columns = None if initial_state is None else initial_state[..., None]

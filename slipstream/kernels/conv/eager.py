@@ -129,7 +129,7 @@ def _dense(x: Tensor, weight: Tensor, pad: int) -> Tensor:
     """Correlation of x with `pad` rows of zeros on both sides."""
     rows = x.shape[1] + 2 * pad - weight.shape[1] + 1
     # oneDNN has no float64, and cuDNN would round to tf32
-    if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0 or rows == 0:
+    if x.dtype != torch.float32 or not x.is_cpu or x.numel() == 0 or rows == 0:
         return correlate_reference(F.pad(x, (0, 0, pad, pad)), weight)
     image = x.unsqueeze(1).permute(0, 3, 1, 2)  # [B, D, 1, R], channels last in memory
     with torch.autocast("cpu", enabled=False):
@@ -140,7 +140,7 @@ def _dense(x: Tensor, weight: Tensor, pad: int) -> Tensor:
 def _dweight(padded: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     channels, width = weight.shape
     rows = dy.shape[1]
-    if padded.device.type != "cpu" or rows < BLOCK_ROWS // 4:
+    if not padded.is_cpu or rows < BLOCK_ROWS // 4:
         taps = [(padded[:, j : j + rows] * dy).sum((0, 1)) for j in range(width)]
         return torch.stack(taps, dim=1)
     dw = weight.new_zeros(width, channels)

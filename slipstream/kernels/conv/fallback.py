@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common.checks import cast
 from slipstream.kernels.conv.eager import convolve
 from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs
 from slipstream.runtime.guarded_launch import plain_gradients
@@ -18,11 +19,10 @@ def convolution(
     """y in x's shape and dtype, with gradients."""
     x, weight, bias, residual, state, cu_seqlens = inputs
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    state = None if state is None else state.to(compute_dtype)
-    y = _finish(
-        convolve(x.to(compute_dtype), weight.to(compute_dtype), state, cu_seqlens), bias, silu
-    )
-    return y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+    state = None if state is None else cast(state, compute_dtype)
+    taps = cast(weight, compute_dtype)
+    y = _finish(convolve(cast(x, compute_dtype), taps, state, cu_seqlens), bias, silu)
+    return cast(y if residual is None else y + residual, x.dtype)
 
 
 def forward(
@@ -88,15 +88,16 @@ def update(
     """x, y [N, D]; the state moves on in place."""
     window, live = _move_on(x, state, indices)
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = _finish((window.to(compute_dtype) * weight.to(compute_dtype)).sum(-1), bias, silu)
-    y = y.to(x.dtype) if residual is None else (y + residual).to(x.dtype)
+    products = cast(window, compute_dtype) * cast(weight, compute_dtype)
+    y = _finish(products.sum(-1), bias, silu)
+    y = cast(y if residual is None else y + residual, x.dtype)
     return y if live is None else y * live[:, None].to(y.dtype)
 
 
 def _move_on(token: Tensor, state: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The windows [N, D, W] after the token, in place in the state; and who has one."""
     if indices is None:
-        window = torch.cat([state[..., 1:], token[..., None].to(state.dtype)], dim=-1)
+        window = torch.cat([state[..., 1:], cast(token[..., None], state.dtype)], dim=-1)
         state.copy_(window.detach())
         return window, None
     expect_below("state_indices", indices, state.shape[0], "states")

@@ -154,7 +154,7 @@ def _decay(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _token_blocks(h: Tensor) -> Iterator[slice]:
     T, width = h.shape[1], h[:, 0].numel()
-    step = max(BLOCK, BLOCK_ELEMENTS // width) if h.device.type == "cpu" else T
+    step = max(BLOCK, BLOCK_ELEMENTS // width) if h.is_cpu else T
     for start in range(0, T, step):
         yield slice(start, min(start + step, T))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks, int8_states
-from slipstream.common.checks import autocast_dtype
+from slipstream.common.checks import autocast_dtype, cast
 from slipstream.common.int8_states import Int8State
 from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
@@ -100,7 +100,7 @@ def run(
     dtype = None
     if key is not None and terms.q is not None and pool.state is not None:
         dtype = autocast_dtype(terms.q)
-        strides = (x.stride() for x in pool[:3] if x is not None)
+        strides = [x.stride() for x in pool[:3] if x is not None]
         key = (*key, *strides, dtype)
     plan = _PLANS.get(key, lambda: plan_for(terms, pool, impl))
     given = (*terms, pool.state, pool.scale)
@@ -150,7 +150,7 @@ def _check_pool(terms: LinearInputs, pool: Pool) -> None:
 
 def _check_indices(indices: Tensor, cache_slots: int) -> None:
     """On the host: none past the last slot, none twice. On a device it would be a sync."""
-    if indices.device.type == "cpu":
+    if indices.is_cpu:
         expect_below("state_indices", indices, cache_slots, "slots")
         expect_unique("state_indices", indices, "slot")
 
@@ -175,7 +175,7 @@ def _step(*args: Any) -> Tensor:
             states = pool.k_first, pool.scale, pool.residual
             return decode_launch.update(terms, *states, indices, scale, l2_norm)
     o = step_eager(_normalised(terms) if l2_norm else terms, pool, scale)
-    return o.to(terms.q.dtype)
+    return cast(o, terms.q.dtype)
 
 
 def _mismatch(terms: LinearInputs, pool: Pool, l2_norm: bool) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import cast
 from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -48,7 +49,7 @@ def kl_rows(
     layers = LinearRows(*student, grads, dtype), LinearRows(*teacher, False, dtype)
     loss = hidden.new_empty(len(hidden), dtype=dtype)
     for rows in row_chunks(hidden, 2 * len(weight)):
-        q, p = (x.logits(rows).to(dtype).div_(temperature).log_softmax(-1) for x in layers)
+        q, p = (cast(x.logits(rows), dtype).div_(temperature).log_softmax(-1) for x in layers)
         live_rows = None if live is None else live[rows]
         row_loss = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1) * temperature**2
         loss[rows] = row_loss if live_rows is None else row_loss.masked_fill_(~live_rows, 0)
@@ -123,10 +124,10 @@ class _Rows(Function):
             _, *forward_grads = _CALL(*tensors, dloss.contiguous(), *ctx.options)
         elif dloss.numel():
             # in dloss's dtype: float16 may not hold the factor of a scaled loss
-            forward_grads = [x.to(dloss.dtype) * dloss[0] for x in forward_grads]
+            forward_grads = [cast(x, dloss.dtype) * dloss[0] for x in forward_grads]
         dhidden, dweight, dbias = forward_grads
-        dbias = None if tensors[2] is None else dbias.to(tensors[2].dtype)
-        dhidden, dweight = dhidden.to(tensors[0].dtype), dweight.to(tensors[1].dtype)
+        dbias = None if tensors[2] is None else cast(dbias, tensors[2].dtype)
+        dhidden, dweight = cast(dhidden, tensors[0].dtype), cast(dweight, tensors[1].dtype)
         return dhidden, dweight, dbias, *[None] * 7
 
 
@@ -134,7 +135,7 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, live, dloss, temperature, grads, impl = args
     contiguous: Any = [None if t is None else t.contiguous() for t in tensors]
     x, w, b, y, u, c = contiguous
-    options = live, None if dloss is None else dloss.to(_compute_dtype(x)), temperature, grads
+    options = live, None if dloss is None else cast(dloss, _compute_dtype(x)), temperature, grads
     student, teacher = (x, w, b), (y, u, c)
     if not is_triton(impl):
         return kl_rows(student, teacher, *options)
@@ -147,7 +148,7 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if usable:
             return _kernels(student, teacher, *options)
     loss, dhidden, dweight, dbias = kl_rows(student, teacher, *options)
-    return loss, dhidden, dweight.to(w.dtype), dbias.to(w.dtype)
+    return loss, dhidden, cast(dweight, w.dtype), cast(dbias, w.dtype)
 
 
 def _kernels(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import cast
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows, row_chunks
 from slipstream.kernels.loss.reference import LossInputs
 
@@ -83,7 +84,7 @@ def linear_rows(
     layer = LinearRows(hidden, weight, bias, grads, compute_dtype)
     loss = hidden.new_empty(len(hidden), dtype=compute_dtype)
     for chunk in row_chunks(hidden, len(weight)):
-        r = rows(layer.logits(chunk).to(compute_dtype), target[chunk], options)
+        r = rows(cast(layer.logits(chunk), compute_dtype), target[chunk], options)
         loss[chunk] = r.loss
         if grads:
             layer.add(chunk, dlogits(r, None if dloss is None else dloss[chunk], options))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import cast
 from slipstream.common.linear_rows import ClassifierInputs, empty_gradients
 from slipstream.kernels.loss import cross_entropy_op, eager, launch
 from slipstream.kernels.loss.reference import LossInputs, rows_reference
@@ -117,9 +118,9 @@ class _LinearSum(Function):
         dhidden, dweight, dbias, *_ = saved
         weight_dtype, bias_dtype = ctx.dtypes
         # float16 may not hold dloss, the factor of a scaled loss
-        dhidden = (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype)
-        dweight = (dweight * dloss).to(weight_dtype)
-        dbias = None if bias_dtype is None else (dbias * dloss).to(bias_dtype)
+        dhidden = cast(cast(dhidden, dloss.dtype) * dloss, dhidden.dtype)
+        dweight = cast(dweight * dloss, weight_dtype)
+        dbias = None if bias_dtype is None else cast(dbias * dloss, bias_dtype)
         return dhidden, dweight, dbias, None, None, None
 
 
@@ -140,8 +141,8 @@ class _LinearRows(Function):
         _, dhidden, dweight, dbias = _call_linear(
             *saved, dloss, *ctx.options, grads=True, impl=ctx.impl
         )
-        dbias = None if bias is None else dbias.to(bias.dtype)
-        return dhidden, dweight.to(weight.dtype), dbias, None, None, None
+        dbias = None if bias is None else cast(dbias, bias.dtype)
+        return dhidden, cast(dweight, weight.dtype), dbias, None, None, None
 
 
 class _TritonLinear(Function):

@@ -6,6 +6,7 @@ float32 products have the precision that torch is set to; float8 ones are taken 
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import cast
 from slipstream.kernels.matmul.inputs import FP8, MatmulInputs, activated, scaled
 from slipstream.kernels.matmul.reference import matmul_reference
 
@@ -17,7 +18,7 @@ def matmul(t: MatmulInputs) -> Tensor:
     plain = (t.scale_a, t.scale_b, t.bias, t.residual) == (None,) * 4 and not t.activation
     z = torch.mm(t.a, t.b)
     if plain:
-        return z.to(t.out_dtype)
+        return cast(z, t.out_dtype)
     z = scaled(z.float(), t.scale_a, t.scale_b)
     z = activated(z if t.bias is None else z.add_(t.bias), t.activation)
-    return (z if t.residual is None else z.add_(t.residual)).to(t.out_dtype)
+    return cast(z if t.residual is None else z.add_(t.residual), t.out_dtype)

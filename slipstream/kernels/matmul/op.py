@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import cast
 from slipstream.compiler import arch as arches
 from slipstream.compiler.arch import Arch
 from slipstream.compiler.kernel_key import KernelKey
@@ -83,7 +84,7 @@ class _Matmul(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale_a, scale_b = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        dz = scaled(dout, scale_a, scale_b).to(a.dtype)
+        dz = cast(scaled(dout, scale_a, scale_b), a.dtype)
         bias_dtype, residual_dtype = ctx.dtypes
 
         def product(x: Tensor, y: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
 
 def run(t: NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
-    impl = choose(CANDIDATES, (t.x, n, *t[1:]), impl, "norm", t.x).impls
+    impl = choose(CANDIDATES, (t.x, n, t), impl, "norm", t.x).impls
     if is_triton(impl):
         y, h = norm(t, n, impl)
         return y, t.x if h is None else h
@@ -22,13 +22,13 @@ def run(t: NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor, Tensor
     return eager.compose(t, n, *functions)
 
 
-def _unsupported_reason(x: Tensor, n: NormOptions, *tensors: Tensor | None) -> str | None:
+def _unsupported_reason(x: Tensor, n: NormOptions, t: NormInputs) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
-    for t in tensors:
-        if t is not None and t.dtype not in DTYPES:
-            return f"it computes in float32, and an input is {t.dtype}"
-    return guarded_launch.known_failure(lambda: kind(x, tensors[0], tensors[2], n), x.device)
+    for other in t[1:]:
+        if other is not None and other.dtype not in DTYPES:
+            return f"it computes in float32, and an input is {other.dtype}"
+    return guarded_launch.known_failure(lambda: kind(x, t.weight, t.gate, n), x.device)
 
 
 CANDIDATES = triton_or_eager(_unsupported_reason)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from slipstream.common.checks import cast
 from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 from slipstream.kernels.norm.reference import rms_reference
 from slipstream.runtime.autograd import (
@@ -39,11 +41,11 @@ def compose(
     x, weight, bias, gate, residual = t
     h = _residual_sum(x, residual, n.wide_h)
     z = _to_compute_dtype(h)
-    gate_value = None if gate is None else ACTIVATIONS[n.activation](gate.to(z.dtype))
+    gate_value = None if gate is None else ACTIVATIONS[n.activation](cast(gate, z.dtype))
     if gate_value is not None and n.gate_first:
         z = z * gate_value
     factor = _factor(weight, z, n.zero_centered)
-    offset = None if bias is None else bias.to(z.dtype)
+    offset = None if bias is None else cast(bias, z.dtype)
     if n.l2:
         y = _l2(z, n.eps, x.requires_grad, rms)
     elif n.groups:
@@ -56,15 +58,17 @@ def compose(
         y = _affine(rms(z, factor, n.eps), None, offset)
     if gate_value is not None and not n.gate_first:
         y = y * gate_value
-    return y.to(x.dtype), h
+    return cast(y, x.dtype), h
 
 
 def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tensor:
-    size = max(x.shape[-1], 1)
     if not (torch.is_grad_enabled() and grads):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        # a graph exported from inputs without gradients may be differentiated: nothing in place
-        return x * (norm.square() + eps).rsqrt()
+        if is_compiling():
+            # a graph exported from inputs without gradients may be differentiated: not in place
+            return x * (norm.square() + eps).rsqrt()
+        return x * norm.square_().add_(eps).rsqrt_()
+    size = max(x.shape[-1], 1)
     # sum = D mean: an rms norm with eps / D, times 1 / sqrt(D)
     return rms(x, x.new_full((x.shape[-1],), size**-0.5), eps / size)
 
@@ -85,7 +89,8 @@ def _to_compute_dtype(x: Tensor) -> Tensor:
 def _factor(weight: Tensor | None, x: Tensor, zero_centered: bool) -> Tensor | None:
     if weight is None:
         return None
-    return weight.to(x.dtype) + 1 if zero_centered else weight.to(x.dtype)
+    weight = cast(weight, x.dtype)
+    return weight + 1 if zero_centered else weight
 
 
 def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:
@@ -95,7 +100,7 @@ def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., D], weight [D] of x's dtype, float32 or float64."""
-    if x.device.type != "cpu" or by_operation() or x.numel() == 0:
+    if not x.is_cpu or by_operation() or x.numel() == 0:
         return rms_reference(x, weight, eps)
     if weight is None:
         weight = x.new_ones(x.shape[-1])

@@ -16,12 +16,12 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.custom_op import KernelOp, autograd_function
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 
 def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
+    return torch.relu(x).square()
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -39,14 +39,15 @@ def glu(gate: Tensor, up: Tensor | None, f: str, impl: str | None) -> Tensor:
 
 def impl_for(gate: Tensor, f: str, impl: str | None) -> str:
     """Those to try, as Selection.impls says."""
-    if impl is None and torch.compiler.is_compiling():
-        return "eager"  # torch.compile makes one kernel of it and of what is around it
+    # torch.compile makes one kernel of it and of what is around it
+    if impl is None and (not gate.is_cuda or torch.compiler.is_compiling()):
+        return "eager"
     return choose(_CANDIDATES, (gate, f), impl, "glu", gate).impls
 
 
 def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     """By one of the implementations that impl_for names."""
-    if not is_triton(impl):
+    if impl in PLAIN:
         return _eager(gate, up, f)
     if needs_autograd(gate, up):
         return _Glu.apply(gate, up, f, impl)

@@ -14,7 +14,7 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, triton_or_eager
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 
@@ -70,7 +70,7 @@ def previous(
 ) -> tuple[Tensor, Tensor]:
     """y and the last tokens, by the implementation that is chosen."""
     impl = choose(_CANDIDATES, (x, cu_seqlens), impl, "token_shift", x).impls
-    if is_triton(impl):
+    if impl not in PLAIN:
         return kernel_shift(x, state, cu_seqlens, impl)
     return (shift_reference if impl == "reference" else shift)(x, state, cu_seqlens)
 

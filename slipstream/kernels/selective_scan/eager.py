@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
     def segments(self) -> Iterator[slice]:
         u, N = self.inputs.u, self.inputs.A.shape[1]
-        max_elements = SEGMENT_ELEMENTS_CPU if u.device.type == "cpu" else SEGMENT_ELEMENTS
+        max_elements = SEGMENT_ELEMENTS_CPU if u.is_cpu else SEGMENT_ELEMENTS
         step = CHUNK * max(1, max_elements // max(u.shape[0] * u.shape[2] * N * CHUNK, 1))
         for start in range(0, u.shape[1], step):
             yield slice(start, min(start + step, u.shape[1]))

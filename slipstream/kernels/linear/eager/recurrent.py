@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import cast
 from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.runtime.autograd import as_base
 
 
 class Tokens(NamedTuple):
@@ -34,7 +36,7 @@ class Tokens(NamedTuple):
     u: Tensor | None
 
     def at(self, t: int) -> "Tokens":
-        return Tokens(*(None if x is None else x[t] for x in self[:-1]), u=self.u)  # type: ignore
+        return Tokens(*[None if x is None else x[t] for x in self[:-1]], u=self.u)  # type: ignore
 
 
 def gather(terms: LinearInputs) -> Tokens:
@@ -46,9 +48,7 @@ def gather(terms: LinearInputs) -> Tokens:
             return None
         if group > 1 and x.shape[2] != HV:
             x = x.repeat_interleave(group, dim=2)
-        if x.dtype != dtype:
-            x = x.to(dtype)
-        return x.transpose(0, 1).reshape(T, B * HV, *shape)
+        return cast(x, dtype).transpose(0, 1).reshape(T, B * HV, *shape)
 
     g, gv, beta = terms.g, terms.gv, terms.beta
     wide = beta is not None and beta.dim() == 4
@@ -142,7 +142,7 @@ def recurrent_forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor
     borrowed = order.map is None and terms.initial_state is not None
     if borrowed:  # the first token writes a state of its own instead of into a copy
         assert terms.initial_state is not None
-        ends = terms.initial_state.to(terms.dtype)
+        ends = cast(terms.initial_state, terms.dtype)
         S = ends.reshape(B * HV, *ends.shape[2:])
     else:
         ends = order.ends(terms.initial_state)
@@ -153,5 +153,5 @@ def recurrent_forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor
         out, S = step(tokens.at(t), S, in_place=t > 0 or not borrowed)
         torch.mul(out[:, 0], scale, out=o[t])
         order.leave(S, ends, t)
-    o = o.view(T, B, HV, V).transpose(0, 1).to(terms.q.dtype)
-    return o.contiguous(), order.finish(S, ends)
+    o = cast(o.view(T, B, HV, V).transpose(0, 1), terms.q.dtype).contiguous()
+    return as_base(o), order.finish(S, ends)
