@@ -186,6 +186,8 @@ def refuse_second(y: Tensor, operator: str) -> None:
     called_by = name_of_caller(operator)
 
     def refuse(grads: tuple, _: tuple) -> tuple | None:
+        if not torch.is_grad_enabled():
+            return None
         made = [x for x in grads if x is not None and x.requires_grad]
         if not made:
             return None
