@@ -59,7 +59,10 @@ def merge(folder: Path) -> None:
         now = compiler_state.families(compiler_state.uses_gluon(*key[:2]))
         rows[key] = {x: digest for x, digest in found.items() if now.get(x) == digest}
         print(*key, f"{len(rows[key])} of {len(now)} families verified")
-        for why, names in (("changed", found.keys() - rows[key]), ("unsound", now.keys() - found)):
+        for why, names in (
+            ("changed", found.keys() - rows[key]),
+            ("not recorded", now.keys() - found),
+        ):
             if names:
                 print(f"    {why}: {' '.join(sorted(names))}")
     support_page.write_data(data)

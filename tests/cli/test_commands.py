@@ -199,7 +199,7 @@ def test_records_of_other_machines_are_merged(
     kept = {**new, "families": {"norm": now["norm"]}}
     assert json.loads(recorded["VERIFIED"].read_text()) == [old, kept]
     said = capsys.readouterr().out
-    assert "changed: loss\n" in said and "unsound: attention" in said
+    assert "changed: loss\n" in said and "not recorded: attention" in said
 
 
 @pytest.mark.parametrize(
