@@ -29,6 +29,7 @@ _FAMILIES = {
     "embedding": "pointwise",
     "cross_entropy": "loss",
     "linear_kl_div": "loss",
+    "projection_norm_step": "projection_step",
     "ids": CORE,
 }
 
@@ -44,7 +45,7 @@ class FeatureRule(NamedTuple):
 _16 = ("float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _TRITON = ("linear.triton", "attention.triton", "attention.decode")
-_MATMUL = ("matmul.triton", "matmul.sm90", "projection_step.triton")
+_MATMUL = ("matmul.triton", "matmul.sm90", "projection_step.triton", "projection_norm_step.triton")
 _GLU = "glu_products.sm90"
 _PLAIN = (*_MATMUL, _GLU, "low_rank_step.triton")
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to

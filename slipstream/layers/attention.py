@@ -116,9 +116,9 @@ class Attention(Mixer):
         state: State,
         positions: Tensor | None = None,
         norm: nn.Module | None = None,
-        residual: Tensor | None = None,
+        residual: projections.Residual = None,
         **options: Any,
-    ) -> Tensor:
+    ) -> Any:
         lengths = state["length"]
         at = MixerCall(positions=positions, state=state).token_positions(x)
         qkv, gate = projections.linears(x, (self.qkv_proj, self.g_proj), norm)

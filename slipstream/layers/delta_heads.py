@@ -139,9 +139,9 @@ class DeltaHeads(Mixer):
         z: Tensor | None,
         state: State,
         conv: ShortConvolution,
-        residual: Tensor | None,
+        residual: projections.Residual,
         **terms: Any,
-    ) -> Tensor:
+    ) -> Any:
         """A step by decoding.mixer and o_proj, of which z is the output's gate and beta is raw.
 
         Args:
@@ -183,7 +183,7 @@ class SteppedDeltaHeads(DeltaHeads):
     def has_fused_step(self) -> bool:
         return self.conv is not None
 
-    def _fused_step(self, x: Tensor, state: State, conv: Any, **options: Any) -> Tensor:
+    def _fused_step(self, x: Tensor, state: State, conv: Any, **options: Any) -> Any:
         raise NotImplementedError
 
     def _recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:

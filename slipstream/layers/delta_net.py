@@ -150,8 +150,8 @@ class DeltaNet(Mixer):
         state: State,
         conv: ShortConvolution,
         norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+        residual: projections.Residual = None,
+    ) -> Any:
         keys = self.num_heads * self.head_dim
         qkv, beta, z = projections.linears(x, (self.qkv_proj, self.b_proj, self.g_proj), norm)
         q, k, v = qkv.split([keys, keys, self.num_heads * self.head_v_dim], dim=-1)

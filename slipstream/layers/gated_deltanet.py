@@ -1,5 +1,7 @@
 """Gated DeltaNet, in the form that Qwen3-Next uses."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution, expect_gate_activation
@@ -123,8 +125,8 @@ class GatedDeltaNet(SteppedDeltaHeads):
         state: State,
         conv: ShortConvolution,
         norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+        residual: projections.Residual = None,
+    ) -> Any:
         qkv, z, ab = projections.linears(x, (self.qkv_proj, self.z_proj, self.ab_proj), norm)
         a, b = ab.chunk(2, dim=-1)
         terms = {"g": a, "beta": b, "z_activation": self.gate_activation}

@@ -1,5 +1,7 @@
 """Gated DeltaNet-2: the gated delta rule with an erase and a write by channel."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
@@ -90,8 +92,8 @@ class GatedDeltaNet2(SteppedDeltaHeads):
         state: State,
         conv: ShortConvolution,
         norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+        residual: projections.Residual = None,
+    ) -> Any:
         layers = self.qkv_proj, self.bw_proj, self.f_down, self.g_down
         qkv, bw, f, z = projections.linears(x, layers, norm)
         b, w = bw.split([self.keys, self.values], dim=-1)

@@ -143,8 +143,8 @@ class GatedLinearAttention(Mixer):
         x: Tensor,
         state: State,
         norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+        residual: projections.Residual = None,
+    ) -> Any:
         layers = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_down
         q, k, v, z, raw = projections.linears(x, layers, norm)
         raw = projections.by_rows(raw, self.gk_up)

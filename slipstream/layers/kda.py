@@ -1,5 +1,7 @@
 """Kimi delta attention, the linear layer of Kimi Linear."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
@@ -126,8 +128,8 @@ class KimiDeltaAttention(SteppedDeltaHeads):
         state: State,
         conv: ShortConvolution,
         norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+        residual: projections.Residual = None,
+    ) -> Any:
         layers = self.qkv_proj, self.b_proj, self.f_down, self.g_down
         qkv, beta, f, z = projections.linears(x, layers, norm)
         g = projections.by_rows(f, self.f_up).unflatten(-1, (self.num_v_heads, self.head_dim))

@@ -148,8 +148,8 @@ class Mamba2(Mixer):
         x: Tensor,
         state: State,
         norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+        residual: projections.Residual = None,
+    ) -> Any:
         groups = self.n_groups * self.state_size
         (zxbcdt,) = projections.linears(x, (self.in_proj,), norm)
         z, u, b, c, dt = zxbcdt.split(

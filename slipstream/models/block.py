@@ -38,6 +38,13 @@ def narrowed(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:
     return h.to(next(p.dtype for p in weights if p.is_floating_point()))
 
 
+def norm_behind(model: Any, i: int) -> nn.Module | None:
+    """The norm that reads what block i of a model returns, None where something comes between."""
+    if model.depth is not None or any(is_hooked(block) for block in model.layers[i : i + 2]):
+        return None
+    return model.norm if i + 1 == len(model.layers) else model.layers[i + 1].mixer_norm
+
+
 class Block(GradientCheckpointingLayer):
     def __init__(self, config: SlipstreamConfig, layer_idx: int) -> None:
         super().__init__()
@@ -76,17 +83,20 @@ class Block(GradientCheckpointingLayer):
         use_cache: bool = False,
         layer: LayerState | None = None,
         room: int | None = None,
-    ) -> tuple[Tensor, State | None, Tensor | None]:
+        next_norm: nn.Module | None = None,
+        normed: Tensor | None = None,
+    ) -> tuple[Tensor, Any, Tensor | None]:
         """Returns h, the next state and, if the mixer takes a first_value but there is none yet,
         that value for later blocks. Called again for its gradients, it is as consistent.
 
         With `layer`, whose tokens h follows, that is updated in place and no state returned; `room`
-        is how much of it the mixer sees (LayerState.view).
+        is how much of it the mixer sees (LayerState.view). Then `normed` may be mixer_norm(h), and
+        the second result is next_norm of the first, where a launch has made that too.
 
         first_value is positional, since reentrant checkpointing gives gradients to nothing else.
         """
         if layer is not None:
-            return self._advance(h, first_value, layer, positions, room)
+            return self._advance(h, first_value, layer, positions, room, next_norm, normed)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
         mixing = options | {"positions": positions, "state": state, "use_cache": use_cache}
         if not self.consistent:
@@ -142,7 +152,7 @@ class Block(GradientCheckpointingLayer):
             return h + y, None
         if layer is not None and type(self.mlp) is SwiGLU and projections.fuses(h):
             h = h + y
-            return projections.gated_mlp(self.mlp, h, self.mlp_norm, h), None
+            return projections.gated_mlp(self.mlp, h, self.mlp_norm, h, None)[0], None
         # h + y, and its norm, in one pass
         x, h = self.mlp_norm(y, h, prenorm=True, residual_in_fp32=self.residual_in_fp32)
         if not self.shifts:
@@ -167,9 +177,11 @@ class Block(GradientCheckpointingLayer):
         layer: LayerState,
         positions: Tensor | None,
         room: int | None,
-    ) -> tuple[Tensor, None, Tensor | None]:
+        next_norm: nn.Module | None,
+        normed: Tensor | None,
+    ) -> tuple[Tensor, Any, Tensor | None]:
         if self._fuses(h, layer):
-            return self._fused(h, layer, positions, room), None, None
+            return *self._fused(h, layer, positions, room, next_norm, normed), None
         x = h
         if self.residual_in_fp32:
             x, h = narrowed(h, self.mixer_norm, self), h.float()
@@ -200,11 +212,21 @@ class Block(GradientCheckpointingLayer):
         )
 
     def _fused(
-        self, h: Tensor, layer: LayerState, positions: Tensor | None, room: int | None
-    ) -> Tensor:
+        self,
+        h: Tensor,
+        layer: LayerState,
+        positions: Tensor | None,
+        room: int | None,
+        next_norm: nn.Module | None,
+        normed: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         h = h.float() if self.residual_in_fp32 else h
-        around = {"norm": self.mixer_norm, "residual": h}
-        h = self.mixer.step(h, layer.view(1, room), positions=positions, **around)
+        x, norm = (h, self.mixer_norm) if normed is None else (normed, None)
+        behind = next_norm if self.mlp_norm is None else self.mlp_norm
+        around = {"norm": norm, "residual": projections.normed_next(h, behind)}
+        y = self.mixer.step(x, layer.view(1, room), positions=positions, **around)
+        h, normed = y if isinstance(y, tuple) else (y, None)
         if self.mlp_norm is None or not isinstance(self.mlp, SwiGLU):
-            return h
-        return projections.gated_mlp(self.mlp, h, self.mlp_norm, h)
+            return h, normed
+        x, norm = (h, self.mlp_norm) if normed is None else (normed, None)
+        return projections.gated_mlp(self.mlp, x, norm, h, next_norm)

@@ -19,7 +19,7 @@ from slipstream.compiler import triton_cache_key
 from slipstream.models import arguments
 from slipstream.models import consistent as blocks
 from slipstream.models.arguments import PACKING, check_arguments, checked, shape_of, the_cache
-from slipstream.models.block import Block, make_norm, narrowed
+from slipstream.models.block import Block, make_norm, narrowed, norm_behind
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
@@ -291,15 +291,15 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         room: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """As _run, for tokens of every row that follow those in the cache, updated in place."""
-        every, first_value, sources = [], None, self._sources(h)
+        every, first_value, sources, normed = [], None, self._sources(h), None
         for i, (block, layer) in enumerate(zip(self.layers, cache.layers)):
             h = self._mixed(i, h, sources)
-            if keep:
-                every.append(h)
-            y, _, value = block(h, first_value, positions=positions, layer=layer, room=room)
+            every += [h] if keep else []
+            options: Any = {"positions": positions, "room": room, "next_norm": norm_behind(self, i)}
+            y, normed, value = block(h, first_value, layer=layer, normed=normed, **options)
             first_value = value if first_value is None else first_value
             h, sources = y, self._with_added(i, sources, h, y)
-        h = self._normed(self._mixed(len(self.layers), h, sources))
+        h = self._normed(self._mixed(len(self.layers), h, sources)) if normed is None else normed
         return h, [*every, h] if keep else []
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from slipstream.kernels.projection_step.op import MAX_ROWS
 from slipstream.nn.hooks import has_hooks
 from slipstream.ops.matmul import matmul
 from slipstream.ops.projection_step import projection_step
-from slipstream.runtime.consistent import BLOCK, consistent_scope
+from slipstream.runtime.consistent import BLOCK, consistent, consistent_scope
 
 # of which the tile is the best, whatever a call's are
 _ROWS = 4096
@@ -100,7 +100,8 @@ def _of_step(
     given = [None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, residual)]
     rows, added = (t.expand(2, -1) if t is not None and t.shape[0] == 1 else t for t in given)
     assert rows is not None
-    y = projection_step(rows, weights, residual=added, **options)
+    with consistent():
+        y = projection_step(rows, weights, residual=added, **options)
     return y[: x.numel() // x.shape[-1]].view(*x.shape[:-1], y.shape[-1])
 
 

@@ -5,13 +5,15 @@ without gradients, autocast or a tracer, the modules are called as they are.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.nn.consistent import step_products
-from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear
+from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear, plain_module
 from slipstream.nn.norm import RMSNorm
 from slipstream.ops.projection_step import projection_step
 from slipstream.runtime.consistent import consistent_scope
@@ -52,10 +54,45 @@ def linears(
     return [None if layer is None else next(parts) for layer in layers]
 
 
-def projected(x: Tensor, layer: nn.Linear, residual: Tensor | None) -> Tensor:
-    """layer(x) + residual, which may be None."""
+class NormedNext(NamedTuple):
+    """A residual, and the norm of its sum with a layer's result: `projected` returns both."""
+
+    residual: Tensor
+    norm: RMSNorm
+
+
+Residual = Tensor | NormedNext | None
+
+
+def normed_next(residual: Tensor, norm: nn.Module | None) -> Tensor | NormedNext:
+    """The residual with the norm of the sum, where one launch makes both; else alone."""
+    if (
+        type(norm) is RMSNorm
+        and norm_op.takes(residual.shape[0], residual.device)
+        and fuses(residual)
+        and norm.eps is not None
+        and isinstance(norm.weight, Tensor)
+        and plain_module(norm)
+        and norm.weight.device == residual.device
+    ):
+        return NormedNext(residual, norm)
+    return residual
+
+
+def projected(x: Tensor, layer: nn.Linear, residual: Residual) -> Any:
+    """layer(x) + residual, which may be None; with a NormedNext that sum and its norm."""
     if residual is None:
         return layer(x)
+    if isinstance(residual, NormedNext):
+        h, norm = residual
+        weight: Any = norm.weight
+        if not _plain(x, [layer]) or not weight.dtype == layer.weight.dtype == x.dtype:
+            h = projected(x, layer, h)
+            return h, _normed(h, norm)
+        rows, added = x.flatten(0, 1), h.flatten(0, 1)
+        options: Any = (weight, norm.eps, norm.zero_centered)
+        h, y = norm_op.run(NormedInputs(rows, layer.weight, layer.bias, added, *options))
+        return h[:, None], y[:, None]
     # torch's products share the long sums of several rows among programs, which is faster
     is_long = x.shape[0] > 1 and x.shape[-1] > 2 * residual.shape[-1]
     if is_long or not _plain(x, [layer]):
@@ -73,12 +110,16 @@ def by_rows(x: Tensor, layer: Any) -> Tensor:
     return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
-def gated_mlp(mlp: GatedMLP, x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
-    """mlp(norm(x)) + residual"""
+def gated_mlp(
+    mlp: GatedMLP, x: Tensor, norm: nn.Module | None, residual: Tensor, next_norm: nn.Module | None
+) -> tuple[Tensor, Tensor | None]:
+    """h = mlp(norm(x)) + residual, and next_norm(h) where a launch makes that too."""
     layers = [mlp.gate_proj, mlp.up_proj]
     if mlp.activation != "swiglu" or is_hooked(mlp) or not _plain(x, layers):
-        return residual + mlp(_normed(x, norm))
-    return projected(_call(x, layers, norm, activation="swiglu"), mlp.down_proj, residual)
+        return residual + mlp(_normed(x, norm)), None
+    inner = _call(x, layers, norm, activation="swiglu")
+    y = projected(inner, mlp.down_proj, normed_next(residual, next_norm))
+    return y if isinstance(y, tuple) else (y, None)
 
 
 def consistent_mlp(mlp: GatedMLP, x: Tensor, residual: Tensor) -> Tensor:

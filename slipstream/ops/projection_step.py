@@ -7,6 +7,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.projection_step.inputs import ProjectionInputs
 from slipstream.kernels.projection_step.op import run
+from slipstream.runtime.consistent import consistent_scope
 
 
 @checks.operator
@@ -63,5 +64,6 @@ def projection_step(
     if not all(b is None or isinstance(b, Tensor) for b in bias):
         raise TypeError(f"biases: want tensors or None, got {type(biases).__name__} of others")
     glu = activation == "swiglu"
-    t = ProjectionInputs(x, layers, bias, norm_weight, residual, norm_eps, zero_centered, glu)
+    options = norm_eps, zero_centered, glu, consistent_scope.on
+    t = ProjectionInputs(x, layers, bias, norm_weight, residual, *options)
     return run(t, impl)

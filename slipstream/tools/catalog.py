@@ -216,6 +216,7 @@ OPERATORS = [
             fixed="x weights norm_weight residual", options={"norm_eps": 1e-5}),
     _traced("projection_step", "x=8D weights=CD residual=8C", variant="rows",
             fixed="x weights residual"),
+    _traced("projection_step", "x=MD weights=CD", variant="many rows", fixed="x weights"),
     Sample("selective_scan", SELECTIVE, "ND4", options={"delta_softplus": True}),
     _tested("selective_scan", "gated", f"{SELECTIVE} D=D z=BTD delta_bias=D", "ND4",
             options={"delta_softplus": True}),

@@ -19,6 +19,8 @@ from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.pointwise import gated_mlp
 from slipstream.kernels.pointwise.copy_states import copy_states
 from slipstream.kernels.pointwise.place_tokens import place_tokens
+from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7
 from slipstream.kernels.time_mix.low_rank import LowRankInputs
 from slipstream.kernels.time_mix.token_mix import mixed_projections
@@ -88,6 +90,13 @@ def _low_rank_step(
     """Of a later layer."""
     with torch.no_grad():
         return low_rank.low_rank(LowRankInputs(x, x, g, x, up, up, g_up, up), impl)
+
+
+def _projection_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    t = NormedInputs(x, weight, None, residual, norm_weight, 1e-5, False)
+    return norm_op.run(t, impl)
 
 
 def _gated_mlp(
@@ -216,6 +225,13 @@ LAYER_SAMPLES = [
         tested=False,
         fixed="x g up g_up",
         function=_low_rank_step,
+    ),
+    LayerSample(
+        "projection_norm_step",
+        "x=MD weight=CD residual=MC norm_weight=C",
+        tested=False,
+        fixed="x weight residual norm_weight",
+        function=_projection_norm,
     ),
     _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{UNIT} g=BTG:gate beta=BTG:beta"),

@@ -19,19 +19,32 @@ _CODE = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(\S+)")
 _TOUCHES = ("LDG", "STG", "ATOM", "RED.", "REDG", "LDGSTS", "LD.", "ST.", "UBLKCP", "UTMA")
 
 
-def projection(rows: int, glu: bool = False) -> Compiled:
+def projection(rows: int, glu: bool = False, many: bool = False) -> Compiled:
     from slipstream.kernels.projection_step.triton import launch
 
     N, K = 4112, 1024
-    tile = launch.tile_of(rows, N, K, 2, 2 * (1 + glu), 232_448)
+    if many:
+        tile = launch.tile_of_many(N, K, 1 + glu, 232_448)
+    else:
+        tile = launch.tile_of(rows, N, K, 2, 2 * (1 + glu), 232_448)
     names = ("x", "y", "w0", "w1", *([] if rows > 1 else ["norm_weight"]))
     constants = {"K": K, "ONE": rows == 1, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
     constants |= {"NORM": rows == 1, "ZERO_CENTERED": False, "GLU": glu}
-    constants |= {"PDL": True, "PREFETCH": True}
+    constants |= {"COLUMNS": K, "X_LEFT": tile.x_left, "PDL": True, "PREFETCH": not many}
     scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
     kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
     tensors = {f"{name}_ptr": "*bf16" for name in names}
     return compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
+
+
+def sums() -> Compiled:
+    tensors = {"partial_ptr": "*fp32", "residual_ptr": "*bf16", "norm_weight_ptr": "*bf16"}
+    tensors |= {"h_ptr": "*bf16", "y_ptr": "*bf16"}
+    flags = {"N": 1024, "S": 8, "BS": 8, "BN": 1024, "ZERO_CENTERED": False, "PDL": True}
+    kernel = "slipstream.kernels.projection_step.triton.sums:projection_sums_kernel"
+    return compile_kernel(
+        kernel, tensors, flags, {"M": "i32", "row_residual": "i32:16"}, "sm_90", 8
+    )
 
 
 def norm() -> Compiled:
@@ -50,6 +63,9 @@ KERNELS = {
     "projection of a row": (lambda: projection(1), 1),
     "projection of 64 rows": (lambda: projection(64), 1),
     "gated projection of 64 rows": (lambda: projection(64, True), 2),
+    "projection with x on the left": (lambda: projection(64, many=True), 0),
+    "gated projection with x on the left": (lambda: projection(64, True, True), 0),
+    "sums of shares": (sums, 0),
     "norm": (norm, 0),
     "mixer_step": (mixer, 1),
     "mixer_step, two programs a head": (lambda: mixer(V=256, PER_CHANNEL=True), 1),

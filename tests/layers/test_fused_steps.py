@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.kernels.projection_step import norm_op
 from slipstream.layers import (
     DeltaNet,
     GatedDeltaNet,
@@ -199,6 +200,43 @@ def test_steps_of_models_fuse_norms_and_residuals(
             hook.remove()
     torch.testing.assert_close(logits[1], logits[0])
     torch.testing.assert_close(logits[2], logits[0])
+
+
+def doubled(module: Any, args: Any) -> Any:
+    return (2 * args[0], *args[1:])
+
+
+@pytest.mark.parametrize(("hooked", "each"), [("", 4), ("layers.1", 2), ("norm", 3)])
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize(
+    "mixer", ["gated_deltanet", "kda", "gla", "mamba2", "attention", "retention"]
+)
+@torch.no_grad()
+def test_sums_and_norms_of_many_rows_are_one_operator(
+    mixer: str, fp32: bool, hooked: str, each: int, off_host: list[str], monkeypatch: Any
+) -> None:
+    """Same logits, whatever a hook in between does to what is normed."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(norm_op, "MMA_ROWS", 2)
+    monkeypatch.setattr(norm_op, "supports_pdl", lambda device: True)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_heads": 2, "norm": "zero_centered_rms"}
+    config = SlipstreamConfig(mixers=[mixer] * 2, residual_in_fp32=fp32, **sizes)
+    model = SlipstreamForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    if hooked:
+        model.model.get_submodule(hooked).register_forward_pre_hook(doubled)
+    ids, calls, logits, run = torch.randint(97, (3, 7)), [], [], norm_op.run
+    monkeypatch.setattr(norm_op, "run", lambda t: calls.append(t) or run(t))
+    for on_device in (False, True):
+        monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
+        cache = StateCache(2)
+        steps = [model(input_ids=ids[:, :5], cache=cache).logits[:, -1:]]
+        calls.clear()
+        steps += [model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in (5, 6)]
+        assert len(calls) == 2 * each * on_device * (mixer != "retention")
+        logits.append(torch.cat(steps, 1))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -270,6 +270,7 @@ GUARDED = {
     "mixer_step/op.py": ("mixer_step.triton",),
     "mixer_step/block_inputs.py": ("mixer_step.block_inputs",),
     "projection_step/op.py": ("projection_step.triton",),
+    "projection_step/norm_op.py": ("projection_norm_step.triton",),
     "decay_gate/op.py": ("decay_gate.triton",),
     "erase/op.py": ("erase.triton",),
     "preconditioner/op.py": ("preconditioner.triton",),

@@ -26,6 +26,8 @@ from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.pointwise import copy_states, embedding, place_tokens
 from slipstream.kernels.preconditioner import op as preconditioner_op
 from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInputs
+from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
@@ -207,6 +209,12 @@ def token_mix_steps() -> list[Tensor]:
 def projections() -> list[Tensor]:
     x, weights = torch.randn(1, 16), [torch.randn(8, 16), torch.randn(5, 16)]
     return [ops.projection_step(x, weights, norm_eps=1e-5)]
+
+
+def normed_projections() -> list[Tensor]:
+    x, weight = torch.randn(40, 16).half(), torch.randn(8, 16).half()
+    residual, norm_weight = torch.randn(40, 8), torch.rand(8).half()
+    return [*norm_op.run(NormedInputs(x, weight, None, residual, norm_weight, 1e-5, False))]
 
 
 def conv_update() -> list[Tensor]:

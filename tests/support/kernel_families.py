@@ -30,6 +30,7 @@ from slipstream.kernels.pointwise import (
 )
 from slipstream.kernels.preconditioner import op as preconditioner_op
 from slipstream.kernels.projection_step import eager as projection_eager
+from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
@@ -250,6 +251,12 @@ FAMILIES = [
         "projection_step.triton",
         calls.projections,
         {"projection_step.triton.launch:projection_step": projection_eager.projection_step},
+    ),
+    Family(
+        "projection_norm_step.triton",
+        calls.normed_projections,
+        {"projection_step.triton.launch:projection_norm": norm_op._eager},
+        ("slipstream.kernels.projection_step.norm_op",),
     ),
     Family(
         "mixer_step.triton", calls.mixer_steps, {"mixer_step.triton.launch:step": calls.mixer_step}

@@ -8,7 +8,10 @@ from slipstream.kernels.projection_step.inputs import ProjectionInputs
 
 
 def projection_step(t: ProjectionInputs) -> Tensor:
-    return _projection_step(t, t.x if t.norm_eps is None else _normed(t, t.x))
+    x = t.x
+    if t.norm_eps is not None:
+        x = normed(x, t.norm_weight, t.norm_eps, t.zero_centered)
+    return _projection_step(t, x)
 
 
 def reference(t: ProjectionInputs) -> Tensor:
@@ -23,15 +26,15 @@ def reference(t: ProjectionInputs) -> Tensor:
     return projection_step(wide).to(t.out_dtype)
 
 
-def _normed(t: ProjectionInputs, x: Tensor) -> Tensor:
+def normed(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+    """In float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
-    assert t.norm_eps is not None
-    x = x * (x.square().mean(-1, keepdim=True) + t.norm_eps).rsqrt()
-    if t.norm_weight is None:
+    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is None:
         return x
-    weight = t.norm_weight.to(wide)
-    return x * (1 + weight if t.zero_centered else weight)
+    weight = weight.to(wide)
+    return x * (1 + weight if zero_centered else weight)
 
 
 def _projection_step(t: ProjectionInputs, x: Tensor) -> Tensor:

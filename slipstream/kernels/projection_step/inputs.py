@@ -7,11 +7,14 @@ from torch import Tensor
 
 # of one launch, an argument of the kernel each
 MAX_WEIGHTS = 5
+# rows up to which the weights are the left operand; of more, and up to 64, x is, by wgmma
+MMA_ROWS = 32
 
 
 class ProjectionInputs(NamedTuple):
     """x: [M, K]. weights: each [N_i, K]; biases: each [N_i] or None. norm_weight: [K].
-    residual: [M, N]. norm_eps: None is no norm. glu: silu(y_0) y_1 of two weights."""
+    residual: [M, N]. norm_eps: None is no norm. glu: silu(y_0) y_1 of two weights.
+    consistent: a row's bits are the same whatever rows are beside it."""
 
     x: Tensor
     weights: list[Tensor]
@@ -21,6 +24,7 @@ class ProjectionInputs(NamedTuple):
     norm_eps: float | None
     zero_centered: bool
     glu: bool
+    consistent: bool
 
     @property
     def size(self) -> int:
@@ -31,3 +35,22 @@ class ProjectionInputs(NamedTuple):
     @property
     def out_dtype(self) -> torch.dtype:
         return self.weights[0].dtype if self.residual is None else self.residual.dtype
+
+
+class NormedInputs(NamedTuple):
+    """x: [M, K]. weight: [N, K]; bias: [N] or None. residual: [M, N]. norm_weight: [N], of the norm
+    of their sum."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor
+    norm_weight: Tensor
+    norm_eps: float
+    zero_centered: bool
+
+    @property
+    def product(self) -> ProjectionInputs:
+        """The product with nothing behind it."""
+        weights, biases = [self.weight], [self.bias]
+        return ProjectionInputs(self.x, weights, biases, None, None, None, False, False, False)

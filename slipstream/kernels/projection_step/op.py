@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.projection_step import eager
-from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, ProjectionInputs
+from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, MMA_ROWS, ProjectionInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
@@ -103,7 +103,9 @@ def _check(t: ProjectionInputs) -> None:
 
 def _kind(t: ProjectionInputs) -> KernelKey:
     """The calls that share a verdict on the kernel."""
-    terms = (t.glu, t.norm_eps is not None, t.residual is not None, t.x.shape[0] > 1)
+    M = t.x.shape[0]
+    rows = 1 if M == 1 else MMA_ROWS if M <= MMA_ROWS or t.consistent else MAX_ROWS
+    terms = (t.glu, t.norm_eps is not None, t.residual is not None, rows)
     return ("projection_step.triton", t.x.dtype, t.weights[0].dtype, t.x.shape[1], *terms)
 
 
@@ -115,12 +117,12 @@ def _impl(*args: Any) -> Tensor:
         return eager.reference(t)
     with Guard(impl, t.x.device, lambda: _kind(t), lambda: _mismatch(t)) as usable:
         if usable:
-            return _launch().projection_step(t)
+            return kernel_launches().projection_step(t)
     return eager.projection_step(t)
 
 
 @cache
-def _launch() -> Any:
+def kernel_launches() -> Any:
     """Triton is imported only here, once it is wanted."""
     from slipstream.kernels.projection_step.triton import launch
 
@@ -129,7 +131,8 @@ def _launch() -> Any:
 
 def _mismatch(like: ProjectionInputs) -> str | None:
     """The probe: one row or three, two weights where there may be several."""
-    rows, K = min(like.x.shape[0], 3), like.x.shape[1]
+    rows, K = like.x.shape
+    rows = rows if rows > MMA_ROWS else min(rows, 3)
     sizes = (40, 40) if like.glu else (40, 24) if like.residual is None else (40,)
     x = like.x
     tensors = {
@@ -163,7 +166,7 @@ _call = KernelOp(
     "(Tensor x, Tensor weight, Tensor? weight1, Tensor? weight2, Tensor? weight3, "
     "Tensor? weight4, Tensor? bias, Tensor? bias1, Tensor? bias2, Tensor? bias3, Tensor? bias4, "
     "Tensor? norm_weight, Tensor? residual, float? norm_eps, bool zero_centered, bool glu, "
-    "str impl) -> Tensor",
+    "bool consistent, str impl) -> Tensor",
     _impl,
     _fake,
     replay=True,

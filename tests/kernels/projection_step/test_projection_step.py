@@ -1,13 +1,18 @@
 """projection_step: each implementation, Triton's by its interpreter, against the formula."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.compiler.aot import compile_kernel
+from slipstream.compiler.trace import trace
+from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 from slipstream.ops import projection_step
 from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.runtime.consistent import consistent
 from tests.support.interpreted import parts, run
 from tests.support.operators import relative_error
 from tests.support.projections import SIZES, formula, inputs
@@ -53,7 +58,13 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
     tile = launch.tile_of(rows, 4112, 1024, 2, 2, 232_448)
     tensors = {f"{name}_ptr": "*bf16" for name in ("x", "y", "w0", "w1", "w2")}
     constants = {"K": 1024, "ONE": rows == 1, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
-    constants |= {"NORM": False, "ZERO_CENTERED": False, "GLU": False}
+    constants |= {
+        "COLUMNS": 1024,
+        "X_LEFT": tile.x_left,
+        "NORM": False,
+        "ZERO_CENTERED": False,
+        "GLU": False,
+    }
     scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
     kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
     got = compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
@@ -76,11 +87,75 @@ def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
         tile = launch.tile_of(64, N, 1024, bytes_each, bytes_each * (1 + is_glu), shared)
         tensors = dict.fromkeys((f"{name}_ptr" for name in ("x", "y", "w0", "w1")), dtype)
         constants = {"K": 1024, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
-        constants |= {"NORM": False, "ZERO_CENTERED": False, "GLU": is_glu}
+        constants |= {
+            "COLUMNS": 1024,
+            "X_LEFT": tile.x_left,
+            "NORM": False,
+            "ZERO_CENTERED": False,
+            "GLU": is_glu,
+        }
         scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
         arch = "sm_90" if shared > 101_376 else "sm_89"
         got = compile_kernel(kernel, tensors, constants, scalars, arch, tile.warps, tile.stages)
         assert got.shared <= shared
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("glu", [False, True])
+def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
+    """With x on the left, loaded in words of 16 bytes; without spills, in an SM's memory."""
+    from slipstream.kernels.projection_step.triton import launch
+
+    tile = launch.tile_of_many(2752, 1024, 1 + glu, 232_448)
+    tensors = dict.fromkeys((f"{name}_ptr" for name in ("x", "y", "w0", "w1")), "*bf16")
+    got = compiled(tile, tensors, glu, 1024)
+    assert got.instructions["wgmma"] and not got.instructions["mma.sync"]
+    assert got.ptx.count("cp.async.cg.shared.global") >= 4 and got.stack == 0
+    assert got.shared <= 232_448
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("K", [1024, 2752])
+def test_shares_of_k_fill_the_gpu(K: int) -> None:
+    """Of a weight of 1024 rows about a program for each of 132 multiprocessors."""
+    from slipstream.kernels.projection_step.triton import launch
+
+    tile, shares = launch.tile_of_shares(K)
+    columns = -(-K // (shares * tile.BK)) * tile.BK
+    assert 64 <= 1024 // tile.BN * -(-K // columns) <= 264
+    tensors = {"x_ptr": "*bf16", "w0_ptr": "*bf16", "y_ptr": "*fp32"}
+    got = compiled(tile, tensors, False, columns, K)
+    assert got.stack == 0 and got.shared <= 232_448 // 2
+
+
+def compiled(tile: Any, tensors: dict[str, str], glu: bool, columns: int, K: int = 1024) -> Any:
+    constants = {"K": K, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GLU": glu}
+    constants |= {"COLUMNS": columns, "X_LEFT": tile.x_left, "PDL": True}
+    constants |= {"NORM": False, "ZERO_CENTERED": False}
+    scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
+    kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
+    return compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_consistent_calls_keep_their_tile() -> None:
+    """Of 64 rows that of 2 rows but for its height, so that the sums of a row have one order."""
+
+    def call(device: torch.device) -> None:
+        x, w = (torch.empty(n, 1024, device=device, dtype=torch.bfloat16) for n in (64, 4096))
+        projection_step(x, w)
+        with consistent():
+            projection_step(x, w)
+
+    default, same = trace(call, "sm_90", backward=False)
+    assert default.constants["X_LEFT"] and not same.constants["X_LEFT"]
+    (few,) = trace(few_rows, "sm_90", backward=False)
+    assert few.constants["BK"] == same.constants["BK"] and not few.constants["X_LEFT"]
+
+
+def few_rows(device: torch.device) -> None:
+    x, w = (torch.empty(n, 1024, device=device, dtype=torch.bfloat16) for n in (2, 4096))
+    projection_step(x, w)
 
 
 def test_refuses() -> None:
@@ -102,6 +177,32 @@ def test_refuses() -> None:
         projection_step(x.requires_grad_(), weights)
 
 
+def check_many_rows() -> None:
+    """Tiles with x on the left, and shares of K with the sum and its norm, in float16."""
+    from slipstream.kernels.projection_step.triton import launch
+
+    for M, K, N, glu in ((33, 136, 40, False), (64, 72, 24, True)):
+        args = inputs(M, K, (N, N) if glu else (N, 7), torch.float16, biases=True)
+        t = ProjectionInputs(*args.values(), None, None, None, False, glu, False)
+        y = torch.empty(M, t.size, dtype=torch.float16)
+        launch._launch(t, y, launch.ProjectionTile(64, 16, 32, 4, 3, True), K)
+        want = formula(**args, activation="swiglu" if glu else None)
+        assert relative_error(y, want) <= LIMIT[torch.float16]
+    for M, K, N, dtype in ((33, 136, 40, torch.float32), (64, 2100, 24, torch.float16)):
+        args = inputs(M, K, (N,), torch.float16, biases=True)
+        residual, weight = torch.randn(M, N).to(dtype), torch.rand(N).half()
+        for zero_centered in (False, True):
+            given = (args["x"], args["weights"][0], args["biases"][0], residual, weight, 1e-5)
+            t = NormedInputs(*given, zero_centered)
+            h, y = norm_op.run(t, "triton")
+            want = formula(**args, residual=residual)
+            assert h.dtype == dtype and y.dtype == torch.float16
+            assert relative_error(h, want) <= LIMIT[torch.float16]
+            factor = 1 + weight.double() if zero_centered else weight.double()
+            normed = torch.rms_norm(h.double(), (N,), factor, 1e-5)
+            assert relative_error(y, normed) <= LIMIT[torch.float16]
+
+
 def main() -> None:
     assert parts()
     for size, dtype in itertools.product(SIZES, LIMIT):
@@ -110,6 +211,7 @@ def main() -> None:
         check("triton", dtype, size, norm=norm, biases=True, residual=True)
     for M, dtype in itertools.product((1, 5), LIMIT):
         check_gated("triton", M, dtype)
+    check_many_rows()
 
 
 if __name__ == "__main__":

@@ -6,21 +6,31 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
-from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, ProjectionInputs
+from slipstream.kernels.projection_step.inputs import (
+    MAX_WEIGHTS,
+    MMA_ROWS,
+    NormedInputs,
+    ProjectionInputs,
+)
 from slipstream.kernels.projection_step.triton.step import projection_step_kernel
+from slipstream.kernels.projection_step.triton.sums import projection_sums_kernel
 from slipstream.runtime.backends import device_of, shared_memory_bytes, supports_pdl
 from slipstream.runtime.launch_cache import cached
 
 
 @dataclass(frozen=True)
 class ProjectionTile:
-    """BN rows of a weight a program, BK of their columns at a time, of BM rows of x."""
+    """BN rows of a weight a program, BK of their columns at a time, of BM rows of x.
+
+    x_left: whether x is the left operand, whose BM rows are then those of a wgmma.
+    """
 
     BM: int
     BN: int
     BK: int
     warps: int
     stages: int
+    x_left: bool = False
 
 
 def tile_of(M: int, N: int, K: int, x_bytes: int, w_bytes: int, shared: int) -> ProjectionTile:
@@ -40,6 +50,25 @@ def tile_of(M: int, N: int, K: int, x_bytes: int, w_bytes: int, shared: int) -> 
     return ProjectionTile(BM, BN, BK, 4, stages)
 
 
+def tile_of_many(N: int, K: int, weights: int, shared: int) -> ProjectionTile:
+    """The tile for 33 to 64 rows of 16 bits on sm_90 and later.
+
+    weights: 2 where two gate each other. One program a multiprocessor is enough, whose x and
+    weights are on their way in `stages` parts.
+    """
+    BN, BK, stages = 32, max(16, min(128, _power(K))), 5
+    while stages * BK * 2 * (64 + BN * weights) > shared:
+        stages -= 1
+    return ProjectionTile(64, BN, BK, 4, stages, True)
+
+
+def tile_of_shares(K: int) -> tuple[ProjectionTile, int]:
+    """The tile of a product by shares of K, and how many: about a program a multiprocessor."""
+    if K > 2048:
+        return ProjectionTile(64, 64, 128, 4, 3), 8
+    return ProjectionTile(64, 32, 64, 4, 4), 4
+
+
 def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
@@ -53,9 +82,53 @@ def _in_words(t: ProjectionInputs) -> bool:
 def projection_step(t: ProjectionInputs) -> Tensor:
     M, K = t.x.shape
     y = torch.empty(M, t.size, dtype=t.out_dtype, device=t.x.device)
-    w_bytes = t.weights[0].element_size() * (1 + t.glu)
+    x_bytes, w_bytes = t.x.element_size(), t.weights[0].element_size()
     shared = shared_memory_bytes(t.x.get_device())
-    tile = tile_of(M, t.size, K, t.x.element_size(), w_bytes, shared)
+    wide = M > MMA_ROWS and t.size >= 2048 and x_bytes == w_bytes == 2 and not t.consistent
+    if wide and supports_pdl(t.x.device):
+        tile = tile_of_many(t.size, K, 1 + t.glu, shared)
+    else:
+        tile = tile_of(M, t.size, K, x_bytes, w_bytes * (1 + t.glu), shared)
+    _launch(t, y, tile, K)
+    return y
+
+
+def projection_norm(t: NormedInputs) -> tuple[Tensor, Tensor]:
+    """Partial sums [shares, M, N] of shares of K, and their sum with the residual and its norm."""
+    (M, K), N = t.x.shape, t.weight.shape[0]
+    tile, shares = tile_of_shares(K)
+    columns = -(-K // (shares * tile.BK)) * tile.BK
+    shares = -(-K // columns)
+    partial = torch.empty(shares, M, N, dtype=torch.float32, device=t.x.device)
+    _launch(t.product, partial, tile, columns)
+    h = torch.empty(M, N, dtype=t.residual.dtype, device=t.x.device)
+    y = torch.empty(M, N, dtype=t.x.dtype, device=t.x.device)
+    pdl = supports_pdl(t.x.device)
+    with device_of(t.x.device):
+        cached(projection_sums_kernel)[(M,)](
+            partial_ptr=partial,
+            residual_ptr=t.residual,
+            norm_weight_ptr=t.norm_weight,
+            h_ptr=h,
+            y_ptr=y,
+            eps=t.norm_eps,
+            M=M,
+            row_residual=t.residual.stride(0),
+            N=N,
+            S=shares,
+            BS=_power(shares),
+            BN=_power(N),
+            ZERO_CENTERED=t.zero_centered,
+            PDL=pdl,
+            num_warps=8,
+            **({"launch_pdl": True} if pdl else {}),
+        )
+    return h, y
+
+
+def _launch(t: ProjectionInputs, y: Tensor, tile: ProjectionTile, columns: int) -> None:
+    """columns: of a share of K; y: [M, N], or of several shares [shares, M, N]."""
+    M, K = t.x.shape
     missing = MAX_WEIGHTS - len(t.weights)
     weights = [*t.weights, *[None] * missing]
     biases = [*t.biases, *[None] * missing]
@@ -65,7 +138,7 @@ def projection_step(t: ProjectionInputs) -> Tensor:
     tensors = {f"w{i}_ptr": w for i, w in enumerate(weights)}
     tensors |= {f"b{i}_ptr": b for i, b in enumerate(biases)}
     with device_of(t.x.device):
-        cached(projection_step_kernel)[blocks, -(-M // tile.BM)](
+        cached(projection_step_kernel)[blocks, -(-K // columns)](
             x_ptr=t.x,
             **tensors,
             norm_weight_ptr=t.norm_weight,
@@ -75,7 +148,7 @@ def projection_step(t: ProjectionInputs) -> Tensor:
             M=M,
             **{f"N{i}": n for i, n in enumerate(sizes)},
             row_x=t.x.stride(0),
-            row_y=y.stride(0),
+            row_y=y.stride(-2),
             row_residual=0 if t.residual is None else t.residual.stride(0),
             K=K,
             ONE=M == 1,
@@ -85,10 +158,11 @@ def projection_step(t: ProjectionInputs) -> Tensor:
             NORM=t.norm_eps is not None,
             ZERO_CENTERED=t.zero_centered,
             GLU=t.glu,
+            COLUMNS=columns,
+            X_LEFT=tile.x_left,
             PDL=pdl,
             PREFETCH=pdl and M <= PREFETCH_ROWS and _in_words(t),
             num_warps=tile.warps,
             num_stages=tile.stages,
             **({"launch_pdl": True} if pdl else {}),
         )
-    return y

@@ -8,6 +8,7 @@
 A program has BN rows of one weight. One row of x is multiplied without tensor cores; its norm is
 taken along the way, the products divided by the root of its squares' mean at the end. Of several
 rows y_i is rounded, as a linear layer's result is, so that bits are those of the layers apart.
+Or a program has a share of K, and y is partial sums in float32, which sums.py adds up.
 """
 
 import triton
@@ -90,13 +91,15 @@ def _row(
 
 @triton.jit
 def _rows(
-    x_ptr, weight_ptr, up_ptr, o_m, m_m, row_x, o_n, m_n, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GLU: tl.constexpr,
+    x_ptr, weight_ptr, up_ptr, o_m, m_m, row_x, o_n, m_n, first, K: tl.constexpr,
+    COLUMNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GLU: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """The same of BM rows, [BN, BM]."""
-    acc, up = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
-    for k in range(0, K, BK):
-        o_k = k + tl.arange(0, BK)
+    """The same of BM rows, [BN, BM], over COLUMNS columns from the first on."""
+    acc = tl.zeros([BM, BN] if X_LEFT else [BN, BM], tl.float32)
+    up = acc
+    for k in range(0, COLUMNS, BK):
+        o_k = first + k + tl.arange(0, BK)
         m_k = o_k < K
         m_w = m_n[:, None] & m_k[None, :]
         p_w = o_n[:, None].to(tl.int64) * K + o_k[None, :]
@@ -104,12 +107,21 @@ def _rows(
         m_x = m_k[:, None] & m_m[None, :]
         b_x = tl.load(x_ptr + o_m[None, :] * row_x + o_k[:, None], mask=m_x, other=0.0)
         b_x = b_x.to(b_w.dtype)
-        # weights are the left operand: what is padded is the side of x, which has few rows
-        acc = tl.dot(b_w, b_x, acc, input_precision="ieee")
+        acc = _added(b_w, b_x, acc, X_LEFT)
         if GLU:
-            b_u = tl.load(up_ptr + p_w, mask=m_w, other=0.0)
-            up = tl.dot(b_u, b_x, up, input_precision="ieee")
+            up = _added(tl.load(up_ptr + p_w, mask=m_w, other=0.0), b_x, up, X_LEFT)
+    if X_LEFT:
+        acc, up = tl.trans(acc), tl.trans(up)
     return acc, up
+
+
+@triton.jit
+def _added(b_w, b_x, acc, X_LEFT: tl.constexpr):
+    if X_LEFT:
+        acc = tl.dot(tl.trans(b_x), tl.trans(b_w), acc, input_precision="ieee")
+    else:  # what is padded is the side of x, which has few rows
+        acc = tl.dot(b_w, b_x, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -146,10 +158,13 @@ def projection_step_kernel(
     NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     GLU: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a share of K, a multiple of BK, or K
+    X_LEFT: tl.constexpr,  # of several rows, in 16 bits
     PDL: tl.constexpr = False,
     PREFETCH: tl.constexpr = False,  # rows of the weights are whole numbers of 16 bytes
 ):
-    """grid (blocks of the weights' rows, ceil(M / BM))"""
+    """grid (blocks of the weights' rows, shares of K). Of several shares y is [shares, M, N] in
+    float32, without the residual."""
     block, N, column, weight_ptr, bias_ptr, has_bias = tl.program_id(0), N0, 0, w0_ptr, w0_ptr, 0
     if b0_ptr is not None:
         bias_ptr, has_bias = b0_ptr, 1
@@ -178,8 +193,12 @@ def projection_step_kernel(
         if GLU:
             prefetch(w1_ptr + o_w, row)
     wait_for_earlier(PDL)
-    o_m = tl.program_id(1) * BM + tl.arange(0, BM)
+    o_m = tl.arange(0, BM)
     m_n, m_m = o_n < N, o_m < M
+    first = 0
+    if COLUMNS < K:
+        first = tl.program_id(1) * COLUMNS
+        y_ptr += tl.program_id(1) * M * row_y
     if ONE:
         acc, up = _row(
             x_ptr, norm_weight_ptr, weight_ptr, w1_ptr, o_n, m_n, eps, K,
@@ -187,10 +206,14 @@ def projection_step_kernel(
         )  # fmt: skip
     else:
         acc, up = _rows(
-            x_ptr, weight_ptr, w1_ptr, o_m, m_m, row_x, o_n, m_n, K, BM, BN, BK, GLU
+            x_ptr, weight_ptr, w1_ptr, o_m, m_m, row_x, o_n, m_n, first, K, COLUMNS,
+            BM, BN, BK, GLU, X_LEFT,
         )  # fmt: skip
-    acc += tl.load(bias_ptr + o_n, mask=m_n & (has_bias != 0), other=0.0).to(tl.float32)[:, None]
-    if not ONE:
+    m_b = m_n & (has_bias != 0)
+    if COLUMNS < K:
+        m_b &= first == 0
+    acc += tl.load(bias_ptr + o_n, mask=m_b, other=0.0).to(tl.float32)[:, None]
+    if not ONE and COLUMNS >= K:
         acc = acc.to(w0_ptr.dtype.element_ty).to(tl.float32)
     if GLU:
         if b1_ptr is not None:

@@ -1,0 +1,108 @@
+"""slipstream::projection_norm_step: a linear layer of a step, its residual and the norm behind it.
+
+Of few rows and of many they are other launches: takes() says of how many this is one.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.projection_step import eager
+from slipstream.kernels.projection_step.inputs import MMA_ROWS, NormedInputs
+from slipstream.kernels.projection_step.op import MAX_ROWS, kernel_launches, unsupported_reason
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.backends import supports_pdl
+from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.dispatch import PLAIN, Candidate, choose
+from slipstream.runtime.guarded_launch import Guard, known_failure
+
+
+def takes(rows: int, device: torch.device) -> bool:
+    """Whether shares of K are faster for so many rows; consistent models want one order of sums
+    whatever the rows."""
+    return MMA_ROWS < rows <= MAX_ROWS and not consistent_scope.on and supports_pdl(device)
+
+
+def _unsupported_reason(t: NormedInputs) -> str | None:
+    if reason := unsupported_reason(t.product):
+        return reason
+    if not t.x.dtype == t.weight.dtype == t.norm_weight.dtype or t.x.dtype.itemsize != 2:
+        return "it takes x and weights of one dtype of 16 bits"
+    if t.residual.stride(1) != 1 or not t.norm_weight.is_contiguous():
+        return "rows of the residual, or the norm's weight, are not contiguous"
+    return known_failure(lambda: _kind(t), t.x.device)
+
+
+CANDIDATES = (
+    Candidate("triton", "shares of K by one Triton kernel, their sum by another, on CUDA",
+              _unsupported_reason),
+    Candidate("eager", "plain torch, on any device"),
+)  # fmt: skip
+
+
+def run(t: NormedInputs, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """h = residual + x W^T + b [M, N] and its norm, in the weight's dtype."""
+    impls = choose(CANDIDATES, t, impl, "projection_norm_step", t.x).impls
+    return _call(*t[:5], norm_eps=t.norm_eps, zero_centered=t.zero_centered, impl=impls)
+
+
+def _eager(t: NormedInputs) -> tuple[Tensor, Tensor]:
+    h = t.residual + F.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
+    y = eager.normed(h.to(t.weight.dtype), t.norm_weight, t.norm_eps, t.zero_centered)
+    return h, y.to(t.weight.dtype)
+
+
+def _kind(t: NormedInputs) -> KernelKey:
+    """The calls that share a verdict on the kernels."""
+    dtypes = t.x.dtype, t.residual.dtype
+    return ("projection_norm_step.triton", *dtypes, *t.weight.shape, t.bias is not None)
+
+
+def _impl(*args: Any) -> tuple[Tensor, Tensor]:
+    t, impl = NormedInputs(*args[:-1]), args[-1]
+    if t.x.numel() == 0 or t.residual.numel() == 0:
+        return _eager(t)
+    with Guard(impl, t.x.device, lambda: _kind(t), lambda: _mismatch(t)) as usable:
+        if usable:
+            return kernel_launches().projection_norm(t)
+    return _eager(t)
+
+
+def _mismatch(like: NormedInputs) -> str | None:
+    (M, K), N, device = like.x.shape, like.weight.shape[0], like.x.device
+    tensors = {
+        "x": torch.randn(M, K, device=device).to(like.x.dtype),
+        "weight": numeric_probe.random_like(like.weight, N, K) * K**-0.5,
+        "residual": numeric_probe.random_like(like.residual, M, N),
+        "norm_weight": numeric_probe.random_like(like.norm_weight, N),
+    }
+    if like.bias is not None:
+        tensors["bias"] = numeric_probe.random_like(like.bias, N)
+
+    def call(impl: str, t: numeric_probe.Given) -> tuple[Tensor, Tensor]:
+        names = ("x", "weight", "bias", "residual", "norm_weight")
+        options = {"norm_eps": like.norm_eps, "zero_centered": like.zero_centered}
+        return _call(*(t.get(name) for name in names), **options, impl=impl)
+
+    return numeric_probe.mismatch(
+        lambda t: call("triton|eager", t), lambda t: call(PLAIN[0], t), tensors, gradients=False
+    )
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    x, weight, residual = args[0], args[1], args[3]
+    size = x.shape[0], weight.shape[0]
+    return x.new_empty(size, dtype=residual.dtype), x.new_empty(size, dtype=weight.dtype)
+
+
+_call = KernelOp(
+    "projection_norm_step",
+    f"({schema_of(NormedInputs)}, str impl) -> (Tensor, Tensor)",
+    _impl,
+    _fake,
+    replay=True,
+)
