@@ -10,7 +10,6 @@ Checkpoints are torch.distributed.checkpoint's, and can be continued by another 
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +216,3 @@ class ShardedTrainer(LMTrainer):
         set_optimizer_state_dict(self.model, optimizer, states["optimizer"])
         schedule: Any = self.lr_scheduler
         schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
-
-
-def described(parallel: Parallel) -> str:
-    """The layout of the processes for a run's first line: "data 2 x context 2"."""
-    sizes = {name: n for name, n in asdict(parallel).items() if n > 1}
-    return " x ".join(f"{name} {n}" for name, n in sizes.items())

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from slipstream.training.config import Parallel, from_dict
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.parallel import described, expect_processes
+from slipstream.training.parallel import expect_processes
 from slipstream.training.run import train
 from slipstream.training.sample import load
 from tests.support.processes import run_ranks
@@ -98,7 +98,6 @@ def alone(out: Path, **sections: dict) -> Path:
 def test_dimensions_are_those_of_the_processes() -> None:
     assert expect_processes(Parallel(), 4) == Parallel(4)
     assert expect_processes(Parallel(shard=2), 4) == Parallel(2, 2)
-    assert described(Parallel(2, 1, 2)) == "data 2 x context 2"
     with pytest.raises(ValueError, match="--nproc-per-node 2"):
         expect_processes(Parallel(context=2), 1)
     with pytest.raises(ValueError, match="are 3 processes, and 2 were started"):

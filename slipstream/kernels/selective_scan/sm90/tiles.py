@@ -10,8 +10,6 @@ from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# of a load from global memory, if rows are aligned
-VEC = gl.constexpr(8)
 
 
 @gluon.constexpr_function
