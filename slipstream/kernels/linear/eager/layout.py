@@ -49,7 +49,7 @@ class Layout:
         return torch.empty(shape[0], shape[1] + spare, *shape[2:], dtype=dtype, device=self.device)
 
     def finish(self, out: Tensor) -> Tensor:
-        return out[:, : self.tokens]
+        return out if self.map is None else out[:, : self.tokens]
 
     def begin(self, state: Tensor | None) -> "Carry":
         """The scan's state before its first chunk, from that of each sequence [N, HV, K, V]."""
