@@ -97,7 +97,6 @@ def glu_linear(
         known = ", ".join(repr(name) for name in ACTIVATIONS)
         raise ValueError(f"activation: want one of {known}, got {activation!r}")
     f, gated = ACTIVATIONS[activation]
-    checks.expect_tensor("gate", gate)
     if gate.dim() == 0:
         raise ValueError("gate: want at least one dimension [..., F], got a scalar")
     if (up is not None) != gated:

@@ -197,7 +197,6 @@ def short_convolution_update(
 
     Cost: 2 N D W flops, one read and write of the state.
     """
-    checks.expect_tensor("x", x)
     if x.dim() == 3:
         checks.expect_shape("x", x, (x.shape[0], 1, x.shape[2]))
     else:

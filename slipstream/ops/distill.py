@@ -55,8 +55,6 @@ def linear_kl_div(
         both logits and, with gradients, student's and its weight's size.
     Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015, section 2.
     """
-    checks.expect_tensor("student", student)
-    checks.expect_tensor("teacher", teacher)
     if student.dim() == 0:
         raise ValueError("student: want at least one dimension [..., D], got a scalar")
     checks.expect_rank("student_weight", student_weight, 2, "[V, D]")

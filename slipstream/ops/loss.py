@@ -65,7 +65,6 @@ def cross_entropy(
     Source: Szegedy et al., Rethinking the Inception Architecture, 2015, section 7 (smoothing);
         Chowdhery et al., PaLM, 2022, section 5 (z loss).
     """
-    checks.expect_tensor("logits", logits)
     if logits.dim() == 0:
         raise ValueError("logits: want at least one dimension [..., V], got a scalar")
     if logits.shape[-1] == 0:
@@ -132,7 +131,6 @@ def linear_cross_entropy(
         if they are wanted ("none" in the backward, from logits computed again). Memory: a chunk of
         rows of the logits and, with gradients, hidden's and weight's size.
     """
-    checks.expect_tensor("hidden", hidden)
     checks.expect_rank("weight", weight, 2, "[V, D]")
     if weight.shape[0] == 0:
         raise ValueError("weight: want at least one class, got V = 0")

@@ -55,7 +55,6 @@ def matmul(
     Cost: 2 M N K flops, three times that for float32 by "tf32x3"; every factor is read once and
         the result written once if the L2 cache holds a group of tiles. Gradients: 4 M N K more.
     """
-    checks.expect_tensor("a", a)
     if a.dim() < 2:
         raise ValueError(f"a: want at least two dimensions [..., M, K], got {tuple(a.shape)}")
     checks.expect_rank("b", b, 2, "[K, N]")

@@ -55,7 +55,6 @@ def rotary_embedding(
     Source: Su et al., RoFormer, 2021, eq. 34.
     """
     checks.expect_rank("x", x, 4, "[B, T, H, D]")
-    checks.expect_tensor("cos", cos)
     checks.expect_shape("sin", sin, cos.shape)
     checks.expect_floating({"x": x, "cos": cos, "sin": sin})
     checks.expect_one_device({"x": x, "cos": cos, "sin": sin, "positions": positions})
