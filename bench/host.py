@@ -3,7 +3,8 @@
     python bench/host.py                         every operator of the catalogue
     python bench/host.py --only 'chunk_|rms_norm'
     python bench/host.py --before DIR --name X   beside an earlier state of the sources, on a GPU
-                                                 or a CPU: git archive X | tar x -C DIR
+                                                 or a CPU: git archive X | tar x -C DIR, and today's
+                                                 tools/catalog.py and what that imports, if missing
 
 Tensors are small, so that the device never makes the host wait. us: of a forward without gradients,
 the least of some rounds; both_us: of a forward with backward; launches: kernels of the forward.
@@ -11,16 +12,14 @@ torch's own rms_norm comes last and says how fast this host is.
 
 --before starts two processes, one on each state, which take turns call by call, a few times, since
 where memory happens to lie makes a tenth of a process's speed. On a CPU, which may be shared, the
-processor's time counts, at sizes that take it milliseconds. ratio is earlier over now: above 1 is
-faster now.
+processor's time counts, in rounds of a millisecond. Of all rounds the least counts. ratio is
+earlier over now: above 1 is faster now.
 """
 
 import re
-import statistics
 import sys
 import time
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,14 @@ from slipstream.tools.catalog import SAMPLES, Sample, Shape
 SCALE = "torch's rms_norm"
 SMALL = Shape(B=1, T=256, H=4, K=64, V=64, state=True, Z=512)
 # of --before on a CPU
-LARGER = Shape(B=1, T=1024, H=4, dtype=torch.float32)
+SMALLER = Shape(B=1, T=64, H=2, K=32, V=32, dtype=torch.float32, Z=256)
+# a row that earlier states have as well
+STEP = Sample("recurrent_step", "q=B1HK k=B1HK v=B1GV state=BGKV:state", fixed="q k v state")
 
 
 def samples() -> dict[str, Sample]:
     """The first of each operator's rows."""
-    found: dict[str, Sample] = {}
+    found: dict[str, Sample] = {STEP.op: STEP}
     for sample in SAMPLES:
         found.setdefault(sample.op, sample)
     return found
@@ -82,21 +83,23 @@ def child(only: re.Pattern) -> None:
         if not only.search(name) and not only.search(f"{name} both"):
             continue
         try:
-            made = calls(sample, SMALL if DEVICE.type == "cuda" else LARGER)
+            made = calls(sample, SMALL if DEVICE.type == "cuda" else SMALLER)
         except Exception as e:
             print(f"{name}: {e}", file=sys.stderr)
             continue
         found |= {f"{name}{' both' if way == 'both_us' else ''}": x for way, x in made.items()}
     tell(calls=list(found))
-    every = list(found.values())
+    every, counts = list(found.values()), dict[int, int]()
     for line in sys.stdin:
-        call = every[int(line)]
+        call = every[n := int(line)]
         if DEVICE.type == "cuda":
             tell(us=host_us(call, 1, 20))
             continue
-        start = time.process_time()
-        call()
-        tell(us=1e6 * (time.process_time() - start))
+        count = counts.get(n) or int(1000 / host_us(call, 3, 2)) + 1  # a millisecond
+        start, counts[n] = time.process_time(), count
+        for _ in range(count):
+            call()
+        tell(us=1e6 * (time.process_time() - start) / count)
 
 
 class State(Child):
@@ -119,27 +122,22 @@ class State(Child):
 
 
 def beside(before: Path, name: str, starts: int, report: Report) -> None:
-    found: dict[str, list[list[tuple[float, float]]]] = {}
+    found: dict[str, list[list[float]]] = {}
     for _ in range(starts):
         states = [State(x, report.options.only) for x in (before, Path(__file__).parents[1])]
         for call in states[1].calls:
             if report.wants(call) and call in states[0].calls:
                 for state in states:
                     state.run(call)
-                turns = [(states[0].run(call), states[1].run(call)) for _ in range(report.runs(7))]
-                found.setdefault(call, []).append(turns)
+                turns = [[x.run(call) for x in states] for _ in range(report.runs(40))]
+                found.setdefault(call, []).append([min(us) for us in zip(*turns)])
         for state in states:
             state.end()
     for call, runs in found.items():
-        earlier, now = (statistics.median(x) for x in zip(*chain(*runs)))
-        each = (statistics.median(x / y for x, y in turns) for turns in runs)
-        cells = {
-            "operator": call,
-            "before": name,
-            "before_us": f"{earlier:.1f}",
-            "us": f"{now:.1f}",
-        }
-        cells |= {"ratio": f"{earlier / now:.3f}", "each_start": " ".join(f"{x:.3f}" for x in each)}
+        earlier, now = map(min, zip(*runs))
+        ratios = [f"{x / y:.3f}" for x, y in ((earlier, now), *runs)]
+        cells = {"operator": call, "before": name, "before_us": f"{earlier:.1f}"}
+        cells |= {"us": f"{now:.1f}", "ratio": ratios[0], "each_start": " ".join(ratios[1:])}
         report.row("host_before", cells)
 
 
