@@ -220,7 +220,8 @@ def test_sums_and_norms_of_many_rows_are_one_operator(
     monkeypatch.setattr(norm_op, "MMA_ROWS", 2)
     monkeypatch.setattr(norm_op, "supports_pdl", lambda device: True)
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_heads": 2, "norm": "zero_centered_rms"}
-    config = SlipstreamConfig(mixers=[mixer] * 2, residual_in_fp32=fp32, **sizes)
+    mixers: list[Any] = [mixer] * 2
+    config = SlipstreamConfig(mixers=mixers, residual_in_fp32=fp32, **sizes)
     model = SlipstreamForCausalLM(config).eval()
     for parameter in model.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))

@@ -183,7 +183,8 @@ def check_many_rows() -> None:
 
     for M, K, N, glu in ((33, 136, 40, False), (64, 72, 24, True)):
         args = inputs(M, K, (N, N) if glu else (N, 7), torch.float16, biases=True)
-        t = ProjectionInputs(*args.values(), None, None, None, False, glu, False)
+        given = args["x"], args["weights"], args["biases"]
+        t = ProjectionInputs(*given, None, None, None, False, glu, False)
         y = torch.empty(M, t.size, dtype=torch.float16)
         launch._launch(t, y, launch.ProjectionTile(64, 16, 32, 4, 3, True), K)
         want = formula(**args, activation="swiglu" if glu else None)
