@@ -28,7 +28,7 @@ class ClassifierInputs(NamedTuple):
 def row_chunks(hidden: Tensor, columns: int) -> list[slice]:
     """Slices of the rows of hidden [N, D] whose logits have at most CHUNK_ELEMENTS numbers."""
     step = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 20) // max(columns, 1), 1)
-    return [slice(i, i + step) for i in range(0, len(hidden), step)]
+    return [slice(i, i + step) for i in range(0, hidden.shape[0], step)]
 
 
 def empty_gradients(
@@ -61,10 +61,10 @@ class LinearRows:
         if grads:
             self.dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
             # the first rows' product needs no zeros beneath it
-            empty = torch.empty_like if len(hidden) else torch.zeros_like
+            empty = torch.empty_like if hidden.shape[0] else torch.zeros_like
             self.dweight = empty(weight, dtype=sum_dtype)
             wide = torch.promote_types(sum_dtype, torch.float32)
-            self.dbias = weight.new_zeros(0 if bias is None else len(weight), dtype=wide)
+            self.dbias = weight.new_zeros(0 if bias is None else weight.shape[0], dtype=wide)
 
     def logits(self, rows: slice, out: Tensor | None = None) -> Tensor:
         h, w = self.hidden[rows], self.weight.t()

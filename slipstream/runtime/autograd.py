@@ -205,4 +205,4 @@ def anchors(*tensors: Tensor | None) -> list[Tensor]:
         return []
     with torch.enable_grad():
         given = [x for x in tensors if x is not None and x.requires_grad]
-        return [x.narrow(0, 0, 0).clone() for x in given]
+        return [x.narrow_copy(0, 0, 0) for x in given]

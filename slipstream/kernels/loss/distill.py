@@ -47,8 +47,8 @@ def kl_rows(
     hidden, weight, _ = student
     dtype = _compute_dtype(hidden)
     layers = LinearRows(*student, grads, dtype), LinearRows(*teacher, False, dtype)
-    loss = hidden.new_empty(len(hidden), dtype=dtype)
-    for rows in row_chunks(hidden, 2 * len(weight)):
+    loss = hidden.new_empty(hidden.shape[0], dtype=dtype)
+    for rows in row_chunks(hidden, 2 * weight.shape[0]):
         q, p = (cast(x.logits(rows), dtype).div_(temperature).log_softmax(-1) for x in layers)
         live_rows = None if live is None else live[rows]
         row_loss = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1) * temperature**2

@@ -62,7 +62,7 @@ def dlogits(r: Rows, dloss: Tensor | None, options: LossInputs) -> Tensor:
         d.mul_((r.lse * (2 * options.z_loss)).add_(1)[:, None])
     if smooth:
         d.sub_(smooth / size)
-    d.scatter_add_(1, r.target[:, None], d.new_full((1, 1), smooth - 1).expand(len(d), 1))
+    d.scatter_add_(1, r.target[:, None], d.new_full((1, 1), smooth - 1).expand(d.shape[0], 1))
     if z is not None:
         d.mul_(z.div_(options.softcap).square_().neg_().add_(1))
     weight = r.live.to(d.dtype) * options.logit_scale
@@ -82,8 +82,8 @@ def linear_rows(
     """
     (hidden, weight, bias, target), compute_dtype = inputs, inputs.compute_dtype
     layer = LinearRows(hidden, weight, bias, grads, compute_dtype)
-    loss = hidden.new_empty(len(hidden), dtype=compute_dtype)
-    for chunk in row_chunks(hidden, len(weight)):
+    loss = hidden.new_empty(hidden.shape[0], dtype=compute_dtype)
+    for chunk in row_chunks(hidden, weight.shape[0]):
         r = rows(cast(layer.logits(chunk), compute_dtype), target[chunk], options)
         loss[chunk] = r.loss
         if grads:
