@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -108,6 +108,16 @@ def whole(name: str, value: float) -> int:
     if not math.isclose(value, round(value), rel_tol=1e-6):
         raise ValueError(f"{name}: want a whole number of features, got {value}")
     return round(value)
+
+
+def read_names(names: Mapping[str, str], config: ForeignConfig) -> dict[str, Any]:
+    """Options whose names of ours and theirs are these."""
+    return {ours: config[theirs] for ours, theirs in names.items()}
+
+
+def written_names(names: Mapping[str, str], options: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of read_names."""
+    return {theirs: options[ours] for ours, theirs in names.items()}
 
 
 def shared_ends(config: SlipstreamConfig, base: str, embedding: str, norm: str) -> list[Rule]:

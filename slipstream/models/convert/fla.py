@@ -12,9 +12,11 @@ from slipstream.models.convert.families import (
     ForeignConfig,
     completed,
     of_all_layers,
+    read_names,
     shared_ends,
     tokens_of,
     whole,
+    written_names,
 )
 from slipstream.models.convert.rules import Rule, convolutions, joined, renamed
 
@@ -108,7 +110,7 @@ class Gated(Family):
             inner = int(config["hidden_size"] * ratio * 2 / 3)
             inner = (inner + 255) // 256 * 256
         mixer = {key: config[key] for key in (*self.equal, "norm_eps")}
-        mixer |= {ours: config[theirs] for ours, theirs in self.names.items()}
+        mixer |= read_names(self.names, config)
         for key, values in self.choices.items():
             config.expect(key, *values)
             mixer[key] = values[config[key]]
@@ -139,7 +141,7 @@ class Gated(Family):
             "norm_eps": config.norm_eps,
             "attn": attention_of(config),
             **{key: mixer[key] for key in self.equal},
-            **{theirs: mixer[ours] for ours, theirs in self.names.items()},
+            **written_names(self.names, mixer),
             **{key: _inverse(values, mixer[key]) for key, values in self.choices.items()},
             **conv,
             **self.options(mixer, config),

@@ -8,12 +8,21 @@ from slipstream.models.convert.families import (
     Family,
     ForeignConfig,
     of_all_layers,
+    read_names,
     shared_ends,
     tokens_of,
     whole,
+    written_names,
 )
 from slipstream.models.convert.fla import COMMON, WITHOUT_EFFECT
 from slipstream.models.convert.rules import Rule, renamed, shaped
+
+# options of the mixer and both libraries' names of them; and fla's of its own
+NAMES = {key: key for key in ("head_dim", "state_size", "n_groups", "use_bias")}
+NAMES |= {"conv_size": "conv_kernel", "conv_bias": "use_conv_bias"}
+OF_FLA = {
+    "D_per_channel": "D_has_hdim", "norm": "rmsnorm", "norm_before_gate": "norm_before_gate",
+}  # fmt: skip
 
 
 class FlaMamba2(Family):
@@ -30,7 +39,7 @@ class FlaMamba2(Family):
         *WITHOUT_EFFECT, "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor",
         "rescale_prenorm_residual", "chunk_size",
     )  # fmt: skip
-    eps, limit = "norm_eps", "dt_limit"
+    eps, limit, written = "norm_eps", "dt_limit", {**NAMES, **OF_FLA}
 
     def matches(self, given: dict[str, Any]) -> bool:
         return super().matches(given) and "layer_norm_epsilon" not in given
@@ -43,18 +52,10 @@ class FlaMamba2(Family):
         mixer = {
             "type": "mamba2",
             "num_heads": inner // config["head_dim"],
-            "head_dim": config["head_dim"],
-            "state_size": config["state_size"],
-            "n_groups": config["n_groups"],
             "expand": whole("expand", config["expand"]),
-            "conv_size": config["conv_kernel"],
-            "norm_eps": self.inner_eps(config),
-            "use_bias": config["use_bias"],
+            "norm_eps": config[self.eps],
             "dt_limit": None if (low, high) == (0, float("inf")) else (low, high),
-            "conv_bias": config["use_conv_bias"],
-            "D_per_channel": config["D_has_hdim"],
-            "norm": config["rmsnorm"],
-            "norm_before_gate": config["norm_before_gate"],
+            **read_names(NAMES | OF_FLA, config),
         }
         layers = config["num_hidden_layers"]
         return {
@@ -66,30 +67,18 @@ class FlaMamba2(Family):
             "norm_eps": config[self.eps],
         }
 
-    def inner_eps(self, config: ForeignConfig) -> float:
-        """The eps of the gated norm."""
-        return config[self.eps]
-
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
         mixer = of_all_layers(config, "mamba2", self.name)
-        keys = ("head_dim", "num_heads", "state_size", "n_groups", "expand", "use_bias")
         return {
             **tokens_of(config),
             "num_hidden_layers": config.num_hidden_layers,
-            **{key: mixer[key] for key in keys},
-            "conv_kernel": mixer["conv_size"],
-            "use_conv_bias": mixer["conv_bias"],
+            "num_heads": mixer["num_heads"],
+            "expand": mixer["expand"],
+            **written_names(self.written, mixer),
             "residual_in_fp32": config.residual_in_fp32,
             self.limit: list(mixer["dt_limit"] or (0.0, float("inf"))),
             self.eps: config.norm_eps,
-            **self.options(mixer),
         }
-
-    def options(self, mixer: dict[str, Any]) -> dict[str, Any]:
-        """Options that transformers' Mamba-2 does not have."""
-        names = {"D_has_hdim": "D_per_channel", "rmsnorm": "norm"}
-        names |= {"norm_before_gate": "norm_before_gate"}
-        return {theirs: mixer[ours] for theirs, ours in names.items()}
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
         yield from shared_ends(config, "backbone", "embeddings", "norm_f")
@@ -121,7 +110,7 @@ class FlaMamba2(Family):
 
 class Mamba2(FlaMamba2):
     name = "mamba2"
-    eps, limit = "layer_norm_epsilon", "time_step_limit"
+    eps, limit, written = "layer_norm_epsilon", "time_step_limit", NAMES
     defaults: ClassVar = {
         **{k: v for k, v in FlaMamba2.defaults.items() if k not in ("norm_eps", "dt_limit")},
         "layer_norm_epsilon": 1e-5, "time_step_limit": (0.0, float("inf")), "vocab_size": 32768,
@@ -135,6 +124,3 @@ class Mamba2(FlaMamba2):
 
     def matches(self, given: dict[str, Any]) -> bool:
         return Family.matches(self, given) and "layer_norm_epsilon" in given
-
-    def options(self, mixer: dict[str, Any]) -> dict[str, Any]:
-        return {}

@@ -12,9 +12,11 @@ from slipstream.models.convert.families import (
     Family,
     ForeignConfig,
     of_all_layers,
+    read_names,
     shared_ends,
     tokens_of,
     whole,
+    written_names,
 )
 from slipstream.models.convert.fla import COMMON
 from slipstream.models.convert.mamba2 import FlaMamba2
@@ -31,8 +33,11 @@ class Mamba3(Family):
         "residual_in_fp32": True,
     }  # fmt: skip
     without_effect = (*FlaMamba2.without_effect, "hidden_act", "num_heads")
-    # options of the mixer of the same name and meaning
-    equal = ("head_dim", "state_size", "n_groups", "A_floor", "norm_eps", "use_bias")
+    # options of the mixer, and fla's names of them
+    names: ClassVar = {
+        **{x: x for x in ("head_dim", "state_size", "n_groups", "A_floor", "norm_eps", "use_bias")},
+        "rotary_fraction": "rope_fraction", "output_norm": "is_outproj_norm",
+    }  # fmt: skip
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
         config = ForeignConfig(given, self.defaults, self.without_effect)
@@ -44,9 +49,7 @@ class Mamba3(Family):
             "num_heads": inner // config["head_dim"],
             "expand": whole("expand", config["expand"]),
             "mimo_rank": config["mimo_rank"] if config["is_mimo"] else 1,
-            "rotary_fraction": config["rope_fraction"],
-            "output_norm": config["is_outproj_norm"],
-            **{key: config[key] for key in self.equal},
+            **read_names(self.names, config),
         }
         layers = config["num_hidden_layers"]
         return {
@@ -65,11 +68,10 @@ class Mamba3(Family):
         return {
             **tokens_of(config),
             "num_hidden_layers": config.num_hidden_layers,
-            **{key: mixer[key] for key in ("expand", *self.equal)},
+            "expand": mixer["expand"],
+            **written_names(self.names, mixer),
             "is_mimo": mixer["mimo_rank"] > 1,
             "mimo_rank": mixer["mimo_rank"],
-            "rope_fraction": mixer["rotary_fraction"],
-            "is_outproj_norm": mixer["output_norm"],
             "residual_in_fp32": config.residual_in_fp32,
             "norm_eps": config.norm_eps,
         }

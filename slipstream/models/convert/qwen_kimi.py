@@ -13,8 +13,10 @@ from slipstream.models.convert.families import (
     completed,
     completed_mlp,
     of_all_layers,
+    read_names,
     shared_ends,
     tokens_of,
+    written_names,
 )
 from slipstream.models.convert.rules import (
     Rule,
@@ -63,14 +65,6 @@ MLA = {
 }  # fmt: skip
 
 
-def _read(names: dict[str, str], config: ForeignConfig) -> dict[str, Any]:
-    return {ours: config[theirs] for ours, theirs in names.items()}
-
-
-def _written(names: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-    return {theirs: options[ours] for ours, theirs in names.items()}
-
-
 class Qwen3Next(Family):
     name = model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
@@ -97,10 +91,10 @@ class Qwen3Next(Family):
         config.expect("attention_bias", False)
         eps, layers = config["rms_norm_eps"], config["num_hidden_layers"]
         base, factor = _rotary(config, config["partial_rotary_factor"])
-        linear = {"type": "gated_deltanet", **_read(GATED_DELTANET, config), "norm_eps": eps}
+        linear = {"type": "gated_deltanet", **read_names(GATED_DELTANET, config), "norm_eps": eps}
         attention = {
             "type": "attention",
-            **_read(ATTENTION, config),
+            **read_names(ATTENTION, config),
             "rotary_dim": int(config["head_dim"] * factor),
             "rotary_base": base,
             "qk_norm": True,
@@ -137,7 +131,7 @@ class Qwen3Next(Family):
             "num_hidden_layers": len(layers),
             "intermediate_size": config.intermediate_size,
             "rms_norm_eps": config.norm_eps,
-            **_written(GATED_DELTANET, linear),
+            **written_names(GATED_DELTANET, linear),
             "layer_types": [_kind(x) for x in kinds],
             **_moe_of(config, "qwen3_next_moe", self.moe),
         }
@@ -145,7 +139,7 @@ class Qwen3Next(Family):
         written["mlp_only_layers"] = [i for i in layers if not sparse[i]]
         if "attention" in kinds:
             x = of_all_layers(config, "attention", self.name)
-            written |= _written(ATTENTION, x)
+            written |= written_names(ATTENTION, x)
             written["rope_parameters"] = {
                 "rope_type": "default",
                 "rope_theta": x["rotary_base"],
@@ -287,7 +281,7 @@ class KimiLinear(Family):
             "conv_size": linear.get("short_conv_kernel_size", config["linear_conv_kernel_dim"]),
             "norm_eps": eps,
         }
-        mla = {"type": "mla", **_read(MLA, config), "rotary_base": None}
+        mla = {"type": "mla", **read_names(MLA, config), "rotary_base": None}
         full = {i - 1 for i in linear.get("full_attn_layers", ())}
         kinds = config["layer_types"] or [
             i in full if "full_attn_layers" in linear else i > 0 and i % 4 == 0
@@ -324,7 +318,7 @@ class KimiLinear(Family):
         }
         if "mla" in kinds:
             x = of_all_layers(config, "mla", self.name)
-            written |= {**_written(MLA, x), "num_key_value_heads": x["num_heads"]}
+            written |= {**written_names(MLA, x), "num_key_value_heads": x["num_heads"]}
         return written
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
