@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("size", [SIZE, (4, 128, 128), (2, 64, 256), (1, 1, 5)])
+@pytest.mark.parametrize("size", [SIZE, (4, 128, 128)])
 def test_states_are_copied_by_the_kernel(size: tuple[int, int, int]) -> None:
     for _ in range(3):  # the third call of a kind is replayed
         check_copies("triton", "cuda", size)
