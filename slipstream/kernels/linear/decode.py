@@ -24,6 +24,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
@@ -103,8 +104,7 @@ def run(
         strides = [x.stride() for x in pool[:3] if x is not None]
         key = (*key, *strides, dtype)
     plan = _PLANS.get(key, lambda: plan_for(terms, pool, impl))
-    given = (*terms, pool.state, pool.scale)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+    if wants_gradient(*terms, pool.state, pool.scale):
         raise NotImplementedError(
             "recurrent_step: the state is overwritten, so there are no gradients; call it under "
             "torch.no_grad(), or a fused_recurrent operator"
