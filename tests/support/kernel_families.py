@@ -67,8 +67,11 @@ class Family:
             return plan
 
         for module in self.chooses:
-            if hasattr(importlib.import_module(module), "INTERPRETED"):
+            found = importlib.import_module(module)
+            if hasattr(found, "INTERPRETED"):
                 patch.setattr(f"{module}.INTERPRETED", impl != "eager")
+            elif hasattr(found, "impl_for"):  # which asks `choose` on CUDA alone
+                patch.setattr(found, "impl_for", lambda x, f, asked: choose((), x, asked).impls)
             else:
                 patch.setattr(f"{module}.choose", choose)
 
@@ -365,11 +368,13 @@ FAMILIES = [
             "attention.triton.launch:forward": eager.forward,
             "attention.triton.launch:backward": eager.backward,
         },
+        ("slipstream.kernels.attention.dispatch",),
     ),
     Family(
         "attention.decode",
         calls.decode,
         {"attention.triton.decode_launch:decode": lambda c, o: eager.forward(cache.gather(c), o)},
+        ("slipstream.kernels.attention.dispatch",),
     ),
 ]
 # Which of their arguments these write into.
