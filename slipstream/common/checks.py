@@ -44,6 +44,8 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
     called, consistent = fn.__name__, getattr(fn, CONSISTENT, None)
 
     def expect_types(args: tuple, kwargs: dict[str, Any]) -> None:
+        if len(args) > len(names):
+            return  # Python's own error: options are given by name
         for name, x in {**dict(zip(names, args)), **kwargs}.items():
             if name in types_of:
                 types_of[name].expect(name, x)
