@@ -174,6 +174,9 @@ OTHER_SHAPES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "a row less": lambda x: x[:-1],
 }
 
+# arguments whose first dimension no other one has
+OWN_ROWS = {"projection_step-x-weights": ("x", "weights")}
+
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda x: x.name)
 
 
@@ -282,6 +285,8 @@ def test_operator_refuses_shapes_by_name(case: Case) -> None:
         if name not in any_rank:
             for what, change in OTHER_SHAPES.items():
                 wrong = each(change, x)
+                if what == "a row less" and name in OWN_ROWS.get(case.name, ()):
+                    continue
                 if what == "a row less" and each(torch.numel, x) == each(torch.numel, wrong):
                     continue
                 assert_refused(case, {**args, name: wrong}, "|".join(args))
