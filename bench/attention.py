@@ -37,16 +37,8 @@ from slipstream import ops
 from slipstream.tools.catalog import Shape, chosen
 
 # B, T, H, D, causal
-SHAPES = [
-    (4, 4096, 16, 128, True),
-    (4, 4096, 16, 128, False),
-    (2, 16384, 16, 128, True),
-    (2, 16384, 16, 128, False),
-    (4, 4096, 32, 64, True),
-    (4, 4096, 32, 64, False),
-    (2, 8192, 8, 256, True),
-    (2, 8192, 8, 256, False),
-]
+SIZES = [(4, 4096, 16, 128), (2, 16384, 16, 128), (4, 4096, 32, 64), (2, 8192, 8, 256)]
+SHAPES = [(*size, causal) for size in SIZES for causal in (True, False)]
 MIXED = (4096, 512, 2048, 1, 3000, 130, 5000, 1597)
 # B, S, H, HKV, D, page size or 0
 CACHES = [

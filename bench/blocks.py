@@ -11,6 +11,7 @@ least. peak_gib, beyond_gib: memory of a forward and its backward, and without t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -195,6 +196,17 @@ def providers(work: Work, known: Mapping[str, Mapping[str, Callable]], report: R
     return found
 
 
+@contextmanager
+def ours_only(work: Work, who: str) -> Iterator[None]:
+    """A peer's error is printed, ours is raised."""
+    try:
+        yield
+    except Exception as e:
+        if who == "ours":
+            raise
+        print(f"{work.name} {who}: {type(e).__name__}: {str(e)[:150]}")
+
+
 def beside_peers(
     work: Work, known: Mapping[str, Mapping[str, Callable]], report: Report
 ) -> list[dict[str, object]]:
@@ -202,15 +214,11 @@ def beside_peers(
     rows: dict[str, dict[str, object]] = {}
     able: dict[str, Provider] = {}
     for who, provider in providers(work, known, report).items():
-        try:
-            seconds = first(provider.gradients)
-            peak = peak_bytes(provider.gradients)
-        except Exception as e:
-            if who == "ours":
-                raise
-            print(f"{work.name} {who}: {type(e).__name__}: {str(e)[:150]}")
+        with ours_only(work, who):
+            seconds, peak = first(provider.gradients), peak_bytes(provider.gradients)
+            able[who] = provider
+        if who not in able:
             continue
-        able[who] = provider
         beyond = peak - sum(x.nbytes for x in provider.live.values())
         rows[who] = {"work": work.name, "who": who, "first_s": f"{seconds:.2f}"}
         rows[who] |= {"peak_gib": f"{peak / 2**30:.2f}", "beyond_gib": f"{beyond / 2**30:.2f}"}
@@ -239,26 +247,17 @@ def error_rows(
     if exact is None:
         return
     for who, provider in providers(work, known, report).items():
-        function = by_name(exact, list(provider.args))
-        try:
-            off = float64_errors(provider, function)
-        except Exception as e:
-            if who == "ours":
-                raise
-            print(f"{work.name} {who}: {type(e).__name__}: {str(e)[:150]}")
-            continue
-        yield {"work": work.name, "who": who, **off}
+        with ours_only(work, who):
+            off = float64_errors(provider, by_name(exact, list(provider.args)))
+            yield {"work": work.name, "who": who, **off}
 
 
 def under_compile(work: Work, report: Report) -> dict[str, object]:
     """Milliseconds of a forward with backward: not compiled, compiled, and Inductor's own code."""
     given = providers(work, {}, report)["ours"]
     calls = {}
-    for who, impl, compiled in (
-        ("eager", None, False),
-        ("compiled", None, True),
-        ("inductor", "eager", True),
-    ):
+    ways = (("eager", None, False), ("compiled", None, True), ("inductor", "eager", True))
+    for who, impl, compiled in ways:
         torch.compiler.reset()
         fn = partial(given.fn, impl=impl)
         fn = torch.compile(fn, fullgraph=True, dynamic=False) if compiled else fn

@@ -212,11 +212,8 @@ def join() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        method = "tcp://localhost:0"
-        dist.init_process_group(backend, init_method=method, rank=0, world_size=1)
+    alone: dict[str, Any] = {"init_method": "tcp://localhost:0", "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -28,6 +28,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -274,15 +275,9 @@ def in_turns(runs: Sequence[list[str]], options: Sequence[str], report: Report) 
             late = ("--seconds", str(report.left()))
             follow(Child(__file__, (name, run, *options, *late), number), kind)
 
-    threads = [
-        threading.Thread(target=of_gpu, args=(i,))
-        for _ in range(AT_ONCE)
-        for i in range(len(gpus()) or 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    numbers = [*range(len(gpus()) or 1)] * AT_ONCE
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        list(pool.map(of_gpu, numbers))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

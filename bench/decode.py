@@ -45,12 +45,8 @@ from slipstream.tools.catalog import Shape, chosen
 
 # operator, B, H, HV, V, state V-first
 STEPS = [
-    ("gated_delta_rule", 1, 16, 32, 128, False),
-    ("gated_delta_rule", 8, 16, 32, 128, False),
-    ("gated_delta_rule", 64, 16, 32, 128, False),
-    ("gated_delta_rule", 256, 16, 32, 128, False),
-    ("gated_delta_rule", 64, 16, 32, 128, True),
-    ("gated_delta_rule", 256, 16, 32, 128, True),
+    *(("gated_delta_rule", B, 16, 32, 128, False) for B in (1, 8, 64, 256)),
+    *(("gated_delta_rule", B, 16, 32, 128, True) for B in (64, 256)),
     ("kda", 64, 32, 32, 128, False),
     ("rwkv7", 64, 32, 32, 128, False),
     ("retention", 64, 16, 16, 128, False),

@@ -158,6 +158,13 @@ def step_ms(model: Any, prompts: Tensor, size: int, report: Report) -> float:
         decoding.end()
 
 
+def empty(cache: Any) -> None:
+    """All tensors are there, with nothing in them."""
+    cache.reset()
+    for layer in cache.layers:
+        layer.is_initialized = True
+
+
 @torch.no_grad()
 def int8_row(model: Any, data: Tensor, report: Report) -> Row:
     """Bits a byte of long texts, read one byte at a time, with states in float32 and in int8."""
@@ -169,9 +176,6 @@ def int8_row(model: Any, data: Tensor, report: Report) -> Row:
     for dtype in (None, torch.int8):
         cache = StateCache(len(model.model.layers), tokens + 64, dtype)
         model(ids[:, :1], cache=cache, use_cache=True)
-        cache.reset()
-        for layer in cache.layers:  # all tensors are there, with nothing in them
-            layer.is_initialized = True
         at = torch.zeros(1, dtype=torch.long, device=ids.device)
         total = torch.zeros((), dtype=torch.float64, device=ids.device)
 
@@ -181,10 +185,9 @@ def int8_row(model: Any, data: Tensor, report: Report) -> Row:
             total.add_(F.cross_entropy(logits, ids.index_select(1, at + 1)[:, 0]))
             at.add_(1)
 
+        empty(cache)
         replay = in_graph(step)
-        cache.reset()
-        for layer in cache.layers:
-            layer.is_initialized = True
+        empty(cache)
         at.zero_()
         total.zero_()
         for _ in range(tokens):
@@ -222,14 +225,7 @@ def rows(report: Report) -> Iterator[Row]:
             ms = step_ms(model, batch, count + 1, report)
             guess = step_ms(draft, batch, count + 1, report)
             speed = B * rounds[count] / (ms + count * guess)
-            yield {
-                "what": "graphs",
-                "drafts": count,
-                "B": B,
-                "step ms": round(plain, 4),
-                "verify ms": round(ms, 4),
-                "draft ms": round(guess, 4),
-                "tokens/s": round(1e3 * speed, 1),
-                "of none": round(speed / (B / plain), 3),
-            }
+            row = {"what": "graphs", "drafts": count, "B": B, "step ms": round(plain, 4)}
+            row |= {"verify ms": round(ms, 4), "draft ms": round(guess, 4)}
+            yield row | {"tokens/s": round(1e3 * speed, 1), "of none": round(speed / B * plain, 3)}
     yield int8_row(draft, ids, report)

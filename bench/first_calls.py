@@ -25,7 +25,7 @@ from harness import DEVICE, Report, parser, synchronize
 from processes import Child, tell
 from torch import Tensor
 
-from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
+from slipstream.tools.catalog import SAMPLES, Shape, chosen, flat
 
 SECONDS = 150
 AT_ONCE = 8  # operators whose processes wait with what they have imported
@@ -118,18 +118,15 @@ def row(name: str, children: dict[str, Child]) -> dict[str, object]:
 
 
 def names(steps: bool) -> list[str]:
-    def counts(sample: Sample) -> bool:
-        if sample.op.startswith("fused_recurrent_"):
-            return steps
-        return sample.op.startswith("chunk_") or sample.op in OTHERS
-
-    return list(dict.fromkeys(x.op for x in SAMPLES if counts(x)))
+    kinds = ("chunk_", "fused_recurrent_") if steps else ("chunk_",)
+    ops = dict.fromkeys(x.op for x in SAMPLES)
+    return [x for x in ops if x.startswith(kinds) or x in OTHERS]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    for name in ("compile", "steps"):
-        options.add_argument(f"--{name}", action="store_true")
+    options.add_argument("--compile", action="store_true")
+    options.add_argument("--steps", action="store_true")
     options.add_argument("--at-once", type=int, default=1, help="operators at a time")
     options.add_argument("--child", metavar="OPERATOR", help=argparse.SUPPRESS)
     given = options.parse_args(argv)

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty
 from typing import Any
@@ -65,7 +66,7 @@ COMMON: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": True, "pad
 COMMON |= {"bos_token_id": 1, "eos_token_id": 2}
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
 }  # fmt: skip
 SMALL_OWN: dict[str, dict[str, Any]] = {
     "qwen3_next": {
@@ -73,15 +74,12 @@ SMALL_OWN: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
     },
     "kimi_linear": {
-        "linear_num_heads": 2, "linear_head_dim": 16, "mlp_layer_types": ["dense"] * 4,
-        "layer_types": [*["linear_attention"] * 3, "full_attention"],
-        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "linear_num_heads": 2, "linear_head_dim": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8,
     },
-    "nemotron_h": {
-        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
-    },
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
 }  # fmt: skip
+# on a CPU, and for --small
 FOUR_LAYERS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 4},
     "kimi_linear": {
@@ -122,7 +120,7 @@ def model_of(kind: str, way: str, small: bool, dtype: torch.dtype, **other: Any)
     import transformers
 
     prefix, sizes = MODELS[kind]
-    fewer = FOUR_LAYERS[kind] if DEVICE.type == "cpu" else {}
+    fewer = FOUR_LAYERS[kind] if small or DEVICE.type == "cpu" else {}
     sizes = {**sizes, **COMMON, **fewer, **(SMALL | SMALL_OWN[kind] if small else {}), **other}
     config = getattr(transformers, f"{prefix}Config")(**sizes)
     config._attn_implementation = "slipstream" if way == "patched" else "sdpa"
@@ -193,9 +191,8 @@ def first_step(kind: str, way: str, small: bool, tokens: int) -> tuple[float, st
     except RuntimeError as error:  # fla refuses some gradients on Hopper
         return 0.0, " ".join(str(error).split())[:150]
     finally:
-        if DEVICE.type == "cuda":
-            for B in ROWS:
-                generate(model.eval(), prompts(model, B), 2)
+        for B in ROWS if DEVICE.type == "cuda" else ():
+            generate(model.eval(), prompts(model, B), 2)
         del model
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
@@ -252,11 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for kind in MODELS
         if given.only.search(f"{kind} {way}") and (way != "fla" or has_fla(kind))
     ]
-    if given.cpu or given.small:  # one after another: they share cores and memory
-        for kind, way in wanted:
-            measure(report, [Child(__file__, (kind, way, mode), 0)])
-    else:
-        measure(report, [Child(__file__, (*x, mode, *tune), i) for i, x in enumerate(wanted)])
+    alone = given.cpu or given.small  # one after another: they share cores and memory
+    for some in [[x] for x in wanted] if alone else [wanted]:
+        measure(report, [Child(__file__, (*x, mode, *tune), i) for i, x in enumerate(some)])
     report.end()
 
 
@@ -280,11 +275,8 @@ def measure(report: Report, children: list[Child]) -> None:
             if one.gpu == gpu:
                 measure_one(report, one, limit)
 
-    threads = [threading.Thread(target=of_gpu, args=(i,)) for i in {x.gpu for x in ready}]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(of_gpu, {x.gpu for x in ready}))
 
 
 def measure_one(report: Report, one: Child, limit: float) -> None:
@@ -309,10 +301,9 @@ def measure_one(report: Report, one: Child, limit: float) -> None:
 
 def next_of(one: Child, until: float) -> tuple[dict[str, Any] | None, bool]:
     """The child's next message, None if nothing comes; and whether that is for want of time."""
-    if until == float("inf"):
-        return one.next(), False
     try:
-        return one.next(max(until - time.perf_counter(), 0.01)), False
+        seconds = max(until - time.perf_counter(), 0.01)
+        return one.next(None if until == float("inf") else seconds), False
     except Empty:
         return None, True
 
