@@ -38,11 +38,16 @@ def narrowed(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:
     return h.to(next(p.dtype for p in weights if p.is_floating_point()))
 
 
-def norm_behind(model: Any, i: int) -> nn.Module | None:
-    """The norm that reads what block i of a model returns, None where something comes between."""
-    if model.depth is not None or any(is_hooked(block) for block in model.layers[i : i + 2]):
-        return None
-    return model.norm if i + 1 == len(model.layers) else model.layers[i + 1].mixer_norm
+def with_norms_behind(model: Any, h: Tensor) -> list[tuple[Any, nn.Module | None]]:
+    """Each block, and the norm that reads what it returns, where a launch of a step of h may make
+    that too; None where something comes between, such as a hook or a module around a block."""
+    blocks = [*model.layers]
+    if model.depth is not None or not projections.makes_norms(h):
+        return [(block, None) for block in blocks]
+    is_plain = [type(x).forward is Block.forward and not is_hooked(x) for x in blocks]
+    norms = [x.mixer_norm if own else None for x, own in zip(blocks, is_plain)]
+    behind = zip(blocks, is_plain, [*norms[1:], model.norm])
+    return [(block, norm if own else None) for block, own, norm in behind]
 
 
 class Block(GradientCheckpointingLayer):
@@ -222,11 +227,12 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:
         h = h.float() if self.residual_in_fp32 else h
         x, norm = (h, self.mixer_norm) if normed is None else (normed, None)
-        behind = next_norm if self.mlp_norm is None else self.mlp_norm
+        mlp_norm = self.mlp_norm if isinstance(self.mlp, SwiGLU) else None
+        behind = next_norm if mlp_norm is None else mlp_norm
         around = {"norm": norm, "residual": projections.normed_next(h, behind)}
         y = self.mixer.step(x, layer.view(1, room), positions=positions, **around)
         h, normed = y if isinstance(y, tuple) else (y, None)
-        if self.mlp_norm is None or not isinstance(self.mlp, SwiGLU):
+        if mlp_norm is None or not isinstance(self.mlp, SwiGLU):
             return h, normed
-        x, norm = (h, self.mlp_norm) if normed is None else (normed, None)
+        x, norm = (h, mlp_norm) if normed is None else (normed, None)
         return projections.gated_mlp(self.mlp, x, norm, h, next_norm)

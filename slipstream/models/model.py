@@ -19,7 +19,7 @@ from slipstream.compiler import triton_cache_key
 from slipstream.models import arguments
 from slipstream.models import consistent as blocks
 from slipstream.models.arguments import PACKING, check_arguments, checked, shape_of, the_cache
-from slipstream.models.block import Block, make_norm, narrowed, norm_behind
+from slipstream.models.block import Block, make_norm, narrowed, with_norms_behind
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
@@ -292,10 +292,10 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """As _run, for tokens of every row that follow those in the cache, updated in place."""
         every, first_value, sources, normed = [], None, self._sources(h), None
-        for i, (block, layer) in enumerate(zip(self.layers, cache.layers)):
+        for i, ((block, norm), layer) in enumerate(zip(with_norms_behind(self, h), cache.layers)):
             h = self._mixed(i, h, sources)
             every += [h] if keep else []
-            options: Any = {"positions": positions, "room": room, "next_norm": norm_behind(self, i)}
+            options: Any = {"positions": positions, "room": room, "next_norm": norm}
             y, normed, value = block(h, first_value, layer=layer, normed=normed, **options)
             first_value = value if first_value is None else first_value
             h, sources = y, self._with_added(i, sources, h, y)

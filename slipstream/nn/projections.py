@@ -27,6 +27,11 @@ def fuses(x: Tensor) -> bool:
     return takes_step(x) and x.shape[0] <= MAX_ROWS
 
 
+def makes_norms(x: Tensor) -> bool:
+    """Whether one launch may add a layer's result to x, and make the norm of the sum too."""
+    return fuses(x) and norm_op.takes(x.shape[0], x.device)
+
+
 def takes_step(x: Tensor) -> bool:
     """Whether x [N, 1, D] is one token of each of N sequences that decoding operators take."""
     return (
@@ -68,10 +73,10 @@ def normed_next(residual: Tensor, norm: nn.Module | None) -> Tensor | NormedNext
     """The residual with the norm of the sum, where one launch makes both; else alone."""
     if (
         type(norm) is RMSNorm
-        and norm_op.takes(residual.shape[0], residual.device)
-        and fuses(residual)
+        and makes_norms(residual)
         and norm.eps is not None
         and isinstance(norm.weight, Tensor)
+        and norm.weight.dtype.itemsize == 2
         and plain_module(norm)
         and norm.weight.device == residual.device
     ):
