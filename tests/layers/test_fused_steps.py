@@ -207,7 +207,7 @@ def moved(module: Any, args: Any) -> Any:
 
 
 def step_logits(model: Any, calls: list[Any], monkeypatch: Any) -> list[torch.Tensor]:
-    """Of three sequences, by modules and as on a GPU; the latter's calls of norm_op in two steps."""
+    """Of three sequences, by modules and as on a GPU, whose two steps leave calls of norm_op."""
     monkeypatch.setattr(norm_op, "MMA_ROWS", 2)
     monkeypatch.setattr(norm_op, "supports_pdl", lambda device: True)
     run, ids, logits = norm_op.run, torch.randint(97, (3, 7)), []
