@@ -9,6 +9,8 @@ from torch import Tensor
 MAX_WEIGHTS = 5
 # rows up to which the weights are the left operand; of more, and up to 64, x is, by wgmma
 MMA_ROWS = 32
+# and of how many columns of y at least
+WGMMA_COLUMNS = 2048
 
 
 class ProjectionInputs(NamedTuple):
@@ -35,6 +37,13 @@ class ProjectionInputs(NamedTuple):
     @property
     def out_dtype(self) -> torch.dtype:
         return self.weights[0].dtype if self.residual is None else self.residual.dtype
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether x is the left operand, on GPUs that have wgmma."""
+        x, weight = self.x, self.weights[0]
+        is_large = x.shape[0] > MMA_ROWS and self.size >= WGMMA_COLUMNS
+        return is_large and x.element_size() == weight.element_size() == 2 and not self.consistent
 
 
 class NormedInputs(NamedTuple):

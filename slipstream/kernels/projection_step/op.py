@@ -9,7 +9,12 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.projection_step import eager
-from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, MMA_ROWS, ProjectionInputs
+from slipstream.kernels.projection_step.inputs import (
+    MAX_WEIGHTS,
+    MMA_ROWS,
+    WGMMA_COLUMNS,
+    ProjectionInputs,
+)
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
@@ -105,7 +110,8 @@ def _kind(t: ProjectionInputs) -> KernelKey:
     """The calls that share a verdict on the kernel."""
     M = t.x.shape[0]
     rows = 1 if M == 1 else MMA_ROWS if M <= MMA_ROWS or t.consistent else MAX_ROWS
-    terms = (t.glu, t.norm_eps is not None, t.residual is not None, rows)
+    wide = "wide" if t.is_wide else None
+    terms = (t.glu, t.norm_eps is not None, t.residual is not None, rows, wide)
     return ("projection_step.triton", t.x.dtype, t.weights[0].dtype, t.x.shape[1], *terms)
 
 
@@ -130,10 +136,12 @@ def kernel_launches() -> Any:
 
 
 def _mismatch(like: ProjectionInputs) -> str | None:
-    """The probe: one row or three, two weights where there may be several."""
+    """The probe: one row or three, or all where that decides about the tile; two weights where
+    there may be several."""
     rows, K = like.x.shape
     rows = rows if rows > MMA_ROWS else min(rows, 3)
-    sizes = (40, 40) if like.glu else (40, 24) if like.residual is None else (40,)
+    N = WGMMA_COLUMNS if like.is_wide else 40
+    sizes = (N, N) if like.glu else (N, 24) if like.residual is None else (N,)
     x = like.x
     tensors = {
         f"w{i}": numeric_probe.random_like(like.weights[0], n, K) for i, n in enumerate(sizes)
@@ -143,7 +151,7 @@ def _mismatch(like: ProjectionInputs) -> str | None:
     if like.norm_weight is not None:
         tensors["norm_weight"] = numeric_probe.random_like(like.norm_weight, K)
     if like.residual is not None:
-        tensors["residual"] = numeric_probe.random_like(like.residual, rows, 40)
+        tensors["residual"] = numeric_probe.random_like(like.residual, rows, N)
 
     def call(impl: str, t: numeric_probe.Given) -> Tensor:
         weights = [t[f"w{i}"] for i in range(len(sizes))]

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.compiler.aot import compile_kernel
 from slipstream.compiler.trace import trace
-from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import norm_op, op
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 from slipstream.ops import projection_step
 from slipstream.runtime.backends import HAVE_TRITON
@@ -151,6 +151,29 @@ def test_consistent_calls_keep_their_tile() -> None:
     assert default.constants["X_LEFT"] and not same.constants["X_LEFT"]
     (few,) = trace(few_rows, "sm_90", backward=False)
     assert few.constants["BK"] == same.constants["BK"] and not few.constants["X_LEFT"]
+
+
+@pytest.mark.parametrize("glu", [False, True])
+def test_probes_have_the_tile_of_their_calls(glu: bool, monkeypatch: Any) -> None:
+    """A verdict on tiles with x on the left is none on others, and is theirs."""
+    probed: list[ProjectionInputs] = []
+
+    def call(*args: Any, impl: str) -> torch.Tensor:
+        t = op._nested(args)
+        if impl == "triton|eager":
+            probed.append(t)
+        return torch.zeros(t.x.shape[0], t.size)
+
+    monkeypatch.setattr(op, "_call", call)
+    kinds = set()
+    for M, N in ((2, 4096), (40, 128), (40, 4096)):
+        args = inputs(M, 64, (N, N), torch.float16, biases=True)
+        given = args["x"], args["weights"], args["biases"]
+        t = ProjectionInputs(*given, None, None, None, False, glu, False)
+        op._mismatch(t)
+        kinds.add(op._kind(t))
+        assert probed[-1].is_wide == t.is_wide == (M > 32 and N == 4096)
+    assert len(kinds) == 3
 
 
 def few_rows(device: torch.device) -> None:

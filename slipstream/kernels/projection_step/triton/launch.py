@@ -8,7 +8,6 @@ from torch import Tensor
 from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
 from slipstream.kernels.projection_step.inputs import (
     MAX_WEIGHTS,
-    MMA_ROWS,
     NormedInputs,
     ProjectionInputs,
 )
@@ -84,8 +83,7 @@ def projection_step(t: ProjectionInputs) -> Tensor:
     y = torch.empty(M, t.size, dtype=t.out_dtype, device=t.x.device)
     x_bytes, w_bytes = t.x.element_size(), t.weights[0].element_size()
     shared = shared_memory_bytes(t.x.get_device())
-    wide = M > MMA_ROWS and t.size >= 2048 and x_bytes == w_bytes == 2 and not t.consistent
-    if wide and supports_pdl(t.x.device):
+    if t.is_wide and supports_pdl(t.x.device):
         tile = tile_of_many(t.size, K, 1 + t.glu, shared)
     else:
         tile = tile_of(M, t.size, K, x_bytes, w_bytes * (1 + t.glu), shared)
