@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from slipstream.common.checks import cast
 from slipstream.kernels.norm.inputs import NormInputs, NormOptions
@@ -30,6 +29,7 @@ from slipstream.runtime.autograd import (
     save,
     wants_gradient,
 )
+from slipstream.runtime.backends import is_plain_call
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -64,10 +64,10 @@ def compose(
 def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tensor:
     if not (torch.is_grad_enabled() and grads):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        if is_compiling():
-            # a graph exported from inputs without gradients may be differentiated: not in place
-            return x * (norm.square() + eps).rsqrt()
-        return x * norm.square_().add_(eps).rsqrt_()
+        if is_plain_call(x):
+            return x * norm.square_().add_(eps).rsqrt_()
+        # a graph or a transform of inputs without gradients may be differentiated: not in place
+        return x * (norm.square() + eps).rsqrt()
     size = max(x.shape[-1], 1)
     # sum = D mean: an rms norm with eps / D, times 1 / sqrt(D)
     return rms(x, x.new_full((x.shape[-1],), size**-0.5), eps / size)
