@@ -214,6 +214,32 @@ def test_cache_takes_keys_that_are_a_part_of_it(B: int) -> None:
     assert torch.equal(k, want)
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_cache_is_left_alone_by_sparse_keys(name: str) -> None:
+    q, k, v = qkv(2, 1)
+    caches, new = (k.clone(), v.clone()), {"k": k[:, :1], "v": v[:, :1]}
+    new[name] = new[name].to_sparse()
+    with pytest.raises(TypeError, match=f"^{name}: want a dense tensor"):
+        flash_attn_with_kvcache(q, *caches, **new, cache_seqlens=3)
+    close(caches, (k, v))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_cache_calls_take_other_lengths() -> None:
+    q, k, v = qkv(2, 1)
+    new = torch.randn(2, 1, 2, 8)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths)
+
+    caches = [(k.clone(), v.clone()) for _ in range(3)]
+    traced = torch.jit.trace(step, (q, *caches[0], torch.tensor([7, 3])), check_trace=False)
+    lengths = torch.tensor([-1, 5])
+    close(traced(q, *caches[1], lengths), step(q, *caches[2], lengths))
+    close(caches[1], caches[2])
+
+
 def test_cache_calls_pass_opcheck_and_compile() -> None:
     q, k, v = qkv(2, 1)
     lengths = torch.tensor([7, 3])
