@@ -20,7 +20,7 @@ from slipstream.kernels.pointwise import gated_mlp
 from slipstream.kernels.pointwise.copy_states import copy_states
 from slipstream.kernels.pointwise.place_tokens import place_tokens
 from slipstream.kernels.projection_step import norm_op
-from slipstream.kernels.projection_step.inputs import NormedInputs
+from slipstream.kernels.projection_step.inputs import WGMMA_COLUMNS, NormedInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7
 from slipstream.kernels.time_mix.low_rank import LowRankInputs
 from slipstream.kernels.time_mix.token_mix import mixed_projections
@@ -97,6 +97,15 @@ def _projection_norm(
 ) -> tuple[Tensor, Tensor]:
     t = NormedInputs(x, weight, None, residual, norm_weight, 1e-5, False)
     return norm_op.run(t, impl)
+
+
+def _projections_of_many(
+    x: Tensor, gate: Tensor, up: Tensor, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """As wide as models have them: of few columns the tile is another."""
+    weights = [w.repeat(WGMMA_COLUMNS // len(w) + 1, 1) for w in (gate, up)]
+    gated = ops.projection_step(x, weights, activation="swiglu", impl=impl)
+    return ops.projection_step(x, weights, impl=impl), gated
 
 
 def _gated_mlp(
@@ -225,6 +234,14 @@ LAYER_SAMPLES = [
         tested=False,
         fixed="x g up g_up",
         function=_low_rank_step,
+    ),
+    LayerSample(
+        "projection_step",
+        "x=MD gate=CD up=CD",
+        variant="many columns",
+        tested=False,
+        fixed="x gate up",
+        function=_projections_of_many,
     ),
     LayerSample(
         "projection_norm_step",
