@@ -290,6 +290,8 @@ def _check_new(k: Tensor, v: Tensor, cache: Cache) -> None:
     like = {"k_cache": k_cache} if cache.k_scale is None else {"q": cache.q}
     checks.expect_one_dtype({**like, "k": k, "v": v})
     checks.expect_one_device({"k_cache": k_cache, "k": k, "v": v})
+    if k.layout != torch.strided or v.layout != torch.strided:  # before anything is written
+        checks.expect_dense({"k": k, "v": v}, TypeError("keys of another layout"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.stride(-1) != 1 and x.numel():
             raise ValueError(f"{name}: wants its last dimension contiguous to be written into")

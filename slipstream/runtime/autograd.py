@@ -63,6 +63,11 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def is_tracing() -> bool:
+    """Whether torch.jit.trace records this thread's operations."""
+    return torch._C._get_tracing_state() is not None
+
+
 def by_operation() -> bool:
     """Whether torch operations are to be preferred to a Function: torch.compile fuses them, and
     torch.func and forward mode differentiate them."""

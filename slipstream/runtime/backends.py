@@ -50,7 +50,6 @@ def is_plain_call(x: Any) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
     )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from slipstream.common.checks import device_type, expect_own_memory
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
-from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
+from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, save
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
 from slipstream.runtime.token_ids import raise_pending
 
@@ -80,7 +80,7 @@ class DirectCall:
         if named:
             args = self._by_position(args, named)
         x = args[0]
-        if not is_plain_call(x):
+        if not is_plain_call(x) or is_tracing():
             return (self._overload or self._without_autocast)(*args)
         if self._replay and not backends.TRACING and call_replay.is_enabled(x):
             key, values, addresses = call_replay.call_key(args)

@@ -121,10 +121,8 @@ def append(
     row = row[:, None].expand(B, T)
     at = lengths.long()[:, None] + torch.arange(T, device=k.device)  # [B, T]
     if k.is_cpu and rows is None and table is None and int(lengths.min()) >= 0:
-        # The usual case, where looking costs no wait. k and v may be parts of the caches; a sparse
-        # one has no contiguous copy and fails here, before anything is written.
-        k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-        k_cache[row, at], v_cache[row, at] = k, v
+        # the usual case, where looking costs no wait; k and v may be parts of the caches
+        k_cache[row, at], v_cache[row, at] = k.clone(), v.clone()
         return lengths + T
     size = k_cache.shape[1]
     capacity = size if table is None else size * table.shape[1]

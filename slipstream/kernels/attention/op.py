@@ -230,11 +230,11 @@ def _append(
     table: Tensor | None,
     impl: str,
 ) -> Tensor:
-    if k.is_cpu:  # on a device the reading that follows looks
-        call = cache.Cache(k, k_cache, v_cache, lengths, rows, table=table)
-        cache.check_values(call, k.shape[1])
     if 0 in (k.numel() + v.numel(), k_cache.numel() + v_cache.numel()):
         return cache.lengths_after(lengths, k.shape[1])
+    call = cache.Cache(k, k_cache, v_cache, lengths, rows, table=table)
+    if k.is_cpu:  # on a device the reading that follows looks
+        cache.check_values(call, k.shape[1])
     args = (k_cache, v_cache, k, v, lengths, rows, table)
     with Guard(
         impl,

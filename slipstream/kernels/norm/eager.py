@@ -25,6 +25,7 @@ from slipstream.runtime.autograd import (
     Function,
     Saved,
     by_operation,
+    is_tracing,
     once_differentiable,
     save,
     wants_gradient,
@@ -64,7 +65,7 @@ def compose(
 def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tensor:
     if not (torch.is_grad_enabled() and grads):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        if is_plain_call(x):
+        if is_plain_call(x) and not is_tracing():
             return x * norm.square_().add_(eps).rsqrt_()
         # a graph or a transform of inputs without gradients may be differentiated: not in place
         return x * (norm.square() + eps).rsqrt()
