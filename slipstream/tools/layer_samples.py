@@ -99,6 +99,7 @@ def _projection_norm(
     return norm_op.run(t, impl)
 
 
+@torch.no_grad()
 def _projections_of_many(
     x: Tensor, gate: Tensor, up: Tensor, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
