@@ -368,18 +368,24 @@ class Mixer(nn.Module):
         return (y, *value) if value else y
 
 
-def heads_of_inner(inner: int, num_heads: int | None, head_dim: int | None, n_groups: int) -> int:
-    """Mamba's heads, of expand * hidden_size channels; heads are 64 wide if neither is given."""
+def heads_of(channels: int, named: str, num_heads: int | None, head_dim: int | None) -> int:
+    """How many heads so many channels make; they are 64 wide if neither is given. named: the
+    channels in an error."""
     if num_heads is None:
         head_dim = head_dim or 64
-        expect_divisor("head_dim", head_dim, "expand * hidden_size", inner)
-        num_heads = inner // head_dim
-    expect_divisor("num_heads", num_heads, "expand * hidden_size", inner)
-    if head_dim is not None and num_heads * head_dim != inner:
+        expect_divisor("head_dim", head_dim, named, channels)
+        num_heads = channels // head_dim
+    expect_divisor("num_heads", num_heads, named, channels)
+    if head_dim is not None and num_heads * head_dim != channels:
         raise ValueError(
-            f"head_dim: want expand * hidden_size / num_heads = {inner // num_heads}, "
-            f"got {head_dim}"
+            f"head_dim: want {named} / num_heads = {channels // num_heads}, got {head_dim}"
         )
+    return num_heads
+
+
+def heads_of_inner(inner: int, num_heads: int | None, head_dim: int | None, n_groups: int) -> int:
+    """Mamba's heads, of expand * hidden_size channels."""
+    num_heads = heads_of(inner, "expand * hidden_size", num_heads, head_dim)
     expect_divisor("n_groups", n_groups, "num_heads", num_heads)
     return num_heads
 

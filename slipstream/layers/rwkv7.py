@@ -12,7 +12,7 @@ from slipstream.common.checks import expect_tensor
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
 from slipstream.kernels.time_mix.token_mix import mixed_projections
-from slipstream.layers.base import Mixer, assign, expect_divisor, expect_first_value
+from slipstream.layers.base import Mixer, assign, expect_first_value, heads_of
 from slipstream.layers.call import MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.consistent import product
@@ -79,16 +79,7 @@ class RWKV7(Mixer):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(mode, layer_idx)
-        if num_heads is None:
-            head_dim = head_dim or 64
-            expect_divisor("head_dim", head_dim, "hidden_size", hidden_size)
-            num_heads = hidden_size // head_dim
-        expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-        if head_dim is not None and num_heads * head_dim != hidden_size:
-            raise ValueError(
-                f"head_dim: want hidden_size / num_heads = {hidden_size // num_heads}, "
-                f"got {head_dim}"
-            )
+        num_heads = heads_of(hidden_size, "hidden_size", num_heads, head_dim)
         self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
         self.num_layers, self.norm_eps = num_layers, norm_eps
         # how deep the layer lies, 0 to 1

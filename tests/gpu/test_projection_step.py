@@ -51,7 +51,7 @@ def test_sums_of_shares_and_their_norm_match_the_formula(
 
 @pytest.mark.parametrize("rows", [33, 64])
 def test_consistent_rows_have_the_bits_of_two(rows: int) -> None:
-    """Whatever is fastest for so many rows."""
+    """Also where the default mode takes another tile."""
     with torch.device("cuda"):
         args = inputs(rows, 1024, (2048, 16), torch.bfloat16)
     with consistent():

@@ -47,7 +47,7 @@ def check(
 def check_copies(impl: str, device: str = "cpu", size: tuple[int, int, int] = SIZE) -> None:
     for slots, (name, layout), dtype in product(SLOTS, LAYOUTS.items(), DTYPES):
         pools = torch.randn(2, POOL, *size, device=device).to(dtype)
-        pools[:, 3] = torch.nan  # of which nobody asks
+        pools[:, 3] = torch.nan  # a row that no index names
         # numbers that both dtypes have: the interpreter does not round to bfloat16
         rows = torch.randn(len(slots), *size, device=device).to(dtype).float().mT.contiguous().mT
         check(layout(pools[0]), slots, rows.clone(), None, impl)
