@@ -38,7 +38,8 @@ class Int8State(NamedTuple):
 
 def rows_of(K: int) -> int:
     """R, the words of a column: a power of two of at least 2."""
-    return max(16, 1 << (K - 1).bit_length()) // FIELDS
+    # a tensor to torch.jit.trace
+    return max(16, 1 << (int(K) - 1).bit_length()) // FIELDS
 
 
 def encode(state: Tensor) -> Int8State:

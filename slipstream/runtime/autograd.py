@@ -20,8 +20,8 @@ Derivatives are of first order and in reverse mode. Every other way to different
 (torch.func's transforms, forward mode, a second derivative) raises NotImplementedError.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -68,10 +68,21 @@ def is_tracing() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Nothing is recorded by torch.jit.trace, to which sizes are tensors."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def by_operation() -> bool:
-    """Whether torch operations are to be preferred to a Function: torch.compile fuses them, and
-    torch.func and forward mode differentiate them."""
-    return is_compiling() or transformed()
+    """Whether torch operations are to be preferred to a Function: torch.compile fuses them,
+    torch.func and forward mode differentiate them, and torch.jit.trace records them."""
+    return is_compiling() or transformed() or is_tracing()
 
 
 def refuse_tangents(operator: str, args: tuple) -> None:
@@ -116,8 +127,8 @@ class Function(torch.autograd.Function):
 
 def as_base(x: Tensor) -> Tensor:
     """x, or for a view a tensor over the same memory that is no view. Only for views of memory that
-    the forward has allocated itself."""
-    return x.data if not is_compiling() and x._is_view() else x
+    the forward has allocated itself. To torch.jit.trace x.data would be a constant."""
+    return x.data if not is_compiling() and x._is_view() and not is_tracing() else x
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from slipstream.common.checks import device_type, expect_own_memory
+from slipstream.common.checks import device_type, expect_own_memory, name_of_caller
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
 from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, save
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
@@ -81,6 +81,8 @@ class DirectCall:
             args = self._by_position(args, named)
         x = args[0]
         if not is_plain_call(x) or is_tracing():
+            if self._overload is None and is_tracing():
+                return _Traced.apply(self._without_autocast, *args)
             return (self._overload or self._without_autocast)(*args)
         if self._replay and not backends.TRACING and call_replay.is_enabled(x):
             key, values, addresses = call_replay.call_key(args)
@@ -163,6 +165,23 @@ class DirectCall:
             return self.impl(*args)
         with torch.autocast(device, enabled=False):
             return self.impl(*args)
+
+
+class _Traced(Function):
+    """A call that is no operator, to torch.jit.trace: one node that calls it again. What its
+    kernels write would be constants, or nothing."""
+
+    operator = "slipstream"
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable, *args: Any) -> Any:
+        results = call(*args)
+        return tuple(results) if isinstance(results, list) else results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, *grads: Any) -> Any:
+        raise NotImplementedError(f"{name_of_caller(_Traced.operator)}: traced without gradients")
 
 
 def _without_negation(args: tuple) -> tuple:

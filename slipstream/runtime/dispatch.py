@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from slipstream.runtime.autograd import is_tracing, untraced
 from slipstream.runtime.backends import is_fake, is_plain_call, triton_unsupported
 from slipstream.runtime.launch_cache import of_thread
 
@@ -140,6 +141,9 @@ def choose(
         ValueError: no candidate has that name.
         NotImplementedError: the one named, or every one, refuses the call.
     """
+    if is_tracing():
+        with untraced():
+            return choose(candidates, call, impl, family, x)
     if impl is not None:
         impl = current_name(impl)
         named = next((c for c in candidates if c.name == impl), None)

@@ -160,6 +160,11 @@ class Problem:
     def moved(self, step: float) -> list[Tensor]:
         return [x + step * d for x, d in zip(self.inputs, self.directions)]
 
+    def traced(self, inputs: list[Tensor]) -> Run:
+        """The call as torch.jit.trace records it with these inputs."""
+        graph: Any = torch.jit.trace(self.run, tuple(inputs), check_trace=False)
+        return graph
+
     def change_of_value(self) -> Tensor:
         h = 1e-5
         return (self.value(*self.moved(h)) - self.value(*self.moved(-h))) / (2 * h)

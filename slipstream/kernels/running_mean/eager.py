@@ -121,10 +121,15 @@ def _max_fake(k: Tensor, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | N
     return k.new_empty(k.shape)
 
 
-# m_t = max(m_{t-1} + w, k_t) [B, T, D], from start [N, D]
-running_max = KernelOp(
+_call_max = KernelOp(
     "running_max",
     "(Tensor k, Tensor? w, Tensor start, Tensor? cu_seqlens) -> Tensor",
     _max_impl,
     _max_fake,
 )
+
+
+def running_max(k: Tensor, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """m_t = max(m_{t-1} + w, k_t) [B, T, D], from start [N, D]; without gradients in graphs, too,
+    which forget torch.no_grad."""
+    return _call_max(k.detach(), None if w is None else w.detach(), start.detach(), cu_seqlens)
