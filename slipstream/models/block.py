@@ -31,11 +31,13 @@ def make_norm(config: SlipstreamConfig) -> Any:
     return LayerNorm(size, eps, bias=config.norm == "layer")
 
 
-def narrowed(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:
-    """h in the dtype of the weights of a norm, or of what is in its place; without any, of those
-    of the module around it."""
-    weights = (p for module in (norm, around) for p in module.parameters())
-    return h.to(next(p.dtype for p in weights if p.is_floating_point()))
+def apply_norm(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:
+    """norm(h) of a residual in float32, for the matrices of the module around the norm: h in the
+    dtype of the norm's weights, or of what is in its place, and the result in that of matrices."""
+    both = (p for module in (norm, around) for p in module.parameters())
+    y = norm(h.to(next((p.dtype for p in both if p.is_floating_point()), h.dtype)))
+    matrices = (p for p in around.parameters() if p.dim() > 1 and p.is_floating_point())
+    return y.to(next((p.dtype for p in matrices if p.dtype.itemsize > 1), y.dtype))
 
 
 def with_norms_behind(model: Any, h: Tensor) -> list[tuple[Any, nn.Module | None]]:
@@ -119,7 +121,7 @@ class Block(GradientCheckpointingLayer):
         """options: those of mixer and MLP; mixing: the mixer's."""
         state, use_cache = mixing["state"], mixing["use_cache"]
         if self.residual_in_fp32:
-            x, h = self.mixer_norm(narrowed(h, self.mixer_norm, self)), h.float()
+            x, h = apply_norm(h, self.mixer_norm, self), h.float()
         elif isinstance(self.mixer_norm, (RMSNorm, LayerNorm)) and not is_hooked(self.mixer_norm):
             # h by way of the norm, whose backward adds up its gradients
             x, h = self.mixer_norm(h, prenorm=True)
@@ -158,8 +160,11 @@ class Block(GradientCheckpointingLayer):
         if layer is not None and type(self.mlp) is SwiGLU and projections.fuses(h):
             h = h + y
             return projections.gated_mlp(self.mlp, h, self.mlp_norm, h, None)[0], None
-        # h + y, and its norm, in one pass
-        x, h = self.mlp_norm(y, h, prenorm=True, residual_in_fp32=self.residual_in_fp32)
+        if is_hooked(self.mlp_norm):  # a hook sees the sum alone, as in a fused step
+            h = h + y
+            x = apply_norm(h, self.mlp_norm, self) if self.residual_in_fp32 else self.mlp_norm(h)
+        else:  # h + y, and its norm, in one pass
+            x, h = self.mlp_norm(y, h, prenorm=True, residual_in_fp32=self.residual_in_fp32)
         if not self.shifts:
             if isinstance(self.mlp, GatedMLP):
                 return projections.consistent_mlp(self.mlp, x, h), None
@@ -187,10 +192,11 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Any, Tensor | None]:
         if self._fuses(h, layer):
             return *self._fused(h, layer, positions, room, next_norm, normed), None
-        x = h
         if self.residual_in_fp32:
-            x, h = narrowed(h, self.mixer_norm, self), h.float()
-        x, value = self.mixer_norm(x), None
+            x, h = apply_norm(h, self.mixer_norm, self), h.float()
+        else:
+            x = self.mixer_norm(h)
+        value = None
         options: dict[str, Any] = {}
         if self.mixer.takes_first_value:
             given = first_value is not None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype
-from slipstream.models.block import Block, make_norm, narrowed
+from slipstream.models.block import Block, apply_norm, make_norm
 from slipstream.models.packing import Sequences
 from slipstream.models.tensor_parallel import is_sharded
 from slipstream.nn import Embedding, decoding
@@ -179,7 +179,7 @@ def run_blocks(
         norm = make_norm(model.config)
     norm = _with_memory(norm, model.norm, h)
     x = h.detach().requires_grad_()
-    y = norm(narrowed(x, norm, model) if model.config.residual_in_fp32 else x)
+    y = apply_norm(x, norm, model) if model.config.residual_in_fp32 else norm(x)
     _differentiate(y, x, norm)
 
 

@@ -19,7 +19,7 @@ from slipstream.compiler import triton_cache_key
 from slipstream.models import arguments
 from slipstream.models import consistent as blocks
 from slipstream.models.arguments import PACKING, check_arguments, checked, shape_of, the_cache
-from slipstream.models.block import Block, make_norm, narrowed, with_norms_behind
+from slipstream.models.block import Block, apply_norm, make_norm, with_norms_behind
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
@@ -332,7 +332,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return self.depth.with_added(layer, sources, (y - h.to(y.device)).to(sources[0].device))
 
     def _normed(self, h: Tensor) -> Tensor:
-        return self.norm(narrowed(h, self.norm, self) if self.config.residual_in_fp32 else h)
+        return apply_norm(h, self.norm, self) if self.config.residual_in_fp32 else self.norm(h)
 
     def _run(
         self,

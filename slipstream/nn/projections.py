@@ -52,7 +52,7 @@ def linears(
     """layer(norm(x)) for each layer, None where the layer is None."""
     given = [layer for layer in layers if layer is not None]
     if not _plain(x, given):
-        x = _normed(x, norm)
+        x = _normed_for(given, x, norm)
         return [None if layer is None else layer(x) for layer in layers]
     y = _call(x, given, norm)
     parts = iter(y.split([layer.weight.shape[0] for layer in given], dim=-1))
@@ -121,7 +121,7 @@ def gated_mlp(
     """h = mlp(norm(x)) + residual, and next_norm(h) where a launch makes that too."""
     layers = [mlp.gate_proj, mlp.up_proj]
     if mlp.activation != "swiglu" or is_hooked(mlp) or not _plain(x, layers):
-        return residual + mlp(_normed(x, norm)), None
+        return residual + mlp(_normed_for(layers, x, norm)), None
     inner = _call(x, layers, norm, activation="swiglu")
     y = projected(inner, mlp.down_proj, normed_next(residual, next_norm))
     return y if isinstance(y, tuple) else (y, None)
@@ -169,3 +169,11 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
         return x
     weight = getattr(norm, "weight", None)
     return norm(x if weight is None else x.to(weight.dtype))
+
+
+def _normed_for(layers: Sequence[nn.Module], x: Tensor, norm: nn.Module | None) -> Tensor:
+    """norm(x) for layers that are called, whose weights may be narrower than the norm's."""
+    y, weight = _normed(x, norm), getattr(layers[0], "weight", None)
+    if norm is None or not isinstance(weight, Tensor):
+        return y
+    return y.to(weight.dtype) if weight.is_floating_point() and weight.itemsize > 1 else y

@@ -231,7 +231,10 @@ def stepped_model(mixer: Any, **options: Any) -> SlipstreamForCausalLM:
     return model
 
 
-@pytest.mark.parametrize(("hooked", "each"), [("", 4), ("layers.1", 2), ("norm", 3)])
+@pytest.mark.parametrize(
+    ("hooked", "each"),
+    [("", 4), ("layers.1", 2), ("norm", 3), ("layers.1.mixer_norm", 3), ("layers.1.mlp_norm", 3)],
+)
 @pytest.mark.parametrize("fp32", [False, True])
 @pytest.mark.parametrize(
     "mixer", ["gated_deltanet", "kda", "gla", "mamba2", "attention", "retention"]
@@ -247,6 +250,56 @@ def test_sums_and_norms_of_many_rows_are_one_operator(
     logits = step_logits(model, calls, monkeypatch)
     assert len(calls) == 2 * each * (mixer != "retention")
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("name", ["mixer_norm", "mlp_norm"])
+@torch.no_grad()
+def test_hooks_of_norms_see_sums_in_every_way(
+    name: str, fp32: bool, off_host: list[str], monkeypatch: Any
+) -> None:
+    """One tensor in, of one dtype, and one out: in a forward, a step by modules, a fused one."""
+    model = stepped_model("gla", residual_in_fp32=fp32).bfloat16()
+    norm, ids = model.get_submodule(f"model.layers.1.{name}"), torch.randint(97, (3, 6))
+    seen: list[Any] = []
+    norm.register_forward_hook(lambda module, args, y: seen.append((args, y)))
+    model(input_ids=ids)
+    (((whole,), y),) = seen
+    for on_device in (False, True):
+        monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
+        cache = StateCache(2)
+        model(input_ids=ids[:, :5], cache=cache)
+        seen.clear()
+        model(input_ids=ids[:, 5:], cache=cache)
+        (((x,), z),) = seen
+        assert x.dtype == z.dtype == y.dtype == torch.bfloat16
+        torch.testing.assert_close(x, whole[:, 5:], rtol=0, atol=5e-2)
+        torch.testing.assert_close(z, y[:, 5:], rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("hooked", ["", "mlp", "mlp.gate_proj", "mixer.q_proj"])
+@pytest.mark.parametrize("fp32", [False, True])
+@torch.no_grad()
+def test_float32_norms_in_models_of_16_bits(
+    hooked: str, fp32: bool, off_host: list[str], monkeypatch: Any
+) -> None:
+    """As narrow norms, by the modules and as on a GPU."""
+    model = stepped_model("gla", residual_in_fp32=fp32).bfloat16()
+    want = model(input_ids=(ids := torch.randint(97, (3, 7)))).logits.float()
+    for name, module in model.named_modules():
+        if name.endswith(("mixer_norm", "mlp_norm", "model.norm")):
+            module.float()
+        if hooked and name.endswith(hooked):
+            module.register_forward_hook(lambda *args: None)
+    assert model.model.norm.weight.dtype == torch.float32
+    assert model(input_ids=ids).logits.dtype == torch.bfloat16
+    for on_device in (False, True):
+        monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
+        cache = StateCache(2)
+        steps = [model(input_ids=ids[:, :5], cache=cache).logits]
+        steps += [model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in (5, 6)]
+        torch.testing.assert_close(torch.cat(steps, 1).float(), want, rtol=0, atol=0.1)
+        assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (3, 10)
 
 
 class Around(torch.nn.Module):
