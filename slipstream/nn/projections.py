@@ -20,6 +20,10 @@ from slipstream.runtime.consistent import consistent_scope
 
 # of all sequences: with more, matrix products are as fast
 MAX_ROWS = 64
+# Hidden size up to which shares of K, whose sum makes the next norm, are faster than a product and
+# a norm: 0.61 to 0.95 of their time, and 0.95 to 1.26 from 3072 on (docs/dev/log/decode.md, "shares
+# of K by hidden size").
+MAX_SHARED_SIZE = 2048
 
 
 def fuses(x: Tensor) -> bool:
@@ -29,7 +33,7 @@ def fuses(x: Tensor) -> bool:
 
 def makes_norms(x: Tensor) -> bool:
     """Whether one launch may add a layer's result to x, and make the norm of the sum too."""
-    return fuses(x) and norm_op.takes(x.shape[0], x.device)
+    return fuses(x) and x.shape[-1] <= MAX_SHARED_SIZE and norm_op.takes(x.shape[0], x.device)
 
 
 def takes_step(x: Tensor) -> bool:

@@ -277,6 +277,20 @@ def test_hooks_of_norms_see_sums_in_every_way(
         torch.testing.assert_close(z, y[:, 5:], rtol=0, atol=0.1)
 
 
+@pytest.mark.parametrize(("size", "each"), [(63, 0), (64, 4)])
+@torch.no_grad()
+def test_wide_rows_have_norms_of_their_own(
+    size: int, each: int, off_host: list[str], monkeypatch: Any
+) -> None:
+    """Shares of K are slower there."""
+    assert projections.MAX_SHARED_SIZE == 2048
+    monkeypatch.setattr(projections, "MAX_SHARED_SIZE", size)
+    model, calls = stepped_model("gated_deltanet").half(), []
+    logits = step_logits(model, calls, monkeypatch)
+    assert len(calls) == 2 * each
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("hooked", ["", "mlp", "mlp.gate_proj", "mixer.q_proj"])
 @pytest.mark.parametrize("fp32", [False, True])
 @torch.no_grad()
