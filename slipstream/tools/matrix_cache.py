@@ -2,7 +2,8 @@
 
 A row holds for a job, the source of its kernel and of the functions that this calls, and the
 compilers. They lie in matrix/ in Slipstream's cache folder, a file for each set of compilers, a
-line for each row, of which the last one counts.
+line for each row, of which the last one counts. Where the compiler has made nothing, none is kept:
+a broken installation of it raises as one that refuses the kernel.
 """
 
 import hashlib
@@ -28,7 +29,8 @@ class RowCache:
             self._write("")  # a run was cut off in the middle of a line
         if not recompile:
             lines = map(_read, text.split("\n"))
-            self._known = {x["digest"]: x["row"] for x in lines if x is not None}
+            known = (x for x in lines if x is not None and x["row"]["instructions"] is not None)
+            self._known = {x["digest"]: x["row"] for x in known}
 
     def known(self, job: Job) -> bool:
         return self._digest(job) in self._known
@@ -48,6 +50,8 @@ class RowCache:
 
     def add(self, job: Job, row: Row) -> None:
         """Writes down a row of what `split` said had to be compiled."""
+        if row.instructions is None:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._write(json.dumps({"digest": self._digest(job), "row": as_json(row)}))
 

@@ -341,6 +341,29 @@ def test_rows_are_valid_until_sources_change(
     assert rows.RowCache(about).split([(job, ("rms_norm",))])[0] == []
 
 
+@compiles
+def test_rows_of_a_broken_compiler_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of what compiled and was refused for its size they are kept."""
+    from slipstream.tools import matrix_cache as rows
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
+    about = {"triton": "3.6.0", "ptxas": "12.8.93", "ptxas_blackwell": "12.9.86"}
+    task = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel"), ("op",)
+    broken = Outcome("refused", "ImportError: libtriton.so: no such file")
+    for made, kept in ((broken, 0), (outcome(shared=1 << 20), 1), (broken, 1)):
+        row = support_matrix.compile_row(_Worker({1: made, 2: made, 3: made}), task, 1.0)  # type: ignore
+        assert row.status == "refused"
+        rows.RowCache(about).add(task[0], row)
+        assert len(rows.RowCache(about).split([task])[0]) == kept
+    # what earlier versions have kept of one
+    (file,) = (tmp_path / "matrix").iterdir()
+    earlier = json.loads(file.read_text()) | {"row": support_matrix.as_json(row)}
+    file.write_text(json.dumps(earlier) + "\n")
+    assert rows.RowCache(about).split([task]) == ([], [task])
+
+
 def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from slipstream.tools import support_page
 
