@@ -302,3 +302,27 @@ def test_window_may_be_a_tensor() -> None:
         flash_attn_func(q, k, v, window_size=torch.tensor([2.0, 1.0]))
     with pytest.raises(TypeError, match="window_size: want a tuple"):
         flash_attn_func(q, k, v, window_size=torch.tensor([2, 1, 0]))
+
+
+class OwnCache(torch.nn.Module):
+    """Attention to keys and values that it holds."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("k", k.clone())
+        self.register_buffer("v", v.clone())
+
+    def forward(self, q: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q, self.k, self.v, new, new, cache_seqlens=lengths)
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+def test_exported_cache_calls_write_into_buffers() -> None:
+    q, k, v = qkv(2, 1)
+    new, lengths, eager = torch.randn(2, 1, 2, 8), torch.tensor([7, 3]), OwnCache(k, v)
+    exported = torch.export.export(OwnCache(k, v), (q, new, lengths)).run_decompositions()
+    assert {*exported.graph_signature.buffers_to_mutate.values()} == {"k", "v"}
+    module: Any = exported.module()
+    close(module(q, new, lengths), eager(q, new, lengths))
+    close((module.k, module.v), (eager.k, eager.v))
+    assert not torch.equal(module.k, k)
