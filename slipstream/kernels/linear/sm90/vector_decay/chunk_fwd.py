@@ -293,7 +293,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
                     i_h * X, C, ST, REVERSE)),
             ],
             [4, 4, 1, 1],
-            [160, 152, 40, 40],
+            [152, 168, 40, 40],
         )  # fmt: skip
     else:
         p_e, p_total = s_out_ptr + o_s, total_ptr + (i_n.to(gl.int64) * HV + i_h) * K
