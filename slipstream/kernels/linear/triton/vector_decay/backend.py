@@ -68,7 +68,7 @@ APART = {torch.bfloat16: 55.0, torch.float16: 0.0, torch.float32: 0.0}
 
 CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True, exchanges=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
-MAX_PAIRS_SHARE = 16
+MAX_PAIRS_SHARE = 32
 TARGET_PROGRAMS = 4 * NUM_SMS
 
 
@@ -277,6 +277,8 @@ def _intra_chunk(
     if p is not None:
         pairs = {"v_ptr": problem.v, "do_ptr": problem.do, "p_ptr": p}
     grouped = options["GROUPED"] or (p is not None and HX != HV)
+    # ptxas takes 233 by itself, which leave a multiprocessor two programs in place of three
+    registers = kernel_tile.registers if has_q and apart and K <= kernel_tile.BK else None
     cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
         **inputs,
         **outputs,
@@ -285,6 +287,7 @@ def _intra_chunk(
         APART=apart,
         **{**options, "GROUPED": grouped},
         **_values(problem),
+        **({} if registers is None else {"maxnreg": registers}),
     )
     if intra.a is not None:
         total = HV * problem.chunks

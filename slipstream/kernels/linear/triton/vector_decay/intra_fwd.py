@@ -26,8 +26,8 @@ from slipstream.kernels.linear.triton.common.gate_ones import (
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     FAR,
+    WHOLE,
     anchored_writes,
-    exp2_by_parts,
     exp2_of_start,
     is_read_anchored,
     lowest_read,
@@ -60,12 +60,42 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 
 
 @triton.jit
-def _from_middle(b_until, b_early, rows, APART: tl.constexpr):
-    """G - n [C, BK], and the middle [BK]: dplr/intra_anchored.py's, of G in base 2."""
+def _from_middle(b_cut, b_early, rows, APART: tl.constexpr):
+    """G - n [C, BK], and the middle [BK]: dplr/intra_anchored.py's, of G in base 2 and FAR."""
     later = (rows >= rows.shape[0] // 2)[:, None]
     b_middle = middle_of(b_early, HALF / 2, APART)
     b_far = b_middle[None, :] + tl.where(later, FAR - APART, FAR + APART)
-    return (b_until + FAR) - b_far, b_middle
+    return b_cut - b_far, b_middle
+
+
+@triton.jit
+def _read_decay(b):
+    """2^b, but at least 2^-126: exp2_by_parts of dplr/intra_anchored.py, but exp2 has what is above
+    b in the whole number after it, a number below 0, as G is."""
+    b = tl.maximum(b, -126.0, propagate_nan=tl.PropagateNan.ALL)
+    b_whole = (b + (0.5 - 2.0**-16)) + WHOLE
+    b_mantissa = tl.exp2(b - (b_whole - WHOLE))
+    bits = b_mantissa.to(tl.int32, bitcast=True) + (b_whole.to(tl.int32, bitcast=True) << 23)
+    # the bits of a NaN would become those of a number
+    return bits.to(tl.float32, bitcast=True) + 0.0 * b
+
+
+@triton.jit
+def _factors(b_q, b_k, b_cut, b_early, rows, o_c, APART: tl.constexpr):
+    """r and w of A, and qs, [C, BK]; b_cut: G + FAR."""
+    b_e, b_middle = _from_middle(b_cut, b_early, rows, APART)
+    b_w = (b_k * anchored_writes(b_e, HALF / 2, APART)).to(b_k.dtype)
+    b_wide = b_q * _read_decay(b_e)
+    b_r = b_wide.to(b_k.dtype)
+    b_start = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(b_k.dtype)
+    return b_r, b_w, b_start
+
+
+@triton.jit
+def _weak_factors(b_q, b_k, b_cut):
+    """r, which is qs, and w of a weak chunk, with the digits of _factors: n is 0."""
+    b_e = b_cut - FAR
+    return (b_q * tl.exp2(b_e)).to(b_k.dtype), (b_k * tl.exp2(-b_e)).to(b_k.dtype)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
@@ -143,30 +173,38 @@ def vector_decay_intra_fwd_kernel(
                     b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
                 b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
                 if APART > 0:
-                    b_early, b_late = half_sums(b_g, C)
-                    b_half = strongest_half(b_early, b_late, HALF / 2, APART)
-                    strongest = tl.maximum(strongest, tl.max(b_half, 0))
-                    b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
-                    b_write = anchored_writes(b_e, HALF / 2, APART)
-                else:
-                    b_write = chunk_writes(b_until, BOUND)
-                b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
-                if BEFORE:
-                    b_until = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
-                if APART > 0:
                     tl.static_assert(not BEFORE)
-                    b_wide = b_q * exp2_by_parts(b_e, APART)
-                    b_r = b_wide.to(b_k.dtype)
-                    b_start = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(b_k.dtype)
+                    weak = False
+                    if K <= BK:
+                        # a loop with such a branch would not load ahead
+                        weak = tl.min((b_total >= -BOUND * LOG2E).to(tl.int32), 0) == 1
+                    # before the branch: each side could round this by an instruction of its own
+                    b_cut = b_until + FAR
+                    if weak:
+                        b_r, b_w = _weak_factors(b_q, b_k, b_cut)
+                        tl.store(qs_ptr + o_o, b_r, mask=m_o)
+                        b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
+                    else:
+                        b_early, b_late = half_sums(b_g, C)
+                        b_half = strongest_half(b_early, b_late, HALF / 2, APART)
+                        strongest = tl.maximum(strongest, tl.max(b_half, 0))
+                        b_r, b_w, b_start = _factors(b_q, b_k, b_cut, b_early, rows, o_c, APART)
+                        tl.store(qs_ptr + o_o, b_start, mask=m_o)
+                        b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
+                        if K <= BK:
+                            b_a = together(b_a, o_c, APART)
                 else:
-                    b_start = (b_q * tl.exp2(b_until)).to(b_k.dtype)
-                    b_r = b_start
-                tl.store(qs_ptr + o_o, b_start, mask=m_o)
-                b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
+                    b_w = (b_k * chunk_writes(b_until, BOUND)).to(b_k.dtype)  # [C, BK]
+                    if BEFORE:
+                        b_until = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
+                    b_r = (b_q * tl.exp2(b_until)).to(b_k.dtype)
+                    tl.store(qs_ptr + o_o, b_r, mask=m_o)
+                    b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
         if q_ptr is not None:
             if APART > 0:
                 tl.store(strong_ptr + at, (strongest > HALF).to(tl.int32))
-                b_a = together(b_a, o_c, APART)
+                if K > BK:
+                    b_a = together(b_a, o_c, APART)
             _store_scores(a_ptr + at * (C * C), b_a, b_diag, rows, None, C, BEFORE)
     if p_ptr is not None:
         i_x = (row * HX + i_h // (HV // HX)) * V
@@ -264,7 +302,7 @@ def _scores(
             b_ones = load_ones(ones_ptr, START, C, WRITES)
             b_until = sums_of(b_ones, b_terms, BF16_TERMS, PRECISION)
             b_early, _ = half_sums(b_g, C)
-            b_e, b_middle = _from_middle(b_until, b_early, rows, APART)
+            b_e, b_middle = _from_middle(b_until + FAR, b_early, rows, APART)
             b_low = lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, APART)
         else:
             b_ones = load_ones(ones_ptr, START, C, READS if BEFORE else WRITES)

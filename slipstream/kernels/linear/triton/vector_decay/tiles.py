@@ -16,6 +16,7 @@ class KernelTile:
     BK: int
     warps: int
     stages: int
+    registers: int | None = None  # a thread at most, where halves are apart and one tile has all K
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ TILES = {
     ("sm_70", 2): VectorDecayTile(32, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
     ("sm_80", 2): VectorDecayTile(64, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
     ("sm_80", 4): VectorDecayTile(32, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
-    ("sm_90", 2): VectorDecayTile(64, KernelTile(64, 4, 3), KernelTile(64, 4, 1)),
+    ("sm_90", 2): VectorDecayTile(64, KernelTile(64, 4, 3, registers=168), KernelTile(64, 4, 1)),
     ("sm_90", 4): VectorDecayTile(64, KernelTile(64, 4, 1), KernelTile(64, 4, 1)),
     ("interpreter", 4): VectorDecayTile(32, KernelTile(32, 4, 1), KernelTile(32, 4, 1)),
 }
