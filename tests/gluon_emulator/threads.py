@@ -290,13 +290,16 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
-    """1 / x, the program's number, else by what there is of operands: 2^x, a product, the first
-    where the others ascend, and the first where the next is of so many from another on."""
+    """x rounded, 1 / x, the program's number, else by what there is of operands: 2^x, a product,
+    the first where the others ascend, and the first where the next is of so many from another on.
+    """
     if "%ctaid" in asm:
         return tensor(_LOCAL.program[0])
     if asm.startswith("prefetch"):  # of places that there are
         assert x[0].at.min() >= 0 and x[0].at.max() < x[0].data.size
         return tensor(0)
+    if asm.startswith("cvt"):
+        return x[0].to(options["dtype"])
     if asm.startswith("rcp"):
         return tensor(1.0 / x[0])
     if len(x) == 3:
