@@ -43,7 +43,7 @@ class WYFactors(NamedTuple):
     Attributes:
         r: the inverse [B, T, HV, C].
         beta_gate: beta and, with a gate, its sum since the chunk's beginning, in two parts for
-            float32 [chunks, HV, 1 to 3, C].
+            float32, and with p exp of the sum up to the token before [chunks, HV, 1 to 4, C].
         transition_lognorm: with a gate, how far a chunk's transition decays, by blocks of tokens
             [chunks, HV, C / 16]; only sm_90's.
     """

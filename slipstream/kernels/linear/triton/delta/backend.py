@@ -54,8 +54,8 @@ class TritonDelta(DeltaBackend):
         exact = terms.q.dtype == torch.float32
         dtype = torch.float32 if uses_split_bf16(terms) else terms.v.dtype
         r = terms.v.new_empty(B, T, HV, tile.C, dtype=dtype)
-        # float32 has the sum of the gate in two parts
-        rows = 1 + (terms.g is not None) * (2 if exact else 1)
+        # float32 has the sum of the gate in two parts, and p reads before the decay
+        rows = 1 + (terms.g is not None) * (1 + exact + (terms.p is not None))
         beta_gate = r.new_empty(self.num_chunks(terms), HV, rows, tile.C, dtype=torch.float32)
         # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
         inner = fp32_dot_precision() if exact else "halves" if tile.tma else "tf32"
@@ -252,17 +252,19 @@ class TritonDelta(DeltaBackend):
         tile, _ = tile_of(terms)
         BK = tile.grads.B
         BV = min(64, BK)
-        (do, w, dv, dq, dk, dp), tma = tma_descriptor(
+        dp = grads.get("p")
+        # with p rows of dv and dp are turned by a token, which no descriptor does
+        (do, w, dv_rows, dq, dk), tma = tma_descriptor(
             terms,
-            [do, w, dv, grads["q"], grads["k"], grads.get("p")],
-            [BV, BV, BV, BK, BK, BK],
+            [do, w, dv if dp is None else None, grads["q"], grads["k"]],
+            [BV, BV, BV, BK, BK],
         )
         launch: Any = cached(delta_dqkg_kernel)[(HV * states.shape[0],)]
         launch(
             **pointers(terms, "qkp"),
             do_ptr=do,
             w_ptr=w,
-            dv_ptr=dv,
+            dv_ptr=dv_rows if dp is None else dv,
             s_ptr=state_descriptor(states, BV, BK) if tma else states,
             ds_ptr=state_descriptor(dstates, BV, BK) if tma else dstates,
             dq_ptr=dq,

@@ -27,11 +27,7 @@ each time rounds. SPLIT_BF16 then takes w, x and R as pairs of 16 bits.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import (
-    decay_between,
-    load_gates,
-    load_gates_before,
-)
+from slipstream.kernels.linear.triton.delta.solve_tril import decay_between, load_gates
 from slipstream.kernels.linear.triton.scalar_decay.chunk import (
     load_rows,
     pool_rows_of,
@@ -171,7 +167,7 @@ def delta_chunk_fwd_kernel(
     TRANSITION: tl.constexpr = OUTPUT == "ends"
     NV: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION else NV
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
+    ROWS: tl.constexpr = 1 + HAS_GATE * (1 + FP32 + HAS_P)
     pid = tl.program_id(0)
     i_h = (pid // TILES) % HV
     i_seg = pid // TILES // HV
@@ -252,8 +248,7 @@ def delta_chunk_fwd_kernel(
         b_w = tl.dot(b_sb, tl.trans(b_p), input_precision=PRECISION)  # [BV, C]
         if HAS_GATE:
             if HAS_P:
-                b_B, _ = load_gates_before(p_rows, o_c, C, False)
-                b_w *= tl.exp2(b_B)[None, :]
+                b_w *= tl.load(p_rows + (ROWS - 1) * C + o_c)[None, :]
             else:
                 b_w *= b_start[None, :]
         if TRANSITION:
@@ -329,7 +324,7 @@ def delta_chunk_dstate_kernel(
     if not GROUPED:
         H = HV
     NV: tl.constexpr = (V + BV - 1) // BV
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
+    ROWS: tl.constexpr = 1 + HAS_GATE * (1 + FP32 + HAS_P)
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_seg = pid // NV // HV
@@ -401,8 +396,7 @@ def delta_chunk_dstate_kernel(
         b_lhs = -b_dv
         if HAS_GATE:
             if HAS_P:
-                b_B, _ = load_gates_before(p_rows, o_c, C, False)
-                b_lhs *= tl.exp2(b_B)[None, :]
+                b_lhs *= tl.load(p_rows + (ROWS - 1) * C + o_c)[None, :]
             else:
                 b_lhs *= b_start[None, :]
         b_s = _times(b_lhs, b_p, b_s, PRECISION, SPLIT_BF16)

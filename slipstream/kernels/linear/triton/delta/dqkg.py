@@ -7,8 +7,13 @@ With S before the chunk, dS' after it, x = beta w, dv (chunk.py), decay[i, j] = 
     dk' = exp(G_C - G) (w dS'^T) + (scale tril(do w^T) decay)^T q - (stril(dv w^T) decay)^T p
     dk  = beta dk'                 dbeta = k . dk'
 
-for k_j and beta_j are met only in k_j beta_j w_j^T. With p, which reads before the decay, G_{i-1}
-stands for G_i wherever dv_i does. dq and dp take kb_j = beta_j k_j, rounded as the inputs are.
+for k_j and beta_j are met only in k_j beta_j w_j^T. dq and dp take kb_j = beta_j k_j, rounded as
+the inputs are.
+
+With p, which reads before the decay, G_{i-1} stands for G_i wherever dv_i does: row i of dv, p and
+dp has the decays of row i - 1 of q. So those rows are turned by a token, and then one triangle of
+decays does for both. Row i has token i + 1, and the pairs (i, i - 1), which no gate is between, are
+the diagonal, as q's are. The last row has the chunk's first token, which reads S alone, undecayed.
 
 The gradient of g_t is what the pairs i >= t > j add to the loss, j also in the chunks before and i
 in those after. With the pairs (i, i) left out of dq and dk, e = kb . exp(G_C - G) (w dS'^T),
@@ -21,12 +26,11 @@ q or p, and kb. With beta in the triangle of dq they would be rounded apart, and
 would be noise (docs/dev/log/delta.md). What is left, a rounding of float32, is noise in g dg where
 g is -1e4: below MIN_CROSSED dg_t is 0.
 
-Where p reads before the decay, (p . dp)_t is left out of its own sum, and the pairs (i, i - 1),
-which no gate is between, out of dp and dk.
-
-First sum(S * dS'), then the four triangles (of do w^T and dv w^T, and of their transposes), then BK
-channels of K at a time. The loads of the loops feed products only, else they are not made in
-advance: so the sum is the diagonal of one.
+First sum(S * dS'), then the triangles (do w^T and dv w^T), then BK channels of K at a time. dk
+takes the triangles transposed in shared memory: made again the other way round they would want
+registers all the time. q, k and p are loaded after the products with the states for the same
+reason. The loads of the loops feed products only, else they are not made in advance: so the sum is
+the diagonal of one.
 """
 
 import triton
@@ -34,7 +38,6 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import (
     decay_between,
-    decay_until,
     load_gates,
     load_gates_before,
     locate_chunk,
@@ -98,31 +101,27 @@ def _triangular_products(
     HV,
     o_c,
     m_c,
+    o_p,
+    m_p,
     V: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    HAS_P: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """do w^T and dv w^T [i, j] and, so that no product is transposed, both [j, i]."""
+    """do w^T and dv w^T [i, j]."""
     o_m = tl.arange(0, BV)
     b_a = tl.zeros((C, C), tl.float32)
     b_m = tl.zeros((C, C), tl.float32)
-    b_at = tl.zeros((C, C), tl.float32)
-    b_mt = tl.zeros((C, C), tl.float32)
-    # registers and products read them: loaded ahead they would be overwritten
-    # (compiler/smem_hazards.py)
-    AHEAD: tl.constexpr = 1 if TMA else None
-    for i in tl.range(0, tl.cdiv(V, BV), num_stages=AHEAD):
+    for i in range(tl.cdiv(V, BV)):
         at_v = (i_b, 0, i_h, i * BV)
         b_do = load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
         b_w = load_rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_dv = load_rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = load_rows(dv_ptr, at_v, t, HV, o_p, m_p, o_m, V, BV, TMA and not HAS_P)
         b_a = tl.dot(b_do, tl.trans(b_w), b_a, input_precision=PRECISION)
         b_m = tl.dot(b_dv, tl.trans(b_w), b_m, input_precision=PRECISION)
-        b_at = tl.dot(b_w, tl.trans(b_do), b_at, input_precision=PRECISION)
-        b_mt = tl.dot(b_w, tl.trans(b_dv), b_mt, input_precision=PRECISION)
-    return b_a, b_m, b_at, b_mt
+    return b_a, b_m
 
 
 @triton.jit
@@ -141,11 +140,14 @@ def _of_states(
     live,
     o_c,
     m_c,
+    o_p,
+    m_p,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    HAS_P: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -159,7 +161,7 @@ def _of_states(
         at_s = (i_chunk, i_h, HV, i * BV, i_k, live)
         b_do = load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
         b_w = load_rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_dv = load_rows(dv_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
+        b_dv = load_rows(dv_ptr, at_v, t, HV, o_p, m_p, o_m, V, BV, TMA and not HAS_P)
         b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
         b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
         b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
@@ -190,7 +192,7 @@ def delta_dqkg_kernel(
     """grid (HV * chunks,): one program takes one chunk of one value head."""
     if not GROUPED:
         H = HV
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
+    ROWS: tl.constexpr = 1 + HAS_GATE * (1 + FP32 + HAS_P)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     pid = tl.program_id(0)
     i_h = pid % HV
@@ -206,11 +208,16 @@ def delta_dqkg_kernel(
         i_v = (begin * HV + i_h) * V
         do_ptr += i_v
         w_ptr += i_v
-        dv_ptr += i_v
         dq_ptr += (begin * HV + i_h) * K
         dk_ptr += (begin * HV + i_h) * K
-        if HAS_P:
-            dp_ptr += (begin * HV + i_h) * K
+    if HAS_P or not TMA:
+        dv_ptr += (begin * HV + i_h) * V
+    o_p, m_p = o_c, m_c
+    if HAS_P:
+        dp_ptr += (begin * HV + i_h) * K
+        # row i of p, dv and dp has token i + 1, the last one the first
+        o_p = (o_c + 1) % C
+        m_p = o_p < length - t
     row = begin + t
     i_q = (row * H + i_h // (HV // H)) * K
     p_rows = rows_ptr + (i_chunk.to(tl.int64) * HV + i_h) * (ROWS * C)
@@ -220,99 +227,85 @@ def delta_dqkg_kernel(
     if HAS_GATE:
         z = _sum_of_states(s_ptr, ds_ptr, i_chunk, i_h, HV, live, K, V, BK, BV, TMA, PRECISION)
 
-    b_a, b_m, b_at, b_mt = _triangular_products(
-        do_ptr, w_ptr, dv_ptr, i_b, i_h, t, HV, o_c, m_c, V, BV, C, TMA, PRECISION
+    b_a, b_m = _triangular_products(
+        do_ptr, w_ptr, dv_ptr, i_b, i_h, t, HV, o_c, m_c, o_p, m_p, V, BV, C, HAS_P, TMA, PRECISION
     )
-    b_diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_a, 0.0), 1) * scale
+    is_diagonal = o_c[:, None] == o_c[None, :]
+    b_diag = tl.sum(tl.where(is_diagonal, b_a, 0.0), 1) * scale
     earlier = o_c[:, None] > o_c[None, :]
-    later = o_c[:, None] < o_c[None, :]
+    if HAS_P:
+        inside = o_c < C - 1  # all but the first token, of which no pair is in the chunk
+        b_next = tl.where(inside, tl.sum(tl.where(is_diagonal, b_m, 0.0), 1), 0.0)
+        b_m = tl.where(inside[:, None], b_m, 0.0)
     if HAS_GATE:
         b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, FP32)
         b_decay = decay_between(b_G, b_low, earlier, FP32)
         b_a *= b_decay
-        if HAS_P:
-            b_B, b_lowB = load_gates_before(p_rows, o_c, C, FP32)
-            b_m *= decay_until(b_B, b_lowB, b_G, b_low, earlier, FP32)
-            b_mt *= decay_until(-b_G, -b_low, -b_B, -b_lowB, later, FP32)
-        else:
-            b_m *= b_decay
-        b_decay = decay_between(-b_G, -b_low, later, FP32)
-        b_at *= b_decay
-        if not HAS_P:
-            b_mt *= b_decay
+        b_m *= b_decay
     else:
         b_a = tl.where(earlier, b_a, 0.0)
         b_m = tl.where(earlier, b_m, 0.0)
-        b_at = tl.where(later, b_at, 0.0)
-        b_mt = tl.where(later, b_mt, 0.0)
     b_a = (b_a * scale).to(dtype)
-    b_m = b_m.to(dtype)
-    b_at = (b_at * scale).to(dtype)
-    b_mt = (-b_mt).to(dtype)
+    b_m = (-b_m).to(dtype)
 
-    if HAS_GATE and HAS_P:
-        next_to = o_c[:, None] == o_c[None, :] + 1
-        b_mn = tl.where(next_to, b_m, 0.0)
-        b_m = tl.where(next_to, 0.0, b_m)
-        next_to = o_c[:, None] + 1 == o_c[None, :]
-        b_mtn = tl.where(next_to, b_mt, 0.0)
-        b_mt = tl.where(next_to, 0.0, b_mt)
     b_sum = tl.zeros((C,), tl.float32)  # k . dk'
     b_row = tl.zeros((C,), tl.float32)  # q . dq + p . dp - kb . dk'
-    if HAS_GATE and HAS_P:
-        b_before = tl.zeros((C,), tl.float32)  # p . dp
     e = 0.0
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + o_n
         at_k = (i_b, 0, i_h, i_k * BK)
+        b_dq, b_dp, b_dk = _of_states(
+            do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, i_chunk, i_h, i_k * BK, t, HV, live, o_c,
+            m_c, o_p, m_p, K, V, BK, BV, C, HAS_P, TMA, PRECISION,
+        )  # fmt: skip
         b_k = load_block(k_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_q = load_block(q_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
         if HAS_P:
-            b_p = load_block(p_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
+            b_p = load_block(p_ptr + i_q, H * K, o_p, m_p, o_k, K, K % BK != 0)
         else:
             b_p = b_k
         b_kb = (b_k * b_beta[:, None]).to(dtype)
-        b_dq, b_dp, b_dk = _of_states(
-            do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, i_chunk, i_h, i_k * BK, t, HV, live, o_c,
-            m_c, K, V, BK, BV, C, TMA, PRECISION,
-        )  # fmt: skip
         b_dq *= scale
         if HAS_GATE:
             b_dq *= tl.exp2(b_G)[:, None]
-            b_dp *= tl.exp2(b_B if HAS_P else b_G)[:, None]
+            b_dp *= -tl.exp2(tl.where(inside, b_G, 0.0) if HAS_P else b_G)[:, None]
             b_dk *= tl.exp2((G_C - b_G) + (low_C - b_low))[:, None]
             e += tl.sum(tl.reshape(b_dk * b_kb, (C * BK,)), 0)
-        b_dk = tl.dot(b_at, b_q, b_dk, input_precision=PRECISION)
-        b_dk = tl.dot(b_mt, b_p, b_dk, input_precision=PRECISION)
+        else:
+            b_dp *= -1.0
+        b_dk = tl.dot(tl.trans(b_a), b_q, b_dk, input_precision=PRECISION)
+        b_dk = tl.dot(tl.trans(b_m), b_p, b_dk, input_precision=PRECISION)
         if HAS_GATE:
             b_row -= tl.sum(b_dk * b_kb, 1)
-            if HAS_P:
-                b_dk = tl.dot(b_mtn, b_p, b_dk, input_precision=PRECISION)
         b_dk += b_diag[:, None] * b_q
+        if HAS_P:
+            b_dk -= b_next[:, None] * b_p
         b_sum += tl.sum(b_dk * b_k, 1)
         b_dk *= b_beta[:, None]
+        if HAS_P:
+            store_rows(dk_ptr, at_k, t, HV, b_dk, o_c, m_c, o_n, K, BK, TMA)
         b_dq = tl.dot(b_a, b_kb, b_dq, input_precision=PRECISION)
-        b_dp = -tl.dot(b_m, b_kb, b_dp, input_precision=PRECISION)
+        b_dp = tl.dot(b_m, b_kb, b_dp, input_precision=PRECISION)
         if HAS_GATE:
-            b_row += tl.sum(b_dq * b_q + b_dp * b_p, 1)
             if HAS_P:
-                b_before += tl.sum(b_dp * b_p, 1)
-                b_dp -= tl.dot(b_mn, b_kb, input_precision=PRECISION)
+                b_row += tl.sum(b_dq * b_q + tl.where(inside[:, None], b_dp * b_p, 0.0), 1)
+            else:
+                b_row += tl.sum(b_dq * b_q + b_dp * b_p, 1)
         b_dq += b_diag[:, None] * b_kb
         if HAS_P:
-            store_rows(dp_ptr, at_k, t, HV, b_dp, o_c, m_c, o_n, K, BK, TMA)
+            b_dp -= b_next[:, None] * b_kb
+            store_rows(dp_ptr, at_k, t, HV, b_dp, o_p, m_p, o_n, K, BK, False)
         else:
             b_dk += b_dp
         store_rows(dq_ptr, at_k, t, HV, b_dq, o_c, m_c, o_n, K, BK, TMA)
-        store_rows(dk_ptr, at_k, t, HV, b_dk, o_c, m_c, o_n, K, BK, TMA)
+        if not HAS_P:
+            store_rows(dk_ptr, at_k, t, HV, b_dk, o_c, m_c, o_n, K, BK, TMA)
 
     o_t = (row + o_c) * HV + i_h
     if HAS_GATE:
         z = e + z * tl.exp2(G_C)
         p_dg = dg_ptr + o_t
         b_dg = tl.cumsum(b_row, 0, reverse=True) + z
-        if HAS_P:
-            b_dg -= b_before
         b_B, b_lowB = load_gates_before(p_rows, o_c, C, FP32)
         strong = (b_G - b_B) + (b_low - b_lowB) < MIN_CROSSED * LOG2E
         tl.store(p_dg, tl.where(strong, 0.0, b_dg), mask=m_c)

@@ -68,8 +68,7 @@ def decay_until(b_B, b_lowB, b_G, b_low, seen, FP32: tl.constexpr):
 @triton.jit
 def _before(b_x, o_c):
     """b_x of the token before each, 0 for the first, [C]."""
-    previous = o_c[:, None] == o_c[None, :] + 1
-    return tl.sum(tl.where(previous, b_x[None, :], 0.0), 1)
+    return tl.where(o_c > 0, tl.gather(b_x, tl.maximum(o_c - 1, 0), 0), 0.0)
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def delta_solve_tril_kernel(
     g_ptr,  # [tokens, HV]
     beta_ptr,  # [tokens, HV]
     r_ptr,  # [tokens, HV, C]
-    rows_ptr,  # [chunks, HV, ROWS, C]: beta, G of base 2, what rounding took from it
+    rows_ptr,  # [chunks, HV, ROWS, C]: beta, G of base 2, its rest, exp(G_prev) for p
     cu_ptr,  # [N + 1]
     T,
     N,
@@ -173,7 +172,7 @@ def delta_solve_tril_kernel(
         b_a = tl.dot(b_p, tl.trans(b_k), b_a, input_precision=PRECISION)  # [C, C]
     b_beta = tl.load(beta_ptr + (row + o_c) * HV + i_h, mask=m_c, other=0.0).to(tl.float32)
     b_a *= b_beta[None, :]
-    ROWS: tl.constexpr = 1 + HAS_GATE + (HAS_GATE and FP32)
+    ROWS: tl.constexpr = 1 + HAS_GATE * (1 + FP32 + HAS_P)
     p_rows = rows_ptr + pid.to(tl.int64) * (ROWS * C) + o_c
     tl.store(p_rows, b_beta)
     seen = o_c[:, None] > o_c[None, :]
@@ -182,6 +181,7 @@ def delta_solve_tril_kernel(
         if HAS_P:
             b_B = _before(b_G, o_c)
             b_a *= decay_until(b_B, _before(b_low, o_c), b_G, b_low, seen, FP32)
+            tl.store(p_rows + (ROWS - 1) * C, tl.exp2(b_B))
         else:
             b_a *= decay_between(b_G, b_low, seen, FP32)
         tl.store(p_rows + C, b_G)
