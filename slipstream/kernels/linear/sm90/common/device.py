@@ -210,9 +210,9 @@ def exp2_by_parts(b):
     instruction rounds otherwise below 0 than above it, so that it gets what is after the point."""
     b_whole = (b - (0.5 - 2.0**-14)) + WHOLE
     b_mantissa = gl.exp2(b - (b_whole - WHOLE))
-    bits = b_mantissa.to(gl.int32, bitcast=True) + (b_whole.to(gl.int32, bitcast=True) << 23)
-    # the bits of a NaN would become those of a number
-    return bits.to(gl.float32, bitcast=True) + 0.0 * b
+    # as a product, which keeps NaN; the sum's last bits are the whole number
+    bits = (b_whole.to(gl.int32, bitcast=True) << 23) + 0x3F800000
+    return b_mantissa * bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit

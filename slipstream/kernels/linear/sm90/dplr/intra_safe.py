@@ -43,7 +43,7 @@ from slipstream.kernels.linear.sm90.dplr.wy import (
 )
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
-FLAGS_PER_LOAD = gl.constexpr(16)  # marks that are looked at together
+FLAGS_PER_LOAD = gl.constexpr(128)  # marks that are looked at together
 LEVELS = gl.constexpr(6)
 # in a chunk that is not strong all tokens are above the bound, however their sums are rounded
 ROUNDING = gl.constexpr(0.125)
