@@ -8,14 +8,16 @@ u = k N, in 16 bits,
     dw = exp(late) x dS'^T + dqb^T r + dab^T s          db = N (dw + own r)
     du = exp(late) v dS'^T + dqk^T r + dak^T s          dk = N (du + own' r)
 
-P and N are relative to half of what a quarter of a chunk, 16 tokens, decays by: P = exp(G - h) and
-N = exp(h - G), with G from the quarter's start and h half of its gates. Channels are columns here,
-so that what a quarter wrote comes to the next ones by a factor a channel: dr and ds take what comes
-of the first quarter, then rows of later ones are multiplied by exp(h + h'), h' of the quarter after
-it, then comes the second quarter, and so on; dw and du begin with what the last quarter read. Where
-halves of the chunk decay by more than LIMIT of wy.py (deep) such a factor may be less than float32
-has, and takes two steps. early and late are exp(h) of the first and of the last quarter. own and
-own' are the gradients of the scores of pairs (i, i), whose P N is 1, and
+P and N are relative to the middle of the chunk where its halves decay by no more than 2^-LIMIT of
+wy.py (whole): P = exp(G - h) and N = exp(h - G), with h the gates of the first half, and a score's
+gradient takes one product. In other chunks they are relative to half of what a quarter, 16 tokens,
+decays by: G from the quarter's start and h half of its gates. Channels are columns here, so that
+what a quarter wrote comes to the next ones by a factor a channel: dr and ds take what comes of the
+first quarter, then rows of later ones are multiplied by exp(h + h'), h' of the quarter after it,
+then comes the second quarter, and so on; dw and du begin with what the last quarter read. Such a
+factor may be less than float32 has, and takes two steps. early and late are what the first and the
+last half decay by, or half of the first and of the last quarter. own and own' are the gradients of
+the scores of pairs (i, i), whose P N is 1, and
 
     dg_t = z + sum over i >= t of (r dr - w dw - u du)_i + sum over i > t of (s ds)_i
     z    = exp(G_C) sum over V of S dS' + sum over i of (w exp(late) x dS'^T + u ...)_i
@@ -84,7 +86,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 def decays(
     gs, gate_terms, sums, factors, full, empty, now, none, num_rows, b_dg, was_first,
     was_num_rows, dg_ptr, stride, zero,
-    C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
+    whole, C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
     """Gates and G - h; the gradients of the gates before them are written."""
     cl: gl.constexpr = zero.type.layout
@@ -103,10 +105,13 @@ def decays(
     gl.thread_barrier()
     # after a fence, which waits for what is being stored
     store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
-    around = seen(C, ca, none, True)
+    if whole:
+        around = seen(C, ca, none, "middle")
+    else:
+        around = seen(C, ca, none, "quarters")
     b_e = warpgroup_mma(around, gate_terms.index(1), zero, use_acc=False, is_async=True)
     b_e = warpgroup_mma(around, gate_terms.index(0), b_e, is_async=True)
-    put_factors(sums, factors, wide)
+    put_factors(sums, factors, whole, wide)
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
     mbarrier.arrive(empty.index(GATES), count=1)
     return b_g, b_e
@@ -147,12 +152,60 @@ def decay_operands(
 
 
 @gluon.jit
+def reads_by_scores(
+    b_dr, b_ds, ops, at, scores, factors, none, zero, STEPS: gl.constexpr, DELTA: gl.constexpr
+):
+    """dr and ds with what comes by way of the scores, in STEPS of as many tokens."""
+    w = ops.index(at + (1 if DELTA else 3))
+    u = ops.index(at + 1)
+    for step in gl.static_range(STEPS):
+        b_dr = part_product(b_dr, scores.index(none), w, step, STEPS, False)
+        b_ds = part_product(b_ds, scores.index(none + 1), w, step, STEPS, False)
+        if not DELTA:
+            b_dr = part_product(b_dr, scores.index(none + 2), u, step, STEPS, False)
+            b_ds = part_product(b_ds, scores.index(none + 3), u, step, STEPS, False)
+        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+        if step < STEPS - 1:
+            for row in gl.static_range(step, REST + step + 1, REST):
+                b_f = towards(factors, step, zero, none, True, row)
+                b_dr *= b_f
+                b_ds *= b_f
+    return b_dr, b_ds
+
+
+@gluon.jit
+def writes_by_scores(
+    b_dw, b_du, b_sum, ops, at, scores, factors, none, zero, STEPS: gl.constexpr,
+    DELTA: gl.constexpr,
+):  # fmt: skip
+    """dw and du the same way, the last step first; b_sum is decayed with them."""
+    r = ops.index(at)
+    s = ops.index(at + 2)
+    for step in gl.static_range(STEPS - 1, -1, -1):
+        b_dw = part_product(b_dw, scores.index(none), r, step, STEPS, True)
+        b_dw = part_product(b_dw, scores.index(none + 1), s, step, STEPS, True)
+        if DELTA:
+            b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+        else:
+            b_du = part_product(b_du, scores.index(none + 2), r, step, STEPS, True)
+            b_du = part_product(b_du, scores.index(none + 3), s, step, STEPS, True)
+            b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
+        if step > 0:
+            for row in gl.static_range(step - 1, REST + step, REST):
+                b_f = towards(factors, step - 1, zero, none, False, row)
+                b_sum *= b_f
+                b_dw *= b_f
+                if not DELTA:
+                    b_du *= b_f
+    return b_dw, b_du, b_sum
+
+
+@gluon.jit
 def gradients_of_reads(
-    ss, ds, os, ys, ops, at, scores, factors, deep, full, empty, i_tile, last, none, scale, zero,
+    ss, ds, os, ys, ops, at, scores, factors, whole, full, empty, i_tile, last, none, scale, zero,
     V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """dr and ds [C, BK], and the sum over V of S dS', decayed."""
-    W: gl.constexpr = 1 if DELTA else 3
     line: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     b_z = products_of_states(ss, ds, V, BK, wide)
     b_z = gl.convert_layout(b_z, line) * factors.index(TOTAL).load(line)
@@ -166,30 +219,20 @@ def gradients_of_reads(
     b_dr *= b_start * scale
     b_ds *= b_start
     mbarrier.wait(full.index(SCORES), i_tile & 1)
-    w = ops.index(at + W)
-    for quarter in gl.static_range(4):
-        b_dr = part_product(b_dr, scores.index(none), w, quarter, False)
-        b_ds = part_product(b_ds, scores.index(none + 1), w, quarter, False)
-        if not DELTA:
-            u = ops.index(at + 1)
-            b_dr = part_product(b_dr, scores.index(none + 2), u, quarter, False)
-            b_ds = part_product(b_ds, scores.index(none + 3), u, quarter, False)
-        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-        if quarter < 3:
-            b_f = towards(factors, quarter, zero, none, True, quarter)
-            b_dr *= b_f
-            b_ds *= b_f
-            if deep:
-                b_f = towards(factors, quarter, zero, none, True, REST + quarter)
-                b_dr *= b_f
-                b_ds *= b_f
+    if whole:
+        b_dr, b_ds = reads_by_scores(
+            b_dr, b_ds, ops, at, scores, factors, none, zero, 1, DELTA
+        )  # fmt: skip
+    else:
+        b_dr, b_ds = reads_by_scores(b_dr, b_ds, ops, at, scores, factors, none, zero, 4, DELTA)
     return b_dr, b_ds, b_z
 
 
 @gluon.jit
 def gradients_of_writes(
-    ds, xs, vs, ops, at, scores, factors, deep, empty, last, none, b_z, zero, DELTA: gl.constexpr
-):
+    ds, xs, vs, ops, at, scores, factors, whole, empty, last, none, b_z, zero,
+    DELTA: gl.constexpr,
+):  # fmt: skip
     """dw and du [C, BK]; z with what they have of dS'."""
     cl: gl.constexpr = zero.type.layout
     W: gl.constexpr = 1 if DELTA else 3
@@ -207,29 +250,14 @@ def gradients_of_writes(
     mbarrier.arrive(empty.index(DSTATE), count=1)
     if last:
         mbarrier.arrive(empty.index(WRITES), count=1)
-    r = ops.index(at)
-    s = ops.index(at + 2)
-    for i in gl.static_range(4):
-        b_dw = part_product(b_dw, scores.index(none), r, 3 - i, True)
-        b_dw = part_product(b_dw, scores.index(none + 1), s, 3 - i, True)
-        if DELTA:
-            b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
-        else:
-            b_du = part_product(b_du, scores.index(none + 2), r, 3 - i, True)
-            b_du = part_product(b_du, scores.index(none + 3), s, 3 - i, True)
-            b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
-        if i < 3:
-            b_f = towards(factors, 2 - i, zero, none, False, 2 - i)
-            b_sum *= b_f
-            b_dw *= b_f
-            if not DELTA:
-                b_du *= b_f
-            if deep:
-                b_f = towards(factors, 2 - i, zero, none, False, REST + 2 - i)
-                b_sum *= b_f
-                b_dw *= b_f
-                if not DELTA:
-                    b_du *= b_f
+    if whole:
+        b_dw, b_du, b_sum = writes_by_scores(
+            b_dw, b_du, b_sum, ops, at, scores, factors, none, zero, 1, DELTA
+        )
+    else:
+        b_dw, b_du, b_sum = writes_by_scores(
+            b_dw, b_du, b_sum, ops, at, scores, factors, none, zero, 4, DELTA
+        )
     b_z += gl.sum(b_sum, 0)
     if DELTA:
         b_du = b_dw
@@ -248,7 +276,7 @@ def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
     sums.index(at + 2).store(s_low)
     fence_async_shared()
     gl.thread_barrier()
-    later = seen(C, ca, none, False)
+    later = seen(C, ca, none, "later")
     b_dg = warpgroup_mma(later, sums.index(at + 2), b_t + b_z[None, :], is_async=True)
     return warpgroup_mma(later, sums.index(at), b_dg, is_async=True)
 
@@ -317,7 +345,7 @@ def dqkg_partition(
                     b_qk = gl.load(p_diag + C)[:, None]
                 b_g, b_e = decays(
                     gs, gate_terms, gate_sums, factors, full, empty, now, none, num_rows, b_dg,
-                    was_first, was_num_rows, dg_ptr, HV * K, zero, C, BK, wide,
+                    was_first, was_num_rows, dg_ptr, HV * K, zero, strong == 0, C, BK, wide,
                 )  # fmt: skip
                 b_p = fast_exp2(b_e)
                 b_n = fast_exp2(-b_e)
@@ -334,7 +362,7 @@ def dqkg_partition(
                     clear_ends(os.index(none), vs.index(none), num_rows, C, V, wide, DELTA)
                 b_dr, b_ds, b_z = gradients_of_reads(
                     ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
-                    factors, strong > 0, full, empty, i_tile, last, none, scale, zero,
+                    factors, strong == 0, full, empty, i_tile, last, none, scale, zero,
                     V, BK, wide, DELTA,
                 )  # fmt: skip
                 o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
@@ -363,7 +391,7 @@ def dqkg_partition(
                 # by way of the state after it, and what was read
                 b_dw, b_du, b_z = gradients_of_writes(
                     ds.index(none), xs.index(none), vs.index(none), ops, at, scores, factors,
-                    strong > 0, empty, last, none, b_z, zero, DELTA,
+                    strong == 0, empty, last, none, b_z, zero, DELTA,
                 )  # fmt: skip
                 b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
                 if not DELTA:

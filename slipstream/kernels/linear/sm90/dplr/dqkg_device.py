@@ -150,8 +150,8 @@ def load_partition(
 
 
 @gluon.jit
-def seen(C: gl.constexpr, layout: gl.constexpr, none, AROUND: gl.constexpr):
-    """[C, C]: what G - h is of gates, or 1 for what comes later.
+def seen(C: gl.constexpr, layout: gl.constexpr, none, KIND: gl.constexpr):
+    """[C, C]: what G - h is of gates, around the "middle" or half of "quarters"; or "later" ones.
 
     none: 0, and no compiler knows it; another one each turn, or it would take registers all the
     time. Where an element of a left operand in registers is a constant, ptxas (12.8, 13.0) may give
@@ -159,7 +159,10 @@ def seen(C: gl.constexpr, layout: gl.constexpr, none, AROUND: gl.constexpr):
     """
     i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
     t = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
-    if AROUND:
+    if KIND == "middle":
+        b_late = gl.where((t >= C // 2) & (t <= i), 1.0, 0.0)
+        b = gl.where((t < C // 2) & (t > i), -1.0, b_late)
+    elif KIND == "quarters":
         b = gl.where(i // (C // 4) == t // (C // 4), gl.where(t > i, -0.5, 0.5), 0.0)
     else:
         b = gl.where(t > i, 1.0, 0.0)
@@ -176,25 +179,36 @@ def clear(tile, num_rows, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
 
 
 @gluon.jit
-def put_factors(sums, factors, wide: gl.constexpr):
+def put_factors(sums, factors, whole, wide: gl.constexpr):
     """Stores factors of each channel from the sums of gates of quarters [4, BK]: exp(h + h') from a
     quarter to the next, at least 2^-126, and the rest of that factor; exp(h) of the first and of
-    the last quarter; the chunk's decay."""
+    the last quarter; the chunk's decay. whole: the decay of either half in place of exp(h), and no
+    factors between."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4 * wide], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sums = sums._reinterpret(gl.float32, sums.shape, plain)  # the same, to be indexed
-    b_last = 0.5 * sums.index(0).load(line)
-    b_total = b_last
-    factors.index(START).store(gl.exp2(b_last))
-    for i in gl.static_range(3):
-        b_h = 0.5 * sums.index(i + 1).load(line)
-        b_next = b_last + b_h
-        factors.index(i).store(gl.exp2(gl.maximum(b_next, -126.0)))
-        factors.index(REST + i).store(gl.exp2(gl.minimum(b_next + 126.0, 0.0)))
-        b_total += b_h
-        b_last = b_h
-    factors.index(END).store(gl.exp2(b_last))
-    factors.index(TOTAL).store(gl.exp2(2 * b_total))
+    b_first = sums.index(0).load(line)
+    b_second = sums.index(1).load(line)
+    b_third = sums.index(2).load(line)
+    b_fourth = sums.index(3).load(line)
+    b_early = b_first + b_second
+    b_late = b_third + b_fourth
+    factors.index(TOTAL).store(gl.exp2(b_early + b_third + b_fourth))
+    if not whole:
+        put_between(factors, 0, b_early)
+        put_between(factors, 1, b_second + b_third)
+        put_between(factors, 2, b_late)
+        b_early = 0.5 * b_first
+        b_late = 0.5 * b_fourth
+    factors.index(START).store(gl.exp2(b_early))
+    factors.index(END).store(gl.exp2(b_late))
+
+
+@gluon.jit
+def put_between(factors, quarter: gl.constexpr, b_sum):
+    b_next = 0.5 * b_sum
+    factors.index(quarter).store(gl.exp2(gl.maximum(b_next, -126.0)))
+    factors.index(REST + quarter).store(gl.exp2(gl.minimum(b_next + 126.0, 0.0)))
 
 
 @gluon.jit
@@ -214,14 +228,15 @@ def towards(factors, quarter: gl.constexpr, zero, none, LATER: gl.constexpr, row
 
 
 @gluon.jit
-def part_product(b, score, rhs, quarter: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Starts b += score rhs, or score^T rhs, for the tokens of one quarter; the caller waits."""
-    COUNT: gl.constexpr = score.shape[0] // 4
+def part_product(b, score, rhs, step: gl.constexpr, STEPS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Starts b += score rhs, or score^T rhs, for the tokens of one step; the caller waits."""
+    COUNT: gl.constexpr = score.shape[0] // STEPS
+    if STEPS > 1:
+        rhs = rhs.slice(step * COUNT, COUNT)
+        score = score.slice(step * COUNT, COUNT, 0 if TRANSPOSED else 1)
     if TRANSPOSED:
-        lhs = score.slice(quarter * COUNT, COUNT).permute((1, 0))
-    else:
-        lhs = score.slice(quarter * COUNT, COUNT, 1)
-    return warpgroup_mma(lhs, rhs.slice(quarter * COUNT, COUNT), b, is_async=True)
+        score = score.permute((1, 0))
+    return warpgroup_mma(score, rhs, b, is_async=True)
 
 
 @gluon.jit
