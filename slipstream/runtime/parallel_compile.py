@@ -68,6 +68,7 @@ LONGEST = (
     "scalar_decay_dg_kernel",
     "glu_products_sm90_kernel",
     "matmul_sm90_kernel",
+    "dplr_scores_sm90_kernel",
     "dplr_scores_kernel",
 )
 # Triton changes the process's warning filters while it reads a kernel's source, and then puts back

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
-KERNELS = ("dplr_dqkg_sm90_kernel", "dplr_intra_safe_bwd_sm90_kernel")
+KERNELS = ["scores", "dqkg", "intra_safe_bwd"]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # transition, dtype, of gates, K, V, packed
 CASES = {
@@ -53,7 +53,7 @@ def terms(case: tuple, device: torch.device) -> LinearInputs:
     )
 
 
-def jobs(case: tuple) -> dict[str, Job]:
+def jobs(case: tuple) -> list[Job]:
     from slipstream.compiler.trace import trace
     from slipstream.kernels.linear.sm90.dplr import backend
 
@@ -61,7 +61,8 @@ def jobs(case: tuple) -> dict[str, Job]:
         given = terms(case, device)
         backend.backward(given, torch.empty_like(given.v), None, 0.1)
 
-    return {job.name: job for job in trace(call, "sm_90", backward=False)}
+    names = {f"dplr_{name}_sm90_kernel" for name in KERNELS}
+    return [job for job in trace(call, "sm_90", backward=False) if job.name in names]
 
 
 @pytest.mark.parametrize(
@@ -72,13 +73,17 @@ def jobs(case: tuple) -> dict[str, Job]:
     ],
 )
 def test_gradient_kernels_compile(case: tuple) -> None:
-    found = jobs(case)
-    for name in KERNELS:
-        got = found[name].compile()
+    found, free = jobs(case), case[0] == "dplr"
+    # what writes by channel takes Triton's kernel for the gradients of scores
+    wanted = KERNELS[1:] if case[0] == "gdn2" else KERNELS
+    assert [job.name for job in found] == [f"dplr_{name}_sm90_kernel" for name in wanted]
+    for job in found:
+        got = job.compile()
         assert got.shared <= ARCHS["sm_90"].shared
-        # of strong chunks with free a and b: five sums of 64 x 64, read twice within 16 tokens
-        most = 64 if case[0] == "dplr" and "safe" in name else 8 if case[0] == "dplr" else 0
-        assert got.stack <= most, f"{name}: {got.stack} bytes spilled"
+        # of strong chunks: once a chunk, and with free a and b five sums of 64 x 64, read twice
+        # within 16 tokens
+        most = (112 if free else 56) if "safe" in job.name else 0
+        assert got.stack <= most, f"{job.name}: {got.stack} bytes spilled"
         assert got.instructions["wgmma"] > 0 and got.instructions["tma"] >= 5
         assert got.instructions["mma.sync"] == got.instructions["atomic"] == 0
         assert not arrives_early(got.ptx)

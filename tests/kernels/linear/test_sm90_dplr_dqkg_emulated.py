@@ -66,12 +66,14 @@ def kernels() -> SimpleNamespace:
         whole: Any = importlib.import_module(f"{PACKAGE}.dqkg")
         levels: Any = importlib.import_module(f"{PACKAGE}.intra_safe_bwd")
         parts: Any = importlib.import_module(f"{PACKAGE}.dqkg_device")
+        scores: Any = importlib.import_module(f"{PACKAGE}.scores")
         for module in (whole, levels, parts):
             module.halves = lambda b: (b, 0.0 * b)
             module.range = lambda *ends: map(threads.tensor, range(*map(int, ends)))
         return SimpleNamespace(
             whole=whole.dplr_dqkg_sm90_kernel,
             levels=levels.dplr_intra_safe_bwd_sm90_kernel,
+            scores=scores.dplr_scores_sm90_kernel,
         )
 
 
@@ -123,6 +125,9 @@ class Scanned:
         self.states, self.dstates = (make((chunks, HV, V, K)) for _ in range(2))
         self.scores = [make((chunks, HV, C, C)) for _ in range(4)]
         self.own = make((chunks, HV, 2, C))
+        # of dplr, for the gradient of v
+        self.k = make((chunks, HV, C, K))
+        self.qk, self.ak = (make((chunks, HV, C, C)) for _ in range(2))
         slot = 0
         for n, (b, start, length) in enumerate(sequences(terms)):
             first = start // C + n if self.packed else slot
@@ -182,6 +187,7 @@ class Scanned:
             y = c.r.T @ dx
             grad = c.total * grad + c.q.T @ c.do + c.w.T @ dx
             self.x[slot, h], self.y[slot, h] = c.x.T, y.T
+            self.k[slot, h], self.qk[slot, h], self.ak[slot, h] = c.k, c.qk, c.ak
             pairs = [(SCALE * c.do, c.x), (y, c.x), (SCALE * c.do, c.v), (y, c.v)]
             for out, (m, n) in zip(self.scores, pairs, strict=True):
                 out[slot, h] = (m @ n.T).tril(-1)
@@ -226,9 +232,10 @@ def gradients(scanned: Scanned, kernel: str) -> dict[str, Tensor]:
     )  # fmt: skip
     flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": scanned.packed}
     sizes = (T, terms.sequences, HV, H, B * T)
-    marks = {"whole": 0, "deep": 0, "both": 1}.get(kernel, 3)  # of three chunks
-    strong = torch.arange(chunks * HV, dtype=torch.int32).view(chunks, HV) % 3 < marks
-    strong = 3 * strong.int() + 2 * (kernel == "deep")
+    marks = {"whole": 0, "deep": 0, "mixed": 0, "both": 1}.get(kernel, 3)  # of three chunks
+    of_three = torch.arange(chunks * HV, dtype=torch.int32).view(chunks, HV) % 3
+    strengths = {"deep": torch.full_like(of_three, 2), "mixed": of_three}
+    strong = strengths.get(kernel, 3 * (of_three < marks).int())
     if marks < 3:
         heads = [*(tiles(x, H * K, C, BK) for x in given[:3]), tiles(given[3], of_b * K, C, BK)]
         heads.append(tiles(terms.g, HV * K, C, BK))
@@ -236,12 +243,13 @@ def gradients(scanned: Scanned, kernel: str) -> dict[str, Tensor]:
         threads.launch(kernels().whole, 2, args, BK=BK, NK=2, WIDE=2, **flags)
     if marks > 0:
         flags |= {"LIMIT": LIMITS.get(kernel, 80.0), "SHIFT": 80.0}
-        args = (*pointers(*given, terms.g), *read, *pointers(strong), *rest, SCALE, *sizes)
-        threads.launch(kernels().levels, 2 * chunks * HV, args, BK=BK, **flags)
+        args = (*pointers(*given, terms.g), *read, *pointers(strong), *rest, SCALE)
+        args = (*args, 2 * chunks * HV, *sizes)
+        threads.launch(kernels().levels, 3, args, BK=BK, **flags)
     return made
 
 
-@pytest.mark.parametrize("kernel", ["whole", "deep", "both", *LIMITS])
+@pytest.mark.parametrize("kernel", ["whole", "deep", "mixed", "both", *LIMITS])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_reference(case: tuple, kernel: str) -> None:
     # deep: from one quarter to the next by less than 2^-126
@@ -267,3 +275,43 @@ def test_gradients_match_reference(case: tuple, kernel: str) -> None:
         found = found if n in ("g", "erase") else found.view(B, end, H, HV // H, K).sum(3)
         torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
         assert got[n][:, end:].isnan().all()
+
+
+@pytest.mark.parametrize("case", [n for n in CASES if "gdn2" not in n])
+def test_gradients_of_scores_and_values(case: str) -> None:
+    terms = inputs(CASES[case])
+    B, T, HV, V = terms.v.shape
+    K, free = terms.q.shape[-1], terms.a is not None
+    end = T if terms.cu_seqlens is None else int(terms.cu_seqlens[-1])
+    scanned = Scanned(terms, do := torch.randn_like(terms.v))
+    made = [torch.full_like(x, torch.nan) for x in (*scanned.scores, scanned.own)]
+    dv = torch.full_like(do, torch.nan)
+    dbeta = torch.full((3, B, T, HV), torch.nan, dtype=do.dtype)
+    scans = (scanned.k, scanned.qk, scanned.ak, scanned.dstates)
+    shapes = ((K, C, K), (C, C, C), (C, C, C), (K, V, K))
+    read = [
+        *(tiles(x, HV * V, C, V) for x in (terms.v, do)),
+        *(tiles(x, C, V, C) for x in (scanned.x, scanned.y)),
+        *(tiles(x if free else None, *shape) for x, shape in zip(scans, shapes, strict=True)),
+        tiles(dv, HV * V, C, V),
+    ]
+    out = [x if free or n not in (2, 3) else None for n, x in enumerate(made)]
+    rest = pointers(dv, terms.beta, None if free else dbeta, *out, terms.cu_seqlens)
+    threads._LOCAL.queue, threads._LOCAL.errors = [], []  # it has one part
+    flags = {"K": K, "V": V, "C": C, "DELTA": not free, "PACKED": scanned.packed}
+    args = (*read, *rest, SCALE, T, terms.sequences, HV)
+    threads.launch(kernels().scores, scanned.x.shape[0] * HV, args, **flags)
+    pairs = list(zip(made, (*scanned.scores, scanned.own), strict=True))
+    if not free:
+        pairs = [*pairs[:2], (made[4][:, :, 0], scanned.own[:, :, 0])]
+    for got, want in pairs:
+        used = ~want.isnan()
+        torch.testing.assert_close(got[used], want[used])
+    live: dict[str, Any] = {n: x for n, x in terms._asdict().items() if x is not None}
+    live |= {n: live[n][:, :end].clone() for n in live if n != "cu_seqlens"}
+    live["v"].requires_grad_()
+    o, _ = linear_reference(LinearInputs(**live), SCALE)
+    (want,) = torch.autograd.grad((o * do[:, :end]).sum(), [live["v"]])
+    torch.testing.assert_close(dv[:, :end], want, rtol=1e-8, atol=1e-8)
+    assert dv[:, end:].isnan().all()
+    assert free or not dbeta[0, :, :end].isnan().any()

@@ -19,6 +19,7 @@ from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_ke
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe import dplr_intra_safe_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import ChunkStates, ScoreGrads, TritonDplr
 from slipstream.kernels.linear.triton.dplr.launch import IntraChunk, token_args
@@ -37,6 +38,7 @@ CHUNK_OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "ma
 STAGES = 3
 SAFE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 SAFE_PROGRAMS = 2  # a multiprocessor
+BWD_UNITS = 8  # of a program of the gradients of strong chunks, which most calls do not have
 # Of the gradients: channels of K at a time, warps beside each other, each four rows of them, and
 # what a gate may be.
 TILE_K, WIDE = 64, 2
@@ -214,6 +216,53 @@ class Sm90Dplr(TritonDplr):
         given = terms, E, M[0], M[1], s_in, segments, exchange
         return segment_launch.state_passing(*given, reverse=reverse, s_out=s_out)
 
+    def launch_scores(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        intra: IntraChunk,
+        states: ChunkStates,
+        scores: ScoreGrads,
+        grads: dict[str, Tensor],
+        dbeta: Tensor | None,
+        scale: float,
+    ) -> None:
+        aligned = grads["v"].data_ptr() % 16 == 0
+        if terms.write is not None or not aligned or not supports_dqkg(terms, do):
+            super().launch_scores(terms, do, intra, states, scores, grads, dbeta, scale)
+            return
+        T, HV, V = terms.v.shape[1:]
+        K, delta = terms.q.shape[-1], terms.a is None
+        x, y, _, dstates = states
+        launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
+        launch(
+            v_desc=tma_descriptor(terms.v, HV * V, CHUNK, V),
+            do_desc=tma_descriptor(do, HV * V, CHUNK, V),
+            x_desc=tma_descriptor(x, CHUNK, V, CHUNK),
+            y_desc=tma_descriptor(y, CHUNK, V, CHUNK),
+            k_desc=_chunks(intra.k),
+            qk_desc=_chunks(intra.qk),
+            ak_desc=_chunks(None if delta else intra.ak),
+            dstates_desc=None if delta else tma_descriptor(dstates, K, V, K),
+            dv_desc=tma_descriptor(grads["v"], HV * V, CHUNK, V),
+            dv_ptr=grads["v"],
+            beta_ptr=terms.beta,
+            dbeta_ptr=dbeta,
+            **scores.pointers(),
+            cu_ptr=terms.cu_seqlens,
+            scale=scale,
+            T=T,
+            N=terms.sequences,
+            HV=HV,
+            K=K,
+            V=V,
+            C=CHUNK,
+            DELTA=delta,
+            PACKED=terms.cu_seqlens is not None,
+            num_warps=4,
+            maxnreg=168 if delta else 255,  # three or two programs a multiprocessor
+        )
+
     def launch_dqkg(
         self,
         terms: LinearInputs,
@@ -263,20 +312,25 @@ class Sm90Dplr(TritonDplr):
             "DELTA": terms.transition == "delta",
             "PACKED": terms.cu_seqlens is not None,
         }
+        sms, total = sm_count(do.device.index), chunks * HV
         # the chunks whose quarters allow it, and then the others
-        launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sm_count(do.device.index), chunks * HV),)]
+        launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sms, total),)]
         launch(
             **_rows(terms, TILE_K),
             g_desc=tma_descriptor(terms.g, HV * K, CHUNK, TILE_K),
-            total=chunks * HV,
+            total=total,
             NK=1 if dbeta is None else dbeta.shape[0] - 1,
             WIDE=WIDE,
             **common,
             num_warps=4 * WIDE,
             maxnreg=168,  # of 12 warps: what all partitions share
         )
-        launch = cached(dplr_intra_safe_bwd_sm90_kernel)[(K // TILE_K * chunks * HV,)]
+        total *= K // TILE_K
+        launch = cached(dplr_intra_safe_bwd_sm90_kernel)[
+            (min(total, max(sms, total // BWD_UNITS)),)
+        ]
         launch(
+            total=total,
             **_pointers(terms),
             g_ptr=terms.g,
             LIMIT=ANCHORED_TILES[terms.v.dtype],

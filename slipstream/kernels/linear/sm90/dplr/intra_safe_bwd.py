@@ -33,6 +33,7 @@ from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     load_before,
     products_of_states,
 )
+from slipstream.kernels.linear.sm90.dplr.intra_safe import FLAGS_PER_LOAD
 from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd_device import (
     both_products,
     by_one_read,
@@ -104,7 +105,7 @@ def through_states(
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     zero = gl.zeros([C, BK], gl.float32, cl)
     b_e = sum_gates(
-        gates_seen(C, ca, START, none, False, True), gates.index(0), gates.index(1), zero
+        gates_seen(C, ca, START, none, False, True), gates.index(none), gates.index(none + 1), zero
     )
     b_f = gl.exp2(b_e)
     if DELTA:
@@ -126,7 +127,12 @@ def through_states(
         b_dg = to_gates(seen, rows_of(ins, none + 1, cl) * b_da, sums.index(none), b_dg)
         none = T + 1 >> 31 << 10  # another 0, or END's would keep what START's made of it
     b_f = gl.exp2(
-        sum_gates(gates_seen(C, ca, END, none, False, True), gates.index(0), gates.index(1), zero)
+        sum_gates(
+            gates_seen(C, ca, END, none, False, True),
+            gates.index(none),
+            gates.index(none + 1),
+            zero,
+        )
     )
     mbarrier.wait(full.index(1), 0)
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
@@ -293,7 +299,8 @@ def one_chunk(
         dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h, i_k, V, C, DELTA,
     )  # fmt: skip
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
-    none = T >> 31 << 10
+    now = T + unit  # what is made of either is not kept for the next chunk
+    none = now >> 31 << 10
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl)) + none
     o_k = i_k + gl.arange(0, BK, gl.SliceLayout(0, cl))
     m_c = o_c < num_rows
@@ -304,26 +311,26 @@ def one_chunk(
     b_g = gl.load(g_ptr + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
     b_g = at_least(b_g, LOWEST)
     b_k = gl.load(k_ptr + o_q, mask=m, other=0.0)
-    ins.index(0).store(gl.load(q_ptr + o_q, mask=m, other=0.0))
+    ins.index(none).store(gl.load(q_ptr + o_q, mask=m, other=0.0))
     p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
     b_qb = gl.load(p_diag)[:, None]
     if GATED:
         b_erase = gl.load(b_ptr + o_o, mask=m, other=0.0).to(gl.float32)
-        ins.index(1).store((-b_erase * b_k.to(gl.float32)).to(act))
-        ins.index(2).store(b_k)
+        ins.index(none + 1).store((-b_erase * b_k.to(gl.float32)).to(act))
+        ins.index(none + 2).store(b_k)
     elif DELTA:
         o_t = first + o_c * HV
         b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
-        ins.index(1).store((b_k * b_sign).to(act))
-        ins.index(2).store(b_k)
+        ins.index(none + 1).store((b_k * b_sign).to(act))
+        ins.index(none + 2).store(b_k)
     else:
-        ins.index(1).store(gl.load(a_ptr + o_q, mask=m, other=0.0))
-        ins.index(2).store(gl.load(b_ptr + o_q, mask=m, other=0.0))
-        ins.index(3).store(b_k)
+        ins.index(none + 1).store(gl.load(a_ptr + o_q, mask=m, other=0.0))
+        ins.index(none + 2).store(gl.load(b_ptr + o_q, mask=m, other=0.0))
+        ins.index(none + 3).store(b_k)
         b_qk = gl.load(p_diag + C)[:, None]
     g_high, g_low = halves(b_g)
-    gates.index(0).store(g_high)
-    gates.index(1).store(g_low)
+    gates.index(none).store(g_high)
+    gates.index(none + 1).store(g_low)
     fence_async_shared()
     gl.thread_barrier()
     b_total = gl.exp2(gl.sum(b_g, 0))
@@ -331,13 +338,14 @@ def one_chunk(
     lowest = gl.min(gl.min(b_lowest, 1), 0)
     b_dq, b_da, b_dw, b_du, b_dg = through_states(
         ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
-        vs.index(none), ins, sums, gates, full, b_total, m, T, none, scale, V, DELTA,
+        vs.index(none), ins, sums, gates, full, b_total, m, now, none, scale, V, DELTA,
     )  # fmt: skip
     for s in gl.static_range(NS):
         make_symmetric(scores.index(s), num_rows, none, C)
     b_dq, b_da, b_dw, b_du, b_dg = through_scores(
-        scores, ops, ins, sums, gates, lowest, b_dq, b_da, b_dw, b_du, b_dg, T, LIMIT, SHIFT, DELTA
-    )
+        scores, ops, ins, sums, gates, lowest, b_dq, b_da, b_dw, b_du, b_dg, now,
+        LIMIT, SHIFT, DELTA,
+    )  # fmt: skip
 
     # made anew: the ones above would take registers all the while
     m = (o_c + none < num_rows)[:, None]
@@ -365,7 +373,7 @@ def one_chunk(
     invalidate_mbarriers(full)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
+@gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
 def dplr_intra_safe_bwd_sm90_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,
@@ -393,6 +401,7 @@ def dplr_intra_safe_bwd_sm90_kernel(
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     cu_ptr,  # [N + 1]
     scale,
+    total,
     T,
     N,
     HV,
@@ -407,13 +416,20 @@ def dplr_intra_safe_bwd_sm90_kernel(
     LIMIT: gl.constexpr,
     SHIFT: gl.constexpr,
 ):
-    """grid (K / BK * chunks * HV,), 8 warps: BK channels of one chunk and value head a program."""
-    unit = gl.program_id(0)
-    if gl.load(strong_ptr + unit // (K // BK)) < 3:
-        return
-    one_chunk(
-        q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
-        dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr, dk_ptr,
-        da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
-        K, V, BK, C, DELTA, PACKED, LIMIT, SHIFT,
-    )  # fmt: skip
+    """grid (any,), 8 warps: BK channels of one chunk and value head at a time, every
+    num_programs-th, of total."""
+    o_m = gl.arange(0, FLAGS_PER_LOAD, gl.BlockedLayout([1], [32], [8], [0]))
+    at = gl.program_id(0)
+    while at < total:  # as dplr_intra_safe_sm90_kernel
+        b_at = at + o_m * gl.num_programs(0)
+        b_strong = gl.load(strong_ptr + b_at // (K // BK), mask=b_at < total, other=0)
+        ahead = gl.min(gl.where(b_strong == 3, o_m, FLAGS_PER_LOAD), 0)
+        if ahead < FLAGS_PER_LOAD:
+            one_chunk(
+                q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
+                dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr,
+                dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
+                at + ahead * gl.num_programs(0), scale, T, N, HV, H, tokens,
+                K, V, BK, C, DELTA, PACKED, LIMIT, SHIFT,
+            )  # fmt: skip
+        at += (gl.minimum(ahead + 1, FLAGS_PER_LOAD) + (T + at >> 31)) * gl.num_programs(0)

@@ -298,8 +298,8 @@ class TritonDplr:
     ) -> tuple[ScoreGrads, dict[str, Tensor], Tensor | None]:
         """Gradients of the scores; of v and write; and the shares of beta's, of which this writes
         the first."""
-        B, T, HV, V = terms.v.shape
-        tile, WIDE = tile_of(terms)
+        B, T, HV = terms.v.shape[:3]
+        tile, _ = tile_of(terms)
         delta, like = terms.transition == "delta", intra.qb
         names = ("v",) if terms.write is None else ("v", "write")
         grads = {n: reuse_or_empty(out.get(n), do.shape, do.dtype, do.device) for n in names}
@@ -314,6 +314,24 @@ class TritonDplr:
         if terms.beta is not None:
             shares = -(-terms.q.shape[-1] // tile.grads.B)
             dbeta = do.new_empty(shares + 1, B, T, HV, dtype=torch.float32)
+        self.launch_scores(terms, do, intra, states, scores, grads, dbeta, scale)
+        return scores, grads, dbeta
+
+    def launch_scores(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        intra: IntraChunk,
+        states: ChunkStates,
+        scores: ScoreGrads,
+        grads: dict[str, Tensor],
+        dbeta: Tensor | None,
+        scale: float,
+    ) -> None:
+        """scores, grads and the first of dbeta are written."""
+        T, HV, V = terms.v.shape[1:]
+        tile, WIDE = tile_of(terms)
+        delta = terms.transition == "delta"
         run: Any = cached(dplr_scores_kernel)[(intra.qb.shape[0] * HV,)]
         run(
             v_ptr=terms.v,
@@ -342,7 +360,6 @@ class TritonDplr:
             DELTA=delta,
             **launch_options(terms, tile.scores),
         )
-        return scores, grads, dbeta
 
     def _dqkg(
         self,
