@@ -56,7 +56,7 @@ LONGEST = (
     "dplr_chunk_fwd_sm90_kernel",
     "scalar_decay_chunk_fwd_sm90_kernel",
     "delta_chunk_fwd_sm90_kernel",
-    "conv_bwd_rolling_kernel",
+    "conv_bwd_kernel",
     "vector_decay_scores_kernel",
     "delta_chunk_dstate_sm90_kernel",
     "vector_decay_intra_fwd_kernel",

@@ -40,7 +40,7 @@ def test_operators_are_no_models_in_a_folder(
 @needs_compiler
 def test_kernels_of_a_step() -> None:
     names = [x.name for x in trace_model(small(*["kda"] * 5), BF16, (2, 512), "sm_90", True)]
-    both = {"conv_fwd", "conv_bwd_rolling", "dplr_chunk_fwd_sm90", "dplr_dqkg_sm90", "norm_bwd"}
+    both = {"conv_fwd", "conv_bwd", "dplr_chunk_fwd_sm90", "dplr_dqkg_sm90", "norm_bwd"}
     both |= {"embedding", "cross_entropy", "decay_gate"}
     assert {f"{x}_kernel" for x in both} <= {*names}
     few = [x.name for x in trace_model(small("kda", "kda"), BF16, (2, 512), "sm_90", True)]

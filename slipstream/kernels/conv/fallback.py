@@ -28,13 +28,10 @@ def convolution(
 def forward(
     inputs: ConvInputs, silu: bool, sizes: Sequence[int] | None = None, unit: int = 0
 ) -> list[Tensor]:
-    """As the launch; `backward` does not look at where a token stands."""
+    """As the launch."""
     y = convolution(inputs, silu)
     tensors = normalised(y, sizes or y.shape[-1:], unit)
-    ys = [channels.contiguous() for channels in tensors]
-    if inputs.cu_seqlens is None:
-        return ys
-    return [*ys, torch.zeros(2, y.shape[1], dtype=torch.int32, device=y.device)]
+    return [channels.contiguous() for channels in tensors]
 
 
 def normalised(y: Tensor, sizes: Sequence[int], unit: int) -> list[Tensor]:
@@ -59,7 +56,6 @@ def backward(
     bias: Tensor | None,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
-    positions: Tensor | None,
     silu: bool,
     unit: int = 0,
 ) -> list[Tensor]:

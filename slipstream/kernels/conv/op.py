@@ -1,9 +1,9 @@
 """The Triton short convolution as torch.library operators, and its gradient.
 
-slipstream::short_convolution gives y, or its channels in up to three tensors, and, of packed
-sequences, where each token stands in its own; slipstream::short_convolution_backward, given the
-gradients of these, those of x, weight and of bias and state, if they are there;
-slipstream::short_convolution_update y, and moves the state on in place.
+slipstream::short_convolution gives y, or its channels in up to three tensors;
+slipstream::short_convolution_backward, given the gradients of these, those of x, weight and of bias
+and state, if they are there; slipstream::short_convolution_update y, and moves the state on in
+place.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def convolution(
         x, weight, bias, state = _contiguous(inputs.x, inputs.weight, inputs.bias, inputs.state)
         inputs = inputs._replace(x=x, weight=weight, bias=bias, state=state)
         return [*_Convolution.apply(*inputs, *options)]
-    return _call(*inputs, *options)[: len(sizes or (1,))]
+    return _call(*inputs, *options)
 
 
 def normalises(
@@ -212,18 +212,17 @@ class _Convolution(Function):
         x, weight, bias, residual, state, cu_seqlens = tensors
         sizes = None if sizes is None else tuple(sizes)
         results = _call(*tensors, sizes=sizes, unit=unit, silu=silu, impl=impl)
-        count = len(sizes or (1,))
-        save(ctx, x, weight, bias, state, cu_seqlens, *(results[count:] or (None,)))
+        save(ctx, x, weight, bias, state, cu_seqlens)
         ctx.options = unit, silu, impl
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return tuple(results[:count])
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         dys = (dy, *others, None, None)[:3]
         dx, dweight, *options = _call_backward(*dys, *saved, *ctx.options)
-        _, _, bias, state, *_ = saved
+        _, _, bias, state, _ = saved
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         dbias = None if bias is None else options[0]
         dstate = None if state is None else options[-1]
@@ -243,11 +242,7 @@ def _launch() -> Any:
 
 
 def _fake(x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
-    cu_seqlens, sizes = args[3:5]
-    ys = [x.new_empty(*x.shape[:2], n) for n in sizes or x.shape[2:]]
-    if cu_seqlens is None:
-        return ys
-    return [*ys, x.new_empty(2, x.shape[1], dtype=torch.int32)]
+    return [x.new_empty(*x.shape[:2], n) for n in args[4] or x.shape[2:]]
 
 
 def _fake_backward(dy: Tensor, dy1: Tensor | None, dy2: Tensor | None, *args: Any) -> list[Tensor]:
@@ -268,7 +263,7 @@ _call = KernelOp(
 _call_backward = KernelOp(
     "short_convolution_backward",
     "(Tensor dy, Tensor? dy1, Tensor? dy2, Tensor x, Tensor weight, Tensor? bias, Tensor? state, "
-    "Tensor? cu_seqlens, Tensor? where, int unit, bool silu, str impl) -> Tensor[]",
+    "Tensor? cu_seqlens, int unit, bool silu, str impl) -> Tensor[]",
     _backward,
     _fake_backward,
     replay=True,

@@ -8,35 +8,26 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 MODULE = "slipstream.kernels.conv.triton.conv"
-SCAN = "slipstream.kernels.conv.triton.bwd_rolling"
+BACKWARD = "slipstream.kernels.conv.triton.backward:conv_bwd_kernel"
 
 
 def compile_conv(
     arch: str, W: int, backward: bool, full: bool, dtype: str, D: int = 4096, unit: int = 0
 ) -> Compiled:
-    """Full is with everything, and backward of packed sequences. D: channels of 4096; unit: of a
-    head that is normalised."""
+    """Full is packed, with everything. D: channels of 4096; unit: of a head that is normalised."""
     from slipstream.kernels.conv.triton import launch
 
-    tile, kernel = launch.FORWARD, f"{MODULE}:conv_fwd_kernel"
-    if backward:
-        tile = launch.BACKWARD if full else launch.BACKWARD_ROLLING
-        kernel = f"{MODULE}:conv_bwd_kernel" if full else f"{SCAN}:conv_bwd_rolling_kernel"
+    tile = launch.BACKWARD if backward else launch.FORWARD
     names = ["x", "w", *(["dy", "dx"] if backward else ["y"])]
-    names += ["b", "s", *([] if backward else ["r"])] if full else []
+    names += ["b", "s", "ds" if backward else "r"] if full else []
     tensors = {f"{name}_ptr": dtype for name in names}
     tensors |= {"partial_ptr": "*fp32"} if backward else {}
-    tensors |= {"positions_ptr": "*i32"} if full else {}
-    BT = tile.BT if W <= 4 or tile.BT == 8 else tile.BT // 2
+    tensors |= {"cu_ptr": "*i64"} if full else {}
     tile, _ = launch._tile_of_output(tile, 0, unit)
-    packed = {} if backward and full else {"UNIT": unit > 0}
-    return compile_kernel(
-        kernel,
-        tensors,
-        {"D": D, "SX": 4096, "W": W, "BT": BT, "BD": tile.BD, "SILU": True, **packed},
-        target=arch,
-        warps=tile.warps,
-    )
+    constants = {"D": D, "SX": 4096, "W": W, "BT": tile.BT, "BD": tile.BD, "SILU": True}
+    kernel = BACKWARD if backward else f"{MODULE}:conv_fwd_kernel"
+    constants["UNIT"] = unit > 0
+    return compile_kernel(kernel, tensors, constants, target=arch, warps=tile.warps)
 
 
 @pytest.mark.parametrize("unit", UNIT_WIDTHS)
@@ -67,15 +58,8 @@ def test_convolution_compiles_in_every_variant(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_small_convolution_kernels_compile(arch: str) -> None:
-    def stack(kernel: str, tensors: dict[str, str], flags: dict[str, int], warps: int) -> int:
-        got = compile_kernel(f"{MODULE}:{kernel}", tensors, flags, target=arch, warps=warps)
-        return got.stack
-
-    tensors = {"cu_ptr": "*i32", "positions_ptr": "*i32"}
-    assert stack("conv_positions_kernel", tensors, {"B": 1024}, 4) == 0
-    tensors = {f"{x}_ptr": "*bf16" for x in ("dy", "x", "w", "b", "s", "ds")} | {"cu_ptr": "*i64"}
-    flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}
-    assert stack("conv_state_bwd_kernel", tensors, {**flags, "SX": 4096}, 2) == 0
+def test_convolution_update_compiles(arch: str) -> None:
     tensors = {f"{x}_ptr": "*bf16" for x in ("x", "s", "w", "b", "r", "y")} | {"index_ptr": "*i32"}
-    assert stack("conv_update_kernel", tensors, flags, 2) == 0
+    flags = {"D": 4096, "W": 4, "BD": 128, "SILU": True}
+    got = compile_kernel(f"{MODULE}:conv_update_kernel", tensors, flags, target=arch, warps=2)
+    assert got.stack == 0

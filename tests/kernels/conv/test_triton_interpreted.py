@@ -1,6 +1,6 @@
 """The Triton short convolution under Triton's interpreter: widths, packing, tiles, the update."""
 
-from typing import Any
+import sys
 
 import pytest
 import torch
@@ -8,12 +8,18 @@ from torch import Tensor
 
 from slipstream.ops.conv import short_convolution, short_convolution_update
 from slipstream.runtime.backends import HAVE_TRITON
+from tests.support.in_bounds import in_bounds
 from tests.support.interpreted import error, run
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_triton_convolution_matches_reference() -> None:
     run("short_convolution")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_convolution_matches_reference_for_short_sequences() -> None:
+    run("short", script="tests.kernels.conv.test_triton_interpreted")
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -66,18 +72,27 @@ def check_neighbours() -> None:
 
 def check_offsets_past_the_end() -> None:
     """On a GPU nobody looks at them before; what is behind the last token is NaN here."""
-    from slipstream.kernels.conv.triton.conv import conv_state_bwd_kernel
+    from slipstream.kernels.conv.inputs import ConvInputs
+    from slipstream.kernels.conv.triton import launch
 
-    launch: Any = conv_state_bwd_kernel
-    T, D, W, found = 9, 6, 4, []
-    dy, x, state, weight = (torch.randn(n, D) for n in (T + 8, T + 8, 2 * W, W))
-    dy[T:] = x[T:] = torch.nan
+    T, D, W = 9, 6, 4
+    weight, state = torch.randn(D, W), torch.randn(2, D, W)
+    x, dy = torch.randn(2, 1, T + 8, D)
+    x[:, T:] = dy[:, T:] = torch.nan
+    x, dy, found = x[:, :T], dy[:, :T], []
     for end in (T, T + 5):
-        ds, cu = torch.empty(2, D, W), torch.tensor([0, T - 1, end])
-        launch[(1, 2)](dy, x, weight, None, state, cu, ds, T, D, D, W, 128, True)
-        found.append(ds)
-    assert found[0].isfinite().all()
-    assert torch.equal(*found)
+        cu = torch.tensor([0, T - 1, end])
+        ys = launch.forward(ConvInputs(x, weight, None, None, state, cu), True, None)
+        found.append([*ys, *launch.backward([dy], x, weight, None, state, cu, True)])
+    for got, want in zip(*found, strict=True):
+        assert want.isfinite().all()
+        assert torch.equal(got, want)
+    # those that no sequences have: memory of others is neither read nor written
+    for wrong in ((0, -100, T), (0, T + 90, 3), (9, 2, 1), (5, 2, 1), (-9, -8, -7)):
+        cu = torch.tensor(wrong)
+        with in_bounds():
+            launch.forward(ConvInputs(x, weight, None, None, state, cu), True, None)
+            launch.backward([dy], x, weight, None, state, cu, True)
 
 
 def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -156,18 +171,57 @@ def check_update(W: int, dtype: torch.dtype) -> None:
         assert torch.equal(state, moved)
 
 
+def check_short_sequences() -> None:
+    """Tiles with few of their rows, where dx of the last ones needs no rows of a next tile."""
+    for W in (3, 4):
+        for lengths in ((1,) * 12, (1, 2, 3, 4, 5, 0, 5, 4, 3, 2, 1, 1)):
+            for extras in (False, True):
+                check(1, sum(lengths), 5, W, lengths, extras)
+    check(1, 59, 5, 4, (5, 6, 7, 8, 9, 0, 0, 16, 8), True)
+
+
+def check_bounds(lengths: tuple[int, ...], extras: bool) -> None:
+    """However few tiles a program has, also where its first one has no tokens and begins past all
+    of them, it reads nothing outside of a tensor, and y, dx and a state's gradient are the same."""
+    from slipstream.kernels.conv.inputs import ConvInputs
+    from slipstream.kernels.conv.triton import launch
+
+    T, D, W, found = sum(lengths), 5, 4, []
+    x, dy, residual = torch.randn(3, 1, T + 16, D)[:, :, :T]
+    weight, cu = torch.randn(D, W), torch.tensor([0, *lengths]).cumsum(0)
+    bias, state = (torch.randn(D), torch.randn(len(lengths), D, W)) if extras else (None, None)
+    inputs = ConvInputs(x, weight, bias, residual if extras else None, state, cu)
+    forward, backward = launch.FORWARD, launch.BACKWARD
+    for programs in (1, 2, 1000):
+        launch.FORWARD = launch.Tile(8, 32, 1, programs)
+        launch.BACKWARD = launch.Tile(8, 32, 1, programs)
+        with in_bounds():
+            (y,) = launch.forward(inputs, True, None)
+            dx, *others = launch.backward([dy], x, weight, bias, state, cu, True)
+        found.append([y, dx, *others[2:]])
+        for got, want in zip(found[-1], found[0], strict=True):
+            assert torch.equal(got, want), (lengths, programs)
+    launch.FORWARD, launch.BACKWARD = forward, backward
+
+
 def main() -> None:
     from slipstream.kernels.conv.triton import launch
 
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
+    if sys.argv[1:] == ["short"]:
+        check_short_sequences()
+        for lengths in ((7, 1), (1,) * 9, (17, 1, 1, 0, 5), (8, 0, 8), (3, 4, 9, 0)):
+            for extras in (False, True):
+                check_bounds(lengths, extras)
+        check_offsets_past_the_end()
+        return
     lengths = (3, 0, 33, 1, 2, 26, 0)
     for W in (1, 3, 4, 8):
         check(1, 40, 6, W, (), True)
     for W in (1, 3, 4):  # 8 below, in small tiles
         check(1, sum(lengths), 6, W, lengths, W == 4)
-    for name, BT in (("FORWARD", 4), ("BACKWARD", 4), ("BACKWARD_ROLLING", 8)):
-        setattr(launch, name, launch.Tile(BT, 16, 1, 1))
+    launch.FORWARD, launch.BACKWARD = launch.Tile(4, 16, 1, 1), launch.Tile(8, 16, 1, 1)
     lengths = (3, 0, 18, 1, 2, 9, 0)
     for W in (2, 5, 8):
         check(1, 17, 20, W, (), False)

@@ -63,17 +63,16 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     yield "conv", conv._call.overload, (x, weight, None, None, None, None, None, 0, True)
     yield "conv packed", conv._call.overload, (x, weight, bias, other, past, CU, None, 0, True)
     yield "conv apart", conv._call.overload, (x, weight, bias, None, past, CU, (3, 2, 1), 0, True)
-    where = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 2, 2, 2, 2, 2]]).int()
     yield (
         "conv backward",
         conv._call_backward.overload,
-        (other, None, None, x, weight, None, None, None, None, 0, False),
+        (other, None, None, x, weight, None, None, None, 0, False),
     )
     wide, taps, sizes = torch.randn(1, 9, 192), torch.randn(192, 3), (64, 64, 64)
     yield "conv units", conv._call.overload, (wide, taps, *(None,) * 4, sizes, 64, True)
-    given = (*wide.cos().split(sizes, -1), wide, taps, None, None, None, None, 64, True)
+    given = (*wide.cos().split(sizes, -1), wide, taps, None, None, None, 64, True)
     yield "conv units backward", conv._call_backward.overload, given
-    packed = (*other.split(2, -1), x, weight, bias, past, CU, where, 0, True)
+    packed = (*other.split(2, -1), x, weight, bias, past, CU, 0, True)
     yield "conv packed backward", conv._call_backward.overload, packed
     slots = torch.tensor([2, -1, 0])
     yield (

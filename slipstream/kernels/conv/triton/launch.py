@@ -1,7 +1,6 @@
 """Launches of the short convolution: no synchronisation, nothing that depends on device values.
 
-Memory beyond results: packed, two numbers a token; backward, W + 1 numbers a channel for each of P
-programs.
+Memory beyond results: backward, W + 1 numbers a channel for each of P programs.
 """
 
 from collections.abc import Sequence
@@ -11,14 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs
-from slipstream.kernels.conv.triton.bwd_rolling import conv_bwd_rolling_kernel
-from slipstream.kernels.conv.triton.conv import (
-    conv_bwd_kernel,
-    conv_fwd_kernel,
-    conv_positions_kernel,
-    conv_state_bwd_kernel,
-    conv_update_kernel,
-)
+from slipstream.kernels.conv.triton.backward import conv_bwd_kernel
+from slipstream.kernels.conv.triton.conv import conv_fwd_kernel, conv_update_kernel
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -32,25 +25,22 @@ class Tile(NamedTuple):
     per_processor: int
 
 
-# 4 channels a thread: forward the next tile is in registers too, backward there are more rows
+# 4 channels a thread: the next tile is in registers too
 FORWARD = Tile(8, 256, 2, 8)
-BACKWARD = Tile(16, 256, 4, 10)
-# of one that is not packed; as many tokens as the widest has taps: 16 take 8 s to compile, these 2
-BACKWARD_ROLLING = Tile(8, 256, 2, 4)
+# as many tokens as the widest has taps: 16 take 8 s to compile, these 2
+BACKWARD = Tile(8, 256, 2, 4)
 
 
 def forward(
     inputs: ConvInputs, silu: bool, sizes: Sequence[int] | None, unit: int = 0
 ) -> list[Tensor]:
-    """y [B, T, D], or one of each of sizes channels, and `where` of packed sequences for backward.
-    All contiguous. unit: as op.convolution."""
+    """y [B, T, D], or one of each of sizes channels. All contiguous. unit: as op.convolution."""
     x, weight, bias, residual, state, cu_seqlens = inputs
     T, D = x.shape[1:]
     W = weight.shape[1]
     ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes or (D,)]
     with device_of(x.device):
-        positions = None if cu_seqlens is None else _positions(cu_seqlens, T)
-        plain, P, tiles = _programs(FORWARD, x, W, max(y.shape[-1] for y in ys))
+        plain, P, tiles = _programs(FORWARD, x, cu_seqlens, max(y.shape[-1] for y in ys))
         tiles_each = max(-(-tiles // P), 1)
         begin = 0
         for i, y in enumerate(ys):
@@ -61,9 +51,9 @@ def forward(
                 b_ptr=None if bias is None else bias.narrow(0, begin, n),
                 r_ptr=residual,
                 s_ptr=None if state is None else state.narrow(1, begin, n),
-                positions_ptr=positions,
                 y_ptr=y,
                 T=T,
+                **_packing(cu_seqlens),
                 tiles=tiles,
                 tiles_each=tiles_each,
                 eps=UNIT_EPS,
@@ -77,7 +67,7 @@ def forward(
                 num_warps=tile.warps,
             )
             begin += n
-    return ys if positions is None else [*ys, positions]
+    return ys
 
 
 def backward(
@@ -87,63 +77,47 @@ def backward(
     bias: Tensor | None,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
-    positions: Tensor | None,
     silu: bool,
     unit: int = 0,
 ) -> list[Tensor]:
     """dx, dweight and, where they are there, dbias and dstate."""
     T, D = x.shape[1:]
     W = weight.shape[1]
-    dx, dstate = torch.empty_like(x), None if state is None else torch.empty_like(state)
+    dx, dstate = torch.empty_like(x), None
+    if state is not None:
+        # the first tile of a sequence writes it, and where there are no tokens there are no tiles
+        dstate = torch.empty_like(state) if x.numel() else torch.zeros_like(state)
     with device_of(x.device):
-        table = BACKWARD if positions is not None else BACKWARD_ROLLING
-        plain, P, tiles = _programs(table, x, W, max(dy.shape[-1] for dy in dys))
+        plain, P, tiles = _programs(BACKWARD, x, cu_seqlens, max(dy.shape[-1] for dy in dys))
         tiles_each = max(-(-tiles // P), 1)
-        if positions is None:
-            P = -(-tiles // tiles_each)
+        P = -(-tiles // tiles_each)
         partial = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
-        kernel: Any = conv_bwd_kernel if positions is not None else conv_bwd_rolling_kernel
         begin = 0
         for i, dy in enumerate(dys):
             n, tile, is_unit = dy.shape[-1], *_tile_of_output(plain, i, unit)
-            where: Any = {"positions_ptr": positions}
-            if positions is None:
-                where = {"tiles_each": tiles_each, "eps": UNIT_EPS, "UNIT": is_unit}
-            inputs = {
-                "dy_ptr": dy,
-                "x_ptr": x.narrow(2, begin, n),
-                "w_ptr": weight.narrow(0, begin, n),
-                "b_ptr": None if bias is None else bias.narrow(0, begin, n),
-                "s_ptr": None if state is None else state.narrow(1, begin, n),
-            }
-            cached(kernel)[(P * -(-n // tile.BD),)](
-                **inputs,
+            cached(conv_bwd_kernel)[(P * -(-n // tile.BD),)](
+                dy_ptr=dy,
+                x_ptr=x.narrow(2, begin, n),
+                w_ptr=weight.narrow(0, begin, n),
+                b_ptr=None if bias is None else bias.narrow(0, begin, n),
+                s_ptr=None if state is None else state.narrow(1, begin, n),
                 dx_ptr=dx.narrow(2, begin, n),
+                ds_ptr=None if dstate is None else dstate.narrow(1, begin, n),
                 partial_ptr=partial.narrow(2, begin, n),
                 T=T,
+                **_packing(cu_seqlens),
                 tiles=tiles,
-                **where,
+                tiles_each=tiles_each,
+                eps=UNIT_EPS,
                 D=n,
                 SX=D,
                 W=W,
                 BT=tile.BT,
                 BD=tile.BD,
                 SILU=silu,
+                UNIT=is_unit,
                 num_warps=tile.warps,
             )
-            if dstate is not None:
-                cached(conv_state_bwd_kernel)[(-(-n // 128), dstate.shape[0])](
-                    **inputs,
-                    cu_ptr=cu_seqlens,
-                    ds_ptr=dstate.narrow(1, begin, n),
-                    T=T,
-                    D=n,
-                    SX=D,
-                    W=W,
-                    BD=128,
-                    SILU=silu,
-                    num_warps=2,
-                )
             begin += n
         sums = partial.sum(0)
     # copies: of float32 they would be views of both
@@ -194,25 +168,22 @@ def _tile_of_output(tile: Tile, output: int, unit: int) -> tuple[Tile, bool]:
     return tile._replace(BD=unit, warps=1), True
 
 
-def _programs(tile: Tile, x: Tensor, width: int, D: int) -> tuple[Tile, int, int]:
-    """The tile cut to the channels of a launch and the taps, programs for each block of channels,
-    tiles in all."""
+def _programs(tile: Tile, x: Tensor, cu_seqlens: Tensor | None, D: int) -> tuple[Tile, int, int]:
+    """The tile cut to a launch's channels, programs for each block of channels, tiles in all."""
     B, T, _ = x.shape
     BD = min(tile.BD, max(32, 1 << (D - 1).bit_length()))
     warps = max(tile.warps * BD // tile.BD, 1)
-    BT = tile.BT if width <= 4 or tile.BT == 8 else tile.BT // 2
-    tiles = B * -(-T // BT)
+    tiles = B * -(-T // tile.BT)
+    if cu_seqlens is not None:
+        # at most that many, whatever the offsets are
+        tiles = T // tile.BT + cu_seqlens.shape[0] - 1
     max_programs = max(sm_count(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
     max_programs = max(max_programs // -(-D // BD), 1)
     rounds = max(-(-tiles // max_programs), 1)
-    return Tile(BT, BD, warps, tile.per_processor), max(-(-tiles // rounds), 1), tiles
+    return tile._replace(BD=BD, warps=warps), max(-(-tiles // rounds), 1), tiles
 
 
-def _positions(cu_seqlens: Tensor, T: int) -> Tensor:
-    N = cu_seqlens.shape[0] - 1
-    positions = torch.empty(2, T, dtype=torch.int32, device=cu_seqlens.device)
-    grid = (-(-T // 1024),)
-    cached(conv_positions_kernel)[grid](
-        cu_seqlens, positions, T, N, N.bit_length(), 1024, num_warps=4
-    )
-    return positions
+def _packing(cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """Arguments of a kernel."""
+    N = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return {"cu_ptr": cu_seqlens, "N": N, "bits": N.bit_length()}
