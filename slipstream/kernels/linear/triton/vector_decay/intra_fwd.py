@@ -176,8 +176,9 @@ def vector_decay_intra_fwd_kernel(
                     tl.static_assert(not BEFORE)
                     weak = False
                     if K <= BK:
-                        # a loop with such a branch would not load ahead
-                        weak = tl.min((b_total >= -BOUND * LOG2E).to(tl.int32), 0) == 1
+                        # a loop with such a branch would not load ahead. Beyond it small reads
+                        # would lose digits that they have by halves (intra_anchored.py).
+                        weak = tl.min((b_total >= 1 - HALF / 2).to(tl.int32), 0) == 1
                     # before the branch: each side could round this by an instruction of its own
                     b_cut = b_until + FAR
                     if weak:
