@@ -6,6 +6,7 @@ h <- h + mlp(norm(h))        swiglu(x) = (silu(x W_gate) * x W_up) W_down, if co
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -32,12 +33,18 @@ def make_norm(config: SlipstreamConfig) -> Any:
 
 
 def apply_norm(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:
-    """norm(h) of a residual in float32, for the matrices of the module around the norm: h in the
-    dtype of the norm's weights, or of what is in its place, and the result in that of matrices."""
+    """norm(h) of a residual in float32: h in the dtype of the norm's weights, or of what is in its
+    place. A result in float32 is rounded to 16 bits where the linear layers around it have these.
+    """
     both = (p for module in (norm, around) for p in module.parameters())
     y = norm(h.to(next((p.dtype for p in both if p.is_floating_point()), h.dtype)))
-    matrices = (p for p in around.parameters() if p.dim() > 1 and p.is_floating_point())
-    return y.to(next((p.dtype for p in matrices if p.dtype.itemsize > 1), y.dtype))
+    if y.dtype != torch.float32:
+        return y
+    # not of other matrices, such as a table or gates, which may be in float32
+    layers = (module for module in around.modules() if isinstance(module, nn.Linear))
+    dtypes = (p.dtype for layer in layers for p in layer.parameters() if p.is_floating_point())
+    dtype = next((dtype for dtype in dtypes if dtype.itemsize > 1), y.dtype)
+    return y.to(dtype) if dtype.itemsize < y.itemsize else y
 
 
 def with_norms_behind(model: Any, h: Tensor) -> list[tuple[Any, nn.Module | None]]:

@@ -177,7 +177,9 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 def _normed_for(layers: Sequence[nn.Module], x: Tensor, norm: nn.Module | None) -> Tensor:
     """norm(x) for layers that are called, whose weights may be narrower than the norm's."""
+    if norm is None:
+        return x
     y, weight = _normed(x, norm), getattr(layers[0], "weight", None)
-    if norm is None or not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor):
         return y
     return y.to(weight.dtype) if weight.is_floating_point() and weight.itemsize > 1 else y

@@ -316,6 +316,32 @@ def test_float32_norms_in_models_of_16_bits(
         assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (3, 10)
 
 
+@pytest.mark.parametrize(
+    ("mixer", "wide"),
+    [
+        ("gla", ["model.embed_tokens.weight"]),
+        ("mamba3", ["model.layers.0.mixer.B_bias", "model.layers.0.mixer.C_bias"]),
+    ],
+)
+@pytest.mark.parametrize("norms", [False, True])
+def test_float32_tables_in_models_of_16_bits(mixer: str, wide: list[str], norms: bool) -> None:
+    """Norms make the dtype of linear layers, whatever other matrices have."""
+    options: Any = {"residual_in_fp32": True, "tie_word_embeddings": False}
+    with torch.no_grad():
+        model, ids = stepped_model(mixer, **options).bfloat16(), torch.randint(97, (2, 5))
+    names = ("mixer_norm.weight", "mlp_norm.weight", "model.norm.weight")
+    want = model(input_ids=ids).logits.detach()
+    for name, p in model.named_parameters():
+        if name in wide or (norms and name.endswith(names)):
+            p.data = p.data.float()
+    logits = model(input_ids=ids).logits
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits, want, rtol=0, atol=0.1)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (2, 7)
+
+
 class Around(torch.nn.Module):
     """A block within another module, as trainers and quantisers leave it."""
 
