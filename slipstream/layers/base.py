@@ -369,8 +369,11 @@ class Mixer(nn.Module):
 
 
 def heads_of(channels: int, named: str, num_heads: int | None, head_dim: int | None) -> int:
-    """How many heads so many channels make; they are 64 wide if neither is given. named: the
-    channels in an error."""
+    """The number of heads. Without num_heads and head_dim, heads have 64 channels.
+
+    Args:
+        named: what errors call the channels.
+    """
     if num_heads is None:
         head_dim = head_dim or 64
         expect_divisor("head_dim", head_dim, named, channels)

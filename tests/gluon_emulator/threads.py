@@ -290,8 +290,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
-    """x rounded, 1 / x, the program's number, else by what there is of operands: 2^x, a product,
-    the first where the others ascend, and the first where the next is of so many from another on.
+    """x rounded, 1 / x or the program's number. Else, by the number of operands: 2^x; a product;
+    x[0] where x[1] < x[2]; x[0] where x[1] is one of the x[3] numbers from x[2] on. -inf elsewhere.
     """
     if "%ctaid" in asm:
         return tensor(_LOCAL.program[0])

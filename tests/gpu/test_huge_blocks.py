@@ -26,8 +26,8 @@ pytestmark = [
 
 
 def expect_memory(tensors: int) -> None:
-    """Skips where there is no room for so many tensors of 2^31 numbers in bfloat16, 4 GiB each, and
-    as much as two of them for what is small."""
+    """Skips where the GPU's free memory cannot hold this many tensors of 2^31 bfloat16 numbers, 4
+    GiB each, and two more for everything that is small."""
     torch.cuda.empty_cache()
     needed, end = (tensors + 2) * 4 * GIB, time.monotonic() + WAIT
     total = torch.cuda.mem_get_info()[1]
