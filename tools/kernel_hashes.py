@@ -17,6 +17,9 @@ multisets of hashes mean equal machine code, so equal numbers and equal speed, w
 --level call  which kernels are compiled for which arguments, with the text of their modules: enough
               where kernels stay as they are and only what launches them changes. Seconds.
 --level ptx   the PTX of a covering set of those (`--variants`), as `slipstream matrix` chooses it.
+
+With operators named, rows of slipstream/tools/layer_samples.py are left out: their flags are not
+seen. A line of `compare` names all that had a lost or new hash, also an architecture that keeps it.
 """
 
 import argparse
