@@ -94,7 +94,13 @@ def compile_class_key(args: Sequence[Any]) -> Key:
 
 
 class RecordedCall:
-    """The launches and allocations of a call, recorded to be repeated."""
+    """The launches and allocations of a call, recorded to be repeated.
+
+    Attributes:
+        written: given the call's arguments, those that it writes into; None if it does not.
+    """
+
+    written: Callable[[tuple], Any] | None = None
 
     def __init__(self, taken: CallRecorder, inputs: int, result: Any) -> None:
         """result: what it returns, values as places: one, or a tuple or a list of them and None;

@@ -10,11 +10,14 @@ implementation at once: the dispatcher would take as long as a launch.
 Where a KernelOp's gradient is one call of another, autograd_function makes the autograd.Function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import torch
+from torch.autograd.graph import increment_version
 
 from slipstream.common.checks import device_type, expect_own_memory, name_of_caller
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
@@ -56,6 +59,7 @@ class DirectCall:
         compile_also: given the arguments and the results, calls what such a call is followed by,
             its gradient, so that the kernels of both are compiled at once.
         max_operations: of torch, in a call that is replayed (call_replay.py); None for any number.
+        written: places of the arguments that it writes into, and their names.
     """
 
     def __init__(
@@ -65,12 +69,12 @@ class DirectCall:
         replay: bool = True,
         compile_also: Callable[[tuple, Any], object] | None = None,
         max_operations: int | None = call_replay.MAX_OPERATIONS,
+        written: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.impl, self._replay, self._compile_also = impl, replay, compile_also
-        self._max_operations = max_operations
+        self._max_operations, self._written = max_operations, written
         self._overload: Any = None
         self._names: tuple[str, ...] = ()  # of the arguments, if they may be named
-        self._written: tuple[int, ...] = ()  # which arguments it writes into
         # key -> True where the next call is recorded, then the record, or False if there is none
         self._known: dict[tuple | None, Any] = {}
         # of calls that take the same kernels, except for what a short or long sequence adds
@@ -91,6 +95,8 @@ class DirectCall:
                 return self._record(key, args)
             if known:
                 raise_pending()
+                if known.written is not None:
+                    increment_version(known.written(args))
                 result = self._play(known, x.device, values, addresses)
                 return result if known.makes_results else _as_bases(result, args)
             if known is None and key is not None:
@@ -104,7 +110,7 @@ class DirectCall:
             result = self._without_autocast(*plain)
         else:
             if self._written:
-                self._expect_own_memory(plain)
+                self._before_writing(plain)
             result = _as_bases(self.impl(*plain), plain)
         if plain is args:
             return result
@@ -146,20 +152,25 @@ class DirectCall:
 
     def _record(self, key: tuple | None, args: tuple) -> Any:
         result, record = call_replay.record(self._recorded, args, self._max_operations)
+        if record is not None and self._written:
+            record.written = itemgetter(*(n for n in self._written if args[n] is not None))
         self._known[key] = record or False
         return _as_bases(result, args)
 
     def _without_autocast(self, *args: Any) -> Any:
         return _as_bases(self._recorded(*args), args)
 
-    def _expect_own_memory(self, args: tuple) -> None:
-        """Of what is written; calls that are replayed have the same strides."""
-        for n in self._written:
-            expect_own_memory(self._names[n], args[n])
+    def _before_writing(self, args: tuple) -> None:
+        """Autograd does not see what kernels write: told of it, it refuses a backward that reads an
+        earlier value. Calls that are replayed have the same strides."""
+        for n, name in self._written.items():
+            expect_own_memory(name, args[n])
+        increment_version([x for n in self._written if (x := args[n]) is not None])
 
     def _recorded(self, *args: Any) -> Any:
         """Autocast would reach the torch operations inside; dtypes are decided before."""
-        self._expect_own_memory(args)
+        if self._written:
+            self._before_writing(args)
         device = device_type(args[0])
         if not torch.is_autocast_enabled(device):
             return self.impl(*args)
@@ -249,7 +260,7 @@ class KernelOp(DirectCall):
         given = self.overload._schema.arguments
         self._names = tuple(x.name for x in given)
         aliases = enumerate(x.alias_info for x in given)
-        self._written = tuple(n for n, x in aliases if x and x.is_write)
+        self._written = {n: self._names[n] for n, x in aliases if x and x.is_write}
 
     def set_gradient(self, differentiable: Callable) -> None:
         """Registers a function of the operator's arguments that returns its first results with
@@ -260,7 +271,7 @@ class KernelOp(DirectCall):
     def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
         """The same operator, called where a backward follows."""
         call = DirectCall(self.impl, replay=self._replay, compile_also=compile_also)
-        call._overload, call._names = self.overload, self._names
+        call._overload, call._names, call._written = self.overload, self._names, self._written
         return call
 
 

@@ -156,6 +156,7 @@ OPERATORS = [
         options={"causal": True},
         grouped=False,
         fixed="q k_cache v_cache k v",
+        written="k_cache v_cache",
     ),
     _traced(
         "latent_attention",
@@ -190,7 +191,8 @@ OPERATORS = [
     _tested("short_convolution", "packed", "x=BTD weight=D3", "ND3", packed=True),
     _tested("short_convolution", "stateless", "x=BTD weight=D2", packed=True,
             options={"output_final_state": False}),
-    _traced("short_convolution_update", "x=ND state=NDW weight=DW", fixed="x state weight"),
+    _traced("short_convolution_update", "x=ND state=NDW weight=DW", fixed="x state weight",
+            written="state"),
     _tested("short_convolution_update", "bias", "x=TD state=TDW weight=DW bias=D",
             options={"activation": "silu"}, written="state"),
     # tests/kernels/mixer_step hold it against its formula

@@ -1,4 +1,5 @@
-"""Operators that update a tensor in place: one whose memory holds its negative is written too."""
+"""Operators that update a tensor in place: autograd and torch.jit.trace see it. One whose memory
+holds its negative is written too."""
 
 from collections.abc import Callable
 
@@ -8,7 +9,11 @@ from torch import Tensor
 
 from slipstream.ops import recurrent_step, short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
+from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.tools.catalog import OPERATORS, Sample
+from tests.support.interpreted import run
 from tests.support.user_inputs import negated
+from tests.support.writing_rows import ROWS, check_refused, check_traced, check_versions
 
 
 def _recurrent(state: Tensor) -> Tensor:
@@ -42,3 +47,28 @@ def test_negated_state_is_written(call: Callable[[Tensor], Tensor], shape: tuple
     assert not torch.equal(plain, before)
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(view, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", OPERATORS, ids=lambda row: row.name)
+def test_versions_rise_of_what_is_written(row: Sample) -> None:
+    torch.manual_seed(0)
+    check_versions(row, "eager")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_backward_through_overwritten_values_is_refused(row: Sample) -> None:
+    torch.manual_seed(0)
+    check_refused(row, "eager")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_traced_calls_write_other_inputs(row: Sample) -> None:
+    torch.manual_seed(0)
+    check_traced(row, "eager")
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_kernels_write_in_sight() -> None:
+    run(script="tests.support.writing_rows")

@@ -161,6 +161,18 @@ def test_in_place_reaches_the_argument() -> None:
     assert toy.calls == 2
 
 
+def test_version_of_written_argument_rises() -> None:
+    """Autograd does not see what kernels write."""
+    toy, state, x = Toy(lambda state, x: launch(x, state)), torch.zeros(4), torch.randn(4)
+    toy.run = custom_op.DirectCall(toy.run.impl, written={0: "state"})
+    for _ in range(5):
+        versions = state._version, x._version
+        toy.run(state, x)
+        assert state._version > versions[0] and x._version == versions[1]
+    torch.testing.assert_close(state, 2 * x)
+    assert toy.calls == 2
+
+
 def test_call_that_returns_nothing_returns_nothing_again() -> None:
     toy, x, y = Toy(launch), torch.randn(4), torch.empty(4)
     for _ in range(4):

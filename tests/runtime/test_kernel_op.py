@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from slipstream import kernels
+from slipstream.kernels.linear import dispatch as linear
 from slipstream.kernels.pointwise import rotary
 from slipstream.runtime import gradient
 from slipstream.runtime.autograd import Function
-from slipstream.runtime.custom_op import KernelOp, autograd_function
+from slipstream.runtime.custom_op import DirectCall, KernelOp, autograd_function
 
 
 @cache
@@ -112,6 +113,48 @@ def test_other_names_or_orders_are_refused(named: dict[str, Any]) -> None:
     x, table = torch.randn(1, 4, 2, 8), torch.randn(4, 4)
     with pytest.raises(TypeError, match=r"want .*'interleaved', 'back', 'impl'.* by name, got"):
         rotary._call(x, table, table, None, **named)
+
+
+# of the schema's other types: any value
+_VALUES = {"float": 1.0, "Optional[float]": 1.0, "int": 1, "bool": False, "str": "triton"}
+
+
+def risen(call: Callable[..., Any], args: list[Any], names: list[str]) -> list[str]:
+    """Arguments with another version after the call."""
+    tensors = {name: x for name, x in zip(names, args) if isinstance(x, Tensor)}
+    versions = {name: x._version for name, x in tensors.items()}
+    call(*args)
+    return [name for name, x in tensors.items() if x._version > versions[name]]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("name", [name for name, op in operators().items() if op._written])
+def test_versions_rise_whatever_is_run(
+    name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd does not see what kernels write, here nothing: the operator says it."""
+    op = operators()[name]
+    schema = op.overload._schema
+    args = [_VALUES.get(str(x.type), torch.zeros(2)) for x in schema.arguments]
+    results = tuple(torch.zeros(2) for _ in schema.returns)
+    found = results if len(results) > 1 else results[0] if results else None
+    monkeypatch.setattr(op, "impl", lambda *_: found)
+    names = [x.name for x in schema.arguments]
+    written = [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]
+    with torch.autocast("cpu", enabled=autocast):
+        assert risen(op, args, names) == written
+        assert risen(op.overload, args, names) == written
+    with torch.inference_mode():
+        args = [x.clone() if isinstance(x, Tensor) else x for x in args]
+    op(*args)  # they have no version
+
+
+def test_version_of_prefix_states_rises(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = linear._call_with_prefix_states
+    assert isinstance(call, DirectCall)
+    monkeypatch.setattr(call, "impl", lambda *_: (torch.zeros(2), torch.zeros(2)))
+    args = [torch.zeros(2) for _ in range(4)]
+    assert risen(call, args, ["q", "k", "pool", "rows"]) == ["pool"]
 
 
 @cache

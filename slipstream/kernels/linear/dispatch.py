@@ -156,7 +156,9 @@ def _forward_with_prefix_states(*args: Any) -> tuple[Any, ...]:
     return forward_impl(*args[:-2], prefix=PrefixStates(*args[-2:]))
 
 
-_call_with_prefix_states = DirectCall(_forward_with_prefix_states)
+_call_with_prefix_states = DirectCall(
+    _forward_with_prefix_states, written={-2: "prefix_states.pool"}
+)
 
 
 def _with_prefix_states(

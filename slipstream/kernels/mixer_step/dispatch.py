@@ -7,6 +7,7 @@ from slipstream.common import checks
 from slipstream.kernels.mixer_step import op
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.reference import step_reference
+from slipstream.runtime.autograd import is_tracing
 from slipstream.runtime.backends import is_plain_call, triton_unsupported
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.guarded_launch import is_capturing, known_failure
@@ -67,7 +68,8 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
         step_reference(out, inputs, options)
         return out
     counters = None
-    if plan.impl == "triton" and is_plain_call(inputs.q):
+    # a graph of torch.jit.trace would keep them; the operator finds its own
+    if plan.impl == "triton" and is_plain_call(inputs.q) and not is_tracing():
         counters = op.counters(inputs, options)
     op.mixer_step(out, inputs, options, counters, plan.impls)
     return out
