@@ -77,9 +77,9 @@ class RWKV6(Mixer):
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         before, shift = token_shift(x, **call.sequence(call.past("shift")))
         delta = before - x
-        inner = torch.tanh(torch.addcmul(x, delta, self.mix_base) @ self.mix_down)
-        inner = inner.unflatten(-1, (len(MIXED), -1)).movedim(-2, 0)  # [5, B, T, rank]
-        mixes = inner @ self.mix_up[:, None] + self.mix[:, None, None]
+        inner = torch.addcmul(x, delta, self.mix_base).to(x.dtype) @ self.mix_down.to(x.dtype)
+        inner = torch.tanh(inner).unflatten(-1, (len(MIXED), -1)).movedim(-2, 0)  # [5, B, T, rank]
+        mixes = inner @ self.mix_up[:, None].to(x.dtype) + self.mix[:, None, None]
         xr, xw, xk, xv, xg = (torch.addcmul(x, delta, m.to(x.dtype)) for m in mixes)
         heads = (self.num_heads, self.head_dim)
         w = self.w_lora(xw)

@@ -200,16 +200,15 @@ class RWKV7(Mixer):
             or rounded.has_rounded(state)
             or not all(map(plain_module, loras))
             or not all(map(_plain_matrix, matrices))
-            or any(lora.up.dtype != x.dtype for lora in loras)
             or any(layer.weight.dtype != x.dtype for layer in matrices)
         ):
             return None
         r, w, k, v, a, g = token_mix_step(x[:, 0], self.mix, state=state["shift"])
-        gate = None if v_lora is None else v @ v_lora.down
-        inner = [w @ self.w_lora.down, a @ self.a_lora.down, g @ self.g_lora.down, gate]
+        inner: list[Any] = [product(y, lora.down) for y, lora in zip((w, a, g, v), loras)]
         r, k, v = (F.linear(mix, layer.weight) for mix, layer in zip((r, k, v), matrices))
-        ups = [*(lora.up for lora in loras), *([None] if v_lora is None else [])]
-        w, a, g, *gates = low_rank(LowRankInputs(*inner, *ups))
+        ups: list[Any] = [lora.up.to(x.dtype) for lora in loras]
+        none = [None] * (4 - len(loras))
+        w, a, g, *gates = low_rank(LowRankInputs(*inner, *none, *ups, *none))
         options: dict[str, Any] = {}
         if v_lora is not None and first_value is not None:
             options = {"v_gate": gates[0], "v_bias": v_lora.bias, "first_value": first_value[:, 0]}
@@ -392,7 +391,10 @@ def project_mixes(
     before None is x a token earlier. unbiased: plain modules whose bias is left out."""
     flat = [layer for row in layers for layer in row]
     if all(plain_module(x) if isinstance(x, Lora) else _plain_matrix(x) for x in flat):
-        weights = [[x.down.t() if isinstance(x, Lora) else x.weight for x in row] for row in layers]
+        weights = [
+            [y.down.to(x.dtype).t() if isinstance(y, Lora) else y.weight for y in row]
+            for row in layers
+        ]
         found = mixed_projections(x, before, mu, weights)
         if found is not None:
             return [
@@ -402,9 +404,9 @@ def project_mixes(
     before = token_shift(x)[0] if before is None else before
     delta = before - x
     if on_host(x):
-        mixes = torch.addcmul(x, delta, mu[:, None, None]).unbind()
+        mixes = torch.addcmul(x, delta, mu[:, None, None]).to(x.dtype).unbind()
     else:
-        mixes = (torch.addcmul(x, delta, row) for row in mu)
+        mixes = (torch.addcmul(x, delta, row).to(x.dtype) for row in mu)
     return [
         layer.from_inner(product(mix, layer.down), False)
         if isinstance(layer, Lora) and layer in unbiased

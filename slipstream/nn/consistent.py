@@ -116,7 +116,8 @@ def _config(dtype: torch.dtype, N: int, K: int, device: torch.device) -> MatmulC
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] weight [in, out] + bias, as `linear` where a model wants that."""
+    """x [..., in] weight [in, out] + bias, in x's dtype, as `linear` where a model wants that."""
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if consistent_scope.on and x.is_cuda:
         return linear(x, weight.t(), bias)
     return x @ weight if bias is None else F.linear(x, weight.t(), bias)

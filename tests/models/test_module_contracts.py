@@ -1,6 +1,7 @@
 """Changes that trainers and libraries make to a model's modules: hooks, adapters, checkpointing,
 offloading, construction on the meta device. Each gives the numbers of the untouched model."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -391,6 +392,46 @@ def test_model_with_wrapped_layers_has_a_cache(
         step = m(ids[:, 8:], past_key_values=first.past_key_values).logits
     got = torch.cat([first.logits, step], 1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+# ---- parameters of two dtypes
+
+
+def errors(m: SlipstreamForCausalLM, whole: SlipstreamForCausalLM, ids: Tensor) -> Tensor:
+    """Of the logits, and the mean of those of gradients, each relative to that of a whole model."""
+    for x in (m, whole):
+        x.zero_grad()
+        x.train()(ids, labels=ids).loss.backward()
+    pairs = [(m.eval()(ids).logits, whole.eval()(ids).logits)]
+    pairs += [(p.grad, q.grad) for p, q in zip(m.parameters(), whole.parameters())]
+    found = torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).detach()
+    return torch.stack([found[0], found[1:].mean()])
+
+
+@every_model
+@pytest.mark.parametrize("ranks", [(1,), (1, 2, 3)], ids=["vectors", "all"])
+def test_bfloat16_linears_with_float32_parameters(name: str, ranks: tuple[int, ...]) -> None:
+    """As trainers and _keep_in_fp32_modules leave norms, decays and layers' own matrices."""
+    options: dict[str, Any] = {"residual_in_fp32": len(ranks) > 1, "tie_word_embeddings": False}
+    options |= {"mlps": ["rwkv7"] * 4} if name == "hybrid" else {}
+    m, ids = model(name, **options).bfloat16(), tokens(2, 20)
+    whole = copy.deepcopy(m).float()
+    narrow = errors(m, whole, ids)
+    for module in m.modules():
+        for p in () if isinstance(module, (nn.Linear, nn.Embedding)) else module.parameters(False):
+            p.data = p.data.float() if p.dim() in ranks else p.data
+    assert (errors(m, whole, ids) < 1.5 * narrow + 0.01).all()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in m.parameters())
+    want = whole(ids).logits[:, 19:]
+    for autocast in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = m(ids[:, :19], use_cache=True)
+            step = m(ids[:, 19:], past_key_values=out.past_key_values).logits
+            assert step.dtype == torch.bfloat16
+            assert (step - want).norm() / want.norm() < 2 * narrow[0] + 0.01
+    for cached in (False, True):
+        made = m.generate(ids, max_new_tokens=4, do_sample=False, use_cache=cached)
+        assert made.shape == (2, 24)
 
 
 # ---- offloading
