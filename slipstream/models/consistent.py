@@ -127,9 +127,16 @@ def prepare(model: Any) -> None:
 def logits_of(model: Any, h: Tensor) -> Tensor:
     """A head with an adapter, hook or wrapper is called as it is, of all rows."""
     head = model.lm_head
+    h = head_input(head, h)
     if model.config.consistent and plain_linear(head):
         return linear(h, head.weight, head.bias)
     return head(h)
+
+
+def head_input(head: Any, h: Tensor) -> Tensor:
+    """h, widened for a plain head in float32 of a model in 16 bits."""
+    wide = h.dtype.itemsize == 2 and plain_linear(head) and head.weight.dtype == torch.float32
+    return h.float() if wide else h
 
 
 def run(

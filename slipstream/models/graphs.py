@@ -374,7 +374,7 @@ def _prompt_step(
     base = model.model
     h = base._embed(input_ids, None)
     h, _ = base._continue(h, None, cache, False, positions, input_ids.shape[1])
-    return model.lm_head(h[:, -1:])[:, -1]
+    return logits_of(model, h[:, -1:])[:, -1]
 
 
 def decoding_step(
@@ -384,7 +384,7 @@ def decoding_step(
     of the cache; and the number of its graph, `room` of Decoding.run."""
     if not cache.has_open_rows:
         room = room_of_graph(cache, device)
-        return lambda ids, at=None: model.lm_head(model.model.step(ids, cache, at, room)), room
+        return lambda ids, at=None: logits_of(model, model.model.step(ids, cache, at, room)), room
     room = max((cache.max_length or 0) - cache.get_seq_length(), 1)
     blocks = cache.blocks_for(model.model, room)
     ends = blocks.closes()

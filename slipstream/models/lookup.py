@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cache import CACHE, StateCache
+from slipstream.models.consistent import logits_of
 from slipstream.models.graphs import MULTIPLE, Decoding, own_modules, why_not
 from slipstream.models.packing import text_positions
 from slipstream.nn.decoding import Drafts
@@ -93,7 +94,7 @@ class Verifier:
                 if "length" in (layer.state or {}):
                     layer.view(0)["length"].sub_(counts[1])
             h = model.model.verify(ids, cache, self.drafts, places)
-            return model.lm_head(h).argmax(-1)
+            return logits_of(model, h).argmax(-1)
 
         padded = [*ids, *[0] * (size - len(ids))]
         counts = [self.accepted, self.dropped]

@@ -487,7 +487,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction}
         group = head.__dict__.get("vocabulary_group")  # of shard_heads
         if plain_linear(head) or group is not None:
-            rows, target = h.flatten(0, 1), target.flatten().to(h.device)
+            rows, target = blocks.head_input(head, h).flatten(0, 1), target.flatten().to(h.device)
             weight: Any = head.weight
             bias: Any = head.bias
             if group is not None:

@@ -434,6 +434,25 @@ def test_bfloat16_linears_with_float32_parameters(name: str, ranks: tuple[int, .
         assert made.shape == (2, 24)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_bfloat16_model_with_float32_head(hooked: bool) -> None:
+    """As _keep_in_fp32_modules leaves it, and TRL with a hook that widens its input."""
+    m, ids = model("hybrid", tie_word_embeddings=False).bfloat16(), tokens(2, 9)
+    m.lm_head.float()
+    if hooked:
+        m.lm_head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    want = m.lm_head(m.model(ids).last_hidden_state.float())
+    out = m(ids, labels=ids, logits_to_keep=0)
+    torch.testing.assert_close(out.logits, want)
+    loss = F.cross_entropy(want[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, loss)
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in m.parameters())
+    for options in ({}, {"use_cache": False}, {"prompt_lookup_num_tokens": 2}):
+        made = m.eval().generate(ids[:1], max_new_tokens=4, do_sample=False, **options)
+        assert made.shape == (1, 13) and made[0, 9] == want[0, -1].argmax()
+
+
 # ---- offloading
 
 
