@@ -43,9 +43,11 @@ def kernels() -> SimpleNamespace:
         made = {name: importlib.import_module(PARTS + name) for name in names}
         vars(made["common.tril_inverse"])["halves"] = lambda b: (b, 0.0 * b)
         for module in made.values():
-            for name in ("exp2_by_parts", "exp2_or_least"):  # bits of float32
+            for name in ("exp2_by_parts", "exp2_or_least", "exp2_of_whole"):  # bits of float32
                 if hasattr(module, name):
                     setattr(module, name, language.exp2)
+        exp2 = language.exp2
+        vars(made["dplr.wy"])["exp2_and_inverse"] = lambda b: (exp2(b), exp2(-b))
         return SimpleNamespace(
             weak=made["dplr.wy"].dplr_wy_sm90_kernel,
             strong=made["dplr.intra_safe"].dplr_intra_safe_sm90_kernel,

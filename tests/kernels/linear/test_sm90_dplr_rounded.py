@@ -8,12 +8,14 @@ import math
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from tests.gluon_emulator import linear as emulator
+from tests.gluon_emulator import threads
 from tests.gluon_emulator.rounding import language, rounded
 from tests.support.sm90_dplr import CASES, PARTS, inputs, prepared
 
@@ -21,6 +23,7 @@ GATES = {
     "weak": lambda x: -0.1 * x,
     "all -5": lambda x: 0 * x - 5,
     "last -5": lambda x: torch.where(torch.arange(x.shape[-1]) < x.shape[-1] // 2, -0.1 * x, -5),
+    "all -2": lambda x: 0 * x - 2,
     "to -9": lambda x: -9 * x,
     "strong": lambda x: -50 * x,
     "resets": lambda x: torch.where(x < 0.03, -torch.inf, -0.1 * x),
@@ -29,6 +32,8 @@ GATES = {
     "half": lambda x: torch.where(torch.arange(64)[:, None, None] < 32, -3.4, -0.1 * x),
     "quarters": lambda x: torch.where(torch.arange(64)[:, None, None] % 32 < 16, -6.9, -0.1 * x),
     "between": lambda x: torch.where(torch.arange(64)[:, None, None] % 32 < 16, -0.1 * x, -6.9),
+    # growth by 2^12 in the second half
+    "above 0": lambda x: torch.where(torch.arange(64)[:, None, None] // 28 == 1, 0.3, -0.1 * x),
     "peaks": lambda x: torch.where(torch.arange(64)[:, None, None] % 7 == 3, -50.0, -0.1 * x),
 }
 # gates of the chunk, and from a token on
@@ -46,6 +51,8 @@ CHANGES = [
     ("last -5", "strong", 50),
     ("to -9", "strong", 60),
     ("mixed", "mixed", 40),
+    ("weak", "all -2", 21),
+    ("above 0", "strong", 60),
 ]
 OF_SMALL = [
     ("half", "weak", 12),
@@ -62,9 +69,10 @@ OF_SMALL = [
 def kernels() -> SimpleNamespace:
     with emulator.emulated():
         vars(sys.modules["slipstream.kernels.primitives.gluon_compat"].gl).update(language())
-        made = [importlib.import_module(f"{PARTS}dplr.{name}") for name in ("wy", "intra_safe")]
+        names = ("dplr.wy", "dplr.intra_safe", "common.device")
+        made = [importlib.import_module(PARTS + name) for name in names]
     return SimpleNamespace(
-        weak=made[0].dplr_wy_sm90_kernel, strong=made[1].dplr_intra_safe_sm90_kernel
+        weak=made[0].dplr_wy_sm90_kernel, strong=made[1].dplr_intra_safe_sm90_kernel, exp2=made[2]
     )
 
 
@@ -133,6 +141,19 @@ def check(case: str, gates: str, later: str, cut: int, dtype: torch.dtype, small
             # of what is less bf16 has fewer digits, or none
             x, y = (torch.where(z.abs() < 2.0**-112, 0.0, z) for z in (x, y))
             assert torch.equal(x, y), f"{name}: {(x != y).nonzero()[:3].tolist()}"
+
+
+def test_exp2_and_its_inverse_have_the_bits_of_each() -> None:
+    of = kernels().exp2
+    with rounded():
+        b = threads.tensor(np.arange(-124 * 2**12, 124 * 2**12 + 1) / 2**12)
+        read, write = of.exp2_and_inverse(b)
+        np.testing.assert_array_equal(read, of.exp2_by_parts(b))
+        np.testing.assert_array_equal(write, of.exp2_by_parts(-b))
+        whole = threads.tensor(np.arange(-125.0, 126.0))
+        np.testing.assert_array_equal(of.exp2_of_whole(whole), of.exp2_by_parts(whole))
+        with np.errstate(invalid="ignore"):
+            assert np.isnan(of.exp2_and_inverse(threads.tensor(np.full(1, np.nan)))).all()
 
 
 @pytest.mark.parametrize("case", ["kda", "dplr", "gdn2"])

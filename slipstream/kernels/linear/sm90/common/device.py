@@ -216,6 +216,25 @@ def exp2_by_parts(b):
 
 
 @gluon.jit
+def exp2_and_inverse(b):
+    """exp2_by_parts of b and of -b, |b| < 125."""
+    b_whole = (b - (0.5 - 2.0**-14)) + WHOLE
+    b_fraction = b - (b_whole - WHOLE)
+    bits = (b_whole.to(gl.int32, bitcast=True) << 23) + 0x3F800000
+    # -b is -1 less a whole number, and 1 less what b has after its point
+    inverse_bits = 0x7E800000 - bits
+    b_inverse = gl.exp2(1.0 - b_fraction) * inverse_bits.to(gl.float32, bitcast=True)
+    return gl.exp2(b_fraction) * bits.to(gl.float32, bitcast=True), b_inverse
+
+
+@gluon.jit
+def exp2_of_whole(b):
+    """2^b of a whole number, -126 to 127."""
+    bits = ((b + WHOLE).to(gl.int32, bitcast=True) << 23) + 0x3F800000
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def exp2_or_least(b):
     """exp2_by_parts of b below 126, but 2^-126 where it would be less."""
     return exp2_by_parts(at_least(b, -126.0))

@@ -4,7 +4,7 @@ Gates in base 2 come as wy.py has them, [4, 16, 64]: quarters of a chunk, their 
 """
 
 from slipstream.kernels.linear.sm90.dplr.by_quarters import quarters
-from slipstream.kernels.linear.sm90.dplr.wy import sum_before, sums_of_quarters
+from slipstream.kernels.linear.sm90.dplr.gate_sums import sum_before, sums_of_quarters
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 LOWEST = gl.constexpr(-80.0)  # of gates, LIMIT of bf16: halves of blocks of four are above -2 LIMIT

@@ -33,14 +33,9 @@ from slipstream.kernels.linear.sm90.dplr.blocks import (
     put_product,
 )
 from slipstream.kernels.linear.sm90.dplr.by_quarters import of_tokens, quarters, takes_quarters
+from slipstream.kernels.linear.sm90.dplr.gate_sums import sum_before, sum_from, sums_of_quarters
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
-from slipstream.kernels.linear.sm90.dplr.wy import (
-    LOG2E,
-    excess_of,
-    sum_before,
-    sum_from,
-    sums_of_quarters,
-)
+from slipstream.kernels.linear.sm90.dplr.wy import LOG2E, excess_of
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
 
 FLAGS_PER_LOAD = gl.constexpr(128)  # marks that are looked at together

@@ -3,7 +3,7 @@
 R = (I + b_a)^-1        W = -R beta A or R A        U^T = v^T (R beta)^T or v^T (R ak)^T
 """
 
-from slipstream.kernels.linear.sm90.common.device import exp2_by_parts
+from slipstream.kernels.linear.sm90.common.device import exp2_of_whole
 from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
 from slipstream.kernels.primitives.gluon_compat import (
     fence_async_shared,
@@ -122,7 +122,7 @@ def solve(
             b_back = 2.0**-HEADROOM
             if middles is not None:
                 b_m = middles.index(none + n).load(gl.SliceLayout(0, al))
-                b_back = exp2_by_parts(b_m + (APART - HEADROOM))[None, :]
+                b_back = exp2_of_whole(b_m + (APART - HEADROOM))[None, :]
             b_w = b_w * b_back
         if DELTA:
             b_w = -b_w

@@ -36,6 +36,7 @@ three programs fit a multiprocessor, and one loads while another computes.
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     at_least,
+    exp2_and_inverse,
     exp2_by_parts,
     exp2_or_least,
     invalidate_mbarriers,
@@ -51,6 +52,15 @@ from slipstream.kernels.linear.sm90.dplr.by_quarters import (
     to_quarters,
     with_halves,
 )
+from slipstream.kernels.linear.sm90.dplr.gate_sums import (
+    FAR,
+    add,
+    halves_of,
+    rounded,
+    sum_before,
+    sum_until,
+    totals_of_quarters,
+)
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
@@ -63,60 +73,16 @@ from slipstream.kernels.primitives.gluon_compat import (
 LOG2E = gl.constexpr(1.4426950408889634)
 # of a gate of base 2: 2^-256 is 0 in float32
 LOWEST = gl.constexpr(-256.0)
-FAR = gl.constexpr(3072.0)  # float32 beside it are multiples of 2^-12
 SMALL = gl.constexpr(20.0)  # inputs of no less than 2^-SMALL keep their digits at any decay
 SMALLEST = gl.constexpr(70.0)
 
 
 @gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def rounded(b):
-    """To multiples of 2^-12, of which sums and differences are exact up to 2^12."""
-    return (b + FAR) - FAR
-
-
-@gluon.jit
-def sums_of_quarters(b_g):
-    """Sums of gates in base 2 [4, 16, 64], quarters of a chunk: from the quarter's start, the same
-    without a token's own gate, and of whole quarters [1, 4, 64], known to all threads.
-
-    A thread has 16 tokens of two channels, and adds their gates up.
-    """
-    four: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    b_e = gl.associative_scan(b_g, 1, add)
-    b_all = gl.convert_layout(gl.sum(b_g, 1), gl.SliceLayout(0, four))[None, :, :]
-    return rounded(b_e), rounded(b_e - b_g), rounded(b_all)
-
-
-@gluon.jit
-def sum_before(b_all, quarter, three: gl.constexpr):
-    """The sum of quarters before `quarter` [4, 1, 1], in the layout of tokens [4, 1, 64]."""
-    four: gl.constexpr = b_all.type.layout
-    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
-    b_sum = gl.sum(gl.where(other < quarter, b_all, 0.0), 1)
-    return gl.convert_layout(b_sum[:, None, :], three)
-
-
-@gluon.jit
-def sum_from(b_all, quarter, three: gl.constexpr):
-    """The sum of `quarter` and those after it, as sum_before."""
-    four: gl.constexpr = b_all.type.layout
-    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
-    b_sum = gl.sum(gl.where(other < quarter, 0.0, b_all), 1)
-    return gl.convert_layout(b_sum[:, None, :], three)
-
-
-@gluon.jit
-def sum_until(b_all, end: gl.constexpr, three: gl.constexpr):
-    """The sum of quarters before `end` [1, 1, 64], rounded down."""
-    four: gl.constexpr = b_all.type.layout
-    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
-    b_sum = gl.floor(gl.sum(gl.where(other < end, b_all, 0.0), 1))
-    return gl.convert_layout(b_sum[:, None, :], three)
+def made_again(o_t, n, DELTA: gl.constexpr):
+    """o_t, for each n above -1 anew if not DELTA: it would be on the stack from one to the next."""
+    if not DELTA:
+        o_t += n >> 31
+    return o_t
 
 
 @gluon.jit
@@ -155,35 +121,31 @@ def excess_of(q, a, b, k, DELTA: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def gates_of(
-    b_g, by_quarters, anchors, n, q, a, b, k, LIMIT: gl.constexpr, APART: gl.constexpr,
-    QUARTERS: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
+    b_g, b_all, b_early, b_late, by_quarters, anchors, n, q, a, b, k, LIMIT: gl.constexpr,
+    APART: gl.constexpr, QUARTERS: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """From gates in base 2 [4, 16, 64]: G - n, and that without a token's own gate; n [4, 1, 64];
-    the chunk's sum [1, 1, 64]; the largest decay of a half and of a quarter, more with small
-    inputs; by_quarters, set also if these channels need it. Writes what anchors_of takes into
-    anchors."""
+    """From gates in base 2 [4, 16, 64] and their sums: G - n, and that without a token's own gate;
+    n [4, 1, 64]; the largest decay of a half and of a quarter, more with small inputs; by_quarters,
+    set also if these channels need it. Writes what anchors_of takes into anchors."""
     three: gl.constexpr = b_g.type.layout
-    b_e, b_before, b_all = sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
+    if APART > 0:
+        b_middle = sum_until(b_all, 2, three)
+        anchors.index(n).store(gl.reshape(b_middle, [64]))
+    b_scan = gl.associative_scan(b_g, 1, add)
     b_base = sum_before(b_all, quarters(four), three)
-    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
-    b_early = gl.sum(gl.where(other < 2, b_all, 0.0), 1)
-    b_late = gl.sum(gl.where(other < 2, 0.0, b_all), 1)
-    b_total = gl.convert_layout((b_early + b_late)[:, None, :], three)
     half = gl.max(-gl.minimum(b_early, b_late))
     quarter = gl.max(-b_all)
     b_n = 0.0 * b_base
     if APART > 0:
         # blocks.py cuts gates that are further below 0 than half of that
-        lowest = gl.max(-2.0 * b_g)
+        lowest = -2.0 * gl.min(b_g)
         half = gl.maximum(half, lowest)
         quarter = gl.maximum(quarter, lowest)
         if half > 2 * LIMIT - (SMALLEST - SMALL):
             excess = excess_of(q, a, b, k, DELTA, GATED)
             half += excess
             quarter += excess
-        b_middle = sum_until(b_all, 2, three)
-        anchors.index(n).store(gl.reshape(b_middle, [64]))
         b_n = b_middle + gl.where(quarters(three) < 2, APART, -APART)
     if QUARTERS:
         by_quarters = by_quarters | (half > 2 * LIMIT).to(gl.int32)
@@ -194,8 +156,9 @@ def gates_of(
         anchors.index(2 * NK + n).store(gl.reshape(b_third, [64]))
         _, b_quarters = anchors_of(b_middle, b_first, b_third, APART)
         b_n = gl.where(by_quarters != 0, b_quarters, b_n)
-    b_off = b_n - b_base
-    return b_e - b_off, b_before - b_off, b_n, b_total, half, quarter, by_quarters
+    b_off = (b_n - b_base) + FAR  # sums that are to be rounded need not leave FAR before
+    b_e, b_before = (b_scan + FAR) - b_off, ((b_scan - b_g) + FAR) - b_off
+    return b_e, b_before, b_n, half, quarter, by_quarters
 
 
 @gluon.jit
@@ -210,8 +173,7 @@ def decay_operands(
     b_q = q.load(flat)
     b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), flat)
     b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
-    b_write = exp2_by_parts(-b_e)
-    b_read = exp2_by_parts(b_e)
+    b_read, b_write = exp2_and_inverse(b_e)
     if DELTA:
         b_b = b_a * b_write
         if GATED:
@@ -242,12 +204,17 @@ def decay(
     b^ and k^; the largest decay of a half, or strongest, that of channels before, of a quarter, or
     farthest, and whether the chunk goes by_quarters."""
     line: gl.constexpr = gl.SliceLayout(0, flat)
-    b_e, b_before, b_n, b_total, half, quarter, by_quarters = gates_of(
-        b_g, by_quarters, anchors, n, q, a, b, k, LIMIT, APART, QUARTERS, DELTA, GATED
-    )
+    three: gl.constexpr = b_g.type.layout
+    b_all = rounded(totals_of_quarters(b_g))
+    b_early, b_late = halves_of(b_all, three)
+    b_total = b_early + b_late
+    gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
+    b_e, b_before, b_n, half, quarter, by_quarters = gates_of(
+        b_g, b_all, b_early, b_late, by_quarters, anchors, n, q, a, b, k, LIMIT, APART, QUARTERS,
+        DELTA, GATED,
+    )  # fmt: skip
     strongest = gl.maximum(strongest, half)
     farthest = gl.maximum(farthest, quarter)
-    gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
     if not is_strong(strongest, farthest, LIMIT, APART, QUARTERS):
         b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, DELTA, GATED)
         # b_b is up to 2^105, and what b^ takes of that may be less than float32 has
@@ -391,9 +358,8 @@ def dplr_wy_sm90_kernel(
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
-    o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K
     o_line = gl.arange(0, 64, line)
-    o_f += o_line[None, :]
+    o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K + o_line[None, :]
     token = row.to(gl.int64) * token_heads + i_h
     full = alloc_mbarriers(1, NK)
     ready()
@@ -410,7 +376,8 @@ def dplr_wy_sm90_kernel(
     for n in range(NK):
         o_w = i_chunk_head * (C * K) + n * 64 + o_f
         if HAS_GATE:
-            p_g = g_ptr + token * GK + o_t * (token_heads * GK) + (n * 64 + o_n) * CHANNEL
+            o_row = made_again(o_t, T + n, DELTA)
+            p_g = g_ptr + token * GK + o_row * (token_heads * GK) + (n * 64 + o_n) * CHANNEL
             b_g = gl.load(p_g, mask=o_t < num_rows, other=0.0).to(gl.float32)
         mbarrier.wait(full.index(n), 0)
         if num_rows < C:
