@@ -92,6 +92,12 @@ def expect_dense(args: Mapping[str, Any], error: Exception) -> None:
                 raise TypeError(f"{place}: want a dense tensor, got one that is {kind}") from error
 
 
+def plain_int(n: Any) -> Any:
+    """A size for operations that take no tensor in its place, or none of a CPU beside a GPU's. To
+    torch.jit.trace sizes are such tensors; its graph keeps this one as a number."""
+    return int(n) if isinstance(n, Tensor) else n
+
+
 def apart(values: tuple, others: tuple = ()) -> tuple:
     """The values, with a view in the place of a tensor that has come before: Dynamo does not trace
     an autograd.Function that gets one twice."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from slipstream.common.checks import plain_int
 from slipstream.nn import rounded
 from slipstream.nn.conv import ShortConvolution
 from slipstream.nn.host import host_rms_norm, inverse_norm, on_host
@@ -110,7 +111,7 @@ def recurrence(
     def rows(x: Tensor) -> Tensor:
         if x.shape[0] == x.shape[2] == 1:
             return x[0].expand(HV, 1, -1)
-        x = x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], 2)
+        x = x if x.shape[2] == HV else x.repeat_interleave(plain_int(HV // x.shape[2]), 2)
         return x.reshape(N * HV, 1, x.shape[-1])
 
     q, k, v = rows(q), rows(k), rows(v)

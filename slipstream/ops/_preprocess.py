@@ -50,7 +50,7 @@ def expect_inputs(
 
 def for_value_heads(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors [B, T, H, K] for the heads of v [B, T, HV, V]: head hv has head hv // (HV // H)."""
-    group = v.shape[2] // tensors[0].shape[2]
+    group = checks.plain_int(v.shape[2] // tensors[0].shape[2])
     return tensors if group == 1 else tuple(x.repeat_interleave(group, dim=2) for x in tensors)
 
 

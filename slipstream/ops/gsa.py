@@ -174,7 +174,7 @@ def _narrowed(given: GSAInputs, dtype: torch.dtype) -> GSAInputs:
 
 
 def _grouped(given: GSAInputs) -> GSAInputs:
-    group = given.q.shape[2] // given.k.shape[2]
+    group = checks.plain_int(given.q.shape[2] // given.k.shape[2])
     for names, dim in (("kvsg", 2), (("keys", "values"), 1)):
         every = {n: x for n in names if (x := getattr(given, n)) is not None}
         each = {n: x.repeat_interleave(group, dim=dim) for n, x in every.items()}

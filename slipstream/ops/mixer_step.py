@@ -158,7 +158,7 @@ def mixer_step(
     )  # fmt: skip
     dt_min, dt_max = (0.0, float("inf")) if dt_limit is None else dt_limit
     options = StepOptions(
-        scale=max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale),
+        scale=float(max(q.shape[-1], 1) ** -0.5 if scale is None else scale),
         pending=num_pending,
         state_v_first=state_v_first,
         channel_order=channel_order,

@@ -251,7 +251,8 @@ def rms_norm_gated(
         raise ValueError(f"activation: want one of {known}, got {activation!r}")
     if group_size is not None:
         checks.expect_multiple("x: features", x.shape[-1], "group_size", group_size)
-    groups = 0 if group_size in (None, x.shape[-1]) else x.shape[-1] // group_size
+    whole = group_size in (None, x.shape[-1])
+    groups = 0 if whole else checks.plain_int(x.shape[-1] // group_size)
     n = NormOptions(
         eps,
         groups=groups,

@@ -21,7 +21,14 @@ from torch.autograd.graph import increment_version
 
 from slipstream.common.checks import device_type, expect_own_memory, name_of_caller
 from slipstream.runtime import backends, call_replay, gradient, parallel_compile
-from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, save
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    is_tracing,
+    once_differentiable,
+    save,
+    untraced,
+)
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
 from slipstream.runtime.token_ids import raise_pending
 
@@ -186,7 +193,8 @@ class _Traced(Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable, *args: Any) -> Any:
-        results = call(*args)
+        with untraced():  # sizes are tensors otherwise, which launches do not take
+            results = call(*args)
         return tuple(results) if isinstance(results, list) else results
 
     @staticmethod

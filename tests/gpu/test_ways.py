@@ -60,15 +60,5 @@ def test_other_derivatives_are_refused_by_name(case: Case, way: str) -> None:
 def test_traced_calls_take_other_inputs(
     case: Case, grads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What kernels write outside of operators, torch.jit.trace does not see."""
     monkeypatch.setenv(FALLBACK, "warn")
-    problem = Problem(case)
-    with torch.set_grad_enabled(grads):
-        graph = problem.traced(problem.leaves() if grads else problem.inputs)
-    given = [x.clone().requires_grad_(grads) for x in problem.moved(1e-2)]
-    outputs, want = graph(*given), problem.run(*given)
-    torch.testing.assert_close(outputs, want, rtol=1e-4, atol=1e-5)
-    if grads:
-        got = torch.autograd.grad(problem.of_outputs(outputs), given)
-        expected = torch.autograd.grad(problem.of_outputs(want), given)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    Problem(case).expect_traced_is_the_call(grads)

@@ -116,21 +116,21 @@ CASES = [
 ]
 
 
-def _on_cuda(case: Case) -> Case:
-    """In float32, which the kernels take."""
+def in_float32(case: Case, device: str = "cpu") -> Case:
+    """As the kernels take it."""
 
     def move(x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(move(y) for y in x)
         if isinstance(x, Tensor):
-            return (x.float() if x.is_floating_point() else x).to("cuda")
+            return (x.float() if x.is_floating_point() else x).to(device)
         return x
 
     return Case(case.name, case.call, lambda: {name: move(x) for name, x in case.inputs().items()})
 
 
 # the other names an implementation on a CPU
-ON_CUDA = [_on_cuda(c) for c in CASES if c.name != "short_convolution-operator"]
+ON_CUDA = [in_float32(c, "cuda") for c in CASES if c.name != "short_convolution-operator"]
 
 
 class Problem:
@@ -164,6 +164,19 @@ class Problem:
         """The call as torch.jit.trace records it with these inputs."""
         graph: Any = torch.jit.trace(self.run, tuple(inputs), check_trace=False)
         return graph
+
+    def expect_traced_is_the_call(self, grads: bool) -> None:
+        """With other inputs than it was traced with. What kernels write outside of operators,
+        torch.jit.trace does not see."""
+        with torch.set_grad_enabled(grads):
+            graph = self.traced(self.leaves() if grads else self.inputs)
+        given = [x.clone().requires_grad_(grads) for x in self.moved(1e-2)]
+        outputs, want = graph(*given), self.run(*given)
+        torch.testing.assert_close(outputs, want, rtol=1e-4, atol=1e-5)
+        if grads:
+            got = torch.autograd.grad(self.of_outputs(outputs), given)
+            expected = torch.autograd.grad(self.of_outputs(want), given)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
     def change_of_value(self) -> Tensor:
         h = 1e-5

@@ -118,7 +118,10 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "train_sampling_strategy": "sequential",
         **options,
     }
-    return TrainingArguments(**given)
+    made = TrainingArguments(**given)
+    # with several GPUs DataParallel would give each of them a batch of this size
+    made._n_gpu = min(made.n_gpu, 1)
+    return made
 
 
 def trainer(

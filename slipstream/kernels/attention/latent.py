@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import plain_int
 from slipstream.kernels.attention import cache_probe
 from slipstream.kernels.attention.cache import missing_pages
 from slipstream.kernels.attention.triton.plan import kind_of_cache
@@ -70,7 +71,7 @@ def eager_latent_attention(
     x = (x.double() if x.dtype == torch.float64 else x.float()) * scale
     if lengths is None:
         lengths = torch.full(q.shape[:1], S, device=q.device)
-    query_position = lengths.clamp(max=S)[:, None] - T + torch.arange(T, device=q.device)
+    query_position = lengths.clamp(max=plain_int(S))[:, None] - T + torch.arange(T, device=q.device)
     later = torch.arange(S, device=q.device) > query_position[..., None]
     x = x.masked_fill(later[:, :, None], -torch.inf)
     lse = x.logsumexp(-1)

@@ -46,7 +46,7 @@ def as_dplr(
         erase: a of g, k and erase; a kernel's, or plain torch, where kernels have failed.
     """
     assert terms.g is not None and terms.erase is not None and terms.write is not None
-    group = terms.v.shape[2] // terms.q.shape[2]
+    group = checks.plain_int(terms.v.shape[2] // terms.q.shape[2])
     q, k = terms.q, terms.k
     if group > 1:
         q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))

@@ -111,7 +111,7 @@ def run(
         )
     if key is None or dtype is not None:
         terms = as_autocast(terms)
-    scale = max(terms.q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    scale = float(max(terms.q.shape[-1], 1) ** -0.5 if scale is None else scale)
     if terms.q.is_cuda:  # outside of what is replayed; on the CPU the operator looks
         expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
         if terms.cu_seqlens is not None:

@@ -77,7 +77,7 @@ class LinearOptions(NamedTuple):
 
     def scale_of(self, q: Tensor) -> float:
         """The factor on the output: K^-0.5 if none is given."""
-        return max(q.shape[-1], 1) ** -0.5 if self.scale is None else float(self.scale)
+        return float(max(q.shape[-1], 1) ** -0.5 if self.scale is None else self.scale)
 
 
 def run(

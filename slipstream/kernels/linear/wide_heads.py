@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common.checks import plain_int
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs
 
 _ALIGNED = 16  # channels of a group are a multiple
@@ -115,7 +116,7 @@ def _split_columns(terms: LinearInputs, n: int, V: int) -> LinearInputs:
             x = _padded(x, n * V).unflatten(-1, (n, V))
             found[name] = x.movedim(-2, heads + 1).flatten(heads, heads + 1)
         else:
-            found[name] = x.repeat_interleave(n, dim=heads)
+            found[name] = x.repeat_interleave(plain_int(n), dim=heads)
     return terms._replace(**found)
 
 

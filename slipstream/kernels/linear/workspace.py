@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import plain_int
 from slipstream.kernels.linear.backend import BackendCapabilities, SavedWY
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, TOKEN_TERMS, LinearInputs
 from slipstream.kernels.linear.segments import num_fused_bwd, uses_fused_bwd
@@ -419,8 +420,8 @@ def _num_slices(terms: LinearInputs, grads: bool) -> int:
 
 def _workspace_bytes(terms: LinearInputs, grads: bool) -> int:
     """Bytes a token and value head."""
-    K, V, E = terms.q.shape[-1], terms.v.shape[-1], terms.q.element_size()
-    W, C = 1 << (K - 1).bit_length(), CHUNK
+    K, V = plain_int(terms.q.shape[-1]), plain_int(terms.v.shape[-1])
+    E, W, C = terms.q.element_size(), 1 << (K - 1).bit_length(), CHUNK
     if terms.transition == "none":
         channels = terms.decay == "channel" or terms.u is not None
         if terms.gv is not None:

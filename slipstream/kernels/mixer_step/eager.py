@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import int8_states
+from slipstream.common.checks import plain_int
 from slipstream.common.int8_states import Int8State
 from slipstream.common.pool_rows import PoolRows
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channel_offsets
@@ -114,7 +115,7 @@ def _heads(
     """q and k of norm 1 if wanted, one for each head of v."""
     if options.qk_l2norm:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    if (group := v.shape[2] // q.shape[2]) > 1:
+    if (group := plain_int(v.shape[2] // q.shape[2])) > 1:
         q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
     return q, k, v
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import cast
+from slipstream.common.checks import cast, plain_int
 from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.autograd import as_base
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
 def gather(terms: LinearInputs) -> Tokens:
     B, T, HV = terms.v.shape[:3]
-    group, dtype = HV // terms.q.shape[2], terms.dtype
+    group, dtype = plain_int(HV // terms.q.shape[2]), terms.dtype
 
     def rows(x: Tensor | None, *shape: int) -> Tensor | None:
         if x is None:
