@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 import weakref
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from slipstream.common.checks import plain_int
 from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.runtime.autograd import is_tracing, untraced
 from slipstream.runtime.backends import is_fake
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.launch_cache import of_thread
@@ -175,7 +177,8 @@ def _on_device(name: str, indices: Tensor, scan: str, rest: tuple) -> None:
         lambda: (f"ids.{scan}", indices.dtype, *(x is not None for x in rest)),
     ) as usable:
         if usable:
-            getattr(_kernels(), scan)(name, indices, *rest)
+            with untraced() if is_tracing() else nullcontext():
+                getattr(_kernels(), scan)(name, indices, *rest)
     launched()
 
 
@@ -285,7 +288,8 @@ def _scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
         TRITON_OR_EAGER, ids.device, lambda: ("ids.triton", ids.dtype, ignore_index is not None)
     ) as usable:
         if usable:
-            _kernels().scan(name, ids, size, ignore_index)
+            with untraced() if is_tracing() else nullcontext():
+                _kernels().scan(name, ids, size, ignore_index)
 
 
 @cache
