@@ -1,5 +1,5 @@
-"""Operators that update a tensor in place by kernels, played from records too: autograd and
-torch.jit.trace see it."""
+"""Kernels that update a tensor in place, in first calls and in replayed ones: autograd and
+torch.jit.trace know of it."""
 
 import pytest
 import torch

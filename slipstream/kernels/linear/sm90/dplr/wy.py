@@ -79,7 +79,7 @@ SMALLEST = gl.constexpr(70.0)
 
 @gluon.jit
 def made_again(o_t, n, DELTA: gl.constexpr):
-    """o_t, for each n above -1 anew if not DELTA: it would be on the stack from one to the next."""
+    """o_t, computed again for each n if not DELTA: kept across the loop, it goes to the stack."""
     if not DELTA:
         o_t += n >> 31
     return o_t
