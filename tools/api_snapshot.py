@@ -1,4 +1,4 @@
-"""The public interface as text: signatures, operator schemas, environment variables, commands.
+"""The public interface as text: signatures, environment variables, commands.
 
     python tools/api_snapshot.py > tests/public_api.txt
 
@@ -8,16 +8,12 @@ of the file, which a reviewer sees. Annotations are left out: they print differe
 
 import importlib
 import inspect
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import slipstream
-from slipstream.runtime.custom_op import NAMESPACE
 
 MODULES = (
     "slipstream.ops",
@@ -62,17 +58,6 @@ def members(module: str) -> Iterator[str]:
                 yield f"{module}.{name}.{method}{signature(value)}"
 
 
-def schemas() -> Iterator[str]:
-    """Every operator registered with torch.library."""
-    for module in pkgutil.walk_packages([str(ROOT / "kernels")], "slipstream.kernels."):
-        if not {"triton", "sm90", "primitives"} & {*module.name.split(".")}:
-            importlib.import_module(module.name)
-    names = [x for x in torch._C._dispatch_get_all_op_names() if x.startswith(f"{NAMESPACE}::")]
-    for name in sorted(names):
-        packet = getattr(getattr(torch.ops, NAMESPACE), name.partition("::")[2].partition(".")[0])
-        yield from (str(getattr(packet, x)._schema) for x in packet.overloads())
-
-
 def variables() -> Iterator[str]:
     """Environment variables that the package reads."""
     text = "\n".join(x.read_text() for x in ROOT.rglob("*.py"))
@@ -96,7 +81,6 @@ def commands() -> Iterator[str]:
 def snapshot() -> str:
     parts = (
         ("Python", (line for module in MODULES for line in members(module))),
-        ("torch.library", schemas()),
         ("Environment variables", variables()),
         ("Commands", commands()),
     )

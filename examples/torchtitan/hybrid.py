@@ -36,8 +36,8 @@ IGNORED = -100
 # every second product, and what mixes tokens. Without such a list it keeps nothing.
 KEPT = {
     torch.ops.aten.mm.default,
-    torch.ops.slipstream.linear_forward.default,
-    torch.ops.slipstream.softmax_forward.default,
+    torch.ops.slipstream._linear_forward.default,
+    torch.ops.slipstream._softmax_forward.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     inductor_compiled_code,
 }

@@ -234,9 +234,11 @@ def _as_base(x: torch.Tensor, args: tuple) -> torch.Tensor:
 
 
 class KernelOp(DirectCall):
-    """slipstream::name, registered with torch.library. Plain calls go past the dispatcher. Its
+    """slipstream::_name, registered with torch.library. Plain calls go past the dispatcher. Its
     callers are autograd functions, or have made sure that no gradient is wanted. They name what is
     not a tensor, in the schema's order: two flags that changed places would go unnoticed.
+
+    The underscore says that the operator is private: its schema changes with any release.
 
     Args:
         schema: arguments and returns as torch.library wants them, "(Tensor x) -> Tensor"; the first
@@ -258,6 +260,7 @@ class KernelOp(DirectCall):
     ) -> None:
         super().__init__(impl, replay=replay, compile_also=compile_also)
         self.fake = fake
+        name = f"_{name}"
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, self._without_autocast, device)

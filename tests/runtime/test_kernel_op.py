@@ -214,7 +214,7 @@ def test_autograd_function_joins_names(
 
     torch.testing.assert_close(found, want)
     torch.testing.assert_close(grads(found), grads(want))
-    by_dispatcher = torch.ops.slipstream.scaled_and_sum(x, b, 3.0, True)
+    by_dispatcher = torch.ops.slipstream._scaled_and_sum(x, b, 3.0, True)
     torch.testing.assert_close(grads(by_dispatcher), grads(want))
 
 

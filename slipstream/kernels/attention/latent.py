@@ -2,7 +2,7 @@
 
     x_ts = scale q_t . [c_s, r_s]     o_t = sum_s softmax(x_t)_s c_s     s <= lengths - T + t
 
-slipstream::softmax_latent has no gradient; where one is wanted, plain torch makes it.
+slipstream::_softmax_latent has no gradient; where one is wanted, plain torch makes it.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """Softmax attention as torch.library operators, and its gradient.
 
-slipstream::softmax_forward and slipstream::softmax_backward take the terms in their order, then the
-options; `impl` names the implementation, or several to try in order. The backward returns the
-gradients of the differentiable terms given, in their order. slipstream::softmax_decode reads a
-cache and has no gradient; slipstream::softmax_append writes into one.
+slipstream::_softmax_forward and _softmax_backward take the terms in their order, then the options;
+`impl` names the implementation, or several to try in order. The backward returns the gradients of
+the differentiable terms given, in their order. slipstream::_softmax_decode reads a cache and has no
+gradient; slipstream::_softmax_append writes into one.
 """
 
 from typing import Any
@@ -167,7 +167,7 @@ class _Softmax(Function):
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
-    """As slipstream::softmax_forward is called."""
+    """As slipstream::_softmax_forward is called."""
     inputs, options, impl = _split(args)
     with_gradients = [one for one in impl.split("|") if has_gradients(one, inputs)]
     return _Softmax.apply((*options, impl), "|".join(with_gradients) or "eager", *inputs)

@@ -1,7 +1,7 @@
 """Attention over the depth: which implementation takes a call, its gradient, and plain torch.
 
-slipstream::attnres and slipstream::attnres_backward are the operators of the kernels: "triton", or
-"sm90", which has a backward of its own after Triton's forward.
+slipstream::_attnres and _attnres_backward are the operators of the kernels: "triton", or "sm90",
+which has a backward of its own after Triton's forward.
 """
 
 from collections.abc import Sequence

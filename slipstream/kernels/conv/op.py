@@ -1,9 +1,8 @@
 """The Triton short convolution as torch.library operators, and its gradient.
 
-slipstream::short_convolution gives y, or its channels in up to three tensors;
-slipstream::short_convolution_backward, given the gradients of these, those of x, weight and of bias
-and state, if they are there; slipstream::short_convolution_update y, and moves the state on in
-place.
+slipstream::_short_convolution gives y, or its channels in up to three tensors;
+_short_convolution_backward, given the gradients of these, those of x, weight and of bias and
+state, if they are there; _short_convolution_update y, and moves the state on in place.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,7 @@
     z = x + dt_bias        r = exp(A_log), 1 if there is no A_log
     g = -r softplus(z)     or, bounded, g = lower_bound sigmoid(r z)
 
-slipstream::decay_gate gives g, slipstream::decay_gate_backward the gradients of x and of those
+slipstream::_decay_gate gives g, slipstream::_decay_gate_backward the gradients of x and of those
 parameters that there are. Backward reads x, which may have 16 bits, and nothing in float32 but dg.
 """
 

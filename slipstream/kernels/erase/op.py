@@ -2,8 +2,8 @@
 
     a = -exp(g) b k                 S <- exp(g) S + k (v + a^T S)
 
-slipstream::erase gives a, slipstream::erase_backward the gradients of g, k and b. In plain torch a
-takes four passes over as many numbers, and its gradients nine.
+slipstream::_erase gives a, _erase_backward the gradients of g, k and b. In plain torch a takes four
+passes over as many numbers, and its gradients nine.
 """
 
 from typing import Any

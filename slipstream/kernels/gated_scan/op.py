@@ -1,8 +1,7 @@
 """The scan as torch.library operators, and its gradient.
 
-slipstream::scan_forward gives h and the final state; slipstream::scan_backward the gradients of x,
-g and, if it was given, initial_state. `impl` names the implementation, or
-several to try in order.
+slipstream::_scan_forward gives h and the final state; _scan_backward the gradients of x, g and, if
+it was given, initial_state. `impl` names the implementation, or several to try in order.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The recurrence of inputs.py for states that stay where they are: a pool, updated in place.
 
-slipstream::linear_step takes the terms in their order except the state before them, which is the
+slipstream::_linear_step takes the terms in their order except the state before them, which is the
 pool's: sequence n's is state[state_indices[n]], or state[n] without indices, and becomes that
 after its tokens. Of states in int8 (common/int8_states.py) the pool is three tensors. It has no
 gradient.

@@ -202,7 +202,7 @@ class _Steps(Function):
 
 
 def _of_operator(*args: Any) -> Any:
-    """As slipstream::steps_forward is called."""
+    """As slipstream::_steps_forward is called."""
     width = len(Steps._fields)
     return _Steps.apply(args[width:-1], *args[:width])
 

@@ -284,7 +284,7 @@ class _Slots(Function):
 
 
 def _of_operator(*args: Any) -> Any:
-    """As slipstream::slots_forward is called."""
+    """As slipstream::_slots_forward is called."""
     return _Slots.apply(args[len(_NAMES) : -2], *args[: len(_NAMES)])
 
 

@@ -165,7 +165,7 @@ class LinearInputs(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """Arguments of slipstream::linear_forward and linear_spans, behind the terms.
+    """Arguments of slipstream::_linear_forward and _linear_spans, behind the terms.
 
     Attributes:
         chunk: tokens of a chunk, 0 for token by token, op.CONSISTENT for consistent=True.
@@ -182,7 +182,7 @@ class ForwardCall(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """Arguments of slipstream::linear_backward, behind the terms.
+    """Arguments of slipstream::_linear_backward, behind the terms.
 
     Attributes:
         scale, chunk, impl: of ForwardCall.

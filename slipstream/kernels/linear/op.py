@@ -1,8 +1,8 @@
 """The linear family as torch.library operators, and its gradient.
 
-slipstream::linear_forward takes the fields of LinearInputs and of ForwardCall, in their order, and
-returns o and the final state. slipstream::linear_spans is the same in `spans` slices of tokens, and
-also returns the states between them, for backward. slipstream::linear_backward takes the fields of
+slipstream::_linear_forward takes the fields of LinearInputs and of ForwardCall, in their order, and
+returns o and the final state. _linear_spans is the same in `spans` slices of tokens, and also
+returns the states between them, for backward. _linear_backward takes the fields of
 LinearInputs and of BackwardCall, and returns the gradients of the differentiable terms given, in
 their order.
 
@@ -480,7 +480,7 @@ class Linear(Function):
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
-    """As slipstream::linear_forward is called."""
+    """As slipstream::_linear_forward is called."""
     return Linear.apply(*args[NUM_TERMS : NUM_TERMS + 4], *args[:NUM_TERMS])
 
 

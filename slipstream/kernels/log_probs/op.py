@@ -1,4 +1,4 @@
-"""slipstream::linear_log_probs and its gradient: the Triton kernel, or plain torch."""
+"""slipstream::_linear_log_probs and its gradient: the Triton kernel, or plain torch."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """The Triton cross entropy as torch.library operators, and its gradient.
 
-slipstream::cross_entropy gives loss and lse of each row, slipstream::cross_entropy_backward the
+slipstream::_cross_entropy gives loss and lse of each row, slipstream::_cross_entropy_backward the
 gradient of the logits. In plain calls for one number, loss and gradient come from one launch in the
 forward; a compiled graph has both operators instead, which read the logits twice and write their
 gradient once: a gradient made early would be read and written again to be scaled.

@@ -208,7 +208,7 @@ _CALL = KernelOp(
 
 
 def _of_operator(*args: Any) -> Any:
-    """As slipstream::linear_kl_div is called."""
+    """As slipstream::_linear_kl_div is called."""
     *tensors, dloss, temperature, _, impl = args
     return () if dloss is not None else _Rows.apply(*tensors, temperature, False, impl)
 

@@ -201,7 +201,7 @@ def _linear_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _of_call(
     args: Sequence[Any],
 ) -> tuple[ClassifierInputs, Tensor | None, LossInputs, bool, str]:
-    """The arguments of slipstream::linear_cross_entropy."""
+    """The arguments of slipstream::_linear_cross_entropy."""
     # torch's dispatcher leaves out what is the default
     impl = args[11] if len(args) > 11 else "eager"
     return ClassifierInputs(*args[:4]), args[4], LossInputs(*args[5:10]), args[10], impl
@@ -217,7 +217,7 @@ _call_linear = KernelOp(
 
 
 def _of_operator(*args: Any) -> Any:
-    """As slipstream::linear_cross_entropy is called."""
+    """As slipstream::_linear_cross_entropy is called."""
     *inputs, dloss = args[:5]
     options, impl = LossInputs(*args[5:-2]), args[-1]
     return () if dloss is not None else _LinearRows.apply(*inputs, options, impl)

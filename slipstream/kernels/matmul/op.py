@@ -272,7 +272,7 @@ _CALL = KernelOp(
 
 
 def _of_operator(*args: Any) -> Tensor:
-    """As slipstream::matmul is called."""
+    """As slipstream::_matmul is called."""
     *tensors, packed, impl = args
     return _with_gradient(MatmulInputs(*tensors), packed, impl)
 

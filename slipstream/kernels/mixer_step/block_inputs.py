@@ -1,4 +1,4 @@
-"""slipstream::block_inputs: inputs of a delta rule's chunk kernels for one token a row, one launch.
+"""slipstream::_block_inputs: a delta rule's chunk kernels' inputs for one token a row, one launch.
 
 They are computed from the token's projections and written into the row's block.
 triton/block_inputs.py has the formulas. No gradients.

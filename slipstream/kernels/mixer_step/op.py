@@ -1,4 +1,4 @@
-"""slipstream::mixer_step, which writes into y and into the pools. It has no gradient."""
+"""slipstream::_mixer_step, which writes into y and into the pools. It has no gradient."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,7 @@
 """The Triton norms as torch.library operators, and their gradient.
 
-slipstream::norm_forward gives y, h and the statistics, of which what is not there is empty;
-slipstream::norm_backward the gradients that there are.
+slipstream::_norm_forward gives y, h and the statistics, of which what is not there is empty;
+slipstream::_norm_backward the gradients that there are.
 """
 
 from functools import cache, partial
@@ -185,7 +185,7 @@ _backward = KernelOp(
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
-    """As slipstream::norm_forward is called."""
+    """As slipstream::_norm_forward is called."""
     n = NormOptions(*args[_COUNT:-2])
     y, h = _Norm.apply(*args[:_COUNT], n, args[-1])
     return (y, h) if n.keep_h and stores_h(args[0], args[4], n, True) else (y,)

@@ -2,7 +2,7 @@
 
 y = f(gate) up        dgate = dy up f'(gate)        dup = dy f(gate)        up may be missing: 1
 
-slipstream::glu and slipstream::glu_backward are the operators, for tracers; plain calls launch
+slipstream::_glu and slipstream::_glu_backward are the operators, for tracers; plain calls launch
 without them. linear.py has the product that follows.
 """
 

@@ -1,4 +1,4 @@
-"""slipstream::copy_states copies states of any float dtypes and strides, in place, by index:
+"""slipstream::_copy_states copies states of any float dtypes and strides, in place, by index:
 
 target[target_indices[n]] = source[source_indices[n]]
 

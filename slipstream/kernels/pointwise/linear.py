@@ -6,7 +6,7 @@ h = f(gate) up        y = h weight^T + bias
 
 Two operators one after the other keep h, and in plain torch f(gate) too; here the backward makes
 them again from gate and up: [T, F] elements less in memory (two times that in plain torch).
-slipstream::glu_again gives the gradients, and h in the place of dh.
+slipstream::_glu_again gives the gradients, and h in the place of dh.
 """
 
 from typing import Any

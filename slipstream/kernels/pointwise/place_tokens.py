@@ -1,4 +1,4 @@
-"""slipstream::place_tokens writes a token of each row into that row's block, in place:
+"""slipstream::_place_tokens writes a token of each row into that row's block, in place:
 
 y[n, counts[n]] = x[n]
 

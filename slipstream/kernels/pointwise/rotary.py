@@ -5,8 +5,8 @@
 The pair is (i, i + R/2) of the first R features, or (2i, 2i + 1) if interleaved. The gradient is
 the same turn backwards, so nothing is kept but cos and sin.
 
-slipstream::rotary is the operator of the Triton kernel, and its own gradient.
-slipstream::split_rotary_backward joins the gradients of queries, keys and values.
+slipstream::_rotary is the operator of the Triton kernel, and its own gradient.
+slipstream::_split_rotary_backward joins the gradients of queries, keys and values.
 """
 
 from typing import Any
@@ -284,7 +284,7 @@ _join = KernelOp(
 
 
 def _of_operator(*args: Any) -> Tensor:
-    """As slipstream::rotary is called."""
+    """As slipstream::_rotary is called."""
     x, cos, sin, positions, interleaved, back, impl = args
     return _RotaryByTable.apply(x, cos, -sin if back else sin, positions, interleaved, impl)
 

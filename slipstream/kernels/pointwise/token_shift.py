@@ -1,6 +1,6 @@
 """The previous token: y_t = x_{t-1}, and at a sequence's first token its state.
 
-slipstream::token_shift is the operator of the Triton kernel. Backwards, with the final state's
+slipstream::_token_shift is the operator of the Triton kernel. Backwards, with the final state's
 gradient in the state's place, it is its own gradient: dx_t = dy_{t+1}.
 """
 
@@ -184,7 +184,7 @@ _call = KernelOp(
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
-    """As slipstream::token_shift is called."""
+    """As slipstream::_token_shift is called."""
     *tensors, back, impl = args
     return () if back else _Shift.apply(*tensors, impl)
 

@@ -3,7 +3,7 @@
     A_t = exp(g_t) A_{t-1} + beta_t k_t^2
     y_t = k_t x^(-r_t / (1 + |r_t|))                 r_t = log(A_t + eps) - centre
 
-slipstream::precondition gives y and the last A, and 1 / the factor if wanted; in plain torch it
+slipstream::_precondition gives y and the last A, and 1 / the factor if wanted; in plain torch it
 takes a scan and eight passes.
 """
 

@@ -1,4 +1,4 @@
-"""slipstream::projection_norm_step: a linear layer of a step, its residual and the norm behind it.
+"""slipstream::_projection_norm_step: a linear layer of a step, its residual and the norm behind it.
 
 Of few rows and of many they are other launches: takes() says of how many this is one.
 """

@@ -1,4 +1,4 @@
-"""slipstream::projection_step: checks, choice, call. It has no gradient."""
+"""slipstream::_projection_step: checks, choice, call. It has no gradient."""
 
 from functools import cache
 from typing import Any

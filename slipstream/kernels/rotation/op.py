@@ -2,7 +2,7 @@
 
     pair i of y = pair i of x by theta_i             dots[r, s] = q_r . k_s
 
-Pair i is channels 2 i and 2 i + 1; those from 2 P on stay. slipstream::rotate_qk gives both and
+Pair i is channels 2 i and 2 i + 1; those from 2 P on stay. slipstream::_rotate_qk gives both and
 the products, which a rotation leaves as they are; in plain torch that takes twenty passes.
 """
 

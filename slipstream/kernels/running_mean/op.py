@@ -5,8 +5,8 @@
     M_t = a_t M_{t-1} + c_t v_t                      s_t = sigmoid(r_t + w + u)
     o_t = M_{t-1} + s_t (v_t - M_{t-1})
 
-slipstream::running_weights gives c and log a, of w = 0: what a state decays by and a token writes
-with, so that it stays a mean (LightNet). slipstream::running_mean gives o (RWKV-4). MATH.md has the
+slipstream::_running_weights gives c and log a, of w = 0: what a state decays by and a token writes
+with, so that it stays a mean (LightNet). _running_mean gives o (RWKV-4). MATH.md has the
 gradients.
 """
 

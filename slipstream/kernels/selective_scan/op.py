@@ -1,7 +1,7 @@
 """The selective scan as torch.library operators, and its gradient.
 
-slipstream::selective_scan_forward gives y, the final state and the states that backward reads;
-slipstream::selective_scan_backward the gradients of the tensors it was given. `impl` names the
+slipstream::_selective_scan_forward gives y, the final state and the states that backward reads;
+slipstream::_selective_scan_backward the gradients of the tensors it was given. `impl` names the
 implementation, or several to try in order.
 """
 

@@ -1,4 +1,4 @@
-"""The second matrices of RWKV-7's low-rank layers in a decoding step: slipstream::low_rank_step.
+"""The second matrices of RWKV-7's low-rank layers in a decoding step: slipstream::_low_rank_step.
 
     w = tanh(w) W_w        a = a W_a        g = sigmoid(g) W_g        v = v W_v, where there is one
 

@@ -6,9 +6,9 @@
 
     y = (group_norm_per_head(o) + sum(r k r_k) v) gate
 
-slipstream::rwkv7_terms gives w' to v', of which w' is float32, slipstream::rwkv7_output y;
-slipstream::rwkv7_terms_backward and rwkv7_output_backward the gradients of the tensors that there
-are. Backward reads what forward read, and nothing in between.
+slipstream::_rwkv7_terms gives w' to v', of which w' is float32, slipstream::_rwkv7_output y;
+_rwkv7_terms_backward and _rwkv7_output_backward the gradients of the tensors that there are.
+Backward reads what forward read, and nothing in between.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""RWKV-7's decoding step between its matrix products, one operator, slipstream::rwkv7_step:
+"""RWKV-7's decoding step between its matrix products, one operator, slipstream::_rwkv7_step:
 
     w = slowest sigmoid(w + w_bias)             a = sigmoid(a + a_bias)
     v = v + (first_value - v) sigmoid(v_gate + v_bias)          where there is one

@@ -4,8 +4,8 @@
     y = x_m W^T                          of each mix one or more
 
 M mixes are M times the memory of x, which a chain of operators keeps for the gradients of the
-weights; here backward makes them again, in one pass over x and before. slipstream::token_mix gives
-all mixes at once, slipstream::token_mix_backward the gradients of x, before and mu.
+weights; here backward makes them again, in one pass over x and before. slipstream::_token_mix gives
+all mixes at once, slipstream::_token_mix_backward the gradients of x, before and mu.
 """
 
 from collections.abc import Sequence

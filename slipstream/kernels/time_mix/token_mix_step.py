@@ -1,5 +1,5 @@
 """Mixes of one token each of N sequences with the one before, which is a row of a pool:
-slipstream::token_mix_step.
+slipstream::_token_mix_step.
 
     y_m = x + (before - x) mu_m          m = 0 .. M-1
     before <- x

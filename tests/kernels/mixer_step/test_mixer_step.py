@@ -343,7 +343,7 @@ def test_step_passes_opcheck() -> None:
         patch.setattr(op, "_call", lambda *args, impl: seen.append((*args, impl)))
         dispatch._PLANS._by_key.clear()
         mixer_step(**args, **options, state_indices=torch.tensor(INDICES))
-    torch.library.opcheck(torch.ops.slipstream.mixer_step.default, seen[0])
+    torch.library.opcheck(torch.ops.slipstream._mixer_step.default, seen[0])
 
 
 def test_counters_live_as_long_as_their_pool() -> None:

@@ -75,11 +75,11 @@ def test_steps_pass_opcheck_and_compile() -> None:
     given = [args[name] for name in ("r", "w", "k", "v", "a", "g", *names, *rest)]
     out, slipstream = torch.empty_like(args["r"]), torch.ops.slipstream
     call = (out, state, at, *given, 1e-3, False, "eager")
-    torch.library.opcheck(slipstream.rwkv7_step.default, call)
+    torch.library.opcheck(slipstream._rwkv7_step.default, call)
     x, mu, pool = torch.randn(3, 8), torch.randn(2, 8), torch.randn(5, 8)
-    torch.library.opcheck(slipstream.token_mix_step.default, (x, mu, pool, at, "eager"))
+    torch.library.opcheck(slipstream._token_mix_step.default, (x, mu, pool, at, "eager"))
     products = (*steps.low_rank_inputs(3, 8, (5, 3, 4), torch.float32), "eager")
-    torch.library.opcheck(slipstream.low_rank_step.default, products)
+    torch.library.opcheck(slipstream._low_rank_step.default, products)
     found = []
     for compiled in (False, True):
         S, last = state.clone(), pool.clone()
