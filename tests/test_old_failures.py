@@ -1,9 +1,7 @@
-"""The failures this library was born from: the same calls, shapes and flags, and what happens here.
+"""Calls of the kinds that this library was born from: each runs, or says why it does not.
 
-What needs a device is in gpu/test_old_failures.py; here kernels are compiled ahead of time for the
-architectures that failed, and the same calls run on the CPU. Our own float32 product of
-128 x 32 x 32 is with the matmul. What other Triton releases do is in compiler/known_bugs.py and
-found by `slipstream matrix --triton`.
+What needs a device is in gpu/test_old_failures.py; here kernels are compiled ahead of time, and the
+same calls run on the CPU. `slipstream matrix --triton` compiles them under other releases.
 """
 
 import re
@@ -16,19 +14,18 @@ import torch
 from torch import Tensor
 
 from slipstream import layers, ops
-from slipstream.compiler.kernel_key import features_of
-from slipstream.compiler.known_bugs import blocking
 from slipstream.runtime import guarded_launch
 from slipstream.runtime import token_ids as watched
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.old_failures import RWKV7, WIDTHS, rwkv7_inputs
 from tests.support.operators import relative_error
+from tests.support.planted_fault import FAULT, plant
 
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 slow = pytest.mark.slow
-RELEASES = ("3.2.0", "3.3.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
+RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
 
 def statuses(call: Any, arch: str, backward: bool = True) -> Counter:
@@ -44,7 +41,6 @@ def statuses(call: Any, arch: str, backward: bool = True) -> Counter:
 
 @pytest.mark.parametrize("T", [133, pytest.param(4096, marks=slow)])
 def test_rwkv7_packed_with_states_runs(T: int) -> None:
-    """The compiler aborted: mma -> mma layout conversion is only supported on Ampere."""
     given = rwkv7_inputs(T)
     o, state = ops.chunk_rwkv7(**given, output_final_state=True)
     assert o.dtype == torch.bfloat16 and o.shape == (1, T, 2, 128)
@@ -81,7 +77,6 @@ def retention_on(device: torch.device) -> Tensor:
     return torch.func.functional_call(layer, empty, (x,))[0]
 
 
-RETENTION_KIND = ("linear.triton", "none", "head", torch.bfloat16, 64, 64)
 RETENTION = layers.MultiScaleRetention(128, 2)
 
 
@@ -96,48 +91,8 @@ def test_retention_layer_runs_in_bf16() -> None:
 @compiles
 @pytest.mark.parametrize("arch", ["sm_70", pytest.param("sm_75", marks=slow)])
 def test_retention_layer_in_bf16_compiles_for_volta(arch: str) -> None:
-    """LLVM ERROR: Unsupported rounding mode for conversion, under Triton 3.3."""
+    """Whose tensor cores do not know bfloat16."""
     assert set(statuses(retention_on, arch, backward=False)) <= {"ok", "slow"}
-
-
-@pytest.mark.parametrize("arch", ["sm_70", "sm_75"])
-@pytest.mark.parametrize("release", RELEASES)
-def test_volta_bf16_faults_by_release(release: str, arch: str) -> None:
-    """Where the compiler dies of a dot of bfloat16, there is a way that does not take it there."""
-    fault = blocking(arch, release, "12.4.127", {"dot16"})
-    if release in ("3.2.0", "3.3.0", "3.3.1"):
-        assert fault is not None and fault.effect == "crash" and "float32" in fault.way_out
-    else:
-        assert fault is None
-
-
-@compiles
-@pytest.mark.parametrize("release", RELEASES)
-def test_retention_on_volta_by_release(release: str) -> None:
-    """Kernels whose products the compiler can do, or plain torch with the reason; where the
-    release is installed for `slipstream matrix`, they compile."""
-    from slipstream.compiler.compile_worker import Worker
-    from slipstream.compiler.compiler_state import cache_dir
-    from slipstream.compiler.trace import PlainTorch, trace
-
-    folder = cache_dir() / "releases" / f"triton-{release}"
-    worker = Worker([str(folder)]) if folder.exists() else None
-    about = dict.fromkeys(("ptxas", "ptxas_blackwell"), "12.4.127")
-    if worker is not None:
-        worker.start()
-        about = dict(worker.about)
-    fault = blocking("sm_70", release, about["ptxas"], features_of(RETENTION_KIND))
-    try:
-        jobs = trace(retention_on, "sm_70", False, compilers={**about, "triton": release})
-    except PlainTorch:
-        jobs = []
-    assert any("scalar_decay_chunk" in job.name for job in jobs) == (fault is None)
-    assert (fault is not None) == (release in ("3.2.0", "3.3.0", "3.3.1"))
-    for job in jobs if worker is not None else ():
-        outcome = worker.compile(job)
-        assert outcome.status == "ok", f"{job.name}: {outcome.reason}"
-    if worker is not None:
-        worker.close()
 
 
 def test_recorded_releases_have_retention_on_volta() -> None:
@@ -158,32 +113,24 @@ def test_recorded_releases_have_retention_on_volta() -> None:
 
 
 @compiles
-def test_triton_33_gets_no_products_of_16_bits() -> None:
-    """Attention, too: it would die of them."""
+@pytest.mark.parametrize("triton", ["3.6.0", "3.8.0"])
+def test_attention_avoids_a_fault_of_its_products(
+    triton: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the table has one: a reason, in place of a compiler that ends the process."""
     from slipstream.compiler.trace import trace
 
     def call(device: torch.device) -> Any:
         q, k, v = (torch.empty(2, 64, 2, 64, device=device, dtype=torch.float16) for _ in "qkv")
         return ops.attention(q, k, v, impl="triton")
 
-    old = {"triton": "3.3.1", "ptxas": "12.4.127", "ptxas_blackwell": "12.8.61"}
-    with pytest.raises(NotImplementedError, match="rounding-mode"):
-        trace(call, "sm_75", compilers=old)
-
-
-@compiles
-def test_fp32_product_128x32x32_by_descriptors() -> None:
-    """WGMMA type or shape is not supported: an abort under Triton 3.2."""
-    from slipstream.compiler.aot import compile_kernel
-
-    got = compile_kernel(
-        "tests.support.planted_bugs:descriptor_product_kernel",
-        {"x_desc": "tensordesc<fp32[128, 32]>", "y_desc": "tensordesc<fp32[32, 32]>"}
-        | {"o_ptr": "*fp32"},
-        {},
-        target="sm_90",
-    )
-    assert got.instructions["tma"] > 0 and got.instructions["wgmma"] > 0
+    plant(monkeypatch)
+    compilers = {"triton": triton, "ptxas": "12.8.93", "ptxas_blackwell": "12.8.93"}
+    if triton == "3.8.0":  # after the fault
+        assert trace(call, "sm_75", compilers=compilers)
+        return
+    with pytest.raises(NotImplementedError, match=f"{FAULT.name}; {FAULT.way_out}"):
+        trace(call, "sm_75", compilers=compilers)
 
 
 @pytest.mark.parametrize(("K", "V"), WIDTHS)
@@ -204,8 +151,6 @@ def test_attention_of_two_widths_runs(K: int, V: int) -> None:
     [(128, 64, False), *(pytest.param(*x, True, marks=slow) for x in WIDTHS)],
 )
 def test_attention_of_two_widths_compiles(K: int, V: int, backward: bool) -> None:
-    """An sm_90 attention kernel that did not compile."""
-
     def call(device: torch.device) -> Any:
         q, k, v = (
             torch.empty(2, 256, 4, width, device=device, dtype=torch.bfloat16)

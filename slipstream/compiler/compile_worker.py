@@ -5,6 +5,7 @@ import contextlib
 import os
 import pickle
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from slipstream.compiler.smem_hazards import find_hazard
 TIMEOUT = 180.0
 # Bringing in torch and Triton, on a slow disk.
 _START = 300.0
+# What assert() of C prints: the file without the folders of who built it, and the function.
+_ASSERTION = re.compile(r".*?([^/\s:]+):\d+: .*?([\w:]+)\(.*: Assertion .*")
 _SERVE = "from slipstream.compiler.compile_worker import serve; serve()"
 
 
@@ -147,7 +150,7 @@ class Worker:
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
         telling = [x for x in lines if any(y in x for y in ("ERROR", "Assert", "error:"))]
-        words = (telling or lines or [""])[-1].strip()[:300]
+        words = _ASSERTION.sub(r"assertion in \1, \2", (telling or lines or [""])[-1].strip())[:300]
         how = f"exit status {code}"
         if code < 0:
             how = f"killed by {signal.Signals(-code).name}"

@@ -50,7 +50,7 @@ _GLU = "glu_products.sm90"
 _PLAIN = (*_MATMUL, _GLU, "low_rank_step.triton")
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to
 FEATURE_RULES = (
-    FeatureRule("linear.triton", (), ("dot", "decayed_dot", "chained_64_dots")),
+    FeatureRule("linear.triton", (), ("dot", "chained_64_dots")),
     FeatureRule("linear.sm90", (), ("dot", "chained_64_dots")),
     FeatureRule("linear.triton", ("delta", "256"), ("wide_delta",)),
     FeatureRule("linear.sm90", ("none", "channel"), ("sm90_vector_decay",)),

@@ -1,9 +1,8 @@
 """Known faults of GPU compilers, as data: where, what triggers them, what happens, the way out.
 
-Of releases before 3.6, the oldest that the package takes, those of one old failure stay
-(tests/test_old_failures.py). The plan asks `blocking` before it takes a kernel, with the triggers
-that compiler/kernel_key.py knows of it; the matrix and `slipstream doctor` list what `applying`
-finds. What is done about a fault:
+Releases before 3.6, the oldest that the package takes, have no entries. The plan asks `blocking`
+before it takes a kernel, with the triggers that compiler/kernel_key.py knows of it; the matrix and
+`slipstream doctor` list what `applying` finds. What is done about a fault:
 
     (nothing said)    the plan refuses kernels with the trigger
     avoided           no kernel here has the pattern (tests/compiler/test_known_bug_patterns.py
@@ -110,42 +109,9 @@ KNOWN_BUGS = (
         "Triton 3.7.1 or 3.9.0",
     ),
     KnownBug(
-        "rounding-mode",
-        _BEFORE_AMPERE,
-        ("3.3.0", "3.3.1"),
-        None,
-        "dot16",
-        "a dot of fp16 or bf16 operands",
-        "crash",
-        "LLVM: Unsupported rounding mode for conversion",
-        "Triton 3.4 or later, or float32 inputs",
-    ),
-    KnownBug(
-        "mixed-encodings",
-        _BEFORE_AMPERE,
-        ("3.3.0", "3.3.1"),
-        None,
-        "decayed_dot",
-        "a product scaled by a tensor, in kernels of linear attention",
-        "refusal",
-        "slipstream matrix: arith.mulf requires the same encoding for all operands and results",
-        "Triton 3.4 or later",
-    ),
-    KnownBug(
-        "volta-bf16",
-        _BEFORE_AMPERE,
-        ("3.2.0", "3.2.0"),
-        None,
-        "dot16",
-        "a dot of bf16 operands",
-        "crash",
-        "ptxas: bf16 wants sm_80; IndexError map::at",
-        "Triton 3.4 or later, or float32 inputs",
-    ),
-    KnownBug(
         "fma-dots",
         _BEFORE_AMPERE,
-        ("3.4.0", "999"),
+        None,
         None,
         "dot16",
         "any dot: its tensor cores are no longer used",
@@ -241,7 +207,9 @@ KNOWN_BUGS = (
         ("3.6.0", "3.9.0"),
         None,
         "interpreted_bf16",
-        "a bf16 dot under TRITON_INTERPRET=1",
+        "bf16 under TRITON_INTERPRET=1: dots, sums, products, negation and casts of integers take bit "
+        "patterns for numbers, from 3.9 on cumsum and argmax too; float32 subnormals become larger "
+        "bf16 numbers",
         "wrong result",
         "triton-lang/triton#11584",
         "interpret in float32 or float16",

@@ -33,9 +33,12 @@ def test_worker_outlives_its_compiler() -> None:
         first = worker.about
         assert set(first) == {"triton", "ptxas", "ptxas_blackwell"}
         refused = worker.compile(job("raise"))
-        assert refused.status == "refused" and "Unsupported rounding mode" in refused.reason
+        assert refused.status == "refused" and "planted refusal" in refused.reason
         aborted = worker.compile(job("abort"))
         assert aborted.status == "crash" and "SIGABRT" in aborted.reason
+        asserted = worker.compile(job("assert"))
+        assert asserted.status == "crash"
+        assert asserted.reason.endswith(": assertion in Scheduler.cpp, some::Scheduler::order")
         killed = worker.compile(job("kill"))
         assert killed.status == "crash" and "SIGKILL" in killed.reason
         worker.start()

@@ -18,6 +18,7 @@ from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools import explain_text
 from slipstream.tools.backend_query import TracedKernels, trace_operator
 from slipstream.tools.catalog import Shape, chosen
+from tests.support.planted_fault import FAULT, plant
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -39,9 +40,7 @@ class Met(NamedTuple):
 
 # what the plan refuses
 REFUSED = {
-    "mixed-encodings": Met("sm_70", "3.3.1", "12.4.127", "chunk_retention", FP32, ("3.4.0", "12")),
-    "rounding-mode": Met("sm_75", "3.3.1", "12.4.127", "matmul", BF16, ("3.6.0", "12.8.93")),
-    "volta-bf16": Met("sm_70", "3.2.0", "12.4.127", "matmul", BF16, ("3.6.0", "12.8.93")),
+    "planted-fault": Met("sm_75", "3.6.0", "12.8.93", "matmul", BF16, ("3.8.0", "12.8.93")),
     "ptxas13-volta": Met("sm_70", "3.6.0", "13.0.88", "rms_norm", FP32, ("3.6.0", "12.8.93")),
 }  # fmt: skip
 # kinds that no sample has: what plans ask, and what launches do
@@ -63,7 +62,14 @@ INTERPRETED_ONLY = ("interpreter-bf16", "interpreter-mask")
 
 
 def test_every_fault_is_answered_and_tested() -> None:
-    answered = [*REFUSED, *LAUNCHED, *AVOIDED, *PROBED, *SLOW, *INTERPRETED_ONLY]
+    answered = [
+        *REFUSED.keys() - {FAULT.name},
+        *LAUNCHED,
+        *AVOIDED,
+        *PROBED,
+        *SLOW,
+        *INTERPRETED_ONLY,
+    ]
     assert sorted(answered) == sorted(BY_NAME)
     for name, x in BY_NAME.items():
         assert x.avoided == (name in AVOIDED)
@@ -85,7 +91,8 @@ def plan_of(met: Met, triton: str, ptxas: str) -> TracedKernels:
 @pytest.mark.parametrize("name", REFUSED)
 def test_selection_refuses_faulty_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And takes plain torch; by name it says why; with other compilers it takes the kernels."""
-    met, fault = REFUSED[name], BY_NAME[name]
+    plant(monkeypatch)
+    met, fault = REFUSED[name], (BY_NAME | {FAULT.name: FAULT})[name]
     got = plan_of(met, met.triton, met.ptxas)
     assert not got.jobs[None] and fault.name in got.refused["triton"]
     assert fault.way_out in got.refused["triton"]

@@ -4,6 +4,7 @@ import pytest
 
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.known_bugs import INTERPRETER, KNOWN_BUGS, applying, blocking, version
+from tests.support.planted_fault import FAULT, plant
 
 
 def names(*where: str) -> set[str]:
@@ -34,20 +35,29 @@ def test_version_reads_releases() -> None:
         (("sm_80", "3.6.0", "12.8.93"), "narrow-dot", False),
         (("sm_90", "3.7.0", "12.8.93"), "transposed-dot", True),
         (("sm_90", "3.7.1", "12.8.93"), "transposed-dot", False),
-        (("sm_70", "3.3.1", "12.8.61"), "rounding-mode", True),
-        (("sm_70", "3.4.0", "12.8.93"), "rounding-mode", False),
+        (("sm_75", "3.7.1", "12.8.93"), "planted-fault", True),
+        (("sm_75", "3.8.0", "12.8.93"), "planted-fault", False),
+        (("sm_80", "3.6.0", "12.8.93"), "planted-fault", False),
         (("sm_90", "3.8.0", "12.9.86"), "fp8-scaled-mm", True),
         (("sm_70", "3.6.0", "13.0.88"), "ptxas13-volta", True),
     ],
 )
-def test_faults_apply_where_they_are(where: tuple, name: str, applies: bool) -> None:
+def test_faults_apply_where_they_are(
+    where: tuple, name: str, applies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
     assert (name in names(*where)) is applies
 
 
-def test_blocking_stops_only_kernels_with_the_pattern() -> None:
-    """bf16 retention on sm_70 under Triton 3.3: once an LLVM error, now a reason."""
-    found = blocking("sm_70", "3.3.1", "12.8.61", {"dot16"})
-    assert found is not None and found.name == "rounding-mode" and "float32" in found.way_out
-    assert blocking("sm_70", "3.3.1", "12.8.61", {"dot32"}) is None
-    assert blocking("sm_70", "3.6.0", "12.8.93", {"dot16"}) is None
+def test_no_fault_is_of_releases_that_are_not_taken() -> None:
+    for x in KNOWN_BUGS:
+        assert x.triton is None or version(x.triton[1]) >= (3, 6)
+
+
+def test_blocking_stops_only_kernels_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocking("sm_75", "3.6.0", "12.8.93", {"dot16"}) is None
+    plant(monkeypatch)
+    assert blocking("sm_75", "3.6.0", "12.8.93", {"dot16"}) is FAULT
+    assert blocking("sm_75", "3.6.0", "12.8.93", {"dot32"}) is None
+    assert blocking("sm_75", "3.8.0", "12.8.93", {"dot16"}) is None
     assert blocking("sm_90", "3.6.0", "12.8.93", {"narrow_dot"}) is None  # avoided here

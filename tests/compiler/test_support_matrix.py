@@ -18,6 +18,7 @@ from slipstream.compiler.compile_worker import Outcome
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import backends
 from slipstream.tools.variant_cover import cover, resolved, smallest_cover
+from tests.support.planted_fault import FAULT, plant
 from tests.support.triton_release import HAS_GLUON
 
 compiles = pytest.mark.skipif(
@@ -114,14 +115,14 @@ def test_attempt_names_the_nearest_configuration_that_runs() -> None:
     assert "with 1 stages it needs 70000 and runs" in row.reason
 
 
-def test_attempt_names_the_known_fault_behind_a_crash() -> None:
-    """bf16 retention on sm_70 under Triton 3.3: an LLVM error, and the way out."""
+def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, replace(FAULT, archs=("sm_70",), triton=None))
     worker: Any = _Worker({3: Outcome("crash", "the compiler's process died: LLVM ERROR")})
     row = support_matrix.compile_row(
         worker, (replace(JOB, arch="sm_70"), ("chunk_retention",)), 1.0
     )
     assert (row.status, row.ptxas) == ("crash", "12.4.99")
-    assert "rounding-mode: Triton 3.4 or later, or float32 inputs" in row.reason
+    assert f"{FAULT.name}: {FAULT.way_out}" in row.reason
     table = support_matrix.by_operator([row, replace(row, status="ok", reason="")])
     assert table["chunk_retention"]["sm_70"][0] == "crash"
     compilers = ("sm_70", "3.3.1", "12.4.99")

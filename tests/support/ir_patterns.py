@@ -91,8 +91,6 @@ def patterns(text: str, warps: int) -> frozenset[str]:
     chained = any(_from(ops, ops[x].operands[:2], _DOTS) for x in dots)
     if chained and any(min(x.M, x.N) >= 64 for x in wgmma) and warps % 4 == 0:
         found.add("chained_64_dots")
-    if any(_by_descriptor(ops, x) and dots[x].dtype == "f32" for x in dots):
-        found.add("fp32_tma_dot")
     return frozenset(found)
 
 
@@ -101,10 +99,6 @@ def _transposed(ops: dict[str, Op], dot: str) -> bool:
     near = [ops[x] for x in _sources(ops, ops[dot].operands[:1], _EACH)]
     turned = [y for x in near if x.name == "tt.trans" for y in x.operands]
     return any(ops[x].name in _DOTS for x in _sources(ops, turned, _EACH))
-
-
-def _by_descriptor(ops: dict[str, Op], dot: str) -> bool:
-    return _from(ops, ops[dot].operands[:2], ("tt.descriptor_load",))
 
 
 def _from(ops: dict[str, Op], names: Iterable[str], wanted: tuple[str, ...]) -> bool:

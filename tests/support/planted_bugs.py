@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import triton
@@ -14,12 +15,16 @@ class Deed:
     def __init__(self, what: str) -> None:
         if what == "abort":
             os.abort()
+        if what == "assert":
+            path = "/builder/tree/lib/Scheduler.cpp:12: void some::Scheduler::order(const Block &)"
+            print(f"python: {path}: Assertion `x > 0' failed.", file=sys.stderr, flush=True)
+            os.abort()
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "hang":
             time.sleep(3600)
         if what == "raise":
-            raise RuntimeError("error: Unsupported rounding mode for conversion")
+            raise RuntimeError("error: planted refusal")
 
 
 @triton.constexpr_function
@@ -35,20 +40,6 @@ def planted_kernel(x_ptr, n, WHAT: tl.constexpr):
     tl.store(x_ptr + i, i + one, mask=i < n)
 
 
-@triton.jit
-def products_kernel(x_ptr, o_ptr, n, COUNT: tl.constexpr):
-    """COUNT products one after the other, each with tensor memory of its own on sm_100."""
-    o_x = tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    for _ in range(n):
-        b_x = tl.load(x_ptr + o_x)
-        b_sum = tl.zeros((128, 128), tl.float32)
-        for i in tl.static_range(COUNT):
-            b_y = tl.dot(b_x, tl.trans(b_x))
-            b_x = (b_y * 2).to(b_x.dtype)
-            b_sum += tl.where(o_x > i, b_y, 0.0)
-        tl.store(o_ptr + o_x, b_sum)
-
-
 @triton.jit(do_not_specialize=["scale", "n"])
 def product_kernel(
     x_ptr, y_ptr, o_ptr, bias_ptr, scale, n, N: tl.constexpr, PRECISION: tl.constexpr = "tf32"
@@ -61,13 +52,6 @@ def product_kernel(
     if bias_ptr is not None:
         o += tl.load(bias_ptr + i)[None, :]
     tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=i[:, None] < n)
-
-
-@triton.jit
-def descriptor_product_kernel(x_desc, y_desc, o_ptr):
-    """o [128, 32] = x [128, 32] y [32, 32]."""
-    o = tl.dot(x_desc.load([0, 0]), y_desc.load([0, 0]))
-    tl.store(o_ptr + tl.arange(0, 128)[:, None] * 32 + tl.arange(0, 32)[None, :], o)
 
 
 @triton.jit
