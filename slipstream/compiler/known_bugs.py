@@ -207,9 +207,8 @@ KNOWN_BUGS = (
         ("3.6.0", "3.9.0"),
         None,
         "interpreted_bf16",
-        "bf16 under TRITON_INTERPRET=1: dots, sums, products, negation and casts of integers take bit "
-        "patterns for numbers, from 3.9 on cumsum and argmax too; float32 subnormals become larger "
-        "bf16 numbers",
+        "bf16 under TRITON_INTERPRET=1: dots, sums, products, negation and casts of integers take "
+        "bits for numbers, from 3.9 on cumsum and argmax too; float32 subnormals become larger",
         "wrong result",
         "triton-lang/triton#11584",
         "interpret in float32 or float16",
