@@ -39,6 +39,15 @@ def empty_gradients(
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=dtype), dbias
 
 
+def scaled(x: Tensor, s: Tensor) -> Tensor:
+    """x times s [], in the dtype of s, which float16 may not hold; what is 0 stays 0.
+
+    x is a gradient that was made before s, which comes from above, was known. Rows without a loss
+    are 0 in it, and stay so if a mean over no rows, or an overflow, makes s inf or NaN.
+    """
+    return (cast(x, s.dtype) * s).masked_fill_(x == 0, 0)
+
+
 class LinearRows:
     """logits = hidden weight^T + bias for a slice of rows at a time, and the layer's gradients.
 

@@ -166,7 +166,8 @@ class LinearLossParallel(ParallelStyle):
                 module.reduction = reduction
             if reduction == "mean":
                 count = (target != module.ignore_index).sum()
-                found = found / _made(count, device_mesh, Partial(), Replicate(), True)
+                count = _made(count, device_mesh, Partial(), Replicate(), True)
+                found = found / count.clamp(min=1)
             return _made(found, device_mesh, Partial(), Replicate(), self.use_local_output)
 
         module.forward = forward

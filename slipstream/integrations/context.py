@@ -77,8 +77,8 @@ def call_in_context(
     _expect_fixed_angles(config, longest)
     options |= {"use_cache": False, "position_ids": share.positions(input_ids.device)}
     if labels is not None:
-        target = share.next_tokens(labels, IGNORED)
-        count = context.sum((target != IGNORED).sum())
+        target = share.next_tokens(labels, IGNORED).contiguous()
+        count = context.sum((target != IGNORED).sum()).clamp(min=1)
         options |= {"labels": labels, "shift_labels": target, "num_items_in_batch": count}
     return model(input_ids=input_ids, context=context, **options)
 

@@ -129,6 +129,17 @@ def _expect_items(name: str, x: object) -> None:
         raise ValueError(f"{name}: want more than 0, which the loss is divided by, got {x}")
 
 
+def per_item(loss: Tensor, items: Tensor | int | None) -> Tensor:
+    """A sum over items, or a mean if `items` is None, as a mean; 0 is the number for no labels.
+
+    Not the larger of `items` and 1: each rank of a context has a part of the number.
+    """
+    if isinstance(items, Tensor):
+        items = items.to(loss.device)
+        items = items.masked_fill(items == 0, 1)
+    return loss if items is None else loss / items
+
+
 def _expect_places(x: object) -> None:
     if isinstance(x, Tensor):
         if x.dim() != 1 or x.is_floating_point() or x.is_complex():

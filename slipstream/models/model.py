@@ -496,5 +496,4 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
             loss = linear_cross_entropy(rows, weight, target, bias, **options)
         else:
             loss = cross_entropy(y := head(h), target.to(y.device), **options)
-        items = num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items
-        return loss if items is None else loss / items
+        return arguments.per_item(loss, num_items)

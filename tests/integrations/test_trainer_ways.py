@@ -347,3 +347,19 @@ def test_loss_of_rows_is_the_loss_of_each() -> None:
     for side in ("left", "right"):
         found = float(model(**Padded(side)(data)).loss.detach())
         assert found == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_trainer_takes_batches_without_labels(accumulated: int, tmp_path: Path) -> None:
+    """Such as prompts that are longer than the cut: a step of them leaves the weights alone."""
+    model, data = make("gla"), rows()
+    for row in data[4:8]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    options = {"per_device_train_batch_size": 4 // accumulated}
+    run = trainer(model, tmp_path, gradient_accumulation_steps=accumulated, **options)
+    run.train_dataset = data
+    run.train()
+    want = make("gla")
+    own_loop(want, batches=(0, 2))
+    assert losses(run)[1] == 0
+    assert_same_weights(model, want)

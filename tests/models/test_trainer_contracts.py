@@ -110,9 +110,22 @@ def test_loss_is_divided_by_no_number_below_one_item() -> None:
     for number in (0, 0.0, -3, float("nan")):
         with pytest.raises(ValueError, match="num_items_in_batch: want more than 0"):
             m(IDS, labels=IDS, num_items_in_batch=number)
-    # the Trainer's, of a batch without labels: as transformers' models
-    loss = m(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=torch.tensor(0)).loss
-    assert loss.isnan()
+
+
+@pytest.mark.parametrize("count", [None, torch.tensor(0)], ids=["counted", "zero"])
+def test_batch_without_labels_has_no_gradient(count: Any) -> None:
+    m = small().train()
+    loss = m(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=count).loss
+    assert loss == 0
+    loss.backward()
+    assert not any(p.grad.any() for p in m.parameters() if p.grad is not None)
+
+
+def test_ranks_divide_by_their_share_of_the_items() -> None:
+    """One item among the four ranks of a context, as LMTrainer counts."""
+    m = small()
+    losses = [m(IDS, labels=IDS, num_items_in_batch=x).loss for x in (torch.tensor(0.25), 1)]
+    torch.testing.assert_close(losses[0], 4 * losses[1])
 
 
 def test_places_of_logits_outside_are_reported_as_given() -> None:

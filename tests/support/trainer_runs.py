@@ -1,5 +1,6 @@
 """Runs of transformers' Trainer beside a loop of its own that takes one row at a time, unpadded."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,16 @@ def row_loss(model: nn.Module, ids: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def own_loop(
-    model: nn.Module, smoothing: float = 0.0, steps: int = STEPS, rate: float = RATE
+    model: nn.Module,
+    smoothing: float = 0.0,
+    steps: int = STEPS,
+    rate: float = RATE,
+    batches: Sequence[int] | None = None,
 ) -> list[float]:
-    """Plain descent on the batches in order; the losses."""
+    """Plain descent on the batches in order, or on these; the losses."""
     data, found = [x["input_ids"] for x in rows()], []
     parameters = [p for p in model.parameters() if p.requires_grad]
-    for i in range(steps):
+    for i in range(steps) if batches is None else batches:
         batch = data[i * ROWS : (i + 1) * ROWS]
         count = sum(len(x) - 1 for x in batch)
         loss = torch.stack([row_loss(model, x, smoothing) for x in batch]).sum() / count

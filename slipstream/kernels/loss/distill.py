@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import cast
-from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks
+from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks, scaled
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
@@ -123,8 +123,7 @@ class _Rows(Function):
         if not forward_grads:
             _, *forward_grads = _CALL(*tensors, dloss.contiguous(), *ctx.options)
         elif dloss.numel():
-            # in dloss's dtype: float16 may not hold the factor of a scaled loss
-            forward_grads = [cast(x, dloss.dtype) * dloss[0] for x in forward_grads]
+            forward_grads = [scaled(x, dloss[0]) for x in forward_grads]
         dhidden, dweight, dbias = forward_grads
         dbias = None if tensors[2] is None else cast(dbias, tensors[2].dtype)
         dhidden, dweight = cast(dhidden, tensors[0].dtype), cast(dweight, tensors[1].dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common.linear_rows import ClassifierInputs
+from slipstream.common.linear_rows import ClassifierInputs, scaled
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import LossInputs
@@ -74,7 +74,7 @@ def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None
 
 
 def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
-    """x times s, in place."""
+    """x times s, in place; what is 0 stays 0."""
 
     def probe_args() -> tuple[Tensor, Tensor]:
         return numeric_probe.random_like(x, 5000), torch.full((), 1.5, device=x.device)
@@ -83,8 +83,7 @@ def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
 
 
 def _scale_(x: Tensor, s: Tensor) -> Tensor:
-    # the product in s's dtype: float16 may not hold s
-    return x.copy_(x.to(s.dtype) * s)
+    return x.copy_(scaled(x, s))
 
 
 def _guarded(impl: str, name: str, args: tuple, plain: Any, probe_args: Any) -> Any:

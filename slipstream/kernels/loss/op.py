@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import cast
-from slipstream.common.linear_rows import ClassifierInputs, empty_gradients
+from slipstream.common.linear_rows import ClassifierInputs, empty_gradients, scaled
 from slipstream.kernels.loss import cross_entropy_op, eager, launch
 from slipstream.kernels.loss.reference import LossInputs, rows_reference
 from slipstream.runtime.autograd import (
@@ -117,10 +117,9 @@ class _LinearSum(Function):
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dweight, dbias, *_ = saved
         weight_dtype, bias_dtype = ctx.dtypes
-        # float16 may not hold dloss, the factor of a scaled loss
-        dhidden = cast(cast(dhidden, dloss.dtype) * dloss, dhidden.dtype)
-        dweight = cast(dweight * dloss, weight_dtype)
-        dbias = None if bias_dtype is None else cast(dbias * dloss, bias_dtype)
+        dhidden = cast(scaled(dhidden, dloss), dhidden.dtype)
+        dweight = cast(scaled(dweight, dloss), weight_dtype)
+        dbias = None if bias_dtype is None else cast(scaled(dbias, dloss), bias_dtype)
         return dhidden, dweight, dbias, None, None, None
 
 

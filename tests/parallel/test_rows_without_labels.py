@@ -1,0 +1,68 @@
+"""Ranks of whose rows none has a label that counts: a loss of 0 and no gradient, on every rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.compat.fla.modules import FusedLinearCrossEntropyLoss
+from slipstream.integrations.context import call_in_context
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.parallel import ContextParallel
+from tests.support.ignored_rows import faults, of_a_group
+from tests.support.processes import in_processes
+from tests.support.transformers_context import make
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
+    pytest.mark.filterwarnings("ignore"),
+]
+IDS = torch.arange(8).view(2, 4)
+NO_LABELS = torch.full_like(IDS, -100)
+
+
+def check(rank: int, found: Any) -> None:
+    mixers: list[Any] = ["gla", "attention"]
+    small = SlipstreamConfig(
+        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=mixers
+    )
+    own, llama, plan = SlipstreamForCausalLM(small), make("LlamaForCausalLM"), ContextParallel(None)
+    losses = {
+        "own": (own, own(IDS, labels=NO_LABELS, context=plan).loss),
+        "llama": (llama, call_in_context(llama, plan, input_ids=IDS, labels=NO_LABELS).loss),
+    }
+    for name, (model, loss) in losses.items():
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if loss != 0 or not grads or any(x.any() for x in grads):
+            found.put(f"{name}: a loss of {loss}, or gradients")
+    for fault in faults(of_a_group(dist.group.WORLD)):
+        found.put(fault)
+
+
+def test_ranks_without_labels_have_no_gradient(tmp_path: Path) -> None:
+    assert in_processes(2, tmp_path, check) == []
+
+
+def of_sharded_tokens(rank: int, found: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from slipstream.compat.fla_parallel import LinearLossParallel
+
+    for reduction in ("mean", "sum"):
+        style = LinearLossParallel(use_local_output=True)
+        module = FusedLinearCrossEntropyLoss(reduction=reduction)
+        parallelize_module(module, init_device_mesh("cpu", (2,)), style)
+        x, weight = (torch.ones(size, requires_grad=True) for size in ((2, 2, 3), (5, 3)))
+        loss = module(x, NO_LABELS, weight)
+        loss.backward()
+        assert x.grad is not None and weight.grad is not None
+        if loss != 0 or x.grad.any() or weight.grad.any():
+            found.put(f"{reduction}: {loss}, {x.grad}, {weight.grad}")
+
+
+def test_sharded_tokens_without_labels_have_no_gradient(tmp_path: Path) -> None:
+    assert in_processes(2, tmp_path, of_sharded_tokens) == []
