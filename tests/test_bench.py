@@ -175,8 +175,8 @@ def test_help(name: str, capsys: pytest.CaptureFixture) -> None:
         script(f"bench/{name}").main(["--help"])
     usage, _, described = capsys.readouterr().out.partition("\n\n")
     assert ended.value.code == 0 and f"bench/{name}.py" in described
-    # commands of its docstring and of the documentation, but of lab notes, which are of their day
-    pages = [x for x in DOCS.rglob("*.md") if "log" not in x.relative_to(DOCS).parts]
+    # commands of its docstring and of the documentation
+    pages = [x for x in DOCS.rglob("*.md") if "_build" not in x.relative_to(DOCS).parts]
     text = "\n".join([described, *(x.read_text() for x in (*pages, BENCH / "README.md"))])
     for command in re.findall(rf"bench/{name}\.py( -[^`\n]*)", text):
         for option in re.findall(r" (--[a-z-]+)", command):
@@ -202,9 +202,8 @@ def test_every_script_and_file_is_listed() -> None:
               for x in re.findall(r"^\| `(\w+)\.py`.*\| ([^|]*) \|$", README, re.M)}  # fmt: skip
     assert set(listed) == set(SCRIPTS)
     files = {x.stem for x in (BENCH / "results").glob("*.csv")}
-    # figures of docs/dev/log, which tools/lab_notes.py checks; tools/peer_suites.py's rows
-    of_tools = {"experiments", "peer_suites"}
-    assert files <= of_tools.union(*listed.values()), "no script writes it: results/archive"
+    of_others = {"strong_gates", "peer_suites"}  # a script of its day; tools/peer_suites.py
+    assert files <= of_others.union(*listed.values()), "no script writes it"
     for name, written in listed.items():
         source = (BENCH / f"{name}.py").read_text()
         assert all(f'"{x}"' in source for x in written), name

@@ -8,7 +8,7 @@ import pytest
 from tests.support.scripts import ROOT, script
 
 claims, convergence_table = script("tools/claims"), script("tools/convergence_table")
-lab_notes, performance_tables = script("tools/lab_notes"), script("tools/performance_tables")
+performance_tables = script("tools/performance_tables")
 table_cells = script("tools/table_cells")
 tables = performance_tables.tables
 Row, is_number = table_cells.Row, table_cells.is_number
@@ -23,19 +23,6 @@ def test_page_numbers_have_rows(page: str) -> None:
     assert claims.problems(page, (ROOT / page).read_text(encoding="utf-8"), tables()) == []
 
 
-NOTES = lab_notes.pages(ROOT)
-
-
-@pytest.mark.parametrize("page", NOTES)
-def test_lab_note_figures_have_rows(page: str) -> None:
-    assert lab_notes.unsupported(page, NOTES[page], tables()) == []
-
-
-def test_rows_of_experiments_have_an_entry() -> None:
-    assert lab_notes.without_entry(NOTES) == []
-    assert len(lab_notes.without_entry({})) > 10
-
-
 def test_rows_begin_with_a_date() -> None:
     """A row pasted from a diff begins with a sign, and its entry is found nevertheless."""
     files = sorted((ROOT / "bench/results").glob("*.csv"))
@@ -43,46 +30,6 @@ def test_rows_begin_with_a_date() -> None:
     wanted = re.compile(r"\d{4}-\d\d-\d\d")
     assert len(rows) > 1000
     assert [(x, y.line) for x, y in rows if not wanted.fullmatch(y.get("date"))] == []
-
-
-@pytest.mark.parametrize(
-    ("said", "figures"),
-    [
-        ("It takes 0.123 ms and 77 us more.", ["0.123", "77"]),
-        ("| 8 x 2048 | 1,234 | 567 | 12 |", ["1,234", "567"]),
-        ("1e-7 of float64, within 2^-80, `0.5` in code", ["1e-7"]),
-        ("gates in [-0.5, 0] by Triton 3.6 on an H100 80GB HBM3, 4 x 4096, 3.8.0, 2026-11-26", []),
-    ],
-)
-def test_lab_note_figure_without_row_fails(said: str, figures: list[str]) -> None:
-    page, text = (
-        "docs/dev/log/delta.md",
-        f"# Title\n\n## {lab_notes.FIRST}: a try (kept)\n\n{said}\n",
-    )
-    (entry,) = lab_notes.entries(page, text)
-    assert entry.title == "a try" and entry.figures() == figures
-    assert len(lab_notes.unsupported(page, text, tables())) == len(figures)
-
-
-@pytest.mark.parametrize("page", NOTES)
-def test_lab_note_headings_have_a_date_and_a_verdict(page: str) -> None:
-    headings = re.findall(r"^## .*$", NOTES[page], re.MULTILINE)
-    assert headings
-    wanted = re.compile(r"## \d{4}-\d\d-\d\d: .+ \(.+\)")
-    assert [x for x in headings if not wanted.fullmatch(x)] == []
-
-
-def test_old_lab_notes_are_records() -> None:
-    assert not list(lab_notes.entries("x", "## 2026-11-25: a try (kept)\n\n0.123 ms"))
-
-
-@pytest.mark.parametrize(
-    ("figure", "value", "is_it"),
-    [("0.12", "0.1234", True), ("0.13", "0.1234", False), ("2,971", "2971", True),
-     ("4.9e-3", "4.94e-03", True), ("5e-3", "4.4e-3", False), ("25", "24.5", True)],
-)  # fmt: skip
-def test_lab_note_figures_are_rounded_values(figure: str, value: str, is_it: bool) -> None:
-    assert lab_notes.same(figure, value) is is_it
 
 
 def test_every_table_is_on_a_page() -> None:

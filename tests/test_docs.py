@@ -60,6 +60,27 @@ def test_pages_have_no_math_markup() -> None:
     assert pages and not marked
 
 
+TRIED = sorted((DOCS / "dev/tried").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [x.name for x in TRIED])
+def test_tried_ideas_are_one_row_each(page: str) -> None:
+    """Rejected ideas first, the newest on top; a row has a date, an idea, a figure, a commit."""
+    text = (DOCS / "dev/tried" / page).read_text(encoding="utf-8")
+    rejected, accepted = re.split(r"^## Accepted", text, flags=re.MULTILINE)
+    assert "\n## Rejected" in rejected
+    row = re.compile(r"\| (\d{4}-\d\d-\d\d) \| [^|]{9,} \| [^|]{9,} \| `[0-9a-f]{8}` \|")
+    for part in (rejected, accepted):
+        found = [x for x in part.splitlines() if x.startswith("|")][2:]
+        dates = [match[1] for x in found if (match := row.fullmatch(x))]
+        assert len(dates) == len(found) > 2
+        assert dates == sorted(dates, reverse=True)
+
+
+def test_notes_for_maintainers_are_short() -> None:
+    assert sum(len(x.read_text().splitlines()) for x in (DOCS / "dev").rglob("*.md")) <= 2000
+
+
 def test_quickstart_names_every_mixer() -> None:
     pytest.importorskip("transformers")
     mixers = importlib.import_module("slipstream.models.config").MIXERS

@@ -7,14 +7,13 @@
 A page has a table between the lines "<!-- table NAME -->" and "<!-- end of table -->". Outside of
 them a page must not state a measurement: a number with a unit of time, speed or memory, a
 comparison such as "half of the time", and on the performance page and README any number with
-decimals. ALLOWED lists what else is meant. Lab notes have rules of their own: lab_notes.py.
+decimals. ALLOWED lists what else is meant.
 """
 
 import re
 import sys
 from pathlib import Path
 
-import lab_notes
 from performance_tables import claims, tables
 from table_cells import Table
 
@@ -33,7 +32,7 @@ VERSION = re.compile(
     r" \(?\d+(?:\.\d+)+"
 )
 DECIMAL = re.compile(r"(?<![\w.^])\d+\.\d+(?:e-?\d+)?(?!\w|\.\d)")
-# pages that lab_notes.py checks, facts without a time, and what is generated from other data
+# what was tried, facts without a time, and what is generated from other data
 RECORDS = ("docs/dev/", "docs/SUPPORT.md", "docs/_build/")
 STRICT = ("README.md", "docs/performance.md", "docs/index.md")
 # (page, text): what is no measurement
@@ -91,19 +90,12 @@ def main(arguments: list[str]) -> int:
         return 0
     if "--check" in arguments:
         wrong = [y for path, text in texts.items() for y in problems(name_of(path), text, found)]
-        notes = lab_notes.pages(ROOT)
-        wrong += [y for x, text in notes.items() for y in lab_notes.unsupported(x, text, found)]
-        wrong += lab_notes.without_entry(notes)
         print("\n".join(wrong) or "claims: every number has its row")
         return 1 if wrong else 0
     for path, text in texts.items():
         used = [found[x[2]] for x in BLOCK.finditer(text)]
         for table, row, cell in claims(used):
             print(f"{name_of(path)}: {table}: {row}: {cell.text} <- {'; '.join(cell.sources)}")
-    for page, text in lab_notes.pages(ROOT).items():
-        for entry in lab_notes.entries(page, text):
-            for figure, places in lab_notes.sources(entry, found).items():
-                print(f"{page}: {entry.title}: {figure} <- {' or '.join(places[:3])}")
     return 0
 
 

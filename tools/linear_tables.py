@@ -168,26 +168,20 @@ def flash_qla() -> Table:
     )
 
 
-# of gates, as lab notes write them in rows
 WEAK, STRENGTHS = "[-0.1,0]", ("[-5,0]", "-5", "[-9,0]", "[-20,0]")
-WAYS = "forward", "with backward"
 
 
 def strong_gates() -> Table:
-    """What the newest lab note with strong gates of each operator and kernels has of main."""
-    found: dict[tuple[str, ...], dict[str, dict[str, Row]]] = {}
-    for row in read("experiments"):
-        tree, *rest = row.get("what").split(", ")
-        if tree == "main" and len(rest) == 6 and row.get("unit") == "ms":
-            *key, strength, way = rest
-            found.setdefault(tuple(key), {}).setdefault(strength, {})[way] = row
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in read("strong_gates"):
+        key = tuple(row.get(x) for x in ("operator", "gates", "kernels", "shape"))
+        found.setdefault(key, {})[row.get("strength")] = row
     rows = []
     for (operator, gates, kernels_of, shape), of in found.items():
-        ms = {x: [number(of[x][y], "value", digits=4) for y in WAYS] for x in of}
+        ms = {x: [number(row, y, digits=4) for y in ("fwd", "both")] for x, row in of.items()}
         weak = ms.pop(WEAK)
         ratios = (pair(*(ratio(x, y) for x, y in zip(ms[z], weak))) for z in STRENGTHS)
         named = label(f"{operator}, {shape}"), label(gates), label(kernels_of)
         rows.append((*named, pair(*weak), *ratios))
-    used = (x for of in found.values() for ways in of.values() for x in ways.values())
     headings = ("operator, B x T x H", "gates", "kernels", f"{WEAK}, ms", *STRENGTHS)
-    return Table("strong_gates", "", headings, tuple(rows), tuple(used))
+    return Table("strong_gates", "", headings, tuple(rows), read("strong_gates"))

@@ -129,7 +129,7 @@ KNOWN_BUGS = (
         "forward, 1.04 to 1.16 with backward",
         "slow",
         "LLVM's SLP vectorizer, which Triton 3.8 leaves out (llvm-project#203741); measured "
-        "beside Triton 3.6.0 (docs/dev/log/compiler.md)",
+        "beside Triton 3.6.0 (docs/dev/tried/compiler.md)",
         "Triton 3.6 to 3.8, for the time; results are right",
     ),
     KnownBug(
@@ -140,7 +140,7 @@ KNOWN_BUGS = (
         "sm90_gated_delta",
         "sm_90's backward of the gated delta rule spills: 1.08 to 1.09 of the time with backward",
         "slow",
-        "measured beside Triton 3.6.0 (docs/dev/log/compiler.md)",
+        "measured beside Triton 3.6.0 (docs/dev/tried/compiler.md)",
         "Triton 3.6 to 3.8, for the time; results are right",
     ),
     KnownBug(
@@ -152,7 +152,7 @@ KNOWN_BUGS = (
         "Triton's scans of the delta rules with heads of 256 spill: 1.16 to 1.27 of the time "
         "forward, 1.12 to 1.21 with backward",
         "slow",
-        "ptxas 13.4.59; measured beside Triton 3.6.0 (docs/dev/log/compiler.md)",
+        "ptxas 13.4.59; measured beside Triton 3.6.0 (docs/dev/tried/compiler.md)",
         "Triton 3.6 to 3.8, for the time; results are right",
     ),
     KnownBug(

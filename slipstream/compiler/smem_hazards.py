@@ -7,7 +7,7 @@ two products do (#8554). Results are wrong then now and then, by little, and dif
 
 A GPU keeps what it knows of a barrier (mbarrier) until that is invalidated, and when it turns to
 another process it writes that where the barrier was. Whatever has that memory by then is lost: up
-to 15% of a kernel's calls beside 15 processes, none alone (docs/dev/log/compiler.md). Triton gives
+to 15% of a kernel's calls beside 15 processes, none alone (delta_solve on an H200). Triton gives
 a barrier's memory away after its last use. What warp_specialize takes is used until that ends, and
 no kernel here allocates anything after it; any other barrier has to be invalidated. Each is
 counted, but not where: that nobody waits at it later the tests that emulate the kernels see.

@@ -209,7 +209,7 @@ def flash_attn_with_kvcache(
 
     Cost: the keys and values in use are read once for all heads and queries. A cache in 8 bits has
         (D + 4) / (2 D) of bfloat16's bytes; with q in 16 bits and D a multiple of 4 the call takes
-        less time than bfloat16's on long caches, else more (docs/dev/log/decode.md).
+        less time than bfloat16's on long caches, else more.
     Source: Dao et al., Flash-Decoding, 2023.
     """
     _check_cache(q, k_cache, v_cache, k_scale, v_scale)

@@ -6,7 +6,7 @@
         from slipstream.kernels.linear.sm90.dplr import wy
 
 Products are summed in float64 and rounded once, so that they do not depend on how exponents are
-shared between factors, as those of an H100 do not (docs/dev/log/dplr.md).
+shared between factors, as those of an H100 do not.
 """
 
 from collections.abc import Callable, Iterator

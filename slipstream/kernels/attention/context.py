@@ -9,7 +9,7 @@ all that it reads once more instead of keeping it.
 
 Nothing is on its way while heads are computed. NCCL's kernels hold multiprocessors while they
 wait for those of other ranks, and the backward, whose blocks of keys add in a fixed order, is as
-slow as the slowest of its programs (docs/dev/log/context-parallel.md).
+slow as the slowest of its programs: two H100s take 229 ms so for 242 with messages beside heads.
 """
 
 from collections.abc import Callable, Sequence

@@ -43,11 +43,10 @@ from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.launch_cache import launches_as_plain
 
 # Up to this many tokens, Triton's fused_recurrent takes one after the other, in registers; more go
-# in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda):
-# docs/dev/log/runtime.md.
+# in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda).
 MAX_STEP_TOKENS = 16
 # Tokens of a chunk in plain torch. Of 16, 32 and 64 it takes the least time, forward and backward
-# together (docs/dev/log/cpu.md).
+# together: the gated delta rule 122 ms at T 2048, for 170 and 123.
 DEFAULT_CHUNK = 32
 # In place of a chunk size: bits that depend neither on the batch nor on where a sequence is cut.
 CONSISTENT = -1

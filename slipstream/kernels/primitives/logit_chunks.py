@@ -2,8 +2,7 @@
 
 # largest V, columns of a block, warps: 32 elements a thread, whose loads are all on their way
 # before the first is used. On an H200 few warps a row are best for long rows too: 1.93 ms at
-# 8192 x 151936 with 4, 2.00 with 8, 2.13 with 16, 2.88 with 32 and 16 elements
-# (docs/dev/log/blocks.md).
+# 8192 x 151936 with 4, 2.00 with 8, 2.13 with 16, 2.88 with 32 and 16 elements.
 TILES = ((1024, 1024, 4), (1 << 62, 4096, 4))
 STAGES = 1
 # Bytes of the buffer of logits: at V 32000 4096 rows, at 151936 768. Each chunk reads and writes

@@ -64,7 +64,7 @@ def test_channel_kernels_compile_for_odd_widths(arch: str, K: int, V: int):
 
 
 def test_two_programs_of_a_scan_fit_a_multiprocessor():
-    """On sm_90 with K = V = 128 in 16 bits (docs/dev/log/vector-decay.md)."""
+    """On sm_90 with K = V = 128 in 16 bits."""
     for job in jobs("chunk_gla", PLAIN, "sm_90", backward=False):
         if job.name == "vector_decay_chunk_kernel":
             assert job.compile().shared <= 115_700

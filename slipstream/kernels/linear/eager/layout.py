@@ -17,8 +17,7 @@ from torch import Tensor
 from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
 from slipstream.kernels.linear.inputs import LinearInputs
 
-# Elements of one [n, C, K] tensor of a span; 2^18 and 2^19 are best of 2^17 to 2^21
-# (docs/dev/log/cpu.md).
+# Elements of one [n, C, K] tensor of a span; 2^18 and 2^19 are best of 2^17 to 2^21 on a CPU.
 BLOCK_ELEMENTS = 1 << 19
 
 

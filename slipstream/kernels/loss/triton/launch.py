@@ -19,7 +19,7 @@ from slipstream.runtime.token_ids_kernel import scan_inverse_count
 
 # (columns of a block, warps), and the longest row in bytes, for which the rows of all running
 # programs stay in the L2 cache between both passes: 16 warps a row are four rows a
-# multiprocessor. On an H200 148 us for 191 at 4096 x 32000 (docs/dev/log/blocks.md).
+# multiprocessor. On an H200 148 us for 191 at 4096 x 32000.
 CACHED_TILE, CACHED_ROW = (8192, 16), 80 << 10
 
 

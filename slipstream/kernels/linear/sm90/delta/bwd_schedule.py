@@ -38,8 +38,7 @@ SMALL_BYTES = 1 << 26
 # is at most SMALL_BYTES.
 SMALL_CALL_SLACK = 0.15
 SEGMENT_SLACK = 0.125  # by which segments may grow so that they have a whole number of blocks
-# For a chunk there and back, and for a block's beginning and end
-# (docs/dev/log/delta.md).
+# For a chunk there and back, and for a block's beginning and end, on an H200.
 CHUNK_MICROSECONDS, BLOCK_MICROSECONDS = 11.4, 9.0
 # Chunks of a block where segments are given: fewer take too long, more need too much memory.
 MIN_INTERVAL, MAX_INTERVAL = 8, 64

@@ -23,8 +23,9 @@ in those after. With the pairs (i, i) left out of dq and dk, e = kb . exp(G_C - 
 A pair (i, j) whose tokens are both after t cancels in that sum, and where t has a strong gate
 nothing else is as large. So both sides multiply the same rounded numbers: triangles before beta,
 q or p, and kb. With beta in the triangle of dq they would be rounded apart, and A_log's gradient
-would be noise (docs/dev/log/delta.md). What is left, a rounding of float32, is noise in g dg where
-g is -1e4: below MIN_CROSSED dg_t is 0.
+would be noise: with gates down to -37 in bf16 the sum of g dg was off by 4.0 times itself, and is
+by 0.0017 so. What is left, a rounding of float32, is noise in g dg where g is -1e4: below
+MIN_CROSSED dg_t is 0.
 
 First sum(S * dS'), then the triangles (do w^T and dv w^T), then BK channels of K at a time. dk
 takes the triangles transposed in shared memory: made again the other way round they would want

@@ -258,7 +258,7 @@ def _intra_chunk(
 
     has_q = problem.q is not None
     # With u the kernel would have 344 bytes of registers on the stack; with gates in 16 bits early
-    # bits changed on an H100 (docs/dev/log/vector-decay.md).
+    # bits changed on an H100 (docs/dev/tried/vector-decay.md, 26 and 27 November).
     apart = APART[k.dtype] if terms.u is None and g.dtype == torch.float32 else 0.0
     intra = IntraChunk(
         like_g() if has_q else None,
