@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-oldest test-newest newest test-all test-gpu lint check docs matrix venv
+.PHONY: demo test test-avx2 test-oldest test-newest newest test-trainers test-all test-gpu lint check docs matrix venv
 
 venv: $(VENV)/.installed
 
@@ -29,6 +29,17 @@ demo: venv
 
 test: venv
 	$(PYTEST)
+
+# As on a processor without AVX-512, whose libraries add in another order: what promises equal bits.
+AVX2 = OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+AVX2_TESTS = tests/ops/test_consistent.py tests/models/test_consistent.py \
+  tests/kernels/test_quick_interpreter.py tests/kernels/linear/test_causality_interpreted.py \
+  tests/kernels/linear/test_halves_interpreted.py tests/kernels/linear/test_packed_slices.py \
+  tests/kernels/linear/test_prefix_states_interpreted.py \
+  tests/kernels/attention/test_triton_interpreted.py tests/parallel/test_context_bits.py
+
+test-avx2: venv
+	$(AVX2) $(PYTEST) $(AVX2_TESTS)
 
 # Under the oldest transformers that pyproject.toml takes.
 OLDEST = transformers==5.17.0
@@ -49,10 +60,21 @@ NEWEST_TESTS = tests/compiler/test_aot.py tests/compiler/test_trace.py tests/cli
   tests/ops/test_compile.py::test_operator_exports_with_gradients tests/ops/test_random_sizes.py
 
 newest: venv
-	test -d $(VENV)/newest || $(RUN) -m pip install --quiet --no-compile --target $(VENV)/newest "$(NEWEST)"
+	test -f $(VENV)/newest/.installed || { $(RUN) -m pip install --quiet --no-compile --upgrade \
+	  --target $(VENV)/newest "$(NEWEST)" && touch $(VENV)/newest/.installed; }
 
 test-newest: newest
 	PYTHONPATH=$(VENV)/newest $(PYTEST) $(NEWEST_TESTS)
+
+# With what others train with, and fla's own files, of which `make test` has neither.
+TRAINERS_TESTS = tests/integrations tests/compat/test_fla_interop.py tests/compat/test_fla_references.py \
+  tests/models/test_convert_fla.py tests/models/test_module_contracts.py tests/models/test_ways.py \
+  tests/nn/test_changed_modules.py tests/nn/test_ways.py tests/training/test_tables.py
+
+test-trainers: venv
+	$(RUN) -m pip install --quiet "$(TORCH)" -e ".[dev,trainers]"
+	$(RUN) -m pip install --quiet --no-deps flash-linear-attention==0.6.0 fla-core==0.6.0 einops
+	$(PYTEST) -m "" $(TRAINERS_TESTS)
 
 test-all: venv
 	$(PYTEST) -m ""

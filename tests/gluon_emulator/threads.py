@@ -24,6 +24,7 @@ import slipstream as slipstream  # before its Triton is replaced
 from tests.gluon_emulator import race_detector
 from tests.gluon_emulator.buffer import _LOCAL, Buffer
 from tests.gluon_emulator.values import Descriptor, Pointer, Tensor, tensor
+from tests.support.products import product
 
 _WAIT = 20.0
 _SLOTS = threading.Lock()
@@ -108,7 +109,7 @@ class Product:
     def finish(self) -> None:
         a = self.a.data if isinstance(self.a, Buffer) else self.a
         acc = self.acc.done if isinstance(self.acc, Product) else self.acc
-        self.done = tensor(np.asarray(a) @ self.b.data + np.asarray(acc))
+        self.done = tensor(product(np.asarray(a), self.b.data) + np.asarray(acc))
 
 
 def _mma(a: Any, b: Buffer, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -126,7 +127,7 @@ def _mma_wait(left: int, deps: tuple) -> Any:
 
 
 def _mma_now(a: Any, b: Any, acc: Any) -> Tensor:
-    return tensor(np.asarray(a) @ np.asarray(b) + np.asarray(acc))
+    return tensor(product(np.asarray(a), np.asarray(b)) + np.asarray(acc))
 
 
 def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> None:

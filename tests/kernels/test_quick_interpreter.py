@@ -9,6 +9,7 @@ import torch
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.interpreted import run
+from tests.support.products import product
 
 if INTERPRETED:
     import triton
@@ -52,6 +53,13 @@ if INTERPRETED:
         tl.store(out_ptr + 4 * step + at, tl.where(x[:, None] > x[None, :], 1.0, 0).sum(1))
         tl.store(out_ptr + 5 * step + at, -1 + (at.to(tl.int8) * True) % 3 / 2)
 
+    @triton.jit
+    def _product_kernel(x_ptr, y_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+        m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+        x = tl.load(x_ptr + m[:, None] * K + k[None, :])
+        y = tl.load(y_ptr + k[:, None] * N + n[None, :])
+        tl.store(out_ptr + m[:, None] * N + n[None, :], tl.dot(x, y, input_precision="ieee"))
+
 
 def scanned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     products, sums = [x[0]], [y[0]]
@@ -94,6 +102,28 @@ def check_mixed() -> None:
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
+def check_product() -> None:
+    """A row of tl.dot has the bits that it has alone: BLAS, which gives it others on some
+    processors, has no part in it."""
+    M, N, K = 64, 32, 128
+    x, y, out = torch.randn(M, K), torch.randn(K, N), torch.full((M, N), torch.nan)
+    _product_kernel[(1,)](x_ptr=x, y_ptr=y, out_ptr=out, M=M, N=N, K=K)
+    for i in range(M):
+        assert np.array_equal(out[i : i + 1].numpy(), product(x[i : i + 1].numpy(), y.numpy()))
+
+
+@pytest.mark.parametrize("sizes", [(64, 16, 16), (37, 64, 5), (16, 128, 1), (3, 1, 64)], ids=str)
+def test_product_gives_a_row_the_same_bits_among_any_others(sizes: tuple[int, int, int]) -> None:
+    M, K, N = sizes
+    a, b = torch.randn(M, K).numpy(), torch.randn(K, N).numpy()
+    whole = product(a, b)
+    np.testing.assert_allclose(whole, a.astype(np.float64) @ b, atol=1e-4)
+    assert np.array_equal(product(np.stack([a[::-1], a]), b)[1], whole)
+    for i in range(M):
+        assert np.array_equal(product(a[i : i + 1], np.asfortranarray(b))[0], whole[i])
+        assert np.array_equal(product(np.asfortranarray(a[i // 2 :]), b)[i - i // 2], whole[i])
+
+
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_combine_functions_and_broadcasts() -> None:
     run(script="tests.kernels.test_quick_interpreter")
@@ -104,3 +134,4 @@ if __name__ == "__main__":
         for reverse in (False, True):
             check(dtype, reverse)
     check_mixed()
+    check_product()

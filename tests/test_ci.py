@@ -1,0 +1,55 @@
+""".ci/run with a make that only writes down what it is asked for."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STEPS = ["venv", "lint", "docs", "test", "test-avx2", "test-oldest"]
+MAKE = """#!/bin/sh
+echo "$1" >> "$LOG"
+case " $FAILS " in *" $1 "*) exit 1 ;; esac
+"""
+
+
+def _ci(folder: Path, fails: str, **options: str) -> tuple[int, list[str], str]:
+    """Exit status, what it made in order without what is beside it, and stderr."""
+    make = folder / "make"
+    make.write_text(MAKE)
+    make.chmod(0o755)
+    log = folder / "log"
+    env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "LOG": str(log), "FAILS": fails}
+    ran = subprocess.run(
+        [ROOT / ".ci/run"], env=env | options, capture_output=True, text=True, check=False
+    )
+    made = log.read_text().split()
+    assert fails in STEPS or "newest" in made
+    return ran.returncode, [x for x in made if x != "newest"], ran.stderr
+
+
+def test_ci_runs_the_tests_under_the_newest_torch(tmp_path: Path) -> None:
+    assert _ci(tmp_path, "") == (0, [*STEPS, "test-newest"], "")
+
+
+def test_ci_says_at_its_end_that_the_newest_torch_is_missing(tmp_path: Path) -> None:
+    status, made, error = _ci(tmp_path, "newest")
+    assert status == 0 and made == STEPS and "NOT RUN: make test-newest" in error
+
+
+def test_ci_fails_without_the_newest_torch_where_it_is_required(tmp_path: Path) -> None:
+    status, _, error = _ci(tmp_path, "newest", REQUIRE_NEWEST="1")
+    assert status != 0 and "NOT RUN" in error
+
+
+@pytest.mark.parametrize("step", [*STEPS, "test-newest"])
+def test_ci_fails_where_a_step_fails(tmp_path: Path, step: str) -> None:
+    status, made, _ = _ci(tmp_path, step)
+    assert status != 0 and made[-1] == step
+
+
+def test_workflow_requires_the_newest_torch() -> None:
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    (job,) = (x for x in text.split("\n\n") if "run: .ci/run" in x)
+    assert 'REQUIRE_NEWEST: "1"' in job
