@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.gated_scan import eager as gated_scan
+from slipstream.kernels.linear.eager import gate_cumsum, layout
 from slipstream.tools.catalog import Sample, family, flat
 from tests.support.causality import changed_bits
 from tests.support.operators import (
@@ -130,6 +132,23 @@ def test_operator_packed_equals_separate(op: Sample, lengths: tuple[int, ...]) -
     want_grads = torch.autograd.grad(loss, inputs)
     assert_near(op, [o, *states], want, budget(torch.float32), "packed")
     assert_near(op, list(grads), list(want_grads), 4 * budget(torch.float32), "packed gradient")
+
+
+@operators_with(lambda op: op.op.startswith("chunk_"))
+def test_operator_in_spans_of_one_chunk_equals_whole(
+    op: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What long sequences are computed in, a part at a time: here of the sizes of tests."""
+    args = op.inputs(Size(B=2, T=150, H=1, HV=2, gate="mixed"))
+    of_packed = op.inputs(packed(Size(H=1, HV=2, gate="mixed"), 5, 0, 130, 64))
+    want = [run_with_grads(op, x) for x in (args, of_packed)]
+    monkeypatch.setattr(layout, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(gate_cumsum, "SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(gated_scan, "BLOCK_ELEMENTS", 1)
+    for given, (outputs, grads) in zip((args, of_packed), want):
+        got, got_grads = run_with_grads(op, given)
+        assert_near(op, got, outputs, budget(torch.float32), "spans")
+        assert_near(op, got_grads, grads, 4 * budget(torch.float32), "gradient of spans")
 
 
 @every_operator
