@@ -35,3 +35,12 @@ def test_embedding_rejects_wrong_dtypes() -> None:
         embedding(torch.zeros(3), torch.zeros(4, 2))
     with pytest.raises(TypeError, match="weight: want a floating dtype"):
         embedding(torch.zeros(3, dtype=torch.int32), torch.zeros(4, 2).long())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_embedding_gradient_adds_in_float32(dtype: torch.dtype) -> None:
+    """A token that a batch has many times: 16 bits hold no running sum of that many ones."""
+    weight = torch.zeros(4, 3, dtype=dtype, requires_grad=True)
+    embedding(torch.tensor([2] * 5000 + [1]), weight).sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == dtype
+    assert torch.equal(weight.grad[:, 0], torch.tensor([0, 1, 5000, 0]).to(dtype))

@@ -36,7 +36,10 @@ class Embedding(Function):
     def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[None, Tensor]:
         (ids,) = saved
         ids = clamped(ids, ctx.size)
-        return None, torch.ops.aten.embedding_dense_backward(dy, ids, ctx.size, -1, False)
+        # a CPU adds the rows of a token in dy's dtype: in bfloat16 1 + ... + 1 ends at 256
+        wide = dy.float() if dy.device.type == "cpu" and dy.dtype.itemsize == 2 else dy
+        dw = torch.ops.aten.embedding_dense_backward(wide, ids, ctx.size, -1, False)
+        return None, dw.to(dy.dtype)
 
 
 def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
