@@ -36,6 +36,21 @@ class Sequences(threading.local):
 running = Sequences()
 
 
+def captured(function: Callable) -> Callable:
+    """The function with the sequences of this moment, whenever and in whichever thread it runs."""
+    now = running.of_model, running.of_layer
+
+    def with_them(*args: Any, **kwargs: Any) -> Any:
+        outer = running.of_model, running.of_layer
+        running.of_model, running.of_layer = now
+        try:
+            return function(*args, **kwargs)
+        finally:
+            running.of_model, running.of_layer = outer
+
+    return with_them
+
+
 def sequences_of(kwargs: dict[str, Any], B: int, T: int) -> Tensor | None:
     """Which of the packed sequences each token belongs to, int [B, T], or None if none is packed.
 
@@ -65,25 +80,46 @@ def is_unreadable(x: Tensor) -> bool:
 def sequences_of_positions(
     positions: Any, real: Tensor | None = None, counted: bool = False
 ) -> Tensor | None:
-    """seq_idx [B, T] of position_ids [B, T]; None if they are one sequence a row, or cannot be
-    looked at. The host waits for them.
+    """seq_idx [B, T] of position_ids [B, T], or of tables of them [R, B, T] (text_table); None if
+    they are one sequence a row, or cannot be looked at. The host waits for them.
 
     Args:
         real: bool [B, T], where there is no padding, if there is any.
         counted: a sequence begins wherever positions do not count on, as in transformers' own
             masks; else where they do not rise.
+
+    Raises:
+        ValueError: tables that differ, of several sequences.
     """
-    if type(positions) is not Tensor or positions.dim() != 2 or positions.shape[1] < 2:
+    if type(positions) is not Tensor or positions.dim() not in (2, 3) or positions.shape[-1] < 2:
         return None
     if is_unreadable(positions):
         return None
-    steps = positions[:, 1:] - positions[:, :-1]
-    begins = steps != 1 if counted else steps <= 0
+    table = text_table(positions)
+    if table is None:
+        # within an image a table may stay or fall back, but not all of them
+        begins = (positions.diff() < 0).all(0)
+    else:
+        begins = table.diff() != 1 if counted else table.diff() <= 0
     if real is not None:
         begins = begins & real[:, 1:] & real[:, :-1]
     if not bool(begins.any()):
         return None
+    if table is None:
+        raise ValueError(
+            "position_ids: want seq_idx or cu_seq_lens_q beside tables that differ and fall back "
+            f"together, which do not say where sequences begin, got {tuple(positions.shape)}"
+        )
     return F.pad(begins.cumsum(1), (1, 0)).int()
+
+
+def text_table(positions: Tensor) -> Tensor | None:
+    """The positions of the text, [B, T], among tables [R, B, T] of models that also have positions
+    of images: the first of four, or any of equal ones; None of others."""
+    if positions.dim() == 2:
+        return positions
+    first = positions[0]
+    return first if len(positions) == 4 or bool((positions == first).all()) else None
 
 
 def offsets_of(seq_idx: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ norms are found by their arguments, and replaced if ours gives the same numbers.
 
 Packed sequences are kept apart whatever transformers is told of them (seq_idx, offsets, or
 position_ids that fall back): forward of a model and of its layers is wrapped, and hands it down.
+torch's activation checkpoints, which run a part of a model again in the backward pass, keep it for
+that part (AROUND).
 """
 
 import inspect
@@ -24,15 +26,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.integrations.linear_mixers import (
     FUNCTIONS,
+    captured,
+    is_unreadable,
     not_fused,
     running,
     sequences_of,
     sequences_of_positions,
+    text_table,
 )
 from slipstream.ops.norm import rms_norm_gated
 
@@ -64,11 +70,12 @@ def patch(model: nn.Module | None = None) -> list[str]:
         _Finder.put()
     else:
         names = sorted({cls.__module__ for m in model.modules() for cls in type(m).__mro__})
-    call = GradientCheckpointingLayer.__call__
-    if not hasattr(call, ORIGINAL):
-        replacement = _layer_call(call)
-        setattr(replacement, ORIGINAL, call)
-        GradientCheckpointingLayer.__call__ = replacement
+    for cls, name, make in AROUND:
+        call = getattr(cls, name)
+        if not hasattr(call, ORIGINAL):
+            replacement = make(call)
+            setattr(replacement, ORIGINAL, vars(cls).get(name, call))
+            setattr(cls, name, replacement)
     found = (sys.modules.get(name) for name in names)
     return [name for module in found if module is not None for name in _patch_module(module)]
 
@@ -76,8 +83,10 @@ def patch(model: nn.Module | None = None) -> list[str]:
 def unpatch() -> None:
     """Puts back what patch() replaced, everywhere."""
     _Finder.take()
-    call = GradientCheckpointingLayer.__call__
-    GradientCheckpointingLayer.__call__ = getattr(call, ORIGINAL, call)
+    for cls, name, _ in AROUND:
+        call = getattr(cls, name)
+        if hasattr(call, ORIGINAL):
+            setattr(cls, name, getattr(call, ORIGINAL))
     for name, module in list(sys.modules.items()):
         if module is None or not MODELING.fullmatch(name):
             continue
@@ -207,12 +216,15 @@ def _model_forward(forward: Callable) -> Callable:
         given = dict(zip(names, args)) | kwargs
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
+        seq_idx = None
         if isinstance(tokens, Tensor) and is_packed(given):
-            running.of_model = sequences_of(given, *tokens.shape[:2])
+            seq_idx = running.of_model = sequences_of(given, *tokens.shape[:2])
         elif (seq_idx := _sequences_of_positions(given)) is not None:
             rows = len(tokens) if isinstance(tokens, Tensor) else len(seq_idx)
             running.of_model = seq_idx.expand(rows, -1)
         try:
+            if seq_idx is not None and (table := _one_table(given.get("position_ids"))) is not None:
+                return forward(self, **given | {"position_ids": table})
             return forward(self, *args, **kwargs)
         finally:
             running.of_model = outer
@@ -220,9 +232,17 @@ def _model_forward(forward: Callable) -> Callable:
     return replacement
 
 
+def _one_table(positions: Any) -> Tensor | None:
+    """[B, T] of equal tables [R, B, T], of which models make no masks of packed sequences; of four
+    the first is that of the text."""
+    if not isinstance(positions, Tensor) or positions.dim() != 3 or len(positions) == 4:
+        return None
+    return None if is_unreadable(positions) else text_table(positions)
+
+
 def _layer_call(call: Callable) -> Callable:
-    """__call__ of transformers' layers: what is packed is an argument of a layer from here on, so
-    that activation checkpointing, which runs it again later, keeps it."""
+    """__call__ of transformers' layers: what is packed is an argument of a layer from here on, for
+    functions of checkpointing that are not torch's."""
 
     @wraps(call)
     def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -232,6 +252,25 @@ def _layer_call(call: Callable) -> Callable:
         return call(self, *args, **kwargs)
 
     return replacement
+
+
+def _checkpoint_call(call: Callable) -> Callable:
+    """The place where torch takes the function that a checkpoint runs again."""
+
+    @wraps(call)
+    def replacement(owner: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        return call(owner, captured(function), *args, **kwargs)
+
+    return replacement
+
+
+# what runs around layers, and how it is wrapped: every checkpoint of torch passes through one of
+# these two classes, by whichever function, wrapper or trainer it comes
+AROUND: tuple[tuple[type, str, Callable[[Callable], Callable]], ...] = (
+    (GradientCheckpointingLayer, "__call__", _layer_call),
+    (checkpoint.CheckpointFunction, "forward", _checkpoint_call),
+    (checkpoint._CheckpointFrame, "__init__", _checkpoint_call),
+)
 
 
 def _layer_forward(forward: Callable) -> Callable:

@@ -132,6 +132,49 @@ def test_packed_sequences_stay_apart(name: str, told: str) -> None:
     assert difference(second, first) == ""
 
 
+TABLES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM")
+
+
+@pytest.mark.parametrize("tables", [1, 3, 4])
+@pytest.mark.parametrize("name", every(TABLES[:1], TABLES))
+def test_tables_of_positions_keep_sequences_apart(name: str, tables: int) -> None:
+    """Positions of text, and in three more those of images."""
+    if tables == 1 and name != "Qwen4ExpForCausalLM":
+        pytest.skip("the model takes no such tensor")
+    cls, config, weights, inputs, _ = tiny(name)
+    ids = inputs["input_ids"]
+    model = build(cls, config, NAME, weights)
+    with torch.no_grad():
+        want = alone(model, ids)
+    patch()
+    given = packed_inputs("position_ids", ids)
+    given["position_ids"] = given["position_ids"].expand(tables, -1, -1)
+    with torch.no_grad():
+        for use_cache in (False, True):
+            got = model(**given, use_cache=use_cache).logits
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * float(want.abs().max()))
+
+
+def test_tables_of_positions_of_images() -> None:
+    find = linear_mixers.sequences_of_positions
+    text = torch.arange(3)
+    # text, an image of two rows of three tokens, text
+    height = torch.tensor([3, 3, 3, 4, 4, 4])
+    image = torch.stack([torch.full((6,), 3), height, torch.tensor([3, 4, 5, 3, 4, 5])])
+    one = torch.cat([text.expand(3, -1), image, 6 + text.expand(3, -1)], 1)[:, None]
+    assert find(one, counted=True) is None and find(one) is None
+    two = torch.cat([one, one], 2)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        find(two, counted=True)
+    tokens = torch.arange(12).repeat(2)[None, None]
+    got = find(torch.cat([tokens, two]), counted=True)
+    assert got is not None and got.tolist() == [12 * [0] + 12 * [1]]
+    # padding between them begins nothing
+    real = torch.ones(1, 24, dtype=torch.bool)
+    real[0, 11] = False
+    assert find(two, real) is None
+
+
 @pytest.mark.parametrize("name", every(("BambaForCausalLM", "KimiLinearForCausalLM")))
 def test_compiled_as_eager(name: str) -> None:
     torch.compiler.reset()  # or the models of earlier cases count as recompilations

@@ -1,0 +1,184 @@
+"""Packed sequences in patched models whose layers run again in the backward pass."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from slipstream.integrations.transformers import NAME, patch, unpatch
+from tests.support.linear_models import alone, linear_classes, packed_inputs, tiny
+from tests.support.tiny_models import build, difference
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOLD = ("position_ids", "seq_idx", "offsets")
+SAMPLE = ("Mamba2ForCausalLM", "Qwen3NextForCausalLM")
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    unpatch()
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    return [part for layer in _layers(model) for part in layer.children()]
+
+
+def _wrap(model: nn.Module, modules: list[nn.Module], wrapper: Callable) -> None:
+    chosen = {id(x) for x in modules}
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrapper, check_fn=lambda x: id(x) in chosen
+    )
+
+
+def _wrapper(impl: CheckpointImpl) -> Callable:
+    return partial(checkpoint_wrapper, checkpoint_impl=impl)
+
+
+def _by_hand(model: nn.Module, use_reentrant: bool) -> None:
+    """A function of the trainer's in place of forward, which has the arguments of a layer alone."""
+    for layer in _layers(model):
+        forward = layer.forward
+
+        def again(x: Tensor, *args: Any, forward: Callable = forward, **kwargs: Any) -> Any:
+            call = partial(forward, **kwargs)
+            return checkpoint(call, x, *args, use_reentrant=use_reentrant)
+
+        layer.forward = again
+
+
+def _enable(model: Any, use_reentrant: bool) -> None:
+    options = {"use_reentrant": use_reentrant}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _sharded(model: nn.Module, impl: CheckpointImpl) -> None:
+    """As accelerate and torchtitan do it: FSDP2 around layers with checkpoints."""
+    _wrap(model, _layers(model), _wrapper(impl))
+    for layer in _layers(model):
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def _nested(model: nn.Module, impl: CheckpointImpl) -> None:
+    """As accelerate wraps Mamba, whose _no_split_modules are layers and mixers."""
+    _wrap(model, _parts(model), _wrapper(impl))
+    _wrap(model, _layers(model), _wrapper(impl))
+
+
+WAYS: dict[str, Callable[[Any], None]] = {
+    "reentrant": lambda m: _wrap(m, _layers(m), _wrapper(CheckpointImpl.REENTRANT)),
+    "not reentrant": lambda m: _wrap(m, _layers(m), _wrapper(CheckpointImpl.NO_REENTRANT)),
+    "parts, reentrant": lambda m: _wrap(m, _parts(m), _wrapper(CheckpointImpl.REENTRANT)),
+    "parts, not reentrant": lambda m: _wrap(m, _parts(m), _wrapper(CheckpointImpl.NO_REENTRANT)),
+    "nested, not reentrant": lambda m: _nested(m, CheckpointImpl.NO_REENTRANT),
+    "sharded, reentrant": lambda m: _sharded(m, CheckpointImpl.REENTRANT),
+    "sharded, not reentrant": lambda m: _sharded(m, CheckpointImpl.NO_REENTRANT),
+    "by hand, reentrant": lambda m: _by_hand(m, True),
+    "by hand, not reentrant": lambda m: _by_hand(m, False),
+    "enabled, reentrant": lambda m: _enable(m, True),
+    "enabled, not reentrant": lambda m: _enable(m, False),
+}
+
+
+def gradients(model: Any, run: Callable[[], Tensor]) -> dict[str, dict[str, Tensor]]:
+    """By backward(), which is what reentrant checkpoints take."""
+    model.zero_grad()
+    logits = run()
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    (logits.float() * weights).sum().backward()
+    found = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            found[name.replace("_checkpoint_wrapped_module.", "")] = grad.clone()
+    return {"backward": found}
+
+
+def assert_apart(name: str, told: str, way: str) -> None:
+    cls, config, weights, inputs, _ = tiny(name)
+    ids = inputs["input_ids"]
+    patch()
+    model = build(cls, config, NAME, weights).train()
+    want = gradients(model, lambda: alone(model, ids))
+    WAYS[way](model)
+    given = packed_inputs(told, ids)
+    got = gradients(model, lambda: model(**given, use_cache=False).logits)
+    assert got["backward"].keys() == want["backward"].keys()
+    assert difference(got, want) == ""
+
+
+@pytest.fixture
+def _process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One process, whose parameters are DTensors all the same."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SAMPLE)
+def test_layers_that_run_again_keep_sequences_apart(name: str, way: str) -> None:
+    assert_apart(name, "position_ids", way)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_process")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("name", linear_classes())
+def test_every_model_keeps_sequences_apart(name: str, told: str, way: str) -> None:
+    assert_apart(name, told, way)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "parts, not reentrant"])
+def test_each_call_has_its_own_sequences(way: str) -> None:
+    """Of two forward passes before the backward, and of a layer that is called by hand between."""
+    cls, config, weights, inputs, _ = tiny("Mamba2ForCausalLM")
+    ids = inputs["input_ids"]
+    patch()
+    model = build(cls, config, NAME, weights).train()
+    want = gradients(model, lambda: torch.cat([alone(model, ids), model(ids).logits]))
+    x = torch.randn(2, ids.shape[1], config.hidden_size)
+    plain = model.backbone.layers[0](x)
+    WAYS[way](model)
+
+    def both() -> Tensor:
+        packed = model(**packed_inputs("position_ids", ids)).logits
+        assert torch.equal(model.backbone.layers[0](x), plain)
+        return torch.cat([packed, model(ids).logits])
+
+    assert difference(gradients(model, both), want) == ""
+
+
+def test_checkpoints_are_put_back() -> None:
+    def around() -> list[Any]:
+        classes = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._CheckpointFrame
+        return [vars(classes[0])["forward"], vars(classes[1])["__init__"]]
+
+    before = around()
+    patch()
+    assert not any(x is y for x, y in zip(around(), before))
+    unpatch()
+    assert all(x is y for x, y in zip(around(), before))
