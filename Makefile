@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 # one thread a test process: two processes then keep two cores busy
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-avx2 test-oldest test-newest newest test-trainers test-all test-gpu lint check docs matrix venv
+.PHONY: demo test test-avx2 test-oldest test-newest newest test-trainers test-all test-gpu lint check docs matrix venv engines test-engines
 
 venv: $(VENV)/.installed
 
@@ -82,6 +82,14 @@ test-all: venv
 # What needs a device; most of its time is compilation, which all cores do.
 test-gpu: venv
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "" -n 16 --dist worksteal tests/gpu
+
+# The Python files of vLLM, SGLang and torchtitan, which slow tests load as they are. A test whose engine
+# is not there is skipped, unless REQUIRE_ENGINES is set.
+engines: venv
+	$(RUN) tools/engines.py
+
+test-engines: engines
+	REQUIRE_ENGINES=1 $(PYTEST) -m "" tests/engines
 
 lint: venv
 	$(RUN) -m ruff check .

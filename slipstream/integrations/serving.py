@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import prefix_states
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.pointwise.copy_states import copy_states
 from slipstream.ops import mixer_step
+from slipstream.runtime.consistent import BLOCK
 from slipstream.runtime.token_ids import expect_below
 
 _OF_POOL = "states of the pool"
@@ -31,12 +32,13 @@ def step(
     slots: Tensor,
     lower_bound: float | None = None,
     scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token of each sequence by the delta rule, in one launch; its state moves on in place.
 
     Args:
-        q, k: [N, 1, H, K] and v [N, 1, HV, V], after the convolution, without norms.
+        q, k: [N, 1, H, K] and v [N, 1, HV, V], after the convolution.
         a: raw gates [N, 1, HV] (Gated DeltaNet) or [N, 1, HV, K] (KDA). b: raw beta [N, 1, HV].
         A_log: [HV] or any shape of as many. dt_bias: as a's gates of one token.
         states: the pool [slots, HV, V, K]. slots: int32 or int64 [N].
@@ -58,7 +60,7 @@ def step(
         lower_bound=lower_bound,
         beta=b,
         use_beta_sigmoid_in_kernel=True,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         scale=scale,
         state_v_first=True,
         out=out,
@@ -85,8 +87,8 @@ def step_drafts(
     Returns:
         o [N, T, HV, V].
     """
-    outputs, before, at = [], states, _slots_of(states, slots)
-    into_slots = _slots_of(into, into_slots, "into_slots")
+    outputs, before, at = [], states, slots_of(states, slots)
+    into_slots = slots_of(into, into_slots, "into_slots")
     for t in range(into_slots.shape[1]):
         after = torch.where(at < 0, -1, into_slots[:, t])
         copy_states(before, into, source_indices=at, target_indices=after)
@@ -104,6 +106,8 @@ def prefill(
     slots: Tensor,
     cu_seqlens: Tensor,
     in_place: bool = True,
+    into: Tensor | None = None,
+    rows: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """A chunk operator on packed sequences [1, T, ...], from states of a pool and into it, which
@@ -111,16 +115,24 @@ def prefill(
 
     Args:
         rule: chunk_gated_delta_rule or chunk_kda, with its tensors and options.
+        slots: [N], or longer than there are sequences.
         in_place: whether the states after the tokens are written.
+        into, rows: for states on the way, a pool [.., HV, V, K] and the rows [N, 1 + chunks] of it
+            for the states before the first, second, ... 64 tokens, as rows_of_starts and
+            rows_of_chunks make them. Without gradients.
 
     Raises:
         ValueError: a slot past the pool; on CUDA the next call does, and this one has no state.
     """
+    slots = slots[: cu_seqlens.shape[0] - 1]
     expect_below("slots", slots, states.shape[0], _OF_POOL)
     pool, (HV, V, K) = states.detach(), states.shape[1:]
     # K first, as kernels index them
     before = torch.empty(slots.shape[0], HV, K, V, dtype=torch.float32, device=pool.device)
     copy_states(pool, before.mT, source_indices=slots)
+    if into is not None and rows is not None:
+        copy_states(before.mT, into, target_indices=rows[:, 0])
+        options["prefix_states"] = PrefixStates(into, rows[:, 1:])
     o, final = rule(
         *tensors,
         initial_state=before,
@@ -133,35 +145,26 @@ def prefill(
     return o
 
 
-def prefill_with_states(
-    rule: Callable[..., tuple[Tensor, Tensor | None]],
-    *tensors: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    cu_seqlens: Tensor,
-    every: int,
-    count: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """As prefill, and the states on the way.
-
-    Args:
-        every: a multiple of 64.
-        count: how many states that makes of all sequences: one after each `every` tokens, none
-            after a remainder.
-
-    Returns:
-        o, and the states in float32 [count, HV, V, K], sequence by sequence.
-    """
-    v = tensors[2]
-    pool = states.new_empty(count, *states.shape[1:], dtype=torch.float32)
-    prefix = prefix_states.every(pool, cu_seqlens, v.shape[1], every)
-    given: dict[str, Any] = {"states": states, "slots": slots, "cu_seqlens": cu_seqlens}
-    with torch.no_grad():
-        return prefill(rule, *tensors, prefix_states=prefix, **given, **options), pool
+def rows_of_starts(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Rows for prefill's states before every 64 tokens of each sequence, one sequence after the
+    other. Of `total` tokens these are total // 64 + N states at the most."""
+    counts = (cu_seqlens.diff() + BLOCK - 1) // BLOCK
+    first = counts.cumsum(0) - counts
+    chunk = _chunks(cu_seqlens, total)
+    return torch.where(chunk < counts[:, None], first[:, None] + chunk, -1).int()
 
 
-def _slots_of(pool: Tensor, slots: Tensor, name: str = "slots") -> Tensor:
+def rows_of_chunks(chunks: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """Rows for prefill's state before chunk chunks[n] of 64 tokens: row n. None if it is -1."""
+    n = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device)[:, None]
+    return torch.where(_chunks(cu_seqlens, total) == chunks[: len(n), None], n, -1).int()
+
+
+def _chunks(cu_seqlens: Tensor, total: int) -> Tensor:
+    return torch.arange(1 - -total // BLOCK, device=cu_seqlens.device)
+
+
+def slots_of(pool: Tensor, slots: Tensor, name: str = "slots") -> Tensor:
     """The slots; -1 for those past the pool, of which the next call tells on CUDA."""
     expect_below(name, slots, pool.shape[0], _OF_POOL)
     return slots if slots.device.type == "cpu" else slots.masked_fill(slots >= len(pool), -1)

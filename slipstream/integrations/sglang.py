@@ -1,35 +1,55 @@
-"""SGLang's linear attention by slipstream: the calls of its GDN and KDA kernels, a registration.
+"""SGLang's linear attention by slipstream: the calls of its GDN and KDA kernels, registrations.
 
     from slipstream.integrations import sglang
 
-    sglang.register(MyConfig, ["MyModelForCausalLM"], "kda")
+    sglang.register_builtin()                                    # its own models
+    sglang.register(MyConfig, ["MyModelForCausalLM"], "kda")     # a model of yours
 
-Written for SGLang 0.5.23, which is imported where it is needed. Its registry of external models
-(sglang.srt.configs.linear_attn_model_registry) names a backend class for each config; that of
-slipstream is SGLang's own with these kernels in it. Models that SGLang knows by itself do not ask
-the registry: there, subclass GDNAttnBackend as `_backend` does.
+Written for SGLang 0.5.16 to 0.5.23, which is imported where it is needed. A backend of slipstream
+is SGLang's own class with these kernels in it. SGLang's hooks (sglang.srt.plugins) put it in the
+place of theirs; its registry of external models names one for each config.
 
-Not taken: trees of drafts, which stay with SGLang's Triton kernel, its ring caches (ReplaySSM), and
-for KDA the states on the way that its "extra_buffer" strategy for prefixes reads.
+Not taken: ring caches (ReplaySSM), and checkpoints of states other than the ones that a
+prefix's snapshot or the table of chunks asks for. An argument that asks for either is refused by
+name. Trees of drafts stay with SGLang's kernel.
 """
 
+import functools
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.integrations.serving import (
+    packed,
     prefill,
-    prefill_with_states,
+    rows_of_chunks,
+    rows_of_starts,
     step,
     step_drafts,
     unpacked,
 )
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 
-__all__ = ["GDNKernel", "KDAKernel", "register"]
+__all__ = ["GDNKernel", "KDAKernel", "register", "register_builtin"]
 KINDS = {"gdn": "GDNAttnBackend", "kda": "KDAAttnBackend"}
 _REGISTRY = "sglang.srt.configs.linear_attn_model_registry"
+_HOOKS = "sglang.srt.plugins.hook_registry"
+_BACKENDS = "sglang.srt.layers.attention.linear"
+# what says again what other arguments say, or serves kernels that are built in another way
+_HINTS = frozenset(
+    {"chunk_indices", "chunk_offsets", "extend_prefix_lens", "extend_seq_lens_cpu", "layer_id",
+     "output", "state_checkpoint_every_n_tokens", "track_ssm_h_batch_src"}
+)  # fmt: skip
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Raises NotImplementedError for an argument that asks for something."""
+    for name, value in others.items():
+        if name not in _HINTS and (isinstance(value, Tensor) or value):
+            raise NotImplementedError(f"{name}: slipstream has no such call of SGLang's kernels")
 
 
 class _Kernel:
@@ -38,9 +58,11 @@ class _Kernel:
     uses_state_checkpoints = False
     supports_fused_chain_verify = False
     supports_strided_target_verify_qkv = True
-    supports_track_state_snapshot = False
+    supports_track_state_snapshot = True
     supports_packed_decode = True
     supports_packed_decode_safe_gate = True
+    supports_safe_gate = True
+    supports_safe_gate_verify = True
 
     def decode(
         self,
@@ -54,15 +76,15 @@ class _Kernel:
         dt_bias: Tensor,
         ssm_states: Tensor,
         cache_indices: Tensor,
+        query_start_loc: Tensor | None = None,
         lower_bound: float | None = None,
         scale: float | None = None,
         **others: Any,
     ) -> Tensor:
         """One token of each sequence: q, k [1, N, H, K], v [1, N, HV, V], raw gates a [N, HV] or of
         KDA [N, HV K], b [N, HV]; ssm_states [slots, HV, V, K] by cache_indices [N], below 0 for
-        none. Returns o [1, N, HV, V]."""
-        if any(others.get(f"replayssm_{name}") is not None for name in ("d", "k", "g")):
-            raise NotImplementedError("replayssm: slipstream keeps no ring of records for SGLang")
+        none. query_start_loc has no effect. Returns o [1, N, HV, V]."""
+        _refuse(others)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         o = step(
             q,
@@ -117,28 +139,66 @@ class _Kernel:
         cache_steps: int,
         retrieve_parent_token: Tensor | None = None,
         lower_bound: float | None = None,
+        stable_rows: bool = False,
         **others: Any,
     ) -> Tensor:
-        """A chain of cache_steps drafts of each sequence, packed: ssm_states stay as they are, and
-        intermediate_states_buffer [rows, steps, HV, V, K] gets the state after each draft."""
-        if retrieve_parent_token is not None or others.get("cache_ring"):
-            raise NotImplementedError("target_verify: want a chain of drafts, and no ring")
-        buffer, rows = intermediate_states_buffer, intermediate_state_indices
-        N, T = cache_indices.shape[0], cache_steps
+        """A chain of at most cache_steps drafts of each sequence, packed: ssm_states stay as they
+        are, and intermediate_states_buffer [rows, steps, HV, V, K] gets the state after each draft,
+        in the rows intermediate_state_indices whether or not stable_rows asks for these."""
+        buffer, N, T = intermediate_states_buffer, query_start_loc.shape[0] - 1, cache_steps
+        rows = intermediate_state_indices[:N, None]
+        _refuse({"retrieve_parent_token": retrieve_parent_token, **others})
         a, b = self._gates(a, b, v.transpose(0, 1), ssm_states)
-        given = [unpacked(x, query_start_loc, T) for x in (q, k, v, a[:, 0][None], b[:, 0][None])]
-        steps = rows[:N, None] * buffer.shape[1] + query_start_loc.new_tensor(range(T))
+        drafts = torch.arange(T, device=rows.device)
+        is_draft = (rows >= 0) & (drafts < query_start_loc.diff()[:, None])
         o = step_drafts(
-            given,
+            [unpacked(x, query_start_loc, T) for x in (q, k, v, a[:, 0][None], b[:, 0][None])],
             states=ssm_states,
-            slots=cache_indices,
+            slots=cache_indices[:N],
             into=buffer.flatten(0, 1),
-            into_slots=steps.masked_fill(rows[:N, None] < 0, -1),
+            into_slots=torch.where(is_draft, rows * buffer.shape[1] + drafts, -1),
             A_log=A_log,
             dt_bias=dt_bias,
             lower_bound=lower_bound,
         )
-        return o.reshape(1, N * T, *o.shape[2:])
+        return packed(o, query_start_loc, q.shape[1])
+
+    def _extend(
+        self,
+        rule: Any,
+        *tensors: Tensor,
+        ssm_states: Tensor,
+        cache_indices: Tensor,
+        query_start_loc: Tensor,
+        in_place: bool,
+        all_states: bool,
+        track_state: Tensor | None,
+        track_chunk_idx: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """o, and with all_states those before every 64 tokens [1, chunks, HV, V, K] in float32. To
+        track_state [N, HV, V, K] goes the state before chunk track_chunk_idx of each sequence."""
+        T, into, rows = tensors[0].shape[1], track_state, None
+        if into is not None and track_chunk_idx is not None:
+            rows = rows_of_chunks(track_chunk_idx, query_start_loc, T)
+        elif all_states:
+            count = T // 64 + query_start_loc.shape[0] - 1
+            into = ssm_states.new_empty(count, *ssm_states.shape[1:], dtype=torch.float32)
+            rows = rows_of_starts(query_start_loc, T)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and rows is None):
+            o = prefill(
+                rule,
+                *tensors,
+                states=ssm_states,
+                slots=cache_indices,
+                cu_seqlens=query_start_loc,
+                in_place=in_place,
+                into=into,
+                rows=rows,
+                use_qk_l2norm_in_kernel=True,
+                **options,
+            )
+        return o, into[None] if into is not None and track_state is None else None
 
     def _gates(self, a: Tensor, b: Tensor, v: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """a [tokens, 1, HV] and b [tokens, 1, HV]"""
@@ -148,8 +208,6 @@ class _Kernel:
 
 class GDNKernel(_Kernel):
     """SGLang's calls of Gated DeltaNet: decode, drafts in a chain, prefill."""
-
-    uses_state_checkpoints = True
 
     def extend(
         self,
@@ -162,23 +220,42 @@ class GDNKernel(_Kernel):
         ssm_states: Tensor,
         cache_indices: Tensor,
         query_start_loc: Tensor,
-        inplace_update: bool = True,
-        num_state_checkpoints: int = 0,
-        state_checkpoint_every_n_tokens: int = 0,
+        inplace_update: bool | None = None,
+        num_state_checkpoints: int | None = None,
+        track_state: Tensor | None = None,
+        track_chunk_idx: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None, Tensor | None]:
         """Packed prompts [1, T, ...] with log decays g and beta [1, T, HV]; states are read and
-        written by cache_indices. Returns o, None, and, if asked for, the states at the checkpoints
-        of each sequence [1, checkpoints, HV, V, K]."""
-        tensors = q, k, v, g, beta
-        options: dict[str, Any] = {"states": ssm_states, "slots": cache_indices}
-        options |= {"cu_seqlens": query_start_loc, "use_qk_l2norm_in_kernel": True}
-        if num_state_checkpoints:
-            options |= {"every": state_checkpoint_every_n_tokens, "count": num_state_checkpoints}
-            o, h = prefill_with_states(chunk_gated_delta_rule, *tensors, **options)
-            return o, None, h[None]
-        o = prefill(chunk_gated_delta_rule, *tensors, in_place=inplace_update, **options)
-        return o, None, None
+        written by cache_indices.
+
+        Args:
+            inplace_update: False leaves the states as they are.
+            num_state_checkpoints: 0. Neither it nor inplace_update is there in SGLang 0.5.16, which
+                reads the states before every 64 tokens of each prefill.
+            track_state, track_chunk_idx: of each sequence the state before that chunk of 64 tokens
+                goes to its row in track_state [N, HV, V, K], if it is not below 0.
+
+        Returns:
+            o, None, and for 0.5.16 the states [1, chunks, HV, V, K].
+        """
+        _refuse({"num_state_checkpoints": num_state_checkpoints, **others})
+        o, h = self._extend(
+            chunk_gated_delta_rule,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            ssm_states=ssm_states,
+            cache_indices=cache_indices,
+            query_start_loc=query_start_loc,
+            in_place=inplace_update is not False,
+            all_states=inplace_update is None and num_state_checkpoints is None,
+            track_state=track_state,
+            track_chunk_idx=track_chunk_idx,
+        )
+        return o, None, h
 
 
 class KDAKernel(_Kernel):
@@ -199,39 +276,68 @@ class KDAKernel(_Kernel):
         dt_bias: Tensor | None = None,
         lower_bound: float | None = None,
         beta_is_raw: bool = False,
+        is_spec_decode: bool = False,
         return_intermediate_states: bool = False,
+        track_ssm_h_src: Tensor | None = None,
+        track_state: Tensor | None = None,
+        track_chunk_idx: Tensor | None = None,
         **others: Any,
-    ) -> Tensor:
-        """As GDNKernel's, of g [1, T, HV, K], raw if A_log is given; returns o alone."""
-        if return_intermediate_states or others.get("track_state") is not None:
-            raise NotImplementedError("return_intermediate_states: slipstream keeps no such states")
+    ) -> Any:
+        """As GDNKernel's, of g [1, T, HV, K], raw if A_log is given.
+
+        Args:
+            is_spec_decode: no effect: states move on in place, as by SGLang's Triton kernel.
+            track_ssm_h_src: if it is empty, the states of return_intermediate_states are not read.
+
+        Returns:
+            o; with return_intermediate_states also the states [1, chunks, HV, V, K], or None where
+            they are not read, or track_state is there for them.
+        """
+        _refuse(others)
         raw: dict[str, Any] = {}
         if A_log is not None:
             bias = None if dt_bias is None else dt_bias.reshape(-1)
             raw = {"use_gate_in_kernel": True, "A_log": A_log.reshape(-1), "dt_bias": bias}
             raw["lower_bound"] = lower_bound
-        return prefill(
+        is_read = track_ssm_h_src is None or track_ssm_h_src.numel() > 0
+        o, h = self._extend(
             chunk_kda,
             q,
             k,
             v,
             g.reshape(*v.shape[:3], q.shape[-1]),
             beta.reshape(v.shape[:3]),
-            states=ssm_states,
-            slots=cache_indices,
-            cu_seqlens=query_start_loc,
-            use_qk_l2norm_in_kernel=True,
+            ssm_states=ssm_states,
+            cache_indices=cache_indices,
+            query_start_loc=query_start_loc,
+            in_place=True,
+            all_states=return_intermediate_states and is_read,
+            track_state=track_state,
+            track_chunk_idx=track_chunk_idx,
             use_beta_sigmoid_in_kernel=beta_is_raw,
             **raw,
         )
+        return (o, h) if return_intermediate_states else o
 
     def _gates(self, a: Tensor, b: Tensor, v: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         shape = v.shape[0], 1, v.shape[2]
         return a.reshape(*shape, states.shape[-1]), b.reshape(shape)
 
 
+class _KDAKernelWithTrees(KDAKernel):
+    """Trees of drafts go to SGLang's kernel: its dispatcher of KDA has one for chains and trees."""
+
+    def __init__(self, trees: Any) -> None:
+        self.trees = trees
+
+    def target_verify(self, *args: Any, **call: Any) -> Tensor:
+        if call.get("retrieve_parent_token") is not None:
+            return self.trees.target_verify(*args, **call)
+        return super().target_verify(*args, **call)
+
+
 def register(config_class: type, arch_names: Sequence[str], kind: str, **options: Any) -> None:
-    """Tells SGLang to run a model's linear attention layers by slipstream.
+    """Tells SGLang to run the linear attention layers of a model that is not its own by slipstream.
 
     Args:
         config_class: of the model. arch_names: its architectures. kind: "gdn" or "kda".
@@ -240,8 +346,6 @@ def register(config_class: type, arch_names: Sequence[str], kind: str, **options
     Raises:
         ValueError: another kind. ImportError: there is no SGLang.
     """
-    from importlib import import_module
-
     if kind not in KINDS:
         raise ValueError(f"kind: want one of {', '.join(KINDS)}, got {kind!r}")
     registry = import_module(_REGISTRY)
@@ -255,29 +359,53 @@ def register(config_class: type, arch_names: Sequence[str], kind: str, **options
     )
 
 
+def register_builtin(*kinds: str) -> None:
+    """Puts slipstream's kernels into the models that SGLang has itself, by its registry of hooks.
+
+    For a plugin of the group sglang.srt.plugins. Again, it does nothing.
+
+    Args:
+        kinds: "gdn" and "kda"; both if none is given.
+
+    Raises:
+        KeyError: another kind. ImportError: there is no SGLang.
+    """
+    hooks = import_module(_HOOKS)
+    registry, replace = hooks.HookRegistry, hooks.HookType.REPLACE
+    for kind in kinds or KINDS:
+        target, cls = f"{_BACKENDS}.{kind}_backend.{KINDS[kind]}", _backend(kind)
+        if all(hook is not cls for _, hook, _ in registry._hooks.get(target, ())):
+            registry.register(target, cls, replace)
+
+
 def __getattr__(name: str) -> Any:
     """GDNAttnBackend and KDAAttnBackend, which SGLang imports by name."""
     for kind, known in KINDS.items():
         if name == known:
-            return _backend(kind, name)
+            return _backend(kind)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _backend(kind: str, name: str) -> type:
-    """SGLang's class of this name, with the kernels of a chain of drafts replaced."""
-    from importlib import import_module
-
-    module = import_module(f"sglang.srt.layers.attention.linear.{kind}_backend")
-    base: Any = getattr(module, name)
+# the class is the same before and after a hook has put it in the place of SGLang's
+@functools.cache
+def _backend(kind: str) -> type:
+    """SGLang's class of this kind, with slipstream's kernels in its dispatcher."""
+    name = KINDS[kind]
+    base: Any = getattr(import_module(f"{_BACKENDS}.{kind}_backend"), name)
 
     class Backend(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            kernel = GDNKernel() if kind == "gdn" else KDAKernel()
             dispatcher: Any = self.kernel_dispatcher
+            kernel = GDNKernel()
+            if kind == "kda":
+                kernel = _KDAKernelWithTrees(dispatcher.verify_kernel)
             dispatcher.decode_kernel = dispatcher.extend_kernel = kernel
             dispatcher.verify_kernel = kernel
+            # what SGLang has read of the kernels that were there before
             dispatcher.supports_packed_decode = True
+            dispatcher.supports_packed_decode_safe_gate = True
+            self._fused_chain_verify_fn = None
 
-    Backend.__name__ = name
+    Backend.__name__ = Backend.__qualname__ = name
     return Backend

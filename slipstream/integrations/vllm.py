@@ -1,17 +1,18 @@
-"""vLLM's linear attention by slipstream: prefill, decode and verify of GDN, Mamba-2's step.
+"""vLLM's linear attention by slipstream: prefill, decode and verify of GDN, the step of Mamba.
 
     from slipstream.integrations import vllm
 
     vllm.register()  # in every worker: from a plugin of the group vllm.general_plugins
 
-Written for vLLM 0.33, which is imported where it is needed. register() replaces what vLLM has a
-registry for: the layer ChunkGatedDeltaRule, which prefills Gated DeltaNet, and the backend that
-updates Mamba-2's states. For the fused decode of Gated DeltaNet and KDA it has none: its layers
-call a function by name, whose arguments delta_rule_update has.
+Written for vLLM 0.26 to 0.33, which is imported where it is needed. register() replaces what vLLM
+has a registry of operators for: the layer ChunkGatedDeltaRule, which prefills Gated DeltaNet, and
+the backend that updates the states of Mamba-1 and Mamba-2. Its layers call the fused decode of
+Gated DeltaNet and KDA by name; delta_rule_update has its arguments, for a layer of your own.
 
 Pools are [blocks, HV, V, K], with any stride between blocks. Block 0 belongs to no sequence.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
     selective_state_update as update_states,
 )
-from slipstream.integrations.serving import packed, step, step_drafts, unpacked
+from slipstream.integrations.serving import packed, slots_of, step, step_drafts, unpacked
+from slipstream.kernels.pointwise.copy_states import copy_states
 from slipstream.ops import chunk_gated_delta_rule as chunk_rule
 
 __all__ = [
@@ -74,6 +76,8 @@ def delta_rule_update(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
     *,
     initial_state: Tensor,
     ssm_state_indices: Tensor,
@@ -82,40 +86,40 @@ def delta_rule_update(
     scale: float | None = None,
     is_kda: bool = False,
     inplace_final_state: bool = True,
-    use_qk_l2norm_in_kernel: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As vLLM's fused_sigmoid_gating_delta_rule_update: a token of each sequence, or drafts.
 
     Args:
         a: raw gates [tokens, HV], or [tokens, HV K] if is_kda. b: raw beta [tokens, HV].
         q, k: [1, tokens, H, K]. v: [1, tokens, HV, V].
+        beta, threshold: of the gates' softplus, which has no others here.
         initial_state: the pool. ssm_state_indices: blocks [N], or with drafts [N, S], of the state
             after each of them.
-        num_accepted_tokens: [N], how many tokens of the last call were accepted, 1 or more. This
-            call begins with the state after the last of these.
+        num_accepted_tokens: [N], how many tokens of the last call were accepted. This call begins
+            with the state after the last of these; 0 is read as 1.
 
     Returns:
         o [1, tokens, HV, V], and the pool.
+
+    Raises:
+        NotImplementedError: inplace_final_state is False, or another softplus.
     """
-    if not (inplace_final_state and use_qk_l2norm_in_kernel):
-        raise NotImplementedError("want inplace_final_state and use_qk_l2norm_in_kernel")
+    if not inplace_final_state:
+        raise NotImplementedError("inplace_final_state: want True, the states of the pool move on")
+    if (beta, threshold) != (1.0, 20.0):
+        raise NotImplementedError(f"beta, threshold: want 1 and 20, got {beta} and {threshold}")
     (_, tokens, HV, _), K = v.shape, q.shape[-1]
     gates = a.reshape(1, tokens, HV, K) if is_kda else a.reshape(1, tokens, HV)
     parts = [q, k, v, gates, b.reshape(1, tokens, HV)]
     options: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "scale": scale}
-    N = cu_seqlens.shape[0] - 1
-    blocks = ssm_state_indices[:N]
-    blocks = blocks if blocks.dim() == 2 else blocks[:, None]
-    blocks = torch.where(blocks > NULL_BLOCK, blocks, -1)
+    options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+    blocks = _blocks(ssm_state_indices, cu_seqlens.shape[0] - 1)
     if num_accepted_tokens is None and blocks.shape[1] == 1:
         one = [unpacked(x, cu_seqlens, 1) for x in parts]
         o = step(*one, states=initial_state, slots=blocks[:, 0], **options)
     else:
-        # the block of the state after the last accepted token, where this call's begin
-        accepted = torch.zeros_like(blocks[:, 0])
-        if num_accepted_tokens is not None:
-            accepted = num_accepted_tokens[:N].to(blocks.dtype) - 1
-        first = blocks.gather(1, accepted[:, None].long())[:, 0]
+        first = _first(blocks, num_accepted_tokens)
         is_token = torch.arange(blocks.shape[1], device=blocks.device) < cu_seqlens.diff()[:, None]
         o = step_drafts(
             [unpacked(x, cu_seqlens, blocks.shape[1]) for x in parts],
@@ -147,50 +151,79 @@ def selective_state_update(
     cu_seqlens: Tensor | None = None,
     is_blackwell: bool = False,
 ) -> None:
-    """As vLLM's Mamba SSU backends: a token x [N, heads, P] of each sequence, into `out`.
+    """As vLLM's Mamba SSU backends: a token x [N, heads, P] of each sequence, or drafts, into out.
 
-    Raises:
-        NotImplementedError: drafts, or states that are read from one block and written to another.
+    Args:
+        state: the pool [blocks, heads, P, S], or [blocks, D, S] with x [N, D] of Mamba-1.
+        state_batch_indices: blocks [N], or with drafts [N, T], to read from.
+        dst_state_batch_indices: blocks to write to, those that are read if None.
+        null_block_id: the block of no state: from it zeros are read, and nothing is written.
+        num_accepted_tokens: [N], as delta_rule_update's: the state after each token is written to
+            a block of its own. Without, the state after a sequence's last goes to the first block.
+        cu_seqlens: [N + 1], of packed tokens, T or fewer of each sequence.
+        is_blackwell: no effect.
     """
-    if dst_state_batch_indices is not None or num_accepted_tokens is not None:
-        raise NotImplementedError("selective_state_update: want one block a sequence, no drafts")
-    if cu_seqlens is not None:
-        raise NotImplementedError("cu_seqlens: want one token a sequence")
-    slots = state_batch_indices
-    if slots is not None:
-        slots = slots[:, 0] if slots.dim() == 2 else slots
-        slots = torch.where(slots == null_block_id, -1, slots)[: x.shape[0]]
-    options: dict[str, Any] = {"z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
-    y = update_states(state, x, dt, A, B, C, D, state_batch_indices=slots, **options)
     if out is None:
         raise ValueError("out: want a tensor like x, got None")
-    out.copy_(y)
+    pool = state if state.dim() == 4 else state[:, None]
+    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    source = torch.arange(N, device=x.device)[:, None]
+    if state_batch_indices is not None:
+        source = _blocks(state_batch_indices, N, null_block_id)
+    target = source
+    if dst_state_batch_indices is not None:
+        target = _blocks(dst_state_batch_indices, N, null_block_id)
+    target = slots_of(pool, target, "dst_state_batch_indices")
+    first = slots_of(pool, _first(source, num_accepted_tokens), "state_batch_indices")
+    # as in vLLM's kernel, a state is rounded to the pool's dtype where it is written alone
+    own = torch.empty(N, *pool.shape[1:], dtype=torch.float32, device=x.device)
+    copy_states(pool, own, source_indices=first)
+    outputs = []
+    for t in range(1 if cu_seqlens is None else source.shape[1]):
+        tokens: Any = x, dt, B, C, z
+        into = target[:, 0 if num_accepted_tokens is None else t]
+        if cu_seqlens is not None:
+            at = cu_seqlens[:-1] + t
+            tokens = [_rows(i, at.clamp(max=x.shape[0] - 1)) for i in tokens]
+            into = torch.where(at < cu_seqlens[1:], into, -1)
+        x_t, dt_t, B_t, C_t, z_t = tokens
+        options: dict[str, Any] = {"z": z_t, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
+        states = own.view(N, *state.shape[1:])
+        outputs.append(update_states(states, x_t, dt_t, A, B_t, C_t, D, **options))
+        copy_states(own, pool, target_indices=torch.where(first < 0, -1, into))
+    y = torch.stack(outputs, 1)
+    out.copy_(y[:, 0] if cu_seqlens is None else packed(y, cu_seqlens, x.shape[0])[0])
+
+
+def _blocks(indices: Tensor, N: int, null: int = NULL_BLOCK) -> Tensor:
+    """Blocks [N, T] of N sequences, -1 for none."""
+    blocks = indices[:N] if indices.dim() == 2 else indices[:N, None]
+    return torch.where(blocks == null, -1, blocks)
+
+
+def _first(blocks: Tensor, num_accepted_tokens: Tensor | None) -> Tensor:
+    """The block [N] of the state after the last accepted token, where a call begins."""
+    if num_accepted_tokens is None:
+        return blocks[:, 0]
+    # vLLM counts 0 for a padded row
+    last = (num_accepted_tokens[: blocks.shape[0]].long() - 1).clamp(min=0)
+    return blocks.gather(1, last[:, None])[:, 0]
+
+
+def _rows(x: Tensor | None, at: Tensor) -> Tensor | None:
+    """Rows at of x, expanded as x is: a number a head takes Mamba-2's faster way."""
+    if x is None:
+        return None
+    once = x if x.stride(-1) else x[..., :1]
+    return once.index_select(0, at).expand(-1, *x.shape[1:])
 
 
 def register() -> None:
-    """Puts slipstream in the place of vLLM's own, where vLLM has a registry for it.
+    """Puts slipstream in the place of vLLM's own, where vLLM has a registry of operators.
+
+    In a process that has done so it does nothing, from any thread and after a fork.
 
     Raises:
-        ImportError: there is no vLLM.
+        ImportError: there is no vLLM. AssertionError: another plugin has registered the layer.
     """
-    from importlib import import_module
-
-    custom = import_module("vllm.model_executor.custom_op")
-    dispatch = import_module("vllm.model_executor.layers.mamba.ops.ssu_dispatch")
-
-    @custom.CustomOp.register_oot(name="ChunkGatedDeltaRule")
-    class ChunkGatedDeltaRule(custom.CustomOp):
-        gdn_prefill_backend = "slipstream"
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return chunk_gated_delta_rule(*args, **kwargs)
-
-    class SlipstreamSSUBackend(dispatch.MambaSSUBackend):
-        @property
-        def name(self) -> str:
-            return "slipstream"
-
-        def __call__(self, *args: Any, **kwargs: Any) -> None:
-            selective_state_update(*args, **kwargs)
-
-    dispatch._BACKEND_REGISTRY[dispatch.MambaBackendEnum.TRITON] = SlipstreamSSUBackend
+    import_module("slipstream.integrations.vllm_classes")

@@ -36,7 +36,7 @@ TABLES = {"input_ids": "vocabulary", "target": "vocabulary", "positions": "table
 TABLES |= {"beam_idx": "rows", "batch_select_indices": "rows", "logits_to_keep": "tokens"}
 INDICES = ("state_indices", "conv_state_indices", "cache_seqlens", "cache_batch_idx")
 INDICES += ("cache_leftpad", "block_table", "table", "state_batch_indices", "indices")
-INDICES += ("slots", "into_slots")
+INDICES += ("slots", "into_slots", "dst_state_batch_indices")
 OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc")
 NAMES = (*TABLES, *INDICES, *OFFSETS)
 # A slot is one program's, so that two never write the same words; of each: position + 1, id,

@@ -1,11 +1,8 @@
 """slipstream.integrations for engines: their calls beside the recurrence, and what registers them.
 
-tests/support/serving_peers.py compares with the engines' own functions, out of their wheels.
+tests/engines has them called by the engines' own classes, and beside the engines' own functions.
 """
 
-import sys
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +14,8 @@ from slipstream.integrations import sglang, vllm
 from slipstream.integrations.serving import (
     packed,
     prefill,
-    prefill_with_states,
+    rows_of_chunks,
+    rows_of_starts,
     step_drafts,
     unpacked,
 )
@@ -76,7 +74,7 @@ def test_sglang_verify(is_kda: bool) -> None:
     for n, row in enumerate(call.rows.tolist()):
         near(call.buffer[row], torch.stack(states[n][1:]))
     tree = {**call.sglang_verify(), "retrieve_parent_token": torch.zeros(N, T)}
-    with pytest.raises(NotImplementedError, match="chain"):
+    with pytest.raises(NotImplementedError, match=r"^retrieve_parent_token: "):
         KERNELS[is_kda].target_verify(**call.sglang(), **tree)
 
 
@@ -99,80 +97,102 @@ def test_sglang_prefill(is_kda: bool, raw: bool) -> None:
         expect_states(call, states, before)
 
 
-@pytest.mark.parametrize("consistent", [False, True])
-def test_states_on_the_way(consistent: bool) -> None:
-    call = Call.prefill(False)
+@kinds
+def test_sglang_verify_of_fewer_drafts(is_kda: bool) -> None:
+    """Sequences of one to T drafts, and tokens past the last: their states and others stay."""
+    call = Call.make([2, T, 1, 2], torch.tensor([5, 1, 2], dtype=torch.int32), is_kda)
+    call.offsets = call.offsets[:-1]
+    call.buffer, call.rows = torch.zeros(N + 1, T, HV, V, K), torch.tensor([2, 0, 1])
+    want, states = call.expected()
+    got = KERNELS[is_kda].target_verify(**call.sglang(), **call.sglang_verify(), stable_rows=True)
+    assert got.shape == call.v.shape
+    near(got[:, :-2], want)
+    left = torch.zeros_like(call.buffer).double()
+    for n, row in enumerate(call.rows.tolist()):
+        left[row, : len(states[n]) - 1] = torch.stack(states[n][1:])
+    near(call.buffer, left)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sglang_snapshots(is_kda: bool, dtype: torch.dtype) -> None:
+    """The state before a chunk of 64 tokens of each sequence, whose pool may be in 16 bits."""
+    call = Call.prefill(is_kda)
+    call.states = call.states.to(dtype)
+    want, states = call.expected()
+    track, chunks = torch.full((N, HV, V, K), 7.0), torch.tensor([1, 0, -1], dtype=torch.int32)
+    given = {"track_state": track, "track_chunk_idx": chunks}
+    if is_kda:
+        given |= {"return_intermediate_states": True, "track_ssm_h_src": torch.tensor([1])}
+    found: Any = KERNELS[is_kda].extend(**call.sglang_prefill(), **given)
+    near(found[0], want)
+    assert found[-1] is None
+    near(track[0], states[0][64])
+    near(track[1], states[1][0])
+    assert bool((track[2] == 7).all())
+
+
+@kinds
+def test_sglang_states_before_chunks(is_kda: bool) -> None:
+    """What SGLang 0.5.16 reads: [1, chunks, HV, V, K], sequence by sequence."""
+    call = Call.prefill(is_kda)
     (want, states), before = call.expected(), call.states.clone()
-    given = call.sglang_prefill()
-    if consistent:
-        names = "q", "k", "v", "g", "beta"
-        rule = partial(chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, consistent=True)
-        pool: dict[str, Any] = {"states": call.states, "slots": call.slots}
-        tensors = [given[x] for x in names]
-        o, h = prefill_with_states(
-            rule, *tensors, **pool, cu_seqlens=call.offsets, every=64, count=2
-        )
-        left = call.states.clone()
-        call.states.copy_(before)
-        assert torch.equal(o, prefill(rule, *tensors, **pool, cu_seqlens=call.offsets))
-        assert torch.equal(left, call.states)
-    else:
-        wanted: Any = {"num_state_checkpoints": 2, "state_checkpoint_every_n_tokens": 64}
-        o, _, found = sglang.GDNKernel().extend(**given, **wanted)
-        assert found is not None
-        h = found[0]
-    near(o, want)
+    options = {"return_intermediate_states": True} if is_kda else {}
+    found: Any = KERNELS[is_kda].extend(**call.sglang_prefill(), **options)
+    near(found[0], want)
     # of 70, 5 and 64 tokens
-    near(h, torch.stack([states[0][64], states[2][64]]))
+    near(found[-1][0, :4], torch.stack([states[0][0], states[0][64], states[1][0], states[2][0]]))
     expect_states(call, states, before)
+    if is_kda:  # of a later release, which says that it reads none
+        options["track_ssm_h_src"] = torch.zeros(0)
+        assert KERNELS[True].extend(**call.sglang_prefill(), **options)[1] is None
 
 
-def test_sglang_refuses_what_it_has_not() -> None:
-    call = Call.prefill(True)
-    with pytest.raises(NotImplementedError, match="return_intermediate_states"):
-        KERNELS[True].extend(**call.sglang_prefill(), return_intermediate_states=True)
+def test_rows_of_chunks() -> None:
+    offsets = torch.tensor([0, 70, 70, 134, 200], dtype=torch.int32)
+    rows = rows_of_starts(offsets, 200)
+    assert rows.dtype == torch.int32
+    assert rows.tolist() == [[0, 1, -1, -1, -1], [-1] * 5, [2] + [-1] * 4, [3, 4, -1, -1, -1]]
+    chunks = torch.tensor([1, -1, 0, 3, 9])
+    rows = rows_of_chunks(chunks, offsets, 200)
+    assert rows.tolist() == [[-1, 0, -1, -1, -1], [-1] * 5, [2] + [-1] * 4, [-1, -1, -1, 3, -1]]
+
+
+RING = torch.zeros(1)
+REFUSED = {
+    "decode": ("replayssm_d", "replayssm_k", "replayssm_g", "replayssm_write_pos"),
+    "target_verify": (
+        "cache_ring", "replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta",
+        "fused_accept_state_indices", "fused_accept_num_accepted", "retrieve_parent_token",
+    ),
+    "extend": ("num_state_checkpoints", "state_checkpoint_indices", "an_argument_of_tomorrow"),
+}  # fmt: skip
+
+
+@kinds
+@pytest.mark.parametrize("method", REFUSED)
+def test_sglang_refuses_by_name(is_kda: bool, method: str) -> None:
+    """What asks for nothing passes; nothing that asks for something is passed over."""
+    call = Call.decode(is_kda) if method == "decode" else Call.verify(is_kda)
+    given = call.sglang_prefill() if method == "extend" else call.sglang()
+    if method == "target_verify":
+        given |= call.sglang_verify()
+    run = getattr(KERNELS[is_kda], method)
+    for name in REFUSED[method]:
+        for nothing in (None, False, 0):
+            run(**{**given, name: nothing})
+        before = call.states.clone()
+        for something in (True, 2, RING):
+            with pytest.raises(NotImplementedError, match=f"^{name}: "):
+                run(**{**given, name: something})
+        assert torch.equal(call.states, before)
+
+
+def test_sglang_registers_known_kinds_alone() -> None:
     with pytest.raises(ValueError, match="kind"):
         sglang.register(dict, [], "mamba")
     with pytest.raises(AttributeError):
         sglang.OtherBackend  # noqa: B018
-
-
-def modules(monkeypatch: pytest.MonkeyPatch, **values: dict[str, Any]) -> None:
-    """Modules of an engine that is not there; __ stands for a dot."""
-    for name, members in values.items():
-        parts = name.split("__")
-        for end in range(1, len(parts) + 1):
-            module = ModuleType(".".join(parts[:end]))
-            module.__path__ = []
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        module.__dict__.update(members)
-
-
-def test_sglang_registers_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dispatcher:
-        decode_kernel = extend_kernel = verify_kernel = tree_verify_kernel = "triton"
-
-    class KDAAttnBackend:
-        def __init__(self, runner: str) -> None:
-            self.runner, self.kernel_dispatcher = runner, Dispatcher()
-
-    registry: list[Any] = []
-    folder = "sglang__srt__layers__attention__linear__kda_backend"
-    members = {"LinearAttnModelSpec": dict, "register_linear_attn_model": registry.append}
-    modules(monkeypatch, **{folder: {"KDAAttnBackend": KDAAttnBackend}})
-    module = ModuleType("sglang.srt.configs.linear_attn_model_registry")
-    module.__dict__.update(members)
-    monkeypatch.setitem(sys.modules, "sglang.srt.configs", ModuleType("sglang.srt.configs"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    sglang.register(dict, ["Mine"], "kda", uses_mamba_radix_cache=False)
-    (spec,) = registry
-    assert spec["backend_class_name"] == "slipstream.integrations.sglang.KDAAttnBackend"
-    assert spec["arch_names"] == ["Mine"] and not spec["uses_mamba_radix_cache"]
-    backend: Any = sglang.KDAAttnBackend("runner")
-    assert isinstance(backend, KDAAttnBackend) and backend.runner == "runner"
-    dispatcher: Any = backend.kernel_dispatcher
-    assert isinstance(dispatcher.decode_kernel, sglang.KDAKernel)
-    assert dispatcher.tree_verify_kernel == "triton" and dispatcher.supports_packed_decode
 
 
 @kinds
@@ -227,42 +247,30 @@ def test_vllm_mamba_step() -> None:
     near(out[slots > 0], want[slots > 0])
     near(call.states[slots[slots > 0].long()], S[slots > 0])
     assert torch.equal(call.states[0], before[0])
-    with pytest.raises(NotImplementedError, match="drafts"):
-        vllm.selective_state_update(**given, out=out, num_accepted_tokens=torch.ones(N))
+    with pytest.raises(ValueError, match=r"^out: want a tensor like x"):
+        vllm.selective_state_update(**given)
 
 
-def test_vllm_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers: dict[str, Any] = {}
+def test_vllm_refuses_by_name() -> None:
+    call = Call.decode(False, 1)
+    for name, value in (("inplace_final_state", False), ("beta", 2.0), ("threshold", 1.0)):
+        with pytest.raises(NotImplementedError, match=name):
+            vllm.delta_rule_update(**{**call.vllm(), name: value})
 
-    class CustomOp:
-        @staticmethod
-        def register_oot(name: str) -> Any:
-            return lambda cls: layers.setdefault(name, cls)
 
-    class MambaBackendEnum:
-        TRITON = "triton"
-
-    folder = "vllm__model_executor__layers__mamba__ops__ssu_dispatch"
-    registry = {"triton": None}
-    members: dict[str, Any] = {"MambaSSUBackend": object, "MambaBackendEnum": MambaBackendEnum}
-    modules(monkeypatch, **{folder: {**members, "_BACKEND_REGISTRY": registry}})
-    custom = ModuleType("vllm.model_executor.custom_op")
-    custom.__dict__["CustomOp"] = CustomOp
-    monkeypatch.setitem(sys.modules, custom.__name__, custom)
-    vllm.register()
-    call, given = Call.mamba()
-    backend: Any = registry["triton"]
-    out = torch.zeros_like(given["x"])
-    backend()(**given, out=out)
-    assert backend().name == "slipstream" and out.any() and call.states.isfinite().all()
-    assert set(layers) == {"ChunkGatedDeltaRule"}
-    given = Call.prefill(False).sglang_prefill()
-    tensors = {n: given[n] for n in ("q", "k", "v", "g", "beta")}
-    ends = {"initial_state": None, "output_final_state": False}
-    o, final = layers["ChunkGatedDeltaRule"]().forward(
-        **tensors, **ends, cu_seqlens=given["query_start_loc"]
-    )
-    assert o.shape == given["v"].shape and final is None
+def test_vllm_without_norms_of_q_and_k() -> None:
+    """Which is what no argument asks for in vLLM's function."""
+    call = Call.decode(False, 1)
+    for name in ("q", "k"):
+        setattr(call, name, F.normalize(getattr(call, name), dim=-1))
+    want, _ = call.expected()
+    given = call.vllm()
+    del given["use_qk_l2norm_in_kernel"]
+    got, _ = vllm.delta_rule_update(**given)
+    near(got[:, call.valid_rows(N)], want[:, call.valid_rows(N)])
+    call.q = 2 * call.q
+    twice, _ = vllm.delta_rule_update(**{**given, "q": call.q, "initial_state": call.states})
+    assert not torch.allclose(got, twice)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -136,6 +136,7 @@ class Call:
         given = {n: getattr(self, n) for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}
         pool = {"initial_state": self.states, "ssm_state_indices": self.slots}
         more = {"cu_seqlens": self.offsets, "num_accepted_tokens": self.accepted}
+        more["use_qk_l2norm_in_kernel"] = True
         return {**given, **pool, **more}
 
     def gates(self, lower_bound: float | None = None) -> tuple[Tensor, Tensor]:

@@ -1,49 +1,31 @@
-"""slipstream.integrations beside the engines' own Triton functions.
+"""slipstream.integrations beside the engines' own Triton functions, as tests/engines runs it.
 
-The functions are read from an unpacked wheel, whose packages are not run: what they import of the
-rest of the engine is a few answers about the device, which are given here.
-
-TRITON_INTERPRET=1 python -m tests.support.serving_peers sglang DIR     DIR has sglang/
-TRITON_INTERPRET=1 python -m tests.support.serving_peers vllm DIR       DIR has vllm/
+TRITON_INTERPRET=1 python -m tests.support.serving_peers vllm-0.33.0     a release in .engines
 
 On a GPU the same without TRITON_INTERPRET; SGLang's prefill is compared there alone, since the
-interpreter has not what it calls.
+interpreter has not what it calls. Of the engines their functions are run; what these ask about the
+device is answered here.
 """
 
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
+from slipstream.integrations import vllm
+from slipstream.integrations.sglang import GDNKernel, KDAKernel
 from slipstream.runtime.backends import INTERPRETED
-from tests.support.serving_calls import Call
+from tests.support.engines import loaded
+from tests.support.serving_calls import HV, Call, K, V
 
 Run = Callable[[], Any]
-
-
-def packages(root: Path, name: str) -> None:
-    """Makes a package and all below it importable without their __init__."""
-    for folder in [root / name, *(x for x in (root / name).rglob("*") if x.is_dir())]:
-        module = ModuleType(".".join(folder.relative_to(root).parts))
-        module.__path__ = [str(folder)]
-        sys.modules[module.__name__] = module
-
-
-def stub(name: str, **values: Any) -> None:
-    module = ModuleType(name)
-    module.__dict__.update(values)
-    sys.modules[name] = module
-
-
-def no() -> bool:
-    return False
+ANSWERS = {"get_device_sm": lambda: 90, "torch_release": (2, 13)}
 
 
 def show(name: str, got: Tensor, want: Tensor, limit: float) -> None:
@@ -67,29 +49,33 @@ def compare(name: str, call: Call, ours: Run, theirs: Run, limit: float) -> None
         show(f"{name}, pool {i}", x, y, limit)
 
 
-def of_sglang(root: Path) -> None:
-    packages(root, "sglang")
-    release = (2, 13)
-    stub("einops", rearrange=None)
-    stub("sglang.kernels.jit.utils", is_arch_support_pdl=no)
-    answers = {"get_device_sm": lambda: 90, "is_cuda": no, "is_hip": no, "is_npu": no}
-    answers |= {"is_cpu": no, "is_xpu": no, "is_musa": no}
-    answers |= {"is_gfx95_supported": no, "is_sm100_supported": no, "is_sm90_supported": no}
-    stub("sglang.srt.utils", **answers)
-    stub("sglang.srt.utils.common", torch_release=release, **answers)
+def of_sglang(release: str) -> None:
     folder = "sglang.kernels.ops.attention"
-    fused = import_module(f"{folder}.linear.fused_sigmoid_gating_recurrent")
-    update = fused.fused_sigmoid_gating_delta_rule_update
-    from slipstream.integrations.sglang import GDNKernel, KDAKernel
+    fused = "linear.fused_sigmoid_gating_recurrent"
+    if release == "sglang-0.5.16":
+        fused = "fla.fused_sigmoid_gating_recurrent"
+    given: dict[str, Any] = {"sglang__srt__utils": ANSWERS, "sglang__srt__utils__common": ANSWERS}
+    with loaded(release, f"{folder}.{fused}", f"{folder}.fla", **given) as (module, _):
+        compare_sglang(release, module.fused_sigmoid_gating_delta_rule_update)
+
+
+def compare_sglang(release: str, update: Callable[..., Any]) -> None:
+    is_older = release == "sglang-0.5.16"  # no bound, no stride between states
+
+    def made(call: Call) -> Call:
+        call.states = call.states.contiguous() if is_older else call.states
+        return call
 
     for kernel, is_kda, lower_bound in (
         (GDNKernel(), False, None),
         (KDAKernel(), True, None),
         (KDAKernel(), True, -5.0),
     ):
+        if is_older and lower_bound:
+            continue
         kind = type(kernel).__name__ + (" bounded" if lower_bound else "")
-        more: dict[str, Any] = {"lower_bound": lower_bound} if is_kda else {}
-        call = Call.decode(is_kda)
+        more: dict[str, Any] = {"lower_bound": lower_bound} if lower_bound else {}
+        call = made(Call.decode(is_kda))
         compare(
             f"{kind} decode",
             call,
@@ -99,7 +85,7 @@ def of_sglang(root: Path) -> None:
             ),
             1e-5,
         )
-        call = Call.verify(is_kda)
+        call = made(Call.verify(is_kda))
         compare(
             f"{kind} verify",
             call,
@@ -117,7 +103,7 @@ def of_sglang(root: Path) -> None:
         )
     if INTERPRETED:
         return
-    chunk = import_module(f"{folder}.fla.chunk")
+    chunk = import_module("sglang.kernels.ops.attention.fla.chunk")
     call = Call.prefill(False, torch.bfloat16)
     given = call.sglang_prefill()
     compare(
@@ -139,33 +125,28 @@ def of_sglang(root: Path) -> None:
     )
 
 
-def of_vllm(root: Path) -> None:
-    import triton.language as tl
-
-    packages(root, "vllm")
-    stub("vllm.triton_utils", tl=tl, triton=triton, HAS_TRITON=True)
-    platform = ModuleType("platform")
-    platform.is_cpu = platform.is_rocm = platform.is_xpu = no  # pyright: ignore[reportAttributeAccessIssue]
-    platform.is_device_capability_family = lambda x: False  # pyright: ignore[reportAttributeAccessIssue]
-    stub("vllm.platforms", current_platform=platform)
-    stub("vllm.envs")
-    stub("vllm._custom_ops")
-    stub("vllm.logger", init_logger=lambda name: __import__("logging").getLogger(name))
-    stub("vllm.utils.platform_utils", get_device_name_as_file_name=lambda: "cpu")
-    stub("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0)
+def of_vllm(release: str) -> None:
     torch.accelerator.device_index = lambda index: nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
-    gating = "vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating"
-    update = import_module(gating).fused_sigmoid_gating_delta_rule_update
-    ssm: Any = import_module("vllm.model_executor.layers.mamba.ops.mamba_ssm")
-    ssm.try_get_optimal_ssm_config = lambda *args: (16, 1)
-    from slipstream.integrations import vllm
+    files = ["vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating"]
+    files += ["vllm.third_party.flash_linear_attention.ops.op"]
+    files += ["vllm.model_executor.layers.mamba.ops"]
+    given: dict[str, Any] = {
+        "vllm__triton_utils": {"tl": tl, "triton": triton, "HAS_TRITON": True},
+        "vllm__v1__attention__backends__utils": {"NULL_BLOCK_ID": 0},
+    }
+    with loaded(release, *files, **given) as (gating, *_):
+        ssm: Any = import_module("vllm.model_executor.layers.mamba.ops.mamba_ssm")
+        ssm.try_get_optimal_ssm_config = lambda *args: (16, 1)
+        compare_vllm(gating.fused_sigmoid_gating_delta_rule_update, ssm.selective_state_update)
 
+
+def compare_vllm(update: Callable[..., Any], update_states: Callable[..., Any]) -> None:
     for is_kda in (False, True):
         calls = {"decode": Call.decode(is_kda, 1)}
         if not is_kda:  # theirs reads the gates of later tokens where those of a head are
             calls["verify"] = Call.drafts(is_kda)
         for name, call in calls.items():
-            given = {**call.vllm(), "is_kda": is_kda, "use_qk_l2norm_in_kernel": True}
+            given = {**call.vllm(), "is_kda": is_kda}
             compare(
                 f"delta_rule_update {name}, kda {is_kda}",
                 call,
@@ -173,19 +154,49 @@ def of_vllm(root: Path) -> None:
                 lambda given=given: update(**given)[0],
                 1e-5,
             )
-    call, given = Call.mamba()
-    want, got = (torch.zeros_like(given["x"]) for _ in range(2))
-    before = call.states.clone()
-    ssm.selective_state_update(**given, out=want)
-    left = call.states.clone()
-    call.states.copy_(before)
-    vllm.selective_state_update(**given, out=got)
-    valid = given["state_batch_indices"] > 0
-    show("selective_state_update", got[valid], want[valid], 1e-5)
-    show("selective_state_update, pool", call.states, left, 1e-5)
+    for name, terms, options in mamba_calls():
+        want, got = (torch.zeros_like(terms["x"]) for _ in range(2))
+        pool = terms["state"]
+        before = pool.clone()
+        update_states(**terms, **options, out=want)
+        left = pool.clone()
+        pool.copy_(before)
+        vllm.selective_state_update(**terms, **options, out=got)
+        sources = options["state_batch_indices"]
+        valid = slice(None) if sources.dim() == 2 else sources > 0
+        show(f"selective_state_update, {name}", got[valid], want[valid], 1e-5)
+        show(f"selective_state_update, {name}, pool", pool, left, 1e-5)
+
+
+def mamba_calls() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """A token of each sequence, to other blocks, drafts, and tokens without drafts."""
+    one = torch.tensor([5, 0, 2], dtype=torch.int32)
+    drafts = torch.tensor([[5, 1, 2], [3, 4, 6], [7, 8, 0]], dtype=torch.int32)
+    elsewhere = torch.tensor([[9, 1, 10], [3, 4, 6], [7, 11, 0]], dtype=torch.int32)
+    offsets = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    accepted = {"num_accepted_tokens": torch.tensor([2, 1, 1], dtype=torch.int32)}
+    rows: list[tuple[str, Tensor, Tensor, dict[str, Any]]] = [
+        ("a token", one, one, {}),
+        ("to other blocks", one, torch.tensor([7, 0, 2], dtype=torch.int32), {}),
+        ("drafts", drafts, drafts, {**accepted, "cu_seqlens": offsets}),
+        ("drafts to other blocks", drafts, elsewhere, {**accepted, "cu_seqlens": offsets}),
+        ("tokens", drafts, drafts, {"cu_seqlens": offsets}),
+    ]
+    calls = []
+    for name, source, target, more in rows:
+        tokens = int(offsets[-1]) if more else 3
+        A = -torch.rand(HV)[:, None, None].expand(HV, V, K)
+        dt, bias, D = (torch.randn(*n, HV, 1).expand(*n, HV, V) for n in ((tokens,), (), ()))
+        B, C = torch.randn(2, tokens, 1, K).unbind()
+        terms = {"state": torch.randn(12, HV, V, K), "x": torch.randn(tokens, HV, V), "dt": dt}
+        terms |= {"A": A, "B": B, "C": C, "D": D, "dt_bias": bias}
+        blocks = {"state_batch_indices": source, "dst_state_batch_indices": target}
+        calls.append((name, terms, {"dt_softplus": True, **blocks, **more}))
+    return calls
 
 
 if __name__ == "__main__":
     if not INTERPRETED:
         torch.set_default_device("cuda")
-    {"sglang": of_sglang, "vllm": of_vllm}[sys.argv[1]](Path(sys.argv[2]).resolve())
+    torch.manual_seed(0)
+    {"sglang": of_sglang, "vllm": of_vllm}[sys.argv[1].partition("-")[0]](sys.argv[1])
