@@ -18,7 +18,7 @@ qwen3_next is transformers' in plain torch.
 loss: of train the mean over the last 50 steps, nats a byte; of held-out over 64 rows; of
 all-held-out over all of that text, at the end. The gap of ours to fla, mean over the seeds, should
 be no larger than that between fla's seeds, mean over all pairs (one may be near by chance), at the
-last step that all reached: tools/convergence_table.py.
+last step that all reached: tools/table_specs.py.
 How much of a gap is chance, "moved" shows: fla's model once more from the same seed, each weight
 off by a millionth.
 """

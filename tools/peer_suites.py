@@ -37,6 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from table_specs import is_omitted
 
 # by package: where tests are of what slipstream.compat has
 SUITES = {
@@ -54,13 +55,6 @@ SUITES = {
         "tests/ops/test_*.py", "tests/modules/test_*.py", "tests/layers/test_*.py",
         "tests/models/test_modeling_*.py",
     ),
-}  # fmt: skip
-# fla's tests of its tuner and choice of kernels, and of operators that slipstream.compat refuses by
-# name: none of their cases can run
-OMITTED = {
-    "backends", "cache", "deltaformer", "dplr_tilelang", "gdn_kernels", "intracard_cache",
-    "log_linear_attn", "mesa", "moba", "nsa", "parallax", "path_attn", "solve_tril", "titans",
-    "ttt", "wall_attn",
 }  # fmt: skip
 # whose functions a peer's own files call
 OTHERS = {"fla": ("causal_conv1d", "mamba_ssm"), "mamba_ssm": ("causal_conv1d",)}
@@ -280,11 +274,6 @@ def run_share(copy: Path, environment: dict[str, str], share: str, seconds: floa
     print(*(f"failed: {x}" for x in failures), sep="\n")
     print(*(f"skipped {n}: {x}" for x, n in why_skipped.items()), sep="\n")
     return Counter(counts)
-
-
-def is_omitted(package: str, file: str) -> bool:
-    """Whether none of its cases can run."""
-    return package == "fla" and Path(file).stem.split("_", 1)[1] in OMITTED
 
 
 def commit_of(checkout: Path) -> str:
