@@ -77,7 +77,8 @@ def test_tried_ideas_are_one_row_each(page: str) -> None:
         assert dates == sorted(dates, reverse=True)
 
 
-def test_notes_for_maintainers_are_short() -> None:
+def test_changelog_and_notes_for_maintainers_are_short() -> None:
+    assert len((DOCS.parent / "CHANGELOG.md").read_text().splitlines()) <= 120
     assert sum(len(x.read_text().splitlines()) for x in (DOCS / "dev").rglob("*.md")) <= 2000
 
 

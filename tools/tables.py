@@ -185,7 +185,6 @@ STRICT = ("README.md", "docs/performance.md", "docs/index.md")
 # (page, text): what is no measurement
 ALLOWED = {
     ("docs/tools/matrix.md", "180 s"): "a default of the command",
-    ("CHANGELOG.md", "512 MiB"): "a bound that the code sets",
 }
 
 
