@@ -142,6 +142,18 @@ def test_launches_what_triton_would(gpu: list[tuple]) -> None:
     assert asked < 120
 
 
+def test_devices_have_kernels_of_their_own(gpu: list[tuple]) -> None:
+    """One that was loaded for a device does not run on another."""
+    remembering, asked = CachedKernel(toy_kernel), []
+    args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
+    for device in (0, 1, 0, 1):
+        current = mock.patch.object(AbsentGPU, "get_current_device", return_value=device)
+        with current, mock.patch.object(toy_kernel, "run", wraps=toy_kernel.run) as run:
+            remembering[1,](*args, **named)
+            asked.append(run.called)
+    assert asked == [True, True, False, False] and len(gpu) == 4
+
+
 def test_profiler_sees_every_launch(gpu: list[tuple]) -> None:
     args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
     remembering, seen = CachedKernel(toy_kernel), []

@@ -1,6 +1,7 @@
 """The Triton norms under Triton's interpreter: every row of the blocks, small tiles, options."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ NAMES = ("rms_norm", "layer_norm", "l2_norm", "group_norm", "rms_norm_gated")
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_triton_norms_match_reference() -> None:
     run(*NAMES)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_norms_match_reference_in_rounds_past_their_last_column() -> None:
+    run("uneven", script="tests.kernels.norm.test_triton_interpreted")
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -71,12 +77,32 @@ def small_tiles(rows: int) -> None:
     short = tiles.Row(8, 8 * rows, 4, 1, 1)
     tiles.FORWARD = (short, tiles.Row(32, 32 * rows, 4, 0, 1, lean=True))
     tiles.BACKWARD, tiles.LOOPED, tiles.SPLIT = (short,), short, short
+    tiles.UNEVEN = tiles.SUMS = short
     launch._tile.cache_clear()
+
+
+def check_uneven() -> None:
+    """Rows of more than a round, whose last one is not full: rows that begin at multiples of 16
+    bytes and others."""
+    single, affine = torch.float32, ("weight", "bias")
+    for D, centre in itertools.product((20, 13), (False, True)):
+        n = NormOptions(1e-5, centre=centre)
+        check(n, affine, single, single, D)
+        for first in (False, True):
+            gated = n._replace(activation="silu", gate_first=first)
+            check(gated, ("gate", *affine), single, single, D)
+        check(n._replace(keep_h=True), ("residual", "weight"), single, single, D)
+        check(n._replace(groups=3), affine, single, single, 3 * D)
+    check(NormOptions(1e-6, l2=True), (), single, single, 20)
 
 
 def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
+    if sys.argv[1:] == ["uneven"]:
+        small_tiles(1)
+        check_uneven()
+        return
     single, half = torch.float32, torch.float16
     affine = ("weight", "bias")
     for rows in (0, 1, 2):
