@@ -390,7 +390,7 @@ class StateCache(OpenRows):
 
     def reserve(self, tokens: int) -> None:
         """Room for T more tokens in the softmax layers; graphs go if that moved tensors."""
-        expect_count("tokens", tokens)
+        tokens = expect_count("tokens", tokens)
         moved = [layer.reserve(tokens) for layer in self.layers]
         if any(moved):
             self.graphs.clear()
@@ -415,7 +415,7 @@ class StateCache(OpenRows):
     def copy(self, row: int = 0) -> "StateCache":
         """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
         if self.rows:
-            expect_row(row, self.rows)
+            row = expect_row(row, self.rows)
         made = StateCache(0, None, *self.rounding)
         made.layers = [layer.copied(row) for layer in self.layers]
         if self.open_rows is not None:  # whose tensors no call changes
@@ -437,7 +437,7 @@ class StateCache(OpenRows):
         does not matter, but it counts: `put(row, None)` empties it.
         """
         self._expect_tensors("pool")
-        expect_count("rows", rows)
+        rows = expect_count("rows", rows)
         made = StateCache(0, max_length, *self.rounding)
         made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
         made.lengths = [0] * rows
@@ -448,7 +448,7 @@ class StateCache(OpenRows):
         cache is longer than the pool has room for."""
         if self.lengths is None:
             raise ValueError("put: want a cache that StateCache.pool() made")
-        expect_row(row, len(self.lengths))
+        row = expect_row(row, len(self.lengths))
         if cache is not None:
             getattr(cache, "rounding", self.rounding).expect("put", self.rounding)
             self._expect_fits(cache)
@@ -464,7 +464,7 @@ class StateCache(OpenRows):
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        expect_count("repeats", repeats)
+        repeats = expect_count("repeats", repeats)
         self.graphs.clear()
         super().batch_repeat_interleave(repeats)
 

@@ -40,7 +40,13 @@ class Generation(_Base):
         cache_config={"state_dtype": "int8"} keeps recurrent states in int8, about a third of the
         bytes. {"key_dtype": "int8"} or "float8_e4m3fn" keeps keys and values in about half of
         bfloat16's bytes (StateCache).
+
+        cache= is one of an earlier call, or of PrefixCache, also before transformers 5.24, which
+        calls it past_key_values; input_ids have its tokens too. A row of it serves all beams and
+        samples of that row.
         """
+        if "cache" in kwargs and CACHE not in kwargs:
+            kwargs[CACHE] = kwargs.pop("cache")
         # not where another thread's runs, or this is one inside of a streamer
         if not self.decoding.begin(self):  # pyright: ignore[reportArgumentType]
             return super().generate(*args, **kwargs)
@@ -84,7 +90,10 @@ class Generation(_Base):
         )
         given = model_kwargs.get(CACHE)
         drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if isinstance(given, StateCache):
+            if copies > 1 and given.rows == batch_size:
+                given.batch_repeat_interleave(copies)
             self.decoding.claim(self, given)  # pyright: ignore[reportArgumentType]
         if generation_config.use_cache is not False:
             self._expect_steps()
@@ -93,7 +102,6 @@ class Generation(_Base):
         if drafted and not self._looks_up(generation_config):
             self.decoding.refuse(self.decoding.drafts_failure or DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
         rounding = rounding_of(generation_config)
-        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
         if whose or not self.decoding.can_lend:
             cache = StateCache(len(self.model.layers), max_cache_length, *rounding)  # pyright: ignore[reportAttributeAccessIssue]
@@ -180,6 +188,21 @@ class Generation(_Base):
             streamer.end()
         return input_ids
 
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        **options: Any,
+    ) -> Any:
+        cache, size = model_kwargs.get(CACHE), generation_config.prefill_chunk_size
+        if CACHE != "cache" and size is not None and cache is not None and cache.get_seq_length():
+            raise NotImplementedError(
+                "prefill_chunk_size: want transformers 5.24 or newer beside a cache with tokens: "
+                "before, its chunks begin with the tokens that the cache has"
+            )
+        return super()._prefill(input_ids, generation_config, model_kwargs, **options)
+
     def _prompt_logits(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], first: bool
     ) -> Tensor:
@@ -231,6 +254,7 @@ class Generation(_Base):
 
         Raises:
             NotImplementedError: drafts by layers of the model itself, or from its hidden states.
+            ValueError: a cache without its tokens in input_ids.
         """
         for name in ("assistant_early_exit", "speculation_type"):
             if (value := getattr(generation_config, name, None)) is not None:
@@ -248,6 +272,12 @@ class Generation(_Base):
         if kwargs.get("attention_mask") is None and input_ids.shape[1]:
             # an assistant that is told of no mask takes pad tokens among the words for padding
             kwargs["attention_mask"] = torch.ones_like(input_ids)
+        past = cache.get_seq_length() if isinstance(cache, StateCache) else 0
+        if past and not past < input_ids.shape[1] == kwargs["attention_mask"].shape[1]:
+            raise ValueError(
+                f"input_ids: want the {past} tokens of the cache before the new ones, since drafts "
+                f"are made of them, got {input_ids.shape[1]} tokens"
+            )
 
         def by_transformers() -> Any:
             return super(Generation, self)._assisted_decoding(
@@ -309,7 +339,12 @@ class Generation(_Base):
         **kwargs: Any,
     ) -> dict[str, Any]:
         kwargs = {name: x for name, x in kwargs.items() if name not in _OF_THE_LOOP}
-        cache = kwargs.get(CACHE)
+        cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
+        if next_sequence_length is None and kwargs.get("is_first_iteration") and mask is not None:
+            # transformers' loop with drafts would run again what a cache has already
+            past = cache.get_seq_length() if isinstance(cache, StateCache) else 0
+            if past and inputs_embeds is None and mask.shape[1] == input_ids.shape[1]:
+                next_sequence_length = input_ids.shape[1] - past
         # a prompt may end in one embedding, too
         step = next_sequence_length == 1 and isinstance(cache, StateCache) and cache.rows
         if not step or (inputs_embeds is not None and kwargs.get("is_first_iteration")):

@@ -18,27 +18,30 @@ from slipstream.nn.rounded import SCALE
 from slipstream.runtime.token_ids import clamped, expect_ids
 
 
-def expect_int(name: str, n: Any) -> None:
+def expect_int(name: str, n: Any) -> int:
+    """n as an int: of a tensor, which its owner may change, its number now."""
     if isinstance(n, torch.SymInt):
-        return
+        return n  # pyright: ignore[reportReturnType]
     try:
         if isinstance(n, bool):  # as an index True is a mask
             raise TypeError
-        operator.index(n)
+        return operator.index(n)
     except TypeError:
         raise TypeError(f"{name}: want an int, got {type(n).__name__}") from None
 
 
-def expect_count(name: str, n: int) -> None:
-    expect_int(name, n)
+def expect_count(name: str, n: int) -> int:
+    n = expect_int(name, n)
     if n < 0:
         raise ValueError(f"{name}: want 0 or more, got {n}")
+    return n
 
 
-def expect_row(row: int, rows: int) -> None:
-    expect_int("row", row)
+def expect_row(row: int, rows: int) -> int:
+    row = expect_int("row", row)
     if not 0 <= row < rows:
         raise ValueError(f"row: want one of {rows}, got {row}")
+    return row
 
 
 class OpenRows(Cache):
@@ -200,7 +203,7 @@ class OpenRows(Cache):
                 states of a consistent model before them are gone.
             RuntimeError: recurrent layers did not record. NotImplementedError: it is a pool.
         """
-        expect_int("tokens_to_remove", tokens_to_remove)
+        tokens_to_remove = expect_int("tokens_to_remove", tokens_to_remove)
         if self.lengths is not None:
             raise NotImplementedError(
                 "crop: want no pool, whose rows are of different lengths; crop what copy(row) "

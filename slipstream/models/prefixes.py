@@ -18,7 +18,7 @@ class PrefixCache:
     """Stores a model's states at regular distances in prompts, for prompts that begin the same way.
 
         cache = prefixes.prefill(input_ids)
-        text = model.generate(input_ids, cache=cache)  # past_key_values= before transformers 5.24
+        text = model.generate(input_ids, cache=cache)
 
     Args:
         model: a SlipstreamForCausalLM, whose weights stay as they are.
