@@ -153,7 +153,8 @@ def _impl(
     plain = plain and q.dtype != torch.float64
     if not (plain and q.is_cuda and q.numel() and v.numel()):
         return ""
-    laid = given.terms(slice(0, 1), given.state, "eager")
+    one = given._replace(q=q[:, :1], k=given.k[:, :n], v=v[:, :n], beta=given.beta[:, :n])
+    laid, _ = one._replace(g=None if given.g is None else given.g[:, :1]).terms("eager")
     check(laid, {}, options, recurrent)
     return "" if groups_of(laid).is_split else plan_for(laid, options.impl).impls
 

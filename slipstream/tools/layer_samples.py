@@ -14,7 +14,7 @@ from slipstream.kernels.conv.op import convolution
 from slipstream.kernels.linear.context_in_order import LocalSegments
 from slipstream.kernels.linear.dispatch import plan_for
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
-from slipstream.kernels.linear.op import DEFAULT_CHUNK, forward_impl
+from slipstream.kernels.linear.op import DEFAULT_CHUNK, Extras, forward_impl
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.pointwise import gated_mlp
 from slipstream.kernels.pointwise.copy_states import copy_states
@@ -133,7 +133,7 @@ def _delta_across_ranks(
 ) -> tuple[Tensor, Tensor]:
     terms = LinearInputs(q, k, v, g=g, beta=beta)
     call = ForwardCall(q.shape[-1] ** -0.5, DEFAULT_CHUNK, plan_for(terms, impl).impls)
-    o, final, *_ = forward_impl(*terms, *call, exchange=_Sends(1024))
+    o, final, *_ = forward_impl(*terms, *call, extras=Extras(exchange=_Sends(1024)))
     return o, final
 
 

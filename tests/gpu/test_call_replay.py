@@ -40,7 +40,7 @@ def test_replay_is_the_call(sample: Sample, shape: str) -> None:
     check(sample, SHAPES[shape])
 
 
-def test_steps_in_spans_are_played() -> None:
+def test_long_steps_are_played() -> None:
     sample = next(x for x in SAMPLES if x.op == "chunk_gated_delta_product")
     check(sample, Shape(B=1, T=4096, H=64, K=128, V=128))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.linear import segments
+from slipstream.kernels.linear.backend import SavedWY
 from tests.gpu.delta_runs import LIMIT, SIZES, inputs
 from tests.gpu.sm90_runs import LENGTHS, MARKS, SCALE, expect, gradients_of_results, reference, run
 
@@ -49,8 +50,8 @@ def test_parts_match_reference(
     want, kept = reference(terms, do, dfinal), [True, True, False, False]
 
     def made() -> dict[str, Tensor]:
-        o, final, left = backend.forward(terms, SCALE, save=True)
-        found = left if kept.pop() else None
+        o, final, *left = backend.forward(terms, SCALE, save=True)
+        found = SavedWY(*left) if kept.pop() else None
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=found)}
 
     expect(made, want, {}, 2 * LIMIT)

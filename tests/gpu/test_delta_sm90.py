@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import segments
+from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, TILE_V
 from slipstream.kernels.linear.sm90 import plan
@@ -63,7 +64,8 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
     do, dfinal = gradients_of_results(terms)
 
     def both(given: LinearInputs, heads: slice) -> dict[str, Tensor]:
-        o, final, solved = backend.forward(given, SCALE, save=True)
+        o, final, *left = backend.forward(given, SCALE, save=True)
+        solved = SavedWY(*left)
         dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
         return {
             "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, saved=solved)
@@ -114,8 +116,8 @@ def test_delta_segments_match_reference(
     do, dfinal = gradients_of_results(terms)
 
     def both() -> dict[str, Tensor]:
-        o, final, solved = backend.forward(terms, SCALE, save=True)
-        given = solved if kept else None
+        o, final, *left = backend.forward(terms, SCALE, save=True)
+        given = SavedWY(*left) if kept else None
         return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=given)}
 
     expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import forward_impl, linear
+from slipstream.kernels.linear.op import Extras, forward_impl, linear
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, first_step
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.parallel_compile import _ProtectInputs
@@ -202,7 +202,7 @@ def test_delta_rule_saves_as_its_step_does(monkeypatch: pytest.MonkeyPatch) -> N
 
     def saving(*args: Any) -> Any:
         seen.append(of_thread.warmup)
-        return forward_impl(*args[:-3], "eager", *args[-2:], save=True)
+        return forward_impl(*args[:-2], "eager", args[-1], extras=Extras(save=True))
 
     monkeypatch.setattr("slipstream.kernels.linear.op._call_forward_saving", saving)
     q, k, v = (torch.randn(1, 9, 2, 4, requires_grad=True) for _ in range(3))

@@ -2,18 +2,15 @@
 
 There are few ways that a call can go: with fewer programs than the card takes at once, or with
 more, which some tiles are chosen by; with its sequences split over programs, where they are few and
-long; where its workspace would be large, by rows of the batch or by spans of tokens, of packed
-sequences too; the delta rule back in one scan, where it has many programs. The sizes say which.
+long; the delta rule back in one scan, where it has many programs. The sizes say which.
 Each is compiled when it is first wanted; within one nothing is compiled again.
 """
 
 from collections.abc import Sequence
-from unittest import mock
 
 import pytest
 
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear import workspace
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import Sample, Shape
 from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
@@ -21,7 +18,7 @@ from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 # one of each transition
 EACH = {"chunk_simple_gla", "chunk_gla", "chunk_gsa", "chunk_gated_delta_rule", "chunk_rwkv7"}
-PACKED_SPANS = ((4, 8192, 96), (3, 9001, 80), (5, 9000, 72))
+LONG_PACKED = ((4, 8192, 96), (3, 9001, 80), (5, 9000, 72))
 
 
 def kernels(sample: Sample, size: tuple[int, int, int], packed: bool) -> dict[str, str]:
@@ -53,14 +50,5 @@ def test_other_packed_lengths_compile_nothing_new(sample: Sample) -> None:
 
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
 @pytest.mark.sample(which=lambda sample: sample.op in EACH)
-def test_other_packed_spans_compile_nothing_new(sample: Sample) -> None:
-    assert_same(sample, PACKED_SPANS, True)
-
-
-def test_packed_sequences_of_these_sizes_go_in_spans() -> None:
-    sample = next(x for x in CHUNKED if x.op == "chunk_kda")
-    for size in PACKED_SPANS:
-        make = workspace.make_varlen_slices
-        with mock.patch.object(workspace, "make_varlen_slices", wraps=make) as made:
-            kernels(sample, size, True)
-        assert made.called
+def test_other_long_packed_lengths_compile_nothing_new(sample: Sample) -> None:
+    assert_same(sample, LONG_PACKED, True)

@@ -11,10 +11,11 @@ from torch import Tensor
 from slipstream.kernels.attention.context import softmax_by_heads
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.gated_scan import dispatch as gated_scan
-from slipstream.kernels.linear import workspace
+from slipstream.kernels.linear import context
 from slipstream.kernels.linear.context import linear_across_ranks
 from slipstream.kernels.linear.context_terms import Call
 from slipstream.kernels.linear.inputs import TOKEN_TERMS, LinearInputs
+from slipstream.kernels.linear.modes.memory import Groups
 from slipstream.kernels.selective_scan import dispatch as selective
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.runtime.context_share import Share
@@ -110,13 +111,15 @@ def test_groups_of_heads_equal_all_at_once(kind: str, packed: bool, segment: int
         assert final is not None
         return [o, final]
 
-    def whole(groups: list[tuple[int, int]]) -> list[Tensor]:
-        with mock.patch.object(workspace, "head_groups", return_value=groups):
+    def whole(groups: Groups | None) -> list[Tensor]:
+        with mock.patch.object(context, "groups_of", return_value=groups):
             ranks = run_ranks(on, (PACKED if packed else ROWS)[4], offsets, segment)
         return [torch.cat([x for x, _ in ranks], 1), ranks[0][1]]
 
-    for x, y in zip(whole([(0, 2), (2, 3)]), whole([(0, 3)]), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    wanted = whole(None)
+    for groups in (Groups(1, 2), *([] if packed else [Groups(2, 1), Groups(2, 3)])):
+        for x, y in zip(whole(groups), wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_products_are_rounded_by_how_many_there_are() -> None:

@@ -99,12 +99,12 @@ def _distill() -> tuple:
 
 def _slots() -> tuple:
     wide = [torch.randn(1, 5, 1, 3) for _ in range(4)]
-    return (*wide, -torch.rand(1, 5, 1, 3), None, None, None, 0.5, 4, "eager", "eager", 1, True)
+    return (*wide, -torch.rand(1, 5, 1, 3), None, None, None, 0.5, 4, "eager", "eager", True)
 
 
 def _steps() -> tuple:
     terms = torch.randn(1, 4, 1, 3), torch.randn(1, 8, 1, 3), torch.randn(1, 8, 1, 2)
-    return (*terms, torch.rand(1, 8, 1), None, None, 0.5, 4, "eager", 1)
+    return (*terms, torch.rand(1, 8, 1), None, None, 0.5, 4, "eager")
 
 
 def _heads(count: int) -> list[Tensor]:
@@ -119,7 +119,6 @@ def _selective() -> tuple:
 
 ROWS: dict[str, tuple[Any, Row]] = {
     "linear": (linear.call_forward.overload, Row(_linear, 2)),
-    "linear in spans": (linear._call_slices.overload, Row(lambda: (*_linear(), 1), 2)),
     "scan": (
         scan._call_forward.overload,
         Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),

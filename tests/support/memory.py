@@ -11,7 +11,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 
 # What kernels may leave for each other beyond arguments, results and gradients: so many bytes, or
 # such a part of those.
-PROMISED_BYTES, PROMISED_PART = 512 << 20, 0.5
+PROMISED_BYTES, PROMISED_PART = 4 << 30, 1.0
 
 
 def allowed(whole: float) -> float:

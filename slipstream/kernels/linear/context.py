@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import workspace
 from slipstream.kernels.linear.context_in_order import BackwardInOrder, ForwardInOrder
 from slipstream.kernels.linear.context_states import BackwardStates, ForwardStates, decays
 from slipstream.kernels.linear.context_terms import Call, states_per_sequence
@@ -26,7 +25,9 @@ from slipstream.kernels.linear.inputs import (
     ForwardCall,
     LinearInputs,
 )
+from slipstream.kernels.linear.modes.memory import groups_of, in_groups
 from slipstream.kernels.linear.op import (
+    Extras,
     backward_impl,
     call_backward,
     call_forward,
@@ -106,24 +107,17 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     other ranks; and with `save` what _backward takes: M, if a sequence goes through this rank, and
     what the back end leaves for its own."""
     terms, (share, call, save) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
-    groups = workspace.head_groups(terms, max(share.lengths))
-    if save or not share.crossings.any or len(groups) < 2:
+    groups = None
+    if not save and share.crossings.any:  # the most tokens of a rank, so that all cut alike
+        groups = groups_of(terms, call.impl, False, tokens=max(share.lengths))
+    if groups is None:
         return _forward_heads(terms, share, call, save)
-    o = terms.v.new_empty(terms.v.shape)
-    ratio, after = terms.v.shape[2] // terms.q.shape[2], []
-    for begin, end in groups:
-        group, o_group = terms.of_heads(begin, end), o[:, :, ratio * begin : ratio * end]
-        found, states, *_ = _forward_heads(group, share, call, False, o_group)
-        if found.data_ptr() != o_group.data_ptr():
-            o_group.copy_(found)
-        after.append(states)
-    return o, torch.cat(after, 1)
+    run: Any = lambda group: _forward_heads(group, share, call, False)[:2]  # noqa: E731
+    return in_groups(run, terms, terms.dims, groups)
 
 
-def _forward_heads(
-    terms: LinearInputs, share: Share, call: Call, save: bool, o: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """As _forward. o: memory for it."""
+def _forward_heads(terms: LinearInputs, share: Share, call: Call, save: bool) -> tuple[Tensor, ...]:
+    """As _forward."""
     width, initial_state, before = states_per_sequence(terms), terms.initial_state, None
     if initial_state is not None:
         initial_state = initial_state.to(terms.dtype)
@@ -132,16 +126,14 @@ def _forward_heads(
     states = share.local_states(initial_state, before, width)
     terms = terms._replace(initial_state=states)
     begins = [] if states is None else [states]
-    forward = ForwardCall(*call[:3], num_slices=1 if save else None)
     if share.segment_tokens is not None:
         exchange = ForwardInOrder(terms, share, call)
     elif share.crossings.any:
         exchange = ForwardStates(terms, share, call)
     else:
         return *call_forward(*terms, *call[:3], wide=False), *begins
-    out = None if o is None else (o, o.new_empty(terms.state_shape, dtype=terms.dtype))
-    found, after, *saved = forward_impl(*terms, *forward, out=out, save=save, exchange=exchange)
-    saved = saved if len(saved) > 1 else []  # checkpoints, and a SavedWY's tensors
+    extras = Extras(save=save, exchange=exchange)
+    found, after, *saved = forward_impl(*terms, *ForwardCall(*call[:3]), extras=extras)
     passed = [exchange.transition] if save and exchange.transition is not None else []
     return found, after, *begins, *passed, *saved
 
@@ -167,9 +159,7 @@ def _backward(*args: Any) -> list[Tensor]:
         exchange = BackwardStates(terms, share, call, end, transition, dout)
     else:
         return call_backward(*terms, *backward)
-    checkpoints, *saved_wy = saved or (None,)
-    backward = backward._replace(checkpoints=checkpoints)
-    return backward_impl(*terms, *backward, *saved_wy, exchange=exchange)
+    return backward_impl(*terms, *backward, *saved, extras=Extras(exchange=exchange))
 
 
 # R ranks take 2 (R - 2) operations of torch to combine what they have sent

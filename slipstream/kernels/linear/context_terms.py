@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import (
+    Extras,
     backward_impl,
     by_name,
     call_backward,
@@ -54,7 +55,7 @@ def tail_state(
     [width, HV, K, V]. exchange: of this rank alone, with the segments to compute by."""
     tail = terms_of(terms, share.tail_begin, None)._replace(initial_state=start)
     if exchange is not None:
-        return forward_impl(*tail, *ForwardCall(*call[:3]), exchange=exchange)[1]
+        return forward_impl(*tail, *ForwardCall(*call[:3]), extras=Extras(exchange=exchange))[1]
     return call_forward(*tail, *call[:3], wide=False)[1]
 
 
@@ -74,7 +75,7 @@ def head_gradient(
     head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])
     given = *head, *BackwardCall(dout[:, :end], dfinal, *call[:3], False)
     if exchange is not None:
-        grads = backward_impl(*given, exchange=exchange)
+        grads = backward_impl(*given, extras=Extras(exchange=exchange))
     else:
         grads = call_backward(*given)
     return by_name(head, False, grads)["initial_state"]

@@ -9,31 +9,27 @@ Backward takes R from forward, or solves again, and has chunk_fwd write for each
 state S and w, the values that the chunk writes under its keys. At C = 64 and K = V = 128 in 16 bits
 S is 32 KB and a chunk of w 16 KB; without S the gradients' kernel, which is parallel over chunks,
 would have to go from chunk to chunk too. Memory beyond results, in tensors of the size of v: R is
-C / V of one; w one, S and its gradients K / C each, of one slice at a time (workspace.py); with
-grouped heads the gradients of q, k and p for each value head; for segments two states of each.
+C / V of one; w one, S and its gradients K / C each; with grouped heads the gradients of q, k and p
+for each value head; for segments two states of each.
 
 Nothing here waits for the device, nor depends on values there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange, SavedWY
-from slipstream.kernels.linear.inputs import LinearInputs, contiguous
-from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.kernels.linear.segments import Segments
-from slipstream.kernels.linear.workspace import (
-    NO_OUTPUTS,
+from slipstream.kernels.linear.inputs import (
+    LinearInputs,
     cast_gate_grads,
-    iter_slices,
-    reuse_or_empty,
-    slice_chunks,
+    contiguous,
     sum_grouped_heads,
 )
+from slipstream.kernels.linear.prefix_states import PrefixStates
+from slipstream.kernels.linear.segments import Segments
 from slipstream.runtime.backends import device_of
 
 
@@ -51,16 +47,6 @@ class WYFactors(NamedTuple):
     r: Tensor
     beta_gate: Tensor
     transition_lognorm: Tensor | None = None
-
-    def of_tokens(self, tokens: slice) -> "WYFactors":
-        """Those of a slice of tokens of one row."""
-        chunks = slice_chunks(tokens, self.r.shape[-1])
-        lognorm = self.transition_lognorm
-        return WYFactors(
-            self.r[:, tokens],
-            self.beta_gate[chunks],
-            None if lognorm is None else lognorm[chunks],
-        )
 
 
 class EntryStates(NamedTuple):
@@ -200,11 +186,6 @@ class DeltaBackend(ABC):
         """As the kernels read it."""
         return x.contiguous()
 
-    def for_active(self, active: int | None) -> "DeltaBackend":
-        """The back end for packed sequences of which about so many have tokens; None: all. The
-        others' states stay where they are."""
-        return self
-
     def empty_checkpoints(
         self, terms: LinearInputs, exchange: Exchange | None
     ) -> Checkpoints | None:
@@ -215,41 +196,30 @@ class DeltaBackend(ABC):
         self,
         terms: LinearInputs,
         scale: float,
-        out: tuple[Tensor, Tensor] | None = None,
-        checkpoints: Tensor | None = None,
-        active: int | None = None,
         save: bool = False,
         exchange: Exchange | None = None,
         prefix: PrefixStates | None = None,
-    ) -> tuple[Tensor, Tensor, SavedWY | None]:
-        """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and if a backward
-        follows what that need not compute again.
+    ) -> tuple[Tensor | None, ...]:
+        """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and with `save`
+        the tensors of a SavedWY.
 
         Args:
-            out: memory for o and the final state.
-            checkpoints: memory for the states between slices of tokens; there is one slice more.
-            active: of for_active.
             save: whether a backward follows.
             exchange: of a call whose sequences go on at other ranks.
             prefix: states to leave on the way.
         """
-        backend, terms = self.for_active(active), self.to_kernel_layout(terms)
-        o, final = out or (
-            terms.v.new_empty(terms.v.shape),
-            terms.v.new_empty(terms.state_shape, dtype=torch.float32),
-        )
-        for_backward = None
-        if save and checkpoints is None:
-            for_backward = backend.empty_checkpoints(terms, exchange)
+        terms = self.to_kernel_layout(terms)
+        o = terms.v.new_empty(terms.v.shape)
+        final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
+        checkpoints = self.empty_checkpoints(terms, exchange) if save else None
         with device_of(o.device):
-            wy = backend.solve_tril(terms)
-            for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
-                wy_slice = wy.of_tokens(tokens)
-                ends = backend.scan_ends(terms_slice, wy_slice, end, exchange)
-                ends |= {"checkpoints": for_backward, "prefix": prefix}
-                backend.chunk_fwd(terms_slice, wy_slice, scale, o_slice, **ends)
-        saved = SavedWY(*wy, for_backward.states if for_backward else None) if save else None
-        return o, final, saved
+            wy = self.solve_tril(terms)
+            ends = self.scan_ends(terms, wy, final, exchange)
+            ends |= {"checkpoints": checkpoints, "prefix": prefix}
+            self.chunk_fwd(terms, wy, scale, o, **ends)
+        if not save:
+            return o, final
+        return o, final, *SavedWY(*wy, checkpoints.states if checkpoints else None)
 
     def segments(self, terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
         segments = self.choose_segments(terms)
@@ -278,38 +248,28 @@ class DeltaBackend(ABC):
         dfinal: Tensor | None,
         scale: float,
         saved: SavedWY | None = None,
-        out: Mapping[str, Tensor] = NO_OUTPUTS,
-        active: int | None = None,
-        overwrite_q: bool = False,
         exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
         """Gradients by the name of the term, in its shape and dtype.
 
         Args:
-            saved, active, exchange: of forward.
-            out: memory for some of them, which they take if it fits.
-            overwrite_q: q's may take the memory of q, where heads are not grouped.
+            saved, exchange: of forward.
         """
         given, terms = terms, self.to_kernel_layout(terms)
-        backend = self.for_active(active)
         do = torch.zeros_like(terms.v) if dout is None else self.contiguous(dout)
         dfinal = None if dfinal is None else dfinal.contiguous()
         dstate = None
         if terms.initial_state is not None:
-            dstate = out.get("initial_state")
-            if dstate is None:
-                dstate = terms.initial_state.new_empty(terms.state_shape)
-        if overwrite_q and terms.q.shape[2] == terms.v.shape[2]:
-            out = {**out, "q": terms.q}
+            dstate = terms.initial_state.new_empty(terms.state_shape)
         with device_of(do.device):
-            wy = WYFactors(*saved[:3]) if saved is not None else backend.solve_tril(terms)
+            wy = WYFactors(*saved[:3]) if saved is not None else self.solve_tril(terms)
             states = None if saved is None else saved.states
-            args = terms, do, dfinal, wy, scale, dstate, out
-            grads = backend.fused_gradients(*args, states, exchange)
-            grads = grads or backend.gradients(*args, exchange)
+            args = terms, do, dfinal, wy, scale, dstate
+            grads = self.fused_gradients(*args, states, exchange)
+            grads = grads or self.gradients(*args, exchange)
         if dstate is not None:
             grads["initial_state"] = dstate
-        return cast_gate_grads(grads, given, out)
+        return cast_gate_grads(grads, given)
 
     def fused_gradients(
         self,
@@ -319,7 +279,6 @@ class DeltaBackend(ABC):
         wy: WYFactors,
         scale: float,
         dstate: Tensor | None,
-        out: Mapping[str, Tensor],
         checkpoints: Tensor | None,
         exchange: Exchange | None = None,
     ) -> dict[str, Tensor] | None:
@@ -335,7 +294,6 @@ class DeltaBackend(ABC):
         wy: WYFactors,
         scale: float,
         dstate: Tensor | None,
-        out: Mapping[str, Tensor],
         exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
         """All but the initial state's, which goes into dstate; those of beta and g in float32."""
@@ -347,33 +305,29 @@ class DeltaBackend(ABC):
             given = scale, dfinal, M, segments, dstate, exchange
             ds_in, _, ds_out = self.entry_dstates(terms, do, wy, *given)
             del M, given
-        like = do.shape, do.dtype, do.device
-        w = reuse_or_empty(out.get("k") if self.reuses_w else None, *like)
-        dv = reuse_or_empty(out.get("v"), *like)
+        w, dv = (do.new_empty(do.shape) for _ in range(2))
         K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
         states, dstates = (terms.v.new_empty(self.num_chunks(terms), HV, V, K) for _ in range(2))
         self.chunk_fwd(terms, wy, scale, w, states=states, s_in=s_in, segments=segments)
         ends = {"s_in": ds_in, "s_out": ds_out, "segments": segments}
         self.chunk_dstate(terms, do, wy, scale, dv, dstates, **ends)
-        grads = self._empty_grads(terms, do, w, out)
+        grads = self._empty_grads(terms, do, w)
         self.chunk_dqkg(terms, do, wy, w, dv, states, dstates, scale, grads)
         for name in grads.keys() & {"q", "k", "p"}:
-            grads[name] = sum_grouped_heads(grads[name], terms.q.shape[2], out.get(name))
+            grads[name] = sum_grouped_heads(grads[name], terms.q.shape[2])
         return {**grads, "v": dv}
 
-    def _empty_grads(
-        self, terms: LinearInputs, do: Tensor, w: Tensor, out: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _empty_grads(self, terms: LinearInputs, do: Tensor, w: Tensor) -> dict[str, Tensor]:
         """Memory for what chunk_dqkg writes."""
         B, T, HV = terms.v.shape[:3]
         H, K = terms.q.shape[2:]
         heads = HV // self.heads_per_sum(terms)
-        memory = {name: out.get(name) for name in "qkp" if getattr(terms, name) is not None}
+        memory = {}
         if self.reuses_w and heads == HV and w.shape[-1] == K:
             memory["k" if H == HV else "q"] = w
-        like = (B, T, heads, K), do.dtype, do.device
-        grads = {name: reuse_or_empty(x, *like) for name, x in memory.items()}
+        names = [name for name in "qkp" if getattr(terms, name) is not None]
+        grads = {n: memory[n] if n in memory else do.new_empty(B, T, heads, K) for n in names}
         for name in ("beta", "g"):
             if getattr(terms, name) is not None:
-                grads[name] = reuse_or_empty(out.get(name), (B, T, HV), torch.float32, do.device)
+                grads[name] = do.new_empty(B, T, HV, dtype=torch.float32)
         return grads

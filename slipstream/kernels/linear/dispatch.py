@@ -17,12 +17,16 @@ from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear import prefix_states
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs
+from slipstream.kernels.linear.modes.memory import Groups, in_groups
+from slipstream.kernels.linear.modes.memory import groups_of as memory_groups_of
 from slipstream.kernels.linear.op import (
     CONSISTENT,
     DEFAULT_CHUNK,
+    Extras,
     Linear,
     call_forward,
     forward_impl,
+    linear,
 )
 from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
 from slipstream.kernels.linear.reference import linear_reference
@@ -36,7 +40,7 @@ from slipstream.kernels.linear.wide_heads import (
     shapes_of_split,
     split_heads,
 )
-from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime.autograd import needs_autograd, wants_gradient
 from slipstream.runtime.consistent import consistent, consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.custom_op import DirectCall
@@ -136,7 +140,10 @@ def run(
         groups = None if plan.impl in PLAIN else plan.groups
         given = terms if groups is None else split_heads(terms, groups)
         arguments = scale, chunk, plan.impls, groups is not None and groups.rows > 1
-        if needs_autograd(*given):
+        cut = None if plan.cuts is None else plan.cuts[wants_gradient(*given)]
+        if cut is not None:
+            o, state = in_groups(lambda group: linear(group, *arguments), given, given.dims, cut)
+        elif needs_autograd(*given):
             o, state = Linear.apply(*arguments, *given)
         else:
             o, state = call_forward(*given, *arguments)
@@ -153,7 +160,7 @@ def run(
 
 def _forward_with_prefix_states(*args: Any) -> tuple[Any, ...]:
     """As call_forward, and pool and rows behind its arguments."""
-    return forward_impl(*args[:-2], prefix=PrefixStates(*args[-2:]))
+    return forward_impl(*args[:-2], extras=Extras(prefix=PrefixStates(*args[-2:])))[:2]
 
 
 _call_with_prefix_states = DirectCall(
@@ -279,11 +286,13 @@ def _run_across_ranks(
 
 
 class _Plan(NamedTuple):
-    """The back end of a call, and how its heads are split for it, if they are."""
+    """The back end of a call; how its heads are split for it, if they are; and its groups of rows
+    and heads without gradients and with, if it has any."""
 
     impl: str
     impls: str
     groups: HeadGroups | None
+    cuts: tuple[Groups | None, Groups | None] | None
 
 
 def _checked(
@@ -297,7 +306,7 @@ def _checked(
     """Looks at nothing but shapes, dtypes and devices. fixed: and not at how many tokens there
     are, which is another number on each rank."""
     check(terms, names, options, recurrent)
-    given = terms = as_autocast(terms)
+    whole = given = terms = as_autocast(terms)
     if same_bits:
         terms = _of_tokens(terms, 1)
     if fixed:
@@ -312,7 +321,13 @@ def _checked(
         if same_bits and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
             text = f"consistent: a call of this size has no such kernel ({reason})"
             raise NotImplementedError(text)
-    return _Plan(chosen.impl, chosen.impls, groups)
+    if groups is not None:
+        whole = shapes_of_split(whole, groups)
+    alone, trained = (memory_groups_of(whole, chosen.impls, grads) for grads in (False, True))
+    cuts = None if alone is None and trained is None else (alone, trained)
+    if options.context is not None or (recurrent and chosen.impl in PLAIN):
+        cuts = None  # context.py makes its own; plain torch token by token leaves nothing
+    return _Plan(chosen.impl, chosen.impls, groups, cuts)
 
 
 def _of_tokens(terms: LinearInputs, count: int) -> LinearInputs:

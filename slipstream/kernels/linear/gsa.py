@@ -4,14 +4,12 @@
     o = Sv^T p           Sv_t = diag(exp(g_t)) Sv_{t-1} + s_t v_t^T
 
 The softmax multiplies errors of the scores. So these are float32, of products whose factors are in
-two parts (triton/vector_decay/chunk.py). They are made for one slice of tokens at a time
-(workspace.py), where o will be if that memory suffices. Backward gets p and the states between the
-slices. M slots; Sk [N, H, K, M], Sv [N, H, M, V]; `first` and `second` name the implementations of
-the passes.
+two parts (triton/vector_decay/chunk.py). Backward gets p. M slots; Sk [N, H, K, M], Sv
+[N, H, M, V]; `first` and `second` name the implementations of the passes.
 
-Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward 4, of a slice, which
-are what the first pass leaves for its scan, or p and what the second does; backward p, and of one
-slice dp, 8 to 10 in all.
+Memory beyond results, in tensors of the size of s in 16 bits, M = 64: forward 7, which are the
+scores and what the first pass leaves for its scan, or p and what the second does; backward p and
+dp, 8 to 10 in all.
 """
 
 from typing import Any, NamedTuple
@@ -19,17 +17,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import op, workspace
+from slipstream.kernels.linear import op
 from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
+from slipstream.kernels.linear.modes.memory import O_DIMS, Groups, groups_of, in_groups
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.backends import is_plain_call
-from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    needs_autograd,
+    once_differentiable,
+    save,
+    wants_gradient,
+)
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard
-
-# Elements of o up to which a row of tokens is not cut; its slices else, and where backward follows.
-SMALL_OUTPUT, FWD_SLICES, TRAINING_SLICES = 1 << 24, 2, 3
 
 
 class GSAInputs(NamedTuple):
@@ -56,121 +58,59 @@ class GSAInputs(NamedTuple):
 _NAMES = GSAInputs._fields
 _TENSORS = schema_of(GSAInputs)
 _OPTIONS = "float scale, int chunk, str first, str second"
+_KEYS, _VALUES = ("N", "H", "K", "M"), ("N", "H", "M", "V")
+_DIMS = dict.fromkeys("qkvsg", ("B", "T", "H")) | {"keys": _KEYS, "values": _VALUES}
 
 
-def num_slices(given: GSAInputs, keep: bool) -> int:
-    alone = given.q.shape[0] == 1 and given.cu_seqlens is None
-    if not alone or given.v.numel() <= SMALL_OUTPUT:
-        return 1
-    return TRAINING_SLICES if keep else FWD_SLICES
-
-
-def _slice(
-    given: GSAInputs, tokens: slice, keys: Tensor | None, values: Tensor | None
-) -> GSAInputs:
-    cut = (x[:, tokens] for x in given[:5])
-    return given._replace(**dict(zip(_NAMES, cut)), keys=keys, values=values)
+def _groups(given: GSAInputs, first: str, second: str, grads: bool) -> Groups | None:
+    """How a call is cut, by the pass that leaves more; p is as s, and the scores twice that."""
+    M = given.s.shape[-1]
+    beside = (2 + grads) * M * given.s.element_size()
+    passes = (given.first(), first, 2 * beside), (given.second(given.s), second, beside)
+    found = (groups_of(terms, impl, grads, beside=more) for terms, impl, more in passes)
+    return max((x for x in found if x is not None), default=None)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    """o, both final states, p, and the states between slices, of keys and of values; p is empty
-    unless it is to be kept."""
-    *tensors, scale, chunk, first, second, count, keep = args
+    """o, both final states, and p, which is empty unless it is to be kept."""
+    *tensors, scale, chunk, first, second, keep = args
     given = GSAInputs(*tensors)
-    o, p, *states = _like(given, count, keep)
-    final, checkpoints = states[:2], states[2:]
-    before = [given.keys, given.values]
-    if count > 1:
-        before = [y.zero_() if x is None else x for x, y in zip(before, final)]
-    cuts = workspace.time_slices(given.q.shape[1], count)
-    for i, tokens in enumerate(cuts):
-        after = final if i == len(cuts) - 1 else [x[i] for x in checkpoints]
-        inputs = _slice(given, tokens, *before)
-        o_slice = o[:, tokens]
-        out = _workspace_bytes(o_slice, inputs.s), after[0]
-        call = ForwardCall(scale, chunk, first, True, 1)
-        scores, _, _ = op.forward_impl(*inputs.first(), *call, out=out)
-        one = p[:, tokens] if keep else inputs.s.new_empty(inputs.s.shape)
-        _softmax(scores, one, second)
-        del scores, out
-        two = inputs.second(one)
-        call = ForwardCall(1.0, chunk, second, False, 1)
-        op.forward_impl(*two, *call, out=(o_slice, after[1]))
-        del one, two  # before the next slice's
-        before = after
-    return o, *final, p, *checkpoints
-
-
-def _workspace_bytes(o: Tensor, s: Tensor) -> Tensor | None:
-    """Memory for scores, one for each of s: that of o, which is written later."""
-    if not o.is_contiguous() or o.numel() < 2 * s.numel() or o.element_size() != 2:
-        return None
-    return o.flatten()[: 2 * s.numel()].view(torch.float32).view(s.shape)
-
-
-def _like(given: GSAInputs, count: int, keep: bool) -> list[Tensor]:
-    """The results of _forward, except for p in second place."""
-    (N, H, K, M), V = given.first().state_shape, given.v.shape[-1]
-    wide: dict[str, Any] = {"dtype": torch.float32}
-    states = [(N, H, K, M), (N, H, M, V)]
-    return [
-        given.v.new_empty(given.v.shape),
-        given.s.new_empty(given.s.shape if keep else 0),
-        *(given.v.new_empty(x, **wide) for x in states),
-        *(given.v.new_empty(count - 1, *x, **wide) for x in states),
-    ]
+    call = ForwardCall(scale, chunk, first, wide=True)
+    scores, keys = op.forward_impl(*given.first(), *call)
+    p = given.s.new_empty(given.s.shape)
+    _softmax(scores, p, second)
+    del scores
+    o, values = op.forward_impl(*given.second(p), *ForwardCall(1.0, chunk, second))
+    return o, keys, values, p if keep else p.new_empty(0)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    o, p, *states = _like(GSAInputs(*args[: len(_NAMES)]), *args[-2:])
-    return o, *states[:2], p, *states[2:]
+    given, keep = GSAInputs(*args[: len(_NAMES)]), args[-1]
+    (N, H, K, M), V = given.first().state_shape, given.v.shape[-1]
+    states = (given.v.new_empty(x, dtype=torch.float32) for x in ((N, H, K, M), (N, H, M, V)))
+    p = given.s.new_empty(given.s.shape if keep else 0)
+    return given.v.new_empty(given.v.shape), *states, p
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    """Gradients of q, k, v, s, g and the states before the first token, in float32."""
-    *tensors, p, first_checkpoints, second_checkpoints, do, dkeys, dvalues = args[: len(_NAMES) + 6]
-    scale, chunk, first, second = args[len(_NAMES) + 6 :]
+    """The gradients of those tensors that are given, but cu_seqlens."""
+    *tensors, p, do, dkeys, dvalues = args[: len(_NAMES) + 4]
+    scale, chunk, first, second = args[len(_NAMES) + 4 :]
     given = GSAInputs(*tensors)
-    count = first_checkpoints.shape[0] + 1
-    grads = _fake_backward(*args)
-    dstates = grads[5:]
-    after, before = [dkeys, dvalues], [given.keys, given.values]
-    if count > 1 and any(x is None for x in (*after, *before)):
-        flat = dstates[0].new_zeros(max(x.numel() for x in dstates))
-        zeros = [flat[: x.numel()].view(x.shape) for x in dstates]
-        after = [y if x is None else x for x, y in zip(after, zeros)]
-        before = [y if x is None else x for x, y in zip(before, zeros)]
-    cuts = workspace.time_slices(given.q.shape[1], count)
-    for i, tokens in reversed(list(enumerate(cuts))):
-        entry = [first_checkpoints[i - 1], second_checkpoints[i - 1]] if i else before
-        inputs = _slice(given, tokens, *entry)
-        one, two = inputs.first(), inputs.second(p[:, tokens])
-        grads_slice = {name: x[:, tokens] for name, x in zip(_NAMES, grads[:5])}
-        d = None if do is None else do[:, tokens]
-        out = {
-            "k": grads_slice["s"],
-            "v": grads_slice["v"],
-            "g": grads_slice["g"],
-            "initial_state": dstates[1],
-        }
-        call = BackwardCall(d, after[1], 1.0, chunk, second)
-        dp = op.by_name(two, True, op.backward_impl(*two, *call, out=out))["q"]
-        _softmax_backward(two.q, dp, second)
-        out = {"q": grads_slice["q"], "k": grads_slice["k"], "initial_state": dstates[0]}
-        call = BackwardCall(dp, after[0], scale, chunk, first)
-        more = op.by_name(one, True, op.backward_impl(*one, *call, out=out))
-        grads_slice["s"].add_(more["v"])
-        grads_slice["g"].add_(more["gv"])
-        after = dstates
-    return grads
+    two = given.second(p)
+    call = BackwardCall(do, dvalues, 1.0, chunk, second)
+    found = op.by_name(two, True, op.backward_impl(*two, *call))
+    dp = found.pop("q")
+    _softmax_backward(p, dp, second)
+    one, call = given.first(), BackwardCall(dp, dkeys, scale, chunk, first)
+    more = op.by_name(one, True, op.backward_impl(*one, *call))
+    ds, dg = found["k"].add_(more["v"]), found["g"].add_(more["gv"])
+    states = (x["initial_state"] for x in (more, found) if "initial_state" in x)
+    return [more["q"], more["k"], found["v"], ds, dg, *states]
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
-    given = GSAInputs(*args[: len(_NAMES)])
-    return [
-        *(x.new_empty(x.shape) for x in given[:5]),
-        *(x.new_empty(x.shape[1:]) for x in _like(given, 2, False)[4:]),
-    ]
+    return [x.new_empty(x.shape) for x in args[: len(_NAMES) - 1] if x is not None]
 
 
 def _softmax(scores: Tensor, p: Tensor, impl: str) -> None:
@@ -243,21 +183,18 @@ def _mismatch(like: Tensor) -> str | None:
 
 _call_forward = KernelOp(
     "slots_forward",
-    f"({_TENSORS}, {_OPTIONS}, int spans, bool keep) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({_TENSORS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
     replay=True,
 )
 _call_backward = KernelOp(
     "slots_backward",
-    f"({_TENSORS}, Tensor p, Tensor first_marks, Tensor second_marks, Tensor? dout, "
-    f"Tensor? dkeys, Tensor? dvalues, {_OPTIONS}) -> Tensor[]",
+    f"({_TENSORS}, Tensor p, Tensor? dout, Tensor? dkeys, Tensor? dvalues, {_OPTIONS}) -> Tensor[]",
     _backward,
     _fake_backward,
     replay=True,
 )
-_call_alone = DirectCall(lambda *args: _forward(*args)[:3])
 
 
 class _Slots(Function):
@@ -265,10 +202,10 @@ class _Slots(Function):
 
     @staticmethod
     def forward(ctx: Any, options: tuple, *tensors: Any) -> Any:
-        o, keys, values, *rest = _call_forward(
-            *tensors, *options, spans=num_slices(GSAInputs(*tensors), True), keep=True
-        )
-        save(ctx, *tensors, *rest)
+        scale, chunk, first, second = options
+        named: Any = {"scale": scale, "chunk": chunk, "first": first, "second": second}
+        o, keys, values, p = _call_forward(*tensors, **named, keep=True)
+        save(ctx, *tensors, p)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return o, keys, values
@@ -278,14 +215,14 @@ class _Slots(Function):
     def backward(ctx: Any, saved: Saved, *grads: Tensor | None) -> Any:
         if all(x is None for x in grads):
             return (None,) * (1 + len(_NAMES))
-        results = _call_backward(*saved, *grads, *ctx.options)
-        given = [x if y is not None else None for x, y in zip(results, saved)]
-        return (None, *given, None)
+        found = iter(_call_backward(*saved, *grads, *ctx.options))
+        given = saved[: len(_NAMES) - 1]
+        return (None, *(None if x is None else next(found) for x in given), None)
 
 
 def _of_operator(*args: Any) -> Any:
     """As slipstream::_slots_forward is called."""
-    return _Slots.apply(args[len(_NAMES) : -2], *args[: len(_NAMES)])
+    return _Slots.apply(args[len(_NAMES) : -1], *args[: len(_NAMES)])
 
 
 _call_forward.set_gradient(_of_operator)
@@ -297,9 +234,19 @@ def attend(given: GSAInputs, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         options: scale, tokens a chunk (0: token by token), implementations of both passes.
     """
+    groups = _groups(given, options[2], options[3], wants_gradient(*given))
+    if groups is None:
+        return _attend(given, *options)
+    run: Any = lambda group: _attend(group, *options)  # noqa: E731
+    o, keys, values = in_groups(run, given, _DIMS, groups, (O_DIMS, _KEYS, _VALUES))
+    return o, keys, values
+
+
+def _attend(
+    given: GSAInputs, scale: float, chunk: int, first: str, second: str
+) -> tuple[Tensor, Tensor, Tensor]:
     if needs_autograd(*given):
-        return _Slots.apply(options, *given)
-    args = *given, *options, num_slices(given, False), False
-    if given.q.is_cuda and is_plain_call(given.q):
-        return _call_alone(*args)
-    return _call_forward(*args)[:3]
+        return _Slots.apply((scale, chunk, first, second), *given)
+    named: Any = {"scale": scale, "chunk": chunk, "first": first, "second": second}
+    o, keys, values, _ = _call_forward(*given, **named, keep=False)
+    return o, keys, values

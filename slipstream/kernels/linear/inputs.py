@@ -39,8 +39,8 @@ MAX_HEAD_DIM = 256
 @dataclass(frozen=True)
 class Term:
     """The properties of a term for code that treats all terms alike: the checks (dispatch.py),
-    slices of tokens (workspace.py and others), groups of heads (wide_heads.py), and small problems
-    of the same kind (probe.py).
+    groups of rows and heads (modes/memory.py, wide_heads.py), and small problems of the same kind
+    (probe.py).
 
     Attributes:
         dims: its dimensions, by the letters above.
@@ -133,22 +133,16 @@ class LinearInputs(NamedTuple):
         given = {name: x for name in TOKEN_TERMS if (x := getattr(self, name)) is not None}
         return self._replace(**dict(zip(given, change([*given.values()]), strict=True)))
 
-    def of_heads(self, begin: int, end: int) -> "LinearInputs":
-        """Views of the heads begin .. end - 1 of q, and of the value heads that read them."""
-        ratio = self.v.shape[2] // self.q.shape[2]
-        cuts = {"H": (begin, end - begin), "HV": (ratio * begin, ratio * (end - begin))}
-        given = {}
-        for name, term in TERMS.items():
-            if (x := getattr(self, name)) is not None:
-                dims = term.dims_of(x.dim())
-                heads = "HV" if "HV" in dims else "H"
-                given[name] = x.narrow(dims.index(heads), *cuts[heads])
-        return self._replace(**given)
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Of each term that is given."""
+        given = ((name, getattr(self, name), term) for name, term in TERMS.items())
+        return {name: term.dims_of(x.dim()) for name, x, term in given if x is not None}
 
     @property
     def row_heads(self) -> int | None:
         """Value heads from one token to the next in memory: as many as there are, or more where
-        the terms are views of_heads. None where they are not alike, or not in order, or share
+        the terms are views of some. None where they are not alike, or not in order, or share
         memory."""
         (B, T, H), HV = self.q.shape[:3], self.v.shape[2]
         found = set()
@@ -165,20 +159,18 @@ class LinearInputs(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """Arguments of slipstream::_linear_forward and _linear_spans, behind the terms.
+    """Arguments of slipstream::_linear_forward, behind the terms.
 
     Attributes:
         chunk: tokens of a chunk, 0 for token by token, op.CONSISTENT for consistent=True.
         impl: an implementation, or several to try in order, "triton|eager".
         wide: o in float32.
-        num_slices: where a backward follows, how many slices the tokens go in.
     """
 
     scale: float
     chunk: int
     impl: str
     wide: bool = False
-    num_slices: int | None = None
 
 
 class BackwardCall(NamedTuple):
@@ -187,7 +179,6 @@ class BackwardCall(NamedTuple):
     Attributes:
         scale, chunk, impl: of ForwardCall.
         gate_gradient: whether anybody wants that of g.
-        checkpoints: the states between slices, which forward left.
     """
 
     dout: Tensor | None
@@ -196,7 +187,6 @@ class BackwardCall(NamedTuple):
     chunk: int
     impl: str
     gate_gradient: bool = True
-    checkpoints: Tensor | None = None
 
 
 NUM_TERMS = len(LinearInputs._fields)
@@ -236,3 +226,20 @@ def contiguous(terms: LinearInputs) -> LinearInputs:
 def pointers(terms: LinearInputs, names: Iterable[str]) -> dict[str, Tensor | None]:
     """Arguments of a kernel: q_ptr and so on."""
     return {f"{name}_ptr": getattr(terms, name) for name in names}
+
+
+def sum_grouped_heads(x: Tensor, H: int) -> Tensor:
+    """x [B, T, HV, K], a gradient for each value head, to [B, T, H, K], that of the heads of q and
+    k which they share."""
+    B, T, HV, K = x.shape
+    return x if HV == H else x.view(B, T, H, HV // H, K).sum(3)
+
+
+def cast_gate_grads(grads: dict[str, Tensor], given: LinearInputs) -> dict[str, Tensor]:
+    """grads, with those of g and beta, which are made in float32, in the shape and dtype of what
+    was given."""
+    for name in ("g", "beta"):
+        if name in grads:
+            like = getattr(given, name)
+            grads[name] = grads[name].view(like.shape).to(like.dtype)
+    return grads

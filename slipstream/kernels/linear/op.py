@@ -1,23 +1,21 @@
 """The linear family as torch.library operators, and its gradient.
 
 slipstream::_linear_forward takes the fields of LinearInputs and of ForwardCall, in their order, and
-returns o and the final state. _linear_spans is the same in `spans` slices of tokens, and also
-returns the states between them, for backward. _linear_backward takes the fields of
-LinearInputs and of BackwardCall, and returns the gradients of the differentiable terms given, in
-their order.
+returns o and the final state. slipstream::_linear_backward takes the fields of LinearInputs and of
+BackwardCall, and returns the gradients of the differentiable terms given, in their order.
 
 Below: forward_impl, backward_impl, the operators, and the autograd function around them (Linear).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import probe, workspace
+from slipstream.kernels.linear import probe
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, SavedWY
 from slipstream.kernels.linear.channel_gates import as_dplr, gradients_of
 from slipstream.kernels.linear.eager.blocks import block_forward
@@ -52,139 +50,94 @@ DEFAULT_CHUNK = 32
 CONSISTENT = -1
 
 _AS_USUAL = nullcontext()
-# Arguments of linear_backward; what forward saved comes behind them, some SavedWY.
+# Arguments of linear_backward; what forward saved comes behind them, the tensors of a SavedWY.
 NUM_BACKWARD_ARGS = NUM_TERMS + len(BackwardCall._fields)
-Outputs = tuple[Tensor | None, Tensor | None] | None
 _TERMS = schema_of(LinearInputs)
 
 
-def forward_impl(
-    *args: Any,
-    out: Outputs = None,
-    save: bool = False,
-    exchange: Exchange | None = None,
-    prefix: PrefixStates | None = None,
-) -> tuple[Any, ...]:
+class Extras(NamedTuple):
+    """Wishes of callers that go past the operators.
+
+    Attributes:
+        save: the back end leaves a SavedWY if it can.
+        exchange: of a call whose sequences go on at other ranks.
+        prefix: states that kernels leave on the way, or NoKernel is raised.
+    """
+
+    save: bool = False
+    exchange: Exchange | None = None
+    prefix: PrefixStates | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+def forward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> tuple[Any, ...]:
     """Runs the first implementation of a call that works, and says nothing of gradients.
 
     Args:
         args: of LinearInputs, then of ForwardCall.
-        out: memory for o and the final state.
-        save: the back end leaves a SavedWY if it can.
-        exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
-        prefix: states that kernels leave on the way, or NoKernel is raised.
 
     Returns:
-        o, the final state; and if ForwardCall.num_slices is given the states between the slices,
-        and with `save` the tensors of a SavedWY, of packed sequences one for each slice.
+        o, the final state, and with `save` the tensors of a SavedWY from back ends that have one.
     """
     terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
-    scale, chunk, impl, wide, _ = call
-    if terms.erase is not None and not impl.startswith("sm90"):
+    first, _, others = call.impl.partition("|")
+    if terms.erase is not None and first != "sm90":
         terms = as_dplr(terms)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
-        return _empty_forward(terms, call, exchange)
-    first, _, others = impl.partition("|")
-    fixed = exchange is not None and exchange.segment_tokens is not None
-    # up to MAX_STEP_TOKENS this takes less time than chunks
-    short = chunk == 0 and not fixed and terms.q.shape[1] <= MAX_STEP_TOKENS
-    by_token = only_by_token(terms) or short
+        return _empty_forward(terms, call, extras.exchange)
+    by_token = _goes_by_token(terms, call, extras.exchange)
     with (
         Guard(
-            # as backward, which takes forward's states for those that plain torch would leave
-            "eager" if fixed and only_by_token(terms) else impl,
+            _guarded(terms, call, extras.exchange),
             terms.q.device,
             lambda: kind(terms, first, by_token),
             lambda: probe.mismatch(terms, first, by_token, linear),
         ) as usable,
-        consistent() if chunk == CONSISTENT else _AS_USUAL,
+        consistent() if call.chunk == CONSISTENT else _AS_USUAL,
     ):
         if usable:
             backend = _backend_for(first, terms, by_token)
-            can = backend.CAPABILITIES
-            given = _as_fp32(terms) if wide and not can.fp32_out else terms
-            if prefix is not None:
-                return backend.forward(terms, scale, prefix=prefix)[:2]
-            slices = _forward_slices(given, call, can, out, exchange)
-            options, states = _forward_options(given, call, can, slices, save, exchange)
-            if len(slices) == 1 and out is None:
-                if wide and can.fp32_out:
-                    options["dtype"] = torch.float32
-                o, final, *saved = backend.forward(given, scale, **options)
-                return o, final, *_with_states(given, states, saved, call.num_slices)
-            run = partial(backend.forward, **options)
-            run = workspace.with_active_count(run, given, slices, can)
-            run = run if workspace.writes_into(out, can) else partial(_into_out, run)
-            return _in_slices(run, given, call, slices, out)
+            given, options = _forward_options(terms, call, backend.CAPABILITIES, extras)
+            return backend.forward(given, call.scale, **options)
     if others:
-        args = *terms, *call._replace(impl=others)
-        return forward_impl(*args, out=out, save=save, exchange=exchange, prefix=prefix)
-    if prefix is not None:
-        raise NoKernel(impl)
-    forward, num_slices = (
-        forward_after(exchange, partial(_eager, chunk=chunk)),
-        call.num_slices or 0,
-    )
-    terms = _as_fp32(terms) if wide else terms
-    if num_slices <= 1 and out is None:
-        return *forward(terms, scale), *_with_states(terms, None, [], call.num_slices)
-    slices = workspace.fwd_slices(terms, num_slices) if num_slices > 1 else [workspace.WHOLE]
-    return _in_slices(partial(_into_out, forward), terms, call, slices, out)
+        return forward_impl(*terms, *call._replace(impl=others), extras=extras)
+    if extras.prefix is not None:
+        raise NoKernel(call.impl)
+    forward = forward_after(extras.exchange, partial(_eager, chunk=call.chunk))
+    return forward(_as_fp32(terms) if call.wide else terms, call.scale)
 
 
-def _forward_slices(
-    terms: LinearInputs,
-    call: ForwardCall,
-    can: BackendCapabilities,
-    out: Outputs,
-    exchange: Exchange | None,
-) -> list[workspace.BatchTimeSlice]:
-    """How a back end's call is cut: not where it writes the states between slices by itself."""
-    num_slices, packed = call.num_slices or 0, terms.cu_seqlens is not None
-    if exchange is not None or (num_slices > 1 and not packed and can.checkpoints):
-        return [workspace.WHOLE]
-    # a slice of packed sequences begins chunks of its own, and so has other bits
-    if call.chunk == CONSISTENT and packed:
-        return [workspace.WHOLE]
-    # with out it is a slice
-    if num_slices > 1 or (can.writes_out and out is None):
-        return workspace.fwd_slices(terms, num_slices)
-    return [workspace.WHOLE]
+def _goes_by_token(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) -> bool:
+    """Whether Triton's fused_recurrent takes a call, which is faster up to MAX_STEP_TOKENS."""
+    short = call.chunk == 0 and not _is_fixed(exchange) and terms.q.shape[1] <= MAX_STEP_TOKENS
+    return only_by_token(terms) or short
+
+
+def _is_fixed(exchange: Exchange | None) -> bool:
+    """Whether the exchange says where segments begin."""
+    return exchange is not None and exchange.segment_tokens is not None
+
+
+def _guarded(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) -> str:
+    """The implementations to try: with fixed segments as backward, which takes forward's states for
+    those that plain torch would leave."""
+    return "eager" if _is_fixed(exchange) and only_by_token(terms) else call.impl
 
 
 def _forward_options(
-    terms: LinearInputs,
-    call: ForwardCall,
-    can: BackendCapabilities,
-    slices: list[workspace.BatchTimeSlice],
-    save: bool,
-    exchange: Exchange | None,
-) -> tuple[dict[str, Any], Tensor | None]:
-    """The arguments of a back end's forward besides terms and scale, and the states between slices,
-    which it writes."""
-    options: dict[str, Any] = {"save": True} if save and can.saves_wy else {}
-    if exchange is not None:
-        return options | _exchanging(exchange, can), None
-    num_slices = call.num_slices or 0
-    if num_slices <= 1 or terms.cu_seqlens is not None or not can.checkpoints:
-        return options, None
-    shape = workspace.checkpoints_shape(terms, num_slices)
-    states = terms.v.new_empty(shape, dtype=torch.float32)
-    return options | {"checkpoints": states}, states
-
-
-def _in_slices(
-    run: Callable,
-    terms: LinearInputs,
-    call: ForwardCall,
-    slices: list[workspace.BatchTimeSlice],
-    out: Outputs,
-) -> tuple[Any, ...]:
-    """The results of forward_impl, by run(terms, scale, out=...) for each slice."""
-    dtype, num_slices = torch.float32 if call.wide else None, call.num_slices
-    more = dtype, num_slices or 0, out or (None, None)
-    results = workspace.forward(run, terms, call.scale, slices, *more)
-    return results[:2] if num_slices is None else results
+    terms: LinearInputs, call: ForwardCall, can: BackendCapabilities, extras: Extras
+) -> tuple[LinearInputs, dict[str, Any]]:
+    """The arguments of a back end's forward besides scale."""
+    if extras.prefix is not None:
+        return terms, {"prefix": extras.prefix}
+    options: dict[str, Any] = {"save": True} if extras.save and can.saves_wy else {}
+    if extras.exchange is not None:
+        options |= _exchanging(extras.exchange, can)
+    if call.wide and can.fp32_out:
+        options["dtype"] = torch.float32
+    return _as_fp32(terms) if call.wide and not can.fp32_out else terms, options
 
 
 def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:
@@ -195,31 +148,12 @@ def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:
     return {}
 
 
-def _with_states(
-    terms: LinearInputs, states: Tensor | None, saved: list[SavedWY | None], count: int | None
-) -> list[Any]:
-    """The results of forward_impl after the final state."""
-    if count is None:
-        return []
-    if states is None:
-        states = terms.v.new_empty(workspace.checkpoints_shape(terms, 1), dtype=terms.dtype)
-    return [states, *((saved and saved[0]) or ())]
-
-
 def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     if chunk == 0:
         return recurrent_forward(terms, scale)
     if chunk == CONSISTENT:
         return block_forward(terms, scale, DEFAULT_CHUNK)
     return chunk_forward(terms, scale, chunk)
-
-
-def _into_out(
-    forward: Callable, terms: LinearInputs, scale: float, out: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    for x, y in zip(out, forward(terms, scale)):
-        x.copy_(y)
-    return out
 
 
 def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
@@ -278,89 +212,80 @@ def _empty_forward(
     final = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
     if terms.initial_state is not None:
         final.copy_(terms.initial_state)
-    if call.num_slices is None:
-        return o, final
-    return o, final, final.new_zeros(workspace.checkpoints_shape(terms, call.num_slices))
+    return o, final
 
 
-def backward_impl(
-    *args: Any,
-    out: Mapping[str, Tensor] | None = None,
-    overwrite_q: bool = False,
-    exchange: Exchange | None = None,
-) -> list[Tensor]:
+def backward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> list[Tensor]:
     """Runs the first implementation of a call's gradients that works. Returns those of grad_names,
     in that order.
 
     Args:
         args: of LinearInputs, then of BackwardCall, then what forward_impl saved.
-        out: memory for some gradients, by the name of their term.
-        overwrite_q: the caller does not read q again, so that its memory may take a gradient.
-        exchange: of a call whose sequences go on at other ranks, which is not cut into slices.
     """
     terms = LinearInputs(*args[:NUM_TERMS])
-    call = BackwardCall(*args[NUM_TERMS:NUM_BACKWARD_ARGS])
-    dout, dfinal, scale, chunk, impl, gate_gradient, checkpoints = call
+    call, saved = BackwardCall(*args[NUM_TERMS:NUM_BACKWARD_ARGS]), args[NUM_BACKWARD_ARGS:]
+    first, _, others = call.impl.partition("|")
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
-        if exchange is not None:
-            exchange.by_calls()
-        grads = _empty_backward(terms, dfinal)
-        return [grads[name] for name in grad_names(terms, gate_gradient)]
-    if terms.erase is not None and not impl.startswith("sm90"):
-        inner = as_dplr(terms)
-        found = backward_impl(*inner, *call._replace(gate_gradient=True), exchange=exchange)
-        grads = gradients_of(terms, by_name(inner, True, found))
-        return [workspace.copy_into(grads, out)[name] for name in grad_names(terms, gate_gradient)]
-    first, _, others = impl.partition("|")
-    grads = None
+        return _in_order(_empty_backward(terms, call.dfinal, extras.exchange), terms, call)
+    if terms.erase is not None and first != "sm90":
+        return _backward_as_dplr(terms, call, extras)
+    grads, alone = None, only_by_token(terms)
     with Guard(
-        "eager" if only_by_token(terms) else impl,
+        "eager" if alone else call.impl,
         terms.q.device,
         lambda: kind(terms, first),
         lambda: probe.mismatch(terms, first, False, linear),
     ) as usable:
         if usable:
             backend = _backend_for(first, terms)
-            can = backend.CAPABILITIES
-            unsliced = not can.writes_out or (first == "sm90" and workspace.bwd_unsliced(terms))
-            unsliced = unsliced or exchange is not None
-            slices = [workspace.WHOLE] if unsliced else workspace.bwd_slices(terms, checkpoints)
-            saved = _saved(args[NUM_BACKWARD_ARGS:]) if can.saves_wy else []
-            if len(slices) == 1:
-                options: dict[str, Any] = {} if exchange is None else _exchanging(exchange, can)
-                if can.writes_out and out is not None:
-                    options["out"] = out
-                if saved:
-                    options["saved"] = saved[0]
-                if can.overwrites_q and overwrite_q:
-                    options["overwrite_q"] = True
-                if can.skips_gate_grad and not gate_gradient:
-                    options["gate_gradient"] = False
-                grads = backend.backward(terms, dout, dfinal, scale, **options)
-            else:
-                run = workspace.with_active_count(backend.backward, terms, slices, can)
-                grads = workspace.backward(
-                    run, terms, dout, dfinal, scale, slices, checkpoints, saved
-                )
-    if grads is None:
-        if others and not only_by_token(terms):
-            args = *terms, *call._replace(impl=others), *args[NUM_BACKWARD_ARGS:]
-            return backward_impl(*args, out=out, overwrite_q=overwrite_q, exchange=exchange)
-        size = DEFAULT_CHUNK if chunk == CONSISTENT else chunk
-        run = partial(chunk_backward, chunk=size) if chunk else recurrent_backward
-        run = backward_after(exchange, partial(_eager, chunk=chunk), run)
-        grads = run(terms, dout, dfinal, scale)
-    grads = workspace.copy_into(grads, out)
-    return [grads[name] for name in grad_names(terms, gate_gradient)]
+            options = _backward_options(call, backend.CAPABILITIES, extras, saved)
+            grads = backend.backward(terms, call.dout, call.dfinal, call.scale, **options)
+    if grads is None and others and not alone:
+        return backward_impl(*terms, *call._replace(impl=others), *saved, extras=extras)
+    grads = grads or _plain_gradients(terms, call, extras.exchange)
+    return _in_order(grads, terms, call)
 
 
-def _saved(tensors: Sequence[Tensor]) -> list[SavedWY]:
-    width = len(SavedWY._fields)
-    return [SavedWY(*tensors[i : i + width]) for i in range(0, len(tensors), width)]
+def _in_order(grads: Mapping[str, Tensor], terms: LinearInputs, call: BackwardCall) -> list[Tensor]:
+    return [grads[name] for name in grad_names(terms, call.gate_gradient)]
 
 
-def _empty_backward(terms: LinearInputs, dfinal: Tensor | None) -> dict[str, Tensor]:
+def _backward_as_dplr(terms: LinearInputs, call: BackwardCall, extras: Extras) -> list[Tensor]:
+    """The gradients of gates of channels, by kernels that do not take them."""
+    inner = as_dplr(terms)
+    found = backward_impl(*inner, *call._replace(gate_gradient=True), extras=extras)
+    return _in_order(gradients_of(terms, by_name(inner, True, found)), terms, call)
+
+
+def _backward_options(
+    call: BackwardCall, can: BackendCapabilities, extras: Extras, saved: Sequence[Any]
+) -> dict[str, Any]:
+    """The arguments of a back end's backward that not all of them take."""
+    options: dict[str, Any] = {}
+    if extras.exchange is not None:
+        options |= _exchanging(extras.exchange, can)
+    if saved and can.saves_wy:
+        options["saved"] = SavedWY(*saved)
+    if can.skips_gate_grad and not call.gate_gradient:
+        options["gate_gradient"] = False
+    return options
+
+
+def _plain_gradients(
+    terms: LinearInputs, call: BackwardCall, exchange: Exchange | None
+) -> dict[str, Tensor]:
+    size = DEFAULT_CHUNK if call.chunk == CONSISTENT else call.chunk
+    run = partial(chunk_backward, chunk=size) if call.chunk else recurrent_backward
+    run = backward_after(exchange, partial(_eager, chunk=call.chunk), run)
+    return run(terms, call.dout, call.dfinal, call.scale)
+
+
+def _empty_backward(
+    terms: LinearInputs, dfinal: Tensor | None, exchange: Exchange | None
+) -> dict[str, Tensor]:
     """No tokens, no sequences or no width: of the state that stays."""
+    if exchange is not None:
+        exchange.by_calls()
     grads = {name: torch.zeros_like(x) for name, x in terms._asdict().items() if x is not None}
     if terms.initial_state is not None and dfinal is not None:
         grads["initial_state"].copy_(dfinal)
@@ -371,9 +296,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
     o = terms.q.new_empty(terms.v.shape, dtype=terms.dtype if call.wide else None)
     final = terms.q.new_empty(terms.state_shape, dtype=terms.dtype)
-    if call.num_slices is None:
-        return o, final
-    return o, final, final.new_empty(workspace.checkpoints_shape(terms, call.num_slices))
+    return o, final
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
@@ -395,41 +318,32 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     """Compiles the backward for a gradient of o alone, as most calls have it."""
     terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
     gate_gradient = terms.g is not None and terms.g.requires_grad
-    o, _, checkpoints, *saved = results if len(results) > 2 else (*results, None)
-    backward = BackwardCall(torch.empty_like(o), None, *call[:3], gate_gradient, checkpoints)
+    o, _, *saved = results
+    backward = BackwardCall(torch.empty_like(o), None, *call[:3], gate_gradient)
     backward_impl(*terms, *backward, *saved)
 
 
-_OPTIONS = schema_of(ForwardCall, 4)  # all but the number of slices
 call_forward = KernelOp(
     "linear_forward",
-    f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"({_TERMS}, {schema_of(ForwardCall)}) -> (Tensor, Tensor)",
     forward_impl,
     _fake_forward,
     replay=True,
-)
-_call_slices = KernelOp(
-    "linear_spans",
-    f"({_TERMS}, {_OPTIONS}, int spans) -> (Tensor, Tensor, Tensor)",
-    forward_impl,
-    _fake_forward,
-    replay=True,
-    compile_also=_compile_backward_also,
 )
 call_backward = KernelOp(
     "linear_backward",
-    f"({_TERMS}, {schema_of(BackwardCall, 6)}, Tensor? marks=None) -> Tensor[]",
+    f"({_TERMS}, {schema_of(BackwardCall)}) -> Tensor[]",
     backward_impl,
     _fake_backward,
     replay=True,
 )
 
 
-# With gradients: as _call_slices where states between slices are kept for the backward, _saving
-# where sm_90's delta rule hands it WY factors, else _training. They differ in results, not in o.
+# With gradients: _call_forward_saving where sm_90's delta rule hands its WY factors to backward,
+# else _call_forward_training. They differ in results, not in o.
 _call_forward_training = call_forward.before(_compile_backward_also)
 _call_forward_saving = DirectCall(
-    partial(forward_impl, save=True), compile_also=_compile_backward_also
+    partial(forward_impl, extras=Extras(save=True)), compile_also=_compile_backward_also
 )
 _call_backward_saved = DirectCall(backward_impl)
 
@@ -446,15 +360,10 @@ class Linear(Function):
     def forward(ctx: Any, scale: float, chunk: int, impl: str, wide: bool, *given: Any) -> Any:
         ctx.options = (scale, chunk, impl)
         ctx.set_materialize_grads(False)
-        terms = LinearInputs(*given)
-        packed = chunk == CONSISTENT and terms.cu_seqlens is not None
-        num_slices, saved = 1 if packed else workspace.num_slices(terms, impl), []
-        if impl.startswith("sm90") and terms.transition == "delta" and launches_as_plain(terms.q):
-            o, final, *saved = _call_forward_saving(*given, scale, chunk, impl, wide, num_slices)
-        elif num_slices > 1 or workspace.fwd_unsliced(terms, impl):
-            o, final, *saved = _call_slices(*given, *ctx.options, wide=wide, spans=num_slices)
-        else:
-            o, final = _call_forward_training(*given, scale, chunk, impl, wide)
+        delta = impl.startswith("sm90") and LinearInputs(*given).transition == "delta"
+        saves = delta and launches_as_plain(given[0])
+        call = _call_forward_saving if saves else _call_forward_training
+        o, final, *saved = call(*given, scale, chunk, impl, wide)
         save(ctx, *given, *saved)
         return o, final
 
@@ -466,11 +375,7 @@ class Linear(Function):
             return (None,) * (4 + len(given))
         gate_gradient = ctx.needs_input_grad[4 + LinearInputs._fields.index("g")]
         args = (*given, dout, dfinal, *ctx.options, gate_gradient, *saved)
-        if len(saved) <= 1:
-            grads = call_backward(*args)
-        else:
-            grads = _call_backward_saved(*args)
-        remaining = iter(grads)
+        remaining = iter(_call_backward_saved(*args) if saved else call_backward(*args))
         by_term = [
             next(remaining) if x is not None and (gate_gradient or name != "g") else None
             for name, x in zip(DIFFERENTIABLE, given)
@@ -484,7 +389,6 @@ def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 call_forward.set_gradient(_of_operator)
-_call_slices.set_gradient(_of_operator)
 
 
 def linear(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common.checks import plain_int
-from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 
 _ALIGNED = 16  # channels of a group are a multiple
 
@@ -140,6 +140,5 @@ def _split_rows(terms: LinearInputs, n: int, K: int) -> LinearInputs:
 
 def _given(terms: LinearInputs) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
     """Name, tensor and dimensions of each term."""
-    for name, term in TERMS.items():
-        if (x := getattr(terms, name)) is not None:
-            yield name, x, term.dims_of(x.dim())
+    for name, dims in terms.dims.items():
+        yield name, getattr(terms, name), dims

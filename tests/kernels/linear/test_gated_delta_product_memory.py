@@ -1,4 +1,4 @@
-"""Householder steps on sm_90, without a GPU: memory of their spans, and that these are replayed."""
+"""Householder steps on sm_90, without a GPU: their memory, and that they are replayed."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear import gated_delta_product, workspace
+from slipstream.kernels.linear import gated_delta_product
 from slipstream.runtime import call_recorder, call_replay
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.memory import Allocated, allowed
@@ -62,13 +62,11 @@ def found(case: tuple[int, ...], trained: bool) -> tuple[float, int]:
         given = steps(case, device)
         tensors = [x for x in given if x is not None]
         with Counted(tensors) as seen:
-            o, final, marks = gated_delta_product._forward(
-                *given, *OPTIONS, gated_delta_product.num_slices(given, OPTIONS[-1])
-            )
+            o, final = gated_delta_product._forward(*given, *OPTIONS)
             outs, before = [o, final], 0
             if trained:
                 outs, before = [o, torch.empty_like(o)], seen.operations
-                outs += gated_delta_product._backward(*given, marks, outs[1], None, *OPTIONS)
+                outs += gated_delta_product._backward(*given, outs[1], None, *OPTIONS)
         made = sum(x.nbytes for x in outs)
         whole = made + sum(x.nbytes for x in tensors)
         results.append(((seen.peak - made) / allowed(whole), seen.operations - before))
@@ -79,15 +77,7 @@ def found(case: tuple[int, ...], trained: bool) -> tuple[float, int]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("trained", [False, True])
-def test_spans_take_little_and_are_replayed(
-    case: tuple[int, ...], trained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def placed(grads: dict[str, Tensor], out: Any) -> dict[str, Tensor]:
-        for name, x in (out or {}).items():
-            there = x.untyped_storage()._cdata
-            assert grads[name].untyped_storage()._cdata == there, f"{name} is copied"
-        return grads
-
-    monkeypatch.setattr(workspace, "copy_into", placed)
+def test_steps_take_what_is_allowed_and_are_replayed(case: tuple[int, ...], trained: bool) -> None:
     share, operations = found(case, trained)
-    assert share <= 1 and operations <= call_replay.MAX_OPERATIONS
+    assert share <= 1
+    assert operations <= call_replay.MAX_OPERATIONS

@@ -3,7 +3,7 @@
 import inspect
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +35,6 @@ def test_backward_takes_saved_tensors(name: str) -> None:
     assert hasattr(module, "forward")
     if module.CAPABILITIES.saves_wy:
         assert "saved" in inspect.signature(module.backward).parameters
-        assert get_args(get_type_hints(module.forward)["return"])[-1] == SavedWY | None
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -44,13 +43,12 @@ def test_capabilities_are_parameters(name: str) -> None:
     module = import_module(f"slipstream.kernels.linear.{name}")
     can = module.CAPABILITIES
     forward = set(inspect.signature(module.forward).parameters)
-    takes = {"out": can.writes_out, "checkpoints": can.checkpoints, "active": can.skips_empty}
-    takes |= {"dtype": can.fp32_out, "save": can.saves_wy}
+    takes = {"dtype": can.fp32_out, "save": can.saves_wy, "exchange": can.exchanges}
     assert {x for x, can_take in takes.items() if can_take} <= forward
     if hasattr(module, "backward"):
         backward = set(inspect.signature(module.backward).parameters)
-        takes = {"out": can.writes_out, "active": can.skips_empty, "overwrite_q": can.overwrites_q}
-        takes["gate_gradient"] = can.skips_gate_grad
+        takes = {"gate_gradient": can.skips_gate_grad, "saved": can.saves_wy}
+        takes["exchange"] = can.exchanges
         assert {x for x, can_take in takes.items() if can_take} <= backward
 
 
@@ -58,9 +56,10 @@ def test_capabilities_are_parameters(name: str) -> None:
 def test_portable_backward_after_gluon_forward(kind: str) -> None:
     def call(device: torch.device) -> None:
         terms = make(kind, (8192,), 32, device)
-        o, _, checkpoints, *saved = op.forward_impl(*terms, 0.1, 64, "sm90", False, 1, save=True)
+        save = op.Extras(save=True)
+        o, _, *saved = op.forward_impl(*terms, 0.1, 64, "sm90", False, extras=save)
         assert len(saved) == len(SavedWY._fields)
-        call = BackwardCall(o, None, 0.1, 64, "triton", terms.g is not None, checkpoints)
+        call = BackwardCall(o, None, 0.1, 64, "triton", terms.g is not None)
         grads = op.by_name(terms, True, op.backward_impl(*terms, *call, *saved))
         assert grads["q"].shape == terms.q.shape
 

@@ -1,6 +1,6 @@
 """Peaks of memory on sm_90, found out without a GPU: what a call allocates there, and when.
 
-Beyond arguments, results and gradients a call takes 512 MiB or half of them, whichever is more.
+Beyond arguments, results and gradients a call takes 4 GiB or as much as these, whichever is more.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear import op, workspace
+from slipstream.kernels.linear import op
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.modes import memory
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.memory import _K, Allocated, allowed, make
 
@@ -44,9 +45,8 @@ def trained(terms: LinearInputs) -> tuple[float, float]:
     """Peak of forward and backward, and bytes of what they are given and leave."""
     given = [x for x in terms if x is not None]
     with Allocated(given) as seen:
-        spans = workspace.num_slices(terms, "sm90")
-        keep = terms.transition == "delta"
-        found = op.forward_impl(*terms, 0.1, 64, "sm90", False, spans, save=keep)
+        save = op.Extras(save=terms.transition == "delta")
+        found = op.forward_impl(*terms, 0.1, 64, "sm90", False, extras=save)
         o, kept = found[0], found[2:]
         do = torch.empty_like(o)
         del found
@@ -64,6 +64,24 @@ def alone(terms: LinearInputs) -> tuple[float, float]:
     return seen.peak - o.nbytes - final.nbytes, o.nbytes + sum(x.nbytes for x in given)
 
 
+def by_groups(
+    of: Callable[[LinearInputs], tuple[float, float]], terms: LinearInputs
+) -> tuple[float, float]:
+    """Bytes of the first of a call's groups beyond what it is given and leaves, and of what the
+    whole call is given and leaves."""
+    groups = memory.groups_of(terms, "sm90", of is trained)
+    if groups is None:
+        return of(terms)
+    found: list[tuple[float, float]] = []
+
+    def run(part: LinearInputs) -> tuple[torch.Tensor, ...]:
+        found.append(of(part))
+        return part.v, part.v.new_empty(part.state_shape, device="meta")
+
+    memory.in_groups(run, terms, terms.dims, groups)
+    return found[0][0], sum(whole for _, whole in found)
+
+
 def share(
     of: Callable[[LinearInputs], tuple[float, float]],
     make: Callable[..., LinearInputs],
@@ -73,7 +91,7 @@ def share(
     found: list[float] = []
 
     def call(device: torch.device) -> None:
-        beyond, whole = of(make(*shape, device))
+        beyond, whole = by_groups(of, make(*shape, device))
         found.append(beyond / allowed(whole))
 
     trace(call, "sm_90", backward=False)

@@ -127,23 +127,6 @@ def test_scan_leaves_states_before_every_so_many_chunks(case: tuple, segment: in
                 near(got, states[place(n, begin, C) + i * every])
 
 
-def test_chunk_kernels_keep_states_of_no_tokens() -> None:
-    terms = inputs(CASES["wide"])
-    state = torch.randn(*terms.state_shape, dtype=torch.float64)
-    do = torch.randn_like(terms.v)
-    run, found = Run(terms), []
-    for skip in (False, True):
-        run.flags["SKIP_EMPTY"] = skip
-        for scan in (run.scan, run.wide):
-            end = state.clone()
-            found += [scan(end, end, keep=False)[0], end, *scan(state, None, keep=True)]
-        end = state.clone()
-        found += [*run.back(do, end, end), end]
-    half = len(found) // 2
-    for got, want in zip(found[half:], found[:half], strict=True):
-        torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
 def test_segments_equal_whole(case: tuple) -> None:
     terms = inputs(case)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import threads
@@ -203,8 +204,8 @@ def test_launches_lead_from_inputs_to_gradients(
     }
     want_o, want_final = linear_reference(terms._replace(**cut), SCALE)
     named, ran = chosen(monkeypatch), as_numpy(monkeypatch)
-    o, final, saved = backend.forward(terms, SCALE, save=True)
-    left = {"saved": saved} if keeps else {}
+    o, final, *saved = backend.forward(terms, SCALE, save=True)
+    left = {"saved": SavedWY(*saved)} if keeps else {}
     found = backend.backward(terms, do, dfinal, SCALE, **left)
     assert set(ran) - {"state_passing"} == named
     assert ran.count("solve_tril") == 2 - keeps
@@ -228,7 +229,7 @@ def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPat
     want = backend.forward(terms, SCALE, save=True)[:2]
     cu = torch.tensor([70, 70, 320], dtype=torch.int32)
     moved = {n: getattr(terms, n).nan_to_num().roll(70, 1) for n in ("q", "k", "v", "g", "beta")}
-    o, final, _ = backend.forward(terms._replace(**moved, cu_seqlens=cu), SCALE)
+    o, final = backend.forward(terms._replace(**moved, cu_seqlens=cu), SCALE)
     torch.testing.assert_close(final, want[1], rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(o[:, 70:], want[0][:, :250], rtol=1e-8, atol=1e-8)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.modes import memory
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.segments import split_into_segments
 from tests.gluon_emulator import linear as emulator
@@ -239,7 +240,8 @@ def test_strong_chunks_scan_to_reference(case: str) -> None:
 def test_views_of_heads_equal_those_heads_alone(case: str) -> None:
     """Read where they are, and o written there, beside other heads."""
     T, _, _, *rest = CASES[case]
-    part = inputs((T, 2, 4, *rest), all_kinds).of_heads(1, 2)
+    whole = inputs((T, 2, 4, *rest), all_kinds)
+    _, part = memory._cut(whole, whole.dims, ("H", "HV"), 2)
     alone = part.of_tokens(Tensor.contiguous)
     state = None if part.initial_state is None else part.initial_state.contiguous()
     assert (part.row_heads, alone.row_heads) == (4, 2)

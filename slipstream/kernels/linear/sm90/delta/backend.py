@@ -4,8 +4,6 @@ WY factors and segments are those of the Triton back end, so that either can be 
 other's. Nothing depends on device values.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,14 +41,7 @@ from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm9
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(
-    writes_out=True,
-    checkpoints=True,
-    skips_empty=True,
-    overwrites_q=True,
-    saves_wy=True,
-    exchanges=True,
-)
+CAPABILITIES = BackendCapabilities(saves_wy=True, exchanges=True)
 # Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
 HEADS_PER_SEMAPHORE = 4
 TILE_K = 64  # channels of K that the gradients' kernel takes at a time
@@ -58,16 +49,8 @@ GRADS = {"num_warps": 4, "maxnreg": 255}
 SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
 
 
-@dataclass(frozen=True)
 class Sm90Delta(DeltaBackend):
-    """active: of for_active."""
-
-    active: int | None = None
-
     reuses_w = True
-
-    def for_active(self, active: int | None) -> DeltaBackend:
-        return self if active is None else Sm90Delta(active)
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return super().to_kernel_layout(align_for_tma(terms))
@@ -84,9 +67,6 @@ class Sm90Delta(DeltaBackend):
         return Checkpoints(schedule.interval, empty_checkpoints(terms, schedule))
 
     def _schedule(self, terms: LinearInputs, exchange: Exchange | None) -> BackwardSchedule | None:
-        if self.active is not None:
-            # slices of packed sequences, which are active in part, go back in two kernels
-            return None
         if exchange is not None and exchange.segment_tokens is not None:
             return schedule_of_segments(terms, exchange.segment_tokens)
         return choose_schedule(terms)
@@ -181,21 +161,15 @@ class Sm90Delta(DeltaBackend):
             every=interval,
             SAVE_STATES=states is not None,
             SAVE_CHECKPOINTS=checkpoints is not None,
-            SKIP_EMPTY=self._skips_empty(segments),
             **(prefix.pointers() if prefix else NO_POINTERS),
             **sizes,
             **_flags(terms, s_in, s_out),
         )
 
-    def _skips_empty(self, segments: Segments | None) -> bool:
-        """Whether most sequences have no tokens; s_out is s_in then, or there is none."""
-        return self.active is not None and segments is None
-
     def _use_2tile(self, terms: LinearInputs) -> bool:
         """Whether a program takes two tiles of V: with one each they would not all run at once."""
         HV, V = terms.v.shape[2:]
-        sequences = terms.sequences if self.active is None else self.active
-        sequences = 1 if consistent_scope.on else sequences
+        sequences = 1 if consistent_scope.on else terms.sequences
         return V % (2 * TILE_V) == 0 and V // TILE_V * HV * sequences > NUM_SMS
 
     def chunk_dstate(
@@ -229,7 +203,6 @@ class Sm90Delta(DeltaBackend):
             cu_ptr=terms.cu_seqlens,
             scale=scale,
             SPLIT=segments is not None,
-            SKIP_EMPTY=self._skips_empty(segments),
             **size_args(terms, segments),
             **_flags(terms, s_in, s_out),
         )
@@ -294,7 +267,7 @@ class Sm90Delta(DeltaBackend):
     ) -> dict[str, Any]:
         """With consistent=True the states of segments are those of one scan."""
         segments = None
-        if consistent_scope.on and exchange is None and self.active is None:
+        if consistent_scope.on and exchange is None:
             segments = delta_scan_sm90(terms)
         if segments is None:
             return super().scan_ends(terms, wy, final, exchange)
@@ -348,7 +321,6 @@ class Sm90Delta(DeltaBackend):
         wy: WYFactors,
         scale: float,
         dstate: Tensor | None,
-        out: Mapping[str, Tensor],
         checkpoints: Tensor | None,
         exchange: Exchange | None = None,
     ) -> dict[str, Tensor] | None:
@@ -356,14 +328,14 @@ class Sm90Delta(DeltaBackend):
         schedule = self._schedule(terms, exchange)
         if schedule is None:
             return None
-        grads = bwd_fused_launch.empty_grads(terms, do, out, self.heads_per_sum(terms))
+        grads = bwd_fused_launch.empty_grads(terms, do, self.heads_per_sum(terms))
         if checkpoints is None:  # forward runs once more, for these alone
             checkpoints = empty_checkpoints(terms, schedule)
             ends = self.scan_ends(terms, wy, None, None if exchange is None else exchange.local)
             ends["checkpoints"] = Checkpoints(schedule.interval, checkpoints)
             self.chunk_fwd(terms, wy, scale, grads["v"], **ends)
         return bwd_fused_launch.backward(
-            terms, do, dfinal, wy, scale, dstate, out, schedule, grads, checkpoints, exchange
+            terms, do, dfinal, wy, scale, dstate, schedule, grads, checkpoints, exchange
         )
 
 

@@ -5,7 +5,6 @@ there are at a time says bwd_schedule.py. Forward leaves the state before each p
 or runs once more before this.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.delta import WYFactors
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs, sum_grouped_heads
 from slipstream.kernels.linear.segments import CHUNK, NUM_SMS, size_args
 from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
 from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.bwd_schedule import BackwardSchedule
-from slipstream.kernels.linear.workspace import reuse_or_empty, sum_grouped_heads
 from slipstream.runtime.backends import FEWER_REGISTERS
 from slipstream.runtime.launch_cache import cached
 
@@ -39,7 +37,6 @@ def backward(
     wy: WYFactors,
     scale: float,
     dstate: Tensor | None,
-    out: Mapping[str, Tensor],
     schedule: BackwardSchedule,
     grads: dict[str, Tensor],
     checkpoints: Tensor,
@@ -68,21 +65,18 @@ def backward(
     ends = {"s_in": ds_in, "s_out": dstate}
     launch_bwd_fused(terms, do, wy, scale, checkpoints, grads, schedule, **ends)
     H = terms.q.shape[2]
-    return grads | {name: sum_grouped_heads(grads[name], H, out.get(name)) for name in "qk"}
+    return grads | {name: sum_grouped_heads(grads[name], H) for name in "qk"}
 
 
-def empty_grads(
-    terms: LinearInputs, do: Tensor, out: Mapping[str, Tensor], heads_per_sum: int
-) -> dict[str, Tensor]:
+def empty_grads(terms: LinearInputs, do: Tensor, heads_per_sum: int) -> dict[str, Tensor]:
     """Memory for the gradients; that of v also holds w meanwhile."""
     B, T, HV = terms.v.shape[:3]
-    like = (B, T, HV // heads_per_sum, terms.q.shape[3]), do.dtype, do.device
-    grads = {name: reuse_or_empty(out.get(name), *like) for name in "qk"}
+    heads, K = HV // heads_per_sum, terms.q.shape[3]
+    grads = {name: do.new_empty(B, T, heads, K) for name in "qk"}
     for name in ("beta", "g"):
         if getattr(terms, name) is not None:
-            grads[name] = reuse_or_empty(out.get(name), (B, T, HV), torch.float32, do.device)
-    grads["v"] = reuse_or_empty(out.get("v"), do.shape, do.dtype, do.device)
-    return grads
+            grads[name] = do.new_empty(B, T, HV, dtype=torch.float32)
+    return grads | {"v": do.new_empty(do.shape)}
 
 
 def launch_bwd_fused(

@@ -304,7 +304,6 @@ def delta_chunk_dstate_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
-    SKIP_EMPTY: gl.constexpr = False,
     BLOCKS: gl.constexpr = 0,
     EVERY: gl.constexpr = False,
 ):
@@ -334,8 +333,6 @@ def delta_chunk_dstate_sm90_kernel(
     i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
-    if SKIP_EMPTY and n == 0:
-        return
     reads, writes, i_in, i_out = True, i_s == 0, i_seg, i_n
     if TRANSITION_ONLY:
         whole = n

@@ -369,17 +369,14 @@ def delta_chunk_fwd_sm90_kernel(
     HAS_S_OUT: gl.constexpr,
     SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
-    SKIP_EMPTY: gl.constexpr = False,
     SAVE_CHECKPOINTS: gl.constexpr = False,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
     """grid (V / BV * HV * segments,), 4 warps: one program scans BV columns of V of one head.
 
-    Over one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SKIP_EMPTY:
-    where there are none its state is where it goes to,
-    if it goes anywhere. SAVE_CHECKPOINTS: S is left before
-    `every` chunks of a sequence.
+    Over one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SAVE_CHECKPOINTS:
+    S is left before `every` chunks of a sequence.
     """
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
@@ -392,8 +389,6 @@ def delta_chunk_fwd_sm90_kernel(
     i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
-    if SKIP_EMPTY and n == 0:
-        return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     r_col = i_h * C

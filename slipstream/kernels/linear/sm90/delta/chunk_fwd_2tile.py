@@ -358,14 +358,13 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     HAS_S_IN: gl.constexpr,
     HAS_S_OUT: gl.constexpr,
     PACKED: gl.constexpr,
-    SKIP_EMPTY: gl.constexpr = False,
     SAVE_CHECKPOINTS: gl.constexpr = False,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
 ):
     """grid (V / (2 * BV) * HV * N,), 4 warps: one program scans two tiles of V of one head.
 
-    SKIP_EMPTY and SAVE_CHECKPOINTS as delta_chunk_fwd_sm90_kernel has them.
+    SAVE_CHECKPOINTS as delta_chunk_fwd_sm90_kernel has it.
     """
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
@@ -386,8 +385,6 @@ def delta_chunk_fwd_2tile_sm90_kernel(
     if to_ptr is not None:
         at = (i_h * V + i_v) * K
         pool = pool_refs_of(pool_ptr, to_ptr, i_seg, 0, at, HV, T, T, K * V, C)
-    if SKIP_EMPTY and n == 0:
-        return
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)

@@ -27,9 +27,7 @@ from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, S
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(
-    writes_out=True, checkpoints=True, exchanges=True, takes_heads=True
-)
+CAPABILITIES = BackendCapabilities(exchanges=True)
 # Three programs fit a multiprocessor. Rows have the same bits in both kernels only where the
 # compiler fuses no products and sums, which it would do differently in each.
 WY_OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
@@ -180,7 +178,7 @@ class Sm90Dplr(TritonDplr):
         return super().to_kernel_layout(align_for_tma(terms))
 
     def forward_layout(self, terms: LinearInputs) -> LinearInputs:
-        """Views from of_heads are not copied."""
+        """Views of some heads are not copied."""
         aligned = align_for_tma(terms)
         if aligned.row_heads is None:
             return super().forward_layout(aligned)

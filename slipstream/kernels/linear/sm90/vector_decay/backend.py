@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, pass_states
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs, sum_grouped_heads
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -37,7 +37,6 @@ from slipstream.kernels.linear.triton.vector_decay.launch import (
     IntraChunk,
     gate_sums,
 )
-from slipstream.kernels.linear.workspace import sum_grouped_heads
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 

@@ -31,7 +31,7 @@ from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=True)
+CAPABILITIES = BackendCapabilities(exchanges=True)
 
 
 class TritonDelta(DeltaBackend):

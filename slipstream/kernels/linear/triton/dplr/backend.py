@@ -15,20 +15,23 @@ for the device, or depends on values there.
 Memory beyond results, in tensors of the size of v at K = V:
 
     forward     5.5 for the delta rule, 7 for free a and b
-    backward    8 and 10, of one slice at a time (workspace.py); the memory of dq and dk is used too
-                with grouped heads also the gradients of q, k, a and b for each value head
+    backward    8 and 10; with grouped heads also the gradients of q, k, a and b for each value head
     segments    two states of each
 """
 
-from collections.abc import Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
-from slipstream.kernels.linear.inputs import LinearInputs, contiguous, pointers
+from slipstream.kernels.linear.inputs import (
+    LinearInputs,
+    cast_gate_grads,
+    contiguous,
+    pointers,
+    sum_grouped_heads,
+)
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import NUM_SMS, Segments, num_chunks
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
@@ -44,14 +47,6 @@ from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, L
 from slipstream.kernels.linear.triton.dplr.wy import dplr_wy_kernel
 from slipstream.kernels.linear.triton.dplr.wy_quarters import dplr_wy_quarters_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.workspace import (
-    NO_OUTPUTS,
-    cast_gate_grads,
-    iter_slices,
-    reuse_or_empty,
-    slice_chunks,
-    sum_grouped_heads,
-)
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
@@ -60,7 +55,7 @@ from slipstream.runtime.launch_cache import cached
 MAX_CHUNKS = 16
 TARGET_PROGRAMS = 4 * NUM_SMS
 
-CAPABILITIES = BackendCapabilities(writes_out=True, checkpoints=True, exchanges=True)
+CAPABILITIES = BackendCapabilities(exchanges=True)
 
 
 class ChunkStates(NamedTuple):
@@ -112,31 +107,22 @@ class TritonDplr:
         self,
         terms: LinearInputs,
         scale: float,
-        out: tuple[Tensor, Tensor] | None = None,
-        checkpoints: Tensor | None = None,
         exchange: Exchange | None = None,
         prefix: PrefixStates | None = None,
     ) -> tuple[Tensor, Tensor]:
         """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V], float32.
 
         Args:
-            out: memory for both.
-            checkpoints: memory for the states between slices of tokens; there is one slice more.
             prefix: states to leave on the way.
         """
         terms = self.forward_layout(terms)
-        o, final = out or (
-            terms.v.new_empty(terms.v.shape),
-            terms.v.new_empty(terms.state_shape, dtype=torch.float32),
-        )
+        o = terms.v.new_empty(terms.v.shape)
+        final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
         with device_of(o.device):
-            intra, C = empty_intra_chunk(terms, for_backward=False), tile_of(terms)[0].C
+            intra = empty_intra_chunk(terms, for_backward=False)
             self.intra_chunk(terms, scale, intra, for_backward=False)
-            for tokens, terms_slice, o_slice, end in iter_slices(terms, o, final, checkpoints):
-                chunks = slice_chunks(tokens, C)
-                intra_slice = IntraChunk._make(None if x is None else x[chunks] for x in intra)
-                ends = self._scan_ends(terms_slice, intra_slice, end, exchange)
-                self.chunk_fwd(terms_slice, intra_slice, o=o_slice, prefix=prefix, **ends)
+            ends = self._scan_ends(terms, intra, final, exchange)
+            self.chunk_fwd(terms, intra, o=o, prefix=prefix, **ends)
         return o, final
 
     def _scan_ends(
@@ -157,24 +143,17 @@ class TritonDplr:
         dout: Tensor | None,
         dfinal: Tensor | None,
         scale: float,
-        out: Mapping[str, Tensor] = NO_OUTPUTS,
         exchange: Exchange | None = None,
     ) -> dict[str, Tensor]:
-        """Gradients by the name of the term, in its shape and dtype.
-
-        Args:
-            out: memory for some of them, which they take if it fits.
-        """
+        """Gradients by the name of the term, in its shape and dtype."""
         given, terms = terms, self.to_kernel_layout(terms)
         do = torch.zeros_like(terms.v) if dout is None else self.contiguous(dout)
         dfinal = None if dfinal is None else dfinal.contiguous()
         dstate = None
         if terms.initial_state is not None:
-            dstate = out.get("initial_state")
-            if dstate is None:
-                dstate = terms.initial_state.new_empty(terms.state_shape)
+            dstate = terms.initial_state.new_empty(terms.state_shape)
         with device_of(do.device):
-            intra = empty_intra_chunk(terms, for_backward=True, out=out)
+            intra = empty_intra_chunk(terms, for_backward=True)
             self.intra_chunk(terms, scale, intra, for_backward=True)
             segments = self._segments(terms, exchange)
             s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
@@ -196,12 +175,12 @@ class TritonDplr:
             del s_in, ds_in, ends
             intra = intra._replace(q=intra.qb, w=intra.qb, b=intra.qb, r=None)
             strong = intra.strong
-            scores, values, dbeta = self._score_grads(terms, do, intra, states, scale, out)
+            scores, values, dbeta = self._score_grads(terms, do, intra, states, scale)
             del intra
-            grads = self._dqkg(terms, do, states, scores, dbeta, strong, scale, out) | values
+            grads = self._dqkg(terms, do, states, scores, dbeta, strong, scale) | values
         if dstate is not None:
             grads["initial_state"] = dstate
-        return cast_gate_grads(grads, given, out)
+        return cast_gate_grads(grads, given)
 
     @staticmethod
     def choose_segments(terms: LinearInputs) -> Segments | None:
@@ -294,7 +273,6 @@ class TritonDplr:
         intra: IntraChunk,
         states: ChunkStates,
         scale: float,
-        out: Mapping[str, Tensor],
     ) -> tuple[ScoreGrads, dict[str, Tensor], Tensor | None]:
         """Gradients of the scores; of v and write; and the shares of beta's, of which this writes
         the first."""
@@ -302,7 +280,7 @@ class TritonDplr:
         tile, _ = tile_of(terms)
         delta, like = terms.transition == "delta", intra.qb
         names = ("v",) if terms.write is None else ("v", "write")
-        grads = {n: reuse_or_empty(out.get(n), do.shape, do.dtype, do.device) for n in names}
+        grads = {n: do.new_empty(do.shape) for n in names}
         dbeta = None
         scores = ScoreGrads(
             torch.empty_like(like),
@@ -370,7 +348,6 @@ class TritonDplr:
         dbeta: Tensor | None,
         strong: Tensor | None,
         scale: float,
-        out: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Gradients of q, k, and a, b, beta, g if given; that of beta in float32, and that of g
         in its dtype where it is of channels."""
@@ -378,15 +355,15 @@ class TritonDplr:
         H, K = terms.q.shape[2:]
         shape = (B, T, HV, K)
         names = [n for n in "qkab" if getattr(terms, n) is not None]
-        grads = {n: reuse_or_empty(out.get(n), shape, do.dtype, do.device) for n in names}
+        grads = {n: do.new_empty(shape) for n in names}
         if terms.g is not None:
             dtype = terms.g.dtype if terms.decay == "channel" else torch.float32
-            grads["g"] = reuse_or_empty(out.get("g"), shape, dtype, do.device)
+            grads["g"] = do.new_empty(shape, dtype=dtype)
         if terms.erase is not None:
-            grads["erase"] = reuse_or_empty(out.get("erase"), shape, do.dtype, do.device)
+            grads["erase"] = do.new_empty(shape)
         self.launch_dqkg(terms, do, states, scores, strong, grads, dbeta, scale)
         for name in names:
-            grads[name] = sum_grouped_heads(grads[name], H, out.get(name))
+            grads[name] = sum_grouped_heads(grads[name], H)
         if terms.g is not None and terms.decay != "channel":
             grads["g"] = grads["g"].sum(-1)
         if dbeta is not None:
@@ -433,10 +410,8 @@ class TritonDplr:
             run(**args, ones_ptr=_ones(terms), **options)
 
 
-def empty_intra_chunk(
-    terms: LinearInputs, *, for_backward: bool, out: Mapping[str, Tensor] = NO_OUTPUTS
-) -> IntraChunk:
-    """Memory for what intra_chunk writes. out: memory that is free until gradients are written."""
+def empty_intra_chunk(terms: LinearInputs, *, for_backward: bool) -> IntraChunk:
+    """Memory for what intra_chunk writes."""
     HV, V = terms.v.shape[2:]
     tile, WIDE = tile_of(terms)
     chunks, C, v = num_chunks(terms, tile.C), tile.C, terms.v
@@ -445,8 +420,8 @@ def empty_intra_chunk(
     qb = v.new_empty(square)
     # ak and r are not written unless backward wants them
     return IntraChunk(
-        q=_within(out.get("q"), v, size),
-        w=_within(out.get("k"), v, size),
+        q=v.new_empty(size),
+        w=v.new_empty(size),
         b=v.new_empty(size),
         k=None if delta else v.new_empty(size),
         u=v.new_empty(chunks, HV, V, C, dtype=torch.float32),
@@ -478,13 +453,6 @@ def _gate_options(terms: LinearInputs) -> dict[str, Any]:
 def _ones(terms: LinearInputs) -> Tensor:
     dtype = torch.float32 if _gate_options(terms)["FP32"] else torch.bfloat16
     return gate_ones(terms.q.device, tile_of(terms)[0].C, dtype)
-
-
-def _within(memory: Tensor | None, like: Tensor, size: tuple[int, ...]) -> Tensor:
-    """A tensor of that size: in `memory`, if that has as many elements of the same dtype."""
-    if memory is not None and memory.dtype == like.dtype and memory.numel() == prod(size):
-        return memory.view(size)
-    return like.new_empty(size)
 
 
 _BACKEND = TritonDplr()

@@ -23,7 +23,7 @@ from slipstream.kernels.linear.backend import (
     scaled,
     unscaled,
 )
-from slipstream.kernels.linear.inputs import LinearInputs, contiguous
+from slipstream.kernels.linear.inputs import LinearInputs, contiguous, sum_grouped_heads
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -39,7 +39,6 @@ from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.chunk import scalar_decay_chunk_kernel
 from slipstream.kernels.linear.triton.scalar_decay.dg import scalar_decay_dg_kernel
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, choose, family_of
-from slipstream.kernels.linear.workspace import sum_grouped_heads
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 

@@ -4,8 +4,8 @@ Forward: q and k times their decays to the edges of their chunk, and the scores 
 chunks at once (intra_fwd.py), then one scan (chunk.py). Backward: the same again, P =
 do v^T within chunks, three scans, then the gradients on the side that decays (dqkg.py).
 
-Memory beyond results, with K = V and chunks of 64: forward 2.5 times k, of one slice at a time
-(workspace.py); backward 2.5 times k, less what there is room for where the gradient of the gate
+Memory beyond results, with K = V and chunks of 64: forward 2.5 times k;
+backward 2.5 times k, less what there is room for where the gradient of the gate
 will be, P half of k, and a state every ANCHOR_INTERVAL chunks a quarter of it in 16 bits; with
 grouped heads the gradients of q and k for each value head; for a sequence in segments a state a
 segment, once forward and twice backward.
@@ -14,21 +14,14 @@ Decay of the columns of the state, gv, is decay of the rows with the roles excha
 and do there for do, v, k and q here, dq there is o here, dk is dv, o is dq and dv is dk.
 """
 
-from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import (
-    BackendCapabilities,
-    Exchange,
-    scaled,
-    unscaled,
-)
-from slipstream.kernels.linear.inputs import LinearInputs, contiguous
+from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, scaled, unscaled
+from slipstream.kernels.linear.inputs import LinearInputs, contiguous, sum_grouped_heads
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import NUM_SMS
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
@@ -50,7 +43,6 @@ from slipstream.kernels.linear.triton.vector_decay.launch import (
     size_args,
 )
 from slipstream.kernels.linear.triton.vector_decay.tiles import KernelTile, VectorDecayTile, choose
-from slipstream.kernels.linear.workspace import reuse_or_empty, sum_grouped_heads
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
@@ -66,7 +58,7 @@ SHIFT = {torch.bfloat16: 60.0, torch.float16: 0.0, torch.float32: 0.0}
 # (subchunk_decay.py).
 APART = {torch.bfloat16: 55.0, torch.float16: 0.0, torch.float32: 0.0}
 
-CAPABILITIES = BackendCapabilities(writes_out=True, fp32_out=True, exchanges=True)
+CAPABILITIES = BackendCapabilities(fp32_out=True, exchanges=True)
 # Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
 MAX_PAIRS_SHARE = 32
 TARGET_PROGRAMS = 4 * NUM_SMS
@@ -81,21 +73,17 @@ def forward(
     terms: LinearInputs,
     scale: float,
     dtype: torch.dtype | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
     exchange: Exchange | None = None,
     prefix: PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in dtype, q's if None, and the final state [N, HV, K, V], float32.
 
     Args:
-        out: memory for both.
         prefix: states to leave on the way, of a call without gv.
     """
     terms = to_kernel_layout(terms)
-    o, final = out or (
-        terms.v.new_empty(terms.v.shape, dtype=dtype),
-        terms.v.new_empty(terms.state_shape, dtype=torch.float32),
-    )
+    o = terms.v.new_empty(terms.v.shape, dtype=dtype)
+    final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
     with device_of(o.device):
         _forward(terms, scale, o, final, exchange, prefix)
     return o, final
@@ -133,14 +121,9 @@ def backward(
     dout: Tensor | None,
     dfinal: Tensor | None,
     scale: float,
-    out: Mapping[str, Tensor] = MappingProxyType({}),
     exchange: Exchange | None = None,
 ) -> dict[str, Tensor]:
-    """Gradients by the name of the term, in its shape and dtype.
-
-    Args:
-        out: memory for some of them, which they take if it fits.
-    """
+    """Gradients by the name of the term, in its shape and dtype."""
     given = terms
     terms = to_kernel_layout(terms)
     do = (
@@ -154,17 +137,12 @@ def backward(
     assert q is not None and over_v is not None
     wide = do.shape[:3]
     shape = (*wide, terms.q.shape[-1])
-    dq, dk = (reuse_or_empty(out.get(n), shape, do.dtype, do.device) for n in "qk")
-    dv = reuse_or_empty(out.get("v"), do.shape, do.dtype, do.device)
-    dg = reuse_or_empty(out.get("g" if terms.gv is None else "gv"), g.shape, g.dtype, g.device)
+    dq, dk = (do.new_empty(shape) for _ in range(2))
+    dv, dg = do.new_empty(do.shape), g.new_empty(g.shape)
     dk_here, dv_here = (dk, dv) if terms.gv is None else (dv, dk)
     dqs = dq if terms.gv is None else torch.empty_like(dv)
     state = terms.initial_state
-    dinitial = None
-    if state is not None:
-        dinitial = reuse_or_empty(
-            out.get("initial_state"), terms.state_shape, state.dtype, state.device
-        )
+    dinitial = None if state is None else state.new_empty(terms.state_shape)
     u = terms.u
     du = None if u is None else u.new_empty(problem.chunks, *u.shape, dtype=torch.float32)
     with device_of(do.device):
