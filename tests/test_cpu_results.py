@@ -1,6 +1,5 @@
 """tools/cpu_results.py: the same tree has the same hashes, and one bit more makes another."""
 
-import importlib.util
 import json
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.forked import run_code
+from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools/cpu_results.py"
@@ -44,11 +44,7 @@ def test_compare_names_what_differs(written: Path, tmp_path: Path) -> None:
 
 
 def test_digest_sees_one_bit() -> None:
-    spec = importlib.util.spec_from_file_location("cpu_results", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    digest = module.digest
+    digest = script("tools/cpu_results").digest
     x = torch.ones(3)
     y = torch.nextafter(x, torch.tensor([1.0, 2.0, 1.0]))
     assert digest([x]) == digest([x.clone()]) != digest([y])

@@ -10,10 +10,9 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import slipstream
+from own_checkout import ROOT
 
 MODULES = (
     "slipstream.ops",
@@ -28,7 +27,6 @@ MODULES = (
     "slipstream.integrations.vllm",
     "slipstream.compat",
 )
-ROOT = Path(str(slipstream.__file__)).parent
 
 
 def signature(member: Any) -> str:
@@ -60,7 +58,7 @@ def members(module: str) -> Iterator[str]:
 
 def variables() -> Iterator[str]:
     """Environment variables that the package reads."""
-    text = "\n".join(x.read_text() for x in ROOT.rglob("*.py"))
+    text = "\n".join(x.read_text() for x in (ROOT / "slipstream").rglob("*.py"))
     yield from sorted(set(re.findall(r"\bSLIPSTREAM_[A-Z_]+\b", text)))
 
 

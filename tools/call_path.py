@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import own_checkout  # noqa: F401
 import torch
 
 import slipstream

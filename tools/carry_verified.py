@@ -19,6 +19,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import own_checkout  # noqa: F401
+
 from slipstream.compiler import compiler_state
 from slipstream.tools import support_data, support_page
 

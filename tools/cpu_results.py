@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import own_checkout  # noqa: F401
 import torch
 from torch import Tensor
 

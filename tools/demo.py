@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import own_checkout  # noqa: F401
 import torch
 from rich.console import Console
 from rich.table import Table

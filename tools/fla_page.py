@@ -9,6 +9,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+import own_checkout  # noqa: F401
+
 import slipstream.compat.fla as compat
 import slipstream.ops
 from slipstream.compat.fla.adaptor import HINTS, REFUSED

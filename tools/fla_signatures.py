@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import own_checkout  # noqa: F401
+
 import slipstream.compat.fla as compat
 
 METHODS = ("__init__", "forward", "step")

@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import own_checkout  # noqa: F401
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile

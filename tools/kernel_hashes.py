@@ -6,7 +6,8 @@
     python tools/kernel_hashes.py compare before.json after.json
 
 A hash is of text without names: kernels, functions and parameters may be renamed and moved. Equal
-multisets of hashes mean equal machine code, so equal numbers and equal speed, without a GPU.
+multisets of hashes mean equal machine code, so equal numbers and equal speed, without a GPU. A file
+has a line for each as they are made; `compare` refuses one whose run did not end.
 
 --level ir    Triton's IR as its front end makes it, with the compiler's options: every compilation
               that the catalog's rows trigger at their sample shapes, in about a minute. A rule by a
@@ -31,11 +32,14 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import own_checkout  # noqa: F401
 
 from slipstream.compiler.aot import Job, gpu_target, options_of, source_of
 from slipstream.tools.backend_query import find_kernels
@@ -43,6 +47,9 @@ from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
 from slipstream.tools.layer_samples import LAYER_SAMPLES
 from slipstream.tools.variant_cover import cover, resolved
 
+T = TypeVar("T")
+U = TypeVar("U")
+COMPLETE = "complete"  # the last line of a file
 _SYMBOL = re.compile(r'@"[^"]*"|@[\w.$]+')
 _CONSTANT = re.compile(r"^\s*(%\w+) = (arith\.constant .*)$", re.MULTILINE)
 _LOCATION = re.compile(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", re.MULTILINE)
@@ -125,6 +132,17 @@ def digest(task: tuple[Job, str]) -> tuple[str, str]:
     return f"{job.arch} {job.name}", hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def counted(what: str, items: Sequence[T], found: Iterable[U]) -> Iterator[U]:
+    """What is found for each of the items, with how many there are on stderr as they come."""
+    end = "\r" if sys.stderr.isatty() else "\n"
+    step = 1 if end == "\r" else max(1, len(items) // 20)
+    for n, x in enumerate(found, 1):
+        if n % step == 0 or n == len(items):
+            line = f"{what}: {n} of {len(items)}"
+            print(line, end="\n" if n == len(items) else end, file=sys.stderr, flush=True)
+        yield x
+
+
 def write(args: argparse.Namespace) -> None:
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     shapes = (*REPRESENTATIVE, *FURTHER)[: args.shapes]
@@ -132,19 +150,29 @@ def write(args: argparse.Namespace) -> None:
     samples = [*chosen(args.operators), *([] if args.operators else LAYER_SAMPLES)]
     tasks: list[tuple[Job, str]] = []
     for arch in args.arch.split(","):
-        found = find_kernels(samples, shapes, arch)
+        found = find_kernels(counted(f"{arch}, operators traced", samples, samples), shapes, arch)
         for failure in found.failures:
             print(failure, file=sys.stderr)
         variants = resolved(args.variants, arch) if args.level == "ptx" else "all"
         tasks += [(job, args.level) for job, _ in cover(found.tasks, variants)]
-    with ProcessPoolExecutor(args.jobs) as pool:
-        rows = sorted(pool.map(digest, tasks, chunksize=8))
-    args.file.write_text(json.dumps(rows, indent=0) + "\n")
-    print(f"{len(rows)} hashes of {len({x for x, _ in rows})} kernels -> {args.file}")
+    names = set()
+    with ProcessPoolExecutor(args.jobs) as pool, args.file.open("w") as file:
+        for row in counted("hashes", tasks, pool.map(digest, tasks, chunksize=8)):
+            names.add(row[0])
+            print(json.dumps(row), file=file, flush=True)
+        print(json.dumps(COMPLETE), file=file)
+    print(f"{len(tasks)} hashes of {len(names)} kernels -> {args.file}")
+
+
+def rows_of(file: Path) -> list[tuple[str, str]]:
+    rows = [json.loads(x) for x in file.read_text().splitlines()]
+    if COMPLETE not in rows[-1:]:
+        sys.exit(f"{file}: is not complete ({len(rows)} hashes): its run was ended")
+    return rows[:-1]
 
 
 def compare(args: argparse.Namespace) -> None:
-    before, after = (json.loads(x.read_text()) for x in (args.file, args.other))
+    before, after = rows_of(args.file), rows_of(args.other)
     lost = Counter(x for _, x in before) - Counter(x for _, x in after)
     new = Counter(x for _, x in after) - Counter(x for _, x in before)
     for sign, rows, differing in (("-", before, lost), ("+", after, new)):

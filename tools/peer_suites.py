@@ -184,6 +184,8 @@ def beside(path: Path) -> set[Path]:
 
 
 def pytest_configure() -> None:
+    import own_checkout  # noqa: F401
+
     import slipstream.compat
 
     slipstream.compat.install(*os.environ["SLIPSTREAM_PEERS"].split(","))

@@ -23,6 +23,7 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch is imported
 
+import own_checkout  # noqa: F401
 import torch
 
 from slipstream.tools.catalog import Shape, chosen, flat
