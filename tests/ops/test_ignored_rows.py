@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.ignored_rows import faults, of_modules, of_operators
+from tests.support.interpreted import run
 
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
@@ -20,3 +22,8 @@ def test_compiled_rows_without_a_loss_have_no_gradient() -> None:
         torch.compiler.reset()
         call = torch.compile(loss.call, fullgraph=True, dynamic=False, backend="aot_eager")
         assert faults([loss._replace(call=call)]) == []
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_triton_rows_without_a_loss_have_no_gradient() -> None:
+    run(script="tests.support.ignored_rows")

@@ -156,11 +156,15 @@ def cross_entropy_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def scale_kernel(x_ptr, s_ptr, N, B: tl.constexpr):
-    """x *= s in place, and nothing if s is 1; a few programs, each with every P-th block."""
+    """x *= s in place, and nothing if s is 1; what is 0 stays 0, also where s is inf or NaN.
+
+    A few programs, each with every P-th block."""
     # s of 1, as most losses have it, is a read of one number: no copy, and no wait
     s = tl.load(s_ptr)
     step = tl.num_programs(0).to(tl.int64) * B
     for i in range(tl.program_id(0).to(tl.int64) * B, tl.where(s == 1, 0, N), step):
         o = i + tl.arange(0, B)
         b_x = tl.load(x_ptr + o, mask=o < N, other=0.0).to(tl.float32)
-        tl.store(x_ptr + o, (b_x * s).to(x_ptr.dtype.element_ty), mask=o < N)
+        # rows that do not count have gradients of 0, whatever s is
+        b_x = tl.where(b_x == 0, 0.0, b_x * s)
+        tl.store(x_ptr + o, b_x.to(x_ptr.dtype.element_ty), mask=o < N)

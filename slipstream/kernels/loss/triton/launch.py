@@ -98,7 +98,7 @@ def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) ->
 
 
 def scale_(x: Tensor, s: Tensor) -> Tensor:
-    """x *= s in place, s [] on the device; almost free if s is 1."""
+    """x *= s in place, s [] on the device; what is 0 stays 0. Almost free if s is 1."""
     s = s.to(torch.float32)
     with device_of(x.device):
         programs = min(sm_count(x.get_device()) * 8, -(-x.numel() // 2048))
