@@ -1,7 +1,8 @@
 """Saves a layer with torch.export and loads it again: python examples/exported_model.py
 
 Operators of slipstream are operators of torch.library, so an exported graph calls them by name. The
-process that loads the file has to import slipstream, which registers them.
+process that loads the file has to import slipstream, which registers them; for a model of
+slipstream.models that module, which also registers the types of what the model returns.
 """
 
 import tempfile

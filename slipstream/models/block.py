@@ -19,6 +19,7 @@ from slipstream.models.rollback import MLP_SHIFT, Record
 from slipstream.nn import LayerNorm, SwiGLU, projections
 from slipstream.nn import RMSNorm as RMSNorm
 from slipstream.nn.linear import GatedMLP, is_hooked
+from slipstream.ops._fp32 import widen
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -128,7 +129,7 @@ class Block(GradientCheckpointingLayer):
         """options: those of mixer and MLP; mixing: the mixer's."""
         state, use_cache = mixing["state"], mixing["use_cache"]
         if self.residual_in_fp32:
-            x, h = apply_norm(h, self.mixer_norm, self), h.float()
+            x, h = apply_norm(h, self.mixer_norm, self), widen(h)
         elif isinstance(self.mixer_norm, (RMSNorm, LayerNorm)) and not is_hooked(self.mixer_norm):
             # h by way of the norm, whose backward adds up its gradients
             x, h = self.mixer_norm(h, prenorm=True)
@@ -200,7 +201,7 @@ class Block(GradientCheckpointingLayer):
         if self._fuses(h, layer):
             return *self._fused(h, layer, positions, room, next_norm, normed), None
         if self.residual_in_fp32:
-            x, h = apply_norm(h, self.mixer_norm, self), h.float()
+            x, h = apply_norm(h, self.mixer_norm, self), widen(h)
         else:
             x = self.mixer_norm(h)
         value = None
@@ -238,7 +239,7 @@ class Block(GradientCheckpointingLayer):
         next_norm: nn.Module | None,
         normed: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        h = h.float() if self.residual_in_fp32 else h
+        h = widen(h) if self.residual_in_fp32 else h
         x, norm = (h, self.mixer_norm) if normed is None else (normed, None)
         mlp_norm = self.mlp_norm if isinstance(self.mlp, SwiGLU) else None
         behind = next_norm if mlp_norm is None else mlp_norm

@@ -38,6 +38,7 @@ from slipstream.models.rollback import WINDOW
 from slipstream.models.tensor_parallel import is_sharded, shard_planned_heads, whole_state_dict
 from slipstream.nn import Embedding, decoding
 from slipstream.nn.linear import plain_linear
+from slipstream.ops._fp32 import widen
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.token_ids import clamped, expect_ids
@@ -319,7 +320,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
 
     def _sources(self, h: Tensor) -> list[Tensor]:
         """The tensors that attention residuals mix, if the model has them."""
-        return [h.float() if self.config.residual_in_fp32 else h] if self.depth is not None else []
+        return [widen(h) if self.config.residual_in_fp32 else h] if self.depth is not None else []
 
     def _mixed(self, layer: int, h: Tensor, sources: list[Tensor]) -> Tensor:
         """The input of a layer, or of the norm after the last; h is the output before it."""

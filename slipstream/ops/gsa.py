@@ -215,7 +215,8 @@ def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
     """Slot weights and log decays that keep each slot a weighted mean."""
     s = widen(s)
     z = (s.flip(1) if reverse else s).logcumsumexp(1)
-    g = torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1] - z[:, 1:]], dim=1)
+    # of z[:, :-1] torch.export would want two tokens or more, so three of s
+    g = -z.diff(dim=1, prepend=z[:, :1])
     if reverse:
         z, g = z.flip(1), g.flip(1)
     return (s - z).exp(), g

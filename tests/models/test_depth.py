@@ -16,9 +16,11 @@ def model(**options: Any) -> SlipstreamForCausalLM:
     return SlipstreamForCausalLM(SlipstreamConfig(**SIZES, mixers=mixers, **options)).double()
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 3])
-def test_layers_get_the_formula(group: int) -> None:
-    made, ids = model(attention_residuals=group), torch.randint(20, (2, 9))
+def test_layers_get_the_formula(group: int, wide: bool) -> None:
+    made = model(attention_residuals=group, residual_in_fp32=wide)
+    ids = torch.randint(20, (2, 9))
     depth: Any = made.model.depth
     with torch.no_grad():
         depth.query.normal_()
@@ -37,6 +39,18 @@ def test_layers_get_the_formula(group: int) -> None:
     torch.testing.assert_close(got, want)
     got.square().sum().backward()
     assert all(x.grad is not None and x.grad.any() for x in (depth.query, depth.weight))
+
+
+def test_residuals_in_float32_are_no_narrower_than_the_weights() -> None:
+    ids = torch.randint(20, (2, 9))
+    for options in ({}, {"attention_residuals": 2}):
+        plain, wide = (model(**options, residual_in_fp32=x).eval() for x in (False, True))
+        for step in (ids, ids[:, :1]):
+            caches = [x(ids).past_key_values for x in (plain, wide)]
+            got, want = (
+                x(step, past_key_values=c).logits for x, c in zip((wide, plain), reversed(caches))
+            )
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 def test_layers_get_the_mean_at_first() -> None:

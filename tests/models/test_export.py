@@ -1,10 +1,14 @@
 """torch.export of the language model with gradients enabled, which is torch's default."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.ops import chunk_gsa
+from tests.support.forked import run_code
 
 MODELS = {name: [name] for name in MIXERS}
 MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
@@ -41,3 +45,61 @@ def test_exported_model_runs_with_gradients(name: str, strict: bool) -> None:
         torch.testing.assert_close(grads.get(n), want_grad, rtol=1e-4, atol=1e-4, msg=n)
     with torch.no_grad():
         torch.testing.assert_close(exported(ids).logits, want)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("rwkv7", "mamba3") else pytest.mark.slow) for n in MODELS],
+)
+def test_exported_model_takes_two_tokens_and_more(name: str) -> None:
+    torch.manual_seed(0)
+    config = SlipstreamConfig(
+        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=MODELS[name]
+    )
+    model = SlipstreamForCausalLM(config).eval()
+    sizes = {0: torch.export.Dim("batch", min=2), 1: torch.export.Dim("tokens", min=2)}
+    program = torch.export.export(
+        model,
+        (torch.randint(17, (3, 7)),),
+        {"use_cache": False},
+        dynamic_shapes={"input_ids": sizes, "use_cache": None},
+        strict=False,
+    )
+    for shape in ((2, 2), (4, 3), (2, 70)):
+        ids = torch.randint(17, shape)
+        got = program.module()(ids, use_cache=False).logits
+        torch.testing.assert_close(got, model(ids).logits)
+
+
+def test_exported_slots_take_two_tokens_and_more() -> None:
+    """chunk_gsa without g, whose decays are differences of neighbours."""
+
+    class Slots(nn.Module):
+        def forward(self, q: Tensor, s: Tensor) -> Tensor:
+            return chunk_gsa(q, q, q, s)[0]
+
+    def given(tokens: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(2, tokens, 2, 4), torch.randn(2, tokens, 2, 3)
+
+    sizes = {1: torch.export.Dim("tokens", min=2)}
+    program = torch.export.export(Slots(), given(7), dynamic_shapes=(sizes, sizes), strict=False)
+    for tokens in (2, 3, 70):
+        args = given(tokens)
+        torch.testing.assert_close(program.module()(*args), Slots()(*args))
+
+
+def test_saved_export_loads_by_the_imports_that_the_guide_names(tmp_path: Path) -> None:
+    config = SlipstreamConfig(
+        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"]
+    )
+    model, x, ids = SlipstreamForCausalLM(config).eval(), torch.randn(1, 7, 16), torch.ones(1, 7)
+    layer = model.model.layers[0].mixer
+    saved = [(layer, (x,), "slipstream"), (model, (ids.long(),), "slipstream.models")]
+    for module, args, name in saved:
+        options = {"use_cache": False}
+        torch.export.save(
+            torch.export.export(module, args, options, strict=False), tmp_path / "x.pt2"
+        )
+        load = f"import sys, torch, {name}; torch.export.load(sys.argv[1]).module()"
+        done = run_code(load, tmp_path / "x.pt2")
+        assert done.returncode == 0, done.stderr[-2000:]

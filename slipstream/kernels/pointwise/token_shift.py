@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
@@ -52,13 +53,14 @@ def shift(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[T
 
 
 def _dense(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    sequences = _sequences(x, cu_seqlens)
-    if state is None:
-        state = x.new_zeros(sequences, x.shape[2])
     if x.shape[1] == 0:
-        return x, state
+        return x, x.new_zeros(_sequences(x, cu_seqlens), x.shape[2]) if state is None else state
+    # of x[:, :-1] torch.export would want two tokens or more, so three of x
+    moved = F.pad(x, (0, 0, 1, -1))
+    if state is not None:
+        moved = moved.select_scatter(state, 1, 0)
     # a copy: a state that were a view would keep all of x alive
-    return torch.cat([state[:, None], x[:, :-1]], dim=1), x[:, -1].clone()
+    return moved, x[:, -1].clone()
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:

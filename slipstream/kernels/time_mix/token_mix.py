@@ -67,7 +67,7 @@ def _mix_of(counts: Sequence[int]) -> list[int]:
 
 def plain(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
     """[M, B, T, D]"""
-    before = F.pad(x[:, :-1], (0, 0, 1, 0)) if before is None else before
+    before = F.pad(x, (0, 0, 1, -1)) if before is None else before
     delta = before - x
     return torch.stack([torch.addcmul(x, delta, row) for row in mu])
 
