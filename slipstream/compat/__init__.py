@@ -158,4 +158,10 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # the import system takes what a loader leaves under the module's name
         ours = sys.modules[module.__name__] = sys.modules[self.ours]
+        # Importing a module makes it its parent's member, also in the place of a function, or of a
+        # module that the parent uses, of this name. Such modules are there at once.
+        for name in [x for x in sys.modules if x.rpartition(".")[0] == self.ours]:
+            child = name.rpartition(".")[2]
+            if vars(ours).get(child, sys.modules[name]) is not sys.modules[name]:
+                sys.modules.setdefault(f"{module.__name__}.{child}", sys.modules[name])
         getattr(ours, "imported_as_peer", lambda: None)()

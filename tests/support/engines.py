@@ -41,7 +41,7 @@ class _AbsentType(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Absent()
+        return type(name, (Absent,), {}) if name[:1].isupper() else Absent()
 
     def __bool__(cls) -> bool:
         return False

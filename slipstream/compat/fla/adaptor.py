@@ -72,7 +72,7 @@ def parse_signature(text: str) -> inspect.Signature:
 
 
 _DEFAULTS: Mapping[str, Any] = {
-    "": inspect.Parameter.empty, "None": None, "True": True, "False": False, "2": 2
+    "": inspect.Parameter.empty, "None": None, "True": True, "False": False, "2": 2, "64": 64
 }  # fmt: skip
 
 
@@ -135,6 +135,26 @@ def adapt(row: Operator) -> Callable[..., Any]:
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
+
+
+def autograd_function(name: str, function: Callable[..., Any], signature: str) -> type:
+    """fla's class of that name, whose apply() is a call of the function: gradients are its own."""
+    forward = parse_signature(signature)
+    known = inspect.signature(function).parameters
+    unlisted = any(p.kind is p.VAR_KEYWORD for p in known.values())
+
+    def apply(*args: Any) -> Any:
+        bound = forward.bind(*args)
+        given = {}
+        for key, value in bound.arguments.items():
+            if value is not forward.parameters[key].default:
+                given[key] = value
+        return function(**{k: v for k, v in given.items() if k in known or unlisted})
+
+    apply.__signature__ = forward  # type: ignore[attr-defined]
+    members = {"apply": staticmethod(apply), "__module__": function.__module__}
+    members["__doc__"] = f"{function.__name__}, by fla's order of arguments."
+    return type(name, (torch.autograd.Function,), members)
 
 
 def with_context(given: Arguments, cp_context: Any) -> Arguments:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from slipstream.compat.fla import functions, preconditioned
-from slipstream.compat.fla.adaptor import adapt
+from slipstream.compat.fla.adaptor import adapt, autograd_function
 from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.missing import missing_names
 
@@ -50,6 +50,10 @@ ALIASES = {
     "modules.causal_conv1d.ops": "modules.convolution",
     "modules.conv": "modules.convolution",
     "modules.conv.causal_conv1d": "modules.convolution",
+    "modules.conv.cp": "modules.convolution",
+    "modules.conv.cp.ops": "modules.convolution",
+    "modules.conv.cuda": "modules.convolution",
+    "modules.conv.cuda.ops": "modules.convolution",
     "modules.conv.long_conv": "modules.long_conv",
     "modules.conv.short_conv": "modules.convolution",
     "modules.conv.triton": "modules.convolution",
@@ -72,10 +76,37 @@ PARALLEL: dict[str, str] = {
     "modules.mlp": "SwiGLULinearParallel",
     "modules.parallel": "PrepareModuleWeight",
 }
+# Classes of torch.autograd.Function, by the module that defines them: the function whose call their
+# apply() is, and fla's parameters of forward. torchtitan 0.3.0 registers these.
+AUTOGRAD: dict[str, tuple[str, str, str]] = {
+    "modules.convolution": (
+        "CausalConv1dFunction", "causal_conv1d",
+        "x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, "
+        "activation=None, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, chunk_size=64",
+    ),
+    "ops.gated_delta_rule.chunk": (
+        "ChunkGatedDeltaRuleFunction", "chunk_gated_delta_rule",
+        "q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first=False, "
+        "cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, use_qk_l2norm_in_kernel=False, "
+        "use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, "
+        "allow_neg_eigval=False, cp_context=None, chunk_size=64",
+    ),
+    "ops.gated_delta_rule.fused_recurrent": (
+        "FusedRecurrentFunction", "fused_recurrent_gated_delta_rule",
+        "q, k, v, g=None, gk=None, gv=None, beta=None, A_log=None, dt_bias=None, scale=None, "
+        "initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
+        "cu_seqlens=None",
+    ),
+}  # fmt: skip
 # what fla 0.6 has where Slipstream has other names; whole modules that are missing say so by
 # themselves
 MISSING: dict[str, tuple[str, ...]] = {
-    "modules.convolution": ("causal_conv1d_update_states", "fast_causal_conv1d_fn"),
+    "modules.convolution": (
+        "CausalConv1dFunctionCP", "FastCausalConv1dFn", "causal_conv1d_bwd", "causal_conv1d_cuda",
+        "causal_conv1d_fwd", "causal_conv1d_update_states", "compute_dh0_triton",
+        "fast_causal_conv1d_fn",
+    ),
     "ops": (
         "chunk_cyfa", "chunk_log_linear_attn", "chunk_mesa_net",
         "chunk_momentum_delta_rule", "fused_recurrent_cyfa",
@@ -111,6 +142,9 @@ def make_modules() -> None:
             _export(path, function.__name__, function)
     for row in OPERATORS:
         _export(row.path, row.name, adapt(row))
+    for path, (name, function, signature) in AUTOGRAD.items():
+        operator = getattr(_module(path), function)
+        vars(_module(path))[name] = autograd_function(name, operator, signature)
     for alias, path in ALIASES.items():
         module = sys.modules[f"{ROOT}.{alias}"] = _module(path)
         parent, _, child = alias.rpartition(".")
@@ -136,7 +170,7 @@ def _module(path: str) -> ModuleType:
     """The module of a path, from its file if there is one."""
     name = f"{ROOT}.{path}"
     if name in sys.modules:
-        return sys.modules[name]
+        return _as_package(sys.modules[name])
     parent, _, child = path.rpartition(".")
     if parent:
         _module(parent)
@@ -147,7 +181,11 @@ def _module(path: str) -> ModuleType:
             raise
         module = sys.modules[name] = ModuleType(name, f"fla.{path}, from Slipstream's tables.")
         setattr(sys.modules[name.rpartition(".")[0]], child, module)
-    # so that the import system looks for modules in it, and finds that there are none
+    return _as_package(module)
+
+
+def _as_package(module: ModuleType) -> ModuleType:
+    """It, in which the import system looks for modules: those that are under other names alone."""
     vars(module).setdefault("__path__", [])
     return module
 

@@ -10,6 +10,8 @@ from slipstream.compat.fla.modules.long_conv import (
     ImplicitLongConvolution as ImplicitLongConvolution,
 )
 from slipstream.compat.fla.modules.long_conv import LongConvolution as LongConvolution
+from slipstream.compat.fla.modules.long_conv import PositionalEmbedding as PositionalEmbedding
+from slipstream.compat.fla.modules.long_conv import fft_conv as fft_conv
 from slipstream.compat.fla.ops.cp.context import plan_of
 from slipstream.ops.conv import short_convolution, short_convolution_update
 

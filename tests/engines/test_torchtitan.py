@@ -1,0 +1,67 @@
+"""slipstream.compat.install("fla") for torchtitan's Qwen3.5, in its own file, and for what others
+import of fla.
+
+Of torchtitan's model.py what is absent is the rest of torchtitan and spmd_types, whose decorators
+leave a function as it is on one process.
+"""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream import ops
+from slipstream.compat import install
+from tests.support.engines import imports, loaded
+
+pytestmark = pytest.mark.slow
+TORCHTITAN = "torchtitan-0.3.0"
+# releases whose files import fla; those of vLLM, SGLang, transformers and trl do not
+RELEASES = [TORCHTITAN, "axolotl-0.19.0"]
+# what fla's own files have alone, which install() finds where they are installed
+OF_FLAS_FILES = "fla.layers"
+
+
+def test_gated_delta_net_of_torchtitan() -> None:
+    q, k, v = torch.randn(1, 12, 1, 8), torch.randn(1, 12, 1, 8), torch.randn(1, 12, 2, 8)
+    g, beta = F.logsigmoid(torch.randn(1, 12, 2)), torch.rand(1, 12, 2)
+    offsets, x, weight = torch.tensor([0, 5, 12]), torch.randn(1, 12, 6), torch.randn(6, 1, 4)
+    packed: dict[str, Any] = {"cu_seqlens": offsets, "cu_seqlens_cpu": offsets}
+    with install("fla"), loaded(TORCHTITAN, "torchtitan.models.qwen3_5.model") as (model,):
+        for name in ("ChunkGatedDeltaRuleFunction", "FusedRecurrentFunction"):
+            assert getattr(model, name).__module__.startswith("slipstream.compat.fla")
+        y = model._causal_conv1d_varlen(x, weight, offsets, offsets)
+        expected = ops.conv.short_convolution(
+            x, weight.squeeze(1), activation="silu", cu_seqlens=offsets
+        )
+        torch.testing.assert_close(y, expected[0])
+        for backend in ("fla_chunked", "fla_fused_recurrent"):
+            kernel = SimpleNamespace(backend=backend)
+            given = packed if backend == "fla_chunked" else {"cu_seqlens": offsets}
+            o = model.GatedDeltaKernel.forward(kernel, q, k, v, g, beta, **given)
+            want, _ = ops.chunk_gated_delta_rule(
+                q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=offsets
+            )
+            torch.testing.assert_close(o, want)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_imports_of_fla(release: str) -> None:
+    """In the order of the files, and each in the end again: none takes another's place."""
+    wanted = imports(release, "fla")
+    assert len(wanted) >= 6
+    found = {}
+    with install("fla"):
+        for _ in range(2):
+            for module, name in wanted:
+                if module.startswith(OF_FLAS_FILES):
+                    with pytest.raises(ModuleNotFoundError, match="from the files of flash-linear"):
+                        importlib.import_module(module)
+                    continue
+                member = getattr(importlib.import_module(module), name or "__name__")
+                assert callable(member) or name is None, (module, name)
+                assert found.setdefault((module, name), member) is member
+    assert found
