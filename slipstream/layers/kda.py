@@ -34,7 +34,7 @@ class KimiDeltaAttention(SteppedDeltaHeads):
         gate_bias: whether W_g2 has one, as fla's has.
         gate_low_rank_dim: rank of the two gates; None is K.
         allow_neg_eigval: beta in (0, 2).
-        lower_bound: of g, in [-5, 0); None is none.
+        lower_bound: of g, below 0; None is none.
         norm_eps: of the norm, whose weight [V] the heads share.
         mode, layer_idx: as Mixer.
 

@@ -108,7 +108,7 @@ def delta_gate(
     Args:
         g: [B, T, HV] or [B, T, HV, K], any float dtype; the result is float32 at least.
         A_log: [HV]. dt_bias: [HV], or [HV * K] for a gate of every channel.
-        lower_bound: in [-5, 0).
+        lower_bound: below 0.
         impl: of the recurrence: plain torch here too if it is named.
     """
     checks.expect_lower_bound(lower_bound)

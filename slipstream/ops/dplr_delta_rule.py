@@ -66,7 +66,7 @@ def chunk_dplr_delta_rule(
     Cost: for chunks of C, about 2 T HV (4 K V + 2 C (K + V)) flops; state HV K V floats.
     Source: Peng and others, "RWKV-7 Goose with Expressive Dynamic State Evolution" (2025).
     """
-    check_promised_bound(lower_bound)
+    checks.expect_lower_bound(lower_bound)
     checks.expect_rank("gk", gk, 4, "[B, T, HV, K]")
     return run(
         LinearInputs(q, k, v, g=gk, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
@@ -106,8 +106,3 @@ def fused_recurrent_dplr_delta_rule(
         recurrent=True,
         names={"g": "gk"},
     )
-
-
-def check_promised_bound(lower_bound: float | None) -> None:
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound: want a number below 0, got {lower_bound}")

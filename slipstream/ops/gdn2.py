@@ -72,7 +72,7 @@ def chunk_gdn2(
     """
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError(
-            "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
+            "lower_bound: want a number below 0 with safe_gate and use_gate_in_kernel, got None"
         )
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel, impl)

@@ -62,7 +62,7 @@ def chunk_kda(
         allow_neg_eigval: 2 sigmoid(beta), so that the transition has eigenvalues down to -1.
         safe_gate: the decay is bounded: by lower_bound with use_gate_in_kernel, else as the caller
             promises. Kernels may use it to go faster; the result is the same with and without.
-        lower_bound: of the decay, in [-5, 0).
+        lower_bound: of the decay, below 0.
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
@@ -91,7 +91,7 @@ def chunk_kda(
         raise ValueError(f"chunk_size: want 32 or 64, got {chunk_size!r}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError(
-            "lower_bound: want a number in [-5, 0) with safe_gate and use_gate_in_kernel, got None"
+            "lower_bound: want a number below 0 with safe_gate and use_gate_in_kernel, got None"
         )
     if use_qk_l2norm_in_kernel:
         q, k = l2_normalised(impl, q=q, k=k)

@@ -107,7 +107,7 @@ def mixer_step(
         channel_order: of C: "qkv", or "vkq" as Mamba-2 has them (x, B, C).
         g: raw gates or log decays [B, T, HV] or, of each row of the state, [B, T, HV, K].
         A_log: [HV]. dt_bias: [HV], or [HV K] or [HV, K] for gates of rows.
-        lower_bound: of the log decay, in [-5, 0).
+        lower_bound: of the log decay, below 0.
         gate_logit_normalizer: GLA's, by which the log of the sigmoid is divided.
         dt_limit: least and largest dt.
         beta: how much of the old value to replace [B, T, HV]; with write how much of it to erase,

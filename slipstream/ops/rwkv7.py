@@ -7,7 +7,6 @@ from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops._blocks import by_blocks
-from slipstream.ops.dplr_delta_rule import check_promised_bound
 from slipstream.runtime.context_parallel import ContextParallel
 
 _NAMES = {"q": "r", "g": "w"}
@@ -79,7 +78,7 @@ def chunk_rwkv7(
     Cost: for chunks of C, about 2 T HV (4 K V + 2 C (K + V)) flops; state HV K V floats.
     Source: Peng and others, "RWKV-7 Goose with Expressive Dynamic State Evolution" (2025).
     """
-    check_promised_bound(lower_bound)
+    checks.expect_lower_bound(lower_bound)
     checks.expect_rank("w", w, 4, "[B, T, HV, K]")
     return run(
         LinearInputs(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),

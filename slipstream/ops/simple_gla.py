@@ -7,6 +7,7 @@ from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops._blocks import by_blocks
+from slipstream.ops._fp32 import widen
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -42,7 +43,7 @@ def chunk_simple_gla(
         q, k: queries and keys [B, T, H, K].
         v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
         g: log decay [B, T, HV], at most 0, float32; none if None.
-        g_gamma: in place of g, one log decay [HV] for all tokens of a head; has a gradient too.
+        g_gamma: one log decay [HV] for all tokens of a head, added to g; has a gradient too.
         scale: factor on the output; K^-0.5 if None.
         initial_state: state before the first token [N, HV, K, V], float32; zeros if None.
         output_final_state: return the state after the last token too.
@@ -64,8 +65,7 @@ def chunk_simple_gla(
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V], float32, or None.
 
     Raises:
-        ValueError, TypeError: an argument does not fit the others, or both g and g_gamma are
-            given; the message names it.
+        ValueError, TypeError: an argument does not fit the others; the message names it.
 
     Cost: for chunks of C, 2 T HV (2 K V + C (K + V) / 2) flops; state HV K V floats.
     Source: Dao, Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
@@ -121,13 +121,14 @@ def fused_recurrent_simple_gla(
 
 
 def _decay(v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor | None:
-    if g_gamma is None:
-        if g is not None:
-            checks.expect_rank("g", g, 3, "[B, T, HV]")
-        return g
     if g is not None:
-        raise ValueError("g_gamma: want it in place of g, got both; add it to g where both act")
+        checks.expect_rank("g", g, 3, "[B, T, HV]")
+    if g_gamma is None:
+        return g
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     checks.expect_shape("g_gamma", g_gamma, v.shape[2:3])
     checks.expect_floating({"g_gamma": g_gamma})
-    return g_gamma.expand(v.shape[:3])
+    if g is None:
+        return g_gamma.expand(v.shape[:3])
+    checks.expect_shape("g", g, v.shape[:3])
+    return widen(g) + g_gamma

@@ -280,7 +280,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"A_log: wants g too": {"g": None},
     r"dt_bias: wants A_log or lower_bound": {"A_log": None},
     r"gate_logit_normalizer: wants g alone": {"gate_logit_normalizer": 16.0},
-    r"lower_bound: want a number in \[-5, 0\)": {"lower_bound": 1.0},
+    r"lower_bound: want a number below 0": {"lower_bound": 1.0},
     r"dt_scales_v: wants g \[B, T, HV\] and A_log": {"dt_scales_v": True, "lower_bound": -1.0},
     r"dt_limit: want 0 <= least <= largest": {"dt_limit": (2.0, 1.0)},
     r"use_beta_sigmoid_in_kernel: wants beta": {"beta": None},
