@@ -21,6 +21,7 @@ from tests.support.context_runs import (
     CUTS,
     MODEL_CUTS,
     RANKS,
+    SHORT_CUTS,
     Cut,
     attention_bytes,
     attention_lse,
@@ -61,6 +62,10 @@ def test_operators_across_ranks_equal_one_rank(thorough: bool, tmp_path: Path) -
     names = [x.name for x in CALLS]
     drawn = range(len(names) if thorough else len(names) // 3)
     cases += [(names[3 * i % len(names)], some_cut(i), "mixed") for i in drawn]
+    # what reads tokens of the ranks before, not a state alone
+    reads = ("short_convolution", "token_shift", "attention")
+    short = [x.name for x in CALLS if thorough or x.op in reads]
+    cases += [(name, cut, "mixed") for name in short for cut in SHORT_CUTS]
     assert len({name for name, _, _ in cases}) == len(CALLS) > 25
     assert in_processes(RANKS, tmp_path, compare_all, cases) == []
 

@@ -40,6 +40,12 @@ CUTS = (
     Cut("packed-at-the-cuts", (32, 16, 16), (32, 0, 16, 16)),
     Cut("packed-one-rank-empty", (40, 0, 10), (50,)),
 )
+# each of fewer tokens than a convolution's kernel
+SHORT_CUTS = (
+    Cut("rows-of-few-tokens", (2, 1, 3)),
+    Cut("packed-few-tokens", (1, 2, 6), (7, 2)),
+    Cut("packed-few-tokens-first", (3, 1, 2), (2, 4)),
+)
 _QKV, _THREES = "q=BTGK k=BTHK v=BTHV", "q=BT6K k=BT3K v=BT3V"
 _COPIED = "q=BT6K k=BT2K v=BT2V"  # heads of k and v go to several ranks
 MODEL_CUTS = [CUTS[0], CUTS[2], CUTS[4]]
