@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from slipstream.cli.commands import app
+from slipstream.training import sample
 from tests.support.processes import start_command
 
 CONFIG = """
@@ -142,6 +143,13 @@ def test_train_refuses_to_mix_runs(config, trained) -> None:
     assert "error: model.hidden_size: differs" in out
 
 
+def test_train_fresh_refuses_a_run_that_has_begun(config, trained, tmp_path) -> None:
+    before = (trained / "model.safetensors").stat().st_mtime_ns
+    status, out = invoked("train", config, f"output_dir={trained}", "--fresh")
+    assert status == 2 and f"output_dir: {trained} holds a run" in out
+    assert (trained / "model.safetensors").stat().st_mtime_ns == before
+
+
 def test_generate_prints_text(trained) -> None:
     status, out = invoked("generate", trained, "def main(", "--tokens", 12)
     assert status == 0, out
@@ -164,6 +172,23 @@ def test_generate_continues_every_line_of_a_file(trained, tmp_path) -> None:
     status, out = invoked("generate", trained, "x", "--file", file)
     assert status == 2
     assert "either a prompt or --file" in out
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, [1, 1, 1]), (2, [2, 1]), (16, [3])])
+def test_generate_continues_a_batch_at_once(batch, rows, trained, tmp_path, monkeypatch) -> None:
+    file, called = tmp_path / "prompts.txt", []
+    file.write_text("def main(\nimport os\nx\n")
+    model, tokenizer = sample.load(trained)
+    generate = model.generate
+
+    def counted(**given: object) -> object:
+        called.append(len(given["input_ids"]))  # pyright: ignore
+        return generate(**given)
+
+    monkeypatch.setattr(model, "generate", counted)
+    monkeypatch.setattr(sample, "load", lambda directory: (model, tokenizer))
+    status, out = invoked("generate", trained, "--file", file, "--batch", batch, "--tokens", 2)
+    assert status == 0 and called == rows, out
 
 
 def test_generate_without_a_model_says_so(tmp_path) -> None:
