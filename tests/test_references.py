@@ -10,20 +10,14 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"(?<![\w/.<*{-])((?:[\w-]+/)*[\w-]+\.(?:py|md))\b")
 # files that are written, or other packages'
-ELSEWHERE = {"modeling_slipstream.py", "fla/layers/gdn2.py"}
-# a table whose files are other packages' tests
-OF_PEERS = "<!-- table peer_suites -->"
+ELSEWHERE = {"modeling_slipstream.py", "fla/layers/gdn2.py", "ssu_dispatch.py"}
 
 
 def _prose(path: Path) -> Iterator[tuple[int, str]]:
     """Line numbers and texts."""
     text = path.read_text()
     if path.suffix == ".md":
-        inside = False
-        for i, line in enumerate(text.splitlines(), 1):
-            inside = line == OF_PEERS or (inside and line != "<!-- end of table -->")
-            if not inside:
-                yield i, line
+        yield from enumerate(text.splitlines(), 1)
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""')):
