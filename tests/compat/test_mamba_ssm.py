@@ -198,6 +198,35 @@ def test_chunk_scan_of_packed_sequences() -> None:
         mamba_chunk_scan_combined(**args, **options, return_varlen_states=True)
 
 
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("packed", [None, [0, 40], [0, 7, 25, 40], [0, 9, 40]])
+def test_chunk_scan_follows_seq_idx_and_returns_states_of_offsets(
+    packed: list[int] | None, empty: bool
+) -> None:
+    """Both kinds of states at once, where seq_idx has the sequences of the offsets and others."""
+    args, cuts = mamba2_inputs(B=1), [0, 7, 25, 40]
+    options: dict[str, Any] = {"chunk_size": 16, "dt_softplus": True, "return_final_states": True}
+    seq_idx = None
+    if packed is not None:
+        lengths = torch.tensor(packed).diff()
+        seq_idx = torch.arange(len(lengths)).repeat_interleave(lengths)[None].int()
+    offsets = torch.tensor([*cuts[:2], *cuts[1:], 40] if empty else cuts)
+    y, last, states = mamba_chunk_scan_combined(
+        **args, **options, seq_idx=seq_idx, cu_seqlens=offsets, return_varlen_states=True
+    )
+    want = mamba_chunk_scan_combined(**args, **options, seq_idx=seq_idx)
+    torch.testing.assert_close((y, last), want)
+    alone = mamba_chunk_scan_combined(
+        **args, **(options | {"return_final_states": False}), seq_idx=seq_idx,
+        cu_seqlens=offsets, return_varlen_states=True,
+    )  # fmt: skip
+    torch.testing.assert_close(alone, (y, states))
+    for s, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        cut = {n: v[:, begin:end] if v.dim() > 2 else v for n, v in args.items()}
+        _, want = mamba_chunk_scan_combined(**cut, **options)
+        torch.testing.assert_close(states[s : s + 1], want)
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("mlp", [0, 3])
 def test_split_conv1d_scan_is_its_parts(norm: bool, mlp: int) -> None:

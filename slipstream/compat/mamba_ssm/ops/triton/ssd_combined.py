@@ -1,5 +1,6 @@
 """mamba_ssm.ops.triton.ssd_combined: the scan of Mamba-2, and its layer in one function."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,13 @@ def mamba_chunk_scan_combined(
         chunk_size: no effect: the kernels choose it.
         initial_states: [B, H, P, N].
         seq_idx: [B, T], which of the sequences packed in a row a token belongs to.
-        cu_seqlens: offsets [S + 1] of the sequences packed in B = 1, read only if
-            return_varlen_states.
+        cu_seqlens: offsets [S + 1] of sequences packed in B = 1 whose states are returned, read
+            only if return_varlen_states. y and the last state follow seq_idx. Where that has other
+            sequences there is a second scan.
         dt_limit: bounds of the step size.
         return_final_states: also return the states after a row, [B, H, P, N].
-        return_varlen_states: also return those after each of the packed sequences, [S, H, P, N].
+        return_varlen_states: also return those after each sequence of cu_seqlens, which begins with
+            0: [S, H, P, N].
         state_dtype: no effect: states are float32.
 
     Returns:
@@ -70,39 +73,12 @@ def mamba_chunk_scan_combined(
         initial_states=(initial_states, "S H P N"),
         seq_idx=(seq_idx, "B T"),
     )
-    if return_varlen_states:
-        return _packed(
-            x, D, z, initial_states, cu_seqlens, return_final_states,
-            linear_mixers.mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit),
-        )  # fmt: skip
-    return linear_mixers.mamba_chunk_scan_combined(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size,
-        D,
-        dt_bias,
-        initial_states,
-        dt_softplus,
-        dt_limit,
-        return_final_states,
-        z,
-        seq_idx=seq_idx,
-    )
-
-
-def _packed(
-    x: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    initial_states: Tensor | None,
-    cu_seqlens: Tensor | None,
-    return_final_states: bool,
-    tensors: tuple[Tensor, ...],
-) -> tuple[Tensor, ...]:
-    """y, the last state [1, H, P, N] if asked for, and those of all packed sequences."""
+    scan = partial(
+        linear_mixers.mamba_chunk_scan_combined, x, dt, A, B, C, chunk_size, D, dt_bias,
+        initial_states, dt_softplus, dt_limit, return_final_states, z, seq_idx=seq_idx,
+    )  # fmt: skip
+    if not return_varlen_states:
+        return scan()
     if cu_seqlens is None:
         raise ValueError("cu_seqlens: want offsets with return_varlen_states, got None")
     if initial_states is not None:
@@ -110,12 +86,25 @@ def _packed(
             "initial_states: want None beside return_varlen_states, which starts each sequence at 0"
         )
     y, states = chunk_simple_gla(
-        *tensors, cu_seqlens=cu_seqlens, output_final_state=True, **linear_mixers.MAMBA2
-    )
+        *linear_mixers.mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit),
+        cu_seqlens=cu_seqlens, output_final_state=True, **linear_mixers.MAMBA2,
+    )  # fmt: skip
     assert states is not None
+    if not _are_sequences(seq_idx, cu_seqlens, x.shape[1]):
+        return (*_tuple_of(scan()), states)
     D = D[:, None] if D is not None and D.dim() == 1 else D
     y = linear_mixers.skip_and_gate(y, x, D, z)
-    return (y, states[-1:], states) if return_final_states else (y, states)
+    # that of the last token's sequence: empty ones may be behind it
+    last = states[torch.searchsorted(cu_seqlens, cu_seqlens.new_full((1,), x.shape[1])) - 1]
+    return (y, last, states) if return_final_states else (y, states)
+
+
+def _are_sequences(seq_idx: Tensor | None, cu_seqlens: Tensor, tokens: int) -> bool:
+    """Whether the offsets are those of seq_idx [1, tokens]; False where values cannot be read."""
+    if linear_mixers.is_unreadable(cu_seqlens):
+        return False
+    cuts = torch.tensor([0, tokens]) if seq_idx is None else linear_mixers.offsets_of(seq_idx)
+    return cuts.tolist() == cu_seqlens.unique_consecutive().tolist()
 
 
 def mamba_chunk_scan(
