@@ -185,6 +185,8 @@ STRICT = ("README.md", "docs/performance.md", "docs/index.md")
 # (page, text): what is no measurement
 ALLOWED = {
     ("docs/tools/matrix.md", "180 s"): "a default of the command",
+    ("CHANGELOG.md", "4 GiB"): "a bound that the code sets",
+    ("docs/precision.md", "4 GiB"): "the same",
 }
 
 
