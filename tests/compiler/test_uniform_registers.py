@@ -15,8 +15,7 @@ BEGIN = ("ULDC UR4, c[0x0][0x258]", BASE)
 
 
 def test_product_before_its_input_is_found() -> None:
-    """As ptxas 12.8.93 ordered them in a kernel with products of 32 columns, which ended with an
-    illegal memory access."""
+    """As ptxas 12.8.93 ordered them in a kernel of ours."""
     high = "UMOV UR19, 0x80000020"
     assert unwritten(listing(*BEGIN, NEXT, SHIFT, high, PRODUCT, "EXIT")) == [NEXT]
     assert not unwritten(listing(*BEGIN, SHIFT, NEXT, high, PRODUCT, "EXIT"))

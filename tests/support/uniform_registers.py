@@ -1,8 +1,7 @@
 """Uniform registers that a kernel computes with before it has written to them.
 
-Where a product of fewer than 64 columns is beside others, ptxas 12.8.93 may compute where operands
-are in shared memory before what that depends on (narrow-dot of compiler/known_bugs.py). The first
-products then read at an address of what ran before: other numbers, or an illegal memory access.
+ptxas 12.8.93 may compute where a product's operands are in shared memory before what that depends
+on (narrow-dot of compiler/known_bugs.py): the first products read what ran before left there.
 """
 
 import re

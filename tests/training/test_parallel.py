@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from slipstream.training.config import Parallel, from_dict
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.parallel import expect_processes
+from slipstream.training.parallel import SHARDS, ShardedTrainer, expect_processes
 from slipstream.training.run import train
 from slipstream.training.sample import load
 from tests.support.processes import run_ranks
@@ -93,6 +94,15 @@ def alone(out: Path, **sections: dict) -> Path:
     result = train(from_dict(raw(out, **sections)), Interrupt(), Console(quiet=True))
     assert result.step == STEPS
     return out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_part_that_cannot_be_saved_is_an_error_that_names_its_rank(tmp_path: Path) -> None:
+    """Of a kind that LMTrainer removes half a checkpoint for."""
+    (tmp_path / SHARDS).write_text("a file is where the folder goes")
+    trainer: Any = SimpleNamespace(_states=lambda: {"w": torch.ones(2)})
+    with pytest.raises(RuntimeError, match=r"^rank 0: FileExistsError: "):
+        ShardedTrainer._save_optimizer_and_scheduler(trainer, str(tmp_path))
 
 
 def test_dimensions_are_those_of_the_processes() -> None:
