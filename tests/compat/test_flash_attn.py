@@ -315,6 +315,10 @@ def test_norm_dropout_masks() -> None:
     assert none is None and none1 is None
     y, mask = dropout_add_layer_norm(x, None, weight, None, 0.0, 1e-5, return_dropout_mask=True)
     assert y.shape == x.shape and mask.all()
+    both = {"prenorm": True, "return_dropout_mask": True}
+    y, h, mask = dropout_add_layer_norm(x, x1, weight, None, 0.25, 1e-5, **both)
+    torch.testing.assert_close(h, x * mask / 0.75 + x1)
+    torch.testing.assert_close(y, F.layer_norm(h, (32,), weight))
 
 
 def test_norm_where_results_go() -> None:

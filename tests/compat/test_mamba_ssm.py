@@ -200,7 +200,7 @@ def test_chunk_scan_of_packed_sequences() -> None:
 
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("packed", [None, [0, 40], [0, 7, 25, 40], [0, 9, 40]])
-def test_chunk_scan_follows_seq_idx_and_returns_states_of_offsets(
+def test_chunk_scan_and_states_follow_their_own_offsets(
     packed: list[int] | None, empty: bool
 ) -> None:
     """Both kinds of states at once, where seq_idx has the sequences of the offsets and others."""

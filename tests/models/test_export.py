@@ -88,7 +88,7 @@ def test_exported_slots_take_two_tokens_and_more() -> None:
         torch.testing.assert_close(program.module()(*args), Slots()(*args))
 
 
-def test_saved_export_loads_by_the_imports_that_the_guide_names(tmp_path: Path) -> None:
+def test_saved_export_loads_by_the_guides_imports(tmp_path: Path) -> None:
     config = SlipstreamConfig(
         vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"]
     )
