@@ -1,6 +1,9 @@
 """fla.modules.fused_bitlinear: BitNet's linear layer, of 8-bit activations and ternary weights.
 
 Quantised values are kept in floating point, and gradients pass the rounding by.
+
+Source: Ma and others, "The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits" (2024);
+Zhu and others, "Scalable MatMul-free Language Modeling" (2024), whose matmulfreellm fla follows.
 """
 
 from typing import Any

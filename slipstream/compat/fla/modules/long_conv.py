@@ -1,4 +1,8 @@
-"""fla.modules.long_conv: causal convolutions as long as the sequence, by FFT in plain torch."""
+"""fla.modules.long_conv: causal convolutions as long as the sequence, by FFT in plain torch.
+
+Source: Poli and others, "Hyena Hierarchy: Towards Larger Convolutional Language Models" (2023),
+for the implicit filter and its positions; fla's long_conv.py for the interface and fft_conv.
+"""
 
 import math
 from typing import Any

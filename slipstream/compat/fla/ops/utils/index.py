@@ -21,17 +21,20 @@ def prepare_lens(cu_seqlens: Tensor) -> Tensor:
 
 def prepare_lens_from_mask(mask: Tensor) -> Tensor:
     """How many entries of each row of a mask [N, T] are set, int32 [N]."""
-    return mask.sum(dim=-1, dtype=torch.int32)
+    return mask.bool().count_nonzero(1).int()
 
 
 def prepare_cu_seqlens_from_lens(lens: Tensor, dtype: torch.dtype | None = torch.int32) -> Tensor:
     """Offsets [N+1] from lengths [N]."""
-    return F.pad(lens.cumsum(dim=0, dtype=dtype), (1, 0))
+    offsets = lens.new_zeros(len(lens) + 1, dtype=torch.int64 if dtype is None else dtype)
+    offsets[1:] = lens.cumsum(0)
+    return offsets
 
 
 def prepare_cu_seqlens_from_mask(mask: Tensor, dtype: torch.dtype | None = torch.int32) -> Tensor:
     """Offsets [N+1] of the set entries of a mask [N, T]."""
-    return prepare_cu_seqlens_from_lens(prepare_lens_from_mask(mask), dtype)
+    lengths = prepare_lens_from_mask(mask)
+    return prepare_cu_seqlens_from_lens(lengths, dtype)
 
 
 def prepare_split_cu_seqlens(
@@ -65,7 +68,9 @@ def prepare_position_ids(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = Non
 
 def prepare_sequence_ids(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> Tensor:
     """Which sequence each token belongs to [T], empty ones not counted."""
-    return prepare_position_ids(cu_seqlens, cu_seqlens_cpu).eq(0).cumsum(0) - 1
+    lengths = prepare_lens(_host(cu_seqlens, cu_seqlens_cpu))
+    owner, _ = _numbered(lengths[lengths > 0])
+    return owner.to(cu_seqlens.device, torch.int64)
 
 
 def prepare_token_indices(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> Tensor:
@@ -121,9 +126,8 @@ def _chunks(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
 
 
 def _numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For counts [2, 3]: owners [0, 0, 1, 1, 1] and numbers [0, 1, 0, 1, 2]."""
-    owner = torch.arange(len(counts), device=counts.device, dtype=counts.dtype)
-    owner = owner.repeat_interleave(counts)
-    first = counts.cumsum(0) - counts
-    number = torch.arange(len(owner), device=counts.device) - first[owner]
-    return owner, number
+    """Things of which the i-th owner has counts[i]: the owner of each, and its number there."""
+    ends = counts.cumsum(0)
+    place = torch.arange(int(counts.sum()), device=counts.device)
+    owner = torch.searchsorted(ends, place, right=True)
+    return owner, place - (ends - counts)[owner]
