@@ -5,7 +5,9 @@ Of torchtitan's model.py what is absent is the rest of torchtitan and spmd_types
 leave a function as it is on one process.
 """
 
+import ast
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 
 from slipstream import ops
 from slipstream.compat import install
-from tests.support.engines import imports, loaded
+from tests.support.engines import folder, imports, loaded
 
 pytestmark = pytest.mark.slow
 TORCHTITAN = "torchtitan-0.3.0"
@@ -46,6 +48,26 @@ def test_gated_delta_net_of_torchtitan() -> None:
                 q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=offsets
             )
             torch.testing.assert_close(o, want)
+
+
+def test_example_imports_what_torchtitan_has() -> None:
+    """tests/parallel/test_torchtitan.py trains it, where torchtitan is installed."""
+    source = Path(__file__).parents[2] / "examples/torchtitan/hybrid.py"
+    root, seen = folder(TORCHTITAN), 0
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan"):
+            path = root / str(node.module).replace(".", "/")
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            names = set()
+            for x in ast.parse(file.read_text()).body:
+                names |= {getattr(x, "name", None)}
+                if isinstance(x, ast.ImportFrom):
+                    names |= {y.asname or y.name for y in x.names}
+                if isinstance(x, ast.Assign):
+                    names |= {ast.unparse(y) for y in x.targets}
+            assert {x.name for x in node.names} <= names, node.module
+            seen += len(node.names)
+    assert seen > 10
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -30,9 +30,9 @@ def assets(tmp_path: Path) -> list[str]:
     lines = [json.dumps({"text": x}) for x in rows]
     (data / "data.jsonl").write_text("\n".join(lines))
     given = {
-        "--model.hf_assets_path": tmp_path,
-        "--training.dataset": "c4_test",
-        "--training.dataset_path": data,
+        "--hf_assets_path": tmp_path,
+        "--dataloader.dataset": "c4_test",
+        "--dataloader.dataset_path": data,
     }
     return [str(x) for pair in given.items() for x in pair]
 
@@ -43,9 +43,9 @@ def run(folder: Path, ranks: int, context: int, *options: str) -> list[tuple[flo
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["-m", "tests.support.torchtitan_on_a_cpu"]
     config = {
-        "job.config_file": "examples/torchtitan/hybrid.toml",
-        "job.dump_folder": str(folder),
-        "model.flavor": "debug",
+        "module": "hybrid",
+        "config": "hybrid_debug",
+        "dump_folder": str(folder),
         "training.seq_len": "64",
         "training.steps": "3",
         "training.mixed_precision_param": "float32",
@@ -73,7 +73,7 @@ def run(folder: Path, ranks: int, context: int, *options: str) -> list[tuple[flo
 @pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path: Path, assets: list[str]) -> None:
     """Each row cut in two and the weights in shards, from the same first weights."""
-    pytest.importorskip("torchtitan.protocols.train_spec", reason="torchtitan 0.2.2 is not here")
+    pytest.importorskip("torchtitan.protocols.model_spec", reason="torchtitan 0.3.0 is not here")
     found = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
@@ -85,7 +85,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, assets: list[str]) -> None:
             first.rename(folder / "checkpoint/step-0")
         # one rank keeps some operations of a block, two keep none
         mode = "selective" if ranks == 1 else "full"
-        found.append(run(folder, ranks, ranks, *assets, "--activation_checkpoint.mode", mode))
+        found.append(run(folder, ranks, ranks, *assets, f"activation_checkpoint:{mode}"))
     assert len(found[0]) == 3
     for one, two in zip(*found, strict=True):
         assert two == pytest.approx(one, rel=1e-5)

@@ -27,6 +27,12 @@ def claim_cpu() -> None:
     )
 
 
+def claim_timeouts() -> None:
+    """torchtitan 0.3.0 shortens them after the first step by a function that torch 2.13 has not."""
+    if not hasattr(torch.distributed, "set_timeout"):
+        torch.distributed.set_timeout = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def log(self: Any, step: int, loss: float, largest: float, norm: float, **_: Any) -> None:
     if int(os.environ["RANK"]) == 0:
         print(f"step {step} loss {loss:.9f} norm {norm:.9f}", flush=True)
@@ -35,9 +41,10 @@ def log(self: Any, step: int, loss: float, largest: float, norm: float, **_: Any
 if __name__ == "__main__":
     torch.set_num_threads(1)
     claim_cpu()
+    claim_timeouts()
     from torchtitan import train
     from torchtitan.components.metrics import MetricsProcessor
 
     os.environ["LOCAL_RANK"] = "0"  # the one CPU
     MetricsProcessor.log = log  # pyright: ignore[reportAttributeAccessIssue]
-    train.main(train.Trainer)
+    train.main()
