@@ -9,7 +9,7 @@ from tables import Row, Table, is_number, largest, number, read, rendered
 LINEAR = (
     "linear_attn A", "retention A", "simple_gla A", "gla A", "rwkv6 A", "gsa A", "hgrn A",
     "delta_rule A", "gated_delta_rule Q1", "gated_delta_product P", "comba A", "kda A",
-    "dplr_delta_rule A", "rwkv7 A", "gdn2 A", "mamba3 A", "rwkv4 A",
+    "dplr_delta_rule A", "rwkv7 A", "gdn2 A", "mamba3 A",
 )  # fmt: skip
 INPUTS_LEFT_OUT = "2026-11-25"  # of peak_GiB, from that day on
 FULLY_TUNED_S = 100.0  # fla's autotuner tries all of its configurations; fewer took up to 20 s
@@ -281,7 +281,7 @@ STRENGTHS = {
     for x in ("[-5,0]", "-5", "[-9,0]", "[-20,0]")
 }
 WORKS = (
-    "rms_norm 32768x2048", "rms_norm_gated 32768x2048", "l2_norm 262144x128",
+    "rms_norm 32768x2048", "l2_norm 262144x128",
     "cross_entropy 16384x32000", "cross_entropy 8192x151936", "linear_ce 16384x32000",
     "short_conv 4x4096x4096 W4", "swiglu 16384x8192",
 )  # fmt: skip
@@ -350,7 +350,7 @@ TABLES: dict[str, Table] = {
          "checkpointed, GiB": "{checkpointed@peak_gib:3}",
          "checkpointed / kept": "{checkpointed@ms:3 ~ kept@ms:3}"},
         "bench/training.py --only checkpointed", by="who",
-        lines=("attention", "retention", "gla", "gated_deltanet", "kda", "rwkv7", "mamba2"),
+        lines=("attention", "retention", "gla", "gated_deltanet", "kda", "rwkv7"),
     ),
     "convergence": Table(
         convergence_rows, "model",
