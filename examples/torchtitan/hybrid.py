@@ -7,7 +7,7 @@ softmax attention, again and again; FSDP2, and context parallelism over the toke
 
 The trainer, its data, optimizers, checkpoints and metrics are torchtitan's. Sequences are cut into
 as many parts as parallelism.context_parallel_degree says; FSDP2 shards over these ranks too.
-torchtitan 0.3.0 wants a torch with torch.distributed.set_timeout, such as 2.15.
+torchtitan 0.3.0 wants a torch with torch.distributed.set_timeout, such as 2.14.1.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,73 @@
+"""slipstream.integrations for engines on a GPU: Mamba's states by block, also in a CUDA graph, and
+SGLang's and vLLM's calls as tests/integrations has them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.integrations import vllm
+from tests.integrations import test_serving as calls
+from tests.support.serving_peers import mamba_calls
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def on_cuda() -> Iterator[None]:
+    with torch.device("cuda"):
+        yield
+
+
+def on_device(x: Any) -> Any:
+    """A tensor on the GPU, expanded as it was."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    once = x
+    for d in range(x.dim()):
+        once = once if x.stride(d) else once.narrow(d, 0, 1)
+    return once.cuda().expand(x.shape)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_mamba_states_in_a_graph(index: int) -> None:
+    _, terms, options = mamba_calls()[index]
+    cpu = {name: x.clone() for name, x in terms.items()}
+    want = torch.zeros_like(cpu["x"])
+    vllm.selective_state_update(**cpu, **options, out=want)
+    given = {name: on_device(x) for name, x in {**terms, **options}.items()}
+    pool, got = given["state"].clone(), torch.zeros_like(want, device="cuda")
+    vllm.selective_state_update(**given, out=got)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(given["state"].cpu(), cpu["state"], atol=2e-5, rtol=2e-5)
+    first, left = got.clone(), given["state"].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        vllm.selective_state_update(**given, out=got)
+    given["state"].copy_(pool)
+    graph.replay()
+    assert torch.equal(got, first) and torch.equal(given["state"], left)
+
+
+@pytest.mark.parametrize("is_kda", [False, True])
+@pytest.mark.parametrize(
+    "check",
+    [
+        calls.test_sglang_decode,
+        calls.test_sglang_verify,
+        calls.test_sglang_verify_of_fewer_drafts,
+        calls.test_sglang_states_before_chunks,
+        calls.test_vllm_decode,
+        calls.test_vllm_verify,
+    ],
+    ids=lambda check: check.__name__.removeprefix("test_"),
+)
+def test_calls_of_engines(check: Callable[[bool], None], is_kda: bool, on_cuda: None) -> None:
+    check(is_kda)
+
+
+@pytest.mark.parametrize("is_kda", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_snapshots(is_kda: bool, dtype: torch.dtype, on_cuda: None) -> None:
+    calls.test_sglang_snapshots(is_kda, dtype)
