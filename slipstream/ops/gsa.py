@@ -132,7 +132,7 @@ def _run(
         return _run_wide(given, options, recurrent)
     key, dtype = signature(given, *options[1:], recurrent), None
     if key is not None:
-        dtype = result_dtype(q)
+        dtype = autocast_dtype(q)
         key = (*key, dtype)
     plan = _PLANS.get(key, lambda: _plan(given, options, recurrent))
     if not plan:

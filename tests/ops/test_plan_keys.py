@@ -1,0 +1,40 @@
+"""What is remembered of a call is not taken for one that only autocast tells apart from it."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.runtime.dispatch import ValidationCache
+from slipstream.tools.catalog import Sample
+from tests.support.operators import TESTED, Size
+
+
+def outcome(op: Sample, autocast: bool, mixed: bool) -> list[Tensor] | str:
+    """Outputs, or what a call is refused with. mixed: the first tensor is in another dtype."""
+    torch.manual_seed(0)
+    args = op.inputs(Size(T=6, K=8, V=8, D=12, C=12))
+    if mixed:
+        first = next(iter(op.dims))
+        args[first] = args[first].bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        try:
+            return op.call(args)
+        except TypeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed"])
+@pytest.mark.parametrize("op", TESTED, ids=lambda x: x.name)
+def test_remembered_call_is_of_the_same_autocast(op: Sample, mixed: bool) -> None:
+    with mock.patch.object(ValidationCache, "get", lambda self, key, make: make()):
+        want = [outcome(op, autocast, mixed) for autocast in (False, True)]
+    for autocast in (False, True, False):
+        got, right = outcome(op, autocast, mixed), want[autocast]
+        if isinstance(got, str) or isinstance(right, str):
+            assert got == right
+            continue
+        for x, y in zip(got, right, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
