@@ -10,6 +10,7 @@ import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slipstream import kernels
 from slipstream.compiler import compiler_state, kernel_key
 from slipstream.kernels.attention import eager
 from slipstream.runtime import backends, guarded_launch
+from tests.support import kernel_calls
 from tests.support.kernel_families import FAMILIES, KERNELS, WRITTEN, Family
 
 pytestmark = pytest.mark.skipif(
@@ -186,6 +188,35 @@ def test_verified_machine_skips_checks(
     plant(monkeypatch, family, lambda plain: plain)
     assert unverified().unguarded
     results(family)
+
+
+@every_family
+def test_kinds_are_of_one_dtype(
+    family: Family, unverified: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict on a kernel in float32 is none on the same in bfloat16."""
+    kinds: dict[torch.dtype, set[compiler_state.KernelKey]] = {torch.float32: set()}
+    kinds[torch.bfloat16] = set()
+
+    def enter(guard: guarded_launch.Guard) -> bool:
+        if not guard._impl.startswith("eager"):
+            kinds[torch.get_default_dtype()].add(guard._kind_of())
+        return False
+
+    monkeypatch.setattr(guarded_launch.Guard, "__enter__", enter)
+    for dtype in kinds:
+        unverified()
+        monkeypatch.setattr(kernel_calls, "SMALL", replace(kernel_calls.SMALL, dtype=dtype))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            results(family)
+        finally:
+            torch.set_default_dtype(before)
+    assert all(kinds.values())
+    shared = kinds[torch.float32] & kinds[torch.bfloat16]
+    # what counts labels is of the labels' dtype
+    assert not [kind for kind in shared if torch.int64 not in kind]
 
 
 @pytest.mark.parametrize(

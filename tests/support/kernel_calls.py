@@ -192,13 +192,16 @@ def rwkv7_parts() -> list[Tensor]:
 
 
 def rwkv7_steps() -> list[Tensor]:
-    args = rwkv7_args.make(rwkv7_args.Sizes(K=4))
+    dtype = torch.get_default_dtype()
+    args = rwkv7_args.make(rwkv7_args.Sizes(K=4, dtype=dtype, pool_dtype=dtype))
     y = ops.rwkv7_step(**args, state_indices=torch.tensor(rwkv7_args.INDICES))
     return [y, args["state"]]
 
 
 def low_rank_products() -> list[Tensor]:
-    return [low_rank.low_rank(rwkv7_args.low_rank_inputs(3, 8, (5, 3, 4, 2), torch.float32))]
+    return [
+        low_rank.low_rank(rwkv7_args.low_rank_inputs(3, 8, (5, 3, 4, 2), torch.get_default_dtype()))
+    ]
 
 
 def token_mix_steps() -> list[Tensor]:

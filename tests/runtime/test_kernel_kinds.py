@@ -1,0 +1,348 @@
+"""A verdict on a kernel is of one kind of calls: what a kernel is compiled for is in its key.
+
+Each field of each key, by a call that differs from the first one in that alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.triton import plan as attention
+from slipstream.kernels.attnres import op as attnres
+from slipstream.kernels.conv import op as conv
+from slipstream.kernels.decay_gate import op as decay_gate
+from slipstream.kernels.erase import op as erase
+from slipstream.kernels.gated_scan import op as gated_scan
+from slipstream.kernels.linear import decode
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.triton import plan as linear
+from slipstream.kernels.log_probs import op as log_probs
+from slipstream.kernels.loss import launch as loss
+from slipstream.kernels.matmul import op as matmul
+from slipstream.kernels.matmul.inputs import MatmulInputs
+from slipstream.kernels.mixer_step import block_inputs
+from slipstream.kernels.mixer_step import op as mixer_step
+from slipstream.kernels.mixer_step.inputs import StepInputs
+from slipstream.kernels.norm import op as norm
+from slipstream.kernels.norm.inputs import NormOptions
+from slipstream.kernels.pointwise import activation, copy_states, gated_mlp, rotary, token_shift
+from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import op as projection
+from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
+from slipstream.kernels.rotation import op as rotation
+from slipstream.kernels.selective_scan import op as selective_scan
+from slipstream.kernels.selective_scan.inputs import ScanInputs
+from slipstream.kernels.time_mix import low_rank, rwkv7, rwkv7_step, token_mix, token_mix_step
+
+
+def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape or (1,), dtype=dtype)
+
+
+def narrow(*shape: int) -> Tensor:
+    return t(*shape, dtype=torch.bfloat16)
+
+
+def made(inputs: Any, **given: Any) -> Any:
+    """Of a NamedTuple, the other fields None."""
+    return inputs(**{**dict.fromkeys(inputs._fields), **given})
+
+
+def of(inputs: Any, key: Callable, **more: Any) -> Callable:
+    """The key of a call given by the fields of its inputs."""
+    return lambda **given: key(made(inputs, **given), **more)
+
+
+def attention_kind(**given: Any) -> tuple:
+    options = {n: given.pop(n) for n in AttentionOptions._fields if n in given}
+    return attention.kind(AttentionInputs(**given), AttentionOptions(1.0, **options))
+
+
+def norm_kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, **options: Any) -> tuple:
+    return norm.kind(x, weight, gate, NormOptions(1e-5, **options))
+
+
+def pool_kind(scale: Tensor | None) -> tuple:
+    terms = LinearInputs(*(t(1, 1, 2, 8) for _ in "qkv"))
+    return decode._kind(terms, decode.Pool(t(3, 2, 8, 8), scale, None, None, False))
+
+
+# the key of a call, its arguments, and those of which each alone makes another
+CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
+    "attention": (
+        attention_kind,
+        {x: t(1, 4, 2, 16) for x in "qkv"},
+        {
+            "q": narrow(1, 4, 2, 16),
+            "v": t(1, 4, 2, 32),
+            "g": t(1, 4, 2),
+            "sinks": t(2),
+            "slopes": t(2),
+            "cu_q": t(2),
+            "lengths": t(1),
+            "seed": t(1),
+            "left": 3,
+            "right": 0,
+            "softcap": 2.0,
+        },
+    ),
+    "cache": (
+        attention.kind_of_cache,
+        {"what": "decode", "q": t(1, 1, 2, 16), "v": t(1, 9, 2, 16), "table": None},
+        {
+            "what": "append",
+            "q": narrow(1, 1, 2, 16),
+            "v": t(1, 9, 2, 16, dtype=torch.int8),
+            "table": t(1, 3),
+        },
+    ),
+    "cache of a dtype": (
+        lambda dtype: attention.kind_of_cache(
+            "decode", t(1, 1, 2, 16, dtype=dtype), t(1, 9, 2, 16, dtype=dtype), None
+        ),
+        {"dtype": torch.float32},
+        {"dtype": torch.bfloat16},
+    ),
+    "attnres": (
+        attnres._kind,
+        {"residuals": [t(3, 8)] * 2, "kernels": "triton"},
+        {"residuals": [t(3, 8)] * 3, "kernels": "sm90"},
+    ),
+    "attnres of a width": (
+        attnres._kind,
+        {"residuals": [t(3, 8)] * 2},
+        {"residuals": [t(3, 16)] * 2},
+    ),
+    "conv": (
+        conv.kind,
+        {"what": "triton", "x": t(1, 5, 8), "weight": t(8, 4)},
+        {"what": "update", "x": narrow(1, 5, 8), "weight": narrow(8, 4)},
+    ),
+    "conv of a width": (
+        conv.kind,
+        {"what": "triton", "x": t(1, 5, 8), "weight": t(8, 4)},
+        {"weight": t(8, 3)},
+    ),
+    "decay_gate": (
+        decay_gate._kind,
+        {"x": t(1, 5, 2), "A_log": t(2), "dt_bias": t(2)},
+        {"x": t(1, 5, 2, 8), "A_log": narrow(2), "dt_bias": None},
+    ),
+    "erase": (
+        erase._kind,
+        {"g": t(1, 5, 2, 8), "k": t(1, 5, 2, 8), "b": t(1, 5, 2, 8)},
+        {"g": narrow(1, 5, 2, 8), "k": narrow(1, 5, 2, 8), "b": None},
+    ),
+    "gated_scan": (
+        gated_scan.kind,
+        {"x": t(1, 5, 8), "g": t(1, 5, 8)},
+        {"x": narrow(1, 5, 8), "g": narrow(1, 5, 8)},
+    ),
+    "linear": (
+        of(LinearInputs, linear.kind),
+        {x: t(1, 9, 2, 8) for x in "qkv"},
+        {
+            "q": t(1, 9, 2, 16),
+            "v": t(1, 9, 2, 16),
+            "g": t(1, 9, 2),
+            "beta": t(1, 9, 2),
+            "u": t(2, 8),
+            "cu_seqlens": t(2),
+        },
+    ),
+    "linear of gates": (
+        of(LinearInputs, linear.kind),
+        {**{x: t(1, 9, 2, 8) for x in "qkv"}, "g": t(1, 9, 2, 8), "beta": t(1, 9, 2)},
+        {"g": t(1, 9, 2), "erase": t(1, 9, 2, 8)},
+    ),
+    "linear by token": (
+        of(LinearInputs, linear.kind, by_token=True),
+        {x: t(1, 9, 2, 8) for x in "qkv"},
+        {"q": t(1, 9, 2, 16), "v": narrow(1, 9, 2, 8), "g": t(1, 9, 2)},
+    ),
+    "linear of a pool": (pool_kind, {"scale": None}, {"scale": narrow(3, 2, 8)}),
+    "log_probs": (
+        log_probs.kind,
+        {"dtype": torch.float32, "classes": 9},
+        {"dtype": torch.bfloat16, "classes": 10},
+    ),
+    "cross_entropy": (
+        loss.kind,
+        {"logits_dtype": torch.float32, "classes": 9},
+        {"logits_dtype": torch.bfloat16, "classes": 10},
+    ),
+    "matmul": (
+        lambda name, **given: matmul._kind(name, made(MatmulInputs, **given)),
+        {"name": "triton", "a": t(4, 8), "precision": "ieee"},
+        {"name": "sm90", "a": narrow(4, 8), "precision": "tf32"},
+    ),
+    "block_inputs": (
+        lambda K, **given: block_inputs._kind(made(block_inputs.TokenInputs, **given), K),
+        {"K": 8, "x": t(3, 8), "weight": t(8, 4), "g": t(3, 2), "lower_bound": None},
+        {
+            "K": 16,
+            "x": narrow(3, 8),
+            "weight": narrow(8, 4),
+            "g": t(3, 2, 8),
+            "lower_bound": -5.0,
+        },
+    ),
+    "block_inputs of a width": (
+        lambda **given: block_inputs._kind(made(block_inputs.TokenInputs, **given), 8),
+        {"x": t(3, 8), "weight": t(8, 4), "g": t(3, 2)},
+        {"weight": t(8, 3)},
+    ),
+    "mixer_step": (
+        of(StepInputs, mixer_step.kind),
+        {**{x: t(2, 1, 2, 8) for x in "qkv"}, "state": t(3, 2, 8, 8)},
+        {
+            "q": narrow(2, 1, 2, 8),
+            "v": t(2, 1, 2, 16),
+            "state": narrow(3, 2, 8, 8),
+            "g": t(2, 1, 2),
+            "beta": t(2, 1, 2),
+            "write": t(2, 1, 2, 8),
+            "conv_state": t(3, 8, 4),
+            "z": t(2, 1, 2, 8),
+            "num_accepted": t(2),
+        },
+    ),
+    "mixer_step of widths": (
+        of(StepInputs, mixer_step.kind),
+        {**{x: t(2, 1, 2, 8) for x in "qkv"}, "state": t(3, 2, 8, 8), "g": t(2, 1, 2)},
+        {"q": t(2, 1, 2, 16), "g": t(2, 1, 2, 8)},
+    ),
+    "norm": (
+        norm_kind,
+        {"x": t(3, 8), "weight": t(8), "gate": None},
+        {
+            "x": narrow(3, 8),
+            "weight": narrow(8),
+            "gate": t(3, 8),
+            "centre": True,
+            "l2": True,
+            "groups": 2,
+            "zero_centered": True,
+        },
+    ),
+    "norm of a gate": (
+        norm_kind,
+        {"x": t(3, 8), "weight": t(8), "gate": t(3, 8)},
+        {"x": t(3, 16), "weight": None, "activation": "sigmoid", "gate_first": True},
+    ),
+    "glu": (activation._kind, {"x": t(3, 8), "f": "silu"}, {"x": t(3, 16), "f": "gelu"}),
+    "glu_products": (
+        gated_mlp._kind,
+        {"x": t(3, 8), "f": "silu"},
+        {"x": narrow(3, 8), "f": "gelu"},
+    ),
+    "copy_states": (
+        copy_states._kind,
+        {"source": t(3, 8), "target": t(3, 8)},
+        {"source": narrow(3, 8), "target": narrow(3, 8)},
+    ),
+    "rotary": (
+        rotary._kind,
+        {"x": t(1, 5, 2, 16), "half": 8, "interleaved": False},
+        {"x": t(1, 5, 2, 32), "half": 4, "interleaved": True},
+    ),
+    "token_shift": (token_shift._kind, {"x": t(1, 5, 16)}, {"x": t(1, 5, 8)}),
+    "projection": (
+        of(ProjectionInputs, projection._kind),
+        {"x": t(1, 16), "weights": [t(8, 16)] * 2, "glu": False, "consistent": False},
+        {
+            "x": t(2, 16),
+            "weights": [narrow(8, 16)] * 2,
+            "glu": True,
+            "norm_eps": 1e-5,
+            "residual": t(1, 16),
+        },
+    ),
+    "projection of a width": (
+        of(ProjectionInputs, projection._kind),
+        {"x": t(1, 16), "weights": [t(8, 16)], "glu": False, "consistent": False},
+        {"x": t(1, 32)},
+    ),
+    "projection_norm": (
+        of(NormedInputs, norm_op._kind),
+        {"x": t(1, 16), "weight": t(8, 16), "residual": t(1, 8)},
+        {
+            "x": narrow(1, 16),
+            "weight": t(16, 16),
+            "residual": narrow(1, 8),
+            "bias": t(8),
+        },
+    ),
+    "rotation": (
+        rotation._kind,
+        {"q": t(1, 5, 2, 16), "theta": t(1, 5, 2, 8)},
+        {"q": t(1, 5, 4, 16), "theta": t(1, 5, 2, 4)},
+    ),
+    "rotation of a width": (
+        rotation._kind,
+        {"q": t(1, 5, 2, 16), "theta": t(1, 5, 2, 8)},
+        {"q": t(1, 5, 2, 32)},
+    ),
+    "selective_scan": (
+        of(ScanInputs, selective_scan.kind),
+        {
+            "u": t(1, 5, 8),
+            "delta": t(1, 5, 8),
+            "A": t(8, 4),
+            "B": t(1, 5, 1, 4),
+            "C": t(1, 5, 1, 4),
+        },
+        {
+            "u": narrow(1, 5, 8),
+            "delta": narrow(1, 5, 8),
+            "A": t(8, 8),
+            "B": narrow(1, 5, 1, 4),
+            "C": narrow(1, 5, 1, 4),
+            "D": t(8),
+            "z": t(1, 5, 8),
+            "delta_bias": t(8),
+            "initial_state": t(1, 8, 4),
+        },
+    ),
+    "rwkv7": (
+        rwkv7._kind,
+        {"x": t(1, 5, 8), "parameter": t(8)},
+        {"x": narrow(1, 5, 8), "parameter": None},
+    ),
+    "rwkv7_step": (
+        lambda state, **given: rwkv7_step._kind(made(rwkv7_step.StepInputs, **given), state),
+        {"state": t(3, 2, 4, 4), "r": t(2, 8), "r_k": t(2, 4)},
+        {
+            "state": narrow(3, 2, 4, 4),
+            "r": narrow(2, 8),
+            "r_k": t(2, 8),
+            "v_gate": t(2, 8),
+        },
+    ),
+    "low_rank": (
+        of(low_rank.LowRankInputs, low_rank._kind),
+        {"w": t(2, 4), "v": None},
+        {"w": narrow(2, 4), "v": t(2, 4)},
+    ),
+    "token_mix": (
+        token_mix._kind,
+        {"x": t(1, 5, 8), "mu": t(6, 8)},
+        {"x": narrow(1, 5, 8), "mu": t(1, 8)},
+    ),
+    "token_mix_step": (
+        token_mix_step._kind,
+        {"x": t(2, 8), "mu": t(6, 8), "state": t(3, 8)},
+        {"x": narrow(2, 8), "mu": t(1, 8), "state": narrow(3, 8)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kinds_differ_by_each_field(case: str) -> None:
+    kind, first, others = CASES[case]
+    keys = [kind(**first), *(kind(**{**first, name: x}) for name, x in others.items())]
+    assert len({*keys}) == 1 + len(others), keys
