@@ -88,6 +88,23 @@ def test_packed_mask_equals_mask_function(name: str) -> None:
     assert torch.equal(dense(got, 9, 9), want)
 
 
+@pytest.mark.parametrize("name", [*FUNCTIONS, "packed"])
+def test_padding_of_ones_keeps_the_mask(name: str) -> None:
+    """So that a batch without padding needs neither its bounds nor a dense mask."""
+    function = FUNCTIONS.get(name) or hf.and_masks(
+        FUNCTIONS["causal"],
+        hf.packed_sequence_mask_function(torch.tensor([[0] * 5 + [1] * 4]).expand(ROWS, -1)),
+    )
+    for T, S, q0, k0 in SHAPES if name in FUNCTIONS else SHAPES[:1]:
+        padding = padding_of("nothing padded", k0 + S)
+        want, got = (
+            slipstream_mask(ROWS, T, S, q0, k0, function, x, allow_is_causal_skip=False)
+            for x in (None, padding)
+        )
+        assert (got is None) == (want is None)
+        assert got is None or want is None or torch.equal(got, want), (T, S, q0, k0)
+
+
 def test_cross_attention_without_a_mask_sees_every_key() -> None:
     options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
     function = hf.bidirectional_mask_function

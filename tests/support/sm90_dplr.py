@@ -1,8 +1,10 @@
 """Inputs of per-channel decay's Gluon kernels for the emulator, and what the first two make."""
 
 import functools
+import importlib
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,6 +25,35 @@ CASES: dict[str, Any] = {
     "gdn2": (150, 1, 2, 128, 64, 2, True, True, True),
     "gdn2_packed": (140, 1, 2, 64, 128, (5, 0, 70, 1), True, True, True),
 }
+
+
+@functools.cache
+def kernels_in_float64() -> SimpleNamespace:
+    """Of the emulator: weak, of chunks that are not strong, strong, scan and back."""
+    language = threads._language()
+    vars(language).update(
+        sqrt=np.sqrt,
+        cast=lambda x, dtype: threads.tensor(x),
+        associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
+    )
+    with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
+        own = ("wy", "by_quarters", "solve_tril", "blocks", "intra_safe")
+        own = (*own, "chunk_fwd", "chunk_dstate")
+        names = ["common.tril_inverse", *(f"dplr.{name}" for name in own)]
+        made = {name: importlib.import_module(PARTS + name) for name in names}
+        vars(made["common.tril_inverse"])["halves"] = lambda b: (b, 0.0 * b)
+        for module in made.values():
+            for name in ("exp2_by_parts", "exp2_or_least", "exp2_of_whole"):  # bits of float32
+                if hasattr(module, name):
+                    setattr(module, name, language.exp2)
+        exp2 = language.exp2
+        vars(made["dplr.wy"])["exp2_and_inverse"] = lambda b: (exp2(b), exp2(-b))
+        return SimpleNamespace(
+            weak=made["dplr.wy"].dplr_wy_sm90_kernel,
+            strong=made["dplr.intra_safe"].dplr_intra_safe_sm90_kernel,
+            scan=made["dplr.chunk_fwd"].dplr_chunk_fwd_sm90_kernel,
+            back=made["dplr.chunk_dstate"].dplr_chunk_dstate_sm90_kernel,
+        )
 
 
 def inputs(case: tuple, gates: Any = None, seed: int = 0) -> LinearInputs:

@@ -4,14 +4,9 @@ Sums, masks, indices and barriers are those of the kernels; layouts and rounding
 (test_sm90_delta_emulated.py).
 """
 
-import functools
-import importlib
 import itertools
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,36 +20,8 @@ from tests.gluon_emulator import threads
 from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support import sm90_dplr
 from tests.support.causality import with_other_future
-from tests.support.sm90_dplr import CASES, PARTS, C, inputs
-
-
-@functools.cache
-def kernels() -> SimpleNamespace:
-    """weak, of chunks that are not strong, strong, scan and back."""
-    language = threads._language()
-    vars(language).update(
-        sqrt=np.sqrt,
-        cast=lambda x, dtype: threads.tensor(x),
-        associative_scan=lambda x, axis, add: threads.tensor(np.cumsum(x, axis)),
-    )
-    with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
-        own = ("wy", "by_quarters", "solve_tril", "blocks", "intra_safe")
-        own = (*own, "chunk_fwd", "chunk_dstate")
-        names = ["common.tril_inverse", *(f"dplr.{name}" for name in own)]
-        made = {name: importlib.import_module(PARTS + name) for name in names}
-        vars(made["common.tril_inverse"])["halves"] = lambda b: (b, 0.0 * b)
-        for module in made.values():
-            for name in ("exp2_by_parts", "exp2_or_least", "exp2_of_whole"):  # bits of float32
-                if hasattr(module, name):
-                    setattr(module, name, language.exp2)
-        exp2 = language.exp2
-        vars(made["dplr.wy"])["exp2_and_inverse"] = lambda b: (exp2(b), exp2(-b))
-        return SimpleNamespace(
-            weak=made["dplr.wy"].dplr_wy_sm90_kernel,
-            strong=made["dplr.intra_safe"].dplr_intra_safe_sm90_kernel,
-            scan=made["dplr.chunk_fwd"].dplr_chunk_fwd_sm90_kernel,
-            back=made["dplr.chunk_dstate"].dplr_chunk_dstate_sm90_kernel,
-        )
+from tests.support.sm90_dplr import CASES, C, inputs
+from tests.support.sm90_dplr import kernels_in_float64 as kernels
 
 
 def prepared(terms: LinearInputs, keep: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 from tests.gluon_emulator.rounding import language, rounded
-from tests.support.sm90_dplr import CASES, PARTS, inputs, prepared
+from tests.support.sm90_dplr import CASES, PARTS, inputs, kernels_in_float64, prepared
 
 GATES = {
     "weak": lambda x: -0.1 * x,
@@ -180,3 +180,22 @@ def test_writes_of_a_quarter_outlive_its_decay(case: str) -> None:
         if made[name] is not None:
             want = to_end * x[0].transpose(0, 1)
             torch.testing.assert_close(made[name][0][:, 28:], want[:, 28:], rtol=2**-6, atol=0)
+
+
+def test_scores_of_small_reads_have_digits_in_float16() -> None:
+    """Of reads near 2^-9 where a half decays by 2^-6: relative to a place too far away they would
+    be less than float16 has digits for."""
+    _, H, HV, K, V, _ = CASES["dplr"][:6]
+    terms = inputs((64, H, HV, K, V, 1, *CASES["dplr"][6:]), lambda x: 0 * x - 6 * math.log(2) / 32)
+    exact = {
+        name: x.to(torch.float32 if name == "g" else torch.float16).double()
+        for name, x in terms._asdict().items()
+        if isinstance(x, Tensor)
+    }
+    terms = terms._replace(**{**exact, "q": exact["q"] * 2.0**-9})
+    want = prepared(terms, True, kernels_in_float64(), (3.0, 0.0))
+    with rounded(torch.float16):
+        got = prepared(terms, True, kernels(), (3.0, 0.0))
+    for name in ("qb", "qk"):
+        off = (got[name] - want[name]).norm(dim=-1) / want[name].norm(dim=-1).clamp(min=1e-30)
+        assert off.max() <= 4e-3, name

@@ -233,3 +233,21 @@ def test_states_are_left_on_the_way(case: str) -> None:
     terms = inputs(CASES[case])
     with expecting_prefix_states(terms):
         scan(terms, terms.v, terms.initial_state, None)
+
+
+def products_of_scores(gate: float) -> int:
+    """Of a chunk, all of whose gates are that."""
+    terms = inputs((64, 1, 1, 1, "weak", False, False))
+    terms = terms._replace(g=torch.full((1, 64, 1, K), gate, dtype=torch.float64))
+    of_scores = kernel("chunk_fwd").__globals__["score_partition"].__globals__
+    count = mock.Mock(side_effect=of_scores["warpgroup_mma"])
+    with mock.patch.dict(of_scores, warpgroup_mma=count):
+        scan(terms, terms.v, None, None)
+    return count.call_count
+
+
+def test_strong_blocks_go_by_levels_below_the_bound() -> None:
+    """16 tokens that decay by no more than e^-120 are one product, in a strong chunk too."""
+    weak, at_once, *others = map(products_of_scores, (-0.1, -5.0, -7.4, -7.6))
+    assert weak < at_once
+    assert others == [at_once, at_once + 4 * (K // 64) * 2]

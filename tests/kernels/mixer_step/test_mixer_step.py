@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.common import int8_states
 from slipstream.kernels.mixer_step.counters import counters_of
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.ops import dequantize_state, mixer_step, quantize_state
@@ -217,6 +218,30 @@ def check_int8(impl: str) -> None:
         assert torch.equal(after[untouched], args["state"][untouched])
 
 
+def check_least_int8(impl: str) -> None:
+    """A column of int8 is 0 below TINY, and has its digits from there on."""
+    least = torch.tensor(int8_states.TINY)
+    around = [torch.nextafter(least, torch.tensor(x)) for x in (0.0, 1.0)]
+    v = torch.stack([around[0], least, around[1], -around[0], -least, 0 * least]).repeat(3)
+    k = torch.zeros(16)
+    k[3] = 1.0
+    for v_first in (False, True):
+        zeros = torch.zeros(1, 1, *((18, 16) if v_first else (16, 18)))
+        pool = quantize_state(zeros, state_v_first=v_first)
+        parts = dict(zip(("state", "state_scale", "state_residual"), pool))
+        rows = [x[None, None, None] for x in (k, k, v)]
+        mixer_step(*rows, **parts, state_v_first=v_first, impl=impl)
+        after = dequantize_state(*pool, state_v_first=v_first)[0, 0]
+        want = torch.where(v.abs() < least, 0.0, v)
+        row = after[:, 3] if v_first else after[3]
+        assert torch.equal(row == 0, want == 0)
+        torch.testing.assert_close(row, want, rtol=2e-3, atol=0)
+        assert after.count_nonzero() == want.count_nonzero()
+        whole = torch.outer(v, k) if v_first else torch.outer(k, v)
+        again = quantize_state(whole[None, None], state_v_first=v_first)
+        assert all(torch.equal(x, y) for x, y in zip(again, pool))
+
+
 def check_probe(impl: str) -> None:
     """It allows for the rounding of states and windows that are narrower than the tokens."""
     from slipstream.kernels.mixer_step import op
@@ -237,6 +262,7 @@ def check_probe(impl: str) -> None:
 CHECKS = (
     check_probe,
     check_int8,
+    check_least_int8,
     check_drafts,
     check_verification,
     check_one_head_of_q_for_each_of_v,
