@@ -40,7 +40,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
         custom_ops=["none"], enabled_custom_ops=set(), disabled_custom_ops=set()
     )
     files = ["vllm.model_executor.custom_op", f"{LAYERS}.gdn.qwen_gdn_linear_attn"]
-    files += [f"{LAYERS}.ops.ssu_dispatch", "vllm.config.mamba"]
+    files += [f"{LAYERS}.ops.ssu_dispatch", "vllm.config.mamba", f"{LAYERS}.gdn.base"]
     given: dict[str, Any] = {
         "vllm__config": {"get_cached_compilation_config": lambda: settings},
         "vllm__triton_utils": {"triton": triton, "tl": tl},
@@ -48,7 +48,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
         "vllm__v1__attention__backends__utils": {"NULL_BLOCK_ID": 0},
     }
     sys.modules.pop(CLASSES, None)
-    with loaded(request.param, *files, **given) as (custom, gdn, dispatch, config):
+    with loaded(request.param, *files, **given) as (custom, gdn, dispatch, config, _):
         yield SimpleNamespace(
             custom=custom, gdn=gdn, dispatch=dispatch, config=config, settings=settings
         )
@@ -127,6 +127,21 @@ def test_another_plugins_layer_is_not_replaced(engine: SimpleNamespace) -> None:
         with pytest.raises(AssertionError, match="Duplicate op name"):
             vllm.register()
     assert engine.custom.op_registry_oot["ChunkGatedDeltaRule"] is Other
+
+
+def test_layers_of_your_own_replace_vllms(engine: SimpleNamespace) -> None:
+    """docs/guides/serving.md: by the name of vLLM's class, which nothing of slipstream has taken."""
+    vllm.register()
+    name = "QwenGatedDeltaNetAttention"
+    theirs = getattr(engine.gdn, name)
+    assert set(engine.custom.op_registry_oot) == {"ChunkGatedDeltaRule"}
+
+    @engine.custom.PluggableLayer.register_oot(name=name)
+    class Mine(theirs):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    assert issubclass(theirs, engine.custom.PluggableLayer) and type(theirs()) is Mine
 
 
 def updated(engine: SimpleNamespace, *args: Any, **options: Any) -> None:
