@@ -378,8 +378,8 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
     Args of forward, besides those of SlipstreamModel:
         labels [B, T]: input_ids again, -100 where there is no loss; shifted here, and never across
             the border of two sequences. The loss itself holds no logits.
-        num_items_in_batch: divides the summed loss; None is the number of labels that count, with
-            a context of those on all ranks: the ranks' losses then add up to the batch's.
+        num_items_in_batch: divides the summed loss, a tensor of 0 as 1; None is the number of
+            labels that count, with a context of those of all ranks, whose losses then add up.
         logits_to_keep: how many last positions get logits, or which; 0 is all of them.
         skip_logits: return no logits. None skips them in training with labels, unless
             logits_to_keep is given; a model in eval mode returns them, as those of transformers do.
