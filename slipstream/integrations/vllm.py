@@ -6,8 +6,9 @@
 
 Written for vLLM 0.26 to 0.33, which is imported where it is needed. register() replaces what vLLM
 has a registry of operators for: the layer ChunkGatedDeltaRule, which prefills Gated DeltaNet of
-Qwen's models, and the backend that updates the states of Mamba-1 and Mamba-2. Its layers call the fused decode of
-Gated DeltaNet and KDA by name; delta_rule_update has its arguments, for a layer of your own.
+Qwen's models, and the backend that updates the states of Mamba-1 and Mamba-2. Its layers call the
+fused decode of Gated DeltaNet and KDA by name; delta_rule_update has its arguments, for a layer of
+your own.
 
 Pools are [blocks, HV, V, K], with any stride between blocks. Block 0 belongs to no sequence.
 """

@@ -130,7 +130,7 @@ def test_another_plugins_layer_is_not_replaced(engine: SimpleNamespace) -> None:
 
 
 def test_layers_of_your_own_replace_vllms(engine: SimpleNamespace) -> None:
-    """docs/guides/serving.md: by the name of vLLM's class, which nothing of slipstream has taken."""
+    """By the name of vLLM's class, as docs/guides/serving.md says."""
     vllm.register()
     name = "QwenGatedDeltaNetAttention"
     theirs = getattr(engine.gdn, name)
