@@ -46,7 +46,8 @@ GIVEN = ("cache_seqlens", "key_lengths", "lengths", "positions", "target", "inpu
 OMITTED = ("gates", "one sequence", "channel", "drafts", "bias", "first value", "interleaved")
 OMITTED += ("mean", "sum", "packed-cache")
 # what the functions of compat and integrations call the same, and what models index by torch
-ELSEWHERE = {"conv_state_indices", "indices", "state_batch_indices", "slots", "into_slots"}
+ELSEWHERE = {"conv_state_indices", "indices", "slots", "into_slots"}
+ELSEWHERE |= {"state_batch_indices", "dst_state_batch_indices"}
 ELSEWHERE |= {"beam_idx", "batch_select_indices", "logits_to_keep"}
 # of four tokens
 OFFSETS = ((0, 94, 3), (0, -100, 4), (5, 2, 1))
