@@ -22,8 +22,9 @@ LEVELS = (
 )
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 EXCEPTIONS = {
-    # atomic writes, which the verdicts about compilers need
+    # atomic writes, which verdicts about compilers and digests of sources need
     ("compiler/compiler_state.py", "slipstream.runtime.files"),
+    ("compiler/source_digest.py", "slipstream.runtime.files"),
     ("compiler/triton_cache_key.py", "slipstream.runtime.files"),
     # calls operators to see what they would launch
     ("compiler/trace.py", "slipstream.runtime"),

@@ -13,12 +13,12 @@ import ast
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from slipstream.runtime.files import write_text
 
 # Fields that say nothing, or that not every Python release fills.
 _SKIPPED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
@@ -118,6 +118,4 @@ def _write(path: Path, cached: dict[str, str]) -> None:
     # a read-only home costs each process the time again
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(cached, file)
-        os.replace(file.name, path)
+        write_text(path, json.dumps(cached))
