@@ -26,6 +26,11 @@ CACHE = next(
 )
 # Room for tokens is made in multiples of this where max_length is not given.
 ROOM = 64
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype in FLOAT8 else x
 
 
 class LayerState(CacheLayerMixin):
@@ -64,8 +69,19 @@ class LayerState(CacheLayerMixin):
         self._tensors: dict[str, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, or a file: without autograd's graph."""
-        return vars(self) | {"_tensors": tree_map_only(Tensor, Tensor.detach, self._tensors)}
+        """Of a copy, or a file: without autograd's graph, and float8 as bytes, which torch cannot
+        unpickle otherwise."""
+        return vars(self) | {
+            "_tensors": tree_map_only(Tensor, lambda x: _bits(x.detach()), self._tensors),
+            "_dtypes": tree_map_only(Tensor, lambda x: x.dtype, self._tensors),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtypes, tensors = state.pop("_dtypes") or {}, state["_tensors"]
+        for name, dtype in dtypes.items():
+            if dtype in FLOAT8:
+                tensors[name] = tensors[name].view(dtype)
+        vars(self).update(state)
 
     @property
     def state(self) -> dict[str, Tensor] | None:
@@ -194,7 +210,9 @@ class LayerState(CacheLayerMixin):
         part = None
         if self.state is not None:
             part = {n: x[row : row + 1] for n, x in self.view(0).items()}
-        return self.of(self.seen, part)
+        made = self.of(self.seen, part)
+        made.rollback = None if self.rollback is None else self.rollback.of_row(row)
+        return made
 
     def of(self, seen: int, tensors: dict[str, Tensor] | None) -> "LayerState":
         """A state of the same kind, holding copies of tensors after `seen` tokens."""
@@ -292,12 +310,12 @@ class LayerState(CacheLayerMixin):
         self.is_initialized = self.is_initialized and self.seen > 0
 
     @torch.no_grad()
-    def _replay(self, start: dict[str, Tensor] | None, record: Record | None) -> None:
+    def _replay(self, start: dict[str, Tensor] | None, records: list[Record]) -> None:
         self._own()
         assert self._tensors is not None
         for name, x in self._tensors.items():
             x.copy_(torch.zeros_like(x) if start is None else start[name])
-        if record is not None:
+        for record in records:
             record.run(self._tensors)
 
     def reset(self) -> None:

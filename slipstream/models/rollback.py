@@ -6,6 +6,7 @@ The last segment takes up to WINDOW tokens before the next begins. The oldest go
 tokens remain, so there are at most three.
 """
 
+import itertools
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -52,16 +53,24 @@ class Record:
             state[MLP_SHIFT].copy_(self.mlp_x[:, -1])
 
     @staticmethod
-    def joined(records: list["Record"]) -> "Record":
-        """Consecutive calls as one."""
-        first = records[0]
+    def joined(records: list["Record"]) -> list["Record"]:
+        """Consecutive calls in as few: with positions of the caller's, and without."""
+        told = itertools.groupby(records, lambda record: record.positions is not None)
+        return [Record._as_one(list(group)) for _, group in told]
+
+    @staticmethod
+    def _as_one(records: list["Record"]) -> "Record":
+        first, rows = records[0], records[0].x.shape[0]
 
         def join(parts: list[Any]) -> Any:
             is_tokens = isinstance(parts[0], Tensor) and parts[0].dim() > 1
             return torch.cat(parts, 1) if is_tokens else parts[0]
 
         options = {name: join([r.options[name] for r in records]) for name in first.options}
-        positions = join([r.positions for r in records])
+        positions = first.positions
+        if len(records) > 1:  # of one row for all, or of each
+            parts = [r.positions.expand(rows, -1) for r in records if r.positions is not None]
+            positions = torch.cat(parts, 1) if parts else None
         x, mlp_x = join([r.x for r in records]), join([r.mlp_x for r in records])
         return replace(first, x=x, positions=positions, options=options, mlp_x=mlp_x)
 
@@ -146,19 +155,30 @@ class Rollback:
             )
         return usable
 
-    def back_to(self, token: int) -> tuple[State | None, Record | None]:
+    def back_to(self, token: int) -> tuple[State | None, list[Record]]:
         """The state to begin with and the calls from there to `token`; what is later is dropped."""
         self.segments = usable = self.segments_to(token)
         if not usable:
-            return None, None
+            return None, []
         last, records, at = usable[-1], [], usable[-1].begin
         for record in last.records:
             if at < token:
                 count = min(record.tokens, token - at)
                 records.append(record if count == record.tokens else record.part(0, count))
             at += record.tokens
-        last.records = [Record.joined(records)] if records else []
-        return last.state, last.records[0] if records else None
+        last.records = Record.joined(records)
+        return last.state, last.records
+
+    def of_row(self, row: int) -> "Rollback":
+        """What crop needs of one row alone, copied."""
+        made = Rollback()
+        made.first = self.first
+        made.segments = [
+            replace(s, records=[replace(r, options=dict(r.options)) for r in s.records])
+            for s in self.segments
+        ]
+        made.map(lambda x: x[row : row + 1].clone())
+        return made
 
     def map(self, move: Callable[[Tensor], Tensor]) -> None:
         for segment in self.segments:
