@@ -25,15 +25,23 @@ from slipstream.ops.simple_gla import chunk_simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class Sequences(threading.local):
-    """The sequences packed in the rows that a model and one of its layers run on, int [B, T]."""
+class Running(threading.local):
+    """What runs, as far as functions are not told.
+
+    of_model, of_layer: the sequences packed in the rows of a model and one of its layers, [B, T].
+    mixer, cache: the module that calls the functions, and the cache that it was called with; scans:
+        how often it has called selective_scan_fn.
+    """
 
     def __init__(self) -> None:  # of every thread; an attribute that torch.compile's guards see set
         self.of_model: Tensor | None = None
         self.of_layer: Tensor | None = None
+        self.mixer: Any = None
+        self.cache: Any = None
+        self.scans = 0
 
 
-running = Sequences()
+running = Running()
 
 
 def captured(function: Callable) -> Callable:
@@ -318,7 +326,8 @@ def selective_state_update(
     dt_softplus: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """The next token of Mamba-2, hidden_states [B, H, P]; state [B, H, P, N] moves on in place.
+    """The next token of Mamba-2, hidden_states [B, H, P]; state [B, H, P, N] moves on in place. The
+    mixer's limit of dt, which transformers passes with a prompt alone, holds for it too.
 
     dt [B, H, P], A [H, P, N], dt_bias and D [H, P] are a number a head, expanded; B, C [B, G, N].
     If they are a number a channel, or there are no heads as in Mamba-1, the selective scan does it.
@@ -328,7 +337,8 @@ def selective_state_update(
     if a_channel or (dt_bias is not None and dt_bias.stride(-1)):
         return _scan_token(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
     dt_bias = None if dt_bias is None else dt_bias[:, 0]
-    step = _step_size(dt[..., 0], dt_bias, dt_softplus)  # [B, H]
+    limit = getattr(running.mixer, "time_step_limit", (0.0, float("inf")))
+    step = _step_size(dt[..., 0], dt_bias, dt_softplus).clamp(*limit)  # [B, H]
     v = (_wide(x) * step[..., None]).to(x.dtype)
     y = recurrent_step(
         C[:, None].to(x.dtype), B[:, None].to(x.dtype), v[:, None], state=state,
@@ -386,7 +396,8 @@ def selective_scan_fn(
     **kwargs: Any,
 ) -> Any:
     """Mamba-1: hidden_states, dt, z [B, D, T], A [D, N], B, C [B, N, T] or [B, G, N, T], D [D]
-    -> [B, D, T], and the last states [B, D, N]."""
+    -> [B, D, T], and the last states [B, D, N]. They go on from those of the mixer's cache, which
+    transformers does not pass."""
     if A.is_complex() or B.dim() < 3 or C.dim() < 3:
         raise NotImplementedError("A, B, C: want a real A, and B and C for each token")
     u = hidden_states.mT
@@ -398,9 +409,20 @@ def selective_scan_fn(
     ) -> tuple[Tensor, Tensor | None]:
         return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, **options)
 
-    given = None, return_last_state, sequences_of(kwargs, *u.shape[:2]), kwargs.get("context")
+    seq_idx = sequences_of(kwargs, *u.shape[:2])
+    given = _state_before_scan(), return_last_state, seq_idx, kwargs.get("context")
     y, state = _run(scan, tensors, *given)
     return (y.mT, state) if return_last_state else y.mT
+
+
+def _state_before_scan() -> Tensor | None:
+    """[B, D, N] of the cache of the mixer that runs; a mixer with heads scans one after another."""
+    if running.cache is None:
+        return None
+    index = running.scans
+    running.scans += 1
+    state = running.cache.layers[running.mixer.layer_idx].recurrent_states[0]
+    return state if state is None or state.dim() == 3 else state[:, index]
 
 
 def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def _patch_module(module: ModuleType) -> list[str]:
         setattr(module, attribute, _replacement(FUNCTIONS[name], function))
     replaced = list(functions)
     for cls in _classes_of(module):
-        forward = _forward_of(cls)
+        forward = _forward_of(cls, set(functions))
         if forward is not None:
             setattr(forward, ORIGINAL, cls.forward)
             cls.forward = forward
@@ -137,13 +137,23 @@ def _classes_of(module: ModuleType) -> Iterator[type[nn.Module]]:
             yield value
 
 
-def _forward_of(cls: type[nn.Module]) -> Callable | None:
-    """Another forward for a class of a patched module, or None if it stays."""
+def _forward_of(cls: type[nn.Module], functions: set[str]) -> Callable | None:
+    """Another forward for a class of a patched module, or None if it stays.
+
+    functions: the names of what is replaced in the module.
+    """
     if issubclass(cls, PreTrainedModel):
         return _model_forward(cls.forward)
     if issubclass(cls, GradientCheckpointingLayer):
         return _layer_forward(cls.forward)
+    if functions & {*_code_of(cls.forward).co_names}:
+        return _mixer_forward(cls.forward)
     return _apart(cls.forward) if _mixes(cls) else _gated_norm(cls)
+
+
+def _code_of(function: Callable) -> CodeType:
+    """Of a function within its decorators; of none where it is no function of Python."""
+    return getattr(inspect.unwrap(function), "__code__", _code_of.__code__)
 
 
 def _replacement(ours: Callable, theirs: Callable) -> Callable:
@@ -296,11 +306,36 @@ def _layer_forward(forward: Callable) -> Callable:
     return replacement
 
 
+CACHES = ("cache", "cache_params", "past_key_values")  # by the release
+
+
+def _mixer_forward(forward: Callable) -> Callable:
+    """forward of a module that calls functions, which find in `running` what it does not tell them;
+    of a mask it gets the columns of its tokens, where the cache has some before them."""
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @wraps(forward)
+    def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer = running.mixer, running.cache, running.scans
+        given = dict(zip(names, args)) | kwargs
+        mask, tokens = given.get("attention_mask"), given[names[0]].shape[1]
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > tokens:
+            given["attention_mask"] = mask[:, -tokens:]
+        running.mixer, running.scans = self, 0
+        running.cache = next((given[x] for x in CACHES if given.get(x) is not None), None)
+        try:
+            return forward(self, **given)
+        finally:
+            running.mixer, running.cache, running.scans = outer
+
+    return replacement
+
+
 def _mixes(cls: type[nn.Module]) -> bool:
     """Whether a class is a short convolution in plain torch that ignores packed sequences, such as
     transformers 5.23's Inkling2DynamicShortConvolution."""
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    read = {*code.co_names, *code.co_consts, *code.co_varnames} if code is not None else {"seq_idx"}
+    code = _code_of(cls.forward)
+    read = {*code.co_names, *code.co_consts, *code.co_varnames}
     return (
         "conv_kernel_size" in inspect.signature(cls.__init__).parameters
         and "conv_mask" in inspect.signature(cls.forward).parameters

@@ -1,0 +1,83 @@
+"""Patched models in calls on a cache, beside one call of all tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from slipstream.integrations.patching import CACHES
+from slipstream.integrations.transformers import NAME, patch, unpatch
+from tests.support.linear_models import linear_classes, tiny
+from tests.support.tiny_models import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# Mamba-1 with one scan, with norms, in a hybrid, and with a scan for each head; Mamba-2 whose
+# limits of dt have either name
+SAMPLE = (
+    "FalconMambaForCausalLM", "JambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
+    "NemotronHForCausalLM", "ZambaForCausalLM", "Zamba2ForCausalLM",
+)  # fmt: skip
+# of which the indexer of transformers' own chooses other keys
+NOT_ALIKE = ("Qwen4ExpForCausalLM",)
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    unpatch()
+
+
+def _limited(config: Any) -> Any:
+    """dt is clamped at most tokens."""
+    for each in (config, config.get_text_config()):
+        if hasattr(each, "time_step_limit"):
+            each.time_step_limit = (0.5, 0.7)
+        if hasattr(each, "time_step_min"):
+            each.time_step_min = 0.6
+    return config
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SAMPLE,
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in linear_classes()
+            if x not in (*SAMPLE, *NOT_ALIKE)
+        ),
+    ],
+)
+@torch.no_grad()
+def test_calls_on_a_cache_equal_one(name: str, masked: bool) -> None:
+    """Of several tokens and of one; masked: with a mask as long as the text, padded on the left."""
+    cls, config, weights, inputs, _ = tiny(name)
+    patch()
+    model = build(cls, _limited(config), NAME, weights)
+    ids = inputs["input_ids"]
+    mask = torch.ones_like(ids)
+    if masked:
+        mask[1, :2] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def run(begin: int, end: int, cache: Any) -> Any:
+        options: dict[str, Any] = {"position_ids": positions[:, begin:end]}
+        if masked:
+            options["attention_mask"] = mask[:, :end]
+        if cache is not None:
+            options[word] = cache
+        return model(ids[:, begin:end], use_cache=True, **options)
+
+    want = run(0, ids.shape[1], None).logits[mask.bool()]
+    parts, cache, word = [], None, ""
+    for begin, end in ((0, 4), (4, 7), (7, 8), (8, 9), (9, ids.shape[1])):
+        out = run(begin, end, cache)
+        word = next(x for x in CACHES if x in out)
+        cache = out[word]
+        parts.append(out.logits)
+    got = torch.cat(parts, 1)[mask.bool()]
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
