@@ -26,11 +26,6 @@ CACHE = next(
 )
 # Room for tokens is made in multiples of this where max_length is not given.
 ROOM = 64
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype in FLOAT8 else x
 
 
 class LayerState(CacheLayerMixin):
@@ -69,19 +64,12 @@ class LayerState(CacheLayerMixin):
         self._tensors: dict[str, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, or a file: without autograd's graph, and float8 as bytes, which torch cannot
-        unpickle otherwise."""
-        return vars(self) | {
-            "_tensors": tree_map_only(Tensor, lambda x: _bits(x.detach()), self._tensors),
-            "_dtypes": tree_map_only(Tensor, lambda x: x.dtype, self._tensors),
-        }
+        """Of a copy, or a file: without autograd's graph."""
+        tensors = tree_map_only(Tensor, Tensor.detach, self._tensors)
+        return vars(self) | {"_tensors": rounded.as_bytes(tensors)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        dtypes, tensors = state.pop("_dtypes") or {}, state["_tensors"]
-        for name, dtype in dtypes.items():
-            if dtype in FLOAT8:
-                tensors[name] = tensors[name].view(dtype)
-        vars(self).update(state)
+        vars(self).update(state | {"_tensors": rounded.of_bytes(state["_tensors"])})
 
     @property
     def state(self) -> dict[str, Tensor] | None:

@@ -93,3 +93,18 @@ def wide(state: State, dtype: torch.dtype) -> State:
         if name != RECURRENT and is_rounded(state, name):
             made[name] = rounded_keys.decode(x, state[name + SCALE], dtype)
     return made
+
+
+def as_bytes(state: State | None) -> dict[str, tuple[torch.dtype, Tensor]] | None:
+    """Float8 as bytes beside its dtype, since torch does not unpickle it."""
+    if state is None:
+        return None
+    float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    return {n: (x.dtype, x.view(torch.uint8) if x.dtype in float8 else x) for n, x in state.items()}
+
+
+def of_bytes(held: dict[str, tuple[torch.dtype, Tensor]] | None) -> State | None:
+    """What as_bytes was given."""
+    if held is None:
+        return None
+    return {n: x if x.dtype == dtype else x.view(dtype) for n, (dtype, x) in held.items()}
