@@ -1,4 +1,5 @@
-"""Every method of StateCache before and after every other, beside a list of what its rows hold."""
+"""Methods of StateCache in pairs, where callers count positions themselves: beside a list of what
+its rows hold. test_cache_methods.py has padding."""
 
 import copy
 import pickle
@@ -107,12 +108,9 @@ def assert_holds(m: Any, held: Held, found: dict[Any, Tensor]) -> None:
         assert_same(logits, found[key])
 
 
-# where padding is among the three calls before a method, and who counts the positions in them
+# for each of three calls before a method, on which side it is padded, and whose positions it has
 LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
     "plain": (("", ""), ("", ""), ("", "")),
-    "padding before": (("left", ""), ("", ""), ("", "")),
-    "padding after the first": (("right", ""), ("", ""), ("", "")),
-    "padding between": (("", ""), ("left", ""), ("", "")),
     "positions, then none": (("", "all"), ("", ""), ("", "")),
     "none, then positions": (("", ""), ("", ""), ("", "all")),
     "positions of one row, then of each": (("", ""), ("", "all"), ("", "each")),
