@@ -53,3 +53,9 @@ def test_workflow_requires_the_newest_torch() -> None:
     text = (ROOT / ".github/workflows/ci.yml").read_text()
     (job,) = (x for x in text.split("\n\n") if "run: .ci/run" in x)
     assert 'REQUIRE_NEWEST: "1"' in job
+
+
+def test_makefile_names_tests_that_are_there() -> None:
+    words = (ROOT / "Makefile").read_text().split()
+    files = {x.partition("::")[0] for x in words if x.startswith("tests/")}
+    assert len(files) > 20 and not [x for x in files if not (ROOT / x).exists()]
