@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.integrations import vllm
-from tests.integrations import test_serving as calls
+from tests.support.serving_checks import CHECKS, sglang_snapshots
 from tests.support.serving_peers import mamba_calls
 
 pytestmark = pytest.mark.gpu
@@ -51,18 +51,7 @@ def test_mamba_states_in_a_graph(index: int) -> None:
 
 
 @pytest.mark.parametrize("is_kda", [False, True])
-@pytest.mark.parametrize(
-    "check",
-    [
-        calls.test_sglang_decode,
-        calls.test_sglang_verify,
-        calls.test_sglang_verify_of_fewer_drafts,
-        calls.test_sglang_states_before_chunks,
-        calls.test_vllm_decode,
-        calls.test_vllm_verify,
-    ],
-    ids=lambda check: check.__name__.removeprefix("test_"),
-)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_calls_of_engines(check: Callable[[bool], None], is_kda: bool, on_cuda: None) -> None:
     check(is_kda)
 
@@ -70,4 +59,4 @@ def test_calls_of_engines(check: Callable[[bool], None], is_kda: bool, on_cuda: 
 @pytest.mark.parametrize("is_kda", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_snapshots(is_kda: bool, dtype: torch.dtype, on_cuda: None) -> None:
-    calls.test_sglang_snapshots(is_kda, dtype)
+    sglang_snapshots(is_kda, dtype)
