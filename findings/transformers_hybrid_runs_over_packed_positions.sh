@@ -13,6 +13,7 @@ PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+torch.manual_seed(0)
 first, second = torch.randint(0, 64, (1, 5)), torch.randint(0, 64, (1, 7))
 ids = torch.cat([first, second], 1)
 positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
