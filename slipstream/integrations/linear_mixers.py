@@ -130,6 +130,20 @@ def text_table(positions: Tensor) -> Tensor | None:
     return first if len(positions) == 4 or bool((positions == first).all()) else None
 
 
+def own_sequences(
+    module: Any, q: Tensor, offsets: Tensor | None, seq_idx: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Offsets and seq_idx as far as a layer's tokens are meant, q [B, H, T, D]. Models hand those
+    of the text on to the layers of images too, whose configurations have no vocabulary."""
+    config = getattr(module, "config", None)
+    if config is None or hasattr(config, "vocab_size"):
+        return offsets, seq_idx
+    B, _, T, _ = q.shape
+    if offsets is not None and not is_unreadable(offsets) and int(offsets[-1]) != B * T:
+        offsets = None
+    return offsets, None if seq_idx is None or seq_idx.shape != (B, T) else seq_idx
+
+
 def offsets_of(seq_idx: Tensor) -> Tensor:
     """Offsets of the sequences in the rows of seq_idx [B, T] laid one behind the other.
 

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     raise extras.missing("slipstream.integrations.transformers", error, "interop") from None
 
 from slipstream.integrations.context import call_in_context
-from slipstream.integrations.linear_mixers import offsets_of, sequences_of
+from slipstream.integrations.linear_mixers import offsets_of, own_sequences, sequences_of
 from slipstream.integrations.masks import (
     Query,
     Rule,
@@ -192,6 +192,7 @@ def slipstream_attention(
                 f"{name}: attn_implementation={NAME!r} does not take this argument of "
                 f"{type(module).__name__}; use another attn_implementation"
             )
+    cu_seq_lens_q, seq_idx = own_sequences(module, query, cu_seq_lens_q, seq_idx)
     # norms in float32 leave q and k wider than v
     query, key = query.to(value.dtype), key.to(value.dtype)
     if s_aux is not None:

@@ -17,7 +17,7 @@ from transformers import StaticCache
 
 from slipstream.integrations import linear_mixers, masks
 from slipstream.integrations import transformers as ours
-from tests.integrations.small_models import MODELS, make
+from tests.integrations.small_models import MODELS, SIZES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -163,6 +163,36 @@ def test_packed_offsets_match_packed_positions() -> None:
         ids, position_ids=at, use_cache=False, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets
     ).logits
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("told", ["offsets", "seq_idx"])
+def test_offsets_of_text_are_not_those_of_images(told: str) -> None:
+    """The layers of images get them too, and have tokens of their own."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        image_size=8, patch_size=4,
+    )  # fmt: skip
+    text = transformers.LlamaConfig(**SIZES)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=60)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation("slipstream")
+    first = torch.randint(1, 60, (1, 5))
+    second = torch.randint(1, 60, (1, 7))
+    second[0, 1:5] = 60
+    images = torch.randn(1, 3, 8, 8)
+    want = [model(first), model(second, pixel_values=images)]
+    given = {"position_ids": torch.cat([torch.arange(5), torch.arange(7)])[None]}
+    cuts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    if told == "offsets":
+        given |= {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+    else:
+        given["seq_idx"] = torch.tensor([[0] * 5 + [1] * 7], dtype=torch.int32)
+    got = model(torch.cat([first, second], 1), pixel_values=images, use_cache=False, **given)
+    torch.testing.assert_close(got.logits, torch.cat([x.logits for x in want], 1))
+    if told == "offsets":  # those of text have to be right
+        given = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cuts - 1)
+        with pytest.raises(ValueError, match="to the 12 tokens"):
+            model(torch.cat([first, second], 1), pixel_values=images, use_cache=False, **given)
 
 
 @every_model
