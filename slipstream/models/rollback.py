@@ -55,8 +55,8 @@ class Record:
     @staticmethod
     def joined(records: list["Record"]) -> list["Record"]:
         """Consecutive calls in as few: with positions of the caller's, and without."""
-        told = itertools.groupby(records, lambda record: record.positions is not None)
-        return [Record._as_one(list(group)) for _, group in told]
+        groups = itertools.groupby(records, lambda record: record.positions is not None)
+        return [Record._as_one(list(group)) for _, group in groups]
 
     @staticmethod
     def _as_one(records: list["Record"]) -> "Record":
