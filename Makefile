@@ -101,6 +101,7 @@ lint: venv
 	$(RUN) -m pyright
 	$(RUN) tools/sizes.py
 	$(RUN) tools/call_path.py --check
+	$(RUN) tools/road.py --check
 	git ls-files -z | xargs -0 $(VENV)/bin/codespell
 
 check: lint test

@@ -9,7 +9,7 @@ from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, che
 from slipstream.kernels.linear.gated_delta_product import Steps, product
 from slipstream.kernels.linear.householder import at_step
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.wide_heads import groups_of
+from slipstream.kernels.linear.modes.wide_heads import groups_of
 from slipstream.ops._preprocess import l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import ValidationCache, signature

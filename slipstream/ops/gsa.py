@@ -9,7 +9,7 @@ from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for
 from slipstream.kernels.linear.gsa import GSAInputs, attend
-from slipstream.kernels.linear.wide_heads import groups_of
+from slipstream.kernels.linear.modes.wide_heads import groups_of
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
 from slipstream.ops._preprocess import expect_inputs
 from slipstream.runtime.context_parallel import ContextParallel

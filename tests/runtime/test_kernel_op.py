@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream import kernels
-from slipstream.kernels.linear import dispatch as linear
+from slipstream.kernels.linear.modes import prefix_states as linear
 from slipstream.kernels.pointwise import rotary
 from slipstream.runtime import gradient
 from slipstream.runtime.autograd import Function

@@ -1,49 +1,44 @@
-"""From an operator's arguments to the recurrence: checks, conventions, choice, call.
+"""From an operator's arguments to the recurrence: checks, choice, modes, call.
 
-Every public function of the family ends here, so what is common to all of them is here once:
-argument checks under the user's names, default scale, autocast, reversed time, V-first states.
+Every public function of the family ends here, so what is common to all of them is here once. What
+an option does to inputs and results is in modes/, a file each.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch.compiler import is_compiling
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
-from slipstream.kernels.linear import prefix_states
-from slipstream.kernels.linear.context import Call, linear_across_ranks
-from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs
-from slipstream.kernels.linear.modes.memory import Groups, in_groups
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs, scale_or_default
+from slipstream.kernels.linear.modes import consistent as consistent_mode
+from slipstream.kernels.linear.modes import context as context_mode
+from slipstream.kernels.linear.modes import v_first as v_first_mode
+from slipstream.kernels.linear.modes.autocast import Autocast, as_autocast
+from slipstream.kernels.linear.modes.call import Call, LinearOptions, Mode, Results, Road
+from slipstream.kernels.linear.modes.consistent import ConsistentStep
+from slipstream.kernels.linear.modes.context import Context
+from slipstream.kernels.linear.modes.memory import Memory
 from slipstream.kernels.linear.modes.memory import groups_of as memory_groups_of
-from slipstream.kernels.linear.op import (
-    CONSISTENT,
-    DEFAULT_CHUNK,
-    Extras,
-    Linear,
-    call_forward,
-    forward_impl,
-    linear,
+from slipstream.kernels.linear.modes.prefix_states import Prefix
+from slipstream.kernels.linear.modes.reverse import Reverse
+from slipstream.kernels.linear.modes.v_first import VFirst
+from slipstream.kernels.linear.modes.wide_heads import (
+    HeadGroups,
+    WideHeads,
+    groups_of,
+    shapes_of_split,
 )
-from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
+from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call_forward, linear
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
-from slipstream.kernels.linear.wide_heads import (
-    HeadGroups,
-    groups_of,
-    join_heads,
-    shapes_of_split,
-    split_heads,
-)
-from slipstream.runtime.autograd import needs_autograd, wants_gradient
+from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.consistent import consistent, consistent_scope
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.dispatch import (
     PLAIN,
     Candidate,
@@ -52,7 +47,7 @@ from slipstream.runtime.dispatch import (
     choose,
     signature,
 )
-from slipstream.runtime.prefix_scope import Prefixes, prefix_scope
+from slipstream.runtime.prefix_scope import prefix_scope
 from slipstream.runtime.token_ids import expect_offsets
 
 CANDIDATES = (
@@ -61,27 +56,54 @@ CANDIDATES = (
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
+# The modes from outside in. Arguments are checked as those after ConsistentStep have them.
+MODES = (VFirst, Context, Prefix, ConsistentStep, Autocast, Reverse, WideHeads, Memory)
+# Pairs that exclude each other, and what the error says.
+FORBIDDEN = (
+    ("consistent", "reverse", "consistent: is not implemented with reverse"),
+    ("consistent", "context", "consistent: is not implemented with context"),
+    ("consistent", "reference", "consistent: is not implemented with impl='reference'"),
+    (
+        "consistent",
+        "compiling",
+        "consistent: want a call outside of torch.compile, which may change the order of sums",
+    ),
+    ("prefix_states", "reverse", "prefix_states: not with reverse"),
+    ("prefix_states", "context", "prefix_states: not with context"),
+)
 # Of a rank, where what it runs must not depend on how many it has.
 MANY_TOKENS = 1 << 16
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _PLANS = ValidationCache()
 
 
-class LinearOptions(NamedTuple):
-    """The options of every operator of the family, besides its tensors."""
+class Asked(NamedTuple):
+    """Modes that a call asks for by options and scopes, as far as its plan depends on them; a tuple
+    of these is in a plan's key.
 
-    scale: float | None = None
-    output_final_state: bool = False
-    state_v_first: bool = False
-    reverse: bool = False
-    chunk_size: int | None = None
-    impl: str | None = None
-    context: ContextParallel | None = None
+    Attributes:
+        context: of context.key_of.
+        consistent: whether bits may depend neither on the batch nor on cuts.
+        step: whether that is asked for in a step of one token a row.
+    """
+
+    v_first: bool = False
+    context: tuple[bool, int | None] | None = None
+    prefix_states: bool = False
     consistent: bool = False
-    prefix_states: PrefixStates | None = None
+    step: bool = False
+    reverse: bool = False
 
-    def scale_of(self, q: Tensor) -> float:
-        """The factor on the output: K^-0.5 if none is given."""
-        return float(max(q.shape[-1], 1) ** -0.5 if self.scale is None else self.scale)
+
+class Plan(NamedTuple):
+    """The back end of a call: the chosen one and all to try; tokens of a chunk; the modes, outside
+    in; and what takes the place of op.linear."""
+
+    impl: str
+    impls: str
+    chunk: int
+    modes: tuple[Mode, ...] = ()
+    run: Any = None
 
 
 def run(
@@ -89,8 +111,8 @@ def run(
     options: LinearOptions,
     *,
     recurrent: bool,
-    names: Mapping[str, str] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    names: Mapping[str, str] | None = NO_NAMES,
+) -> Results:
     """Runs one operator.
 
     Args:
@@ -100,124 +122,76 @@ def run(
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] (or V-first) if asked for.
     """
-    if options.state_v_first and terms.initial_state is not None:
-        checks.expect_rank("initial_state", terms.initial_state, 4, "[N, HV, V, K]")
-        terms = terms._replace(initial_state=terms.initial_state.transpose(-1, -2))
-    same_bits = not recurrent and (options.consistent or consistent_scope.on)
-    step = None
-    if same_bits:
-        _expect_consistent(options)
-        step = consistent_scope.step
-    if step is not None:
-        terms = terms.with_tokens(step.blocks)
-    if options.prefix_states is not None:
-        _expect_prefix_states(options)
-    if options.context is not None:
-        given = terms, options, options.context, recurrent, names or {}
-        return options.context.eagerly(_run_across_ranks, *given)
-    key = signature(terms, options.chunk_size, options.impl, recurrent, same_bits)
-    dtype = None
+    if options.context is not None and is_compiling():
+        # its exchanges are not traced
+        return options.context.eagerly(run, terms, options, recurrent=recurrent, names=names)
+    asked = _asked(terms, options, recurrent)
+    key = signature(terms, options.chunk_size, options.impl, recurrent, asked)
     if key is not None and terms.q is not None:
-        dtype = autocast_dtype(terms.q)
-        key = (*key, dtype)
-    plan = _PLANS.get(key, lambda: _checked(terms, names or {}, options, recurrent, same_bits))
-    if key is None or dtype is not None:
-        terms = as_autocast(terms)
+        key = (*key, autocast_dtype(terms.q))
+    plan = _PLANS.get(
+        key, lambda: make_plan(terms, names or NO_NAMES, options, recurrent, Asked(*asked))
+    )
     if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
-    if options.reverse:
-        terms = _reversed(terms)
-    scale = options.scale_of(terms.q)
-    chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
-    chunk = CONSISTENT if same_bits else chunk
-    if prefix_scope.prefixes is not None and options.output_final_state:
-        options = _leaving(prefix_scope.prefixes, terms, options)
-    if options.prefix_states is not None:
-        o, state = _with_prefix_states(terms, options, plan, scale, chunk)
-    elif plan.impl == "reference":
-        o, state = linear_reference(terms, scale)
+    scale = scale_or_default(options.scale, terms.q)
+    if plan.modes or plan.run is not None:
+        o, state = _through_modes(terms, options, names or NO_NAMES, scale, plan)
+    elif needs_autograd(*terms):
+        o, state = Linear.apply(scale, plan.chunk, plan.impls, False, *terms)
     else:
-        groups = None if plan.impl in PLAIN else plan.groups
-        given = terms if groups is None else split_heads(terms, groups)
-        arguments = scale, chunk, plan.impls, groups is not None and groups.rows > 1
-        cut = None if plan.cuts is None else plan.cuts[wants_gradient(*given)]
-        if cut is not None:
-            o, state = in_groups(lambda group: linear(group, *arguments), given, given.dims, cut)
-        elif needs_autograd(*given):
-            o, state = Linear.apply(*arguments, *given)
-        else:
-            o, state = call_forward(*given, *arguments)
-        if groups is not None:
-            o, state = join_heads(o, state, terms, groups)
-    if options.reverse:
-        o, state = o.flip(1), state if terms.cu_seqlens is None else state.flip(0)
-    if step is not None:
-        o = step.token(o)
-    if not options.output_final_state:
-        return o, None
-    return o, state.transpose(-1, -2) if options.state_v_first else state
+        how = scale, plan.chunk, plan.impls, False
+        o, state = call_forward(*terms, *how)
+    return o, state if options.output_final_state else None
 
 
-def _forward_with_prefix_states(*args: Any) -> tuple[Any, ...]:
-    """As call_forward, and pool and rows behind its arguments."""
-    return forward_impl(*args[:-2], extras=Extras(prefix=PrefixStates(*args[-2:])))[:2]
+def _asked(terms: LinearInputs, options: LinearOptions, recurrent: bool) -> tuple[Any, ...]:
+    """The fields of Asked."""
+    same_bits = not recurrent and (options.consistent or consistent_scope.on)
+    leaves, context = options.prefix_states is not None, options.context
+    if prefix_scope.prefixes is not None and options.output_final_state:
+        forward = not options.reverse and context is None
+        leaves = leaves or (forward and prefix_scope.prefixes.are_of(terms.q))
+    return (
+        options.state_v_first,
+        None if context is None else context_mode.key_of(context),
+        leaves,
+        same_bits,
+        same_bits and consistent_scope.step is not None,
+        options.reverse,
+    )
 
 
-_call_with_prefix_states = DirectCall(
-    _forward_with_prefix_states, written={-2: "prefix_states.pool"}
-)
+def _through_modes(
+    terms: LinearInputs, options: LinearOptions, names: Mapping[str, str], scale: float, plan: Plan
+) -> Results:
+    """The results of a call that has modes, or what takes the place of op.linear."""
+    call = Call(terms, options, names, scale, plan.chunk, plan.impls, _ROAD, plan.run)
+    outside = []
+    for mode in plan.modes:
+        outside.append((mode, call))
+        call = mode.into(call)
+    if call.run is not None:
+        o, state = call.run(call)
+    else:
+        o, state = linear(call.terms, scale, plan.chunk, plan.impls, call.wide)
+    while outside:
+        mode, call = outside.pop()
+        o, state = mode.out(call, o, state)
+    return o, state
 
 
-def _with_prefix_states(
-    terms: LinearInputs, options: LinearOptions, plan: "_Plan", scale: float, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """o and the final state, of a call that leaves states on its way."""
-    assert options.prefix_states is not None
-    prefix = prefix_states.check(options.prefix_states, terms)
-    if plan.impl not in PLAIN and plan.groups is None and terms.gv is None:
-        with suppress(NoKernel):
-            o, state = _call_with_prefix_states(*terms, scale, chunk, plan.impls, *prefix)
-            return o, state
-    ends = {"output_final_state": True, "state_v_first": False, "prefix_states": None}
-    call = partial(run, options=options._replace(**ends), recurrent=False)
-    return prefix_states.by_calls(call, terms, prefix)
-
-
-def _leaving(prefixes: Prefixes, terms: LinearInputs, options: LinearOptions) -> LinearOptions:
-    """Options that leave a layer's states with the others of its model's call."""
-    if not prefixes.are_of(terms.q):
-        return options
-    _, HV, K, V = terms.state_shape
-    dtype = torch.float64 if terms.q.dtype == torch.float64 else torch.float32
-    pool = terms.q.new_empty(prefixes.count, HV, V, K, dtype=dtype)
-    prefixes.add("recurrent", pool if options.state_v_first else pool.mT)
-    return options._replace(prefix_states=PrefixStates(pool, prefixes.rows))
-
-
-def _expect_prefix_states(options: LinearOptions) -> None:
+def expect_allowed(asked: Asked, options: LinearOptions) -> None:
     """
     Raises:
-        NotImplementedError: beside an option with which the states are others.
+        NotImplementedError: for a pair of FORBIDDEN.
     """
-    if options.reverse or options.context is not None:
-        name = "reverse" if options.reverse else "context"
-        raise NotImplementedError(f"prefix_states: not with {name}")
-
-
-def _expect_consistent(options: LinearOptions) -> None:
-    """
-    Raises:
-        NotImplementedError: beside an option with which no kernel keeps the promise.
-    """
-    if options.reverse or options.context is not None:
-        name = "reverse" if options.reverse else "context"
-        raise NotImplementedError(f"consistent: is not implemented with {name}")
-    if options.impl == "reference":
-        raise NotImplementedError("consistent: is not implemented with impl='reference'")
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "consistent: want a call outside of torch.compile, which may change the order of sums"
-        )
+    wanted = {name for name, on in asked._asdict().items() if on}
+    wanted |= {"reference"} if options.impl == "reference" else set()
+    wanted |= {"compiling"} if is_compiling() else set()
+    for one, other, text in FORBIDDEN:
+        if {one, other} <= wanted:
+            raise NotImplementedError(text)
 
 
 class _Choice(NamedTuple):
@@ -230,104 +204,92 @@ class _Choice(NamedTuple):
         return plan_for(terms, self.impl).impls
 
 
-def _run_across_ranks(
-    terms: LinearInputs,
-    options: LinearOptions,
-    context: ContextParallel,
-    recurrent: bool,
-    names: Mapping[str, str],
-) -> tuple[Tensor, Tensor | None]:
-    """As run does; the terms are this rank's, initial_state is that of all sequences."""
-    context.expect_no_offsets(terms.cu_seqlens, options.impl)
-    initial_state = terms.initial_state
-    terms = terms._replace(initial_state=None, cu_seqlens=context.offsets_on(terms.q.device))
-    fixed = context.segment_tokens is not None
-    key = signature(terms, options.chunk_size, options.impl, recurrent, "context", fixed)
-    if key is not None:
-        key = (*key, autocast_dtype(terms.q))
-    plan = _PLANS.get(key, lambda: _checked(terms, names, options, recurrent, fixed=fixed))
-    if terms.max_head_dim > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"context: heads of more than {MAX_HEAD_DIM} channels run on one rank, got "
-            f"{terms.max_head_dim}"
-        )
-    if terms.beta is not None and terms.beta.dim() == 4:
-        name = names.get("beta", "beta")
-        raise NotImplementedError(
-            f"{name}: want one value for each token and head with a context, got one per channel"
-        )
-    share = context.share(terms.q.shape[1])
-    if initial_state is not None:
-        name = names.get("initial_state", "initial_state")
-        rows = share.sequences if share.packed else terms.q.shape[0]
-        checks.expect_shape(name, initial_state, (rows, *terms.state_shape[1:]))
-        checks.expect_floating({name: initial_state})
-        checks.expect_one_device({"q": terms.q, name: initial_state})
-    terms = as_autocast(terms)
-    if options.reverse:
-        terms, share = _reversed(terms), share.reversed()
-        if terms.cu_seqlens is not None and initial_state is not None:
-            initial_state = initial_state.flip(0)
-    call = Call(
-        options.scale_of(terms.q),
-        0 if recurrent else options.chunk_size or DEFAULT_CHUNK,
-        plan.impls,
-        _Choice(options.impl),
-        options.output_final_state,
-    )
-    o, state = linear_across_ranks(terms, initial_state, share, call)
-    if options.reverse:
-        o = o.flip(1)
-    if state is None:
-        return o, None
-    if options.reverse and terms.cu_seqlens is not None:
-        state = state.flip(0)
-    return o, state.transpose(-1, -2) if options.state_v_first else state
+_ROAD = Road(run, _Choice)
 
 
-class _Plan(NamedTuple):
-    """The back end of a call; how its heads are split for it, if they are; and its groups of rows
-    and heads without gradients and with, if it has any."""
-
-    impl: str
-    impls: str
-    groups: HeadGroups | None
-    cuts: tuple[Groups | None, Groups | None] | None
+def _by_reference(call: Call) -> Results:
+    return linear_reference(call.terms, call.scale)
 
 
-def _checked(
+def make_plan(
     terms: LinearInputs,
     names: Mapping[str, str],
     options: LinearOptions,
     recurrent: bool,
-    same_bits: bool = False,
-    fixed: bool = False,
-) -> _Plan:
-    """Looks at nothing but shapes, dtypes and devices. fixed: and not at how many tokens there
-    are, which is another number on each rank."""
+    asked: Asked,
+) -> Plan:
+    """Checks and chooses, by shapes, dtypes and devices alone."""
+    expect_allowed(asked, options)
+    if asked.v_first:
+        terms = v_first_mode.checked(terms)
+    if asked.context is not None:
+        terms = context_mode.checked(terms, options)
+    if asked.step:
+        terms = consistent_mode.checked(terms)
     check(terms, names, options, recurrent)
-    whole = given = terms = as_autocast(terms)
-    if same_bits:
-        terms = _of_tokens(terms, 1)
-    if fixed:
+    dtype = autocast_dtype(terms.q)
+    if dtype is not None:
+        terms = as_autocast(terms)
+    chosen, groups = choose_plan(terms, options, recurrent, asked)
+    plain = {VFirst: asked.v_first, Context: asked.context, ConsistentStep: asked.step}
+    plain |= {Autocast: dtype, Reverse: asked.reverse}
+    modes: dict[Any, Mode] = {mode: mode() for mode, on in plain.items() if on}
+    if asked.prefix_states:
+        modes[Prefix] = Prefix(groups is not None)
+    elif asked.context is None:  # these divide what is to be done between calls of their own
+        modes |= _divided(terms, chosen, groups, recurrent)
+    return Plan(
+        chosen.impl,
+        chosen.impls,
+        _chunk(options, recurrent, asked),
+        tuple(modes[x] for x in MODES if x in modes),
+        _by_reference if chosen.impl == "reference" else None,
+    )
+
+
+def _chunk(options: LinearOptions, recurrent: bool, asked: Asked) -> int:
+    if asked.consistent:
+        return CONSISTENT
+    return 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+
+
+def _divided(
+    terms: LinearInputs, chosen: Selection, groups: HeadGroups | None, recurrent: bool
+) -> dict[Any, Mode]:
+    """The modes that divide a call."""
+    modes: dict[Any, Mode] = {}
+    if groups is not None and chosen.impl not in PLAIN:
+        modes[WideHeads] = WideHeads(groups)
+        terms = shapes_of_split(terms, groups)
+    alone, trained = (memory_groups_of(terms, chosen.impls, grads) for grads in (False, True))
+    # token by token plain torch leaves nothing
+    leaves = chosen.impl != "reference" and not (recurrent and chosen.impl in PLAIN)
+    if leaves and (alone is not None or trained is not None):
+        modes[Memory] = Memory(alone, trained)
+    return modes
+
+
+def choose_plan(
+    terms: LinearInputs, options: LinearOptions, recurrent: bool, asked: Asked
+) -> tuple[Selection, HeadGroups | None]:
+    """The back ends, and the groups in which they take heads. Where a context has its segments
+    fixed they do not depend on how many tokens there are, which is another number on each rank."""
+    given = terms
+    if asked.consistent:
+        given = terms = _of_tokens(terms, 1)
+    if asked.context is not None and asked.context[0]:
         given = terms = _of_tokens(terms, MANY_TOKENS)
     groups = groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
-    if not recurrent and options.context is None:
+    if not recurrent and asked.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
     given = given if groups is None else shapes_of_split(given, groups)
     # segments are another matter there
-    with consistent() if same_bits else nullcontext():
+    with consistent() if asked.consistent else nullcontext():
         chosen = plan_for(terms, options.impl, groups)
-        if same_bits and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
+        if asked.consistent and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
             text = f"consistent: a call of this size has no such kernel ({reason})"
             raise NotImplementedError(text)
-    if groups is not None:
-        whole = shapes_of_split(whole, groups)
-    alone, trained = (memory_groups_of(whole, chosen.impls, grads) for grads in (False, True))
-    cuts = None if alone is None and trained is None else (alone, trained)
-    if options.context is not None or (recurrent and chosen.impl in PLAIN):
-        cuts = None  # context.py makes its own; plain torch token by token leaves nothing
-    return _Plan(chosen.impl, chosen.impls, groups, cuts)
+    return chosen, groups
 
 
 def _of_tokens(terms: LinearInputs, count: int) -> LinearInputs:
@@ -398,26 +360,3 @@ def check(
         checks.expect_one_dtype(
             {named[n]: getattr(terms, n) for n, term in TERMS.items() if term.dtype == "q"}
         )
-
-
-def as_autocast(terms: LinearInputs) -> LinearInputs:
-    """Under autocast the activations take its dtype; gates and states keep theirs."""
-    dtype = autocast_dtype(terms.q)
-    if dtype is None:
-        return terms
-    cast = {
-        name: x.to(dtype)
-        for name, term in TERMS.items()
-        if term.dtype != "own" and (x := getattr(terms, name)) is not None
-    }
-    return terms._replace(**cast)
-
-
-def _reversed(terms: LinearInputs) -> LinearInputs:
-    """The same sequences from their last token to their first; packed ones also change order."""
-    terms = terms.of_tokens(lambda x: x.flip(1))
-    if terms.cu_seqlens is None:
-        return terms
-    state = None if terms.initial_state is None else terms.initial_state.flip(0)
-    offsets = terms.q.shape[1] - terms.cu_seqlens.flip(0)
-    return terms._replace(initial_state=state, cu_seqlens=offsets)

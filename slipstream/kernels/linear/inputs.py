@@ -144,18 +144,19 @@ class LinearInputs(NamedTuple):
         """Value heads from one token to the next in memory: as many as there are, or more where
         the terms are views of some. None where they are not alike, or not in order, or share
         memory."""
-        (B, T, H), HV = self.q.shape[:3], self.v.shape[2]
-        found = set()
-        for name in TOKEN_TERMS:
-            if (x := getattr(self, name)) is not None:
-                heads, *channels = x.shape[2:]
-                width = channels[0] if channels else 1
-                dense = (width == 1 or x.stride(-1) == 1) and (heads == 1 or x.stride(2) == width)
-                rows, rest = divmod(x.stride(1) * HV, width * heads)
-                even = B == 1 or x.stride(0) == T * x.stride(1)
-                whole = not rest and rows >= HV and rows % (HV // H) == 0
-                found.add(rows if T > 1 and dense and even and whole else None)
+        given = (x for n in TOKEN_TERMS if (x := getattr(self, n)) is not None)
+        found = {_row_heads(x, self.q.shape[2], self.v.shape[2]) for x in given}
         return found.pop() if len(found) == 1 else None
+
+
+def _row_heads(x: Tensor, H: int, HV: int) -> int | None:
+    """LinearInputs.row_heads of one term."""
+    (B, T, heads), width = x.shape[:3], x.shape[3] if x.dim() == 4 else 1
+    dense = (width == 1 or x.stride(-1) == 1) and (heads == 1 or x.stride(2) == width)
+    rows, rest = divmod(x.stride(1) * HV, width * heads)
+    even = B == 1 or x.stride(0) == T * x.stride(1)
+    whole = not rest and rows >= HV and rows % (HV // H) == 0
+    return rows if T > 1 and dense and even and whole else None
 
 
 class ForwardCall(NamedTuple):
@@ -243,3 +244,8 @@ def cast_gate_grads(grads: dict[str, Tensor], given: LinearInputs) -> dict[str, 
             like = getattr(given, name)
             grads[name] = grads[name].view(like.shape).to(like.dtype)
     return grads
+
+
+def scale_or_default(scale: float | None, q: Tensor) -> float:
+    """The factor on the output: K^-0.5 if none is given."""
+    return float(max(q.shape[-1], 1) ** -0.5 if scale is None else scale)

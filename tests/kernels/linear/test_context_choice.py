@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear.dispatch import LinearOptions, _checked
+from slipstream.kernels.linear.dispatch import Asked, choose_plan
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.modes.call import LinearOptions
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.memory import make
 
@@ -27,8 +28,8 @@ def test_kernels_do_not_depend_on_a_rank_s_tokens(kind: str, H: int) -> None:
     def call(device: torch.device) -> None:
         for T in TOKENS:
             terms = gla(T, H, device) if kind == "gla" else make(kind, (T,), H, device)
-            options = LinearOptions()
-            fixed, free = (_checked(terms, {}, options, False, fixed=x) for x in (True, False))
+            asked = (Asked(context=(fixed, None)) for fixed in (True, False))
+            fixed, free = (choose_plan(terms, LinearOptions(), False, x)[0] for x in asked)
             chosen[T] = fixed.impls, free.impls
 
     trace(call, "sm_90", backward=False)

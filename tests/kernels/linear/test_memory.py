@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from slipstream.kernels.linear import dispatch, gated_delta_product, gsa
+from slipstream.kernels.linear import dispatch, gated_delta_product, gsa, op
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import memory
 from slipstream.tools.catalog import Sample, flat
@@ -34,15 +34,15 @@ SIZES = {
 def tiny_limit() -> Iterator[list[memory.Groups]]:
     """Nothing may be left, and every call would leave much; yields how calls are cut."""
     seen: list[memory.Groups] = []
-    whole = memory.in_groups
+    whole = memory._run
 
-    def in_groups(run: Any, given: Any, dims: Any, groups: memory.Groups, *args: Any) -> Any:
+    def run(call: Any, groups: memory.Groups) -> Any:
         seen.append(groups)
-        return whole(run, given, dims, groups, *args)
+        return whole(call, groups)
 
     with (
         mock.patch.multiple(memory, MIN_ALLOWED_BYTES=0, scratch_bytes=lambda *_: 1 << 20),
-        mock.patch.object(dispatch, "in_groups", in_groups),
+        mock.patch.object(memory, "_run", run),
     ):
         dispatch._PLANS._by_key.clear()
         yield seen
@@ -185,7 +185,7 @@ def test_steps_are_tokens_of_the_delta_rule() -> None:
     n, given = 3, steps(2, 3, True, True)
     leaves = [x for x in given if x is not None]
     terms, _ = given.terms("eager")
-    o, final = dispatch.linear(terms, SCALE, CHUNK, "eager")
+    o, final = op.linear(terms, SCALE, CHUNK, "eager")
     want = results((o[:, n - 1 :: n], final), leaves)
     got = results(gated_delta_product.product(given, SCALE, CHUNK, "eager"), leaves)
     for x, y in zip(got, want, strict=True):

@@ -51,13 +51,13 @@ SPILLS_OF_3_9 = {
 
 MAKES = [
     "solve", "o", "states", "wide", "wide_states", "back", "grads", "shared", "ends", "ends_back",
-    "meet", "meet_back", "span", "wide_span", "back_span", "parts", "parts_split", "wide_parts",
+    "meet", "meet_back", "parts", "parts_split", "wide_parts",
     "ends_alone", "ends_every", "ends_every_back", "ends_scanned", "meet_back_alone", "one_scan",
     "shared_scan", "split_scan", "shared_split_scan",
 ]  # fmt: skip
 # Of those gated, whose flags are each in two others; narrow and ungated kinds are in two makes.
 FURTHER = (
-    "parts", "wide_span", "wide_states", "ends_every", "one_scan", "shared_scan", "split_scan",
+    "parts", "wide_states", "ends_every", "one_scan", "shared_scan", "split_scan",
 )  # fmt: skip
 SAMPLE = {
     "plain": ("solve", "o", "back"),
@@ -108,14 +108,9 @@ def jobs(case: tuple, make: str) -> list[Job]:
         cut = make_schedule(given, 2, 1 if "split_scan" in make else 0)
         marks = like.new_empty(cut.checkpoints, HV, V, K)
         checkpoints = Checkpoints(2, marks)
-        delta = Delta(8 if make.endswith("span") else None)
-        whole: dict[str, Any] = {"s_in": end, "s_out": end, "segments": None}
+        delta = Delta()
         if make == "solve":
             delta.solve_tril(given)
-        elif make in ("span", "wide_span"):
-            delta.chunk_fwd(given, wy, 0.1, out, **whole)
-        elif make == "back_span":
-            delta.chunk_dstate(given, out, wy, 0.1, out, states, **whole)
         elif make == "o":
             delta.chunk_fwd(given, wy, 0.1, out, s_out=end, **ends)
         elif make in ("parts", "parts_split"):

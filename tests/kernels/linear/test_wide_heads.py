@@ -11,15 +11,15 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from slipstream.kernels.linear.wide_heads import (
+from slipstream.kernels.linear.modes.wide_heads import (
     HeadGroups,
     groups_of,
     join_heads,
     shapes_of_split,
     split_heads,
 )
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.tools.catalog import Shape, chosen, flat
 from tests.support.interpreted import run
 from tests.support.operators import Size, cast, offsets, packed, relative_error, with_grads

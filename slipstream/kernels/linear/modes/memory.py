@@ -30,7 +30,10 @@ from torch.compiler import is_exporting
 
 from slipstream.common.checks import plain_int
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.modes.call import Call, Results
+from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.segments import CHUNK, num_fused_bwd, uses_fused_bwd
+from slipstream.runtime.autograd import wants_gradient
 
 MIN_ALLOWED_BYTES = 4 << 30
 # Programs of a scan, one for 64 columns of V of a head, that keep a GPU busy without segments.
@@ -117,6 +120,27 @@ def _backward_bytes(terms: LinearInputs, impl: str) -> int:
     more, W = 1 if terms.transition == "delta" else 2, 1 << (K - 1).bit_length()
     scores = 2 * more * C * E + V * E + states
     return scores + more * W * E + max(4 * V, V * E + states) + of_keys
+
+
+class Memory(NamedTuple):
+    """The groups of a call without gradients and with, either of which may have none."""
+
+    alone: Groups | None
+    trained: Groups | None
+
+    def into(self, call: Call) -> Call:
+        groups = self.trained if wants_gradient(*call.terms) else self.alone
+        return call if groups is None else call._replace(run=partial(_run, groups=groups))
+
+    def out(self, call: Call, o: Tensor, state: Tensor | None) -> Results:
+        return o, state
+
+
+def _run(call: Call, groups: Groups) -> Results:
+    options = call.scale, call.chunk, call.impls, call.wide
+    run: Any = lambda terms: linear(terms, *options)  # noqa: E731
+    o, state = in_groups(run, call.terms, call.terms.dims, groups)
+    return o, state
 
 
 def in_groups(

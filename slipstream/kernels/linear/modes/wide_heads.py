@@ -26,6 +26,7 @@ from torch import Tensor
 
 from slipstream.common.checks import plain_int
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
+from slipstream.kernels.linear.modes.call import Call, Results
 
 _ALIGNED = 16  # channels of a group are a multiple
 
@@ -142,3 +143,15 @@ def _given(terms: LinearInputs) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]
     """Name, tensor and dimensions of each term."""
     for name, dims in terms.dims.items():
         yield name, getattr(terms, name), dims
+
+
+class WideHeads(NamedTuple):
+    groups: HeadGroups
+
+    def into(self, call: Call) -> Call:
+        terms = split_heads(call.terms, self.groups)
+        return call._replace(terms=terms, wide=self.groups.rows > 1)
+
+    def out(self, call: Call, o: Tensor, state: Tensor | None) -> Results:
+        assert state is not None
+        return join_heads(o, state, call.terms, self.groups)
