@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import call_path
+import own_checkout  # noqa: F401
 import torch
 from torch import Tensor
 
