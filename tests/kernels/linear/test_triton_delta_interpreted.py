@@ -84,7 +84,7 @@ def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) ->
     scale = terms.q.shape[-1] ** -0.5
     do = torch.randn(terms.v.shape).to(dtype)
     dfinal = torch.randn(terms.state_shape) if state else None
-    o, final, _ = forward(terms, scale)
+    o, final = forward(terms, scale)
     got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
     want = reference(terms, scale, do, dfinal)
     for name, x in want.items():
