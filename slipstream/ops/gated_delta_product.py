@@ -131,7 +131,8 @@ def _run(
     key = signature((*given, cu_seqlens), n, *options[1:], recurrent)
     if key is not None:
         key = (*key, autocast_dtype(given.q))
-    impl = _PLANS.get(key, lambda: _impl(given, n, cu_seqlens, options, recurrent))
+    tensors = (*given, cu_seqlens)
+    impl = _PLANS.get(key, lambda: _impl(given, n, cu_seqlens, options, recurrent), tensors)
     if not impl:
         terms = _steps(given, n, options.reverse, cu_seqlens)
         o, state = run(terms, options, recurrent=recurrent)

@@ -134,7 +134,7 @@ def _run(
     if key is not None:
         dtype = autocast_dtype(q)
         key = (*key, dtype)
-    plan = _PLANS.get(key, lambda: _plan(given, options, recurrent))
+    plan = _PLANS.get(key, lambda: _plan(given, options, recurrent), given)
     if not plan:
         return _run_wide(given, options, recurrent)
     first, second, as_they_are = plan

@@ -1,317 +1,485 @@
-"""Records the operations and launches of a call, which runtime/call_replay.py then repeats."""
+"""Records a call as a function of its arguments' sizes, which runtime/call_replay.py then calls.
 
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+The call runs once, for real, under this mode. Shapes, strides and numbers of the arguments come to
+the recorded code as Size (runtime/symbolic_sizes.py), every operation of torch and every launch of
+a kernel becomes a line of the record, with sizes as expressions. Views that only launches read are
+an address and an offset. Names in the record:
+
+    x3, x3_1, t3_1, n3   argument 3: the tensor, a size, a stride; or a number
+    v7, p7               a tensor that the call makes, its address
+    s4                   a size that follows from others
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
 
-from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime.recorded_shapes import (
+    BY_DTYPE,
+    VIEWS,
+    Address,
+    ShapeRules,
+    Value,
+    concrete,
+    dense_stride,
+    flat,
+    plain,
+    product,
+    sizes_given,
+    total,
+    tuple_text,
+)
+from slipstream.runtime.recording import Line, Unrecordable, pointer_of, use_recorder
+from slipstream.runtime.symbolic_sizes import Size, text_of, value_of
 
-EMPTY = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided"))
-ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
-# Operations that are called as methods of the tensor, with the same positional arguments: torch
-# parses these in a third of the time that it takes for an overload's.
-METHODS = ("sum", "add", "sub", "mul", "neg", "exp", "flip", "cumsum", "copy_", "add_", "mul_")
-# Makes a step's values, given all of them and their addresses.
-Run = Callable[[list, list], None]
-# Fresh memory.
-Make = Callable[[], Tensor]
-
-
-class Launch(Protocol):
-    """A launch that has been made, with its tensors elsewhere."""
-
-    def __call__(self, pointers: Sequence[int]) -> None: ...
-
-
-# One of launches in a row, each with the places of its pointers among all that are given.
-Together = Callable[[Sequence[tuple[Any, Sequence[int]]]], Launch]
-
-
-def run_sequentially(launches: Sequence[tuple[Launch, Sequence[int]]]) -> Launch:
-    def run(pointers: Sequence[int]) -> None:
-        for launch, places in launches:
-            launch([pointers[i] for i in places])
-
-    return run
+# Questions about a tensor whose answer is the same for all sizes.
+_CONSTANT_NAMES = """
+dtype device is_cuda is_cpu is_meta ndim dim ndimension element_size itemsize is_neg is_conj layout
+is_floating_point is_complex requires_grad get_device _is_view is_sparse is_quantized is_leaf
+grad_fn _version is_inference type names has_names
+"""
+_CONSTANT = frozenset(_CONSTANT_NAMES.split())
+_EMPTY = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+_ZEROS = frozenset(("zeros", "new_zeros", "zeros_like"))
 
 
-class Recorder(Protocol):
-    def launched(
-        self,
-        tensors: Sequence[Tensor],
-        again: Launch | None,
-        together: Together = run_sequentially,
-    ) -> None:
-        """The record of a kernel's launch; None if it cannot be repeated."""
-        ...
+class CallRecorder(ShapeRules, TorchFunctionMode):
+    """The mode under which a call is recorded.
 
-
-class ValueRef(NamedTuple):
-    """A value of the record, or memory within it."""
-
-    number: int
-    offset: int = 0
-
-
-class LaunchStep(NamedTuple):
-    again: Launch
-    together: Together
-    places: tuple[ValueRef, ...]
-
-
-class RecordedStep(NamedTuple):
-    """reads, makes: numbers of values. run(values, addresses): makes them, and says where they are.
-
-    A launch, which reads only addresses, has `launch` instead, and fresh memory `make`; fresh: its
-    bytes.
+    Attributes:
+        given: names of the arguments that are tensors.
+        constants: by name, what else the record holds.
+        stream, is_profiled: of the kernels' device, and whether a profiler looks at launches.
     """
 
-    reads: tuple[int, ...]
-    makes: tuple[int, ...] = ()
-    run: Run | None = None
-    view: bool = False
-    launch: LaunchStep | None = None
-    make: Make | None = None
-    fresh: int | None = None
+    STREAM = object()  # the place of the stream in a launch's arguments
 
-
-class Unrecordable(Exception):
-    pass
-
-
-class CallRecorder(TorchDispatchMode):
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, args: Sequence[Any], detach: bool = True) -> None:
+        """detach: the call gets `args` of the recorder, each a tensor of its own, also where one is
+        given twice."""
         super().__init__()
-        self.steps: list[RecordedStep] = []
-        self.failed, self.launches, self.operations = False, 0, 0
-        self._numbers: dict[int, tuple[Any, int]] = {}
-        self._views: dict[int, ValueRef] = {}
-        self._fresh: set[int] = set()  # addresses of memory of this call
-        self.constants: dict[int, Tensor] = {}
-        self.count, self.device = 0, inputs[0].device
-        self._given = {x.untyped_storage().data_ptr() for x in inputs}
-        for x in inputs:
-            self._new(x)
+        self._detach = detach
+        self.lines: list[Line] = []
+        self.failed: str | None = None
+        self.launches, self.operations, self.late_guards = 0, 0, False
+        self.constants: dict[str, Any] = {}
+        self.by_address = True
+        self._values: dict[int, Value] = {}
+        self._lets: dict[str, Size] = {}
+        self._guards: set[str] = set()
+        self._memory: set[int] = set()  # addresses of memory of this call
+        self._names: dict[int, str] = {}
+        self._counts = dict.fromkeys("vsfcgm", 0)
+        self._open = True
+        self.device: torch.device | None = None
+        self.given: set[str] = set()
+        self.ranks: dict[str, int] = {}
+        self.stream: Callable[[], Any] | None = None
+        self.is_profiled: Callable[[], bool] | None = None
+        self.args = [self._argument(n, x) for n, x in enumerate(args)]
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with use_recorder(None):  # what it launches is part of it
-            out = func(*args, **kwargs)
+    def _argument(self, n: int, x: Any) -> Any:
+        if type(x) is int:
+            return Size(self, f"n{n}", x)
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach() if self._detach else x
+        shape = tuple(Size(self, f"x{n}_{d}", size) for d, size in enumerate(x.shape))
+        stride = tuple(Size(self, f"t{n}_{d}", size) for d, size in enumerate(x.stride()))
+        value = Value(f"x{n}", x, shape=shape, stride=stride, dense=x.is_contiguous())
+        self._values[id(x)] = value
+        self.given.add(value.name)
+        self.ranks[value.name] = x.dim()
+        self.device = self.device or x.device
+        return x
+
+    # -- what sizes write
+
+    def let(self, text: str, value: int, late: bool) -> Size:
+        known = self._lets.get(text)
+        if known is None:
+            name = self._next("s")
+            known = self._lets[text] = Size(self, name, value, late)
+            self._write(Line("let", text, name, late))
+        return known
+
+    def guard(self, text: str, late: bool) -> None:
+        if text not in self._guards and self._open:
+            self._guards.add(text)
+            self.late_guards |= late
+            self._write(Line("guard", text, late=late))
+
+    def ask(self, policy: Callable[..., Any], args: tuple) -> Any:
+        found = policy(*map(value_of, args))
+        late = any(isinstance(x, Size) and x.late for x in args)
+        text = f"{self._constant(policy)}({', '.join(map(text_of, args))})"
+        name = self._next("s")
+        self._write(Line("let", text, name, late))
+        if type(found) is int:
+            self.guard(f"{name} is not None", late)
+            return Size(self, name, found, late)
+        if found is None or isinstance(found, bool):
+            self.guard(f"{name} is {found}", late)
+            return found
+        self.guard(f"{name} is not None", late)
+        return type(found)(*[self._field(f"{name}[{i}]", x, late) for i, x in enumerate(found)])
+
+    def _field(self, text: str, x: Any, late: bool) -> Any:
+        if type(x) is int:
+            return self.let(text, x, late)
+        self.guard(f"{text} == {x!r}", late)
+        return x
+
+    def close(self) -> None:
+        """Sizes that are left somewhere write no more."""
+        self._open = False
+
+    # -- what torch is asked for
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with use_recorder(None):
+            return self._called(func, args, kwargs or {})
+
+    def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = func.__name__
+        if name == "__get__":
+            name = func.__self__.__name__
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        if x is not None and name in _CONSTANT:
+            return func(*args, **kwargs)
+        question = getattr(self, f"_ask_{name}", None)
+        if x is not None and question is not None:
+            return question(self.value_of(x), x, *args[1:], **kwargs)
+        out = func(*plain(args), **plain(kwargs))
         try:
-            self._operation(func, args, kwargs, out)
-        except Unrecordable:
-            self.failed = True
+            self._operation(func, name, args, kwargs, out)
+        except Unrecordable as error:
+            self.failed = self.failed or str(error) or name
         return out
 
-    def launched(
-        self,
-        tensors: Sequence[Tensor],
-        again: Launch | None,
-        together: Together = run_sequentially,
-    ) -> None:
-        self.launches += 1
-        try:
-            places = tuple(self._place(x) for x in tensors)
-        except Unrecordable:
-            again = None
-        if again is None:
-            self.failed = True
-            return
-        launch = LaunchStep(again, together, places)
-        self.steps.append(RecordedStep(tuple(n for n, _ in places), launch=launch))
+    def _ask_shape(self, value: Value, x: Tensor) -> tuple:
+        if value.shape is None:
+            name = value.name
+            value.shape = tuple(
+                self.let(f"{name}.shape[{d}]", n, True) for d, n in enumerate(x.shape)
+            )
+        return value.shape
 
-    def number(self, x: Tensor) -> int:
-        if self._known(x):
-            return self._numbers[id(x)][1]
-        if x.untyped_storage().data_ptr() in self._fresh:
-            raise Unrecordable  # of this call, and made without the recorder's knowledge
-        number = self._new(x)
-        self.constants[number] = x
-        return number
+    def _ask_size(self, value: Value, x: Tensor, dim: int | None = None) -> Any:
+        shape = self._ask_shape(value, x)
+        return shape if dim is None else shape[dim]
 
-    def _known(self, x: Tensor) -> bool:
-        known = self._numbers.get(id(x))
-        return known is not None and known[0]() is x
+    def _ask___len__(self, value: Value, x: Tensor) -> int:
+        return int(self._ask_shape(value, x)[0])
 
-    def _new(self, x: Tensor) -> int:
-        self._numbers[id(x)] = (weakref.ref(x), self.count)
-        self.count += 1
-        return self.count - 1
+    def _ask_numel(self, value: Value, x: Tensor) -> Any:
+        count: Any = 1
+        for n in self._ask_shape(value, x):
+            count = product(count, n)
+        return count
 
-    def _made(self, x: Tensor) -> int:
-        if self._known(x):  # in place
-            return self._numbers[id(x)][1]
-        self._fresh.add(x.untyped_storage().data_ptr())
-        return self._new(x)
+    _ask_nelement = _ask_numel
 
-    def _place(self, x: Tensor) -> ValueRef:
-        number = self.number(x)
-        return self._views.get(number, ValueRef(number))
+    def _ask_stride(self, value: Value, x: Tensor, dim: int | None = None) -> Any:
+        if value.stride is None:
+            name = value.name
+            value.stride = tuple(
+                self.let(f"{name}.stride({d})", n, True) for d, n in enumerate(x.stride())
+            )
+        return value.stride if dim is None else value.stride[dim]
 
-    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        name = func._schema.name
-        if name in EMPTY | ZEROS and not kwargs.get("pin_memory"):
-            made, size = self._made(out), out.untyped_storage().nbytes()
-            make = allocation(tuple(out.shape), out.stride(), out.dtype, out.device)
-            if name in EMPTY:
-                self.steps.append(RecordedStep((), (made,), make=make, fresh=size))
-            else:
-                self.operations += 1
-                self.steps.append(RecordedStep((), (made,), _zeros(made, make)))
-            return
-        flat, spec = tree_flatten((args, kwargs))
-        reads = {i: self.number(x) for i, x in enumerate(flat) if isinstance(x, Tensor)}
-        outs, _ = tree_flatten(out)
-        if not reads and not any(isinstance(x, Tensor) for x in outs):
+    def _ask_storage_offset(self, value: Value, x: Tensor) -> Any:
+        late = value.name not in self.given
+        return self.let(f"{value.name}.storage_offset()", int(x.storage_offset()), late)
+
+    def _ask_is_contiguous(
+        self, value: Value, x: Tensor, memory_format: Any = torch.contiguous_format
+    ) -> bool:
+        found = x.is_contiguous(memory_format=memory_format)
+        if memory_format != torch.contiguous_format:
+            self._fail("is_contiguous of a memory format")
+        elif not value.dense and value.name not in self.given:  # of arguments it is in the key
+            self.guard(f"{value.name}.is_contiguous() is {found}", True)
+        return found
+
+    def _ask_data_ptr(self, value: Value, x: Tensor) -> Address:
+        return Address(self, value, x.data_ptr())
+
+    def _ask_untyped_storage(self, value: Value, x: Tensor) -> Any:
+        self._fail("the storage of a tensor")
+        return x.untyped_storage()
+
+    # -- operations
+
+    def _operation(self, func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> None:
+        outs = [x for x in flat(out) if x is not None]
+        given = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
+        if not given and not any(isinstance(x, Tensor) for x in outs):
             return  # of dtypes, such as promote_types, which every call of the key does alike
         if any(not isinstance(x, Tensor) or x.device != self.device for x in outs):
-            raise Unrecordable
-        view = is_view(func) and not any(map(self._known, outs))
-        # of memory of this call, which lies in it as it did: that of an argument may not
-        inside = view and isinstance(out, Tensor)
-        inside = inside and out.untyped_storage().data_ptr() not in self._given
-        if inside and _same_layout(flat[0], out):
-            self._numbers[id(out)] = (weakref.ref(out), reads[0])
+            raise Unrecordable(f"{name} gives what is no tensor of the device")
+        is_plain = not kwargs.keys() & {"out", "pin_memory", "memory_format"}
+        if is_plain and name in _EMPTY | _ZEROS and self._fresh(name, args, out):
             return
-        makes = tuple(map(self._made, outs))
-        if view:
-            number, offset = self._place(flat[0])
-            begin = flat[0].data_ptr() - offset
-            self._views |= {n: ValueRef(number, x.data_ptr() - begin) for n, x in zip(makes, outs)}
+        if args and out is args[0] and self._same(name, out):
+            return
+        if isinstance(out, Tensor) and name in VIEWS and self._view(func, name, args, kwargs, out):
+            return
+        self._step(func, name, args, kwargs, out, outs)
+
+    def _same(self, name: str, x: Tensor) -> bool:
+        """Whether an operation that gave back its argument did nothing."""
+        if name in BY_DTYPE:
+            return True
+        if name == "contiguous":
+            self._ask_is_contiguous(self.value_of(x), x)
+            return True
+        if name.endswith("_") or name == "wait_tensor":
+            return False  # in place
+        raise Unrecordable(f"{name} gives back its argument")
+
+    def _fresh(self, name: str, args: tuple, out: Tensor) -> bool:
+        like = self.value_of(args[0]) if args and isinstance(args[0], Tensor) else None
+        strided = name.endswith("strided")
+        if name.endswith("_like"):
+            assert like is not None
+            if not like.dense:
+                return False
+            shape = self._ask_shape(like, args[0])
         else:
+            rest = args[1:] if like is not None else args
+            shape = tuple(sizes_given(rest))
+        stride = tuple(args[2] if like is not None else args[1]) if strided else dense_stride(shape)
+        if len(shape) != out.dim():
+            return False
+        value = self._new(out, shape=shape, stride=stride, dense=not strided, fresh=True)
+        make = torch.empty(0, dtype=out.dtype, device=out.device).new_empty_strided
+        count: Any = 1
+        for n in shape:
+            count = product(count, n)
+        text = f"{self._constant(make)}({tuple_text(shape)}, {tuple_text(stride)})"
+        size = count * value.itemsize
+        late = type(size) is Size and size.late
+        if name in _ZEROS:
             self.operations += 1
-        plain = sum(isinstance(x, Tensor) for x in args) == len(reads) and isinstance(out, Tensor)
-        inside = inside and flat[0].dtype == out.dtype
-        flat = [None if isinstance(x, Tensor) else x for x in flat]
-        run = _nested(func, flat, spec, reads, makes)
-        if inside:
-            run = _restrided(out, reads[0], makes[0])
-        elif plain:
-            again = _method(func, args, kwargs)
-            run = _plain(again, args, kwargs, tuple(reads.values()), makes[0])
-        self.steps.append(RecordedStep(tuple(reads.values()), makes, run, view))
+            self._write(Line("step", f"{text}.zero_()", value.name))
+        else:
+            self._write(
+                Line("fresh", text, value.name, size=text_of(size), late_size=late or strided)
+            )
+        return True
 
+    def _view(self, func: Any, name: str, args: tuple, kwargs: dict, out: Tensor) -> bool:
+        x = args[0]
+        base = self.value_of(x)
+        if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+            return False  # a copy
+        found = self.place_of_view(name, base, x, args, kwargs, out)
+        if found is None:
+            return False
+        offset, shape, stride, dense = found
+        offset = total(base.offset, offset)
+        aligned = base.root.fresh and type(offset) is int and offset % 16 == 0
+        value = self._new(
+            out,
+            root=base.root,
+            offset=offset,
+            shape=shape,
+            stride=stride,
+            dense=dense,
+            fresh=aligned,
+        )
+        text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
+        self._write(Line("view", text, value.name))
+        return True
 
-# Not in the class, where torch would wrap it in what first imports torch._dynamo, for seconds.
-CallRecorder.__torch_dispatch__ = CallRecorder.dispatch
+    def _step(
+        self, func: Any, name: str, args: tuple, kwargs: dict, out: Any, outs: list[Tensor]
+    ) -> None:
+        text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
+        views = bool(outs) and all(x._is_view() and self._lookup(x) is None for x in outs)
+        self.operations += not views
+        names = []
+        for x in outs:
+            known = self._lookup(x)
+            if known is not None:  # in place
+                names.append("_")
+                continue
+            shape, dense = self.shape_of_step(name, args, kwargs, x)
+            stride = dense_stride(shape) if dense and shape is not None else None
+            names.append(self._new(x, shape=shape, stride=stride, dense=dense).name)
+        left = "".join(names) if isinstance(out, Tensor) else "".join(f"{x}, " for x in names)
+        self._write(Line("view" if views else "step", text, "" if set(names) <= {"_"} else left))
 
+    def decision(self, result: Any) -> tuple[Any, str]:
+        """A result that is no tensor, and its text. The record holds for the sizes in it alone."""
 
-def _plain(func: Any, args: Any, kwargs: Any, reads: tuple[int, ...], made: int) -> Run:
-    """func with values for the tensors among args; what it makes is one tensor."""
-    places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
-    rest = [None if isinstance(x, Tensor) else x for x in args]
+        def pinned(x: Any) -> Any:
+            if isinstance(x, tuple):
+                made = [*map(pinned, x)]
+                return type(x)(made) if type(x) is tuple else type(x)(*made)
+            if is_dataclass(x) and not isinstance(x, type):
+                return replace(x, **{f.name: pinned(getattr(x, f.name)) for f in fields(x)})
+            return self.pinned(x)
 
-    def run(values: list, addresses: list) -> None:
-        given = rest.copy()
-        for i, n in zip(places, reads):
-            given[i] = values[n]
-        values[made] = x = func(*given, **kwargs)
-        addresses[made] = x.data_ptr()
+        result = pinned(result)
+        return result, self._constant(result)
 
-    return run
+    def result(self, result: Any) -> tuple[str, bool]:
+        """The text of what the call returns, and whether all of it is memory of its own.
 
+        Raises:
+            Unrecordable: it is no tensor of the call.
+        """
+        if result is None:
+            return "None", True
+        if not isinstance(result, Tensor) and type(result) not in (tuple, list):
+            raise Unrecordable(f"a call gives {type(result).__name__}")
+        outs = [result] if isinstance(result, Tensor) else [x for x in result if x is not None]
+        values = [self.value_of(x) for x in outs]
+        makes = all(
+            x.name[0] == "v" and x.root is x and not y._is_view() for x, y in zip(values, outs)
+        )
+        return self._text(result), makes
 
-def _same_layout(x: Tensor, y: Tensor) -> bool:
-    return (
-        (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-        and x.data_ptr() == y.data_ptr()
-        and type(x) is type(y)
-    )
+    # -- launches
 
+    def pinned(self, x: Any) -> Any:
+        """A number for whose value alone the record holds."""
+        return int(x) if type(x) is Size else x
 
-def _restrided(like: Tensor, read: int, made: int) -> Run:
-    """A view as `like` is one."""
-    given = like.shape, like.stride(), like.storage_offset()
+    def plain(self, x: Any) -> Any:
+        """Arguments of a launch, with this call's sizes; a descriptor is made again."""
+        return tuple(map(concrete, x))
 
-    def run(values: list, addresses: list) -> None:
-        values[made] = x = values[read].as_strided(*given)
-        addresses[made] = x.data_ptr()
+    def guard_number(self, x: Any, specialized: bool) -> None:
+        """What Triton looks at in a number of a launch: its width and, of one that it specializes
+        for, whether it is 1 or a multiple of 16."""
+        if type(x) is not Size:
+            return
+        self.guard(f"-2147483648 <= {x.text} <= 2147483647", x.late)
+        if not specialized:
+            return
+        if x.value == 1 or x.value % 16 == 0:
+            self.guard(f"{x.text} == 1" if x.value == 1 else f"{x.text} % 16 == 0", x.late)
+        else:
+            self.guard(f"{x.text} % 16 != 0 and {x.text} != 1", x.late)
 
-    return run
+    def launched(self, run: Callable[..., Any] | None, args: Sequence[Any], **how: Any) -> None:
+        """A launch that has been made, as run(*args); None if it cannot be made so again.
 
+        how: by_address, whether tensors are given as addresses; maps, the makers of descriptors
+        for TMA, in order; then, named: further arguments, of run(args)(*then, **named)."""
+        self.launches += 1
+        try:
+            if run is None:
+                raise Unrecordable("a launch")
+            with torch._C.DisableTorchFunction():
+                self._launch(run, args, **how)
+        except Unrecordable as error:
+            self._fail(str(error))
 
-def _method(func: Any, args: Any, kwargs: Any) -> Any:
-    """func, or what does the same sooner."""
-    name = func._schema.name.removeprefix("aten::")
-    if name in METHODS and not kwargs:
-        return getattr(Tensor, name)
-    if name == "_to_copy" and kwargs.keys() == {"dtype"} and kwargs["dtype"] != args[0].dtype:
-        return Tensor.to  # which copies no tensor of that dtype
-    return func
+    def _launch(
+        self,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        by_address: bool = True,
+        maps: Sequence[Any] = (),
+        then: Sequence[Any] | None = None,
+        named: Mapping[str, Any] | None = None,
+    ) -> None:
+        left, texts = iter(maps), []
+        for x in args if then is None else then:
+            if isinstance(x, Tensor):
+                value = self.value_of(x)
+                texts.append(self._pointer(value) if by_address else value.name)
+            elif hasattr(x, "base") and hasattr(x, "block_shape"):
+                shape, strides = tuple_text(x.shape), tuple_text(x.strides)
+                place = self._pointer(self.value_of(x.base))
+                name = self._next("m")
+                made = f"{self._constant(next(left))}({place}, {shape}, {strides})"
+                self._write(Line("map", made, name))
+                texts += [name, *map(text_of, x.shape), *map(text_of, x.strides)]
+            else:
+                texts.append("stream" if x is self.STREAM else self._text(x))
+        texts += [f"{name}={self._text(x)}" for name, x in (named or {}).items()]
+        first = f"{self._constant(run)}({tuple_text(args)})" if then is not None else ""
+        self._write(Line("launch", f"{first or self._constant(run)}({', '.join(texts)})"))
 
+    def _pointer(self, value: Value) -> str:
+        place, offset = pointer_of(value.root.name), value.offset
+        if type(offset) is int:
+            return f"{place} + {offset}" if offset else place
+        self.guard(f"{offset.text} % 16 == {offset.value % 16}", offset.late)
+        return f"{place} + {offset.text}"
 
-def _nested(func: Any, flat: list, spec: Any, reads: dict[int, int], makes: tuple) -> Run:
-    """func with values for tensors that are anywhere in its arguments, as flat and spec say."""
+    # -- names
 
-    def run(values: list, addresses: list) -> None:
-        given = flat.copy()
-        for i, n in reads.items():
-            given[i] = values[n]
-        again = tree_unflatten(given, spec)
-        results, _ = tree_flatten(func(*again[0], **again[1]))
-        for n, x in zip(makes, results):
-            values[n], addresses[n] = x, x.data_ptr()
+    def _fail(self, why: str) -> None:
+        self.failed = self.failed or why
 
-    return run
+    def _lookup(self, x: Tensor) -> Value | None:
+        known = self._values.get(id(x))
+        return known if known is not None and known.ref() is x else None
 
+    def value_of(self, x: Tensor) -> Value:
+        known = self._lookup(x)
+        if known is not None:
+            return known
+        if x.untyped_storage().data_ptr() in self._memory:
+            raise Unrecordable("a tensor of the call that it was not seen to make")
+        name = self._next("c")
+        value = Value(
+            name, x, shape=tuple(x.shape), stride=tuple(x.stride()), dense=x.is_contiguous()
+        )
+        self._values[id(x)] = value
+        self.constants[name] = x
+        return value
 
-def is_view(func: Any) -> bool:
-    """Whether a function returns a view of its first argument, or several."""
-    made, given = (
-        [x.alias_info for x in y] for y in (func._schema.returns, func._schema.arguments)
-    )
-    return len(made) == 1 and made[0] is not None and not made[0].is_write and given[0] is not None
+    def _new(self, x: Tensor, **more: Any) -> Value:
+        value = Value(self._next("v"), x, **more)
+        self._values[id(x)] = value
+        if value.root is value:
+            self._memory.add(x.untyped_storage().data_ptr())
+        return value
 
+    def _next(self, kind: str) -> str:
+        self._counts[kind] += 1
+        return f"{kind}{self._counts[kind]}"
 
-def allocation(
-    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Make:
-    """By a tensor's method, whose arguments torch reads sooner than torch.empty_strided's."""
-    return partial(torch.empty(0, dtype=dtype, device=device).new_empty_strided, size, stride)
+    def _constant(self, x: Any) -> str:
+        name = self._names.get(id(x))
+        if name is None:
+            name = self._names[id(x)] = self._next("f")
+            self.constants[name] = x
+        return name
 
+    def _write(self, line: Line) -> None:
+        if self._open:
+            self.lines.append(line)
 
-def _zeros(made: int, make: Make) -> Run:
-    def run(values: list, addresses: list) -> None:
-        values[made] = x = make().zero_()
-        addresses[made] = x.data_ptr()
+    def _arguments(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
+        named = [f"{name}={self._text(x)}" for name, x in kwargs.items()]
+        return ", ".join([*map(self._text, args), *named])
 
-    return run
-
-
-@contextmanager
-def use_recorder(whom: Recorder | None) -> Iterator[None]:
-    """Sets this thread's recorder."""
-    before, of_thread.recorder = of_thread.recorder, whom
-    try:
-        yield
-    finally:
-        of_thread.recorder = before
-
-
-class LaunchCounter:
-    """Counts what Triton launches from this thread."""
-
-    def __enter__(self) -> "LaunchCounter":
-        self.count, self._thread = 0, threading.get_ident()
-        knobs: Any = sys.modules.get("triton.knobs")  # not before Triton 3.4
-        self._hooks = None if knobs is None else knobs.runtime.launch_enter_hook
-        if self._hooks is not None:
-            self._hooks.add(self._launch)
-        return self
-
-    def _launch(self, metadata: Any) -> None:
-        if threading.get_ident() == self._thread and of_thread.recorder is not None:
-            self.count += 1
-
-    def __exit__(self, *_: object) -> None:
-        if self._hooks is not None:
-            self._hooks.remove(self._launch)
+    def _text(self, x: Any) -> str:
+        if isinstance(x, Tensor):
+            return self.value_of(x).name
+        if type(x) is Size:
+            return x.text
+        if x is None or x is Ellipsis or type(x) in (bool, int, str):
+            return repr(x)
+        if type(x) in (tuple, list):
+            inside = ", ".join(map(self._text, x))
+            return f"[{inside}]" if type(x) is list else f"({inside}{',' if len(x) == 1 else ''})"
+        if type(x) is slice:
+            return f"slice({self._text(x.start)}, {self._text(x.stop)}, {self._text(x.step)})"
+        if isinstance(x, Address):
+            raise Unrecordable("an address is used as a number")
+        return self._constant(x)

@@ -1,12 +1,12 @@
-"""Calls just like an earlier one, without what Python works out for each of them.
+"""Calls like an earlier one, of any size, without what Python works out for each of them.
 
 What an operator allocates, computes and launches follows from the shapes, strides, dtypes and
-alignment of its tensors and from its options: Key. The second call of a key is recorded: each
-operation of torch by the values that it reads and makes, each launch of a kernel by the places of
-its tensors (runtime/call_recorder.py). From the third on the record is played: fresh memory, the
-same launches, other addresses, those in a row as one (runtime/launch_replay.py). A temporary tensor
-is let go after its last use, as it was before. Those that only kernels see are places of one
-allocation, where all of them are small.
+alignment of its tensors and from its options. The second call of a key, which has no size in it, is
+recorded as a function of the sizes (runtime/call_recorder.py): a few dozen lines of Python that
+compute sizes, make fresh memory and launch the same kernels. From the third on that function runs.
+It begins with the record's guards, and a call of sizes at which the operator decides otherwise gets
+a record of its own. A temporary tensor is let go after its last use, as it was before. Those that
+only kernels read are places of one allocation, where all of them are small.
 
 A call is not recorded where that would not be all of it: a kernel is launched by other means, an
 operation gives a number to the host, or there are more operations of torch than launches pay for.
@@ -15,40 +15,40 @@ operation gives a number to the host, or there are more operations of torch than
 """
 
 import os
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from slipstream.runtime.call_recorder import (
-    CallRecorder,
-    Launch,
+from slipstream.runtime.call_recorder import CallRecorder
+from slipstream.runtime.recording import (
     LaunchCounter,
-    LaunchStep,
-    RecordedStep,
-    Run,
+    Line,
     Unrecordable,
-    ValueRef,
-    allocation,
+    names_in,
+    pointer_of,
     use_recorder,
 )
 
 Key = tuple
 ENABLED = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
-# Operations of torch in a record besides fresh memory and views, each of which takes as long as a
-# launch: so many, or half as many as there are launches.
-MAX_OPERATIONS = 6
+# Operations of torch in a record besides fresh memory and views, or half as many as there are
+# launches: plain torch that takes over from kernels is not recorded.
+MAX_OPERATIONS = 24
 # Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
 MAX_WORKSPACE_BYTES = 1 << 23
 _ALIGNED = 512  # as torch's allocator does
+# Records of a key, of sizes at which an operator decides otherwise: past this it runs as it is.
+MAX_RECORDS = 16
 # Keys of an operator: past this it starts empty again.
 MAX_KEYS = 1024
+# Sizes of a record whose consequences are remembered, likewise.
+MAX_SIZES = 4096
 _PLAIN = (Tensor, Parameter)
-# most of what else there is: isinstance takes longer
-_NO_TENSOR = frozenset((bool, int, float, str))
+# What a record returns for sizes that its guards refuse.
+MISS = object()
 
 
 def is_enabled(x: Tensor) -> bool:
@@ -57,230 +57,257 @@ def is_enabled(x: Tensor) -> bool:
     return ENABLED and x.is_cuda
 
 
-def call_key(args: Sequence[Any]) -> tuple[Key | None, list[Any], list[int]]:
-    """The key, None for what can't be one, and the tensors and their addresses, for `play`. All
-    tensors are on the first one's device."""
+def call_key(args: Sequence[Any]) -> Key | None:
+    """The key: of tensors dtype, rank, alignment and whether they are contiguous; of integers only
+    that they are; None for what can't be one. All tensors are on the first one's device."""
     parts: list[Any] = [args[0].get_device()]
-    values, addresses = [], []
     for x in args:
-        if x is None:
-            parts.append(None)
-            continue
         kind = type(x)
         if kind in _PLAIN:
-            address = x.data_ptr()
-            place = address & 15
+            place = x.data_ptr() & 15
             # minus what is in memory: the imaginary part of torch.conj(z). It comes after a real
             # part, so it is never at a multiple of 16 bytes, and only then is it asked.
             if place and x.is_neg():
-                return None, [], []
-            parts += (x.shape, x.stride(), x.dtype, place)
-            values.append(x)
-            addresses.append(address)
-        elif kind in _NO_TENSOR or not isinstance(x, Tensor):
-            parts.append(x)
+                return None
+            parts += (x.dtype, x.dim(), place, x.is_contiguous())
+        elif kind is int:
+            parts.append(int)
+        elif isinstance(x, Tensor):
+            return None
         else:
-            return None, [], []
-    return tuple(parts), values, addresses
-
-
-def compile_class_key(args: Sequence[Any]) -> Key:
-    """The part of call_key that no number of sequences, tokens or heads changes."""
-    parts: list[Any] = []
-    for x in args:
-        shaped = isinstance(x, Tensor)
-        parts += (x.dtype, x.dim(), x.shape[3:], x.data_ptr() & 15) if shaped else (x,)
+            parts += (kind, x) if kind is float or kind is bool else (x,)
     return tuple(parts)
 
 
+def _never() -> bool:
+    return False
+
+
 class RecordedCall:
-    """The launches and allocations of a call, recorded to be repeated.
+    """A call as a function of its arguments.
 
     Attributes:
         written: given the call's arguments, those that it writes into; None if it does not.
+        is_late: whether a guard may refuse after it has begun.
+        source: the function's text.
     """
 
     written: Callable[[tuple], Any] | None = None
 
-    def __init__(self, taken: CallRecorder, inputs: int, result: Any) -> None:
-        """result: what it returns, values as places: one, or a tuple or a list of them and None;
-        None where it writes into its arguments alone."""
-        self.operations = taken.operations
-        results = (result,) if type(result) is ValueRef else result or ()
-        returned = {x.number for x in results if x is not None}
-        # whether all results are memory of their own, and none is a view
-        made = {x.makes[0] for x in taken.steps if x.make is not None}
-        self.makes_results = returned <= made
-        steps = _drop_dead_views(taken.steps, returned)
-        self._room, places = _pack_workspace(steps, returned)
-        stays = returned
-        if self._room:
-            stays = returned | {taken.count}  # until the end: it is small
-            steps = _rebase(steps, places, taken.count)
-            make = allocation((self._room,), (1,), torch.uint8, taken.device)
-            steps.insert(0, RecordedStep((), (taken.count,), make=make, fresh=self._room))
-        self._runs = _group_launches(_hoist_allocations(_add_liveness(steps, stays, inputs)))
-        # values that are there before the first step, and their addresses
-        self._space = [taken.constants.get(n) for n in range(inputs, taken.count + 1)]
-        self._at = [0 if x is None else x.data_ptr() for x in self._space]
-        self._result = result
+    def __init__(self, taken: CallRecorder, result: str, makes_results: bool) -> None:
+        """result: the text of what it returns; makes_results: whether all of that is memory of its
+        own, and none is a view."""
+        self.operations, self.makes_results = taken.operations, makes_results
+        self.source = _Writer(taken, result).text()
+        scope: dict[str, Any] = {**taken.constants, "MISS": MISS, "KNOWN": {}}
+        scope["remember"] = _remember
+        for name in {x for line in taken.lines for x in line.reads if x[0] == "q"}:
+            scope[name] = taken.constants[f"c{name[1:]}"].data_ptr()
+        scope["W"] = torch.empty(0, dtype=torch.uint8, device=taken.device).new_empty_strided
+        scope["stream_of"] = taken.stream
+        self.is_profiled = taken.is_profiled or _never
+        # sizes that are known only after a launch decide
+        self.is_late = taken.late_guards
+        exec(compile(self.source, "<slipstream record>", "exec"), scope)
+        self._function: Callable[[tuple], Any] = scope["play"]
 
-    def play(self, values: list[Any], addresses: list[int]) -> Any:
-        """Repeats the call with call_key's values and addresses; empties both lists."""
-        values += self._space
-        addresses += self._at
-        for made, run, drops in self._runs:
-            if made is None:
-                run(values, addresses)
-            else:
-                values[made] = x = run()
-                addresses[made] = x.data_ptr()
-            for n in drops:
-                values[n] = None
-        result: Any = self._result
-        if type(result) is ValueRef:
-            return values[result.number]
-        if result is None:
-            return None
-        return type(result)([None if x is None else values[x.number] for x in result])
+    def play(self, args: tuple) -> Any:
+        """What the call returns for these arguments, or MISS."""
+        return self._function(args)
 
 
-def _drop_dead_views(steps: Sequence[RecordedStep], returned: set[int]) -> list[RecordedStep]:
-    """All but the views that only launches read."""
-    needed, steps_needed = set(returned), []
-    for step in reversed(steps):
-        if step.view and not needed.intersection(step.makes):
+class Records:
+    """The records of a key. due: the next call without one is recorded. closed: none is."""
+
+    def __init__(self) -> None:
+        self.records: list[RecordedCall] = []
+        self.due = self.closed = False
+
+
+class _Writer:
+    """The text of a record's function."""
+
+    def __init__(self, taken: CallRecorder, result: str) -> None:
+        self._result, self._args = result, taken.given
+        self._lines = _needed(taken.lines, result)
+        used = {x for line in self._lines for x in line.reads} | {*names_in(result)}
+        self._used = used
+        self._ranks = taken.ranks
+        pointed = {x for x in used if x[0] == "p"}
+        seen = {x for line in self._lines if line.kind != "launch" for x in line.reads}
+        seen.update(names_in(result))
+        self._packed = [
+            line
+            for line in self._lines
+            if line.kind == "fresh"
+            and line.size
+            and not line.late_size
+            and line.left not in seen
+            and pointer_of(line.left) in pointed
+        ]
+
+    def text(self) -> str:
+        """Two functions: of the sizes alone, whose result is remembered, and of the call."""
+        early = [x for x in self._lines if not x.late]
+        body = [*self._body(())]
+        if len(self._packed) > 1:
+            room = f"o{len(self._packed)}"
+            for i, line in enumerate(self._packed):
+                before = f"o{i}" if i else "0"
+                size = f"{before} + (({line.size}) + {_ALIGNED - 1} & -{_ALIGNED})"
+                early.append(Line("let", size, f"o{i + 1}", late=False))
+            together = ["    " + x for x in self._body(self._packed, room)]
+            body = [f"if {room} <= {MAX_WORKSPACE_BYTES}:", *together, *body]
+        read = {x for line in body for x in names_in(line)}
+        raw = self._raw()
+        inside = [x for line in early for x in line.defines] + [
+            x for _, names in raw for x in names
+        ]
+        wanted = sorted(read.intersection(inside))
+        sizes = [f"{', '.join(names)}, = r{i}" for i, (_, names) in enumerate(raw)]
+        sizes += [*_written(early), f"return {', '.join(wanted)}{',' if wanted else '()'}"]
+        given = [f"{x} = a[{x[1:]}]" for x in sorted(self._args) if self._is_used(x[1:])]
+        given += [f"y{x[1:]} = {x}.data_ptr()" for x in sorted(self._args) if f"y{x[1:]}" in read]
+        if raw:
+            given += [
+                f"k = {', '.join(what for what, _ in raw)},",
+                "s = KNOWN.get(k)",
+                "if s is None: s = remember(KNOWN, k, sizes(*k))",
+                "if s is MISS: return MISS",
+                *([f"{', '.join(wanted)}, = s"] if wanted else []),
+            ]
+        signature = ", ".join(f"r{i}" for i in range(len(raw)))
+        indent = "\n    "
+        return (
+            f"def sizes({signature}):{indent}{indent.join(sizes)}\n\n"
+            f"def play(a):{indent}{indent.join([*given, *body])}\n"
+        )
+
+    def _raw(self) -> list[tuple[str, list[str]]]:
+        """Shapes, strides and numbers of the arguments that are read, and the names of each."""
+        found: list[tuple[str, list[str]]] = []
+        used = self._used | {x for line in self._packed for x in names_in(line.size)}
+        for name in sorted(self._args):
+            for letter, what in (("x", "shape"), ("t", "stride()")):
+                sizes = [f"{letter}{name[1:]}_{d}" for d in range(self._ranks[name])]
+                if used.intersection(sizes):
+                    found.append((f"{name}.{what}", sizes))
+        return found + [(f"(a[{x[1:]}],)", [x]) for x in sorted(used) if x[0] == "n"]
+
+    def _is_used(self, n: str) -> bool:
+        own = (f"x{n}", f"y{n}")
+        return any(x in own or x.startswith((f"x{n}_", f"t{n}_")) for x in self._used)
+
+    def _body(self, packed: Sequence[Line], room: str = "") -> list[str]:
+        """packed: fresh memory that comes in one allocation of so much room."""
+        lines: list[str] = []
+        if packed:
+            lines += [f"w = W(({room},), (1,))", "o0 = w.data_ptr()"]
+            for i, line in enumerate(packed):
+                place = "o0" if i == 0 else f"o0 + o{i}"
+                lines.append(f"{pointer_of(line.left)} = {place}")
+        if any("stream" in line.text for line in self._lines if line.kind == "launch"):
+            lines.append("stream = stream_of()")
+        inside = {line.left for line in packed}
+        late = [x for x in self._lines if x.late and not (x.kind == "fresh" and x.left in inside)]
+        last = self._last_uses(late)
+
+        def after(i: int) -> Iterator[str]:
+            for name in late[i].defines:
+                if name[0] == "v" and (pointer := pointer_of(name)) in self._used:
+                    yield f"{pointer} = {name}.data_ptr()"
+            if dropped := last.get(i):
+                yield " = ".join([*dropped, "None"])
+
+        return [*lines, *_written(late, after), f"return {self._result}"]
+
+    def _last_uses(self, lines: Sequence[Line]) -> dict[int, list[str]]:
+        """The tensors to let go after each line."""
+        kept, last = {*names_in(self._result)}, {}
+        for i, line in enumerate(lines):
+            for name in (*line.defines, *line.reads):
+                tensor = f"v{name[1:]}" if name[0] == "p" else name
+                if tensor[0] == "v" and tensor not in kept:
+                    last[tensor] = i
+        made = {x for line in lines for x in line.defines}
+        found: dict[int, list[str]] = {}
+        for name, i in last.items():
+            if name in made:
+                found.setdefault(i, []).append(name)
+        return found
+
+
+def _written(
+    lines: Sequence[Line], after: Callable[[int], Iterable[str]] | None = None
+) -> list[str]:
+    """Lines as Python, guards in a row as one. after: what follows line i."""
+    found: list[str] = []
+    guards: list[str] = []
+    for i, line in enumerate([*lines, None]):
+        if line is not None and line.kind == "guard":
+            guards.append(line.text)
             continue
-        needed.update(step.reads)
-        steps_needed.append(step)
-    return steps_needed[::-1]
-
-
-def _pack_workspace(
-    steps: Sequence[RecordedStep], returned: set[int]
-) -> tuple[int, dict[int, int]]:
-    """Bytes for all fresh memory that only launches read, and where in it each is.
-
-    The largest come first, each at the lowest place that is free while it is in use.
-    """
-    seen = {n for x in steps if x.launch is None for n in x.reads} | returned
-    first = {x.makes[0]: i for i, x in enumerate(steps) if x.fresh is not None}
-    last = {n: i for i, x in enumerate(steps) for n in x.reads}
-    sizes = {n: -(-(steps[i].fresh or 1) // _ALIGNED) * _ALIGNED for n, i in first.items()}
-    places: dict[int, int] = {}
-    for n in sorted(first.keys() - seen, key=lambda n: (-sizes[n], n)):
-        begin, end = first[n], last.get(n, first[n])
-        overlapping = [x for x in places if first[x] <= end and begin <= last.get(x, first[x])]
-        at = 0
-        for start, size in sorted((places[x], sizes[x]) for x in overlapping):
-            if at + sizes[n] <= start:
-                break
-            at = max(at, start + size)
-        places[n] = at
-    room = max((at + sizes[n] for n, at in places.items()), default=0)
-    return (room, places) if room <= MAX_WORKSPACE_BYTES else (0, {})
-
-
-def _rebase(steps: Sequence[RecordedStep], places: dict[int, int], room: int) -> list[RecordedStep]:
-    """The steps, with memory in the value `room` for what has a place in it."""
-
-    def moved(place: ValueRef) -> ValueRef:
-        at = places.get(place.number)
-        return place if at is None else ValueRef(room, at + place.offset)
-
-    found: list[RecordedStep] = []
-    for step in steps:
-        if step.launch is not None:
-            launch = step.launch._replace(places=tuple(map(moved, step.launch.places)))
-            step = RecordedStep(tuple(n for n, _ in launch.places), launch=launch)
-        if not places.keys() & set(step.makes):
-            found.append(step)
+        if guards:
+            found.append(f"if not ({' and '.join(guards)}): return MISS")
+            guards = []
+        if line is not None:
+            found.append(f"{line.left} = {line.text}" if line.left else line.text)
+            found += after(i) if after else ()
     return found
 
 
-Dropping = tuple[RecordedStep, tuple[int, ...]]
+def _remember(known: dict, key: tuple, sizes: Any) -> Any:
+    if len(known) >= MAX_SIZES:
+        known.clear()
+    known[key] = sizes
+    return sizes
 
 
-def _add_liveness(steps: Sequence[RecordedStep], stays: set[int], inputs: int) -> list[Dropping]:
-    """Each step, and the values that nothing later reads."""
-    later, found = set(stays), []
-    for step in reversed(steps):
-        last = tuple({n for n in (*step.reads, *step.makes) if n >= inputs and n not in later})
-        later.update(last)
-        found.append((step, last))
+def _needed(lines: Sequence[Line], result: str) -> list[Line]:
+    """All but views, sizes and fresh memory that nothing reads."""
+    wanted, found = {*names_in(result)}, []
+    for line in reversed(lines):
+        names = {*line.defines}
+        names |= {pointer_of(x) for x in names if x[0] == "v"}
+        if line.kind in ("let", "view", "fresh", "map") and not wanted & names:
+            continue
+        wanted.update(line.reads)
+        # a view's memory is in use as long as the view is
+        found.append(line)
     return found[::-1]
 
 
-def _hoist_allocations(steps: Sequence[Dropping]) -> list[Dropping]:
-    """Fresh memory and views come before launches after which nothing is let go: so more launches
-    are in a row, and no more memory is in use at once."""
-    found: list[Dropping] = []
-    for step, drops in steps:
-        at = len(found)
-        while step.launch is None and (step.view or step.fresh is not None) and at:
-            before, dropped = found[at - 1]
-            if before.launch is None or dropped:
-                break
-            at -= 1
-        found.insert(at, (step, drops))
-    return found
-
-
-# What is done, and the values that are let go after it: fresh memory made, the number of its value,
-# or anything else run.
-Doing = tuple[int | None, Any, tuple[int, ...]]
-
-
-def _group_launches(steps: Sequence[Dropping]) -> list[Doing]:
-    """Launches in a row are one."""
-    found: list[Doing] = []
-    for together, group in groupby(steps, lambda x: x[0].launch and x[0].launch.together):
-        row = list(group)
-        if together is None:
-            for step, drops in row:
-                made = None if step.make is None else step.makes[0]
-                found.append((made, step.make or step.run, drops))
-        else:
-            run = _fuse_launches([step.launch for step, _ in row if step.launch is not None])
-            found.append((None, run, tuple(n for _, drops in row for n in drops)))
-    return found
-
-
-def _fuse_launches(launches: Sequence[LaunchStep]) -> Run:
-    places = list(dict.fromkeys(place for x in launches for place in x.places))
-    known = {place: i for i, place in enumerate(places)}
-    each = [(x.again, [known[place] for place in x.places]) for x in launches]
-    again: Launch = launches[0].together(each)
-    plain = list(map(tuple, places))  # these are taken apart faster
-
-    def run(values: list, addresses: list) -> None:
-        again([addresses[n] + at for n, at in plain])
-
-    return run
+def record_decision(
+    decide: Callable[[], Any], tensors: Sequence[Any]
+) -> tuple[Any, RecordedCall | None]:
+    """decide(), which looks at the tensors' sizes and computes nothing, and a record of what it
+    says for others: the same result, or MISS."""
+    given = [x for x in tensors if x is not None]
+    if len({*map(id, given)}) < len(given):
+        return decide(), None  # a size of one is taken for that of the other
+    taking = CallRecorder(tensors, detach=False)
+    with taking, use_recorder(taking):
+        result, text = taking.decision(decide())
+    taking.close()
+    if taking.failed or taking.operations or taking.launches:
+        return result, None
+    return result, RecordedCall(taking, text, True)
 
 
 def record(
     call: Callable[..., Any], args: Sequence[Any], max_operations: int | None = MAX_OPERATIONS
 ) -> tuple[Any, RecordedCall | None]:
-    """call(*args), and how to do the same again, if that is possible."""
-    # each a tensor of its own, also where one is given twice
-    mine = [x.detach() if isinstance(x, Tensor) else x for x in args]
-    tensors = [x for x in mine if isinstance(x, Tensor)]
-    taking, seen = CallRecorder(tensors), LaunchCounter()
+    """call(*args), and how to do the same for other tensors, if that is possible."""
+    taking, seen = CallRecorder(args), LaunchCounter()
     with seen, taking, use_recorder(taking):
-        result = call(*mine)
+        result = call(*taking.args)
+    taking.close()
     if taking.failed or seen.count != taking.launches:
         return result, None
     if max_operations is not None and taking.operations > max(max_operations, taking.launches // 2):
         return result, None
     try:
-        if isinstance(result, Tensor):
-            places: Any = ValueRef(taking.number(result))
-        elif result is None:
-            places = None
-        else:
-            each = (None if x is None else ValueRef(taking.number(x)) for x in result)
-            places = type(result)(each)
+        text, makes = taking.result(result)
     except Unrecordable:
         return result, None
-    return result, RecordedCall(taking, len(tensors), places)
+    return result, RecordedCall(taking, text, makes)

@@ -30,6 +30,7 @@ from slipstream.runtime.autograd import (
     untraced,
 )
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
+from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
@@ -82,10 +83,7 @@ class DirectCall:
         self._max_operations, self._written = max_operations, written
         self._overload: Any = None
         self._names: tuple[str, ...] = ()  # of the arguments, if they may be named
-        # key -> True where the next call is recorded, then the record, or False if there is none
-        self._known: dict[tuple | None, Any] = {}
-        # of calls that take the same kernels, except for what a short or long sequence adds
-        self._kinds: set[tuple] = set()
+        self._known: dict[tuple | None, call_replay.Records] = {}
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if named:
@@ -96,18 +94,9 @@ class DirectCall:
                 return _Traced.apply(self._without_autocast, *args)
             return (self._overload or self._without_autocast)(*args)
         if self._replay and not backends.TRACING and call_replay.is_enabled(x):
-            key, values, addresses = call_replay.call_key(args)
-            known = self._known.get(key)
-            if known is True:
-                return self._record(key, args)
-            if known:
-                raise_pending()
-                if known.written is not None:
-                    increment_version(known.written(args))
-                result = self._play(known, x.device, values, addresses)
-                return result if known.makes_results else _as_bases(result, args)
-            if known is None and key is not None:
-                self._expect(key, args)
+            found = self._replayed(args)
+            if found is not call_replay.MISS:
+                return found
         device = device_type(x)
         if self._overload is not None and device not in ("cpu", "cuda"):
             return self._overload(*args)  # such as meta, which has no implementation
@@ -132,36 +121,68 @@ class DirectCall:
             raise TypeError(f"{self._overload}: want {wanted} by name, got {tuple(named)}")
         return (*args, *named.values())
 
-    def _play(
-        self, known: call_replay.RecordedCall, device: torch.device, *places: list[Any]
-    ) -> Any:
-        autocast = known.operations and torch.is_autocast_enabled(device.type)
+    def _replayed(self, args: tuple) -> Any:
+        """The call by a record, or MISS where there is none for it: it runs as it is then."""
+        if of_thread.recorder is not None:
+            return call_replay.MISS  # it is part of another
+        key = call_replay.call_key(args)
+        known = self._known.get(key)
+        if known is None:
+            if key is not None:
+                self._expect(self._known_of(key), args)
+            return call_replay.MISS
+        if known.records:
+            raise_pending()
+        for record in known.records:
+            if record.is_profiled():
+                return call_replay.MISS
+            result = self._play(record, args)
+            if result is not call_replay.MISS:
+                if record.written is not None:
+                    increment_version(record.written(args))
+                return result if record.makes_results else _as_bases(result, args)
+        if known.closed:
+            return call_replay.MISS
+        if known.due:
+            return self._record(known, args)
+        self._expect(known, args)
+        return call_replay.MISS
+
+    def _play(self, record: call_replay.RecordedCall, args: tuple) -> Any:
+        device = args[0].device
+        autocast = record.operations and torch.is_autocast_enabled(device.type)
         if not autocast and is_current(device):
-            return known.play(*places)
+            return record.play(args)
         autocast_off = torch.autocast(device.type, enabled=False) if autocast else nullcontext()
         with device_of(device), autocast_off:
-            return known.play(*places)
+            return record.play(args)
 
-    def _expect(self, key: tuple, args: tuple) -> None:
-        """The first call of a key: compiles its kernels side by side, and has the next recorded."""
+    def _known_of(self, key: tuple) -> call_replay.Records:
         if len(self._known) >= call_replay.MAX_KEYS:
             self._known.clear()
-        self._known[key] = True
-        kind = call_replay.compile_class_key(args)
-        if kind not in self._kinds:
-            self._kinds.add(kind)
-            parallel_compile.compile_kernels(self._compile, args)
+        known = self._known[key] = call_replay.Records()
+        return known
+
+    def _expect(self, known: call_replay.Records, args: tuple) -> None:
+        """The first call of a key, or of sizes at which it decides otherwise: compiles its kernels
+        side by side, and has the next recorded."""
+        known.due = True
+        parallel_compile.compile_kernels(self._compile, args)
 
     def _compile(self, *args: Any) -> None:
         results = self._without_autocast(*args)
         if self._compile_also is not None:
             self._compile_also(args, results)
 
-    def _record(self, key: tuple | None, args: tuple) -> Any:
+    def _record(self, known: call_replay.Records, args: tuple) -> Any:
+        known.due = False
         result, record = call_replay.record(self._recorded, args, self._max_operations)
-        if record is not None and self._written:
-            record.written = itemgetter(*(n for n in self._written if args[n] is not None))
-        self._known[key] = record or False
+        written = [n for n in self._written if args[n] is not None]
+        if record is not None and not (written and record.is_late):
+            if written:
+                record.written = itemgetter(*written)
+            known.records.append(record)
+        known.closed = record is None or len(known.records) >= call_replay.MAX_RECORDS
         return _as_bases(result, args)
 
     def _without_autocast(self, *args: Any) -> Any:

@@ -17,10 +17,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from slipstream.runtime import call_replay
 from slipstream.runtime.autograd import is_tracing, untraced
 from slipstream.runtime.backends import is_fake, is_plain_call, triton_unsupported
 from slipstream.runtime.launch_cache import of_thread
@@ -92,7 +93,7 @@ def forget_choice() -> None:
     global _fallbacks
     _fallbacks += 1
     if of_thread.recorder is not None:
-        of_thread.recorder.launched((), None)
+        of_thread.recorder.launched(None, ())
 
 
 def report_fallback(plan: Selection, family: str, x: Any) -> None:
@@ -227,22 +228,42 @@ def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None
 
 
 class ValidationCache:
-    """Results by signature."""
+    """Results by signature, and for sizes not seen before by what an earlier result followed from
+    (call_replay.record_decision)."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple, Any] = {}
+        self._by_kind: dict[tuple, list[call_replay.RecordedCall]] = {}
 
-    def get(self, key: tuple | None, make: Callable[[], Any]) -> Any:
+    def get(
+        self, key: tuple | None, make: Callable[[], Any], tensors: Sequence[Tensor | None] = ()
+    ) -> Any:
         """make(), or what it returned for the same key. Not remembered is what it raises, and which
-        calls on a GPU run in plain torch."""
-        if key is None:
+        calls on a GPU run in plain torch. tensors: those of the key, all that make looks at."""
+        if key is None or of_thread.recorder is not None:
             return make()
         found = self._by_key.get(key)
         if found is None:
             if len(self._by_key) >= _MAX_ENTRIES:
                 self._by_key.clear()
             before = _fallbacks
-            found = make()
+            found = self._decided(key, make, tensors) if tensors else make()
             if before == _fallbacks:
                 self._by_key[key] = found
+        return found
+
+    def _decided(
+        self, key: tuple, make: Callable[[], Any], tensors: Sequence[Tensor | None]
+    ) -> Any:
+        kind = tuple([len(x) if type(x) is Size else x for x in key])
+        records = self._by_kind.setdefault(kind, [])
+        given = (*tensors,)
+        for record in records:
+            if (found := record.play(given)) is not call_replay.MISS:
+                return found
+        if len(records) >= call_replay.MAX_RECORDS or len(self._by_kind) > call_replay.MAX_KEYS:
+            return make()
+        found, record = call_replay.record_decision(make, given)
+        if record is not None:
+            records.append(record)
         return found

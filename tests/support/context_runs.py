@@ -324,7 +324,6 @@ def bytes_exchanged(rank: int, found: Any) -> None:
 
 def replayed(rank: int, found: Any) -> None:
     """Calls with exchanges inside, recorded and played on a CPU."""
-    from slipstream.kernels.linear import context
     from slipstream.runtime import call_replay, parallel_compile
 
     by_name = {x.name: x for x in CALLS}
@@ -349,7 +348,6 @@ def replayed(rank: int, found: Any) -> None:
                 mock.patch.object(call_replay, "is_enabled", return_value=True),
                 mock.patch.object(call_replay.RecordedCall, "play", counting),
                 mock.patch.object(parallel_compile, "compile_kernels", partial(alone_on, 1)),
-                mock.patch.object(context._call_forward, "_kinds", set()),
             ):
                 args = whole(op, replace(cut, name=f"{cut.name}{turn}"), "weak")
                 mine, my_grads = across(op, args, cut)

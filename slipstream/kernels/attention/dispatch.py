@@ -111,6 +111,7 @@ def plan_for(inputs: AttentionInputs, options: AttentionOptions, impl: str | Non
     return _PLANS.get(
         signature(inputs, options, impl),
         lambda: choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q),
+        inputs,
     )
 
 

@@ -103,7 +103,7 @@ def run(
         dtype = autocast_dtype(terms.q)
         strides = [x.stride() for x in pool[:3] if x is not None]
         key = (*key, *strides, dtype)
-    plan = _PLANS.get(key, lambda: plan_for(terms, pool, impl))
+    plan = _PLANS.get(key, lambda: plan_for(terms, pool, impl), (*terms, *pool[:-1]))
     if wants_gradient(*terms, pool.state, pool.scale):
         raise NotImplementedError(
             "recurrent_step: the state is overwritten, so there are no gradients; call it under "

@@ -7,6 +7,7 @@ an option does to inputs and results is in modes/, a file each.
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.compiler import is_compiling
@@ -129,9 +130,8 @@ def run(
     key = signature(terms, options.chunk_size, options.impl, recurrent, asked)
     if key is not None and terms.q is not None:
         key = (*key, autocast_dtype(terms.q))
-    plan = _PLANS.get(
-        key, lambda: make_plan(terms, names or NO_NAMES, options, recurrent, Asked(*asked))
-    )
+    make = partial(make_plan, terms, names or NO_NAMES, options, recurrent, Asked(*asked))
+    plan = _PLANS.get(key, make, terms)
     if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
     scale = scale_or_default(options.scale, terms.q)

@@ -144,9 +144,14 @@ class LinearInputs(NamedTuple):
         """Value heads from one token to the next in memory: as many as there are, or more where
         the terms are views of some. None where they are not alike, or not in order, or share
         memory."""
-        given = (x for n in TOKEN_TERMS if (x := getattr(self, n)) is not None)
-        found = {_row_heads(x, self.q.shape[2], self.v.shape[2]) for x in given}
-        return found.pop() if len(found) == 1 else None
+        H, HV, found = self.q.shape[2], self.v.shape[2], None
+        for x in (getattr(self, name) for name in TOKEN_TERMS):
+            if x is not None:
+                rows = _row_heads(x, H, HV)
+                if rows is None or (found is not None and rows != found):
+                    return None
+                found = rows
+        return found
 
 
 def _row_heads(x: Tensor, H: int, HV: int) -> int | None:

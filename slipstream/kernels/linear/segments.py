@@ -23,6 +23,7 @@ from typing import NamedTuple
 from slipstream.compiler.arch import named
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime.symbolic_sizes import by_sizes
 
 NUM_SMS = named("sm_90").units  # of the GPU that these choices were measured on, on every GPU
 # Programs of Triton's chunk kernels that fill it: two on each.
@@ -104,8 +105,13 @@ def scalar_decay_tokens(programs: int, tokens: int, C: int, unit: int) -> int | 
     FORWARD_UNIT and backward ANCHOR_INTERVAL. A cut reads half of the inputs once more: made where
     it at least triples the programs.
     """
+    return None if consistent_scope.on else _scalar_decay_tokens(programs, tokens, C, unit)
+
+
+@by_sizes
+def _scalar_decay_tokens(programs: int, tokens: int, C: int, unit: int) -> int | None:
     count, chunks = TARGET_PROGRAMS // max(programs, 1), -(-tokens // C)
-    if consistent_scope.on or count < 3 or chunks < max(2 * unit, MIN_CUT_CHUNKS):
+    if count < 3 or chunks < max(2 * unit, MIN_CUT_CHUNKS):
         return None
     return -(-chunks // (count * unit)) * unit * C
 
@@ -138,10 +144,16 @@ def vector_decay_sm90(terms: LinearInputs) -> Segments | None:
     the programs, since the kernel of what segments add takes half the time of a scan. Below
     MIN_VECTOR_DECAY_CHUNKS_AND_HEADS Triton's kernels are faster."""
     heads, chunks = terms.v.shape[2] * terms.sequences, _chunks_of_a_sequence(terms)
+    tokens = None if consistent_scope.on else _vector_decay_tokens(heads, chunks)
+    return split_into_segments(terms, tokens)
+
+
+@by_sizes
+def _vector_decay_tokens(heads: int, chunks: int) -> int | None:
     count = min(NUM_SMS // heads, chunks // MIN_SEGMENT_CHUNKS)
-    if consistent_scope.on or count < 3 or heads * chunks < MIN_VECTOR_DECAY_CHUNKS_AND_HEADS:
+    if count < 3 or heads * chunks < MIN_VECTOR_DECAY_CHUNKS_AND_HEADS:
         return None
-    return split_into_segments(terms, -(-chunks // count) * CHUNK)
+    return -(-chunks // count) * CHUNK
 
 
 def delta_tokens(programs: int, T: int, C: int) -> int | None:
@@ -150,9 +162,13 @@ def delta_tokens(programs: int, T: int, C: int) -> int | None:
     programs: those of all sequences. Cut in n, the kernels take 2.7 / n of the time, for the first
     of them has twice the rows; combining the segments takes a chunk's time for each.
     """
-    chunks = T // C
+    return None if consistent_scope.on else _delta_tokens(programs, T // C, C)
+
+
+@by_sizes
+def _delta_tokens(programs: int, chunks: int, C: int) -> int | None:
     count = min(TARGET_PROGRAMS // max(programs, 1), isqrt(2 * chunks))
-    if consistent_scope.on or count < 5 or chunks < 64:
+    if count < 5 or chunks < 64:
         return None
     return -(-chunks // count) * C
 
@@ -166,10 +182,16 @@ def delta_sm90(terms: LinearInputs) -> Segments | None:
     HV, V = terms.v.shape[2:]
     chunks = _chunks_of_a_sequence(terms)
     programs = V // TILE_V * HV * terms.sequences
+    tokens = None if consistent_scope.on else _delta_sm90_tokens(programs, chunks)
+    return split_into_segments(terms, tokens)
+
+
+@by_sizes
+def _delta_sm90_tokens(programs: int, chunks: int) -> int | None:
     count = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
-    if consistent_scope.on or count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
+    if count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
         return None
-    return split_into_segments(terms, -(-chunks // count) * CHUNK)
+    return -(-chunks // count) * CHUNK
 
 
 def dplr_sm90(terms: LinearInputs) -> Segments | None:
@@ -190,6 +212,7 @@ def dplr_sm90(terms: LinearInputs) -> Segments | None:
     return split_into_segments(terms, -(-chunks // n) * CHUNK) if n > 1 else None
 
 
+@by_sizes
 def num_dplr_sm90(programs: int, tiles: int, chunks: int) -> int:
     """tiles: programs for E and M of a segment and head."""
     max_segments = min(NUM_SMS // programs, chunks // MIN_SEGMENT_CHUNKS)
@@ -225,7 +248,12 @@ def num_fused_bwd(terms: LinearInputs) -> int:
     heads = HV * terms.sequences
     if V != 2 * TILE_V or not 0 < heads < FUSED_BWD_MIN_HEADS:
         return 1
-    return max(1, min(NUM_SMS // heads, _chunks_of_a_sequence(terms) // FUSED_BWD_MIN_CHUNKS))
+    return _num_fused_bwd(heads, _chunks_of_a_sequence(terms))
+
+
+@by_sizes
+def _num_fused_bwd(heads: int, chunks: int) -> int:
+    return max(1, min(NUM_SMS // heads, chunks // FUSED_BWD_MIN_CHUNKS))
 
 
 def _chunks_of_a_sequence(terms: LinearInputs) -> int:

@@ -52,8 +52,8 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
     if key is not None:
         pools = (inputs.state, inputs.state_scale, inputs.state_residual)
         key = (*key, *(x.stride() for x in pools if x is not None))
-    plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl))
     tensors = (*inputs, out)
+    plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl), tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise NotImplementedError(
             "mixer_step: the states are overwritten, so there are no gradients; call it under "

@@ -100,7 +100,7 @@ def run(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -> 
     state, indices, eps, v_first = call
     key = signature((*t, state, indices, out), v_first, impl)
     key = None if key is None else (*key, state.stride())
-    plan = _PLANS.get(key, lambda: _plan(t, call, out, impl))
+    plan = _PLANS.get(key, lambda: _plan(t, call, out, impl), (*t, state, indices, out))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*t, state, out)):
         raise NotImplementedError(
             "rwkv7_step: the states are overwritten, so there are no gradients; call it under "

@@ -127,5 +127,6 @@ def pairs_at_work(pairs: int, pair_bytes: int, causal: bool, processors: int) ->
 
 
 def _tiles(x: Tensor, *block: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+    sizes = [*map(int, block)]
+    layout = gl.NVMMASharedLayout.get_default_for(sizes, gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), sizes, layout)

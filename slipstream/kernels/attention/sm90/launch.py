@@ -2,7 +2,6 @@
 lengths. TMA reads q, k, v and do where they lie, if their strides let it; else they are copied.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
 )
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.symbolic_sizes import cache
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -223,7 +223,7 @@ def _matrix(name: str, x: Tensor, rows: int, width: int | None = None) -> dict[s
     b, h = b if B > 1 else 0, h if H > 1 else 0
     rb, (rh, ch) = b // t, (h // t, 0) if h % t == 0 else (0, h)
     shape = [(B - 1) * rb + (H - 1) * rh + T, (H - 1) * ch + D]
-    width = width or D
+    rows, width = int(rows), int(width or D)
     layout = _layout(rows, width, x.dtype)
     desc = TensorDescriptor(x, shape, [t, 1], [rows, width], layout)
     return {f"desc_{name}": desc, f"{name}_rb": rb, f"{name}_rh": rh, f"{name}_ch": ch}

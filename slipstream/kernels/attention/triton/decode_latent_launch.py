@@ -1,7 +1,6 @@
 """Launches over a cache of latents: into how many shares its keys are cut."""
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
 from slipstream.kernels.attention.triton.tiles import LATENT, Tile, family
 from slipstream.runtime.backends import INTERPRETED, sm90_unsupported
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.symbolic_sizes import cache
 
 
 @cache

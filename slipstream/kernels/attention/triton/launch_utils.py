@@ -1,7 +1,6 @@
 """Shared by the launches: the tiles of a device, its current stream, strides in wide units."""
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from slipstream.kernels.attention.triton.tiles import Tiles, choose, family
 from slipstream.runtime.backends import INTERPRETED, sm_count
 from slipstream.runtime.backends import device_of as device_of
 from slipstream.runtime.backends import fp32_dot_precision as fp32_dot_precision
+from slipstream.runtime.symbolic_sizes import by_sizes, cache
 
 LOG2E = 1.4426950408889634
 # arguments of kernels: strides of q, k and v [B, T, H, D]
@@ -39,8 +39,13 @@ def multiprocessors(device: torch.device) -> int:
 def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:
     """Strides in units of as many elements as divide them all, at most the 16 bytes of a load."""
     strides = [s for x in (q, k, v) for s in x.stride()[:3]]
-    unit = math.gcd(16 // q.element_size(), *strides)
+    unit = _unit(16 // q.element_size(), *strides)
     return unit, [s // unit for s in strides]
+
+
+@by_sizes
+def _unit(most: int, *strides: int) -> int:
+    return math.gcd(most, *strides)
 
 
 def positive(q: Tensor, options: AttentionOptions) -> tuple[Tensor, AttentionOptions, int]:

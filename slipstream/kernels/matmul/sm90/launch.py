@@ -4,7 +4,6 @@ Memory beyond the result: a copy of a factor that TMA or wgmma cannot take as it
 not begin at 16 bytes, one of 8 bits that is not adjacent along K, and one if neither is of 32.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from slipstream.kernels.matmul.sm90.matmul import matmul_sm90_kernel
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.symbolic_sizes import cache
 
 _GLUON = {
     torch.float16: gl.float16,
@@ -89,7 +89,8 @@ def _align_for_tma(x: Tensor, may_transpose: bool) -> tuple[Tensor, bool]:
 
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    return TensorDescriptor(x, x.shape, x.stride(), list(block), _layout(x.dtype, block))
+    layout = _layout(x.dtype, block)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
 
 @cache

@@ -45,4 +45,4 @@ def products(x: Tensor, gate_weight: Tensor, up_weight: Tensor, f: str) -> tuple
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[x.dtype])
-    return TensorDescriptor(x, x.shape, x.stride(), list(block), layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)

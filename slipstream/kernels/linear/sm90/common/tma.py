@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.symbolic_sizes import cache
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -30,6 +31,10 @@ def tma_descriptor(
     row to row, `width` if None."""
     if x is None:
         return None
-    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
     shape, strides = [x.numel() // width, width], [stride or width, 1]
-    return TensorDescriptor(x, shape, strides, [rows, columns], layout)
+    return TensorDescriptor(x, shape, strides, *_tile(int(rows), int(columns), x.dtype))
+
+
+@cache
+def _tile(rows: int, columns: int, dtype: torch.dtype) -> tuple[list[int], Any]:
+    return [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[dtype])

@@ -29,6 +29,7 @@ from slipstream.kernels.linear.segments import (
     split_into_segments,
     uses_fused_bwd,
 )
+from slipstream.runtime.symbolic_sizes import by_sizes
 
 # Percent of the bytes of arguments, results and gradients. 25 are promised; a few small tensors are
 # not counted.
@@ -81,36 +82,65 @@ def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
         return None
     if count > 1 and B * T * HV * V * E * (2 * K + CHUNK) <= SMALL_BYTES * CHUNK:
         return None
-    # of a packed sequence: on average
-    of_one = -(-T // (CHUNK * terms.sequences)) if terms.cu_seqlens is not None else -(-T // CHUNK)
-    chunks = -(-of_one // count)
+    packed = terms.cu_seqlens is not None
     input_bytes = sum(x.numel() * x.element_size() for x in terms if x is not None)
-    allowed = (input_bytes + B * T * HV * V * E) * 2 * int(10 * MAX_WORKSPACE_PCT) // 1000
+    io_bytes = input_bytes + B * T * HV * V * E
     saved_bytes = B * T * HV * (CHUNK * E + 8)  # R, beta and G
-    sizes: dict[BackwardSchedule, int] = {}
-    times: dict[BackwardSchedule, float] = {}
+    sizes = B, T, terms.sequences, packed, HV, K, V, E
+    return make_schedule(terms, *_choose_blocks(count, io_bytes, saved_bytes, *sizes))
+
+
+class Blocks(NamedTuple):
+    """interval: chunks of a block. split: blocks of a segment, 0 where sequences are whole."""
+
+    interval: int
+    split: int
+
+
+@by_sizes
+def _choose_blocks(
+    count: int,
+    io_bytes: int,
+    saved_bytes: int,
+    B: int,
+    T: int,
+    N: int,
+    packed: bool,
+    HV: int,
+    K: int,
+    V: int,
+    E: int,
+) -> Blocks:
+    # of a packed sequence: on average
+    of_one = -(-T // (CHUNK * N)) if packed else -(-T // CHUNK)
+    chunks = -(-of_one // count)
+    allowed = io_bytes * 2 * int(10 * MAX_WORKSPACE_PCT) // 1000
+    sizes: dict[Blocks, int] = {}
+    times: dict[Blocks, float] = {}
+
+    def num_segments(blocks: int) -> int:
+        tokens = blocks * CHUNK
+        return T // tokens + N if packed else B * -(-T // tokens)
+
     for blocks in BLOCK_COUNTS:
         interval = -(-chunks // blocks)
         split = -(-chunks // interval) if count > 1 else 0
         if split * interval > (1 + SEGMENT_SLACK) * chunks:
             continue
-        schedule = make_schedule(terms, interval, split)
-        parked_bytes = 0 if split else 4
-        programs = min(schedule.programs(terms), NUM_SMS)
-        run = programs * K * V * (E * max(interval - 2, 0) + parked_bytes)
-        row_bytes = HV * (schedule.segments.count if schedule.segments else 0) * 4 * K
-        size = schedule.checkpoints * HV * K * V * E
-        sizes[schedule] = size + row_bytes * V + max(run, row_bytes * (K + V))
-        chunks_run = max(split * interval, chunks)
-        times[schedule] = CHUNK_MICROSECONDS * chunks_run
-        times[schedule] += BLOCK_MICROSECONDS * -(-chunks // interval)
+        segments = num_segments(interval * split) if split else 0
+        programs = min(HV * (segments or N), NUM_SMS)
+        run = programs * K * V * (E * max(interval - 2, 0) + (0 if split else 4))
+        row_bytes = HV * segments * 4 * K
+        found = Blocks(interval, split)
+        sizes[found] = num_segments(interval) * HV * K * V * E
+        sizes[found] += row_bytes * V + max(run, row_bytes * (K + V))
+        times[found] = CHUNK_MICROSECONDS * max(split * interval, chunks)
+        times[found] += BLOCK_MICROSECONDS * -(-chunks // interval)
     smallest = min(sizes.values())
     if smallest + saved_bytes <= SMALL_BYTES:
         smallest = int((1 + SMALL_CALL_SLACK) * smallest)
     limit = max(allowed - saved_bytes, smallest)
-    return min(
-        (schedule for schedule, size in sizes.items() if size <= limit), key=lambda x: times[x]
-    )
+    return min((x for x, size in sizes.items() if size <= limit), key=lambda x: times[x])
 
 
 def schedule_of_segments(terms: LinearInputs, tokens: int) -> BackwardSchedule | None:

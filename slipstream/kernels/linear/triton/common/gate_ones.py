@@ -35,8 +35,10 @@ def gate_ones(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
     if key not in _cached:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return _made(device, C, dtype)
-        # the copy waits for itself, so that any stream may read it
-        _cached[key] = _made(torch.device("cpu"), C, dtype).to(device)
+        # the copy waits for itself, so that any stream may read it; a record (call_recorder.py) has
+        # the table, not how it was made
+        with torch._C.DisableTorchFunction():
+            _cached[key] = _made(torch.device("cpu"), int(C), dtype).to(device)
     return _cached[key]
 
 

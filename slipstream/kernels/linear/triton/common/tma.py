@@ -15,6 +15,6 @@ def tma_descriptors(tensors: list[Tensor | None], widths: list[int], C: int) -> 
     return [
         None
         if x is None
-        else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, C, 1, width])
+        else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, C, 1, int(width)])
         for x, width in zip(tensors, widths)
     ]

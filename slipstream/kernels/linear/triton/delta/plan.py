@@ -1,6 +1,5 @@
 """Tiles and segments of the delta rule's kernels, by shapes, dtypes and device alone."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, 
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import FEWER_REGISTERS, fp32_dot_precision, shared_memory_bytes
+from slipstream.runtime.symbolic_sizes import cache
 
 # Widths of K up to which products of the scans take pairs of bf16: without decay, 200 tokens that
 # share 17 dimensions of K give o an error of 7.4e-3 in plain bf16, and 3.8e-3 in pairs.
@@ -94,4 +94,6 @@ def tma_descriptor(
 def state_descriptor(states: Tensor, BV: int, BK: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(states, list(states.shape), list(states.stride()), [1, 1, BV, BK])
+    return TensorDescriptor(
+        states, list(states.shape), list(states.stride()), [1, 1, int(BV), int(BK)]
+    )

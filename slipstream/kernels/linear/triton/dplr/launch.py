@@ -1,6 +1,5 @@
 """Launches of the chunk kernels of per-channel decay, and of free a and b."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.symbolic_sizes import cache
 
 
 class IntraChunk(NamedTuple):

@@ -10,7 +10,6 @@ Nothing here waits for the device, nor depends on values there.
 """
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +40,7 @@ from slipstream.kernels.linear.triton.scalar_decay.dg import scalar_decay_dg_ker
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, choose, family_of
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.symbolic_sizes import cache
 
 # the gate's gradient takes a third of the backward's time
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)

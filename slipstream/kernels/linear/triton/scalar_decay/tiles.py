@@ -6,9 +6,10 @@ test_triton_scalar_decay_compiles.py checks each row against compiler/arch.py).
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
+
+from slipstream.runtime.symbolic_sizes import cache
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ Decay of the columns of the state, gv, is decay of the rows with the roles excha
 and do there for do, v, k and q here, dq there is o here, dk is dv, o is dq and dv is dk.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from slipstream.kernels.linear.triton.vector_decay.launch import (
 from slipstream.kernels.linear.triton.vector_decay.tiles import KernelTile, VectorDecayTile, choose
 from slipstream.runtime.backends import device_of, fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.symbolic_sizes import cache
 
 # What the gates of a block that subchunk_decay.py calls safe add up to at least, negated: its
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.

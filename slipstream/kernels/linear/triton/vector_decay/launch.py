@@ -1,6 +1,5 @@
 """Launches of the chunk kernel with a decay per channel (chunk.py), for backend.py."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from slipstream.kernels.linear.triton.vector_decay.chunk import vector_decay_chu
 from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile, choose_chunk_tile
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.symbolic_sizes import cache
 
 
 class VectorDecayProblem(NamedTuple):
@@ -232,4 +232,4 @@ def _squares(a: Tensor) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     a = a.view(-1, *a.shape[2:])
-    return TensorDescriptor(a, list(a.shape), list(a.stride()), [1, *a.shape[1:]])
+    return TensorDescriptor(a, list(a.shape), list(a.stride()), [1, *map(int, a.shape[1:])])

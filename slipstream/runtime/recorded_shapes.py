@@ -1,0 +1,341 @@
+"""What views and operations of torch do to shapes, for records of calls (call_recorder.py).
+
+The rules are in sizes, which hold for others than those of the recorded call. Where a rule is
+missing, a record reads the shape of the tensor itself."""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.recording import Unrecordable
+from slipstream.runtime.symbolic_sizes import Size, text_of
+
+# Operations that return a view which begins where their argument does.
+_SAME_PLACE_NAMES = """
+view reshape unsqueeze transpose t T mT permute flatten unflatten detach swapaxes view_as expand
+squeeze movedim
+"""
+SAME_PLACE = frozenset(_SAME_PLACE_NAMES.split())
+VIEWS = SAME_PLACE | {"narrow", "select", "__getitem__"}
+# Operations that give back their argument where it has the dtype that is wanted.
+BY_DTYPE = frozenset(("to", "float", "half", "bfloat16", "double", "type_as"))
+_ELEMENTWISE_NAMES = """
+contiguous clone add sub mul div neg exp exp2 log flip cumsum sigmoid softplus clamp pow rsub
+__mul__ __add__ __sub__ __neg__ __rmul__ __radd__ __rsub__ __truediv__ masked_fill
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
+
+class Value:
+    """A tensor of the record, at `offset` bytes from the address of `root`.
+
+    Attributes:
+        shape, stride: None where only the tensor itself knows.
+        dense: contiguous for all sizes of the record.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        x: Tensor,
+        *,
+        root: "Value | None" = None,
+        offset: Any = 0,
+        shape: tuple | None = None,
+        stride: tuple | None = None,
+        dense: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        self.name, self.ref, self.itemsize = name, weakref.ref(x), x.element_size()
+        self.root, self.offset = root or self, offset
+        self.shape, self.stride, self.dense, self.fresh = shape, stride, dense, fresh
+
+
+class Address:
+    """What data_ptr returns: it may be compared, and asked whether it is a multiple."""
+
+    def __init__(self, recorder: "ShapeRules", value: "Value", address: int) -> None:
+        self._recorder, self._value, self._address = recorder, value, address
+
+    def _known(self, text: str, found: Any) -> Any:
+        name = self._value.name
+        self._recorder.guard(text.format(f"{name}.data_ptr()") + f" == {found!r}", True)
+        return found
+
+    def __mod__(self, n: int) -> int:
+        found = self._address % n
+        value = self._value
+        if 16 % n == 0 and (value.fresh or value.name in self._recorder.given):
+            return found  # of arguments it is in the key
+        return self._known(f"{{}} % {n}", found)
+
+    def __and__(self, n: int) -> int:
+        return self % (n + 1) if n in (1, 3, 7, 15) else self._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Address):
+            self._refuse()
+        assert isinstance(other, Address)
+        name = other._value.name
+        found = self._address == other._address
+        return self._known(f"({{}} == {name}.data_ptr())", found)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def _refuse(self, *_: Any) -> Any:
+        raise Unrecordable("an address is used as a number")
+
+    __hash__ = __index__ = __int__ = __add__ = __sub__ = __lt__ = _refuse
+
+
+class ShapeRules(ABC):
+    """The rules; a recorder answers what they ask of a value.
+
+    Attributes:
+        given: names of the arguments that are tensors.
+    """
+
+    given: set[str]
+
+    @abstractmethod
+    def guard(self, text: str, late: bool) -> None: ...
+
+    @abstractmethod
+    def value_of(self, x: Tensor) -> Value: ...
+
+    @abstractmethod
+    def _ask_shape(self, value: Value, x: Tensor) -> tuple: ...
+
+    @abstractmethod
+    def _ask_stride(self, value: Value, x: Tensor, dim: int | None = None) -> Any: ...
+
+    @abstractmethod
+    def _ask_numel(self, value: Value, x: Tensor) -> Any: ...
+
+    def place_of_view(
+        self, name: str, base: Value, x: Tensor, args: tuple, kwargs: dict, out: Tensor
+    ) -> tuple[Any, tuple | None, tuple | None, bool] | None:
+        """The offset in bytes from the base, shape, strides, and whether it is contiguous."""
+        if name in SAME_PLACE:
+            # a copy, where strides want one at other sizes, would be elsewhere
+            if name in ("reshape", "flatten", "unflatten") and not base.dense:
+                return None
+            return 0, *self._shape_of_view(name, base, x, args, kwargs, out)
+        stride = self._ask_stride(base, x)
+        shape = list(self._ask_shape(base, x))
+        if name == "select" and len(args) == 3 and not kwargs:
+            index: Any = [slice(None)] * (args[1] % x.dim()) + [args[2]]
+        elif name == "narrow" and len(args) == 4 and not kwargs:
+            dim, start, length = args[1] % x.dim(), args[2], args[3]
+            if not start >= 0:
+                return None
+            shape[dim] = length
+            return product(product(start, stride[dim]), base.itemsize), tuple(shape), stride, False
+        elif name == "__getitem__":
+            index = list(args[1]) if isinstance(args[1], tuple) else [args[1]]
+        else:
+            return None
+        return self._place_of_index(index, base, shape, stride)
+
+    def _place_of_index(
+        self, index: list, base: Value, shape: list, stride: tuple
+    ) -> tuple[Any, tuple, tuple, bool] | None:
+        if Ellipsis in [x for x in index if not isinstance(x, Tensor | Size)]:
+            at = next(i for i, x in enumerate(index) if x is Ellipsis)
+            given = sum(x is not None for x in index) - 1
+            index[at : at + 1] = [slice(None)] * (len(shape) - given)
+        offset: Any = 0
+        sizes, strides, dim = [], [], 0
+        for x in index:
+            if x is None:
+                sizes.append(1)
+                strides.append(_stride_of_one(shape, stride, dim))
+                continue
+            if type(x) is int and x >= 0:
+                offset = total(offset, product(product(x, stride[dim]), base.itemsize))
+            elif type(x) is Size:
+                self.guard(f"0 <= {x.text} < {text_of(shape[dim])}", x.late)
+                offset = total(offset, product(product(x, stride[dim]), base.itemsize))
+            elif isinstance(x, slice) and x.step is None and _is_forward(x.start, x.stop):
+                start = 0 if x.start is None else x.start
+                stop = shape[dim] if x.stop is None else x.stop
+                if not start <= stop <= shape[dim]:
+                    return None
+                offset = total(offset, product(product(start, stride[dim]), base.itemsize))
+                sizes.append(stop if type(start) is int and start == 0 else stop - start)
+                strides.append(stride[dim])
+            else:
+                return None
+            dim += 1
+        return offset, (*sizes, *shape[dim:]), (*strides, *stride[dim:]), False
+
+    def _shape_of_view(
+        self, name: str, base: Value, x: Tensor, args: tuple, kwargs: dict, out: Tensor
+    ) -> tuple[tuple | None, tuple | None, bool]:
+        """Shape, strides, and whether it is contiguous for all sizes."""
+        unknown = None, None, base.dense and name in ("flatten", "unsqueeze", "unflatten", "view")
+        if kwargs or base.shape is None or base.stride is None:
+            return unknown
+        shape, stride = [*base.shape], [*base.stride]
+        if name in ("view", "reshape", "unflatten", "flatten") and base.dense:
+            sizes = self._viewed(name, base, x, args)
+            return unknown if sizes is None else (sizes, dense_stride(sizes), True)
+        if name in ("T", "mT", "t", "transpose", "swapaxes") and (name != "T" or x.dim() == 2):
+            i, j = (args[1] % x.dim(), args[2] % x.dim()) if len(args) == 3 else (-2, -1)
+            shape[i], shape[j] = shape[j], shape[i]
+            stride[i], stride[j] = stride[j], stride[i]
+            return tuple(shape), tuple(stride), False
+        if name == "unsqueeze":
+            dim = args[1] % out.dim()
+            stride.insert(dim, _stride_of_one(shape, stride, dim))
+            shape.insert(dim, 1)
+            return tuple(shape), tuple(stride), base.dense
+        if name == "expand" and len(sizes_given(args[1:])) == x.dim():
+            for d, n in enumerate(sizes_given(args[1:])):
+                if not (type(n) is int and n == -1) and type(shape[d]) is int and shape[d] == 1:
+                    shape[d], stride[d] = n, 0
+                elif not (type(n) is int and n == -1) and shape[d] != n:
+                    return unknown
+            return tuple(shape), tuple(stride), False
+        return (base.shape, base.stride, base.dense) if name == "detach" else unknown
+
+    def _viewed(self, name: str, base: Value, x: Tensor, args: tuple) -> tuple | None:
+        """The shape of a view of a contiguous tensor."""
+        assert base.shape is not None
+        if name in ("view", "reshape"):
+            return _with_rest(sizes_given(args[1:]), self._ask_numel(base, x))
+        if name == "unflatten":
+            dim = args[1] % x.dim()
+            inside = _with_rest(args[2], base.shape[dim])
+            return None if inside is None else (*base.shape[:dim], *inside, *base.shape[dim + 1 :])
+        first = args[1] % x.dim() if len(args) > 1 else 0
+        last = args[2] % x.dim() if len(args) > 2 else x.dim() - 1
+        if x.dim() == 0:
+            return None
+        count: Any = 1
+        for n in base.shape[first : last + 1]:
+            count = product(count, n)
+        return (*base.shape[:first], count, *base.shape[last + 1 :])
+
+    def shape_of_step(
+        self, name: str, args: tuple, kwargs: dict, out: Tensor
+    ) -> tuple[tuple | None, bool]:
+        """The shape, None if that is not known, and whether it is contiguous for all sizes."""
+        given = [self.value_of(x) for x in flat((args, kwargs)) if isinstance(x, Tensor)]
+        if name in ("full", "ones", "arange") and "size" not in kwargs:
+            sizes = tuple(sizes_given(args[:1] if name == "full" else args))
+            return (sizes, True) if len(sizes) == out.dim() else (None, False)
+        if not given or given[0].shape is None:
+            return None, False
+        first = given[0].shape
+        if name in BY_DTYPE | _ELEMENTWISE and all(_alike(x.shape, first) for x in given):
+            return first, all(x.dense for x in given) or name == "contiguous"
+        if name in ("sum", "any", "all", "amax") and given[0].dense and len(args) < 3:
+            if kwargs.keys() - {"dim", "dtype"}:
+                return None, False
+            dims: Any = args[1] if len(args) > 1 else kwargs.get("dim")
+            if isinstance(dims, int | tuple | list):
+                out_of = {d % len(first) for d in ([dims] if isinstance(dims, int) else dims)}
+                return tuple(n for d, n in enumerate(first) if d not in out_of), True
+        return None, False
+
+
+def product(x: Any, y: Any) -> Any:
+    """x y, without a line for what is 0 or 1."""
+    for one, other in ((x, y), (y, x)):
+        if type(one) is int and one < 2:
+            return other if one == 1 else 0 if one == 0 else one * other
+    return x * y
+
+
+def total(x: Any, y: Any) -> Any:
+    for zero, other in ((x, y), (y, x)):
+        if type(zero) is int and zero == 0:
+            return other
+    return x + y
+
+
+def _stride_of_one(shape: Sequence[Any], stride: Sequence[Any], dim: int) -> Any:
+    """The stride that torch gives a new dimension of one before `dim`."""
+    return product(shape[dim], stride[dim]) if dim < len(shape) else 1
+
+
+def _with_rest(given: Sequence[Any], count: Any) -> tuple | None:
+    """Sizes, of which one may be -1."""
+    sizes = [*given]
+    if any(isinstance(n, torch.dtype) for n in sizes):
+        return None
+    for i, n in enumerate(sizes):
+        if type(n) is int and n == -1:
+            rest: Any = 1
+            for m in (*sizes[:i], *sizes[i + 1 :]):
+                rest = product(rest, m)
+            sizes[i] = count // rest
+    return tuple(sizes)
+
+
+def _is_forward(*ends: Any) -> bool:
+    return all(x is None or type(x) is Size or (type(x) is int and x >= 0) for x in ends)
+
+
+def sizes_given(args: tuple) -> Sequence[Any]:
+    """Sizes that are given one by one or as a sequence."""
+    return args[0] if args and isinstance(args[0], tuple | list) else args
+
+
+def _alike(shape: Sequence[Any] | None, other: Sequence[Any]) -> bool:
+    """Whether two shapes are the same for all sizes."""
+    return shape is not None and [*map(text_of, shape)] == [*map(text_of, other)]
+
+
+def dense_stride(shape: Sequence[Any]) -> tuple:
+    """The strides of a contiguous tensor."""
+    strides: list[Any] = []
+    step: Any = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step = product(step, n)
+    return tuple(reversed(strides))
+
+
+def tuple_text(xs: Sequence[Any]) -> str:
+    return "(" + "".join(f"{text_of(x)}, " for x in xs) + ")"
+
+
+def flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, tuple | list):
+        for y in x:
+            yield from flat(y)
+    elif isinstance(x, dict):
+        yield from flat(tuple(x.values()))
+    else:
+        yield x
+
+
+def plain(x: Any) -> Any:
+    """With the sizes of this call."""
+    if type(x) is Size:
+        return x.value
+    if type(x) in (tuple, list):
+        return type(x)(map(plain, x))
+    if type(x) is dict:
+        return {name: plain(y) for name, y in x.items()}
+    if type(x) is slice:
+        return slice(plain(x.start), plain(x.stop), plain(x.step))
+    return x
+
+
+def concrete(x: Any) -> Any:
+    """An argument of a launch with this call's sizes; a descriptor is made again."""
+    if type(x) is Size:
+        return x.value
+    if hasattr(x, "base") and hasattr(x, "block_shape"):
+        names = [f for f in ("layout", "padding", "round_f32_to_tf32") if hasattr(x, f)]
+        rest = {name: getattr(x, name) for name in names}
+        return type(x)(x.base, plain(list(x.shape)), plain(list(x.strides)), x.block_shape, **rest)
+    return x

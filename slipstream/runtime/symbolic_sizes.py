@@ -1,0 +1,214 @@
+"""Sizes of a recorded call, as numbers that know how they follow from the shapes of its arguments.
+
+Recorded code computes grids, offsets and shapes with them as with integers. Each operation becomes
+a line of the record (`let`), and each decision a guard: a record holds for all sizes at which the
+same comparisons come out alike. Whatever wants a plain integer, such as torch, `range` or a dict,
+calls __index__ or __hash__, and the record then holds for that value alone. So nothing that depends
+on a size can go unnoticed.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from slipstream.runtime.launch_cache import of_thread
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+class Book(Protocol):
+    """Where lines and guards are written: runtime/call_recorder.py."""
+
+    def let(self, text: str, value: int, late: bool) -> "Size": ...
+
+    def guard(self, text: str, late: bool) -> None: ...
+
+
+class Size(torch.SymInt):
+    """An integer of a recorded call. torch takes it for one of its own kind, whose value it does
+    not ask for before a mode has seen the call.
+
+    Attributes:
+        value: of this call. text: in the record. late: it is known only after some steps.
+    """
+
+    def __init__(self, book: Book, text: str, value: int, late: bool = False) -> None:
+        self.book, self.text, self.value, self.late = book, text, value, late
+
+    def _binary(self, other: Any, operation: Callable, form: str) -> Any:
+        if isinstance(other, bool | float):
+            return operation(self.__index__(), other)
+        if not isinstance(other, int | Size):
+            return NotImplemented
+        value = operation(self.value, value_of(other))
+        late = self.late or (isinstance(other, Size) and other.late)
+        return self.book.let(form.format(self.text, text_of(other)), value, late)
+
+    def __add__(self, other: Any) -> Any:
+        return self._binary(other, operator.add, "{0} + {1}")
+
+    def __sub__(self, other: Any) -> Any:
+        return self._binary(other, operator.sub, "{0} - {1}")
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._binary(other, lambda x, y: y - x, "{1} - {0}")
+
+    def __mul__(self, other: Any) -> Any:
+        if other is True or other is False:  # of a flag: tokens * packed
+            return self if other else 0
+        return self._binary(other, operator.mul, "{0} * {1}")
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._binary(other, operator.floordiv, "{0} // {1}")
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._binary(other, lambda x, y: y // x, "{1} // {0}")
+
+    def __mod__(self, other: Any) -> Any:
+        return self._binary(other, operator.mod, "{0} % {1}")
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._binary(other, lambda x, y: y % x, "{1} % {0}")
+
+    def __lshift__(self, other: Any) -> Any:
+        return self._binary(other, operator.lshift, "{0} << {1}")
+
+    def __rlshift__(self, other: Any) -> Any:
+        return self._binary(other, lambda x, y: y << x, "{1} << {0}")
+
+    def __rshift__(self, other: Any) -> Any:
+        return self._binary(other, operator.rshift, "{0} >> {1}")
+
+    def __and__(self, other: Any) -> Any:
+        return self._binary(other, operator.and_, "{0} & {1}")
+
+    def __or__(self, other: Any) -> Any:
+        return self._binary(other, operator.or_, "{0} | {1}")
+
+    __radd__, __rmul__ = __add__, __mul__
+    __rand__, __ror__ = __and__, __or__
+
+    def __neg__(self) -> "Size":
+        return self.book.let(f"-{self.text}", -self.value, self.late)
+
+    def __abs__(self) -> "Size":
+        return self.book.let(f"abs({self.text})", abs(self.value), self.late)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def bit_length(self) -> "Size":
+        return self.book.let(f"{self.text}.bit_length()", self.value.bit_length(), self.late)
+
+    def _compare(self, other: Any, operation: Callable, true: str, false: str) -> Any:
+        if not isinstance(other, int | Size):
+            if not isinstance(other, float):
+                return NotImplemented
+            return operation(int(self), other)
+        result = operation(self.value, value_of(other))
+        late = self.late or (isinstance(other, Size) and other.late)
+        self.book.guard(f"{self.text} {true if result else false} {text_of(other)}", late)
+        return result
+
+    def __eq__(self, other: Any) -> Any:
+        return self is other or self._compare(other, operator.eq, "==", "!=")
+
+    def __ne__(self, other: Any) -> Any:
+        return self is not other and self._compare(other, operator.ne, "!=", "==")
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(other, operator.lt, "<", ">=")
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(other, operator.le, "<=", ">")
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(other, operator.gt, ">", "<=")
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(other, operator.ge, ">=", "<")
+
+    def __bool__(self) -> bool:
+        return self != 0
+
+    def __index__(self) -> int:
+        """The value, for which alone the record then holds."""
+        self.book.guard(f"{self.text} == {self.value}", self.late)
+        return self.value
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(self.__index__())
+
+    def __hash__(self) -> int:
+        return hash(self.__index__())
+
+    def __str__(self) -> str:
+        return str(self.__index__())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.__index__(), spec)
+
+    def __truediv__(self, other: Any) -> float:
+        return self.__index__() / other
+
+    def __rtruediv__(self, other: Any) -> float:
+        return other / self.__index__()
+
+    def __pow__(self, other: Any) -> Any:
+        return self.__index__() ** other
+
+    def __repr__(self) -> str:
+        return f"{self.text}={self.value}"
+
+
+def value_of(x: Any) -> Any:
+    return x.value if isinstance(x, Size) else x
+
+
+def text_of(x: Any) -> str:
+    return x.text if isinstance(x, Size) else repr(x)
+
+
+def cache(function: T) -> T:
+    """functools.cache, for functions of sizes: what is remembered has plain integers."""
+    remembered = functools.cache(function)
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if (recorder := of_thread.recorder) is not None:
+            args = tuple(map(recorder.pinned, args))
+            named = {name: recorder.pinned(x) for name, x in named.items()}
+        return remembered(*args, **named)
+
+    vars(call)["cache_clear"] = remembered.cache_clear
+    return cast(T, call)
+
+
+def by_sizes(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of numbers alone, which returns a number, a NamedTuple of numbers or None,
+    one line of a record. What it decides inside is then no guard: the record asks it again. Its
+    result is remembered by its arguments."""
+    known: dict[tuple, Any] = {}
+
+    @wraps(policy)
+    def asked(*args: Any) -> Any:
+        if of_thread.recorder is not None and any(type(x) is Size for x in args):
+            return of_thread.recorder.ask(asked, args)
+        try:
+            return known[args]
+        except KeyError:
+            if len(known) >= 4096:
+                known.clear()
+            found = known[args] = policy(*args)
+            return found
+
+    return asked
