@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STEPS = ["venv", "lint", "docs", "test", "test-avx2", "test-oldest"]
-MAKE = """#!/bin/sh
+STAND_IN = """#!/bin/sh
 echo "$1" >> "$LOG"
 case " $FAILS " in *" $1 "*) exit 1 ;; esac
 """
@@ -17,7 +17,7 @@ case " $FAILS " in *" $1 "*) exit 1 ;; esac
 def _ci(folder: Path, fails: str, **options: str) -> tuple[int, list[str], str]:
     """Exit status, what it made in order without what is beside it, and stderr."""
     make = folder / "make"
-    make.write_text(MAKE)
+    make.write_text(STAND_IN)
     make.chmod(0o755)
     log = folder / "log"
     env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "LOG": str(log), "FAILS": fails}
@@ -33,12 +33,12 @@ def test_ci_runs_the_tests_under_the_newest_torch(tmp_path: Path) -> None:
     assert _ci(tmp_path, "") == (0, [*STEPS, "test-newest"], "")
 
 
-def test_ci_says_at_its_end_that_the_newest_torch_is_missing(tmp_path: Path) -> None:
+def test_ci_says_that_the_newest_torch_is_missing(tmp_path: Path) -> None:
     status, made, error = _ci(tmp_path, "newest")
     assert status == 0 and made == STEPS and "NOT RUN: make test-newest" in error
 
 
-def test_ci_fails_without_the_newest_torch_where_it_is_required(tmp_path: Path) -> None:
+def test_ci_fails_without_a_required_newest_torch(tmp_path: Path) -> None:
     status, _, error = _ci(tmp_path, "newest", REQUIRE_NEWEST="1")
     assert status != 0 and "NOT RUN" in error
 

@@ -223,11 +223,11 @@ class _Writer:
 
     def _last_uses(self, lines: Sequence[Line]) -> dict[int, list[str]]:
         """The tensors to let go after each line."""
-        kept, last = {*names_in(self._result)}, {}
+        lasting, last = {*names_in(self._result)}, {}
         for i, line in enumerate(lines):
             for name in (*line.defines, *line.reads):
                 tensor = f"v{name[1:]}" if name[0] == "p" else name
-                if tensor[0] == "v" and tensor not in kept:
+                if tensor[0] == "v" and tensor not in lasting:
                     last[tensor] = i
         made = {x for line in lines for x in line.defines}
         found: dict[int, list[str]] = {}

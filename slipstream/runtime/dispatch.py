@@ -235,6 +235,10 @@ class ValidationCache:
         self._by_key: dict[tuple, Any] = {}
         self._by_kind: dict[tuple, list[call_replay.RecordedCall]] = {}
 
+    def clear(self) -> None:
+        self._by_key.clear()
+        self._by_kind.clear()
+
     def get(
         self, key: tuple | None, make: Callable[[], Any], tensors: Sequence[Tensor | None] = ()
     ) -> Any:

@@ -265,9 +265,9 @@ def _stride_of_one(shape: Sequence[Any], stride: Sequence[Any], dim: int) -> Any
     return product(shape[dim], stride[dim]) if dim < len(shape) else 1
 
 
-def _with_rest(given: Sequence[Any], count: Any) -> tuple | None:
-    """Sizes, of which one may be -1."""
-    sizes = [*given]
+def _with_rest(view: Sequence[Any], count: Any) -> tuple | None:
+    """Sizes of a view of `count` elements, of which one may be -1."""
+    sizes = [*view]
     if any(isinstance(n, torch.dtype) for n in sizes):
         return None
     for i, n in enumerate(sizes):

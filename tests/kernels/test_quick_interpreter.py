@@ -113,7 +113,7 @@ def check_product() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(64, 16, 16), (37, 64, 5), (16, 128, 1), (3, 1, 64)], ids=str)
-def test_product_gives_a_row_the_same_bits_among_any_others(sizes: tuple[int, int, int]) -> None:
+def test_product_of_a_row_has_the_same_bits_anywhere(sizes: tuple[int, int, int]) -> None:
     M, K, N = sizes
     a, b = torch.randn(M, K).numpy(), torch.randn(K, N).numpy()
     whole = product(a, b)

@@ -107,7 +107,7 @@ def _forget_plans() -> None:
         "mixer_step.dispatch",
         "time_mix.rwkv7_step",
     ):
-        importlib.import_module(f"{KERNELS}.{module}")._PLANS._by_key.clear()
+        importlib.import_module(f"{KERNELS}.{module}")._PLANS.clear()
 
 
 def results(family: Family) -> list[Tensor]:

@@ -97,7 +97,7 @@ def alone(out: Path, **sections: dict) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_part_that_cannot_be_saved_is_an_error_that_names_its_rank(tmp_path: Path) -> None:
+def test_part_that_cannot_be_saved_names_its_rank(tmp_path: Path) -> None:
     """Of a kind that LMTrainer removes half a checkpoint for."""
     (tmp_path / SHARDS).write_text("a file is where the folder goes")
     trainer: Any = SimpleNamespace(_states=lambda: {"w": torch.ones(2)})

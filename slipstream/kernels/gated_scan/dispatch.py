@@ -46,8 +46,8 @@ def run(
     if context is not None:
         args = x, g, initial_state, output_final_state, reverse, cu_seqlens, impl, context
         return context.eagerly(_run_across_ranks, *args)
-    given = x, g, initial_state, cu_seqlens
-    plan = _PLANS.get(signature(given, impl), lambda: _checked(*given, impl), given)
+    tensors = x, g, initial_state, cu_seqlens
+    plan = _PLANS.get(signature(tensors, impl), lambda: _checked(*tensors, impl), tensors)
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if reverse:  # packed sequences also change their order

@@ -44,9 +44,9 @@ def tiny_limit() -> Iterator[list[memory.Groups]]:
         mock.patch.multiple(memory, MIN_ALLOWED_BYTES=0, scratch_bytes=lambda *_: 1 << 20),
         mock.patch.object(memory, "_run", run),
     ):
-        dispatch._PLANS._by_key.clear()
+        dispatch._PLANS.clear()
         yield seen
-    dispatch._PLANS._by_key.clear()
+    dispatch._PLANS.clear()
 
 
 def assert_equal(run: Callable[[], list[Tensor]]) -> list[memory.Groups]:

@@ -364,7 +364,7 @@ def test_step_passes_opcheck() -> None:
     seen: list[tuple] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "_call", lambda *args, impl: seen.append((*args, impl)))
-        dispatch._PLANS._by_key.clear()
+        dispatch._PLANS.clear()
         mixer_step(**args, **options, state_indices=torch.tensor(INDICES))
     torch.library.opcheck(torch.ops.slipstream._mixer_step.default, seen[0])
 

@@ -21,7 +21,7 @@ def test_triton_norms_match_reference() -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_norms_match_reference_in_rounds_past_their_last_column() -> None:
+def test_triton_norms_match_reference_past_their_last_column() -> None:
     run("uneven", script="tests.kernels.norm.test_triton_interpreted")
 
 

@@ -44,8 +44,8 @@ def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:
 
 
 @by_sizes
-def _unit(most: int, *strides: int) -> int:
-    return math.gcd(most, *strides)
+def _unit(width: int, *strides: int) -> int:
+    return math.gcd(width, *strides)
 
 
 def positive(q: Tensor, options: AttentionOptions) -> tuple[Tensor, AttentionOptions, int]:
