@@ -11,7 +11,6 @@ an address and an offset. Names in the record:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +114,8 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
 
     def ask(self, policy: Callable[..., Any], args: tuple) -> Any:
         found = policy(*map(value_of, args))
+        if not any(type(x) is Size for x in args):
+            return found
         late = any(isinstance(x, Size) and x.late for x in args)
         text = f"{self._constant(policy)}({', '.join(map(text_of, args))})"
         name = self._next("s")
@@ -324,8 +325,6 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
             if isinstance(x, tuple):
                 made = [*map(pinned, x)]
                 return type(x)(made) if type(x) is tuple else type(x)(*made)
-            if is_dataclass(x) and not isinstance(x, type):
-                return replace(x, **{f.name: pinned(getattr(x, f.name)) for f in fields(x)})
             return self.pinned(x)
 
         result = pinned(result)

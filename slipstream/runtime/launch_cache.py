@@ -8,13 +8,14 @@ is 1 or a multiple of 16. What is rare is left to Triton: tensors that do not be
 interpreter and on AMD's GPUs, where the size of the memory behind a tensor counts too.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial, reduce
 from itertools import takewhile
 from operator import attrgetter, itemgetter, or_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +45,39 @@ class _OfThread(threading.local):
 
 
 of_thread = _OfThread()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def cache(function: F) -> F:
+    """functools.cache, for functions of sizes: what is remembered has plain integers, also where a
+    call is recorded."""
+    remembered = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if (recorder := of_thread.recorder) is not None:
+            args = tuple(map(recorder.pinned, args))
+            named = {name: recorder.pinned(x) for name, x in named.items()}
+        return remembered(*args, **named)
+
+    vars(call)["cache_clear"] = remembered.cache_clear
+    return cast(F, call)
+
+
+def by_sizes(policy: F) -> F:
+    """Makes a function of numbers alone, which returns a number, a NamedTuple of numbers or None,
+    one line of a record (call_recorder.py). What it decides inside is then no guard: the record
+    asks it again. Its result is remembered by its arguments."""
+    remembered = functools.lru_cache(4096)(policy)
+
+    @functools.wraps(policy)
+    def asked(*args: Any) -> Any:
+        recorder = of_thread.recorder
+        return remembered(*args) if recorder is None else recorder.ask(remembered, args)
+
+    return cast(F, asked)
+
+
 # Triton releases whose CompiledKernel.run takes the arguments that CompiledEntry gives it. In
 # others kernels are launched by kernel[grid](...), which takes the host longer.
 RELEASES = "3.6.", "3.7.", "3.8.", "3.9."

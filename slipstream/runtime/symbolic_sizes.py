@@ -7,17 +7,11 @@ calls __index__ or __hash__, and the record then holds for that value alone. So 
 on a size can go unnoticed.
 """
 
-import functools
 import operator
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import torch
-
-from slipstream.runtime.launch_cache import of_thread
-
-T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Book(Protocol):
@@ -176,39 +170,3 @@ def value_of(x: Any) -> Any:
 
 def text_of(x: Any) -> str:
     return x.text if isinstance(x, Size) else repr(x)
-
-
-def cache(function: T) -> T:
-    """functools.cache, for functions of sizes: what is remembered has plain integers."""
-    remembered = functools.cache(function)
-
-    @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        if (recorder := of_thread.recorder) is not None:
-            args = tuple(map(recorder.pinned, args))
-            named = {name: recorder.pinned(x) for name, x in named.items()}
-        return remembered(*args, **named)
-
-    vars(call)["cache_clear"] = remembered.cache_clear
-    return cast(T, call)
-
-
-def by_sizes(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of numbers alone, which returns a number, a NamedTuple of numbers or None,
-    one line of a record. What it decides inside is then no guard: the record asks it again. Its
-    result is remembered by its arguments."""
-    known: dict[tuple, Any] = {}
-
-    @wraps(policy)
-    def asked(*args: Any) -> Any:
-        if of_thread.recorder is not None and any(type(x) is Size for x in args):
-            return of_thread.recorder.ask(asked, args)
-        try:
-            return known[args]
-        except KeyError:
-            if len(known) >= 4096:
-                known.clear()
-            found = known[args] = policy(*args)
-            return found
-
-    return asked

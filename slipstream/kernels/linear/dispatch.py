@@ -6,8 +6,8 @@ an option does to inputs and results is in modes/, a file each.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.compiler import is_compiling

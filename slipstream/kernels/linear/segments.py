@@ -23,7 +23,7 @@ from typing import NamedTuple
 from slipstream.compiler.arch import named
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.consistent import consistent_scope
-from slipstream.runtime.symbolic_sizes import by_sizes
+from slipstream.runtime.launch_cache import by_sizes
 
 NUM_SMS = named("sm_90").units  # of the GPU that these choices were measured on, on every GPU
 # Programs of Triton's chunk kernels that fill it: two on each.

@@ -33,8 +33,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
     to_kernel_layout,
 )
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 

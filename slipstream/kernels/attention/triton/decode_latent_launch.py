@@ -15,8 +15,7 @@ from slipstream.kernels.attention.triton.launch_utils import (
 )
 from slipstream.kernels.attention.triton.tiles import LATENT, Tile, family
 from slipstream.runtime.backends import INTERPRETED, sm90_unsupported
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 
 @cache

@@ -10,7 +10,7 @@ from slipstream.kernels.attention.triton.tiles import Tiles, choose, family
 from slipstream.runtime.backends import INTERPRETED, sm_count
 from slipstream.runtime.backends import device_of as device_of
 from slipstream.runtime.backends import fp32_dot_precision as fp32_dot_precision
-from slipstream.runtime.symbolic_sizes import by_sizes, cache
+from slipstream.runtime.launch_cache import by_sizes, cache
 
 LOG2E = 1.4426950408889634
 # arguments of kernels: strides of q, k and v [B, T, H, D]

@@ -14,8 +14,7 @@ from slipstream.kernels.matmul.inputs import MatmulInputs, row_by_row, tma_swaps
 from slipstream.kernels.matmul.sm90.matmul import matmul_sm90_kernel
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 _GLUON = {
     torch.float16: gl.float16,

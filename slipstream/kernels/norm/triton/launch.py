@@ -22,8 +22,7 @@ from slipstream.kernels.norm.triton import tiles
 from slipstream.kernels.norm.triton.norm import norm_bwd_kernel, norm_fwd_kernel, norm_sums_kernel
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count, supports_pdl
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 # rows up to which it is one of a decoding step's launches, which begin ahead
 STEP_ROWS = 64

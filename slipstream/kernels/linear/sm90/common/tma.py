@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 

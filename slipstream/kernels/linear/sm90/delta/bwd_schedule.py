@@ -29,7 +29,7 @@ from slipstream.kernels.linear.segments import (
     split_into_segments,
     uses_fused_bwd,
 )
-from slipstream.runtime.symbolic_sizes import by_sizes
+from slipstream.runtime.launch_cache import by_sizes
 
 # Percent of the bytes of arguments, results and gradients. 25 are promised; a few small tensors are
 # not counted.

@@ -12,7 +12,7 @@ from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, 
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import FEWER_REGISTERS, fp32_dot_precision, shared_memory_bytes
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache
 
 # Widths of K up to which products of the scans take pairs of bf16: without decay, 200 tokens that
 # share 17 dimensions of K give o an error of 7.4e-3 in plain bf16, and 3.8e-3 in pairs.

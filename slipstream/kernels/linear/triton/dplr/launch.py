@@ -17,8 +17,7 @@ from slipstream.kernels.linear.triton.dplr.tiles import DplrTile, choose
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 
 class IntraChunk(NamedTuple):

@@ -39,8 +39,7 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import scalar_decay_chu
 from slipstream.kernels.linear.triton.scalar_decay.dg import scalar_decay_dg_kernel
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, choose, family_of
 from slipstream.runtime.backends import device_of, fp32_dot_precision
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 # the gate's gradient takes a third of the backward's time
 CAPABILITIES = BackendCapabilities(skips_gate_grad=True, exchanges=True)

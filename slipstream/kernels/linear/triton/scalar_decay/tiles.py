@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache
 
 
 @dataclass(frozen=True)

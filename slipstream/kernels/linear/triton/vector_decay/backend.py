@@ -43,8 +43,7 @@ from slipstream.kernels.linear.triton.vector_decay.launch import (
 )
 from slipstream.kernels.linear.triton.vector_decay.tiles import KernelTile, VectorDecayTile, choose
 from slipstream.runtime.backends import device_of, fp32_dot_precision
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 # What the gates of a block that subchunk_decay.py calls safe add up to at least, negated: its
 # factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.

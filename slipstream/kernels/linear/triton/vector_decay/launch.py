@@ -23,8 +23,7 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of
 from slipstream.kernels.linear.triton.vector_decay.chunk import vector_decay_chunk_kernel
 from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile, choose_chunk_tile
 from slipstream.runtime.backends import fp32_dot_precision
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.symbolic_sizes import cache
+from slipstream.runtime.launch_cache import cache, cached
 
 
 class VectorDecayProblem(NamedTuple):
