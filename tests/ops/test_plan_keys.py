@@ -28,7 +28,7 @@ def outcome(op: Sample, autocast: bool, mixed: bool) -> list[Tensor] | str:
 @pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed"])
 @pytest.mark.parametrize("op", TESTED, ids=lambda x: x.name)
 def test_remembered_call_is_of_the_same_autocast(op: Sample, mixed: bool) -> None:
-    with mock.patch.object(ValidationCache, "get", lambda self, key, make: make()):
+    with mock.patch.object(ValidationCache, "get", lambda self, key, make, *_: make()):
         want = [outcome(op, autocast, mixed) for autocast in (False, True)]
     for autocast in (False, True, False):
         got, right = outcome(op, autocast, mixed), want[autocast]
