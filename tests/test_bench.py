@@ -65,6 +65,7 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("linear", "--memory", 16),
         ("linear", "--memory --packed --only kda", 1),
         ("training", "--only gated_deltanet|packed", 5),
+        ("varying", "--only gated_delta", 5),
         # each way is a process of its own, which imports transformers
         ("transformers_models", "--cpu --only nemotron_h.*patched", 1),
         pytest.param("convergence", "--seeds 2 --only qwen3_next", 4, marks=pytest.mark.slow),
@@ -73,7 +74,7 @@ def rows(captured: str) -> list[dict[str, str]]:
 def test_small_run(
     name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    whole = ("training", "transformers_models", "convergence")
+    whole = ("training", "transformers_models", "convergence", "varying")
     if name in whole or re.search("generate|--cpu|drafts", arguments):
         pytest.importorskip("transformers")
     script(f"bench/{name}").main(["--small", *arguments.split()])

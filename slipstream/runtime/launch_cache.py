@@ -112,6 +112,12 @@ def cached(kernel: Any) -> Any:
     return _CACHED.setdefault(id(kernel), CachedKernel(kernel))
 
 
+def count_variants() -> int:
+    """Compiled variants of all kernels that were launched, or are compiled beside one that was."""
+    kernels = [x.kernel for x in _CACHED.values()]
+    return sum(len(x[0]) for kernel in kernels for x in kernel.device_caches.values())
+
+
 class ArgLayout(NamedTuple):
     """The properties of positional arguments that select a compiled kernel, for given types."""
 

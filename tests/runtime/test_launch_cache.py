@@ -15,7 +15,13 @@ from unittest import mock
 import pytest
 import torch
 
-from slipstream.runtime import call_replay, parallel_compile, token_ids
+from slipstream.runtime import (
+    call_replay,
+    compilations,
+    launch_cache,
+    parallel_compile,
+    token_ids,
+)
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.launch_cache import (
     CachedKernel,
@@ -410,6 +416,17 @@ def test_arguments_by_name_are_those_by_place(gpu: list[tuple]) -> None:
         remembering[1,](x_ptr=x, **named, steps=3)
     with pytest.raises(TypeError):
         remembering[1,](x, y, None, 0.5, 5, W=32, FLAG=True)
+
+
+def test_compilations_count_variants(gpu: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    cached_kernel, x = CachedKernel(toy_kernel), torch.zeros(64)
+    monkeypatch.setattr(launch_cache, "_CACHED", {id(toy_kernel): cached_kernel})
+    toy_kernel.device_caches.clear()
+    seen = []
+    for n in (5, 7, 16, 32, 5):  # of an integer a multiple of 16 is a variant of its own
+        cached_kernel[1,](x, x, None, 0.5, n, 3, W=32, FLAG=True)
+        seen.append(compilations())
+    assert seen == [1, 1, 2, 2, 2]
 
 
 def test_arguments_left_out_are_defaults(gpu: list[tuple]) -> None:

@@ -1,0 +1,191 @@
+"""Sizes that change from call to call, as in real programs.
+
+    python bench/varying.py                       every case
+    python bench/varying.py --only "packed kda"   training on packed rows
+    python bench/varying.py --only prefill        prompts of lengths not seen before
+    python bench/varying.py --only host           the host's time of one operator
+
+packed MIXER TOKENS: a training step with AdamW of 12 layers, hidden size 1024, bf16: one row of
+documents whose lengths are new in every step (log-normal, means 700 and 300), in tokens/s beside 8
+whole rows of as many tokens. prefill MIXER: 24 layers, one prompt of 60 to 2000 tokens, ms beside a
+prompt of 1000 tokens again. host OPERATOR: microseconds of a call of a size not seen before, beside
+the same size again; both: with backward. compilations: kernel variants asked for after the first
+steps (slipstream.runtime.compilations); host_us: until a step returns.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from harness import DEVICE, Report, Row, language_model, parser, synchronize
+from torch import Tensor
+
+from slipstream.runtime import compilations
+from slipstream.tools.catalog import Shape, chosen
+
+MIXERS = ("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention", "attention")
+PACKED = {8192: 300, 32768: 700}  # tokens of a step, and of a document on average
+OPERATORS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla", "attention")
+WARM, STEPS, CALLS = 4, 12, 40
+
+
+def offsets(total: int, mean: int, random: Random) -> Tensor:
+    cuts = [0]
+    while cuts[-1] < total:
+        cuts.append(min(total, cuts[-1] + max(8, int(mean * random.lognormvariate(0, 1)))))
+    return torch.tensor(cuts, dtype=torch.int32).to(DEVICE)
+
+
+def timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds until it returns, and until the device is done."""
+    synchronize()
+    start = time.perf_counter()
+    step()
+    returned = time.perf_counter()
+    synchronize()
+    return returned - start, time.perf_counter() - start
+
+
+def in_a_row(steps: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """Seconds of a step until the host is free, and in all, where none waits for the one before."""
+
+    def run() -> None:
+        for step in steps:
+            step()
+
+    host, whole = timed(run)
+    return host / len(steps), whole / len(steps)
+
+
+def packed(mixer: str, total: int, report: Report) -> Row:
+    small = report.options.small
+    tokens, mean = (64, 12) if small else (total, PACKED[total])
+    sizes = {"hidden_size": 1024, "num_heads": 8}
+    model = language_model([mixer] * (1 if small else 12), small, **sizes).train()
+    fused = DEVICE.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    ids = torch.randint(1, 64 if small else 32000, (1, tokens), device=DEVICE)
+    random = Random(0)
+
+    def step(shape: tuple[int, int], **inputs: Tensor) -> None:
+        given = ids.view(shape)
+        model(input_ids=given, labels=given, use_cache=False, **inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    count = report.runs(STEPS)
+    rows = partial(step, (8, tokens // 8))
+    texts = [offsets(tokens, mean, random) for _ in range(WARM + count)]
+    documents = [partial(step, (1, tokens), cu_seqlens=x) for x in texts]
+    in_a_row([rows] * WARM)
+    in_a_row(documents[:WARM])
+    before = compilations()
+    host, ours = in_a_row(documents[WARM:])
+    asked = compilations() - before
+    whole = in_a_row([rows] * count)[1]
+    return {
+        "name": mixer,
+        "case": "packed, tokens/s",
+        "tokens": tokens,
+        "sequences": round(statistics.mean(len(x) - 1 for x in texts)),
+        "ours": round(tokens / ours),
+        "same_or_whole": round(tokens / whole),
+        "ratio": round(whole / ours, 3),
+        "compilations": asked,
+        "host_us": round(host * 1e6),
+    }
+
+
+@torch.no_grad()
+def prefill(mixer: str, report: Report) -> Row:
+    small = report.options.small
+    model = language_model(
+        [mixer] * (1 if small else 24), small, hidden_size=1024, num_heads=8
+    ).eval()
+    random, longest = Random(0), 40 if small else 2000
+
+    def prompt(tokens: int) -> Callable[[], object]:
+        ids = torch.randint(1, 64 if small else 32000, (1, tokens), device=DEVICE)
+        return lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    new = [prompt(random.randint(longest // 33 + 1, longest)) for _ in range(WARM + CALLS)]
+    for call in new[:WARM]:
+        timed(call)
+    before = compilations()
+    found = sorted(timed(call) for call in new[WARM : WARM + report.runs(CALLS)])
+    asked = compilations() - before
+    same = [timed(x)[1] for x in [prompt(longest // 2)] * report.runs(CALLS)]
+    ours, again = statistics.median(x[1] for x in found), statistics.median(same)
+    return {
+        "name": mixer,
+        "case": "prefill, ms",
+        "tokens": longest // 2,
+        "sequences": 1,
+        "ours": round(ours * 1e3, 3),
+        "same_or_whole": round(again * 1e3, 3),
+        "ratio": round(ours / again, 3),
+        "compilations": asked,
+        "host_us": round(statistics.median(x[0] for x in found) * 1e6),
+    }
+
+
+def host(operator: str, report: Report) -> Iterator[Row]:
+    sample, random = chosen([operator])[0], Random(0)
+    heads = 2 if report.options.small else 4
+
+    def call(tokens: int, trained: bool) -> Callable[[], object]:
+        width = 16 if report.options.small else 128
+        shape = Shape(B=1, T=tokens, H=heads, K=width, V=width)
+        args = sample.inputs(shape, DEVICE)
+        leaves = [x.requires_grad_(trained) for x in args.values() if x.is_floating_point()]
+
+        def run() -> None:
+            out = sample.call(args)[0]
+            if trained:
+                torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+
+        return run
+
+    for trained in (False, True):
+        count = report.runs(CALLS)
+        sizes = [
+            random.randint(20, 60 if report.options.small else 900) for _ in range(WARM + count)
+        ]
+        new = [call(n, trained) for n in sizes]
+        for x in new[:WARM]:
+            timed(x)
+        before = compilations()
+        ours = statistics.median(timed(x)[0] for x in new[WARM:])
+        asked = compilations() - before
+        again = call(sizes[0], trained)
+        same = statistics.median(timed(again)[0] for _ in range(2 * count))
+        yield {
+            "name": operator,
+            "case": "both, us" if trained else "forward, us",
+            "tokens": round(statistics.mean(sizes)),
+            "sequences": 1,
+            "ours": round(ours * 1e6, 1),
+            "same_or_whole": round(same * 1e6, 1),
+            "ratio": round(ours / same, 3),
+            "compilations": asked,
+            "host_us": round(ours * 1e6, 1),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    report = Report(parser(__doc__).parse_args(argv))
+    cases: list[Any] = [(f"host {x}", "varying", partial(host, x, report)) for x in OPERATORS]
+    for total in PACKED:
+        cases += [
+            (f"packed {x} {total}", "varying", partial(packed, x, total, report)) for x in MIXERS
+        ]
+    cases += [(f"prefill {x}", "varying", partial(prefill, x, report)) for x in MIXERS]
+    report.measure(cases)
+
+
+if __name__ == "__main__":
+    main()
