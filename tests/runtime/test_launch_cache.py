@@ -423,8 +423,8 @@ def test_compilations_count_variants(gpu: list[tuple], monkeypatch: pytest.Monke
     monkeypatch.setattr(launch_cache, "_CACHED", {id(toy_kernel): cached_kernel})
     toy_kernel.device_caches.clear()
     seen = []
-    for n in (5, 7, 16, 32, 5):  # of an integer a multiple of 16 is a variant of its own
-        cached_kernel[1,](x, x, None, 0.5, n, 3, W=32, FLAG=True)
+    for step in (3, 7, 16, 32, 3):  # of an integer a multiple of 16 is a variant of its own
+        cached_kernel[1,](x, x, None, 0.5, 5, step, W=32, FLAG=True)
         seen.append(compilations())
     assert seen == [1, 1, 2, 2, 2]
 
