@@ -132,10 +132,11 @@ def caller() -> str:
 def name_of_caller(otherwise: str, name: str | None = None) -> str:
     """What errors from deep inside call the public function that the user called.
 
+    otherwise: a registered operator's name, which has an underscore that no user wrote.
     name: what `caller` said; None asks it.
     """
     name = caller() if name is None else name
-    return f"slipstream.ops.{name}" if name else otherwise
+    return f"slipstream.ops.{name}" if name else otherwise.replace("::_", "::")
 
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
