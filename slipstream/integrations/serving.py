@@ -173,12 +173,12 @@ def slots_of(pool: Tensor, slots: Tensor, name: str = "slots") -> Tensor:
 def unpacked(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Packed [1, total, ...] as [N, T, ...]; where a sequence has fewer than T, other tokens."""
     at = cu_seqlens[:-1, None] + torch.arange(tokens, device=x.device)
-    return x[0].index_select(0, at.flatten().clamp(max=x.shape[1] - 1)).unflatten(0, at.shape)
+    return x[0].index_select(0, at.flatten().clamp(0, x.shape[1] - 1)).unflatten(0, at.shape)
 
 
 def packed(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     """[N, T, ...] as [1, total, ...]: what `unpacked` has taken apart."""
     at = torch.arange(total, device=x.device)
     n = torch.searchsorted(cu_seqlens[1:].contiguous(), at, right=True).clamp(max=x.shape[0] - 1)
-    t = (at - cu_seqlens.index_select(0, n)).clamp(max=x.shape[1] - 1)
+    t = (at - cu_seqlens.index_select(0, n)).clamp(0, x.shape[1] - 1)
     return x.flatten(0, 1).index_select(0, n * x.shape[1] + t)[None]

@@ -185,7 +185,7 @@ def selective_state_update(
         into = target[:, 0 if num_accepted_tokens is None else t]
         if cu_seqlens is not None:
             at = cu_seqlens[:-1] + t
-            tokens = [_rows(i, at.clamp(max=x.shape[0] - 1)) for i in tokens]
+            tokens = [_rows(i, at.clamp(0, x.shape[0] - 1)) for i in tokens]
             into = torch.where(at < cu_seqlens[1:], into, -1)
         x_t, dt_t, B_t, C_t, z_t = tokens
         options: dict[str, Any] = {"z": z_t, "dt_bias": dt_bias, "dt_softplus": dt_softplus}

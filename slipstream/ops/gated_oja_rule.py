@@ -183,7 +183,7 @@ def _first_reads(reads: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> Ten
     if cu_seqlens is None:
         first = reads[:, 0]
     else:
-        first = reads[0].index_select(0, cu_seqlens[:-1].long().clamp(max=T - 1))
+        first = reads[0].index_select(0, cu_seqlens[:-1].long().clamp(0, T - 1))
     return (widen(state) * widen(first)[:, :, None]).sum(-1).flatten(1)
 
 

@@ -93,7 +93,7 @@ def last_inputs(
     old = initial_state.mT.gather(1, column.expand(-1, -1, x.shape[2]))  # [N, W, D]
     if x.shape[1] == 0:
         return old.mT
-    new = x[0].index_select(0, row.clamp(min=0).flatten()).view_as(old)
+    new = x[0].index_select(0, row.clamp(0, x.shape[1] - 1).flatten()).view_as(old)
     return torch.where(in_sequence, new, old).mT
 
 

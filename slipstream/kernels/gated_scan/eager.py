@@ -48,7 +48,7 @@ class Sequences:
         owner = torch.searchsorted(end, t, right=True).clamp(max=max(end.shape[0] - 1, 0))
         self.first, self.last = (t == begin[owner])[:, None], (t == end[owner] - 1)[:, None]
         self.live = (end > begin)[:, None]  # [N, 1]: has a token
-        self.begin, self.end = begin.clamp(max=tokens - 1), (end - 1).clamp(min=0)
+        self.begin, self.end = (at.clamp(0, tokens - 1) for at in (begin, end - 1))
 
     def take(self, x: Tensor, *, last: bool = False) -> Tensor:
         """The first or last row of each sequence, [N, D]; any where it has no token."""

@@ -45,10 +45,11 @@ def shift(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[T
     if state is None:
         state = x.new_zeros(begin.shape[0], x.shape[2])
     live = (end > begin)[:, None]
-    last = torch.where(live, x[0].index_select(0, (end - 1).clamp(min=0)), state)
+    # bounded on both sides: on a GPU wrong offsets are known only later
+    last = torch.where(live, x[0].index_select(0, (end - 1).clamp(0, x.shape[1] - 1)), state)
     # one more row takes what empty sequences would write
     moved = torch.cat([x[0, :1], x[0]])  # row t: token t - 1
-    row = torch.where(live[:, 0], begin, x.shape[1])
+    row = torch.where(live[:, 0], begin, x.shape[1]).clamp(0, x.shape[1])
     return moved.index_copy(0, row, state)[None, : x.shape[1]], last
 
 
