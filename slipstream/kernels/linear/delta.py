@@ -199,7 +199,7 @@ class DeltaBackend(ABC):
         save: bool = False,
         exchange: Exchange | None = None,
         prefix: PrefixStates | None = None,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Any, ...]:
         """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and with `save`
         the tensors of a SavedWY.
 
