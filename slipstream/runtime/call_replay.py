@@ -45,7 +45,7 @@ MAX_RECORDS = 16
 # Keys of an operator: past this it starts empty again.
 MAX_KEYS = 1024
 # Sizes of a record whose consequences are remembered, likewise.
-MAX_SIZES = 4096
+MAX_SIZES = 256
 _PLAIN = (Tensor, Parameter)
 # What a record returns for sizes that its guards refuse.
 MISS = object()
