@@ -8,7 +8,6 @@
     python bench/decode.py --only int8        steps on states in int8, and their error
     python bench/decode.py --only prompts     many short prompts in a call, beside fla
     python bench/decode.py --only drafts      two models trained here: drafts of the smaller one
-    python bench/decode.py --cpu              generate on this CPU, beside transformers' Llama
 
 Milliseconds of a CUDA graph, so without the host's time, and with what the L2 cache holds from the
 step before. The state is read and written once: of copy is that part of the bandwidth of a copy.
@@ -184,34 +183,8 @@ def generate_row(
     return {"mixer": mixer, "way": way, "B": B, **speeds, **counts}
 
 
-def cpu_rows(report: Report) -> list[Mapping[str, object]]:
-    """Tokens/s at batch 1 of 4 layers of width 256, in turns, and their ratio to Llama's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 704}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 4}
-    models: dict[str, Any] = {"llama": LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()}
-    for mixer in GENERATED:
-        models[mixer] = language_model([mixer] * 4, False, num_heads=4, **sizes).eval()
-    tokens = report.runs(64)
-    calls = {name: generates(m, 1, tokens) for name, m in models.items()}
-    ms = in_turns(calls, report.runs(7))
-    found = []
-    for name, x in ms.items():
-        speed, ratio = round(1e3 * tokens / x, 1), round(ms["llama"] / x, 2)
-        found.append({"mixer": name, "tokens/s": speed, "of Llama's": ratio})
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--cpu", action="store_true", help="generate on this CPU")
-    given = options.parse_args(argv)
-    report = Report(given, needs_gpu=not given.cpu)
-    if given.cpu:
-        for row in cpu_rows(report):
-            report.row("generate_cpu", row)
-        return
+    report = Report(parser(__doc__).parse_args(argv))
     steps: list[tuple[str, str, Callable]] = []
     for name, B, H, HV, V, v_first in STEPS:
         shape = f"B{B} H{H} HV{HV}{'' if V == 128 else f' V{V}'}{' V first' if v_first else ''}"
@@ -228,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for what, shape, make in steps:
         measure = partial(step_row, what, shape, make, report)
         works.append((f"{what} {shape}", "step_gpu", measure))
-    if not given.once:
+    if not report.options.once:
         plain = [(mixer, "", {}, {}) for mixer in GENERATED]
         for (mixer, way, *given), B in product([*plain, *WAYS], (1, 64)):
             if B == 1 or "drafts" not in way:  # transformers drafts for one sequence

@@ -22,7 +22,6 @@ BATCHES = (1, 8, 64)
 GUESSES = (2, 4)
 INT8_TOKENS = 32768
 LOG2 = 0.6931471805599453
-CAPACITY = 1 << 62  # of a graph's softmax layers, which there are none of
 
 
 def text() -> Tensor:
@@ -138,10 +137,10 @@ def step_ms(model: Any, prompts: Tensor, size: int, report: Report) -> float:
 
         def run(ids: Tensor, accepted: Tensor | None = None) -> Tensor:
             if drafts is None:
-                h = model.model.step(ids, cache, None, CAPACITY)
+                h = model.model.step(ids, cache)
             else:
                 drafts.accepted = accepted
-                h = model.model.verify(ids, cache, drafts, CAPACITY)
+                h = model.model.verify(ids, cache, drafts)
             return model.lm_head(h).argmax(-1)
 
         each = report.runs(20)
@@ -180,7 +179,7 @@ def int8_row(model: Any, data: Tensor, report: Report) -> Row:
         total = torch.zeros((), dtype=torch.float64, device=ids.device)
 
         def step(cache: Any = cache, at: Tensor = at, total: Tensor = total) -> None:
-            h = model.model.step(ids.index_select(1, at), cache, None, CAPACITY)
+            h = model.model.step(ids.index_select(1, at), cache)
             logits = model.lm_head(h)[:, 0].float()
             total.add_(F.cross_entropy(logits, ids.index_select(1, at + 1)[:, 0]))
             at.add_(1)

@@ -55,7 +55,6 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("matmul", "", 15),
         ("decode", "--only step|scan", 19),
         ("decode", "--only generate.*(gla|attention|gated)", 16),
-        ("decode", "--cpu", 8),
         ("decode", "--only ^(mixer|int8|prompts)", 30),
         ("decode", "--once --only ^(mixer.*1|int8|prompts.*4)", 10),
         ("decode", "--only ^drafts", 5),

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections, rounded
-from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears, plain_linear
 from slipstream.ops.attention import attention, rotary_attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
+from slipstream.ops.norm import rms_norm
 from slipstream.ops.rotary import rotary_embedding, rotary_heads
 
 
@@ -132,11 +132,7 @@ class Attention(Mixer):
             return projections.projected(self._gated(o, gate), self.o_proj, residual)
         append({"k": k, "v": v}, state)
         keys, values = state["k"], state["v"]
-        o = None
-        if x.shape[1] == 1:
-            o = decoding.softmax_attention(q, keys, values, lengths, self.window_size)
-        if o is None:
-            o = attention(q, keys, values, window_size=self.window_size, key_lengths=lengths)
+        o = attention(q, keys, values, window_size=self.window_size, key_lengths=lengths)
         return projections.projected(self._gated(o, gate), self.o_proj, residual)
 
     def _on_rounded(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
@@ -177,7 +173,7 @@ class Attention(Mixer):
 
     def _only_rotates(self, qkv: Tensor) -> bool:
         """Whether nothing but a rotation by tables is between the projection and attention."""
-        return self.rotary_dim > 0 and self.q_norm is None and not on_host(qkv)
+        return self.rotary_dim > 0 and self.q_norm is None
 
     def _tables(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -186,9 +182,7 @@ class Attention(Mixer):
     def _heads(self, qkv: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of what qkv_proj returns, normalised and rotated."""
         heads = self.sizes
-        tables = None
-        if self.rotary_dim and not on_host(qkv):
-            tables = self._tables(qkv, at)
+        tables = self._tables(qkv, at) if self.rotary_dim else None
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is None and tables is not None:
             return rotary_heads(qkv, tables, heads)
@@ -197,13 +191,11 @@ class Attention(Mixer):
         else:
             q, k, v = qkv.split(heads, dim=2)
             zero_centered = self.zero_centered_norm
-            q = decoding.norm(q, self.q_norm, self.norm_eps, zero_centered)
-            k = decoding.norm(k, self.k_norm, self.norm_eps, zero_centered)
+            q = rms_norm(q, self.q_norm, eps=self.norm_eps, zero_centered=zero_centered)
+            k = rms_norm(k, self.k_norm, eps=self.norm_eps, zero_centered=zero_centered)
             qk = torch.cat([q, k], dim=2)
         if tables is not None:
             qk = rotary_embedding(qk, *tables)
-        elif self.rotary_dim:
-            qk = decoding.rotary(qk, at, self.rotary_dim, self.rotary_base)
         q, k = qk.split(heads[:2], dim=2)
         return q, k, v
 

@@ -321,7 +321,7 @@ class Mixer(nn.Module):
         )
 
     def has_fused_step(self) -> bool:
-        """Whether `decode` takes `norm` and `residual` where that is not on_host."""
+        """Whether `decode` takes `norm` and `residual` too."""
         return False
 
     @property

@@ -15,8 +15,8 @@ from slipstream.kernels.mixer_step.block_inputs import (
 from slipstream.layers.base import Mixer, ShortConvolution, expect_divisor, reset_decay
 from slipstream.layers.call import State
 from slipstream.nn import decoding, projections
-from slipstream.nn.host import on_host
 from slipstream.nn.linear import is_hooked
+from slipstream.ops.norm import l2_norm
 from slipstream.runtime.consistent import consistent_scope
 
 
@@ -90,7 +90,7 @@ class DeltaHeads(Mixer):
     def _heads_of_token(self, x: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of one token, q and k normalised; the window of the convolution moves on."""
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
-        return self._heads_of(qkv, decoding.unit)
+        return self._heads_of(qkv, l2_norm)
 
     def _block_terms(
         self, qkv: Tensor, g: Tensor, beta: Tensor, lower_bound: float | None = None
@@ -175,7 +175,7 @@ class SteppedDeltaHeads(DeltaHeads):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        if self.has_fused_step() and not on_host(x):
+        if self.has_fused_step():
             return self._fused_step(x, state, self.conv, **options)
         o = self._recurrence(x, *self._heads_of_token(x, state), state)
         return self._output(o, self._gate_of(x))

@@ -15,8 +15,8 @@ from slipstream.layers.base import (
 )
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
-from slipstream.nn.host import on_host
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from slipstream.ops.norm import l2_norm
 
 
 class DeltaNet(Mixer):
@@ -111,7 +111,7 @@ class DeltaNet(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        if self.conv is not None and self.has_fused_step() and not on_host(x):
+        if self.conv is not None and self.has_fused_step():
             return self._fused_step(x, state, self.conv, **options)
         qkv = self.qkv_proj(x)
         if self.conv is not None or self.qk_activation == "silu":
@@ -128,7 +128,7 @@ class DeltaNet(Mixer):
         qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
         if self.qk_activation != "silu":
             qk, v = FEATURE_MAPS[self.qk_activation](qk), F.silu(v)
-        qk = decoding.unit(qk) if self.qk_norm == "l2" else qk / qk.sum(-1, keepdim=True)
+        qk = l2_norm(qk) if self.qk_norm == "l2" else qk / qk.sum(-1, keepdim=True)
         q, k = qk.chunk(2, dim=2)
         return q, k, v.unflatten(-1, (self.num_heads, self.head_v_dim))
 

@@ -8,7 +8,6 @@ from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding
-from slipstream.nn.host import on_host
 from slipstream.ops._preprocess import for_value_heads
 from slipstream.ops.gated_oja_rule import chunk_gated_oja_rule, fused_recurrent_gated_oja_rule
 from slipstream.ops.norm import l2_norm
@@ -86,19 +85,13 @@ class GatedOja(DeltaHeads):
     ) -> Tensor:
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         q, k, v = self._heads_of(qkv)
-        q, v = decoding.unit(q), decoding.unit(v)
+        q, v = l2_norm(q), l2_norm(v)
         gv, beta = self._gates(x)
         q, k = for_value_heads(v, q, k)
         S = state["recurrent"]
-        if on_host(x):
-            values = v[:, 0, :, None].to(S.dtype)  # [N, HV, 1, V]
-            S.mul_(gv[:, 0, :, None].to(S.dtype).exp())
-            left = k[:, 0].to(S.dtype) - (S * values).sum(-1)
-            S.add_((beta[:, 0, :, None].to(S.dtype) * left)[..., None] * values)
-        else:
-            # KDA's step of the transposed state, with v for keys and k for values; its output, of
-            # rows of S, is not what is wanted
-            recurrent_step(v, v, k, state=S, g=gv, beta=beta, scale=1.0, state_v_first=True)
+        # KDA's step of the transposed state, with v for keys and k for values; its output, of rows
+        # of S, is not what is wanted
+        recurrent_step(v, v, k, state=S, g=gv, beta=beta, scale=1.0, state_v_first=True)
         o = (q[:, 0, :, None].to(S.dtype) @ S)[:, :, 0] * self.head_dim**-0.5
         return self._output(o.to(v.dtype)[:, None], self._gate_of(x))
 

@@ -17,7 +17,6 @@ from slipstream.layers.base import (
 )
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
-from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 
@@ -122,7 +121,7 @@ class GatedLinearAttention(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        if self.has_fused_step() and not on_host(x):
+        if self.has_fused_step():
             return self._fused_step(x, state, **options)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.conv is not None:

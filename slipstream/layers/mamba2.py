@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from slipstream.layers.base import Mixer, ShortConvolution, heads_of_inner, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
-from slipstream.nn.host import on_host
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -121,7 +120,7 @@ class Mamba2(Mixer):
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        if self.D.numel() == self.num_heads and not on_host(x):
+        if self.has_fused_step():
             return self._fused_step(x, state, **options)
         groups = self.n_groups * self.state_size
         z, xbc, dt = self.in_proj(x).split(
@@ -135,10 +134,7 @@ class Mamba2(Mixer):
         v = u * step.to(u.dtype)[..., None]
         o = decoding.recurrence(c, b, v, state, g=g, scale=1.0)
         o = torch.addcmul(o, u, self.D.to(u.dtype).view(self.num_heads, -1)).flatten(-2)
-        if self.norm_weight is None or self.norm_before_gate:
-            return self.out_proj(self._gated(o, z))
-        size = self.inner // self.n_groups
-        return self.out_proj(decoding.norm_of_gated(o, z, self.norm_weight, self.norm_eps, size))
+        return self.out_proj(self._gated(o, z))
 
     def has_fused_step(self) -> bool:
         return self.D.numel() == self.num_heads

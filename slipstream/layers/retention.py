@@ -17,7 +17,6 @@ from slipstream.layers.base import (
 )
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding
-from slipstream.nn.host import on_host
 from slipstream.nn.linear import linears
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
@@ -151,23 +150,19 @@ class MultiScaleRetention(Mixer):
         k, v = self._repeated(k, v.unflatten(-1, (-1, self.value_dim)))
         g = per_head(v, log_decay).expand(x.shape[0], 1, -1)
         gate = None if self.g_proj is None else self.g_proj(x)
-        if not on_host(x):
-            o = decoding.mixer(
-                q,
-                k,
-                v,
-                state,
-                None,
-                g=g,
-                z=None if gate is None else gate.view_as(v),
-                z_activation=self.gate_activation,
-                norm_weight=self.norm_weight,
-                norm_eps=self.norm_eps,
-            )
-            return self.o_proj(o)
-        o = decoding.recurrence(q, k, v, state, g=g)
-        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
-        return self.o_proj(o.flatten(-2))
+        o = decoding.mixer(
+            q,
+            k,
+            v,
+            state,
+            None,
+            g=g,
+            z=None if gate is None else gate.view_as(v),
+            z_activation=self.gate_activation,
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+        )
+        return self.o_proj(o)
 
     def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a group for each of its heads."""

@@ -16,7 +16,6 @@ from slipstream.layers.base import Mixer, assign, expect_first_value, heads_of
 from slipstream.layers.call import MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.consistent import product
-from slipstream.nn.host import on_host
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.activation import squared_relu
@@ -403,10 +402,7 @@ def project_mixes(
             ]
     before = token_shift(x)[0] if before is None else before
     delta = before - x
-    if on_host(x):
-        mixes = torch.addcmul(x, delta, mu[:, None, None]).to(x.dtype).unbind()
-    else:
-        mixes = (torch.addcmul(x, delta, row).to(x.dtype) for row in mu)
+    mixes = (torch.addcmul(x, delta, row).to(x.dtype) for row in mu)
     return [
         layer.from_inner(product(mix, layer.down), False)
         if isinstance(layer, Lora) and layer in unbiased

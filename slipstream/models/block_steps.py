@@ -15,7 +15,6 @@ from torch import Tensor
 from slipstream.kernels.pointwise.place_tokens import place_tokens
 from slipstream.layers.attention import InPlace
 from slipstream.models.consistent import LayerStates, ModelStates, Row, State, normed
-from slipstream.nn import decoding
 from slipstream.runtime.block_step import BlockStep
 from slipstream.runtime.consistent import BLOCK
 
@@ -142,7 +141,7 @@ class OpenBlocks:
         """
         row = torch.arange(self.h.shape[0], device=self.h.device)
         at = row, self.counts
-        x = decoding.embedded(model.embed_tokens, input_ids)
+        x = model.embed_tokens(input_ids)
         self.h.index_put_(at, x[:, 0])
         if positions is not None:
             self.positions.index_put_(at, positions.expand(row.shape[0], 1)[:, 0])

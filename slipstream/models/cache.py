@@ -381,11 +381,6 @@ class StateCache(OpenRows):
         return vars(self) | own | {"_rows": rows, "_stepped": False}
 
     @property
-    def grows(self) -> bool:
-        """Whether a layer's tensors have a place for every token."""
-        return any(layer.token_states for layer in self.layers)
-
-    @property
     def records(self) -> bool:
         """Whether activate_past_recording() was called."""
         return any(layer.rollback is not None for layer in self.layers)

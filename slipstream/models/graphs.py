@@ -1,12 +1,12 @@
-"""A decoding step as a graph: captured once for each batch size, replayed for every token.
+"""A decoding step as a CUDA graph: captured once for each batch size, replayed for every token.
 
-A CUDA graph, or on a CPU a list of kernels (host_graph.py). It holds everything between the token
-ids and the logits, on the tensors of a StateCache. What generate does with logits (processors,
-sampling, EOS) is outside of it. Its first step runs as it is written, which compiles kernels and
-allocates workspaces; the second is captured.
+It holds everything between the token ids and the logits, on the tensors of a StateCache. What
+generate does with logits (processors, sampling, EOS) is outside of it. Its first step runs as it is
+written, which compiles kernels and allocates workspaces; the second is captured. On a CPU there are
+no graphs.
 
-The pass of a short prompt takes the host longer than the device. On CUDA it has a graph for each
-shape of prompts without padding: the first pass of a shape runs as it is written, the second is
+The pass of a short prompt takes the host longer than the device. It has a graph for each shape of
+prompts without padding: the first pass of a shape runs as it is written, the second is
 captured, later ones are replayed. Of more shapes than a cache has graphs for, the one that was not
 wanted for longest loses its graph, and gets no other: in turns each pass would be captured.
 """
@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from slipstream.models.cache import StateCache
-from slipstream.models.consistent import logits_of, runs_kernels
-from slipstream.models.host_graph import CannotRepeat, HostGraph
+from slipstream.models.consistent import logits_of
 from slipstream.nn.consistent import has_consistent_product
 from slipstream.nn.rounded import AS_RETURNED, Rounding
 from slipstream.runtime.token_ids import launched, raise_pending
@@ -81,7 +80,7 @@ class Decoding:
     """Counts how a model's generate ran its decoding steps, and turns graphs off: `model.decoding`.
 
     Attributes:
-        captures: graphs that were made: CUDA graphs or, on a CPU, lists of kernels.
+        captures: CUDA graphs that were made.
         replays: steps that were a replay, the one at a capture included.
         eager: steps that ran without a graph: the first of each graph, and all where there is none.
             Passes of prompts count as none of these.
@@ -228,7 +227,7 @@ class Decoding:
                     raise
                 self._give_up(e)
                 self.eager += 1
-                return e.result if isinstance(e, CannotRepeat) else step(*inputs)
+                return step(*inputs)
             self.captures += 1
             self.replays += 1
             return made.logits
@@ -238,8 +237,7 @@ class Decoding:
     def takes_prompt(self, cache: Any, input_ids: Tensor) -> bool:
         """Whether the pass of a prompt may be a graph: of a short one, whose time is the host's."""
         return (
-            repeats_prompts(input_ids.device)
-            and 0 < input_ids.numel() <= MAX_PROMPT_TOKENS
+            0 < input_ids.numel() <= MAX_PROMPT_TOKENS
             and isinstance(cache, StateCache)
             and self.lends(cache)
             and cache.get_seq_length() == 0
@@ -309,8 +307,8 @@ class Decoding:
     def _give_up(self, error: Exception) -> None:
         self.active = False
         self.reason = f"a step could not be captured: {error}"
-        # where more operations reach a graph of the host, or memory was short, another may be
-        if not torch.is_inference_mode_enabled() and not of_memory(error):
+        # where memory was short, another may be
+        if not of_memory(error):
             self._failure = self.reason
         self._warn()
 
@@ -347,24 +345,7 @@ def _of_inference(cache: StateCache) -> bool:
 
 def graph_on(device: torch.device) -> Graph | None:
     """A new graph, on devices that have graphs."""
-    kinds: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph, "cpu": HostGraph}
-    return kinds[device.type]() if device.type in kinds else None
-
-
-def room_of_graph(cache: StateCache, device: torch.device) -> int:
-    """How many tokens' places softmax layers look at in a graph, at least those used after it.
-
-    All that there are on a device, whose kernels pass over what is not used. On a CPU the time
-    goes with the places: a graph for every 256 tokens costs a step each.
-    """
-    if device.type == "cuda":
-        return sys.maxsize
-    return (cache.get_seq_length() // MULTIPLE + 1) * MULTIPLE if cache.grows else 0
-
-
-def repeats_prompts(device: torch.device) -> bool:
-    """Whether a prompt's pass waits for the host, not for the device."""
-    return device.type == "cuda"
+    return CudaGraph() if device.type == "cuda" else None
 
 
 def _prompt_step(
@@ -377,14 +358,11 @@ def _prompt_step(
     return logits_of(model, h[:, -1:])[:, -1]
 
 
-def decoding_step(
-    model: Any, cache: StateCache, device: torch.device
-) -> tuple[Callable[..., Tensor], int]:
+def decoding_step(model: Any, cache: StateCache) -> tuple[Callable[..., Tensor], int]:
     """A function from ids and, if given, positions [N, 1] to logits [N, 1, V], a row for each row
     of the cache; and the number of its graph, `room` of Decoding.run."""
     if not cache.has_open_rows:
-        room = room_of_graph(cache, device)
-        return lambda ids, at=None: logits_of(model, model.model.step(ids, cache, at, room)), room
+        return lambda ids, at=None: logits_of(model, model.model.step(ids, cache, at)), sys.maxsize
     room = max((cache.max_length or 0) - cache.get_seq_length(), 1)
     blocks = cache.blocks_for(model.model, room)
     ends = blocks.closes()
@@ -418,8 +396,6 @@ def why_not(model: nn.Module) -> str | None:
         return f"its parameters are on {len(devices)} devices"
     if graph_on(next(iter(devices))) is None:
         return f"there are no graphs on {next(iter(devices)).type}"
-    if consistent and not runs_kernels(next(iter(devices))):
-        return "a consistent model runs blocks of each sequence by themselves without CUDA"
     if _has_any_global_hook():
         return "there is a hook of all modules, which may do what a graph does not repeat"
     for module, name in modules.items():

@@ -143,7 +143,7 @@ def decode(
     decoding: Decoding = model.decoding
     steps = 1
     while steps < count and not state.ended(steps - 1):
-        logits_after, key = decoding_step(model, cache, first.device)
+        logits_after, key = decoding_step(model, cache)
 
         def step(logits_after: Any = logits_after) -> Tensor:
             state.take(logits_after(state.ids, state.positions)[:, -1].argmax(-1))

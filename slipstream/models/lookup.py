@@ -8,6 +8,7 @@ An assistant goes on in the same way: for each draft it runs over all tokens of 
 known whether they are right, so that none of them has to be taken back.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.consistent import logits_of
-from slipstream.models.graphs import MULTIPLE, Decoding, own_modules, why_not
+from slipstream.models.graphs import Decoding, own_modules, why_not
 from slipstream.models.packing import text_positions
 from slipstream.nn.decoding import Drafts
 from slipstream.nn.linear import is_hooked
@@ -86,21 +87,20 @@ class Verifier:
         """The token that the model chooses after each of ids, by a graph of `size` tokens."""
         cache, model = self.cache, self.model
         cache.reserve(size)
-        places = _places(cache, size, self.device)
 
-        def step(ids: Tensor, counts: Tensor, places: int = places) -> Tensor:
+        def step(ids: Tensor, counts: Tensor) -> Tensor:
             self.drafts.accepted = counts[:1]
             for layer in cache.layers:
                 if "length" in (layer.state or {}):
                     layer.view(0)["length"].sub_(counts[1])
-            h = model.model.verify(ids, cache, self.drafts, places)
+            h = model.model.verify(ids, cache, self.drafts)
             return logits_of(model, h).argmax(-1)
 
         padded = [*ids, *[0] * (size - len(ids))]
         counts = [self.accepted, self.dropped]
         given = tuple(torch.tensor(x, device=self.device) for x in ([padded], counts))
         decoding: Decoding = model.decoding
-        chosen = decoding.run(step, cache, given, places, self.device, required=True)
+        chosen = decoding.run(step, cache, given, sys.maxsize, self.device, required=True)
         self.size, self.accepted, self.dropped = size, 0, size
         return chosen[0, : len(ids)].tolist()
 
@@ -221,11 +221,3 @@ def _drafts_of(cache: StateCache, pending: int) -> Drafts:
     if found is None:
         found = cache.drafts = Drafts(pending)
     return found
-
-
-def _places(cache: StateCache, size: int, device: torch.device) -> int:
-    """As graphs.py:room_of_graph, with room for `size` more tokens."""
-    if device.type == "cuda":
-        return 1 << 62
-    end = cache.get_seq_length() + size
-    return -(-end // MULTIPLE) * MULTIPLE if cache.grows else 0

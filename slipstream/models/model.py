@@ -218,25 +218,22 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         input_ids: Tensor,
         cache: StateCache,
         position_ids: Tensor | None = None,
-        room: int = sys.maxsize,
     ) -> Tensor:
         """One token for each row of a cache that has some: ids [N, 1] -> hidden states [N, 1, D].
 
         What a decoding step does on a device, and nothing else: the cache's tensors are updated in
         place, no argument is checked and no token counted (StateCache.step_on), so that it can be a
-        graph. Softmax layers look at the first `room` places of the cache, whatever is used.
+        graph. Softmax layers look at all places of the cache, whatever is used.
         """
-        h = self._first_normed(decoding.embedded(self.embed_tokens, input_ids))
+        h = self._first_normed(self.embed_tokens(input_ids))
         if torch.compiler.is_compiling():
-            return self._advance(h, cache, False, position_ids, room)[0]
+            return self._advance(h, cache, False, position_ids, sys.maxsize)[0]
         if position_ids is None:
             position_ids = cache.next_positions()
         with decoding.step():
-            return self._advance(h, cache, False, position_ids, room)[0]
+            return self._advance(h, cache, False, position_ids, sys.maxsize)[0]
 
-    def verify(
-        self, input_ids: Tensor, cache: StateCache, drafts: decoding.Drafts, room: int
-    ) -> Tensor:
+    def verify(self, input_ids: Tensor, cache: StateCache, drafts: decoding.Drafts) -> Tensor:
         """As `step`, of T tokens of which the first alone is known to be right: ids [N, T] ->
         hidden states [N, T, D]. The next call moves the states on by drafts.accepted of them.
 
@@ -246,7 +243,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             raise NotImplementedError("verify: drafts are not implemented for a consistent model")
         with decoding.step(drafts):
             h = self._first_normed(self.embed_tokens(input_ids))
-            return self._advance(h, cache, False, None, room)[0]
+            return self._advance(h, cache, False, None, sys.maxsize)[0]
 
     def _continue(
         self,
@@ -473,7 +470,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         cache.reserve(1)
         positions = text_positions(position_ids, *input_ids.shape)
         given = (input_ids,) if positions is None else (input_ids, positions)
-        step, key = decoding_step(self, cache, input_ids.device)
+        step, key = decoding_step(self, cache)
         logits = self.decoding.run(step, cache, given, key, input_ids.device)
         cache.step_on(1)
         return CausalLMOutputWithPast(logits=logits, **named(cache))  # pyright: ignore[reportArgumentType]

@@ -1,59 +1,31 @@
-"""One token for each of N sequences, on states that are updated in place: parts of layers' decode.
-
-On CUDA, and where torch.compile traces, the operators run. On a CPU in float32 or float64 (host.py)
-the same formulas run as few calls of torch, without the operators' checks, which the first tokens
-of the sequences have passed.
-"""
+"""Parts of layers' decode: one token for each of N sequences, on states updated in place."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import Tensor
 
-from slipstream.common.checks import plain_int
 from slipstream.nn import rounded
 from slipstream.nn.conv import ShortConvolution
-from slipstream.nn.host import host_rms_norm, inverse_norm, on_host
-from slipstream.nn.linear import Embedding, is_hooked
 from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
-from slipstream.ops.norm import l2_norm, rms_norm, rms_norm_gated
+from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 
 # arguments of mixer_step with a row for each token, beside q, k and v
 OF_TOKENS = ("g", "beta", "write", "z")
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
-
-
-def embedded(table: nn.Module, input_ids: Tensor) -> Tensor:
-    """table(input_ids); on a CPU by torch, which refuses an id outside of a table too."""
-    host = input_ids.device.type == "cpu" and not torch.is_grad_enabled()
-    if type(table) is Embedding and host and not is_hooked(table) and not is_compiling():
-        return F.embedding(input_ids, table.weight)
-    return table(input_ids)
 
 
 def convolution(conv: ShortConvolution | None, x: Tensor, state: Tensor | None) -> Tensor:
     """x [N, 1, D], state [N, D, W] -> y [N, 1, D]; without a convolution silu alone"""
     if conv is None or state is None:
         return F.silu(x)
-    if not on_host(x):
-        return short_convolution_update(
-            x, state, conv.weight, conv.bias, activation=conv.activation
-        )
-    if state.shape[-1] != conv.width:  # a sum of other widths may be taken all the same
-        raise ValueError(f"state['conv']: want a width of {conv.width}, got {state.shape[-1]}")
-    state.copy_(torch.cat((state[..., 1:], x.mT), -1))
-    y = (state * conv.weight).sum(-1)
-    if conv.bias is not None:
-        y = y + conv.bias
-    return (y if conv.activation is None else F.silu(y))[:, None]
+    return short_convolution_update(x, state, conv.weight, conv.bias, activation=conv.activation)
 
 
 def mixer(
@@ -64,7 +36,7 @@ def mixer(
     conv: ShortConvolution | None,
     **options: Any,
 ) -> Tensor:
-    """A layer's step between its projections in one launch, where that is not on_host.
+    """A layer's step between its projections in one launch.
 
     q, k [N, 1, H, K] and v [N, 1, HV, V] as projected, options as ops.mixer_step has them ->
     [N, 1, HV V]
@@ -78,13 +50,6 @@ def mixer(
         tokens |= {name: options.pop(name) for name in OF_TOKENS if options.get(name) is not None}
         return drafts.mixer(tokens, **rounded.of_step(state), **options).flatten(-2)
     return mixer_step(q, k, v, **rounded.of_step(state), **options).flatten(-2)
-
-
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """As ops.l2_norm."""
-    if not on_host(x):
-        return l2_norm(x, eps=eps)
-    return x * inverse_norm(x, eps)
 
 
 def recurrence(
@@ -101,47 +66,8 @@ def recurrence(
 ) -> Tensor:
     """As ops.recurrent_step: q, k, a, b [N, 1, H, K], v [N, 1, HV, V], the recurrent state
     [N, HV, K, V] of a layer's, g [N, 1, HV] or [N, 1, HV, K], beta [N, 1, HV] -> o [N, 1, HV, V]"""
-    S = state[rounded.RECURRENT]
-    if not on_host(q) or S.dtype != q.dtype or not S.is_contiguous():
-        options: dict[str, Any] = {"g": g, "beta": beta, "a": a, "b": b, "scale": scale}
-        return recurrent_step(q, k, v, **rounded.of_step(state), **options)
-    N, HV, K, V = S.shape
-    S = S.view(N * HV, K, V)
-
-    def rows(x: Tensor) -> Tensor:
-        if x.shape[0] == x.shape[2] == 1:
-            return x[0].expand(HV, 1, -1)
-        x = x if x.shape[2] == HV else x.repeat_interleave(plain_int(HV // x.shape[2]), 2)
-        return x.reshape(N * HV, 1, x.shape[-1])
-
-    q, k, v = rows(q), rows(k), rows(v)
-    read = None if a is None else torch.bmm(rows(a), S)
-    if g is not None:
-        S.mul_(g.to(S.dtype).exp().reshape(N * HV, K if g.dim() == 4 else 1, 1))
-    if beta is not None:
-        v = torch.baddbmm(v, k, S, alpha=-1) * beta.reshape(N * HV, 1, 1)
-    S.addcmul_(k.mT, v)
-    if read is not None and b is not None:
-        S.addcmul_(rows(b).mT, read)
-    o = torch.baddbmm(v, q, S, beta=0, alpha=K**-0.5 if scale is None else scale)
-    return o.view(N, 1, HV, V)
-
-
-def norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
-    """As ops.rms_norm."""
-    if not on_host(x):
-        return rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
-    weight = 1 + weight if zero_centered and weight is not None else weight
-    return host_rms_norm(x, weight, eps)
-
-
-def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, activation: str = "silu"
-) -> Tensor:
-    """As ops.rms_norm_gated: the norm first, then the gate."""
-    if not on_host(x):
-        return rms_norm_gated(x, gate, weight, eps=eps, activation=activation)
-    return host_rms_norm(x, weight, eps) * GATES[activation](gate)
+    options: dict[str, Any] = {"g": g, "beta": beta, "a": a, "b": b, "scale": scale}
+    return recurrent_step(q, k, v, **rounded.of_step(state), **options)
 
 
 def output_norm(
@@ -149,20 +75,8 @@ def output_norm(
 ) -> Tensor:
     """The norm of each head of o [B, T, H, V], by f(gate) [B, T, H V] if there is a gate."""
     if gate is None:
-        return norm(o, weight, eps)
-    return gated_norm(o, gate.view_as(o), weight, eps, activation)
-
-
-def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int) -> Tensor:
-    """As ops.rms_norm_gated with the gate first, of each group alone."""
-    if not on_host(x):
-        options = {"norm_before_gate": False, "group_size": group_size}
-        return rms_norm_gated(x, gate, weight, eps=eps, **options)  # pyright: ignore[reportArgumentType]
-    x = x * F.silu(gate)
-    if group_size == x.shape[-1]:
-        return host_rms_norm(x, weight, eps)
-    groups = host_rms_norm(x.unflatten(-1, (-1, group_size)), None, eps)
-    return groups.flatten(-2) * weight
+        return rms_norm(o, weight, eps=eps)
+    return rms_norm_gated(o, gate.view_as(o), weight, eps=eps, activation=activation)
 
 
 class Drafts:
@@ -274,32 +188,7 @@ def rotary(x: Tensor, positions: Tensor, dim: int, base: float) -> Tensor:
     """x [N, 1, H, K], positions [1 or N, 1] -> the first `dim` features of x turned"""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = tables(positions, dim, base, wide)
-    if not on_host(x):
-        return rotary_embedding(x, cos, sin)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(turned if dim == x.shape[-1] else (*turned, x[..., dim:]), -1)
-
-
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None
-) -> Tensor | None:
-    """q [N, 1, H, K] on the first lengths [N] of the keys [N, S, HKV, K]; None off the host."""
-    if not on_host(q):
-        return None
-    at = torch.arange(k.shape[1], device=k.device)
-    seen = at < lengths[:, None]
-    if window is not None:
-        seen &= at >= lengths[:, None] - window
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=seen[:, None, None],
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return o.transpose(1, 2)
+    return rotary_embedding(x, cos, sin)
 
 
 def decay_gate(

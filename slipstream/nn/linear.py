@@ -14,7 +14,6 @@ from slipstream.kernels.matmul.inputs import activated
 from slipstream.kernels.pointwise.gated_mlp import IMPLS, gated_mlp, unsupported_reason
 from slipstream.nn.consistent import step_products
 from slipstream.nn.hooks import is_hooked as is_hooked
-from slipstream.nn.host import on_host
 from slipstream.ops.activation import ACTIVATIONS, geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
 from slipstream.ops.matmul import matmul
@@ -124,8 +123,6 @@ class GatedMLP(nn.Module):
         gate, up = linears(x, (self.gate_proj, self.up_proj))
         # without gradients nothing is kept
         if not torch.is_grad_enabled() or not plain_linear(down):
-            if self.activation == "swiglu" and on_host(gate):
-                return down(F.silu(gate) * up)
             return down(GATES[self.activation](gate, up))
         return glu_linear(gate, up, down.weight, down.bias, activation=self.activation)
 

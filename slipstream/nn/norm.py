@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
-from slipstream.nn.host import host_rms_norm, on_host
 from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
 
 Shape = int | list[int] | tuple[int, ...]
@@ -70,11 +69,6 @@ class RMSNorm(_Norm):
         residual_in_fp32: bool = False,
     ) -> Any:
         """y, or with prenorm (y, h)."""
-        if self._is_short(x, residual):
-            h = x if residual is None else x + residual
-            eps = _machine_eps(x.dtype) if self.eps is None else self.eps
-            y = host_rms_norm(h, self.weight, eps)
-            return (y, h) if prenorm else y
         expect_tensor("x", x)
         return rms_norm(
             x,
@@ -84,16 +78,6 @@ class RMSNorm(_Norm):
             prenorm=prenorm,  # pyright: ignore[reportArgumentType]
             residual_in_fp32=residual_in_fp32,
             zero_centered=self.zero_centered,
-        )
-
-    def _is_short(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Whether x is one token, for which plain torch is quicker."""
-        return (
-            on_host(x)
-            and not self.zero_centered
-            and x.shape[-1:] == self.normalized_shape
-            and (self.weight is None or self.weight.dtype == x.dtype)
-            and (residual is None or (residual.dtype, residual.shape) == (x.dtype, x.shape))
         )
 
     def extra_repr(self) -> str:

@@ -1,6 +1,5 @@
 """Layers' decoding steps by ops.mixer_step, which they take off the host, beside their forward."""
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,9 @@ from slipstream.layers import (
     KimiDeltaAttention,
     Mamba2,
     MultiScaleRetention,
+    delta_heads,
+    delta_net,
+    gated_oja,
     rwkv7,
 )
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache
@@ -43,16 +45,11 @@ LAYERS: dict[str, Any] = {
     "retention": lambda: MultiScaleRetention(D, 2),
     "retention convolved": lambda: MultiScaleRetention(D, 2, conv_size=4, norm_affine=True),
 }
-MODULES = ("delta_heads", "gated_oja", "mamba2", "delta_net", "gla", "retention")
 
 
 @pytest.fixture
-def off_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Steps are as on a GPU; the operators that they call."""
-    for module in ("nn.decoding", *(f"layers.{name}" for name in MODULES)):
-        monkeypatch.setattr(
-            importlib.import_module(f"slipstream.{module}"), "on_host", lambda x: False
-        )
+def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that steps call."""
     called: list[str] = []
 
     def recorded(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,35 +59,37 @@ def off_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("mixer_step", "recurrent_step", "rms_norm", "rms_norm_gated", "l2_norm"):
+    for name in ("mixer_step", "recurrent_step", "rms_norm", "rms_norm_gated"):
         monkeypatch.setattr(decoding, name, recorded(name, getattr(decoding, name)))
+    for module in (gated_oja, delta_heads, delta_net):
+        monkeypatch.setattr(module, "l2_norm", recorded("l2_norm", module.l2_norm))
     return called
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
-def test_step_is_one_operator(name: str, off_host: list[str]) -> None:
+def test_step_is_one_operator(name: str, operators: list[str]) -> None:
     torch.manual_seed(0)
     layer, x = LAYERS[name]().eval(), torch.randn(3, 12, D)
     for parameter in layer.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     want, end = layer(x, use_cache=True)
     _, state = layer(x[:, :9], use_cache=True)
-    off_host.clear()
+    operators.clear()
     y = [layer.step(x[:, t : t + 1], state) for t in range(9, 12)]
-    assert off_host == ["mixer_step"] * 3
+    assert operators == ["mixer_step"] * 3
     torch.testing.assert_close(torch.cat(y, 1), want[:, 9:], rtol=1e-4, atol=1e-4)
     for key, value in end.items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("rows", "product"), [(1, "projection_step"), (64, "projection_step"), (65, "addmm")]
+    ("rows", "product"), [(1, "_projection_step"), (64, "_projection_step"), (65, "addmm")]
 )
 @pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
 @torch.no_grad()
 def test_bias_is_added_within_its_product(
-    name: str, rows: int, product: str, off_host: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, product: str, operators: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second matrix of a gate sees a part of what one launch has made of x."""
     monkeypatch.setattr(projections, "_on_device", lambda x: True)
@@ -117,7 +116,7 @@ def test_bias_is_added_within_its_product(
 @pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
 @torch.no_grad()
 def test_linears_with_hooks_see_tokens_in_steps_too(
-    name: str, off_host: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, operators: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """[N, T, ...] as in every other call: a hook may read tokens from the second dimension."""
     monkeypatch.setattr(projections, "_on_device", lambda x: True)
@@ -136,16 +135,16 @@ def test_linears_with_hooks_see_tokens_in_steps_too(
 
 
 @torch.no_grad()
-def test_step_of_oja_is_one_pass_over_the_state(off_host: list[str]) -> None:
+def test_step_of_oja_is_one_pass_over_the_state(operators: list[str]) -> None:
     """And the convolution and norms on their own: its sums run over columns, of which a program of
     mixer_step may have a part."""
     torch.manual_seed(0)
     layer, x = GatedOja(D, 2, head_dim=8, head_v_dim=16, num_v_heads=4).eval(), torch.randn(3, 9, D)
     want, end = layer(x, use_cache=True)
     _, state = layer(x[:, :7], use_cache=True)
-    off_host.clear()
+    operators.clear()
     y = [layer.step(x[:, t : t + 1], state) for t in range(7, 9)]
-    assert off_host == ["l2_norm", "l2_norm", "rms_norm_gated"] * 2
+    assert operators == ["l2_norm", "l2_norm", "rms_norm_gated"] * 2
     torch.testing.assert_close(torch.cat(y, 1), want[:, 7:], rtol=1e-4, atol=1e-4)
     for key, value in end.items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
@@ -162,7 +161,7 @@ def test_step_of_oja_is_one_pass_over_the_state(off_host: list[str]) -> None:
 )
 @torch.no_grad()
 def test_steps_of_models_fuse_norms_and_residuals(
-    mixer: str, options: dict[str, Any], rows: int, off_host: list[str], monkeypatch: Any
+    mixer: str, options: dict[str, Any], rows: int, operators: list[str], monkeypatch: Any
 ) -> None:
     """Same logits, by four launches of linear layers a block and one a gate's second matrix; a
     hooked one is called."""
@@ -241,7 +240,7 @@ def stepped_model(mixer: Any, **options: Any) -> SlipstreamForCausalLM:
 )
 @torch.no_grad()
 def test_sums_and_norms_of_many_rows_are_one_operator(
-    mixer: str, fp32: bool, hooked: str, each: int, off_host: list[str], monkeypatch: Any
+    mixer: str, fp32: bool, hooked: str, each: int, operators: list[str], monkeypatch: Any
 ) -> None:
     """Same logits, whatever a hook in between does to what is normed."""
     model, calls = stepped_model(mixer, residual_in_fp32=fp32).half(), []
@@ -256,7 +255,7 @@ def test_sums_and_norms_of_many_rows_are_one_operator(
 @pytest.mark.parametrize("name", ["mixer_norm", "mlp_norm"])
 @torch.no_grad()
 def test_hooks_of_norms_see_sums_in_every_way(
-    name: str, fp32: bool, off_host: list[str], monkeypatch: Any
+    name: str, fp32: bool, operators: list[str], monkeypatch: Any
 ) -> None:
     """One tensor in, of one dtype, and one out: in a forward, a step by modules, a fused one."""
     model = stepped_model("gla", residual_in_fp32=fp32).bfloat16()
@@ -280,7 +279,7 @@ def test_hooks_of_norms_see_sums_in_every_way(
 @pytest.mark.parametrize(("size", "each"), [(63, 0), (64, 4)])
 @torch.no_grad()
 def test_wide_rows_have_norms_of_their_own(
-    size: int, each: int, off_host: list[str], monkeypatch: Any
+    size: int, each: int, operators: list[str], monkeypatch: Any
 ) -> None:
     """Shares of K are slower there."""
     assert projections.MAX_SHARED_SIZE == 2048
@@ -295,7 +294,7 @@ def test_wide_rows_have_norms_of_their_own(
 @pytest.mark.parametrize("fp32", [False, True])
 @torch.no_grad()
 def test_float32_norms_in_models_of_16_bits(
-    hooked: str, fp32: bool, off_host: list[str], monkeypatch: Any
+    hooked: str, fp32: bool, operators: list[str], monkeypatch: Any
 ) -> None:
     """As narrow norms, by the modules and as on a GPU."""
     model = stepped_model("gla", residual_in_fp32=fp32).bfloat16()
@@ -356,7 +355,7 @@ class Around(torch.nn.Module):
 @pytest.mark.parametrize(("changed", "each"), [("around", 2), ("no mlp", 3), ("float32", 0)])
 @torch.no_grad()
 def test_norms_behind_changed_blocks(
-    changed: str, each: int, off_host: list[str], monkeypatch: Any
+    changed: str, each: int, operators: list[str], monkeypatch: Any
 ) -> None:
     """Same logits where a block is wrapped or has lost its MLP; float32 has no such launch."""
     model, calls = stepped_model("gated_deltanet"), []

@@ -76,7 +76,6 @@ def test_model_does_not_see_padding_and_other_sequences(name: str) -> None:
     torch.testing.assert_close(packed, made(ids[:1, 9:]).logits[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:generate runs without graphs")  # experts look at values
 @every_model
 @torch.no_grad()
 def test_model_generates_the_same_from_padded_prompts(name: str) -> None:

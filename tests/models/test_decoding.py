@@ -21,6 +21,8 @@ from slipstream.nn import decoding
 from slipstream.ops import rotary_tables
 from tests.support.language_models import MODELS, assert_same, model, tokens
 
+pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
+
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 # one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
 # positions, two states, none that is fixed, latents
@@ -46,7 +48,7 @@ def generate(m: Any, ids: Tensor, **options) -> Any:
     return m.generate(input_ids=ids, **given)
 
 
-# steps as graphs: on a CPU a list of kernels
+# steps as graphs
 
 
 def without_graphs(m: Any, ids: Tensor, **options) -> Any:
@@ -61,7 +63,6 @@ def without_graphs(m: Any, ids: Tensor, **options) -> Any:
 def test_prompts_by_graphs_give_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of two lengths in turns, of which the third of a length is replayed; one with padding
     and one too long have no graph."""
-    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
     monkeypatch.setattr(graphs, "MAX_PROMPT_TOKENS", 24)
     m, prompts = model(name), [tokens(2, n) for n in (6, 11) * 4]
     want = [without_graphs(m, ids) for ids in prompts]
@@ -80,7 +81,6 @@ def test_prompts_by_graphs_give_the_same_tokens(name: str, monkeypatch: pytest.M
 
 
 def test_few_graphs_of_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
     monkeypatch.setattr(graphs, "MAX_PROMPTS", 2)
     m = model("gla")
     for n in (6, 5, 4, 3):
@@ -103,13 +103,6 @@ def test_generate_captures_once_per_batch_size(name: str) -> None:
     assert m.decoding.captures == 2
     assert (m.decoding.eager, m.decoding.replays) == (2, 4 * 8 - 2)
     assert m.decoding.reason is None
-
-
-def test_generate_captures_more_room_on_the_host() -> None:
-    m, ids = model("hybrid"), tokens(1, 250)
-    got = generate(m, ids, max_new_tokens=20)
-    assert m.decoding.captures == 2
-    assert torch.equal(got, without_graphs(m, ids, max_new_tokens=20))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import torch
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 
+pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
+
 
 def model(*mixers: str) -> SlipstreamForCausalLM:
     torch.manual_seed(0)

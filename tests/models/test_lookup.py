@@ -11,6 +11,8 @@ from torch import nn
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, lookup
 from slipstream.models.generation import DRAFTS, HOLES
 
+pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
+
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 30}
 
 

@@ -1,4 +1,4 @@
-"""The pass of a prompt as a graph, here a list of kernels: which are made, and what they refuse."""
+"""The pass of a prompt as a graph: which are made, and what they refuse."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,10 +11,7 @@ from slipstream.models import graphs
 from slipstream.runtime import token_ids
 from tests.support.language_models import model, tokens
 
-
-@pytest.fixture(autouse=True)
-def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "repeats_prompts", lambda device: True)
+pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
 
 
 def generate(m: Any, ids: Tensor, **options: Any) -> Tensor:
@@ -72,7 +69,7 @@ def test_prompt_of_a_foreign_table_refuses_ids() -> None:
     wrong[1, 3] = table.num_embeddings
     want = without_graphs(m, ids)
     for n in range(4):
-        # here the table itself looks at the ids, which a list of kernels cannot repeat
+        # here the table itself looks at the ids, which no capture permits
         said = (
             pytest.warns(RuntimeWarning, match="prompt of 2 x 6 tokens")
             if n == 2

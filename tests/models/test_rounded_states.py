@@ -14,6 +14,8 @@ from slipstream.nn import rounded
 from slipstream.nn.rounded import Rounding
 from tests.support.language_models import model, tokens
 
+pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
+
 INT8 = {"state_dtype": "int8"}
 # stepping on int8 in one launch or by recurrent_step, by their forward, and without such a state
 NAMES = ("gated_deltanet", "mamba2", "rwkv7", "retention", "gated_oja", "rwkv6", "hybrid", "hgrn")

@@ -12,6 +12,8 @@ from slipstream.models import StateCache
 from slipstream.models.cache import CACHE
 from tests.support.language_models import MODELS, assert_same, model, tokens
 
+pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
+
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
