@@ -70,9 +70,10 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         self._values: dict[int, Value] = {}
         self._lets: dict[str, Size] = {}
         self._guards: set[str] = set()
+        self._made: dict[str, str] = {}  # names by the text of their lines
         self._memory: set[int] = set()  # addresses of memory of this call
         self._names: dict[int, str] = {}
-        self._counts = dict.fromkeys("vsfcgm", 0)
+        self._counts = dict.fromkeys("vsfcgmu", 0)
         self._open = True
         self.device: torch.device | None = None
         self.given: set[str] = set()
@@ -264,7 +265,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         count: Any = 1
         for n in shape:
             count = product(count, n)
-        text = f"{self._constant(make)}({tuple_text(shape)}, {tuple_text(stride)})"
+        text = f"{self._constant(make)}({self._tuple(shape)}, {self._tuple(stride)})"
         size = count * value.itemsize
         late = type(size) is Size and size.late
         if name in _ZEROS:
@@ -370,46 +371,53 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         else:
             self.guard(f"{x.text} % 16 != 0 and {x.text} != 1", x.late)
 
-    def launched(self, run: Callable[..., Any] | None, args: Sequence[Any], **how: Any) -> None:
-        """A launch that has been made, as run(*args); None if it cannot be made so again.
-
-        how: by_address, whether tensors are given as addresses; maps, the makers of descriptors
-        for TMA, in order; then, named: further arguments, of run(args)(*then, **named)."""
+    def launched(
+        self, run: Callable[..., Any] | None, args: Sequence[Any], maps: Sequence[Any] = ()
+    ) -> None:
+        """A launch that has been made, as run(*args) with addresses for tensors; None if it cannot
+        be made so again. maps: for each descriptor among the args, those of its kind."""
         self.launches += 1
         try:
             if run is None:
                 raise Unrecordable("a launch")
             with torch._C.DisableTorchFunction():
-                self._launch(run, args, **how)
+                self._launch(run, args, maps)
         except Unrecordable as error:
             self._fail(str(error))
 
-    def _launch(
-        self,
-        run: Callable[..., Any],
-        args: Sequence[Any],
-        by_address: bool = True,
-        maps: Sequence[Any] = (),
-        then: Sequence[Any] | None = None,
-        named: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _launch(self, run: Callable[..., Any], args: Sequence[Any], maps: Sequence[Any]) -> None:
         left, texts = iter(maps), []
-        for x in args if then is None else then:
+        for x in args:
             if isinstance(x, Tensor):
-                value = self.value_of(x)
-                texts.append(self._pointer(value) if by_address else value.name)
+                texts.append(self._pointer(self.value_of(x)))
             elif hasattr(x, "base") and hasattr(x, "block_shape"):
-                shape, strides = tuple_text(x.shape), tuple_text(x.strides)
-                place = self._pointer(self.value_of(x.base))
-                name = self._next("m")
-                made = f"{self._constant(next(left))}({place}, {shape}, {strides})"
-                self._write(Line("map", made, name))
-                texts += [name, *map(text_of, x.shape), *map(text_of, x.strides)]
+                texts.append(self._map(x, next(left)))
+                texts += [*map(text_of, x.shape), *map(text_of, x.strides)]
             else:
                 texts.append("stream" if x is self.STREAM else self._text(x))
-        texts += [f"{name}={self._text(x)}" for name, x in (named or {}).items()]
-        first = f"{self._constant(run)}({tuple_text(args)})" if then is not None else ""
-        self._write(Line("launch", f"{first or self._constant(run)}({', '.join(texts)})"))
+        self._write(Line("launch", f"{self._constant(run)}({', '.join(texts)})"))
+
+    def _map(self, x: Any, make: Any) -> str:
+        """The name of a descriptor for TMA, which launches of a call share."""
+        place = self._pointer(self.value_of(x.base))
+        given = f"{place}, {self._tuple(x.shape)}, {self._tuple(x.strides)}"
+        made, known = self._constant(make), self._constant(make.known)
+        return self._once("map", f"{known}.get(({given})) or {made}({given})", "m", True)
+
+    def _tuple(self, sizes: Sequence[Any]) -> str:
+        """A tuple of sizes, which is made with the sizes where all of them are known early."""
+        text, late = tuple_text(sizes), any(type(x) is Size and x.late for x in sizes)
+        if late or not any(type(x) is Size for x in sizes):
+            return text
+        return self._once("let", text, "u", False)
+
+    def _once(self, kind: str, text: str, letter: str, late: bool) -> str:
+        """The name of what a line makes, the same for the same line."""
+        name = self._made.get(text)
+        if name is None:
+            name = self._made[text] = self._next(letter)
+            self._write(Line(kind, text, name, late))
+        return name
 
     def _pointer(self, value: Value) -> str:
         place, offset = pointer_of(value.root.name), value.offset

@@ -57,26 +57,31 @@ def is_enabled(x: Tensor) -> bool:
     return ENABLED and x.is_cuda
 
 
-def call_key(args: Sequence[Any]) -> Key | None:
+def call_key(args: Sequence[Any]) -> tuple[Key | None, list[Any]]:
     """The key: of tensors dtype, rank, alignment and whether they are contiguous; of integers only
-    that they are; None for what can't be one. All tensors are on the first one's device."""
+    that they are; None for what can't be one. And the addresses of tensors, for `play`. All tensors
+    are on the first one's device."""
     parts: list[Any] = [args[0].get_device()]
+    addresses: list[Any] = []
     for x in args:
         kind = type(x)
+        address = None
         if kind in _PLAIN:
-            place = x.data_ptr() & 15
+            address = x.data_ptr()
+            place = address & 15
             # minus what is in memory: the imaginary part of torch.conj(z). It comes after a real
             # part, so it is never at a multiple of 16 bytes, and only then is it asked.
             if place and x.is_neg():
-                return None
+                return None, addresses
             parts += (x.dtype, x.dim(), place, x.is_contiguous())
         elif kind is int:
             parts.append(int)
         elif isinstance(x, Tensor):
-            return None
+            return None, addresses
         else:
             parts += (kind, x) if kind is float or kind is bool else (x,)
-    return tuple(parts)
+        addresses.append(address)
+    return tuple(parts), addresses
 
 
 def _never() -> bool:
@@ -109,11 +114,13 @@ class RecordedCall:
         # sizes that are known only after a launch decide
         self.is_late = taken.late_guards
         exec(compile(self.source, "<slipstream record>", "exec"), scope)
-        self._function: Callable[[tuple], Any] = scope["play"]
+        self._function: Callable[[tuple, Sequence[Any]], Any] = scope["play"]
 
-    def play(self, args: tuple) -> Any:
-        """What the call returns for these arguments, or MISS."""
-        return self._function(args)
+    def play(self, args: tuple, addresses: Sequence[Any] | None = None) -> Any:
+        """What the call returns for these arguments, or MISS. addresses: of call_key."""
+        if addresses is None:
+            addresses = [x.data_ptr() if isinstance(x, Tensor) else None for x in args]
+        return self._function(args, addresses)
 
 
 class Records:
@@ -167,7 +174,7 @@ class _Writer:
         sizes = [f"{', '.join(names)}, = r{i}" for i, (_, names) in enumerate(raw)]
         sizes += [*_written(early), f"return {', '.join(wanted)}{',' if wanted else '()'}"]
         given = [f"{x} = a[{x[1:]}]" for x in sorted(self._args) if self._is_used(x[1:])]
-        given += [f"y{x[1:]} = {x}.data_ptr()" for x in sorted(self._args) if f"y{x[1:]}" in read]
+        given += [f"y{x[1:]} = b[{x[1:]}]" for x in sorted(self._args) if f"y{x[1:]}" in read]
         if raw:
             given += [
                 f"k = {', '.join(what for what, _ in raw)},",
@@ -180,7 +187,7 @@ class _Writer:
         indent = "\n    "
         return (
             f"def sizes({signature}):{indent}{indent.join(sizes)}\n\n"
-            f"def play(a):{indent}{indent.join([*given, *body])}\n"
+            f"def play(a, b):{indent}{indent.join([*given, *body])}\n"
         )
 
     def _raw(self) -> list[tuple[str, list[str]]]:

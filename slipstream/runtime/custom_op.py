@@ -125,7 +125,7 @@ class DirectCall:
         """The call by a record, or MISS where there is none for it: it runs as it is then."""
         if of_thread.recorder is not None:
             return call_replay.MISS  # it is part of another
-        key = call_replay.call_key(args)
+        key, addresses = call_replay.call_key(args)
         known = self._known.get(key)
         if known is None:
             if key is not None:
@@ -136,7 +136,7 @@ class DirectCall:
         for record in known.records:
             if record.is_profiled():
                 return call_replay.MISS
-            result = self._play(record, args)
+            result = self._play(record, args, addresses)
             if result is not call_replay.MISS:
                 if record.written is not None:
                     increment_version(record.written(args))
@@ -148,14 +148,14 @@ class DirectCall:
         self._expect(known, args)
         return call_replay.MISS
 
-    def _play(self, record: call_replay.RecordedCall, args: tuple) -> Any:
+    def _play(self, record: call_replay.RecordedCall, args: tuple, addresses: list[Any]) -> Any:
         device = args[0].device
         autocast = record.operations and torch.is_autocast_enabled(device.type)
         if not autocast and is_current(device):
-            return record.play(args)
+            return record.play(args, addresses)
         autocast_off = torch.autocast(device.type, enabled=False) if autocast else nullcontext()
         with device_of(device), autocast_off:
-            return record.play(args)
+            return record.play(args, addresses)
 
     def _known_of(self, key: tuple) -> call_replay.Records:
         if len(self._known) >= call_replay.MAX_KEYS:

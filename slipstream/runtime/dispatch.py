@@ -263,7 +263,7 @@ class ValidationCache:
         records = self._by_kind.setdefault(kind, [])
         given = (*tensors,)
         for record in records:
-            if (found := record.play(given)) is not call_replay.MISS:
+            if (found := record.play(given, ())) is not call_replay.MISS:
                 return found
         if len(records) >= call_replay.MAX_RECORDS or len(self._by_kind) > call_replay.MAX_KEYS:
             return make()

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from slipstream.compiler.aot import FUSION, common_options
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
-from slipstream.runtime.launch_replay import TensorMapCache, c_launcher, flat_launcher
+from slipstream.runtime.launch_replay import c_launcher, flat_launcher, maps_of
 
 if TYPE_CHECKING:
     from slipstream.runtime.recording import Recorder
@@ -178,7 +178,7 @@ class CompiledEntry:
         active = self._driver.active
         recorder.stream = partial(active.get_current_stream, active.get_current_device())
         recorder.is_profiled = self.is_profiled
-        makers = list(map(TensorMapCache, maps, known))
+        makers = list(map(maps_of, maps, known))
         recorder.launched(run, (*grid, recorder.STREAM, *self._handles, *args), maps=makers)
 
 

@@ -6,8 +6,8 @@ from inspect import getclosurevars
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
-# Descriptors that are kept of a launch's argument.
-MAX_MAPS = 256
+# Descriptors that are kept of tiles of one kind.
+MAX_MAPS = 1024
 # Places among a launcher's arguments: two pointers of scratch memory; metadata and hooks; the
 # kernel's own.
 _SCRATCH, _METADATA, _KERNEL = 7, 9, 13
@@ -16,29 +16,38 @@ _DESCRIBED = "padding", "round_f32_to_tf32"
 
 
 class TensorMapCache:
-    """TMA's descriptors of a launch's argument, by address and shape."""
+    """TMA's descriptors of tiles of one kind.
+
+    Attributes:
+        known: by address, shape and strides.
+    """
 
     def __init__(self, like: Any, meta: Any) -> None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
+        self.known: dict[tuple, Any] = {}
         self._like = {name: getattr(like, name) for name in _DESCRIBED if hasattr(like, name)}
         # from 3.8 on it takes a third argument, which it does not read
         unread = make_tensordesc_arg.__code__.co_argcount - 2
         self._make, self._rest = make_tensordesc_arg, (meta, *[()] * unread)
-        self._known: dict[tuple, Any] = {}
 
     def __call__(self, pointer: int, shape: tuple, strides: tuple) -> Any:
-        key = pointer, shape
-        try:
-            return self._known[key]
-        except KeyError:
-            pass
-        if len(self._known) >= MAX_MAPS:
-            self._known.clear()
+        """Makes one that is not known."""
+        if len(self.known) >= MAX_MAPS:
+            self.known.clear()
         base = SimpleNamespace(data_ptr=lambda: pointer)
         like = SimpleNamespace(base=base, shape=[*shape], strides=[*strides], **self._like)
-        made = self._known[key] = self._make(like, *self._rest)[0]
+        made = self.known[pointer, shape, strides] = self._make(like, *self._rest)[0]
         return made
+
+
+_MAPS: dict[str, TensorMapCache] = {}
+
+
+def maps_of(like: Any, meta: Any) -> TensorMapCache:
+    """The descriptors of tiles such as an argument's: launches share them."""
+    key = repr((meta, [getattr(like, name, None) for name in _DESCRIBED]))
+    return _MAPS.get(key) or _MAPS.setdefault(key, TensorMapCache(like, meta))
 
 
 class PackedLauncher(NamedTuple):

@@ -24,7 +24,9 @@ class Recorder(Protocol):
     stream: Callable[[], Any] | None
     is_profiled: Callable[[], bool] | None
 
-    def launched(self, run: Callable[..., Any] | None, args: Sequence[Any], **how: Any) -> None: ...
+    def launched(
+        self, run: Callable[..., Any] | None, args: Sequence[Any], maps: Sequence[Any] = ()
+    ) -> None: ...
 
     def ask(self, policy: Callable[..., Any], args: tuple) -> Any: ...
 

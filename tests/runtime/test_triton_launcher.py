@@ -130,6 +130,25 @@ def test_c_function_gets_the_arguments_of_triton(tiles: bool, gpu: list[tuple]) 
         assert c_arguments(record.play, (x,)) == want
 
 
+def test_descriptors_are_of_their_strides(gpu: list[tuple]) -> None:
+    """At one address there are tensors of one shape and several strides, parts of wider ones."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(8, 32)
+        tiles = TensorDescriptor(x, [8, 32], [x.stride(0), 1], [8, 32])
+        cached[4,](tiles, y, TensorDescriptor(y, [8, 32], [32, 1], [8, 32]), 3, W=32)
+        return y
+
+    cached, wide = CachedKernel(tiles_kernel), torch.zeros(8 * 96)
+    call(wide.as_strided((8, 32), (64, 1)))
+    record = call_replay.record(call, (wide.as_strided((8, 32), (64, 1)),))[1]
+    assert record is not None
+    for step in (64, 96, 64):
+        gpu.clear()
+        record.play((wide.as_strided((8, 32), (step, 1)),))
+        assert step in _flat(gpu) and {64, 96} - {step} & {*_flat(gpu)} == set()
+
+
 def _flat(x: Any) -> list:
     return [z for y in x for z in _flat(y)] if isinstance(x, list | tuple) else [x]
 
