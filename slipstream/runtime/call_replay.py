@@ -231,8 +231,11 @@ class _Writer:
     def _last_uses(self, lines: Sequence[Line]) -> dict[int, list[str]]:
         """The tensors to let go after each line."""
         lasting, last = {*names_in(self._result)}, {}
+        # a launch that takes a descriptor reads the memory that it describes
+        described = {x.left: x.reads for x in lines if x.kind == "map"}
         for i, line in enumerate(lines):
-            for name in (*line.defines, *line.reads):
+            memory = [x for name in line.reads for x in described.get(name, ())]
+            for name in (*line.defines, *line.reads, *memory):
                 tensor = f"v{name[1:]}" if name[0] == "p" else name
                 if tensor[0] == "v" and tensor not in lasting:
                     last[tensor] = i

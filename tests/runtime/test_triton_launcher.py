@@ -149,6 +149,26 @@ def test_descriptors_are_of_their_strides(gpu: list[tuple]) -> None:
         assert step in _flat(gpu) and {64, 96} - {step} & {*_flat(gpu)} == set()
 
 
+def test_memory_outlives_launches_that_share_its_descriptor(
+    gpu: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        middle, y = torch.empty_like(x), torch.empty_like(x)
+        tiles = [TensorDescriptor(t, [8, 32], [32, 1], [8, 32]) for t in (x, middle, y)]
+        cached[4,](tiles[0], middle, tiles[1], 3, W=32)
+        cached[4,](tiles[1], y, tiles[2], 3, W=32)
+        return y
+
+    cached, x = CachedKernel(tiles_kernel), torch.zeros(8, 32)
+    call(x)
+    record = call_replay.record(call, (x,))[1]
+    assert record is not None
+    lines = [line.strip() for line in record.source.splitlines()]
+    launches = [i for i, line in enumerate(lines) if "stream" in line and "(4, 1, 1" in line]
+    assert len(launches) == 2 and lines.index("v1 = None") > launches[1]
+    assert sum(".get(" in line for line in lines) == 3 + ("KNOWN.get(k)" in record.source)
+
+
 def _flat(x: Any) -> list:
     return [z for y in x for z in _flat(y)] if isinstance(x, list | tuple) else [x]
 
