@@ -296,9 +296,11 @@ def record_decision(
     if len({*map(id, given)}) < len(given):
         return decide(), None  # a size of one is taken for that of the other
     taking = CallRecorder(tensors, detach=False)
-    with taking, use_recorder(taking):
-        result, text = taking.decision(decide())
-    taking.close()
+    try:
+        with taking, use_recorder(taking):
+            result, text = taking.decision(decide())
+    finally:
+        taking.close()
     if taking.failed or taking.operations or taking.launches:
         return result, None
     return result, RecordedCall(taking, text, True)

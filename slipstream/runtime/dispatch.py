@@ -251,7 +251,9 @@ class ValidationCache:
             if len(self._by_key) >= _MAX_ENTRIES:
                 self._by_key.clear()
             before = _fallbacks
-            found = self._decided(key, make, tensors) if tensors else make()
+            # to torch.jit.trace sizes are tensors
+            decides = tensors and not is_tracing()
+            found = self._decided(key, make, tensors) if decides else make()
             if before == _fallbacks:
                 self._by_key[key] = found
         return found

@@ -161,7 +161,7 @@ class Size(torch.SymInt):
         return self.__index__() ** other
 
     def __repr__(self) -> str:
-        return f"{self.text}={self.value}"
+        return repr(self.value)  # in an error, which no record outlives
 
 
 def value_of(x: Any) -> Any:
