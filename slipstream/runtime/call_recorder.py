@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from slipstream.runtime.recorded_shapes import (
     BY_DTYPE,
+    IN_PLACE,
     VIEWS,
     Address,
     ShapeRules,
@@ -237,13 +238,14 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
 
     def _same(self, name: str, x: Tensor) -> bool:
         """Whether an operation that gave back its argument did nothing."""
-        if name in BY_DTYPE:
+        # of one dimension alone, flatten gives it back for all sizes
+        if name in BY_DTYPE or name == "flatten":
             return True
         if name == "contiguous":
             self._ask_is_contiguous(self.value_of(x), x)
             return True
-        if name.endswith("_") or name == "wait_tensor":
-            return False  # in place
+        if name.endswith("_") or name in IN_PLACE:
+            return False
         raise Unrecordable(f"{name} gives back its argument")
 
     def _fresh(self, name: str, args: tuple, out: Tensor) -> bool:

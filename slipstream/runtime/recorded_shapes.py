@@ -23,6 +23,8 @@ SAME_PLACE = frozenset(_SAME_PLACE_NAMES.split())
 VIEWS = SAME_PLACE | {"narrow", "select", "__getitem__"}
 # Operations that give back their argument where it has the dtype that is wanted.
 BY_DTYPE = frozenset(("to", "float", "half", "bfloat16", "double", "type_as"))
+# Besides those with an underscore: x *= y is named as x * y is.
+IN_PLACE = frozenset(("mul", "add", "sub", "div", "wait_tensor"))
 _ELEMENTWISE_NAMES = """
 contiguous clone add sub mul div neg exp exp2 log flip cumsum sigmoid softplus clamp pow rsub
 __mul__ __add__ __sub__ __neg__ __rmul__ __radd__ __rsub__ __truediv__ masked_fill
@@ -159,7 +161,8 @@ class ShapeRules(ABC):
             if type(x) is int and x >= 0:
                 offset = total(offset, product(product(x, stride[dim]), base.itemsize))
             elif type(x) is Size:
-                self.guard(f"0 <= {x.text} < {text_of(shape[dim])}", x.late)
+                if not 0 <= x < shape[dim]:
+                    return None
                 offset = total(offset, product(product(x, stride[dim]), base.itemsize))
             elif isinstance(x, slice) and x.step is None and _is_forward(x.start, x.stop):
                 start = 0 if x.start is None else x.start

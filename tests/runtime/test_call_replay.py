@@ -154,7 +154,8 @@ def test_views_and_operations_are_played_sooner() -> None:
 
 def test_in_place_reaches_the_argument() -> None:
     def body(state: Tensor, x: Tensor) -> Tensor:
-        state.mul_(2).add_(x)
+        state *= 2
+        state.add_(x)
         y = torch.empty_like(x)
         launch(state, y)
         return y
@@ -196,8 +197,7 @@ def test_copies_of_the_same_dtype_are_copies() -> None:
 
     toy = Toy(body)
     for _ in range(4):
-        x = torch.ones(4)
-        assert toy.run(x).tolist() == [3.0] * 4
+        assert toy.run(x := torch.ones(4)).tolist() == [3.0] * 4
         assert x.tolist() == [1.0] * 4
     assert toy.calls == 2
 
