@@ -103,8 +103,8 @@ def _are_sequences(seq_idx: Tensor | None, cu_seqlens: Tensor, tokens: int) -> b
     """Whether the offsets are those of seq_idx [1, tokens]; False where values cannot be read."""
     if linear_mixers.is_unreadable(cu_seqlens):
         return False
-    cuts = torch.tensor([0, tokens]) if seq_idx is None else linear_mixers.offsets_of(seq_idx)
-    return cuts.tolist() == cu_seqlens.unique_consecutive().tolist()
+    cuts = [0, tokens] if seq_idx is None else linear_mixers.offsets_of(seq_idx).tolist()
+    return cuts == cu_seqlens.unique_consecutive().tolist()
 
 
 def mamba_chunk_scan(

@@ -84,10 +84,10 @@ def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
         return None
     packed = terms.cu_seqlens is not None
     input_bytes = sum(x.numel() * x.element_size() for x in terms if x is not None)
-    io_bytes = input_bytes + B * T * HV * V * E
+    allowed = (input_bytes + B * T * HV * V * E) * 2 * int(10 * MAX_WORKSPACE_PCT) // 1000
     saved_bytes = B * T * HV * (CHUNK * E + 8)  # R, beta and G
     sizes = B, T, terms.sequences, packed, HV, K, V, E
-    return make_schedule(terms, *_choose_blocks(count, io_bytes, saved_bytes, *sizes))
+    return make_schedule(terms, *_choose_blocks(count, allowed, saved_bytes, *sizes))
 
 
 class Blocks(NamedTuple):
@@ -100,7 +100,7 @@ class Blocks(NamedTuple):
 @by_sizes
 def _choose_blocks(
     count: int,
-    io_bytes: int,
+    allowed: int,
     saved_bytes: int,
     B: int,
     T: int,
@@ -114,7 +114,6 @@ def _choose_blocks(
     # of a packed sequence: on average
     of_one = -(-T // (CHUNK * N)) if packed else -(-T // CHUNK)
     chunks = -(-of_one // count)
-    allowed = io_bytes * 2 * int(10 * MAX_WORKSPACE_PCT) // 1000
     sizes: dict[Blocks, int] = {}
     times: dict[Blocks, float] = {}
 
