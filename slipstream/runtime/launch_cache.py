@@ -156,8 +156,7 @@ class CompiledEntry:
         self.run(*self.prefix(grid), *args)
 
     def is_profiled(self) -> bool:
-        hooks = self._hooks
-        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+        return _is_profiled(self._hooks)
 
     def prefix(self, grid: tuple[int, ...]) -> tuple:
         """The arguments of `run` before the kernel's own."""
@@ -177,9 +176,14 @@ class CompiledEntry:
             return
         active = self._driver.active
         recorder.stream = partial(active.get_current_stream, active.get_current_device())
-        recorder.is_profiled = self.is_profiled
+        recorder.is_profiled = partial(_is_profiled, self._hooks)  # and not the kernel
         makers = list(map(maps_of, maps, known))
         recorder.launched(run, (*grid, recorder.STREAM, *self._handles, *args), maps=makers)
+
+
+def _is_profiled(hooks: Any) -> bool:
+    """Whether anything looks at launches; hooks: Triton's knobs."""
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
 def _wants_memory(launcher: Any) -> bool:
