@@ -248,5 +248,5 @@ def expect_rows(cache: StateCache | None, sequences: int) -> None:
     if cache is not None and cache.rows not in (0, sequences):
         raise ValueError(
             f"cache (past_key_values): want a row for each of {sequences} sequences, got "
-            f"{cache.rows}"
+            f"{cache.rows}. cache.batch_repeat_interleave(n) repeats every row"
         )

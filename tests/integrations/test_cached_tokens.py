@@ -81,3 +81,24 @@ def test_calls_on_a_cache_equal_one(name: str, masked: bool) -> None:
         parts.append(out.logits)
     got = torch.cat(parts, 1)[mask.bool()]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@torch.no_grad()
+def test_one_row_caches_are_expanded_first(patched: bool) -> None:
+    """transformers' models refuse two prompts behind a cache of one row, patched or not, and take
+    them once batch_repeat_interleave has repeated it. Its layers for states have no such method."""
+    cls, config, weights, inputs, _ = tiny("Lfm2ForCausalLM")
+    if patched:
+        patch()
+    model = build(cls, config, NAME if patched else "sdpa", weights)
+    ids = inputs["input_ids"].clone()
+    ids[:, :5] = ids[:1, :5]
+    prefix = model(ids[:1, :5], use_cache=True)
+    word = next(x for x in CACHES if x in prefix)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        model(ids[:, 5:], **{word: prefix[word]})
+    cache = model(ids[:1, :5], use_cache=True)[word]
+    cache.batch_repeat_interleave(2)
+    got, want = model(ids[:, 5:], **{word: cache}).logits, model(ids).logits[:, 5:]
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))

@@ -95,3 +95,17 @@ def test_drafts_want_the_tokens_of_the_cache() -> None:
     given = {"attention_mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 3}
     with pytest.raises(ValueError, match="input_ids: want the 128 tokens of the cache"):
         _generated(m, ids[:, 128:], **{CACHE: cache}, **given)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_prefix_of_several_prompts_is_repeated_first(way: str) -> None:
+    """As transformers' own caches, which refuse several prompts behind one row
+    (tests/integrations/test_cached_tokens.py)."""
+    m, options = model("hybrid"), WAYS[way](None)
+    prompts = torch.cat([_prompt().expand(2, -1), torch.tensor([[5, 6, 7], [8, 9, 3]])], 1)
+    want = _generated(m, prompts, **options)
+    cache = PrefixCache(m).prefill(_prompt())
+    with pytest.raises(ValueError, match=r"got 1. cache.batch_repeat_interleave\(n\) repeats"):
+        _generated(m, prompts, **{CACHE: cache}, **options)
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(_generated(m, prompts, **{CACHE: cache}, **options), want)
