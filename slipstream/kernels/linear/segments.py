@@ -98,20 +98,25 @@ def delta_grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_
     return (V // tile * HV * num_sequences(terms, segments),)
 
 
-def scalar_decay_tokens(programs: int, tokens: int, C: int, unit: int) -> int | None:
-    """Tokens of the segments that a sequence of `tokens` is cut into, or None for no cut.
+def scalar_decay_tokens(terms: LinearInputs, programs: int, C: int, unit: int) -> int | None:
+    """Tokens of the segments that sequences are cut into, or None for no cut.
 
     programs: those of one sequence. unit: chunks of which a segment is a multiple, forward
     FORWARD_UNIT and backward ANCHOR_INTERVAL. A cut reads half of the inputs once more: made where
-    it at least triples the programs.
+    a sequence, of packed ones one of twice the mean, is at least three segments.
     """
-    return None if consistent_scope.on else _scalar_decay_tokens(programs, tokens, C, unit)
+    B, T = terms.v.shape[:2]
+    if consistent_scope.on:
+        return None
+    if terms.cu_seqlens is None:
+        return _scalar_decay_tokens(programs * B, T, 2, C, unit)
+    return _scalar_decay_tokens(programs, T, max(terms.sequences, 2), C, unit)
 
 
 @by_sizes
-def _scalar_decay_tokens(programs: int, tokens: int, C: int, unit: int) -> int | None:
-    count, chunks = TARGET_PROGRAMS // max(programs, 1), -(-tokens // C)
-    if count < 3 or chunks < max(2 * unit, MIN_CUT_CHUNKS):
+def _scalar_decay_tokens(programs: int, T: int, sequences: int, C: int, unit: int) -> int | None:
+    count, chunks = TARGET_PROGRAMS // max(programs, 1), -(-T // C)
+    if 2 * count < 3 * sequences or 2 * chunks < sequences * max(2 * unit, MIN_CUT_CHUNKS):
         return None
     return -(-chunks // (count * unit)) * unit * C
 

@@ -21,7 +21,7 @@ def in_segments() -> None:
     plan.delta_tokens = lambda programs, T, C: 64
     assert backend.segments_for_programs.__module__ == plan.__name__
     for module in (scalar_backend, launch):
-        module.scalar_decay_tokens = lambda programs, tokens, C, unit: 64
+        module.scalar_decay_tokens = lambda terms, programs, C, unit: 64
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -101,8 +101,7 @@ def _vector_decay_reason(terms: LinearInputs) -> str | None:
             return f"q, k, v and g have to be bfloat16, and {name} is {x.dtype}"
     if reason := _width_reason(terms, SCALAR_DECAY_WIDTHS[:1]):
         return reason
-    programs = 2 * v.shape[2] * (q.shape[0] if terms.cu_seqlens is None else 1)
-    cut = scalar_decay_tokens(programs, q.shape[1], CHUNK, FORWARD_UNIT)
+    cut = scalar_decay_tokens(terms, 2 * v.shape[2], CHUNK, FORWARD_UNIT)
     if cut is not None and vector_decay_sm90(terms) is None:
         return "few heads of short sequences are faster in Triton's segments"
     return None

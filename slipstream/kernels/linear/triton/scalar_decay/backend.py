@@ -299,11 +299,10 @@ def gate_strides(g: Tensor | None) -> dict[str, int]:
 
 def _choose_segments(terms: LinearInputs, exchange: Exchange | None, unit: int) -> Segments | None:
     """Decided by shapes alone."""
-    B, T, HV, V = terms.v.shape
+    HV, V = terms.v.shape[2:]
     tile, _ = _tile_of(terms)
-    packed = terms.cu_seqlens is not None
-    programs = -(-V // tile.BX) * HV * (1 if packed else B)
-    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, tile.C, unit))
+    programs = -(-V // tile.BX) * HV
+    segments = split_into_segments(terms, scalar_decay_tokens(terms, programs, tile.C, unit))
     if exchange is None:
         return segments
     return exchange.segments(terms, segments, tile.C, _anchor_tokens(terms))

@@ -98,13 +98,12 @@ def choose_segments(
 ) -> Segments | None:
     """Decided by shapes alone."""
     unit = ANCHOR_INTERVAL if backward else FORWARD_UNIT
-    B, T, HV, K = problem.g.shape
+    HV, K = problem.g.shape[2:]
     V = problem.v.shape[-1]
     tile, _ = _chunk_tile(problem.k.device, K, V, problem.k.element_size(), problem.tile.C)
-    packed = problem.terms.cu_seqlens is not None
-    programs = -(-V // tile.BX) * HV * (1 if packed else B)
     C, terms = problem.tile.C, problem.terms
-    segments = split_into_segments(terms, scalar_decay_tokens(programs, T, C, unit))
+    tokens = scalar_decay_tokens(terms, -(-V // tile.BX) * HV, C, unit)
+    segments = split_into_segments(terms, tokens)
     if exchange is None:
         return segments
     return exchange.segments(terms, segments, C, ANCHOR_INTERVAL * C)
