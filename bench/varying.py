@@ -3,14 +3,18 @@
     python bench/varying.py                       every case
     python bench/varying.py --only "packed kda"   training on packed rows
     python bench/varying.py --only prefill        prompts of lengths not seen before
+    python bench/varying.py --only decode         a token of one sequence after another
     python bench/varying.py --only host           the host's time of one operator
 
 packed MIXER TOKENS: a training step with AdamW of 12 layers, hidden size 1024, bf16: one row of
 documents whose lengths are new in every step (log-normal, means 700 and 300), in tokens/s beside 8
-whole rows of as many tokens. prefill MIXER: 24 layers, one prompt of 60 to 2000 tokens, ms beside a
-prompt of 1000 tokens again. host OPERATOR: microseconds of a call of a size not seen before, beside
-the same size again; both: with backward. compilations: kernel variants asked for after the first
-steps (slipstream.runtime.compilations); host_us: until a step returns.
+whole rows of as many tokens; then the ms of a step beside the same offsets again, each waited for,
+the median of all, and the slowest beside its own repeat. prefill MIXER: 24 layers, one prompt of 60
+to 2000 tokens, ms beside a prompt of 1000 tokens again. decode MIXER: 24 layers, ms a token of one
+sequence without CUDA graphs, beside the same positions of a second sequence. host OPERATOR:
+microseconds of a call of a size not seen before, beside the same size again; both: with backward.
+compilations: kernel variants asked for after the first steps (slipstream.runtime.compilations);
+host_us: until a step returns. A case run with SLIPSTREAM_REPLAY=off says so.
 """
 
 import statistics
@@ -24,10 +28,14 @@ import torch
 from harness import DEVICE, Report, Row, language_model, parser, synchronize
 from torch import Tensor
 
-from slipstream.runtime import compilations
+from slipstream.runtime import call_replay, compilations
 from slipstream.tools.catalog import Shape, chosen
 
-MIXERS = ("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention", "attention")
+MIXERS = {
+    **{x: [x] for x in ("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention")},
+    "hybrid": ["gated_deltanet", "gated_deltanet", "gated_deltanet", "attention"],
+    "attention": ["attention"],
+}
 PACKED = {8192: 300, 32768: 700}  # tokens of a step, and of a document on average
 OPERATORS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla", "attention")
 WARM, STEPS, CALLS = 4, 12, 40
@@ -61,11 +69,24 @@ def in_a_row(steps: Sequence[Callable[[], object]]) -> tuple[float, float]:
     return host / len(steps), whole / len(steps)
 
 
-def packed(mixer: str, total: int, report: Report) -> Row:
+def model_of(mixer: str, layers: int, small: bool) -> Any:
+    kinds = MIXERS[mixer]
+    mixers = [kinds[i % len(kinds)] for i in range(len(kinds) if small else layers)]
+    return language_model(mixers, small, hidden_size=1024, num_heads=8)
+
+
+def row(name: str, case: str, cells: dict[str, Any], ours: float, beside: float) -> Row:
+    """cells: those that do not follow from the two figures."""
+    replay = "" if call_replay.ENABLED else ", no replay"
+    ratio = ours / beside
+    shown = {"ours": round(ours, 3), "same_or_whole": round(beside, 3), "ratio": round(ratio, 3)}
+    return {"name": name, "case": case + replay, **cells, **shown}
+
+
+def packed(mixer: str, total: int, report: Report) -> Iterator[Row]:
     small = report.options.small
     tokens, mean = (64, 12) if small else (total, PACKED[total])
-    sizes = {"hidden_size": 1024, "num_heads": 8}
-    model = language_model([mixer] * (1 if small else 12), small, **sizes).train()
+    model = model_of(mixer, 12, small).train()
     fused = DEVICE.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
     ids = torch.randint(1, 64 if small else 32000, (1, tokens), device=DEVICE)
@@ -79,33 +100,33 @@ def packed(mixer: str, total: int, report: Report) -> Row:
 
     count = report.runs(STEPS)
     rows = partial(step, (8, tokens // 8))
-    texts = [offsets(tokens, mean, random) for _ in range(WARM + count)]
+    texts = [offsets(tokens, mean, random) for _ in range(WARM + 2 * count)]
     documents = [partial(step, (1, tokens), cu_seqlens=x) for x in texts]
     in_a_row([rows] * WARM)
     in_a_row(documents[:WARM])
+    if report.options.once:
+        return
     before = compilations()
-    host, ours = in_a_row(documents[WARM:])
-    asked = compilations() - before
-    whole = in_a_row([rows] * count)[1]
-    return {
-        "name": mixer,
-        "case": "packed, tokens/s",
+    host, ours = in_a_row(documents[WARM : WARM + count])
+    pairs = [(timed(x)[1], timed(x)[1]) for x in documents[WARM + count :]]
+    cells = {
         "tokens": tokens,
         "sequences": round(statistics.mean(len(x) - 1 for x in texts)),
-        "ours": round(tokens / ours),
-        "same_or_whole": round(tokens / whole),
-        "ratio": round(whole / ours, 3),
-        "compilations": asked,
+        "compilations": compilations() - before,
         "host_us": round(host * 1e6),
     }
+    whole = in_a_row([rows] * count)[1]
+    yield row(mixer, "packed, tokens/s", cells, tokens / ours, tokens / whole)
+    new, same = (statistics.median(x) * 1e3 for x in zip(*pairs, strict=True))
+    yield row(mixer, "packed, ms a step", cells, new, same)
+    slowest = max(x for x, _ in pairs) * 1e3
+    yield row(mixer, "packed, ms of the slowest step", cells, slowest, same)
 
 
 @torch.no_grad()
-def prefill(mixer: str, report: Report) -> Row:
+def prefill(mixer: str, report: Report) -> Iterator[Row]:
     small = report.options.small
-    model = language_model(
-        [mixer] * (1 if small else 24), small, hidden_size=1024, num_heads=8
-    ).eval()
+    model = model_of(mixer, 24, small).eval()
     random, longest = Random(0), 40 if small else 2000
 
     def prompt(tokens: int) -> Callable[[], object]:
@@ -115,22 +136,47 @@ def prefill(mixer: str, report: Report) -> Row:
     new = [prompt(random.randint(longest // 33 + 1, longest)) for _ in range(WARM + CALLS)]
     for call in new[:WARM]:
         timed(call)
+    if report.options.once:
+        return
     before = compilations()
     found = sorted(timed(call) for call in new[WARM : WARM + report.runs(CALLS)])
     asked = compilations() - before
     same = [timed(x)[1] for x in [prompt(longest // 2)] * report.runs(CALLS)]
-    ours, again = statistics.median(x[1] for x in found), statistics.median(same)
-    return {
-        "name": mixer,
-        "case": "prefill, ms",
+    cells = {
         "tokens": longest // 2,
         "sequences": 1,
-        "ours": round(ours * 1e3, 3),
-        "same_or_whole": round(again * 1e3, 3),
-        "ratio": round(ours / again, 3),
         "compilations": asked,
         "host_us": round(statistics.median(x[0] for x in found) * 1e6),
     }
+    median = statistics.median(x[1] for x in found)
+    yield row(mixer, "prefill, ms", cells, median * 1e3, statistics.median(same) * 1e3)
+
+
+@torch.no_grad()
+def decode(mixer: str, report: Report) -> Iterator[Row]:
+    small = report.options.small
+    model = model_of(mixer, 24, small).eval()
+    ids = torch.randint(1, 64 if small else 32000, (1, 12 if small else 500), device=DEVICE)
+
+    def tokens(count: int) -> list[tuple[float, float]]:
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        token = ids[:, :1]
+        step = partial(model, input_ids=token, past_key_values=cache, use_cache=True)
+        return [timed(step) for _ in range(count)]
+
+    tokens(WARM)
+    if report.options.once:
+        return
+    before, count = compilations(), report.runs(CALLS)
+    found, again = tokens(count), tokens(count)
+    cells = {
+        "tokens": ids.shape[1],
+        "sequences": 1,
+        "compilations": compilations() - before,
+        "host_us": round(statistics.median(x[0] for x in found) * 1e6),
+    }
+    new, same = (statistics.median(x[1] for x in times) * 1e3 for times in (found, again))
+    yield row(mixer, "decode, ms a token", cells, new, same)
 
 
 def host(operator: str, report: Report) -> Iterator[Row]:
@@ -158,22 +204,21 @@ def host(operator: str, report: Report) -> Iterator[Row]:
         new = [call(n, trained) for n in sizes]
         for x in new[:WARM]:
             timed(x)
+        if report.options.once:
+            continue
         before = compilations()
         ours = statistics.median(timed(x)[0] for x in new[WARM:])
         asked = compilations() - before
         again = call(sizes[0], trained)
         same = statistics.median(timed(again)[0] for _ in range(2 * count))
-        yield {
-            "name": operator,
-            "case": "both, us" if trained else "forward, us",
+        cells = {
             "tokens": round(statistics.mean(sizes)),
             "sequences": 1,
-            "ours": round(ours * 1e6, 1),
-            "same_or_whole": round(same * 1e6, 1),
-            "ratio": round(ours / same, 3),
             "compilations": asked,
             "host_us": round(ours * 1e6, 1),
         }
+        case = "both, us" if trained else "forward, us"
+        yield row(operator, case, cells, ours * 1e6, same * 1e6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -183,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases += [
             (f"packed {x} {total}", "varying", partial(packed, x, total, report)) for x in MIXERS
         ]
-    cases += [(f"prefill {x}", "varying", partial(prefill, x, report)) for x in MIXERS]
+    for what in (prefill, decode):
+        cases += [(f"{what.__name__} {x}", "varying", partial(what, x, report)) for x in MIXERS]
     report.measure(cases)
 
 
