@@ -151,11 +151,11 @@ def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("decode", "--only kda"),
     ):
         script(f"bench/{name}").main(["--small", *arguments.split()])
-    tables.read.cache_clear()
+    tables.database.cache_clear()
     try:
         used = {x: table.used() for x, table in specs.TABLES.items()}
     finally:
-        tables.read.cache_clear()
+        tables.database.cache_clear()
     here = datetime.date.today().isoformat(), harness.device_name()
     new = {x for x, rows in used.items() if here in {(y["date"], y["device"]) for y in rows}}
     assert {"attention", "matmul", "steps"} <= new

@@ -1,6 +1,8 @@
 """Numbers of README.md and docs come from rows of bench/results (tools/tables.py)."""
 
 import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -71,17 +73,18 @@ def test_changed_number_fails() -> None:
      ("8", "c:3 ~ c:3", "1.00")],
 )  # fmt: skip
 def test_number_shows_no_digits_that_are_not_there(given: str, place: str, shown: str) -> None:
-    assert tables.value(place, {"": tables.Row("x", {"c": given})}) == shown
+    assert tables.value(place, {"": {"c": given}}) == shown
 
 
 def test_pair_without_one_number_has_a_dash() -> None:
-    line = {"": tables.Row("x", {"a": "1.5", "b": ""})}
+    line = {"": {"a": "1.5", "b": ""}}
     assert tables.rendered("{a:3} / {b:3}", line) == "1.5\u00a0/\u00a0-"
     assert tables.rendered("{b:3} / {b:3}", line) == ""
+    assert tables.rendered("{b:3} || {a:3} ms", line) == "1.5 ms"
 
 
 def test_newest_row_counts() -> None:
-    rows = [tables.Row("x", {"k": k, "ms": ms}) for k, ms in (("a", "1"), ("b", "2"), ("a", "3"))]
+    rows = [{"k": k, "ms": ms} for k, ms in (("a", "1"), ("b", "2"), ("a", "3"))]
     table = tables.Table(lambda: rows, "k", {"name": "{k}", "ms": "{ms:3}"})
     assert table.cells() == [["a", "3"], ["b", "2"]]
 
@@ -102,20 +105,45 @@ def test_performance_page_is_short() -> None:
     assert len((ROOT / STATED).read_text(encoding="utf-8").splitlines()) <= 250
 
 
-def test_gaps_between_seeds() -> None:
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable]:
+    """Writes rows of (device, run, step, loss) as the only results."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.database.cache_clear()
+
+    def write(*rows: tuple[str, str, int, float]) -> None:
+        head = "date,device,torch,model,run,step,part,loss"
+        lines = [f"2026-11-26,{x},2.11,kda,{run},{at},train,{loss}" for x, run, at, loss in rows]
+        (tmp_path / "convergence.csv").write_text("\n".join([head, *lines]))
+
+    yield write
+    tables.database.cache_clear()
+
+
+def test_gaps_between_seeds(losses: Callable) -> None:
     """Means over pairs: of ours and fla from a seed, of fla's seeds, of fla and fla moved."""
-    losses = {"ours 0": 1.0, "fla 0": 1.5, "ours 1": 2.0, "fla 1": 1.75, "moved 1": 2.75}
-    runs = {x: {2: tables.Row("x", {"loss": str(loss)})} for x, loss in losses.items()}
-    assert specs.gaps(runs, 2, ["0", "1"]) == (0.375, 0.25, 1.0)
+    given = {"ours 0": 1.0, "fla 0": 1.5, "ours 1": 2.0, "fla 1": 1.75, "moved 1": 2.75}
+    losses(*(("A", run, 2, loss) for run, loss in given.items()))
+    (row,) = tables.read(specs.CONVERGENCE)
+    assert [row[f"end {i}"] for i in range(3)] == ["0.3750", "0.2500", "1.0000"]
+    assert (row["ours"], row["fla"], row["seeds"], row["step"]) == ("1.5000", "1.6250", "2", "2")
+    assert len(tables.sources([row])) == len(given)
 
 
-def test_losses_of_two_gpus_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gaps_of_the_second_half_are_means_over_steps(losses: Callable) -> None:
+    """Empty where a step has no moved run, and of several tries from a seed the farthest counts."""
+    runs = [("A", f"{who} {x}", at, x + at * (who == "ours")) for who in ("ours", "fla")
+            for x in (0, 1) for at in (1, 2, 4)]  # fmt: skip
+    losses(*runs, ("A", "ours 0", 1, 50.0), ("A", "moved 0", 4, 8.0))
+    (row,) = tables.read(specs.CONVERGENCE)
+    assert [row[f"half {i}"] for i in range(3)] == ["3.0000", "1.0000", ""]
+    assert row["end 2"] == "8.0000"
+
+
+def test_losses_of_two_gpus_are_not_compared(losses: Callable) -> None:
     """Those of the last GPU with two seeds of ours and of fla's."""
     ran = [("A", "01"), ("B", "01"), ("A", "0"), ("C", "0")]
-    named = [(gpu, f"{x} {seed}") for gpu, seeds in ran for x in ("ours", "fla") for seed in seeds]
-    given = {"model": "kda", "part": "train", "step": "2"}
-    rows = [tables.Row("convergence", {**given, "device": gpu, "run": run}) for gpu, run in named]
-    monkeypatch.setattr(specs, "read", lambda name: rows)
-    ((of, runs),) = specs.losses().items()
-    assert of == ("kda", "train") and list(runs) == ["ours 0", "ours 1", "fla 0", "fla 1"]
-    assert {steps[2]["device"] for steps in runs.values()} == {"A"}
+    losses(*((gpu, f"{who} {x}", 2, 1.0) for gpu, xs in ran for who in ("ours", "fla") for x in xs))
+    rows = tables.read(f"{specs.LOSSES} SELECT * FROM losses")
+    assert {x["run"] for x in rows} == {"ours 0", "ours 1", "fla 0", "fla 1"}
+    assert {x["device"] for x in rows} == {"A"}

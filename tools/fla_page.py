@@ -8,9 +8,11 @@ They stand between the lines "<!-- from compat.fla: NAME -->" and "<!-- end of i
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from own_checkout import ROOT
+from tables import grid
+from tables import written as with_parts
 
 import slipstream.compat.fla as compat
 import slipstream.ops
@@ -26,72 +28,46 @@ PART = re.compile(r"(<!-- from compat\.fla: (\w+) -->\n)(.*?)(<!-- end of it -->
 OURS = ("Norm", "linear")
 # slipstream.nn's class of the purpose, by fla's
 NN = {
-    "FusedCrossEntropyLoss": "CrossEntropyLoss",
-    "FusedKLDivLoss": "LinearKLDivLoss",
-    "FusedLinearCrossEntropyLoss": "LinearCrossEntropyLoss",
-    "FusedRMSNormGated": "GatedRMSNorm",
-    "GatedMLP": "SwiGLU",
-    "GroupNorm": "GroupNorm",
-    "L2Norm": "L2Norm",
-    "LayerNorm": "LayerNorm",
-    "RMSNorm": "RMSNorm",
-    "RMSNormGated": "GatedRMSNorm",
-    "RotaryEmbedding": "RotaryEmbedding",
-    "ShortConvolution": "ShortConvolution",
-}
-
+    "FusedCrossEntropyLoss": "CrossEntropyLoss", "FusedKLDivLoss": "LinearKLDivLoss",
+    "FusedLinearCrossEntropyLoss": "LinearCrossEntropyLoss", "FusedRMSNormGated": "GatedRMSNorm",
+    "GatedMLP": "SwiGLU", "RMSNormGated": "GatedRMSNorm",
+    **{x: x for x in ("GroupNorm", "L2Norm", "LayerNorm", "RMSNorm", "RotaryEmbedding",
+                      "ShortConvolution")},
+}  # fmt: skip
 # fla's layer of each mixer of a config
 LAYERS = {
-    "comba": "Comba",
-    "delta_net": "DeltaNet",
-    "forgetting_attn": "ForgettingAttention",
-    "gated_deltanet": "GatedDeltaNet",
-    "gated_deltaproduct": "GatedDeltaProduct",
-    "gdn2": "GatedDeltaNet2",
-    "gla": "GatedLinearAttention",
-    "gsa": "GatedSlotAttention",
-    "hgrn": "HGRNAttention",
-    "hgrn2": "HGRN2Attention",
-    "kda": "KimiDeltaAttention",
-    "lightnet": "LightNetAttention",
-    "mamba2": "Mamba2",
-    "mamba3": "Mamba3",
-    "precond_gated_deltanet": "PrecondGatedDeltaNet",
-    "precond_kda": "PrecondKDA",
-    "retention": "MultiScaleRetention",
-    "rwkv6": "RWKV6Attention",
-    "rwkv7": "RWKV7Attention",
-}
+    "comba": "Comba", "delta_net": "DeltaNet", "forgetting_attn": "ForgettingAttention",
+    "gated_deltanet": "GatedDeltaNet", "gated_deltaproduct": "GatedDeltaProduct",
+    "gdn2": "GatedDeltaNet2", "gla": "GatedLinearAttention", "gsa": "GatedSlotAttention",
+    "hgrn": "HGRNAttention", "hgrn2": "HGRN2Attention", "kda": "KimiDeltaAttention",
+    "lightnet": "LightNetAttention", "mamba2": "Mamba2", "mamba3": "Mamba3",
+    "precond_gated_deltanet": "PrecondGatedDeltaNet", "precond_kda": "PrecondKDA",
+    "retention": "MultiScaleRetention", "rwkv6": "RWKV6Attention", "rwkv7": "RWKV7Attention",
+}  # fmt: skip
 
 
-def code(names: Iterator[str]) -> str:
+def code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def head(*columns: str) -> list[str]:
-    return ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-
-
-def operators() -> Iterator[str]:
-    yield from head("fla", "Slipstream", "difference")
+def operators() -> list[str]:
+    rows = []
     for row in sorted(OPERATORS, key=lambda row: (row.path, row.name)):
         ours = f"`{row.function.__name__}`"
         if not hasattr(slipstream.ops, row.function.__name__):
             ours = "`fused_recurrent_rwkv7` with a = -kk, b = kk a"
-        notes = [row.note, *(f"`{a}` is `{b}`" for a, b in row.renamed.items())]
-        yield f"| `fla.{row.path}.{row.name}` | {ours} | {'; '.join(filter(None, notes))} |"
+        notes = filter(None, [row.note, *(f"`{a}` is `{b}`" for a, b in row.renamed.items())])
+        rows.append([f"`fla.{row.path}.{row.name}`", ours, "; ".join(notes)])
+    return grid(("fla", "Slipstream", "difference"), rows)
 
 
-def functions() -> Iterator[str]:
+def functions() -> list[str]:
     """Functions that are no operators: of fla.ops and of fla.ops.utils."""
-    yield from head("fla", "names")
-    for path, members in sorted(FUNCTIONS.items()):
-        yield f"| `fla.{path}` | {code(f.__name__ for f in members)} |"
+    names = {path: [f.__name__ for f in members] for path, members in sorted(FUNCTIONS.items())}
     prefix = f"{NAME}.ops.utils."
     for name in sorted(x for x in sys.modules if x.startswith(prefix)):
-        members = public(name)
-        if members:
-            yield f"| `fla.ops.utils.{name.removeprefix(prefix)}` | {code(iter(members))} |"
+        names[f"ops.utils.{name.removeprefix(prefix)}"] = public(name)
+    return grid(("fla", "names"), [(f"`fla.{x}`", code(y)) for x, y in names.items() if y])
 
 
 def public(name: str) -> list[str]:
@@ -103,37 +79,37 @@ def public(name: str) -> list[str]:
     )
 
 
-def modules() -> Iterator[str]:
-    yield from head("fla", "names", "in new code")
+def modules() -> list[str]:
     prefix = f"{NAME}.modules."
     names = {x for x in sys.modules if x.startswith(prefix)}
-    real = sorted(x for x in names if sys.modules[x].__name__ == x and public(x))
-    for name in real:
+    rows = []
+    for name in sorted(x for x in names if sys.modules[x].__name__ == x and public(x)):
         members = [x for x in public(name) if x not in OURS]
         ours = sorted({f"slipstream.nn.{NN[x]}" for x in members if x in NN})
-        path = f"fla.modules.{name.removeprefix(prefix)}"
-        yield f"| `{path}` | {code(iter(members))} | {code(iter(ours))} |"
+        rows.append([f"`fla.modules.{name.removeprefix(prefix)}`", code(members), code(ours)])
+    return grid(("fla", "names", "in new code"), rows)
 
 
-def layers() -> Iterator[str]:
-    yield from head("fla.layers", "slipstream.layers", "mixer of a config")
-    for mixer, theirs in LAYERS.items():
-        yield f"| `{theirs}` | `{MIXERS[mixer]}` | `{mixer}` |"
+def layers() -> list[str]:
+    rows = [(f"`{theirs}`", f"`{MIXERS[mixer]}`", f"`{mixer}`") for mixer, theirs in LAYERS.items()]
+    return grid(("fla.layers", "slipstream.layers", "mixer of a config"), rows)
 
 
-def differences() -> Iterator[str]:
+def differences() -> list[str]:
     refused = (f"`{n}`" + (" (other than `None`)" if v is None else "") for n, v in REFUSED.items())
-    yield f"- **Accepted without effect**: {code(iter(sorted(HINTS)))}. The result is the same."
-    yield "- **Refused by name** (`NotImplementedError`), unless their value asks for nothing:"
-    yield f"  {', '.join(refused)}; and `head_first=True`: tensors are `[B, T, H, K]`."
+    return [
+        f"- **Accepted without effect**: {code(sorted(HINTS))}. The result is the same.",
+        "- **Refused by name** (`NotImplementedError`), unless their value asks for nothing:",
+        f"  {', '.join(refused)}; and `head_first=True`: tensors are `[B, T, H, K]`.",
+    ]
 
 
-def missing() -> Iterator[str]:
-    yield from (f"- `fla.{path}`: {code(iter(names))}" for path, names in sorted(MISSING.items()))
+def missing() -> list[str]:
+    return [f"- `fla.{path}`: {code(names)}" for path, names in sorted(MISSING.items())]
 
 
-def styles() -> Iterator[str]:
-    yield ", ".join(f"`fla.{path}.{name}`" for path, name in PARALLEL.items() if "." in path) + "."
+def styles() -> list[str]:
+    return [code(f"fla.{path}.{name}" for path, name in PARALLEL.items() if "." in path) + "."]
 
 
 PARTS = (layers, differences, operators, functions, styles, modules, missing)
@@ -141,8 +117,7 @@ PARTS = (layers, differences, operators, functions, styles, modules, missing)
 
 def written(text: str) -> str:
     """The page with its parts as they should be."""
-    made = {x.__name__: "\n".join(x()) for x in PARTS}
-    return PART.sub(lambda x: f"{x[1]}{made[x[2]]}\n{x[4]}", text)
+    return with_parts(text, {x.__name__: "\n".join(x()) for x in PARTS}, PART)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from table_specs import TABLES, complete, losses, mean
+from table_specs import LOSSES, TABLES
 from tables import Row, is_number, read
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
@@ -64,7 +64,7 @@ def beside_peers() -> None:
     parts = (("time, forward", "fwd"), ("time, forward and backward", "both"))
     columns = {part: (x, f"fla {x}") for part, x in (*parts, ("memory", "peak_GiB"))}
     shares("fla", "fla", rows, columns)
-    rows = {x["shape"]: x for x in read("delta_peers") if x["flash_qla_kernels_ms"]}
+    rows = {x: line[""] for x, line in TABLES["flash_qla"].found().items()}
     parts = (("forward", "ms"), ("forward and backward", "both_ms"))
     columns = {part: (f"slipstream_{x}", f"flash_qla_{x}") for part, x in parts}
     shares("flash_qla", "FlashQLA", rows, columns)
@@ -84,10 +84,9 @@ MEMORY = (
 
 
 def against_length(name: str, unit: str, lines: tuple) -> None:
-    newest = {(x["operator"], x["who"], int(x["T"])): x for x in read("lengths")}
     found: dict[str, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
-    for (operator, who, length), row in sorted(newest.items(), key=lambda x: x[0]):
-        found[operator][who][length] = row
+    for row in read("SELECT * FROM lengths ORDER BY operator, who, T + 0, n"):
+        found[row["operator"]][row["who"]][int(row["T"])] = row
     size = (WIDTH_INCHES, 2.8 * -(-len(found) // COLUMNS) + 0.8)
     figure, grid = plt.subplots(
         -(-len(found) // COLUMNS), COLUMNS, figsize=size, squeeze=False, sharex=True
@@ -119,8 +118,8 @@ def against_length(name: str, unit: str, lines: tuple) -> None:
 
 def first_calls() -> None:
     """Bars, the longest on top."""
-    newest = {x["operator"]: x for x in read("first_calls") if x["warm_s"] and not x["note"]}
-    rows = sorted(newest.values(), key=lambda x: float(x["cold_s"]))
+    rows = read("""SELECT * FROM first_calls WHERE n IN (SELECT max(n) FROM first_calls
+        WHERE warm_s <> '' AND note = '' GROUP BY operator) ORDER BY cold_s + 0""")
     names = [x["operator"] for x in rows]
     figure, axes = plt.subplots(figsize=(WIDTH_INCHES, 0.28 * len(names) + 1))
     axes.barh(names, [float(x["cold_s"]) for x in rows], label="empty cache")
@@ -133,17 +132,20 @@ def first_calls() -> None:
 
 def convergence() -> None:
     """Training losses of all seeds, and below by how much each run is above the mean of fla's."""
-    models = {model: runs for (model, part), runs in losses().items() if part == "train"}
+    models: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in read(f"""{LOSSES} SELECT losses.*, last FROM losses JOIN
+            (SELECT DISTINCT model, part, seed, last FROM both WHERE at = last)
+            USING (model, part, seed) WHERE part = 'train' AND losses.at <= last
+            ORDER BY model, who = 'ours', who = 'fla', seed, losses.at"""):
+        models[row["model"]][row["run"]][int(row["at"])] = float(row["loss"])
     figure, grid = plt.subplots(
         2, len(models), figsize=(WIDTH_INCHES, 5.5), squeeze=False, sharex=True
     )
     for (model, runs), (above, below) in zip(models.items(), grid.T):
-        last, seeds = max(complete(runs).items())
-        names = [f"{who} {x}" for who in ("moved", "fla", "ours") for x in seeds]
-        steps = [x for x in sorted(runs["fla 0"]) if x <= last]
-        reached = [x for x in names if last in runs.get(x, {})]
-        of = {run: [float(runs[run][x]["loss"]) for x in steps] for run in reached}
-        middle = [mean(x) for x in zip(*(of[run] for run in of if run.startswith("fla")))]
+        steps = [*runs["fla 0"]]
+        of = {x: [run[y] for y in steps] for x, run in runs.items() if steps[-1] in run}
+        fla = [*zip(*(values for run, values in of.items() if run.startswith("fla")))]
+        middle = [sum(x) / len(x) for x in fla]
         for run, values in of.items():
             name = RUNS[run.split()[0]]
             look = {"color": COLOURS[name], "lw": 1, "label": name if run.endswith("0") else None}

@@ -12,9 +12,10 @@ decimals. ALLOWED lists what else is meant. table_specs.py says what the tables 
 
 import csv
 import re
+import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from functools import cache
@@ -24,63 +25,69 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 PLACE = re.compile(r"\{([^{}]+)\}")
-
-
-class Row(dict[str, str]):
-    """A row of a CSV, or what a function made of several: then `of` has these."""
-
-    def __init__(self, file: str, cells: Mapping[str, str], of: Iterable["Row"] = ()) -> None:
-        super().__init__({k: v or "" for k, v in cells.items()})
-        self.file, self.of = file, tuple(of)
-
-    @property
-    def sources(self) -> tuple["Row", ...]:
-        return tuple(y for x in self.of for y in x.sources) or (self,)
-
-
-Rows = Iterable[Row]
+Row = Mapping[str, str]
 Line = Mapping[str, Row]  # of a table: its rows by the value of the column `by`
 
 
 @cache
-def read(name: str) -> tuple[Row, ...]:
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
-        return tuple(Row(name, x) for x in csv.DictReader(file))
+def database() -> sqlite3.Connection:
+    """Loads bench/results: a table for each file, its cells as text. n is the number of a row, and
+    source says "file:n"; a query that makes a row of several joins their sources by spaces."""
+    made = sqlite3.connect(":memory:")
+    made.create_function("regexp", 2, lambda pattern, x: bool(re.fullmatch(pattern, x)))
+    made.create_function("is_number", 1, is_number)
+    for path in sorted(RESULTS.glob("*.csv")):
+        with path.open(newline="") as file:
+            head, *rows = filter(None, csv.reader(file))
+        columns = ", ".join(f'"{x}" TEXT' for x in head)
+        made.execute(f"CREATE TABLE {path.stem} ({columns}, source TEXT, n INTEGER PRIMARY KEY)")
+        # rows from before a column was added are shorter
+        filled = [(*x, *[""] * (len(head) - len(x))) for x in rows]
+        places = ", ".join("?" * (len(head) + 2))
+        numbered = [(*x, f"{path.stem}:{i}", i) for i, x in enumerate(filled, 1)]
+        made.executemany(f"INSERT INTO {path.stem} VALUES ({places})", numbered)
+    return made
 
 
-def newest(rows: list[Row]) -> Row:
-    return rows[-1]
+def read(query: str) -> list[Row]:
+    """The rows of a file or of a query; of two columns of one name the latter counts."""
+    found = database().execute(query if " " in query else f"SELECT * FROM {query} ORDER BY n")
+    names = [x[0] for x in found.description]
+    return [dict(zip(names, ("" if x is None else str(x) for x in row))) for row in found]
+
+
+def sources(rows: Iterable[Row]) -> list[Row]:
+    """The rows of files that rows of queries are made of."""
+    named = dict.fromkeys(x for row in rows for x in row["source"].split())
+    places = (x.split(":") for x in named)
+    return [read(f"SELECT * FROM {file} WHERE n = {n}")[0] for file, n in places]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A line for each value of the columns `key`, of the newest row that has it.
+    """A line for each value of the columns `key`, of the last row of the query that has it.
 
+    query: the name of a file, or SQL over `database`, in the order of age; or what makes the rows.
     columns: heading -> template. In a template {column} is a cell's text, {column:3} its number to
         three digits at most, {column*1000:3} of a thousand times it, {a+b!} the largest error of
         two cells, {a:3 ~ b:3} a ratio of both as shown. Where `by` names a column, {who@column} is
         of the row with that value. {gpu} and {measured} are the card, and the card and the day.
-    lines: the keys that are shown, in this order; all, in that of the file, if none are given.
-    where: column -> a pattern that its text has to match.
+        Of two templates with " || " between them the second counts where the first is empty.
+    lines: the keys that are shown, in this order; all, in that of the rows, if none are given.
     """
 
-    rows: str | Callable[[], Rows]
+    query: str | Callable[[], list[Row]]
     key: str
     columns: Mapping[str, str]
     script: str = ""
     by: str = ""
-    where: Mapping[str, str] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
-    pick: Callable[[list[Row]], Row] = newest
 
     def found(self) -> Mapping[str, Line]:
-        rows = read(self.rows) if isinstance(self.rows, str) else self.rows()
-        groups: dict[str, dict[str, list[Row]]] = {}
-        for row in rows:
-            if all(re.fullmatch(y, row[x]) for x, y in self.where.items()):
-                line = groups.setdefault(" ".join(row[x] for x in self.key.split(", ")), {})
-                line.setdefault(row[self.by] if self.by else "", []).append(row)
-        lines = {x: {who: self.pick(y) for who, y in of.items()} for x, of in groups.items()}
+        lines: dict[str, dict[str, Row]] = {}
+        for row in read(self.query) if isinstance(self.query, str) else self.query():
+            line = lines.setdefault(" ".join(row[x] for x in self.key.split(", ")), {})
+            line[row[self.by] if self.by else ""] = row
         return {x: lines[x] for x in self.lines} if self.lines else lines
 
     def cells(self) -> list[list[str]]:
@@ -88,30 +95,36 @@ class Table:
         return [[rendered(x, line) for x in self.columns.values()] for line in lines]
 
     def text(self) -> str:
-        rows = [list(self.columns), ["---"] * len(self.columns), *self.cells()]
-        lines = ["| " + " | ".join(x) + " |" for x in rows]
-        lines[1] = lines[1].replace(" ", "")
-        return "\n".join([*lines, "", self.about()])
+        return "\n".join([*grid(self.columns, self.cells()), "", self.about()])
 
     def used(self) -> list[Row]:
-        return [x for line in self.found().values() for row in line.values() for x in row.sources]
+        return sources(row for line in self.found().values() for row in line.values())
 
     def about(self) -> str:
         """Device, versions and dates of the rows, and where they are."""
+        named = {x for y in self.found().values() for z in y.values() for x in z["source"].split()}
         used = self.used()
         dates = sorted({x["date"] for x in used})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
         devices, torch = (", ".join(sorted({x[y] for x in used})) for y in ("device", "torch"))
-        files = ", ".join(f"`{x}.csv`" for x in sorted({x.file for x in used}))
+        files = ", ".join(f"`{x}.csv`" for x in sorted({x.partition(":")[0] for x in named}))
         by = f", written by `python {self.script}`" if self.script else ""
         return f"{devices}, torch {torch}, {when}. Rows: {files}{by}."
 
 
+def grid(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    head = [*columns]
+    lines = ["| " + " | ".join(x) + " |" for x in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
 def rendered(template: str, line: Line) -> str:
     """The template with its places filled; empty if all are, else "-" where one is."""
+    template, _, other = template.partition(" || ")
     found = [value(x, line) for x in PLACE.findall(template)]
     if not any(found):
-        return ""
+        return rendered(other, line) if other else ""
     texts = iter(found)
     # these spaces do not break, so that a pair stays on one line of a narrow column
     return PLACE.sub(lambda _: next(texts) or "-", template.replace(" / ", "\u00a0/\u00a0"))
@@ -200,15 +213,15 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def written(text: str, texts: Mapping[str, str]) -> str:
+def written(text: str, texts: Mapping[str, str], block: re.Pattern = BLOCK) -> str:
     """A page with its tables as they should be."""
 
-    def block(match: re.Match[str]) -> str:
+    def made(match: re.Match[str]) -> str:
         if match[2] not in texts:
             raise ValueError(f"table {match[2]}: no such table; want one of {', '.join(texts)}")
         return f"{match[1]}{texts[match[2]]}\n{match[4]}"
 
-    return BLOCK.sub(block, text)
+    return block.sub(made, text)
 
 
 def unsupported(page: str, text: str) -> list[str]:
