@@ -90,7 +90,7 @@ def test_newest_row_counts() -> None:
 
 
 def test_docs_plots_are_there() -> None:
-    pages = (ROOT / STATED, *(ROOT / "docs/guides").glob("*.md"))
+    pages = (ROOT / STATED, ROOT / "docs/index.md", *(ROOT / "docs/guides").glob("*.md"))
     texts = [x.read_text(encoding="utf-8") for x in pages]
     drawn = {y for x in texts for y in re.findall(r"\]\((?:\.\./)?plots/(\w+\.svg)\)", x)}
     assert drawn == {x.name for x in (ROOT / "docs/plots").glob("*.svg")}

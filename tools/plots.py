@@ -1,5 +1,6 @@
 """The plots of docs/performance.md, out of bench/results: python tools/plots.py
 
+docs/plots/summary.svg: how many times as fast as its peer each row of the table is.
 docs/plots/flash_qla.svg, fla.svg: the rows of the tables, as shares of the peers' time.
 docs/plots/time.svg, memory.svg: against the length, of lengths.csv; the newest row of each
 operator, provider and length counts.
@@ -68,6 +69,28 @@ def beside_peers() -> None:
     parts = (("forward", "ms"), ("forward and backward", "both_ms"))
     columns = {part: (f"slipstream_{x}", f"flash_qla_{x}") for part, x in parts}
     shares("flash_qla", "FlashQLA", rows, columns)
+
+
+def summary() -> None:
+    """Small enough for a telephone, where it is shown at three quarters of its size."""
+    rows = [line[""] for line in TABLES["summary"].found().values()]
+    figure, axes = plt.subplots(figsize=(5.0, 3.6))
+    for i, label in enumerate(("forward", "with backward")):
+        times = [
+            [x[who].replace("\u00a0", "").split("/") for who in ("ours", "theirs")] for x in rows
+        ]
+        # a loss has one number, with its backward; TFLOP/s are of the backward alone
+        given = [(y, float(x[0][-1]), float(x[1][-1])) if i else (y, float(x[0][0]), float(x[1][0]))
+                 for y, x in enumerate(times) if i or len(x[0]) > 1]  # fmt: skip
+        values = [a / b if rows[y]["unit"] == "TFLOP/s" else b / a for y, a, b in given]
+        axes.barh([-y - (i - 0.5) * 0.4 for y, *_ in given], values, height=0.38, label=label)
+    names = [f"{x['what'].partition(',')[0]}\nbeside {x['peer']}" for x in rows]
+    axes.set_yticks([-y for y in range(len(rows))], names)
+    axes.axvline(1, color="k", lw=1)
+    axes.set_xlabel("times as fast (longer is better)")
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="upper center", ncols=2)
+    save(figure, "summary", top=0.93)
 
 
 # column, provider or "" for all, label, style
@@ -162,6 +185,7 @@ def convergence() -> None:
 
 
 if __name__ == "__main__":
+    summary()
     beside_peers()
     against_length("time", "ms", TIME)
     against_length("memory", "MiB", MEMORY)
