@@ -1,11 +1,11 @@
-"""How winding the way of a call is through the linear family's own code.
+"""How winding the way of a call is through this package's own code.
 
     python tools/road.py            the branches of each function on the way
     python tools/road.py --check    exit status 1 if one has more than MAX_BRANCHES, or if more than
                                     MAX_STAYS functions take beta before Linear.apply is called
 
 The way is that of the first calls of a shape in tools/call_path.py, forward and backward, as far as
-it goes through FOLDERS: checks, choice, modes and operators. Launches of back ends are not on it.
+it goes through PLACES: checks, choice, modes and operators. Launches of back ends are not on it.
 Branches are each if, if-else expression, and, or, loop and comprehension.
 """
 
@@ -26,7 +26,10 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear.op import Linear
 
 PACKAGE = Path(call_path.PACKAGE)
-FOLDERS = ("ops", "kernels/linear", "kernels/linear/modes")
+PLACES = (
+    *("ops", "kernels/linear", "kernels/linear/modes", "kernels/attention", "kernels/norm"),
+    *("runtime/dispatch.py", "runtime/custom_op.py", "runtime/autograd.py"),
+)
 MAX_BRANCHES = 12
 MAX_STAYS = 18
 BRANCHES = (
@@ -68,7 +71,7 @@ def holds(value: Any, tensor: Tensor) -> bool:
 
 
 class Way:
-    """The code that a call runs in FOLDERS, and what of it takes a tensor before Linear.apply."""
+    """The code that a call runs in PLACES, and what of it takes a tensor before Linear.apply."""
 
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
@@ -81,7 +84,8 @@ class Way:
         if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
             return
         self.arrived |= code is Linear.forward.__code__
-        if Path(code.co_filename).parent in {PACKAGE / x for x in FOLDERS}:
+        path = Path(code.co_filename)
+        if {path, path.parent} & {PACKAGE / x for x in PLACES}:
             self.codes.add(code)
         if self.watched is not None and not self.arrived and not code.co_name.startswith("<"):
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]
@@ -132,8 +136,8 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true")
     check, found = parser.parse_args().check, {}
-    for name in ("chunk_gated_delta_rule", "chunk_kda"):
-        for code in walk(call_path.CALLS[name]).codes:
+    for call in call_path.CALLS.values():
+        for code in walk(call).codes:
             node = functions(Path(code.co_filename)).get(code.co_firstlineno)
             if node is not None:
                 found[place_of(code)] = branches(node)

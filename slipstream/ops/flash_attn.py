@@ -11,8 +11,8 @@ from slipstream.common import checks, rounded_keys
 from slipstream.kernels.attention import op
 from slipstream.kernels.attention.cache import Cache, check_values, gather, present
 from slipstream.kernels.attention.dispatch import decode, plan_cache
-from slipstream.kernels.attention.inputs import AttentionOptions
-from slipstream.ops.attention import attention, check_slopes, check_softcap, scale_of, window_of
+from slipstream.kernels.attention.inputs import AttentionOptions, check_slopes
+from slipstream.ops.attention import attention, scale_of, softcap_of, window_of
 from slipstream.ops.rotary import rotary_embedding
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -371,7 +371,7 @@ def _check_biases(
     if sinks is not None:
         checks.expect_shape("sinks", sinks, (q.shape[2],))
     check_slopes(slopes, q.shape[2], q.shape[0])
-    check_softcap(softcap)
+    softcap_of(softcap)
 
 
 def _check_pages(k: Tensor, v: Tensor, table: Tensor, sequences: int) -> None:

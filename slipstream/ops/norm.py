@@ -266,16 +266,10 @@ def _check(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
 ) -> None:
     # what is fine is found out at once, what is not is then looked for by name
-    if (
-        isinstance(x, Tensor)
-        and x.dim() > 0
-        and x.is_floating_point()
-        and (weight is None or _fits(weight, x, x.shape[-1:]))
-        and (bias is None or _fits(bias, x, x.shape[-1:]))
-        and (residual is None or _fits(residual, x, x.shape))
-        and eps >= 0
-    ):
-        return
+    if isinstance(x, Tensor) and x.dim() > 0 and x.is_floating_point() and eps >= 0:
+        D = x.shape[-1:]
+        if _fits(weight, x, D) and _fits(bias, x, D) and _fits(residual, x, x.shape):
+            return
     checks.expect_tensor("x", x)
     checks.expect_not_negative("eps", eps)
     if x.dim() == 0:
@@ -290,8 +284,8 @@ def _check(
     checks.expect_one_device(given)
 
 
-def _fits(t: Tensor, x: Tensor, shape: torch.Size) -> bool:
-    return (
+def _fits(t: Tensor | None, x: Tensor, shape: torch.Size) -> bool:
+    return t is None or (
         isinstance(t, Tensor)
         and t.shape == shape
         and t.is_floating_point()

@@ -90,9 +90,7 @@ class DirectCall:
             args = self._by_position(args, named)
         x = args[0]
         if not is_plain_call(x) or is_tracing():
-            if self._overload is None and is_tracing():
-                return _Traced.apply(self._without_autocast, *args)
-            return (self._overload or self._without_autocast)(*args)
+            return self._by_dispatcher(args)
         if self._replay and not backends.TRACING and call_replay.is_enabled(x):
             found = self._replayed(args)
             if found is not call_replay.MISS:
@@ -100,16 +98,25 @@ class DirectCall:
         device = device_type(x)
         if self._overload is not None and device not in ("cpu", "cuda"):
             return self._overload(*args)  # such as meta, which has no implementation
-        # torch negates where it computes; kernels, which Triton interprets on a CPU, do not
-        plain = args if device == "cpu" and not backends.INTERPRETED else _without_negation(args)
+        plain = _without_negation(args, device)
         if torch.is_autocast_enabled(device):
             result = self._without_autocast(*plain)
         else:
             if self._written:
                 self._before_writing(plain)
             result = _as_bases(self.impl(*plain), plain)
-        if plain is args:
-            return result
+        return result if plain is args else self._written_back(result, plain, args)
+
+    def _by_dispatcher(self, args: tuple) -> Any:
+        """A call that torch is to see, such as one that is traced."""
+        if self._overload is not None:
+            return self._overload(*args)
+        if is_tracing():
+            return _Traced.apply(self._without_autocast, *args)
+        return self._without_autocast(*args)
+
+    def _written_back(self, result: Any, plain: tuple, args: tuple) -> Any:
+        """The result, once what has been written into a copy of an argument is in the argument."""
         for n in self._written:
             if plain[n] is not args[n]:
                 args[n].copy_(plain[n])
@@ -224,8 +231,11 @@ class _Traced(Function):
         raise NotImplementedError(f"{name_of_caller(_Traced.operator)}: traced without gradients")
 
 
-def _without_negation(args: tuple) -> tuple:
+def _without_negation(args: tuple, device: str) -> tuple:
     """As torch's dispatcher does: negated views as copies, which are written back."""
+    # torch negates where it computes; kernels, which Triton interprets on a CPU, do not
+    if device == "cpu" and not backends.INTERPRETED:
+        return args
     for x in args:
         if isinstance(x, torch.Tensor) and x.is_neg():
             return tuple(y.resolve_neg() if isinstance(y, torch.Tensor) else y for y in args)

@@ -146,17 +146,27 @@ def choose(
         with untraced():
             return choose(candidates, call, impl, family, x)
     if impl is not None:
-        impl = current_name(impl)
-        named = next((c for c in candidates if c.name == impl), None)
-        if named is None:
-            names = ", ".join(repr(c.name) for c in candidates)
-            raise ValueError(f"impl: want None or one of {names}, got {impl!r}")
-        if reason := named.unsupported_reason(call):
-            raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
-        return Selection(impl, "asked for by name")
+        return _named(candidates, call, current_name(impl))
     elsewhere = candidates[0].elsewhere
     if elsewhere is not None and x is not None and not x.is_cuda:
         return elsewhere
+    plan = _preferred(candidates, call, family)
+    if plan.rejected and x is not None and x.is_cuda:
+        report_fallback(plan, family, x)
+    return plan
+
+
+def _named(candidates: Sequence[Candidate], call: Any, impl: str) -> Selection:
+    named = next((c for c in candidates if c.name == impl), None)
+    if named is None:
+        names = ", ".join(repr(c.name) for c in candidates)
+        raise ValueError(f"impl: want None or one of {names}, got {impl!r}")
+    if reason := named.unsupported_reason(call):
+        raise NotImplementedError(f"impl={impl!r}: {reason}; impl=None chooses another")
+    return Selection(impl, "asked for by name")
+
+
+def _preferred(candidates: Sequence[Candidate], call: Any, family: str) -> Selection:
     first, rejected, fallbacks = None, (), ()
     for candidate in candidates:
         if candidate.by_name_only:
@@ -171,10 +181,7 @@ def choose(
     if first is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
         raise NotImplementedError(f"no implementation takes this call ({reasons})")
-    plan = Selection(first.name, first.why, rejected, fallbacks, family)
-    if rejected and x is not None and x.is_cuda:
-        report_fallback(plan, family, x)
-    return plan
+    return Selection(first.name, first.why, rejected, fallbacks, family)
 
 
 def plain_impl(impl: str | None) -> str | None:

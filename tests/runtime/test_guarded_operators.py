@@ -99,7 +99,7 @@ def unverified(
 
 def _forget_plans() -> None:
     for module in (
-        "attention.dispatch",
+        "attention.run",
         "linear.dispatch",
         "linear.decode",
         "gated_scan.dispatch",

@@ -15,16 +15,15 @@ from slipstream.runtime.consistent import BLOCK
 
 
 def attention(
-    inputs: AttentionInputs, options: AttentionOptions, want_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """As dispatch.run. Reads offsets and lengths.
+    inputs: AttentionInputs, options: AttentionOptions, impls: str = "eager"
+) -> tuple[Tensor, Tensor]:
+    """o and lse, as op.softmax. Reads offsets and lengths.
 
     Raises:
         NotImplementedError: a sequence has more queries than keys.
     """
     if 0 in inputs.q.shape or 0 in inputs.k.shape:
-        o, lse = softmax(inputs, options, "eager")
-        return o, lse if want_lse else None
+        return softmax(inputs, options, impls)
     results = []
     for n, (qb, q_rows, kb, k_rows) in enumerate(slice_sequences(inputs)):
         slopes = inputs.slopes
@@ -36,17 +35,13 @@ def attention(
             inputs.sinks,
             slopes[n : n + 1] if slopes is not None and slopes.dim() == 2 else slopes,
         )
-        results.append(_of_sequence(sequence, options, want_lse))
-    dim = 0 if inputs.cu_q is None else 1
-    o = torch.cat([o for o, _ in results], dim)
-    if not want_lse:
-        return o, None
-    return o, torch.cat([lse for _, lse in results if lse is not None], 0 if dim == 0 else 2)
+        results.append(_of_sequence(sequence, options))
+    dims = (0, 0) if inputs.cu_q is None else (1, 2)
+    o, lse = (torch.cat(x, dim) for x, dim in zip(zip(*results), dims))
+    return o, lse
 
 
-def _of_sequence(
-    inputs: AttentionInputs, options: AttentionOptions, want_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def _of_sequence(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     T, S = inputs.q.shape[1], inputs.k.shape[1]
     if T > S:
         raise NotImplementedError(f"consistent: want as many keys as queries, got {S} for {T}")
@@ -66,8 +61,9 @@ def _of_sequence(
         sums.append(lse[:, :, rows])
         begin = end
     if not outputs:
-        return inputs.q.new_empty(1, 0, inputs.q.shape[2], inputs.v.shape[-1]), None
-    return torch.cat(outputs, 1), torch.cat(sums, 2) if want_lse else None
+        H, DV = inputs.q.shape[2], inputs.v.shape[-1]
+        return inputs.q.new_empty(1, 0, H, DV), inputs.q.new_empty(1, H, 0, dtype=inputs.dtype)
+    return torch.cat(outputs, 1), torch.cat(sums, 2)
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:

@@ -21,14 +21,70 @@ from torch import Tensor
 
 from slipstream.kernels.attention import op
 from slipstream.kernels.attention.dispatch import plan_across_ranks
-from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.inputs import (
+    DIFFERENTIABLE,
+    Asked,
+    AttentionInputs,
+    AttentionOptions,
+    Results,
+    with_autocast,
+)
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
+from slipstream.runtime.context_exchange import tie
+from slipstream.runtime.context_parallel import ContextParallel, copied
 from slipstream.runtime.context_share import Share
 
 # Rows of q a group has on a rank, at least: programs of 128 rows fill a GPU several times.
 MIN_GROUP_ROWS = 1 << 16
 # What a thread copies at once: 16 bytes.
 WORD = torch.complex128
+
+
+def across_ranks(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    impls: str,
+    *,
+    asked: Asked,
+    context: ContextParallel,
+    run: Callable[..., Results],
+) -> Results:
+    """This rank's queries and the keys of all ranks up to what the last query sees.
+
+    Args:
+        run: a call on one rank, of terms, options and asked.
+    """
+    q, k, slopes = inputs.q, inputs.k, inputs.slopes
+    share, offsets = context.share(q.shape[1]), context.offsets_on(q.device)
+    local = inputs._replace(cu_q=offsets, cu_k=offsets)
+    if share.packed and slopes is not None and slopes.dim() == 2:
+        mine = [slopes[n] for n in share.pieces]
+        local = local._replace(slopes=torch.stack(mine) if mine else slopes[:0])
+    if share.segment_tokens is None and not share.crossings.any:  # all sequences are whole
+        return run(local, options, asked)
+    copies = key_copies(q, k, share)
+    if share.segment_tokens is not None and not copies:
+        raise NotImplementedError(
+            f"context: with segment_tokens ranks exchange heads; want heads of k that "
+            f"{len(share.lengths)} ranks can share equally, got {k.shape[2]}"
+        )
+    if copies:
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, 2) for x in (k, inputs.v))
+            inputs = inputs._replace(k=k, v=v)
+        offsets = context.whole_offsets_on(q.device)
+        inputs = with_autocast(inputs._replace(cu_q=offsets, cu_k=offsets))
+        return softmax_by_heads(inputs, options, asked.impl, share, asked.lse)
+    begin, end = share.keys_of_pieces(to_the_end=options.right < 0)
+    names = [name for name in "kvg" if getattr(inputs, name) is not None]
+    whole = {name: share.gather_tokens(getattr(inputs, name)) for name in names}
+    local = local._replace(**{name: x[:, begin:end] for name, x in whole.items()})
+    if share.packed:
+        last = [min(share.offsets[n + 1], end) - begin for n in share.pieces]
+        cu_k = copied(torch.tensor([0, *last], dtype=torch.int32, device="cpu"), q.device)
+        local = local._replace(cu_k=cu_k)
+    o, lse = run(local, options, asked)
+    return tie(o, *whole.values()), lse
 
 
 def key_copies(q: Tensor, k: Tensor, share: Share) -> int:

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common import checks
+from slipstream.common.checks import autocast_dtype
+
 # a gate below this is this: the exponential is 0 in float64 already
 MIN_GATE = -1e4
 
@@ -49,7 +52,7 @@ class AttentionInputs(NamedTuple):
 class AttentionOptions(NamedTuple):
     """left, right: how far a query sees, -1 without bound. softcap: 0 for none.
 
-    dropout: the probability with which a weight is dropped; Terms.seed is given beside it.
+    dropout: the probability with which a weight is dropped; the inputs have a seed beside it.
     """
 
     scale: float
@@ -59,8 +62,96 @@ class AttentionOptions(NamedTuple):
     dropout: float = 0.0
 
 
-# by whose name gradients are returned, in the order of Terms
+# by whose name gradients are returned, in the order of AttentionInputs
 DIFFERENTIABLE = ("q", "k", "v", "g", "sinks")
+# o, and lse where that is asked for
+Results = tuple[Tensor, Tensor | None]
+
+
+class Asked(NamedTuple):
+    """What a call asks for besides.
+
+    Attributes:
+        lse: that it is returned.
+        nothing: that no query sees a key.
+        consistent: the same bits whatever else there is in the call.
+    """
+
+    impl: str | None = None
+    lse: bool = False
+    nothing: bool = False
+    consistent: bool = False
+
+
+def with_autocast(inputs: AttentionInputs) -> AttentionInputs:
+    """With q, k and v in the dtype that autocast has for q's device, if it is on."""
+    dtype = autocast_dtype(inputs.q)
+    if dtype is None:
+        return inputs
+    q, k, v = (x.to(dtype) for x in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v)
+
+
+def in_compute_dtype(inputs: AttentionInputs) -> AttentionInputs:
+    floating = {
+        n: x for n, x in inputs._asdict().items() if x is not None and x.is_floating_point()
+    }
+    return inputs._replace(**{name: x.to(inputs.dtype) for name, x in floating.items()})
+
+
+def check(inputs: AttentionInputs, options: AttentionOptions) -> None:
+    """ValueError or TypeError, under the names of ops.attention, for tensors that do not fit.
+
+    Once for each signature (run.py's key): a check of what that lacks would be skipped in later
+    calls.
+    """
+    q, k, v, g, sinks, slopes, cu_q, cu_k, lengths, _ = inputs
+    checks.expect_rank("q", q, 4, "[B, T, H, D]")
+    checks.expect_rank("k", k, 4, "[B, S, HKV, D]")
+    checks.expect_rank("v", v, 4, "[B, S, HKV, DV]")
+    _check_packed(inputs)
+    B, T, H, D = q.shape
+    rows, keys = B, k.shape[1]
+    if cu_q is not None:
+        rows = 1 if cu_k is not None else inputs.sequences
+        keys = T if cu_k is cu_q else keys
+    checks.expect_shape("k", k, (rows, keys, k.shape[2], D))
+    checks.expect_shape("v", v, (rows, keys, k.shape[2], v.shape[3]))
+    checks.expect_multiple("heads of q", H, "heads of k", k.shape[2])
+    floating = {"q": q, "k": k, "v": v, "g": g, "sinks": sinks, "alibi_slopes": slopes}
+    checks.expect_floating(floating)
+    whole = {"cu_seqlens": cu_q, "cu_seqlens_k": cu_k, "key_lengths": lengths}
+    checks.expect_one_device(floating | whole)
+    if autocast_dtype(q) is None:
+        checks.expect_one_dtype({"q": q, "k": k, "v": v})
+    if g is not None:
+        checks.expect_shape("g", g, (*k.shape[:2], H))
+        if options.right != 0:
+            raise ValueError("g: want causal=True beside a forgetting gate, got causal=False")
+    if sinks is not None:
+        checks.expect_shape("sinks", sinks, (H,))
+    check_slopes(slopes, H, inputs.sequences)
+
+
+def _check_packed(inputs: AttentionInputs) -> None:
+    """The tensors of integers."""
+    cu_q, cu_k, lengths = inputs.cu_q, inputs.cu_k, inputs.lengths
+    if cu_k is not None:
+        if cu_q is None:
+            raise ValueError("cu_seqlens_k: wants packed queries, cu_seqlens, beside it; got None")
+        checks.expect_cu_seqlens(cu_k, *inputs.k.shape[:2])
+        checks.expect_shape("cu_seqlens_k", cu_k, cu_q.shape)
+    if cu_q is not None:
+        checks.expect_cu_seqlens(cu_q, *inputs.q.shape[:2])
+    if lengths is not None:
+        checks.expect_shape("key_lengths", lengths, (inputs.sequences,))
+        if lengths.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"key_lengths: want int32 or int64, got {lengths.dtype}")
+
+
+def check_slopes(slopes: Tensor | None, heads: int, sequences: int) -> None:
+    if slopes is not None and tuple(slopes.shape) != (heads,):
+        checks.expect_shape("alibi_slopes", slopes, (sequences, heads))
 
 
 # batch and rows of q, batch and rows of k

@@ -9,10 +9,12 @@ import torch
 
 from slipstream.compiler import compiler_state
 from slipstream.kernels.attention import dispatch as call
-from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.attention import run
+from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90 import plan
 from slipstream.kernels.attention.triton.plan import kind
 from slipstream.runtime import backends, guarded_launch
+from slipstream.runtime.dispatch import ValidationCache
 
 PLAIN = AttentionOptions(0.1)
 WIDTHS = "one width of 64, 128, 256, 192 and 128"
@@ -76,27 +78,30 @@ def test_mixed_width_gradients_take_portable_kernels(
 ) -> None:
     ways: list[tuple[Any, ...]] = []
 
-    def noted(terms: AttentionInputs, options: AttentionOptions, *impls: Any) -> tuple[Any, Any]:
-        ways.append(impls)
+    def noted(
+        terms: AttentionInputs, options: AttentionOptions, impls: str, backward_impls: str = ""
+    ) -> tuple[Any, Any]:
+        ways.append((impls, backward_impls))
         return terms.v, terms.v
 
     monkeypatch.setattr(call, "INTERPRETED", True)  # so that it asks, on a CPU too
     monkeypatch.setattr(call, "unsupported_reason", lambda qkv: None)
     monkeypatch.setattr(call.guarded_launch, "known_failure", lambda kind, device: None)
-    monkeypatch.setattr(call.op, "softmax", noted)
+    monkeypatch.setattr(run, "softmax", noted)
+    monkeypatch.setattr(run, "_PLANS", ValidationCache())
     for given in (terms(192, 128), terms(128)):
-        call.run(given, PLAIN, True, None)
+        run.run(given, PLAIN, Asked(lse=True))
         given.q.requires_grad_()
-        call.run(given, PLAIN, True, None)
+        run.run(given, PLAIN, Asked(lse=True))
     every = "sm90|triton|eager"
-    assert ways == [(every, None), (every, "triton|eager"), (every, None), (every, None)]
+    assert ways == [(every, ""), (every, "triton|eager"), (every, ""), (every, "")]
     reason = "its gradients want heads of q and v of one width"
     found = call.choose(call.OF_GRADIENTS, (terms(192, 128), PLAIN), None)
     assert found.impl == "triton" and found.rejected == (("sm90", reason),)
     wanted = terms(192, 128)
     wanted.q.requires_grad_()
     with pytest.raises(NotImplementedError, match=reason):
-        call.run(wanted, PLAIN, True, "sm90")
+        run.run(wanted, PLAIN, Asked("sm90"))
 
 
 @pytest.mark.usefixtures("on_sm_90")
