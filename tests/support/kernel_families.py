@@ -89,7 +89,7 @@ FAMILIES = [
     Family(
         "attention.latent",
         calls.latents,
-        {"attention.triton.decode_latent_launch:decode": latent.eager_latent_attention},
+        {"attention.triton.decode_latent:decode": latent.eager_latent_attention},
         ("slipstream.kernels.attention.latent",),
     ),
     Family(

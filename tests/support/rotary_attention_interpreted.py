@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.kernels.attention.rotary import softmax_of_rotated
-from slipstream.kernels.attention.sm90.dq_of_sums import softmax_dq_of_sums_kernel
+from slipstream.kernels.attention.triton.sums import softmax_dq_of_sums_kernel
 from slipstream.kernels.pointwise.rotary import rotary_reference
 from slipstream.layers import Attention
 from slipstream.layers.base import NormalLinear

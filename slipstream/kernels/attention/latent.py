@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import plain_int
-from slipstream.kernels.attention import cache_probe
+from slipstream.kernels.attention import probe
 from slipstream.kernels.attention.cache import missing_pages
 from slipstream.kernels.attention.triton.plan import kind_of_cache
 from slipstream.kernels.attention.triton.tiles import LATENT, family
@@ -132,7 +132,7 @@ def _latent(
         impl,
         q.device,
         lambda: _kind(q, latent),
-        lambda: cache_probe.mismatch_of_latents(args, _kernel, eager_latent_attention),
+        lambda: probe.mismatch_of_latents(args, _kernel, eager_latent_attention),
     ) as usable:
         if usable:
             return _kernel(*args)
@@ -141,9 +141,9 @@ def _latent(
 
 def _kernel(*args: Any) -> tuple[Tensor, Tensor]:
     """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.attention.triton import decode_latent_launch
+    from slipstream.kernels.attention.triton import decode_latent
 
-    return decode_latent_launch.decode(*args)
+    return decode_latent.decode(*args)
 
 
 def _check_pages(latent: Tensor, lengths: Tensor | None, table: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import cache, cache_probe, eager, probe
+from slipstream.kernels.attention import cache, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -240,7 +240,7 @@ def _append(
         impl,
         k.device,
         lambda: kind_of_cache("append", k_cache, v_cache, table),
-        lambda: cache_probe.mismatch_of_append(args, _launch_append, cache.append),
+        lambda: probe.mismatch_of_append(args, _launch_append, cache.append),
     ) as usable:
         if usable:
             return _launch_append(*args)

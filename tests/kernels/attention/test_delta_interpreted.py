@@ -13,7 +13,7 @@ def test_delta_of_queries_and_of_tiles() -> None:
 
 
 def check(B: int, T: int, cu: list[int] | None, has_dlse: bool, BM: int) -> None:
-    from slipstream.kernels.attention.triton.delta import launch_delta, launch_delta_of_tiles
+    from slipstream.kernels.attention.triton.sums import launch_delta, launch_delta_of_tiles
 
     H, D = 3, 20
     o, do = torch.randn(B, T, H, D), torch.randn(B, T, H, D)

@@ -120,10 +120,10 @@ if __name__ == "__main__":
         torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
         if table is None:
             continue
-        from slipstream.kernels.attention.triton import decode_latent_launch
+        from slipstream.kernels.attention.triton import decode_latent
 
         table[0, 1], table[1] = -1, len(latent)
-        o, _ = decode_latent_launch.decode(q, latent, lengths, table, call[5], 0.2)
+        o, _ = decode_latent.decode(q, latent, lengths, table, call[5], 0.2)
         right, _ = eager_latent_attention(q, latent, lengths, table, call[5], 0.2)
         torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
         assert not o[1].any()

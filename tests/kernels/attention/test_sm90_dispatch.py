@@ -154,7 +154,7 @@ def test_hopper_says_what_it_wants_of_the_machine(
 
 
 def test_pairs_at_work() -> None:
-    from slipstream.kernels.attention.sm90.bwd_fused_launch import pairs_at_work
+    from slipstream.kernels.attention.sm90.launch import pairs_at_work
 
     def found(T: int, causal: bool, pairs: int = 64, processors: int = 132) -> int:
         return pairs_at_work(pairs, T * 4 * 128 * 2, causal, processors)

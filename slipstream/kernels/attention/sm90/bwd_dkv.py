@@ -40,6 +40,7 @@ from slipstream.kernels.attention.sm90.common import (
     locate_tile,
     opaque,
     opaque_range,
+    program_id_volatile,
     stage_through_smem,
     store_scalars,
     store_staged,
@@ -52,7 +53,6 @@ from slipstream.kernels.attention.sm90.common import (
     zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
     gl,
     gluon,

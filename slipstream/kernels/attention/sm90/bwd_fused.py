@@ -29,49 +29,191 @@ of the columns of every dq; with D = 64 they alternate, and k and v stay in regi
 
 Determinism: tiles of keys add to a tile of queries in a fixed order, from the first keys on, which
 store instead of adding. `semaphores` counts the tiles that have added; a later one waits until that
-is its own number. Units are numbered in that order, so what is waited for has begun.
+is its own number. Units are numbered in that order, so what is waited for has begun. Two warps add
+alternating tiles, so that one waits for memory while the other waits for its semaphore. Tiles of
+queries are numbered by head and sequence; a packed sequence begins at tile cu_q[n] / BM + n of its
+head.
 """
 
 from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.bwd_dkv import first_and_width, weights
-from slipstream.kernels.attention.sm90.bwd_dq_accumulate import add_even, add_odd
-from slipstream.kernels.attention.sm90.bwd_fused_load import (
-    LoadBuffers,
-    LoadFull,
-    load_partition,
-)
 from slipstream.kernels.attention.sm90.common import (
+    LEFT,
+    PACKED_Q,
     RIGHT,
     SOFTCAP,
     SPARE_REGISTERS,
     THREAD_ROW_BITS,
     Sizes,
     barriers,
+    fetch,
     load_scalar,
     locate_tile,
     opaque,
     opaque_if_wide,
     opaque_range,
+    program_id_volatile,
     stage_through_smem,
     store_scalars,
     store_staged,
+    tile_coords,
     visible_query_tiles,
     wait_empty,
     wait_full,
     zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.attention.sm90.tile_scheduler import program_id_volatile
 from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from slipstream.kernels.primitives.semaphore import (
+    semaphore_acquire,
+    semaphore_release,
+    tma_reduce_add,
+)
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
+
+
+@gluon.jit
+def tile_of_sequence(i_b, i_h, i_n, begin, sizes, BM: gl.constexpr, FLAGS: gl.constexpr):
+    """The number of the first tile of a sequence's queries."""
+    T, H, N = sizes.T, sizes.H, sizes.N
+    if FLAGS & PACKED_Q:
+        first = i_h * (T // BM + N) + begin // BM + i_n
+    else:
+        first = (i_b * H + i_h) * gl.cdiv(T, BM)
+    return first
+
+
+@gluon.jit
+def _add(parity: gl.constexpr, desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes,
+         window, BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """Stores or adds every second tile of dq, in the order of the keys."""
+    group, units = sizes.group, sizes.units
+    unit = program_id_volatile(units)
+    i_step = unit >> 31  # an opaque zero
+    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    bounds = opaque(window, i_step)
+    visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
+    for i_g in range(group):
+        opaque_sizes = Sizes(*opaque(sizes, i_step))
+        first = tile_of_sequence(
+            loc.i_b, loc.i_h * group + i_g, loc.i_n, loc.begin, opaque_sizes, BM, FLAGS
+        )
+        for i in range(visible.num_tiles):
+            if i_step % 2 == parity:
+                query = visible.first + (visible.num_tiles - 1 - i) * BM
+                tile = first + query // BM
+                rank = loc.row // 128
+                # rank: tiles of keys before this one, with a left bound from the first that is seen
+                if FLAGS & LEFT:
+                    rank -= gl.maximum(query + loc.keys - loc.queries - bounds[0], 0) // 128
+                while semaphore_acquire(semaphores_ptr + tile) < rank:
+                    pass
+                wait_full(full, i_step, 2)
+                for c in gl.static_range(2):
+                    to = [tile * BM, c * (D // 2)]
+                    if rank == 0:
+                        copy_out(desc_dq, to, buffers.index(2 * parity + c))
+                    else:
+                        tma_reduce_add(desc_dq, to, buffers.index(2 * parity + c))
+                # global memory has it: the buffer is free, and the next tile of keys may add
+                store_wait(0)
+                mbarrier.arrive(empty.index(parity))
+                semaphore_release(semaphores_ptr + tile, rank + 1)
+            i_step += 1
+
+
+@gluon.jit
+def add_even(desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window,
+             BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    _add(0, desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window, BM, D, FLAGS)
+
+
+@gluon.jit
+def add_odd(desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window, BM: gl.constexpr,
+            D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    _add(1, desc_dq, semaphores_ptr, buffers, full, empty, offsets, sizes, window, BM, D, FLAGS)
+
+
+class LoadBuffers(NamedTuple):
+    """Those of Buffers that the producer warp fills."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    base: Any
+    delta: Any
+
+
+class LoadFull(NamedTuple):
+    """Their barriers: base comes with q, delta with do."""
+
+    kv: Any
+    q: Any
+    do: Any
+
+
+@gluon.jit
+def fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
+    """Starts to load a tile and a number for each of its rows, under one barrier."""
+    mbarrier.expect(full, desc.block_type.nbytes + desc_rows.block_type.nbytes)
+    copy_in(desc, [row, col], full, buffer)
+    copy_in(desc_rows, [at], full, rows)
+
+
+@gluon.jit
+def load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strides,
+                    BM: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    """The producer warp: k and v, then q with base and do with delta, the last queries first."""
+    desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
+    strides_q, strides_k, strides_v, strides_do = strides
+    units = sizes.units
+    unit = program_id_volatile(units)
+    i_step = unit >> 31  # an opaque zero
+    group = Sizes(*opaque(sizes, i_step)).group
+    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    bounds = opaque(window, i_step)
+    visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
+    row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+    row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+    fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.k.index(0))
+    fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.v.index(0))
+    for i_g in range(group):
+        i_h = loc.i_h * group + i_g
+        row_q, col_q = tile_coords(
+            opaque(strides_q, i_step), loc.i_b, i_h, loc.begin + visible.first
+        )
+        row_do, col_do = tile_coords(
+            opaque(strides_do, i_step), loc.i_b, i_h, loc.begin + visible.first
+        )
+        i_r = (
+            tile_of_sequence(
+                loc.i_b, i_h, loc.i_n, loc.begin, Sizes(*opaque(sizes, i_step)), BM, FLAGS
+            )
+            * BM
+            + visible.first
+        )
+        for i in range(visible.num_tiles):
+            stage = i_step % ST
+            on = (visible.num_tiles - 1 - i) * BM
+            wait_empty(empty_x, i_step, ST)
+            fetch_both(desc_q, row_q + on, col_q, buffers.q.index(stage), desc_base, i_r + on,
+                        buffers.base.index(stage), full.q.index(stage))  # fmt: skip
+            fetch_both(desc_do, row_do + on, col_do, buffers.do.index(stage), desc_delta, i_r + on,
+                        buffers.delta.index(stage), full.do.index(stage))  # fmt: skip
+            i_step += 1
+
 
 # scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(12)
@@ -381,7 +523,7 @@ def softmax_bwd_sm90_kernel(
     desc_do,  # [BM, D]
     desc_base,  # [BM] of [tiles * BM]: lse in base 2, inf for -inf and for no query
     desc_delta,  # [BM] of [tiles * BM]
-    desc_dq,  # [BM, D / 2] of float32 [tiles * BM, D]: bwd_dq_accumulate.py counts tiles of queries
+    desc_dq,  # [BM, D / 2] of float32 [tiles * BM, D]: _add counts tiles of queries
     semaphores_ptr,  # [tiles], zeros
     dk_ptr,  # [KB, S, HKV, D]
     dv_ptr,  # [KB, S, HKV, D]

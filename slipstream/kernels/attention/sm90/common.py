@@ -1,7 +1,7 @@
 """Device functions of attention's kernels for sm_90: units of work, tile bounds, rings of buffers.
 
 A unit is a tile of a pair (sequence, head). A program takes units one after another
-(tile_scheduler.py). Pairs go in sections whose keys and values fit the L2 cache; of a section the
+(forward.py). Pairs go in sections whose keys and values fit the L2 cache; of a section the
 tiles with the most work come first.
 
     offsets = cu_q, cu_k, lengths         window = left, right         sizes: Sizes
@@ -113,6 +113,15 @@ def opaque_if_wide(i_step, WIDTH: gl.constexpr):
     """i_step to make values opaque by; the constant 0, which does nothing, if heads of WIDTH leave
     registers to spare."""
     return i_step if WIDTH > SPARE_REGISTERS else 0
+
+
+@gluon.jit
+def program_id_volatile(number):
+    """The program's number, read where it is needed: gl.program_id is read once for all warps and
+    kept in a register. The operand is unused; an asm instruction has to have one."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -20,6 +20,23 @@ passes between them:
     v  [BN, DV]      ST                    1 (TMA) / NC
     next_units       SCHEDULER_STAGES      1 / NC
 
+Order of a unit's loads: that in which the warpgroups wait for them, so that none delays one needed
+earlier.
+
+Which unit comes next is static, the unit `num_programs` on, or dynamic (flag DYNAMIC), the first
+that is not taken yet, by a counter in global memory. Under a mask or with sequences of mixed
+lengths units differ in work, and a static program may end long before another; taken in order, the
+longest first, all programs end within one unit's time. No result depends on who takes what.
+
+    load_partition: fetch_next_tile           each warpgroup: receive_next_tile
+        atomic_add on the counter                 wait full
+        wait empty                                read the number
+        store to next_units, arrive full -->      arrive empty
+
+m need not be the maximum: all sums are relative to it, and it cancels when acc is divided by l. So
+it may lag behind by SLACK, and acc and l are rescaled for few tiles: in most calls hardly ever
+after the first.
+
 p goes from the accumulator's registers into the next product, without shared memory. Only tiles at
 the edges of what is seen are masked. K of 192 columns is loaded in PANELS of 64: TMA boxes are to
 be powers of two wide.
@@ -32,31 +49,32 @@ from slipstream.kernels.attention.sm90.common import (
     RIGHT,
     SOFTCAP,
     SPARE_REGISTERS,
+    THREAD_COLUMN_BITS,
     THREAD_ROW_BITS,
     Sizes,
     barriers,
+    fetch,
+    inverse,
     load_scalar,
     locate_tile,
     opaque,
     opaque_if_wide,
     opaque_range,
+    program_id_volatile,
     stage_through_smem,
     store_scalars,
     store_staged,
+    tile_coords,
     visible_key_tiles,
+    wait_empty,
     wait_full,
+    where_below,
+    where_within,
     zero_tail_rows,
-)
-from slipstream.kernels.attention.sm90.forward_load import Barriers, Buffers, load_partition, panels
-from slipstream.kernels.attention.sm90.online_softmax import operand, scaled, weights, with_sink
-from slipstream.kernels.attention.sm90.tile_scheduler import (
-    Scheduler,
-    alloc_scheduler,
-    program_id_volatile,
-    receive_next_tile,
 )
 from slipstream.kernels.attention.triton.scores import LN2, LOG2E
 from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
     gl,
     gluon,
     mbarrier,
@@ -65,10 +83,255 @@ from slipstream.kernels.primitives.gluon_compat import (
 )
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars
 
+# the next tile is fetched while one is computed
+SCHEDULER_STAGES = gl.constexpr(2)
+# a flag beside those of common.py
+DYNAMIC = gl.constexpr(128)
+
+
+class Scheduler(NamedTuple):
+    """next_units: a ring in shared memory, with its barriers `full` and `empty`."""
+
+    counter_ptr: Any  # how many units are taken, in global memory
+    next_units: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    next_units = gl.allocate_shared_memory(gl.int32, [SCHEDULER_STAGES, 1], layout)
+    # placeholders without DYNAMIC: the tuple has the same types
+    full = next_units
+    empty = next_units
+    if FLAGS & DYNAMIC:
+        full = barriers(SCHEDULER_STAGES, 1)
+        empty = barriers(SCHEDULER_STAGES, CONSUMERS)
+    return next_units, full, empty
+
+
+@gluon.jit
+def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
+    """The unit after this one, for the producer; i_step: units taken so far."""
+    if FLAGS & DYNAMIC:
+        unit = gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        scheduler.next_units.index(i_step % SCHEDULER_STAGES).store(
+            gl.full([1], unit, gl.int32, layout)
+        )
+        mbarrier.arrive(scheduler.full.index(i_step % SCHEDULER_STAGES))
+    else:
+        unit += gl.num_programs(0)
+    return unit
+
+
+@gluon.jit
+def receive_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
+    """The unit after this one, for a consumer; i_step: units taken so far."""
+    if FLAGS & DYNAMIC:
+        wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        unit = gl.max(scheduler.next_units.index(i_step % SCHEDULER_STAGES).load(layout), 0)
+        mbarrier.arrive(scheduler.empty.index(i_step % SCHEDULER_STAGES))
+    else:
+        unit += gl.num_programs(0)
+    return unit
+
+
+# how far, in powers of two, a maximum may grow before a row's sums are rescaled
+SLACK = gl.constexpr(8.0)
+
+
+@gluon.constexpr_function
+def _scaling(n):
+    """Asm that multiplies n numbers of a thread by n others, unless these are 1 in all rows of the
+    warp. A thread has two rows, in alternating pairs of numbers."""
+    lines = [f"setp.neu.f32 p, ${2 * n}, 0f3F800000;"]
+    lines.append(f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;")
+    lines.append("vote.sync.any.pred q, p, 0xffffffff;")
+    lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]
+    lines.append("@!q bra DONE;")
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
+    return f"{{ .reg .pred p, q; {' '.join(lines)} DONE: }}"
+
+
+@gluon.constexpr_function
+def _operands(n):
+    return ",".join(["=f"] * n + ["f"] * 2 * n)
+
+
+@gluon.jit
+def scaled(acc, by):
+    """acc times a number for each row, mostly 1: where all of a warp are, nothing is multiplied."""
+    by = gl.convert_layout(by, gl.SliceLayout(1, acc.type.layout))
+    _, by = gl.broadcast(acc, by[:, None])
+    N: gl.constexpr = 64 if acc.shape[1] >= 128 else acc.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _scaling(N), _operands(N), [acc, by], dtype=gl.float32, is_pure=False, pack=N
+    )
+
+
+@gluon.jit
+def _row_max(s, like):
+    """The maximum of each row, by halves first: one after another each would wait for the last."""
+    for _ in gl.static_range(2):
+        halves = gl.permute(gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2]), (0, 2, 1))
+        a, b = gl.split(halves)
+        s = gl.maximum(a, b)
+    return gl.convert_layout(gl.max(s, 1), like.type.layout)
+
+
+@gluon.jit
+def weights(s, m, mask_args, i_step, key, masked, DV: gl.constexpr, FLAGS: gl.constexpr):
+    """p of a tile whose first key is `key`, the new m, and the factor of what was summed before.
+
+    mask_args: the first query's position, the number of keys, the window, factor and cap. masked:
+    whether a query may not see a key of the tile.
+    """
+    layout: gl.constexpr = s.type.layout
+    at, keys, window, factor, cap = mask_args
+    score_scale = factor
+    if FLAGS & SOFTCAP:
+        s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
+        score_scale = 1.0
+    if masked:
+        o_m = opaque_range(
+            gl.arange(0, 64, m.type.layout), opaque_if_wide(i_step, DV), THREAD_ROW_BITS
+        )
+        o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        o_n = key + opaque_range(o_n, opaque_if_wide(i_step, DV), THREAD_COLUMN_BITS)
+        low, high = at - window[0], at + window[1] + 1
+        # with bounds on both sides: else kept in registers between masked tiles
+        if FLAGS & LEFT:
+            low, high = opaque((low, high), i_step)
+        if FLAGS & RIGHT:
+            high = gl.minimum(high + o_m, keys)
+        # an opaque zero: comparisons that all rows share would be kept as bits
+        elif FLAGS & SOFTCAP:
+            high = keys + (o_m & (i_step >> 30))
+        else:
+            high = keys + o_m * 0
+        if FLAGS & LEFT:
+            low += o_m
+            width = gl.maximum(high - low, 0)
+            s = where_within(s, o_n[None, :], low[:, None], width[:, None])
+        else:
+            s = where_below(s, o_n[None, :], high[:, None])
+    top = _row_max(s, m) * score_scale
+    top = gl.where(top > m + SLACK, top, m)
+    base = gl.where(top == float("-inf"), 0.0, top)
+    return gl.exp2(s * score_scale - base[:, None]), top, gl.exp2(m - base)
+
+
+@gluon.jit
+def with_sink(m, l, sink):
+    """m, l and their factor with one more key of this score and no value."""
+    top = gl.maximum(m, sink)
+    base = gl.where(top == float("-inf"), 0.0, top)
+    shrink = gl.exp2(m - base)
+    return top, l * shrink + gl.exp2(sink - base), shrink
+
+
+@gluon.jit
+def operand(e, acc, dtype: gl.constexpr):
+    """Weights as the left operand of the next product, in registers."""
+    return gl.convert_layout(e.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory."""
+
+    q: Any  # one or two stages a warpgroup
+    k: Any
+    v: Any
+
+
+class Barriers(NamedTuple):
+    """Two for each buffer: it is filled; it may be filled again."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+@gluon.constexpr_function
+def panels(D):
+    """Boxes by which TMA loads rows of q and k: each is to be a power of two wide."""
+    return 3 if D == 192 else 1
+
+
+@gluon.jit
+def _fetch_panels(desc, row, col, full, bufs, stage, PANELS: gl.constexpr):
+    """Starts to load a tile of q or k."""
+    mbarrier.expect(full, desc.block_type.nbytes * PANELS)
+    for i in gl.static_range(PANELS):
+        buffer = bufs.index(stage * PANELS + i)
+        copy_in(desc, [row, col + i * desc.block_type.shape[1]], full, buffer)
+
+
+@gluon.jit
+def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides, scheduler,
+                   NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+                   FLAGS: gl.constexpr):  # fmt: skip
+    desc_q, desc_k, desc_v = descs
+    strides_q, strides_k, strides_v = strides
+    PANELS: gl.constexpr = panels(D)
+    Q_STAGES: gl.constexpr = buffers.q.shape[0] // (NC * PANELS)
+    group, units = sizes.group, sizes.units
+    i_step = units * 0
+    units_done = units * 0
+    unit = program_id_volatile(i_step)
+    while unit < units:
+        loc = locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
+        visible = visible_key_tiles(loc.row, loc.queries, loc.keys, window, 64 * NC, BN, FLAGS)
+        row_q, col_q = tile_coords(strides_q, loc.i_b, loc.i_h, loc.begin + loc.row)
+        row_k, col_k = tile_coords(
+            strides_k, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
+        )
+        row_v, col_v = tile_coords(
+            strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
+        )
+        # the first tile of keys before q, whose buffer the last unit's o may still leave
+        wait_empty(empty.k, i_step, ST)
+        _fetch_panels(
+            desc_k, row_k, col_k, full.k.index(i_step % ST), buffers.k, i_step % ST, PANELS
+        )
+        for c in gl.static_range(NC):
+            stage_q = units_done % Q_STAGES * NC + c
+            mbarrier.wait(empty.q.index(stage_q), ((units_done // Q_STAGES) & 1) ^ 1)
+            _fetch_panels(
+                desc_q, row_q + c * 64, col_q, full.q.index(stage_q), buffers.q, stage_q, PANELS
+            )
+        for i in range(1, visible.num_tiles):
+            stage = (i_step + i) % ST
+            wait_empty(empty.k, i_step + i, ST)
+            _fetch_panels(
+                desc_k, row_k + i * BN, col_k, full.k.index(stage), buffers.k, stage, PANELS
+            )
+            stage = (i_step + i - 1) % ST
+            wait_empty(empty.v, i_step + i - 1, ST)
+            fetch(desc_v, row_v + (i - 1) * BN, col_v, full.v.index(stage), buffers.v.index(stage))
+        i_step += visible.num_tiles
+        stage = (i_step - 1) % ST
+        wait_empty(empty.v, i_step - 1, ST)
+        fetch(
+            desc_v,
+            row_v + (visible.num_tiles - 1) * BN,
+            col_v,
+            full.v.index(stage),
+            buffers.v.index(stage),
+        )
+        # after all loads of this unit are on their way: the counter's latency is hidden
+        unit = fetch_next_tile(unit, scheduler, units_done, FLAGS)
+        units_done += 1
+
+
 _SIZES = ["T", "S", "H", "N", "group", "tiles", "search_steps", "section", "units", "left", "right"]
 _STRIDES = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
 _DO_STRIDES = ["do_rb", "do_rh", "do_ch"]
-# a flag beside those of common.py and tile_scheduler.py: an attention sink, a score of no key
+# a flag beside those of common.py and of DYNAMIC: an attention sink, a score of no key
 SINKS = gl.constexpr(64)
 # scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(8)

@@ -10,10 +10,10 @@ from torch import Tensor
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.bwd_dkv import softmax_dkv_sm90_kernel
 from slipstream.kernels.attention.sm90.bwd_dq import softmax_dq_sm90_kernel
-from slipstream.kernels.attention.sm90.bwd_fused_launch import BUFFERS, fused
-from slipstream.kernels.attention.sm90.forward import softmax_fwd_sm90_kernel
-from slipstream.kernels.attention.sm90.forward_load import panels
-from slipstream.kernels.attention.sm90.tiles import (
+from slipstream.kernels.attention.sm90.bwd_fused import softmax_bwd_sm90_kernel
+from slipstream.kernels.attention.sm90.decode_latent import softmax_latent_decode_sm90_kernel
+from slipstream.kernels.attention.sm90.forward import panels, softmax_fwd_sm90_kernel
+from slipstream.kernels.attention.sm90.plan import (
     FWD_SECTION_BYTES,
     MIXED_WIDTHS,
     REGISTERS,
@@ -23,8 +23,12 @@ from slipstream.kernels.attention.sm90.tiles import (
 )
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton import launch as triton_launch
-from slipstream.kernels.attention.triton.delta import launch_delta
-from slipstream.kernels.attention.triton.launch_utils import (
+from slipstream.kernels.attention.triton.sums import (
+    launch_delta,
+    launch_delta_of_tiles,
+    softmax_dq_of_sums_kernel,
+)
+from slipstream.kernels.attention.triton.tiles import (
     bound,
     device_of,
     factor_and_cap,
@@ -33,8 +37,15 @@ from slipstream.kernels.attention.triton.launch_utils import (
     to_kernel_layout,
 )
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cache, cached
 
+# by the width of a head: the fused backward's buffers of queries
+BUFFERS = {64: 3, 128: 2}
+# queries and keys of a tile of the fused backward
+BM, BN = 64, 128
+# of decode_latent.py: widths of a latent and of what follows it, keys of a step
+LATENT, ROPE_DIM, LATENT_KEYS = 512, 64, 64
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -93,13 +104,10 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with device_of(q.device):
         if q.shape[-1] in BUFFERS:
-            flags = _flags(inputs._replace(sinks=None), options)
-            common = _common(inputs, options)
-            rows = fused(inputs, options, o, lse, do, dlse, dq, dk, dv, _matrix, common, flags)
+            rows = _fused(inputs, options, o, lse, do, dlse, dq, dk, dv)
         else:
             rows = _row_sums(o, lse, do, dlse)
-            _dq(inputs, options, do, dq, *rows)
-            _dkv(inputs, options, do, dk, dv, *rows)
+            _separate(inputs, options, do, dq, dk, dv, *rows)
     grads = {"q": dq, "k": dk, "v": dv}
     if inputs.sinks is not None:
         grads["sinks"] = sinks_gradient(inputs.sinks, *rows)
@@ -123,9 +131,8 @@ def backward_of_rotated(
     grads = torch.empty(B, T, H + 2 * HKV, D, dtype=q.dtype, device=q.device)
     dq, dk, dv = grads.split([H, HKV, HKV], 2)
     do, tables = do.contiguous(), (cos.contiguous(), sin.contiguous())
-    common, flags = _common(inputs, options), _flags(inputs, options)
     with device_of(q.device):
-        fused(inputs, options, o, lse, do, None, dq, dk, dv, _matrix, common, flags, tables)
+        _fused(inputs, options, o, lse, do, None, dq, dk, dv, tables)
     return grads
 
 
@@ -148,67 +155,42 @@ def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[
     return base[..., :T], delta[..., :T]
 
 
-def _dq(
+def _separate(
     inputs: AttentionInputs,
     options: AttentionOptions,
     do: Tensor,
     dq: Tensor,
-    base: Tensor,
-    delta: Tensor,
-) -> None:
-    D = inputs.q.shape[-1]
-    tile = TILES[D].dq
-    assert tile is not None
-    grid, sizes = _sizes(inputs, tile)
-    cached(softmax_dq_sm90_kernel)[grid](
-        **_matrix("q", inputs.q, 64),
-        **_matrix("k", inputs.k, tile.B),
-        **_matrix("v", inputs.v, tile.B),
-        **_matrix("do", do, 64),
-        dq_ptr=dq,
-        base_ptr=base,
-        delta_ptr=delta,
-        scale=options.scale,
-        **_common(inputs, options),
-        **sizes,
-        BN=tile.B,
-        D=D,
-        KS=tile.buffers[0],
-        VS=tile.buffers[1],
-        **_flags(inputs, options),
-    )
-
-
-def _dkv(
-    inputs: AttentionInputs,
-    options: AttentionOptions,
-    do: Tensor,
     dk: Tensor,
     dv: Tensor,
     base: Tensor,
     delta: Tensor,
 ) -> None:
+    """Writes dq by one kernel, dk and dv by another."""
     D = inputs.q.shape[-1]
-    tile = TILES[D].dkv
-    assert tile is not None
-    grid, sizes = _sizes(inputs, tile, of_keys=True)
-    cached(softmax_dkv_sm90_kernel)[grid](
-        **_matrix("q", inputs.q, tile.B),
-        **_matrix("k", inputs.k, 64),
-        **_matrix("v", inputs.v, 64),
-        **_matrix("do", do, tile.B),
-        dk_ptr=dk,
-        dv_ptr=dv,
-        base_ptr=base,
-        delta_ptr=delta,
-        scale=options.scale,
-        **_common(inputs, options),
-        **sizes,
-        BM=tile.B,
-        D=D,
-        ST=tile.buffers[0],
-        **_flags(inputs, options),
-    )
+    of_q, of_k = TILES[D].dq, TILES[D].dkv
+    assert of_q is not None and of_k is not None
+    buffers = {"KS": of_q.buffers[0], "VS": of_q.buffers[1]}
+    outputs = {"dk_ptr": dk, "dv_ptr": dv}
+    for kernel, tile, specific in (
+        (softmax_dq_sm90_kernel, of_q, {"dq_ptr": dq, "BN": of_q.B, **buffers}),
+        (softmax_dkv_sm90_kernel, of_k, {**outputs, "BM": of_k.B, "ST": of_k.buffers[0]}),
+    ):
+        grid, sizes = _sizes(inputs, tile, of_keys=tile is of_k)
+        queries, keys = (64, tile.B) if tile is of_q else (tile.B, 64)
+        cached(kernel)[grid](
+            **_matrix("q", inputs.q, queries),
+            **_matrix("k", inputs.k, keys),
+            **_matrix("v", inputs.v, keys),
+            **_matrix("do", do, queries),
+            base_ptr=base,
+            delta_ptr=delta,
+            scale=options.scale,
+            **_common(inputs, options),
+            **sizes,
+            D=D,
+            **specific,
+            **_flags(inputs, options),
+        )
 
 
 def _matrix(name: str, x: Tensor, rows: int, width: int | None = None) -> dict[str, Any]:
@@ -309,3 +291,176 @@ def _flags(
     consumer, producer, max_registers = REGISTERS
     registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": max_registers}
     return {"FLAGS": flags, "num_warps": 4, **registers}
+
+
+def _fused(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    tables: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Writes dq, dk and dv by one kernel, with what goes before and after it.
+
+    Args:
+        tables: cos and sin [B or 1, T, D / 2], float32, of a rotary embedding that has turned q and
+            k: dq and dk are of those before. Then dq, dk and dv are heads of one tensor, one after
+            another.
+
+    Returns:
+        base and delta [B, H, tiles * BM], infinite and 0 where there is no query.
+    """
+    B, T, H, D = do.shape
+    S, HKV = inputs.k.shape[1:3]
+    N = inputs.sequences
+    # tiles of keys and of queries, an upper bound where lengths are not known
+    tiles = -(-S // BN) if inputs.cu_k is None else S // BN + N
+    pairs = HKV if inputs.cu_k is not None else HKV * N
+    queries = -(-T // BM) if inputs.cu_q is None else T // BM + N
+    search_steps = (N - 1).bit_length()
+    base, delta = (
+        torch.empty(B, H, queries * BM, dtype=torch.float32, device=do.device) for _ in range(2)
+    )
+    launch_delta_of_tiles(o, do, lse, dlse, base, delta, inputs.cu_q, queries, BM)
+    sums = torch.empty(B * H * queries * BM, D, dtype=torch.float32, device=do.device)
+    semaphores = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
+    matrices = _matrix("q", inputs.q, BM) | _matrix("k", inputs.k, BN)
+    matrices |= _matrix("v", inputs.v, BN) | _matrix("do", do, BM)
+    rotation: dict[str, Any] = {"cos_ptr": None, "sin_ptr": None, "table_rows": None}
+    if tables is not None:
+        cos, sin = tables
+        each = T if cos.shape[0] > 1 else 0
+        rotation = {"cos_ptr": cos, "sin_ptr": sin, "table_rows": each}
+    pair_bytes = T * H // HKV * 4 * D * do.element_size()
+    section = pairs_at_work(pairs, pair_bytes, options.right >= 0, sm_count(do.get_device()))
+    cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
+        desc_base=_tiles(base.view(-1), BM),
+        desc_delta=_tiles(delta.view(-1), BM),
+        desc_dq=_tiles(sums, BM, D // 2),
+        semaphores_ptr=semaphores,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        scale=options.scale,
+        T=T,
+        S=S,
+        H=H,
+        N=N,
+        group=H // HKV,
+        tiles=tiles,
+        search_steps=search_steps,
+        section=section,
+        units=tiles * pairs,
+        **_common(inputs, options),
+        **matrices,
+        BM=BM,
+        D=D,
+        ST=BUFFERS[D],
+        **_flags(inputs._replace(sinks=None), options),
+        **rotation,
+    )
+    cached(softmax_dq_of_sums_kernel)[(B * H * queries,)](
+        sums_ptr=sums,
+        semaphores_ptr=semaphores,
+        dq_ptr=dq,
+        cu_q_ptr=inputs.cu_q,
+        scale=options.scale,
+        T=T,
+        H=H,
+        N=N,
+        tiles=queries,
+        search_steps=search_steps,
+        D=D,
+        BM=BM,
+        PACKED=inputs.cu_q is not None,
+        num_warps=4,
+        PITCH=None if tables is None else H + 2 * HKV,
+        **rotation,
+    )
+    return base, delta
+
+
+def pairs_at_work(pairs: int, pair_bytes: int, causal: bool, processors: int) -> int:
+    """How many pairs of sequence and head of k the fused backward works on at a time.
+
+    With few pairs, several tiles of keys of one pair run at once, and the queries that they read
+    and the dq that they add to stay in the L2 cache. With too few, these tiles wait for each other
+    to add to dq, most of all in causal calls.
+
+    pair_bytes: of a pair's queries, their gradients and sums; where they are small, more pairs.
+    """
+    # 3 pairs of 16,384 tokens without a mask on an H100, which 8 slow down by 4%
+    tiles, size = (5, 96 << 20) if causal else (44, 32 << 20)
+    return min(pairs, max(processors // tiles, size // pair_bytes, 1))
+
+
+def _tiles(x: Tensor, *block: int) -> TensorDescriptor:
+    sizes = [*map(int, block)]
+    layout = gl.NVMMASharedLayout.get_default_for(sizes, gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), sizes, layout)
+
+
+def takes_latent(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
+    """Whether decode_latent.py takes a call: the widths, pages of whole tiles, strides for TMA."""
+    size, row = latent.shape[1], latent.stride(1)
+    return (
+        width == LATENT
+        and q.shape[-1] == LATENT + ROPE_DIM
+        and q.is_contiguous()
+        and latent.stride(2) == 1
+        and row >= LATENT + ROPE_DIM
+        and row % 8 == 0
+        and latent.stride(0) % row == 0
+        and (q.data_ptr() | latent.data_ptr()) % 16 == 0
+        and (table is None or (size % LATENT_KEYS == 0 and latent.stride(0) == size * row))
+    )
+
+
+def launch_latent(
+    q: Tensor,
+    latent: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    factor: float,
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    splits: int,
+    tiles: int,
+    capacity: int,
+) -> None:
+    """Writes o and lse of each share of a cache of latents."""
+    B, T, H, D = q.shape
+    row = latent.stride(1)
+    rows_b = latent.stride(0) // row
+    shape = [(latent.shape[0] - 1) * rows_b + latent.shape[1], D]
+    descs = {
+        f"desc_{name}{suffix}": TensorDescriptor(
+            x, size, [stride, 1], [64, width], _layout(64, width, q.dtype)
+        )
+        for name, x, size, stride in (("q", q, [B * T * H, D], D), ("k", latent, shape, row))
+        for suffix, width in (("", LATENT // 2), ("r", ROPE_DIM))
+    }
+    cached(softmax_latent_decode_sm90_kernel)[(tiles * splits * B,)](
+        **descs,
+        o_ptr=partial_o,
+        lse_ptr=partial_lse,
+        lengths_ptr=lengths,
+        table_ptr=table,
+        factor=factor,
+        T=T,
+        H=H,
+        B=B,
+        tiles=tiles,
+        splits=splits,
+        capacity=capacity,
+        stride_table=0 if table is None else table.stride(0),
+        rows_b=rows_b,
+        PAGE=0 if table is None else latent.shape[1],
+        HAS_LENGTHS=lengths is not None,
+        num_warps=4,
+        maxnreg=168,
+    )

@@ -6,7 +6,7 @@
 with dx (1 - tanh^2) in place of dx beneath a softcap, and dropout's factors m_ts on p in dv and on
 dp in dx. Here p and dp are transposed, keys by queries, so that neither kernel ever transposes a
 product. Nothing is added by two programs. The sums over s and over t of dx are what the gates'
-gradient is made of (gates.py). Heads whose width is no multiple of 8 are computed in float32
+gradient is made of (sums.py). Heads whose width is no multiple of 8 are computed in float32
 elsewhere; here their dx is two numbers of 16 bits.
 """
 

@@ -10,7 +10,7 @@ from slipstream.kernels.attention.triton.decode import (
     softmax_combine_kernel,
     softmax_decode_kernel,
 )
-from slipstream.kernels.attention.triton.launch_utils import (
+from slipstream.kernels.attention.triton.tiles import (
     STRIDES,
     bound,
     device_of,
@@ -19,10 +19,10 @@ from slipstream.kernels.attention.triton.launch_utils import (
     fp32_dot_precision,
     multiprocessors,
     positive,
+    rounded,
     tiles_for,
     unit_and_strides,
 )
-from slipstream.kernels.attention.triton.tiles import rounded
 from slipstream.runtime.backends import INTERPRETED
 from slipstream.runtime.launch_cache import cached
 

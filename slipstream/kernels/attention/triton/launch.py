@@ -14,14 +14,16 @@ from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton.backward import softmax_dkv_kernel
-from slipstream.kernels.attention.triton.delta import launch_delta
 from slipstream.kernels.attention.triton.forward import softmax_queries_kernel
-from slipstream.kernels.attention.triton.gates import (
+from slipstream.kernels.attention.triton.sums import (
+    launch_delta,
     softmax_gate_grad_kernel,
     softmax_gate_sums_kernel,
 )
-from slipstream.kernels.attention.triton.launch_utils import (
+from slipstream.kernels.attention.triton.tiles import (
     STRIDES,
+    Tile,
+    Tiles,
     bound,
     device_of,
     factor_and_cap,
@@ -31,7 +33,6 @@ from slipstream.kernels.attention.triton.launch_utils import (
     to_kernel_layout,
     unit_and_strides,
 )
-from slipstream.kernels.attention.triton.tiles import Tile, Tiles
 from slipstream.runtime.launch_cache import cached
 
 # tokens of a gate at a time
