@@ -6,14 +6,26 @@ chunk, in no other memory than a program's own. From S before each chunk and w, 
     A = scale tril(q k^T decay)        x = do^T A + (k dS')^T exp(G_C - G)        dv = (x beta R)^T
     dS = exp(G_C) dS' + (q exp(G))^T scale do - (k exp(G))^T dv
 
-and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its gradients, by the
-formulas of triton/delta/dqkg.py.
+and from a chunk's B = scale stril(do w^T decay) and M = stril(dv w^T decay) its gradients, with own
+the diagonal of scale do w^T, which gates do not reach,
+
+    dq = scale exp(G) do S + B kb + own kb                kb = beta k, in the place of k
+    dp = exp(G) dv S + M kb
+    dk' = exp(G_C - G) w dS' + B^T q - M^T k + own q      dk = beta dk' - dp      dbeta = k . dk'
+    dg = what is to come of (q . dq + p . dp - kb . dk'), and of sum(S' * dS')
+
+In dg pairs of tokens that are both after a strong gate must cancel: so both sides multiply the same
+rounded B, M and kb. BK channels of K at a time.
 
 S and w are made once more, a block of `every` chunks at a time: forward leaves S before each block,
 in 16 bits as it is in all products, and from there a program scans to the block's end before it
-goes back (bwd_fused_recompute.py). Recomputed states go to memory of that program alone, except for
-the first, which forward left, and the last, which is in shared memory; dS' is in memory too while S
-takes its registers.
+goes back, as chunk_fwd_2tile.py does but by all warps that go back later and all columns of V:
+
+    w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
+
+through the buffers of what there is on the way back: R in that of q, S in that of dS', w in that of
+dv. Recomputed states go to memory of that program alone, except for the first, which forward left,
+and the last, which is in shared memory; dS' is in memory too while S takes its registers.
 
 Four partitions of a program, which has all columns of V:
 
@@ -46,55 +58,549 @@ What a program is, and how far its scan is, all read where they want it
 i-th back, where it has gone forward through j - i chunks.
 """
 
+from typing import Any, NamedTuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
+    load_beta_gate,
     locate_segment,
+    store_tile,
     zero_tail_rows,
 )
-from slipstream.kernels.linear.sm90.delta.bwd_fused_dqk import (
-    CHUNKS,
-    COUNT,
-    D_COL,
-    GONE,
-    HEAD,
-    LENGTH,
-    NUM_SCALARS,
-    ROW,
-    ROWS,
-    STATE_IN,
-    STATE_OUT,
-    WORKSPACE,
-    dqk_partition,
-    store_partition,
-)
-from slipstream.kernels.linear.sm90.delta.bwd_fused_load import (
-    Barriers,
-    Buffers,
-    Tiles,
-    load_partition,
-    locate_checkpoint_block,
-)
-from slipstream.kernels.linear.sm90.delta.bwd_fused_recompute import recompute_states
 from slipstream.kernels.linear.sm90.delta.device import (
+    MIN_CROSSED,
     StateRefs,
+    beta_gate_ptr,
     checkpoint_index,
     load_state,
     store_state,
 )
+from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
 from slipstream.kernels.primitives.gluon_compat import (
+    copy_in,
+    copy_out,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from slipstream.kernels.primitives.semaphore import (
     lock_workspace,
+    proxy_fence,
+    semaphore_acquire,
+    tma_reduce_add,
     unlock_workspace,
     wait_bulk_stores,
 )
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars, load_scalar, store_scalars
+
+
+@gluon.jit
+def square(tile, like, C: gl.constexpr):
+    """The first [C, C] of a tile, as `like` is."""
+    SQUARES: gl.constexpr = tile.shape[0] * tile.shape[1] // (C * C)
+    return tile._reinterpret(tile.dtype, [SQUARES, C, C], like.layout).index(0)
+
+
+@gluon.jit
+def recompute_states(
+    descs, tiles, buffers, barriers, row, v_col, scratch, gone, first, count, length,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """From S before a part, which is there, to its end: S before its other chunks into memory, and
+    w; of the last to where the way back begins. gone: chunks gone back through."""
+    w_desc, states_desc = descs
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    zero = gl.zeros([V, C], gl.float32, xl)
+    b_s = tiles.state.index(gone >> 30).load(sl).to(gl.float32)
+    # `grads` is done with what the chunk before has there
+    mbarrier.wait(barriers.w_empty.index(0), (gone & 1) ^ 1)
+    mbarrier.wait(barriers.state_empty.index(0), (gone & 1) ^ 1)
+    for at in range(count):
+        j = 2 * gone + at
+        s = j % ST
+        rows = tiles.beta_gate.index(s)
+        # 0, which no compiler knows: it would keep all addresses
+        o = at >> 30
+        o_w = at >> 29
+        b_r = square(tiles.q.index(s), tiles.a.index(0), C)
+        num_rows = length - (first + at) * C
+        is_last = at == count - 1
+        mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
+        if num_rows < C:
+            zero_tail_rows(tiles.k.index(s), num_rows, C, K, WARPS)
+            zero_tail_rows(tiles.do.index(s), num_rows, C, V, WARPS)
+            zero_tail_rows(b_r, num_rows, C, C, WARPS)
+            fence_async_shared()
+            gl.thread_barrier()
+        b_sb = b_s.to(tiles.k.dtype)
+        store_wait(1)  # of the chunk before, S
+        gl.thread_barrier()
+        buffers.dstate.index(o).store(b_sb)
+        if is_last:
+            tiles.state.index(at >> 28).store(b_sb)
+        fence_async_shared()
+        store_wait(0)  # and w
+        gl.thread_barrier()
+        b_u = warpgroup_mma(
+            buffers.dstate.index(o),
+            tiles.k.index(s + o).permute((1, 0)),
+            zero,
+            use_acc=False,
+            is_async=True,
+        )
+        if HAS_GATE:
+            last = rows.slice(2 * C - 1, 1)
+            b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
+        if (at > 0) & (at < count - 1):
+            copy_out(states_desc, [scratch + (at - 1) * V, 0], buffers.dstate.index(o))
+        b_u = warpgroup_mma_wait(0, deps=(b_u,))
+        if HAS_GATE:
+            b_u = -b_u * gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
+        else:
+            b_u = -b_u
+        b_u = gl.convert_layout(b_u.to(tiles.k.dtype), sa)
+        b_w = warpgroup_mma(b_u, b_r.permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_w = warpgroup_mma(
+            tiles.do.index(s).permute((1, 0)), b_r.permute((1, 0)), b_w, is_async=True
+        )
+        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        if is_last:
+            tiles.w.index(o_w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
+            fence_async_shared()
+            mbarrier.arrive(barriers.w_full.index(0), count=1)
+            mbarrier.arrive(barriers.state_full.index(0), count=1)
+        else:
+            b_share = rows.slice(0, C).load(gl.SliceLayout(0, xl))
+            if HAS_GATE:
+                b_G = rows.slice(C, C).load(gl.SliceLayout(0, xl))
+                b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
+            b_lhs = gl.convert_layout((b_w * b_share[None, :]).to(tiles.k.dtype), xa)
+            b_s = warpgroup_mma(b_lhs, tiles.k.index(s), b_s, is_async=True)
+            buffers.dv.index(o_w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            copy_out(w_desc, [row + (first + at) * C, v_col], buffers.dv.index(o_w))
+            b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(barriers.empty.index(s), count=2)
+
+
+# Places of a program's numbers (kernels/primitives/smem_scalars.py): what it is from its beginning
+# on, then how far the scan is.
+WORKSPACE = gl.constexpr(0)  # its memory
+ROW = gl.constexpr(1)  # the first token
+LENGTH = gl.constexpr(2)  # tokens
+CHUNKS = gl.constexpr(3)
+HEAD = gl.constexpr(4)  # of v
+CHUNK = gl.constexpr(5)  # the first, among those of all heads
+CHECKPOINT = gl.constexpr(6)  # where S before the first part is left
+K_COL = gl.constexpr(7)  # the first column of q and k
+D_COL = gl.constexpr(8)  # and of their gradients
+HEADS = gl.constexpr(9)  # of those
+RANK = gl.constexpr(10)  # which of the heads that add those up this one is
+SEMAPHORE = gl.constexpr(11)  # offset of the first chunk's semaphore
+STATE_IN = gl.constexpr(12)  # where dS comes from
+STATE_OUT = gl.constexpr(13)  # and goes to; -1 if it is not wanted
+GONE = gl.constexpr(14)  # chunks gone back through
+COUNT = gl.constexpr(15)  # those of the part
+NUM_SCALARS = gl.constexpr(16)
+
+
+@gluon.jit
+def step_of(i, c, n, every):
+    """The step of a program that goes back through chunk c, the i-th of n: it has gone forward from
+    the beginning of that chunk's part to the end."""
+    return i + n - c // every * every
+
+
+@gluon.jit
+def start_of(rows, al: gl.constexpr, C: gl.constexpr):
+    """exp(G) of a chunk's tokens. Read wherever it is wanted: registers are what there is least."""
+    return gl.exp2(rows.slice(C, C).load(gl.SliceLayout(1, al)))
+
+
+@gluon.jit
+def end_of(rows, al: gl.constexpr, C: gl.constexpr):
+    """exp(G_C - G)."""
+    G_C = rows.slice(2 * C - 1, 1).load(gl.SliceLayout(1, al))
+    return gl.exp2(G_C - rows.slice(C, C).load(gl.SliceLayout(1, al)))
+
+
+@gluon.jit
+def beta_of(rows, al: gl.constexpr, C: gl.constexpr):
+    return rows.slice(0, C).load(gl.SliceLayout(1, al))
+
+
+@gluon.jit
+def diagonal_of(diags, al: gl.constexpr, C: gl.constexpr):
+    """The one sum of each token that is not 0; a token has several, each over some columns."""
+    b_diag = diags.slice(0, C).load(gl.SliceLayout(1, al))
+    for i in gl.static_range(1, diags.shape[0] // C):
+        b_diag += diags.slice(i * C, C).load(gl.SliceLayout(1, al))
+    return b_diag
+
+
+@gluon.jit
+def row_dot(b, tile, al: gl.constexpr):
+    """sum(b * tile) of each row."""
+    return gl.sum(b * tile.load(al), 1)
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def write_sums(
+    dg_ptr, dbeta_ptr, rows, sum_buffers, zs, none, o_t, num_rows, HV,
+    C: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    """From shared memory, where each warp finds all tokens, so that no sum goes across warps."""
+    by: gl.constexpr = gl.BlockedLayout([1, C // 32], [1, 32], [4, 1], [1, 0])
+    line: gl.constexpr = gl.SliceLayout(0, by)
+    o_w = gl.arange(0, 4, gl.SliceLayout(1, by))
+    o_c = gl.arange(0, C, line) + none
+    o_x = (o_t + o_c.to(gl.int64) * HV)[None, :] + o_w[:, None]  # o_w is 0 where it is stored
+    m = (o_c < num_rows)[None, :] & (o_w == 0)[:, None]
+    zero = gl.zeros([4, C], gl.float32, by)
+    if HAS_GATE:
+        z = gl.sum(gl.zeros([4, ROWS], gl.float32, by) + zs.load(line)[None, :], 1)
+        z *= gl.exp2(rows.slice(2 * C - 1, 1).load(gl.SliceLayout(1, by)))
+        z += gl.sum(zero + sum_buffers.index(1).load(line)[None, :], 1)
+        b_g = zero + rows.slice(0, C).load(line)[None, :]
+        dg = gl.associative_scan(b_g, 1, add, reverse=True)
+        G = zero + rows.slice(C, C).load(line)[None, :]
+        before = gl.gather(G, gl.maximum(o_c - 1, 0)[None, :] + 0 * o_w[:, None], 1)
+        strong = G - gl.where((o_c > 0)[None, :], before, 0.0) < MIN_CROSSED
+        gl.store(dg_ptr + o_x, gl.where(strong, 0.0, dg + z[:, None]), mask=m)
+    gl.store(dbeta_ptr + o_x, zero + sum_buffers.index(0).load(line)[None, :], mask=m)
+
+
+@gluon.jit
+def replace(tile, b):
+    """b in the place of a tile that all warps have read, for products."""
+    gl.thread_barrier()
+    tile.store(b)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def store_tail(
+    q, k, counts_ptr, pad, c, num_rows,
+    K: gl.constexpr, C: gl.constexpr, GROUPED_HEADS: gl.constexpr,
+):  # fmt: skip
+    """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
+    heads = load_scalar(pad, HEADS, 4)
+    rank = load_scalar(pad, RANK, 4)
+    if GROUPED_HEADS:
+        while semaphore_acquire(counts_ptr + load_scalar(pad, SEMAPHORE, 4) + c * heads) < rank:
+            pass
+    at = load_scalar(pad, ROW, 4) + c * C, num_rows
+    cols = load_scalar(pad, D_COL, 4), heads * K
+    store_or_add(rank, q[0], q[1], q[2], at, cols, C, K, GROUPED_HEADS)
+    store_or_add(rank, k[0], k[1], k[2], at, cols, C, K, GROUPED_HEADS)
+
+
+@gluon.jit
+def dqk_partition(
+    descs, pointers, counts_ptr, tiles, buffers, barriers, pad, HV, G, every, scale,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, GROUPED_HEADS: gl.constexpr,
+):  # fmt: skip
+    dq_desc, dk_desc, dv_desc = descs
+    dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
+    NK: gl.constexpr = K // BK
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    zero = gl.zeros([C, BK], gl.float32, al)
+    n = load_scalar(pad, CHUNKS, 4)
+    for i in range(n):
+        c = n - 1 - i
+        j = step_of(i, c, n, every)
+        s = j % ST
+        num_rows = load_scalar(pad, LENGTH, 4) - c * C
+        rows = tiles.beta_gate.index(s)
+        mbarrier.wait(barriers.pairs_full.index(0), i & 1)
+        mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
+        mbarrier.wait(barriers.w_full.index(0), i & 1)
+        e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
+        gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - kb . dk'
+        sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
+        row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * V
+        dv = buffers.dv.index(i >> 24)
+        store_tile(dv_desc, dv_ptr, dv, row + c * C, v_col, HV * V, num_rows, C, V)
+        b_diag = diagonal_of(buffers.diagonal, al, C)
+        b_beta = beta_of(rows, al, C)
+        dks = ()
+        for h in gl.static_range(NK):
+            o = i >> (
+                27 + h
+            )  # 0, another for each so that no address is kept, as in dstate_partition
+            b_qs = tiles.q.index(s + o).slice(h * BK, BK, 1)
+            b_ks = tiles.k.index(s + o).slice(h * BK, BK, 1)
+            b_ds = buffers.dstate.index(o).slice(h * BK, BK, 1)
+            b_dk = warpgroup_mma(tiles.w.index(o), b_ds, zero, use_acc=False, is_async=True)
+            if h == 0:
+                mbarrier.wait(barriers.state_full.index(0), i & 1)
+                if HAS_GATE:
+                    buffers.state_products.store(
+                        row_products(tiles.state.index(o), buffers.dstate.index(o), V, K)
+                    )
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            if h == NK - 1:
+                mbarrier.arrive(barriers.w_empty.index(0), count=1)
+            b_kb = (b_ks.load(al) * b_beta[:, None]).to(tiles.k.dtype)
+            if HAS_GATE:
+                b_dk *= end_of(rows, al, C)[:, None]
+                e += gl.sum(b_dk * b_kb, 1)
+            b_dk = warpgroup_mma(buffers.b.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
+            b_dk = warpgroup_mma(buffers.m.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            if HAS_GATE:
+                gates -= gl.sum(b_dk * b_kb, 1)
+            b_dk += b_diag[:, None] * b_qs.load(al)
+            b_k = b_ks.load(al)
+            sums += gl.sum(b_dk * b_k, 1)
+            b_dk *= b_beta[:, None]
+            replace(b_ks, b_kb)
+            b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
+            b_dp = warpgroup_mma(buffers.dv.index(o), b_ss, zero, use_acc=False, is_async=True)
+            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            if HAS_GATE:
+                b_dp *= -start_of(rows, al, C)[:, None]
+            else:
+                b_dp = -b_dp
+            b_dp = warpgroup_mma(buffers.m.index(o), b_ks, b_dp, is_async=True)  # -dp
+            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            if HAS_GATE:
+                gates += gl.sum(b_dp * b_k, 1)
+            dks += ((b_dk + b_dp).to(tiles.q.dtype),)
+        buffers.token_sums.index(0).store(sums)
+        if HAS_GATE:
+            buffers.token_sums.index(1).store(e)
+        for h in gl.static_range(NK):
+            o = i >> (29 + h)
+            b_qs = tiles.q.index(s + o).slice(h * BK, BK, 1)
+            b_ks = tiles.k.index(s + o).slice(h * BK, BK, 1)
+            b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
+            b_dq = warpgroup_mma(tiles.do.index(s + o), b_ss, zero, use_acc=False, is_async=True)
+            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            b_dq *= scale
+            if HAS_GATE:
+                b_dq *= start_of(rows, al, C)[:, None]
+            b_dq = warpgroup_mma(buffers.b.index(o), b_ks, b_dq, is_async=True)
+            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            if HAS_GATE:
+                gates += row_dot(b_dq, b_qs, al)
+            b_dq += b_diag[:, None] * b_ks.load(al)
+            if h == NK - 1:
+                store_wait(0)
+                mbarrier.arrive(barriers.state_empty.index(0), count=1)
+            gl.thread_barrier()
+            b_qs.store(b_dq.to(tiles.q.dtype))
+            b_ks.store(dks[h])
+        fence_async_shared()
+        num_rows = load_scalar(pad, LENGTH, 4) - c * C
+        if num_rows < C:  # store_partition takes whole chunks
+            gl.thread_barrier()
+            store_tail(
+                (dq_desc, dq_ptr, tiles.q.index(s)), (dk_desc, dk_ptr, tiles.k.index(s)),
+                counts_ptr, pad, c, num_rows, K, C, GROUPED_HEADS,
+            )  # fmt: skip
+        mbarrier.arrive(barriers.grads_full.index(i % ST), count=1)
+        o_t = (load_scalar(pad, ROW, 4) + c * C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
+        if HAS_GATE:
+            rows.slice(0, C).store(gates)  # beta is not read any more
+        gl.thread_barrier()
+        write_sums(
+            dg_ptr, dbeta_ptr, rows, buffers.token_sums, buffers.state_products, i >> 23, o_t,
+            num_rows, HV, C, HAS_GATE,
+        )  # fmt: skip
+        mbarrier.arrive(barriers.empty.index(s), count=1)
+    store_wait(0)
+
+
+@gluon.jit
+def store_partition(
+    descs, counts_ptr, tiles, barriers, pad, HV, G, every,
+    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, GROUPED_HEADS: gl.constexpr,
+):  # fmt: skip
+    """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
+    added is there, while the other parts go on."""
+    dq_desc, dk_desc, _ = descs
+    heads = load_scalar(pad, HEADS, 1)
+    rank = load_scalar(pad, RANK, 1)
+    col = load_scalar(pad, D_COL, 1)
+    row = load_scalar(pad, ROW, 1)
+    length = load_scalar(pad, LENGTH, 1)
+    n = load_scalar(pad, CHUNKS, 1)
+    p_semaphores = counts_ptr + load_scalar(pad, SEMAPHORE, 1)
+    for i in range(n):
+        c = n - 1 - i
+        s = step_of(i, c, n, every) % ST
+        t = row + c * C
+        p_semaphore = p_semaphores + c * heads
+        mbarrier.wait(barriers.grads_full.index(i % ST), (i // ST) & 1)
+        if (c + 1) * C <= length:
+            if GROUPED_HEADS:
+                while semaphore_acquire(p_semaphore) < rank:
+                    pass
+                if rank > 0:
+                    tma_reduce_add(dq_desc, [t, col], tiles.q.index(s))
+                    tma_reduce_add(dk_desc, [t, col], tiles.k.index(s))
+                else:
+                    copy_out(dq_desc, [t, col], tiles.q.index(s))
+                    copy_out(dk_desc, [t, col], tiles.k.index(s))
+            else:
+                copy_out(dq_desc, [t, col], tiles.q.index(s))
+                copy_out(dk_desc, [t, col], tiles.k.index(s))
+        store_wait(0)
+        mbarrier.arrive(barriers.empty.index(s), count=1)
+        if GROUPED_HEADS:
+            release_next(p_semaphore, rank, G)
+    store_wait(0)
+
+
+class Tiles(NamedTuple):
+    """Buffers of what load_partition reads: ST stages of the first four, one of the others."""
+
+    q: Any  # then dq; on the way to a block's end R
+    k: Any  # then dk
+    do: Any  # on the way to a block's end v
+    beta_gate: Any
+    r: Any
+    w: Any
+    state: Any
+    a: Any  # scale tril(q k^T decay), of state_partition alone
+
+
+class Buffers(NamedTuple):
+    """Buffers that state_partition fills for dqk_partition, and sums of dqk_partition alone."""
+
+    dstate: Any
+    dv: Any
+    b: Any
+    m: Any
+    diagonal: Any
+    token_sums: Any
+    state_products: Any
+
+
+class Barriers(NamedTuple):
+    """Barriers of the tiles, and of the buffers that state_partition fills."""
+
+    full: Any  # q, k, do and beta_gate
+    empty: Any
+    r_full: Any
+    r_empty: Any
+    w_full: Any
+    state_full: Any
+    pairs_full: Any  # dstate, dv, b, m and diagonal of a chunk
+    w_empty: Any  # of w and dstate
+    state_empty: Any  # of state, dv, b, m and diagonal
+    grads_full: Any  # dq and dk
+    entry_full: Any  # S before a block
+    recomputed: Any  # S and w of a block's chunks, in global memory
+
+
+@gluon.jit
+def locate_checkpoint_block(i, n, every):
+    """The part that is next after i of n chunks have been gone back through: its first chunk, and
+    how many it has."""
+    first = gl.maximum(n - 1 - i, 0) // every * every
+    return first, n - i - first
+
+
+@gluon.jit
+def load_partition(
+    descs, beta_gates_ptr, tiles, barriers, pad, HV, every,
+    V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, checkpoints_desc = descs
+    nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
+    row = load_scalar(pad, ROW, 1)
+    n = load_scalar(pad, CHUNKS, 1)
+    head = load_scalar(pad, HEAD, 1)
+    k_col = load_scalar(pad, K_COL, 1)
+    v_col = head * V
+    r_col = head * C
+    p_beta_gate, stride = beta_gate_ptr(
+        beta_gates_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE
+    )
+    # where this program has S before the second chunk of a part
+    scratch = load_scalar(pad, WORKSPACE, 1) * ((every - 2) * V)
+    m_step = HV * V  # from S before a part to that before the next
+    num_blocks = gl.maximum(gl.cdiv(n, every), 1)
+    checkpoint = load_scalar(pad, CHECKPOINT, 1) + (num_blocks - 1) * m_step
+    i = 0
+    for block in range(num_blocks):
+        first, count = locate_checkpoint_block(i, n, every)
+        for at in range(2 * count):
+            j = 2 * i + at
+            s = j % ST
+            back = at >= count
+            c = gl.where(back, first + 2 * count - 1 - at, first + at)
+            t = row + c * C
+            b_beta_gate = load_beta_gate(p_beta_gate + c * stride, C, HAS_GATE)
+            mbarrier.wait(barriers.empty.index(s), ((j // ST) & 1) ^ 1)
+            if back:
+                mbarrier.expect(barriers.full.index(s), nbytes + q_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+                copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
+                copy_in(do_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
+            else:
+                b_r = square(tiles.q.index(s), tiles.r.index(0), C)
+                mbarrier.expect(barriers.full.index(s), nbytes + r_desc.block_type.nbytes)
+                copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+                copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
+                copy_in(r_desc, [t, r_col], barriers.full.index(s), b_r)
+            tiles.beta_gate.index(s).store(b_beta_gate)
+            mbarrier.arrive(barriers.full.index(s), count=1)
+            if at == 0:
+                mbarrier.wait(barriers.state_empty.index(0), (i & 1) ^ 1)
+                mbarrier.expect(barriers.entry_full.index(0), checkpoints_desc.block_type.nbytes)
+                copy_in(
+                    checkpoints_desc,
+                    [checkpoint, 0],
+                    barriers.entry_full.index(0),
+                    tiles.state.index(0),
+                )
+            before = ((i + at - count) & 1) ^ 1
+            if back:
+                mbarrier.wait(barriers.r_empty.index(0), before)
+                mbarrier.expect(barriers.r_full.index(0), r_desc.block_type.nbytes)
+                copy_in(r_desc, [t, r_col], barriers.r_full.index(0), tiles.r.index(0))
+            if at > count:  # those of the last chunk are there
+                if at == count + 1:
+                    mbarrier.wait(barriers.recomputed.index(0), block & 1)
+                    proxy_fence()
+                mbarrier.wait(barriers.w_empty.index(0), before)
+                mbarrier.expect(barriers.w_full.index(0), w_desc.block_type.nbytes)
+                copy_in(w_desc, [t, v_col], barriers.w_full.index(0), tiles.w.index(0))
+                mbarrier.wait(barriers.state_empty.index(0), before)
+                mbarrier.expect(barriers.state_full.index(0), states_desc.block_type.nbytes)
+                if c == first:
+                    copy_in(
+                        checkpoints_desc,
+                        [checkpoint, 0],
+                        barriers.state_full.index(0),
+                        tiles.state.index(0),
+                    )
+                else:
+                    s_row = scratch + (c - first - 1) * V
+                    copy_in(
+                        states_desc, [s_row, 0], barriers.state_full.index(0), tiles.state.index(0)
+                    )
+        i += count
+        checkpoint -= m_step
 
 
 @gluon.jit
