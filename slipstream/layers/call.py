@@ -64,6 +64,8 @@ class MixerCall(NamedTuple):
         if self.context is not None:
             return self.context.share(x.shape[1]).positions(x.device)
         start = self.past("length")
+        if self.cu_seqlens is not None and start is None:
+            return decoding.packed_positions(self.cu_seqlens, x.shape[1])
         if self.cu_seqlens is not None:
             return packed_positions(self.cu_seqlens, x.shape[1], offsets=start)
         at = decoding.first_positions(x.shape[1], x.device)

@@ -20,7 +20,7 @@ from slipstream.nn import decoding
 from slipstream.nn.linear import linears
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
-from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.ops.rotary import rotary_embedding
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
@@ -118,7 +118,7 @@ class MultiScaleRetention(Mixer):
         if self.rotary_base is not None:
             at = call.token_positions(x)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-            cos, sin = rotary_tables(at, self.head_dim, base=self.rotary_base, dtype=wide)
+            cos, sin = decoding.tables(at, self.head_dim, self.rotary_base, wide)
             q, k = rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
         k, v = self._repeated(k, v)
         short = self.recurrent(x, call.context)

@@ -7,7 +7,7 @@ block of each kind and the loss go forward and backward with launches that only 
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from slipstream.common.checks import autocast_dtype
 from slipstream.models.block import Block, apply_norm, make_norm
 from slipstream.models.packing import Sequences
 from slipstream.models.tensor_parallel import is_sharded
-from slipstream.nn import Embedding, decoding
+from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.ops.embedding import embedding
 from slipstream.runtime import backends
@@ -63,20 +63,19 @@ def loss_of(
     return lambda h: model._loss(h, labels.new_zeros(h.shape[:2]), num_items)
 
 
-def forward_of(
+def compile_blocks(
     model: Any,
     h: Tensor,
     cu_seqlens: Tensor | None,
     positions: Tensor | None,
     context: ContextParallel | None,
     cache: Any,
-) -> AbstractContextManager:
-    """The context for a model's forward through its blocks, of which h [B, T, D] is the input."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
+) -> None:
+    """Before a model's first forward through its blocks, of which h [B, T, D] is the input."""
+    if torch.compiler.is_compiling() or model.config.consistent:
+        return
     if cache is None and _trains(model, h):
         compile_once(model, h, cu_seqlens, positions, context)
-    return decoding.shared_tables()
 
 
 def _trains(model: Any, x: Tensor) -> bool:
@@ -96,7 +95,7 @@ def compile_with_embedding(
 ) -> None:
     """compile_once before the embedding of the first step, whose kernel is compiled beside the
     others; input_ids [B, T], positions [1 or B, T]. Later steps, and tables that may do more than
-    look up, are left to forward_of."""
+    look up, are left to compile_blocks."""
     if torch.compiler.is_compiling() or "_compiled_for" in model.__dict__ or input_ids is None:
         return
     if cache is not None or model.config.consistent:

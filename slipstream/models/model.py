@@ -23,7 +23,7 @@ from slipstream.models.block import Block, apply_norm, make_norm, with_norms_beh
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.depth import AttentionResiduals
-from slipstream.models.first_step import before_loss, compile_with_embedding, forward_of
+from slipstream.models.first_step import before_loss, compile_blocks, compile_with_embedding
 from slipstream.models.generation import Generation, is_step
 from slipstream.models.graphs import Decoding, decoding_step
 from slipstream.models.mlps import Dense
@@ -196,13 +196,14 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         keep, every = bool(output_hidden_states), []
-        if self.config.consistent:
-            h = blocks.run(self, h, cu_seqlens, cache, position_ids, context, keep)
-        elif cache is None or torch.is_grad_enabled():
-            with forward_of(self, h, cu_seqlens, position_ids, context, cache):
+        compile_blocks(self, h, cu_seqlens, position_ids, context, cache)
+        with decoding.shared_tables():
+            if self.config.consistent:
+                h = blocks.run(self, h, cu_seqlens, cache, position_ids, context, keep)
+            elif cache is None or torch.is_grad_enabled():
                 h, every = self._run(h, cu_seqlens, cache, keep, position_ids, context)
-        else:
-            h, every = self._continue(h, sequences, cache, keep, position_ids, tokens)
+            else:
+                h, every = self._continue(h, sequences, cache, keep, position_ids, tokens)
         if cache is not None:
             cache.step_on(tokens, None if sequences is None else sequences.absent(batch, tokens))
         if sequences is not None:
@@ -350,15 +351,9 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             state = None
             if cache is not None and cache.layers[i].is_initialized:
                 state = cache.layers[i].wide(h.dtype)
-            y, state, value = block(
-                h,
-                first_value,
-                cu_seqlens=cu_seqlens,
-                context=context,
-                positions=positions,
-                state=state,
-                use_cache=cache is not None,
-            )
+            options: Any = {"cu_seqlens": cu_seqlens, "context": context, "positions": positions}
+            options |= {"state": state, "use_cache": cache is not None}
+            y, state, value = block(h, first_value, **options)
             first_value = value if first_value is None else first_value
             if cache is not None:
                 mixer: Any = block.mixer

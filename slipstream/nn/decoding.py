@@ -1,9 +1,9 @@
 """Parts of layers' decode: one token for each of N sequences, on states updated in place."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,10 @@ from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
 from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.ops.recurrent_step import recurrent_step
+from slipstream.ops.rotary import packed_positions as positions_of
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
+
+Made = TypeVar("Made")
 
 # arguments of mixer_step with a row for each token, beside q, k and v
 OF_TOKENS = ("g", "beta", "write", "z")
@@ -135,9 +138,13 @@ def step(drafts: Drafts | None = None) -> Iterator[None]:
         _STEP.tables, _STEP.drafts = before
 
 
-@contextmanager
-def shared_tables() -> Iterator[None]:
+def shared_tables() -> AbstractContextManager:
     """A forward of a model's layers, within which tables of the same positions are made once."""
+    return nullcontext() if torch.compiler.is_compiling() else _shared_tables()
+
+
+@contextmanager
+def _shared_tables() -> Iterator[None]:
     before = _STEP.tables
     _STEP.tables = {}
     try:
@@ -155,15 +162,25 @@ def _known_tables() -> dict[Any, Any] | None:
     return _STEP.tables
 
 
-def first_positions(tokens: int, device: torch.device) -> Tensor:
-    """Positions 0, 1, ... [1, T], made once on the device of the tables."""
+def _once(key: tuple, of: Any, make: Callable[[], Made]) -> Made:
+    """make(), or what it made in this forward for the same key, which has the id of `of`."""
     known = _known_tables()
     if known is None:
-        return torch.arange(tokens, device=device)[None]
-    key = (tokens, device)
+        return make()
     if key not in known:
-        known[key] = torch.arange(tokens, device=device)[None]
-    return known[key]
+        known[key] = of, make()  # with it, lest others get its id
+    return known[key][1]
+
+
+def first_positions(tokens: int, device: torch.device) -> Tensor:
+    """Positions 0, 1, ... [1, T], made once on the device of the tables."""
+    return _once((tokens, device), None, lambda: torch.arange(tokens, device=device)[None])
+
+
+def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """As ops.packed_positions; offsets must not change within a forward."""
+    key = ("packed", id(cu_seqlens), tokens)
+    return _once(key, cu_seqlens, lambda: positions_of(cu_seqlens, tokens))
 
 
 def verifies() -> bool:
@@ -173,15 +190,8 @@ def verifies() -> bool:
 
 def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As ops.rotary_tables; positions must not change within a step."""
-    known = _known_tables()
-    if known is None:
-        return rotary_tables(positions, dim, base=base, dtype=dtype)
     key = (id(positions), dim, base, dtype)
-    if key not in known:
-        # with the positions, lest others get their id
-        made = rotary_tables(positions, dim, base=base, dtype=dtype)
-        known[key] = positions, made
-    return known[key][1]
+    return _once(key, positions, lambda: rotary_tables(positions, dim, base=base, dtype=dtype))
 
 
 def rotary(x: Tensor, positions: Tensor, dim: int, base: float) -> Tensor:

@@ -144,7 +144,7 @@ def _convolve(
         # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
         apart = sizes is not None and past is None and not any(n % 8 for n in sizes)
         parts = sizes if apart else None
-        within = parts is not None and op.normalises(parts, unit, initial_state, cu_seqlens)
+        within = parts is not None and op.normalises(parts, unit)
         ys = op.convolution(inputs, silu, impl, parts, unit if within else 0)
         unit = 0 if within else unit
     else:

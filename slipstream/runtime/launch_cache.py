@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from slipstream.compiler.aot import FUSION, common_options
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
 from slipstream.runtime.launch_replay import c_launcher, flat_launcher, maps_of
+from slipstream.runtime.symbolic_sizes import value_of
 
 if TYPE_CHECKING:
     from slipstream.runtime.recording import Recorder
@@ -242,7 +243,10 @@ class CachedKernel:
             if entry is not None:
                 entry.launch((*grid, 1, 1)[:3], args)
                 return
-            compiled = self.kernel[grid](*args, **self._options(named))
+            # a kernel that is probed within a recorded call gets that call's sizes
+            plain, plain_grid = tuple(map(value_of, args)), tuple(map(value_of, grid))
+            named = {name: value_of(x) for name, x in named.items()}
+            compiled = self.kernel[plain_grid](*plain, **self._options(named))
             if key is None or len(args) < len(self._names):
                 return
             entry = wrap_compiled(compiled)

@@ -150,13 +150,14 @@ _last: dict[str, tuple[list[weakref.ref], tuple]] = {}
 def _looked_at(name: str, *given: Any) -> bool:
     """Whether the same was looked at before and is as it was; if not, it is what was last."""
     tensors = [x for x in given if isinstance(x, Tensor)]
-    if any(type(x) is not Tensor or x.is_inference() for x in tensors):
-        return False
+    for x in tensors:
+        if type(x) is not Tensor or x.is_inference():
+            return False
     if of_thread.warmup is not None:  # launches only compile
         return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    state = tuple(x._version if isinstance(x, Tensor) else x for x in given)
+    state = tuple([x._version if isinstance(x, Tensor) else x for x in given])
     refs, before = _last.get(name, ([], ()))
     if state == before and all(ref() is x for ref, x in zip(refs, tensors, strict=True)):
         return True

@@ -209,9 +209,11 @@ def _flagged(op: str, variant: str, tensors: str, states: Any = "", **row: Any) 
     return LayerSample(op, tensors, states, variant=variant, tested=False, function=function, **row)
 
 
-def _convolved_heads(x: Tensor, weight: Tensor, impl: str | None = None) -> list[Tensor]:
+def _convolved_heads(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None, impl: str | None = None
+) -> list[Tensor]:
     """As KDA's layer: heads of q and k are divided by their norm."""
-    inputs = ConvInputs(x, weight, None, None, None, None)
+    inputs = ConvInputs(x, weight, None, None, None, cu_seqlens)
     sizes = (64, 64, x.shape[-1] - 128)
     if sizes[-1] <= 0:
         raise NotImplementedError("it has too few channels")

@@ -106,12 +106,11 @@ def test_loss_is_compiled_beside_blocks(packed: bool, monkeypatch: pytest.Monkey
 
     model._loss = counted
 
-    def forward_of(inner: Any, h: Any, *args: Any, **named: Any) -> Any:
+    def compile_blocks(inner: Any, h: Any, *args: Any, **named: Any) -> Any:
         first_step.compile_once(inner, h, None, None)
-        return nullcontext()
 
     monkeypatch.setattr(first_step, "compile_kernels", lambda call, args: call(*args))
-    monkeypatch.setattr("slipstream.models.model.forward_of", forward_of)
+    monkeypatch.setattr("slipstream.models.model.compile_blocks", compile_blocks)
     mask = torch.ones(2, 20, dtype=torch.int64)
     mask[0, 15:] = 0
     loss = model(input_ids=ids, labels=ids, attention_mask=mask if packed else None).loss
@@ -163,8 +162,8 @@ def test_fake_tensors_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_step, "compile_once", lambda *args: calls.append(args))
     with FakeTensorMode():
         h = torch.empty(2, 20, 32, device="cuda")
-        with first_step.forward_of(model, h, None, None, None, None):
-            assert not calls
+        first_step.compile_blocks(model, h, None, None, None, None)
+        assert not calls
 
 
 @pytest.mark.parametrize("trained", [True, False])

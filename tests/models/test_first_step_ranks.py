@@ -72,13 +72,13 @@ def count_in_process(rank: int, contexts: bool, queue: Any) -> None:
         setattr(where, name, counted(name, getattr(where, name)))
     first_step._like, first_step.compile_kernels = recorded, compile_kernels
     model = sharded(torch.bfloat16)
-    forward_of = first_step.forward_of
+    compile_blocks = first_step.compile_blocks
 
     def on_a_gpu(model: Any, h: Any, *args: Any) -> Any:
         first_step.compile_once(model, h, *args[:3])
-        return forward_of(model, h, *args)
+        return compile_blocks(model, h, *args)
 
-    model_module.forward_of = on_a_gpu
+    model_module.compile_blocks = on_a_gpu
     ids = torch.arange(2 * 64).mul(7).remainder(53).view(2, 64)
     context = ContextParallel() if contexts else None
     for _ in range(2):

@@ -7,6 +7,7 @@ from transformers import DataCollatorWithFlattening
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.models.cache import CACHE
+from slipstream.nn import decoding
 
 VOCAB = 31
 LENGTHS = ((4, 1, 3), (2, 6))  # of the sequences in each of two rows
@@ -137,6 +138,17 @@ def test_positions_reach_rotary_layers() -> None:
     cache = m(ids[:, :3], position_ids=gaps[:, :3], use_cache=True)[CACHE]
     halves = m(ids[:, 3:], position_ids=gaps[:, 3:], past_key_values=cache).logits
     assert_same(halves, m(ids, cu_seqlens=offsets, position_ids=gaps).logits[:, 3:])
+
+
+@torch.no_grad()
+def test_layers_share_packed_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+    make = decoding.positions_of
+    monkeypatch.setattr(decoding, "positions_of", lambda *x: made.append(make(*x)) or made[-1])
+    m = model(["attention", "retention", "mla", "attention"])
+    for _ in range(2):
+        m(torch.randint(VOCAB, (1, 6)), cu_seqlens=torch.tensor([0, 2, 6]))
+    assert [x.tolist() for x in made] == [[[0, 1, 0, 1, 2, 3]]] * 2
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from slipstream.runtime import (
     token_ids,
 )
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.call_recorder import CallRecorder
 from slipstream.runtime.launch_cache import (
     CachedKernel,
     FusedKernel,
@@ -30,6 +31,7 @@ from slipstream.runtime.launch_cache import (
     of_thread,
     wrap_compiled,
 )
+from slipstream.runtime.symbolic_sizes import Size
 
 if HAVE_TRITON:
     import triton
@@ -130,6 +132,20 @@ def test_parameters_have_the_key_of_tensors(gpu: list[tuple]) -> None:
     given = [(x, x, z, 0.5, 5, 1) for z in (torch.zeros(64), torch.nn.Parameter(torch.zeros(64)))]
     first, second = (CachedKernel(toy_kernel).key_of(args, named) for args in given)
     assert first is not None and first == second
+
+
+def test_sizes_of_a_record_are_numbers(gpu: list[tuple]) -> None:
+    """Of a kernel that is probed within a call that is recorded, in a thread of its own."""
+    args = torch.zeros(64), torch.zeros(64), None, 0.5
+    recorder = CallRecorder([torch.zeros(5), 5, 32, 2])
+    _, n, width, warps = recorder.args
+    assert type(n) is Size
+    options = {"FLAG": True, "num_warps": warps}
+    cases: Any = ((5, 32, {"FLAG": True, "num_warps": 2}), (n, width, options))
+    for size, wide, kind in cases:
+        CachedKernel(toy_kernel)[2, size](*args, size, 1, W=wide, **kind)
+    first, second = gpu
+    assert first == second and type(second[1]) is int
 
 
 def test_launches_what_triton_would(gpu: list[tuple]) -> None:

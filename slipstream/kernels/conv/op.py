@@ -74,17 +74,10 @@ def convolution(
     return _call(*inputs, *options)
 
 
-def normalises(
-    sizes: tuple[int, ...], unit: int, state: Tensor | None, cu_seqlens: Tensor | None
-) -> bool:
+def normalises(sizes: tuple[int, ...], unit: int) -> bool:
     """Whether kernels take `unit`."""
-    return (
-        unit in UNIT_WIDTHS
-        and len(sizes) > UNIT_TENSORS
-        and not any(n % unit for n in sizes[:UNIT_TENSORS])
-        and state is None
-        and cu_seqlens is None
-    )
+    whole_heads = not any(n % (unit or 1) for n in sizes[:UNIT_TENSORS])
+    return unit in UNIT_WIDTHS and len(sizes) > UNIT_TENSORS and whole_heads
 
 
 def update(

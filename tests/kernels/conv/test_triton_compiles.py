@@ -36,6 +36,7 @@ def compile_conv(
 def test_normalised_heads_stay_within_a_warp(arch: str, backward: bool, unit: int) -> None:
     got = compile_conv(arch, 4, backward, False, "*bf16", D=1024, unit=unit)
     assert (got.stack, got.shared) == (0, 0)
+    assert compile_conv(arch, 4, backward, True, "*bf16", D=1024, unit=unit).stack == 0
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -120,24 +120,28 @@ def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(got, want)
 
 
-def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool) -> None:
-    """Heads that are normalised within the convolution, against l2_norm after it."""
+def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool, packed: bool = False) -> None:
+    """Heads that are normalised within the convolution, against l2_norm after it.
+
+    packed: four sequences, one of them empty, that begin with states.
+    """
     from slipstream.kernels.conv import fallback, op
     from slipstream.kernels.conv.inputs import ConvInputs
 
     sizes, unit = (64, 128, 24), 64
-    assert op.normalises(sizes, unit, None, None)
-    D = sum(sizes)
-    inputs = [torch.randn(2, T, D).to(dtype), torch.randn(D, W)]
+    assert op.normalises(sizes, unit)
+    D, B = sum(sizes), 1 if packed else 2
+    cu = torch.tensor([0, T // 2, T // 2, T - 1, T]) if packed else None
+    inputs = [torch.randn(B, T, D).to(dtype), torch.randn(D, W)]
     inputs += [torch.randn(D)] if bias else []
-    dy, found = torch.randn(2, T, D).to(dtype), []
+    inputs += [torch.randn(4, D, W)] if packed else []
+    dy, found = torch.randn(B, T, D).to(dtype), []
     for kernels in (True, False):
         leaves = [t.to(dtype if kernels and t.dim() > 2 else t.dtype) for t in inputs]
         leaves = [(t if kernels else t.double()).clone().requires_grad_() for t in leaves]
-        x, weight, b = (*leaves, None)[:3]
-        assert x is not None
-        assert weight is not None
-        call = ConvInputs(x, weight, b, None, None, None)
+        x, weight, *others = leaves
+        state = others.pop() if packed else None
+        call = ConvInputs(x, weight, others[0] if bias else None, None, state, cu)
         if kernels:
             ys = op.convolution(call, True, "triton", sizes, unit)
             with torch.no_grad():
@@ -232,6 +236,8 @@ def main() -> None:
     check_unit(4, 21, torch.float32, True)
     check_unit(3, 8, torch.float16, False)
     check_unit(4, 1, torch.float32, False)
+    check_unit(4, 21, torch.float32, True, True)
+    check_unit(3, 40, torch.float16, False, True)
     check_neighbours()
     check_offsets_past_the_end()
     for W in (1, 2, 3, 4):
