@@ -144,8 +144,7 @@ def test_sizes_of_a_record_are_numbers(gpu: list[tuple]) -> None:
     cases: Any = ((5, 32, {"FLAG": True, "num_warps": 2}), (n, width, options))
     for size, wide, kind in cases:
         CachedKernel(toy_kernel)[2, size](*args, size, 1, W=wide, **kind)
-    first, second = gpu
-    assert first == second and type(second[1]) is int
+    assert gpu[0] == gpu[1] and type(gpu[1][1]) is int
 
 
 def test_launches_what_triton_would(gpu: list[tuple]) -> None:
