@@ -17,6 +17,10 @@ SM90_LINES = 1000
 FUNCTION_LINES = 110
 # the loop of a kernel cannot be cut without handing on a score of values
 KERNEL_LINES = 130
+# from here on a device function has many parameters, and how many such functions there may be:
+# aggregates take their place (NamedTuple). Kernels have them flat, as launches read them.
+MANY_PARAMETERS = 15
+FUNCTIONS_WITH_MANY = 38
 # of the lines of a file's kernels and device functions, those with a comment
 COMMENT_SHARE = 0.05
 # comments for tools
@@ -50,6 +54,18 @@ def too_long(path: Path) -> list[str]:
     return found
 
 
+def with_many_parameters(path: Path) -> list[str]:
+    """Device functions of a file with MANY_PARAMETERS or more."""
+    return [
+        f"{path}:{node.lineno} {node.name}: {len(node.args.args)} parameters"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and not is_kernel(node)
+        and any(".jit" in ast.unparse(x) for x in node.decorator_list)
+        and len(node.args.args) >= MANY_PARAMETERS
+    ]
+
+
 def unexplained(path: Path) -> list[str]:
     """Of a file with kernels: too few comments, or partitions without a diagram."""
     if not path.is_relative_to("slipstream/kernels"):
@@ -81,8 +97,14 @@ def unexplained(path: Path) -> list[str]:
 
 
 def main() -> int:
-    found = [line for path in tracked() for line in (*too_long(path), *unexplained(path))]
+    paths = tracked()
+    found = [line for path in paths for line in (*too_long(path), *unexplained(path))]
+    kernels = [x for x in paths if x.is_relative_to("slipstream/kernels")]
+    many = [line for path in kernels for line in with_many_parameters(path)]
+    if len(many) > FUNCTIONS_WITH_MANY:
+        found += [*many, f"device functions with many parameters: at most {FUNCTIONS_WITH_MANY}"]
     print("\n".join(found) or "sizes: all files, functions and comments within limits")
+    print(f"sizes: {len(many)} device functions with {MANY_PARAMETERS} or more parameters")
     return 1 if found else 0
 
 

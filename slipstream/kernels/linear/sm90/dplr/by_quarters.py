@@ -6,9 +6,16 @@ differ by a whole power of 2 for each quarter and channel, so that they are move
 digit changes.
 """
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import exp2_by_parts
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, put_late, ready, scores
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
+
+# tiles of inputs, by 64 channels: q, a, b and k by their use (wy.py)
+Tiles = namedtuple("Tiles", "q a b k")
+# a chunk's scores
+Scores = namedtuple("Scores", "qb qk ak")
 
 
 @gluon.jit
@@ -21,6 +28,12 @@ def takes_quarters(K: int, delta: bool, apart: float) -> bool:
     """Whether chunks are taken by quarters. With four tiles of 128 channels only two programs would
     fit a multiprocessor, instead of three."""
     return apart > 0 and (delta or K <= 64)
+
+
+@gluon.jit
+def tiles_at(tiles, i):
+    """The tiles of 64 channels."""
+    return Tiles(tiles.q.index(i), tiles.a.index(i), tiles.b.index(i), tiles.k.index(i))
 
 
 @gluon.jit
@@ -61,47 +74,43 @@ def move(tile, b_n, flat: gl.constexpr):
 
 
 @gluon.jit
-def to_quarters(
-    anchors, n, q, a, b, k, flat: gl.constexpr, three: gl.constexpr, APART: gl.constexpr,
-    DELTA: gl.constexpr,
-):  # fmt: skip
+def to_quarters(anchors, n, tile, c):
     """Moves operands in place: relative to halves of the chunk before, to quarters after."""
-    b_middle, b_first, b_third = load_anchors(anchors, n, three)
-    b_halves, b_quarters = anchors_of(b_middle, b_first, b_third, APART)
+    q, a, b, k = tile
+    b_middle, b_first, b_third = load_anchors(anchors, n, c.three)
+    b_halves, b_quarters = anchors_of(b_middle, b_first, b_third, c.APART)
     b_n = b_halves - b_quarters
-    move(q, b_n, flat)
-    move(a, b_n, flat)
-    move(b, -b_n, flat)
-    if not DELTA:
-        move(k, -b_n, flat)
+    move(q, b_n, c.flat)
+    move(a, b_n, c.flat)
+    move(b, -b_n, c.flat)
+    if not c.DELTA:
+        move(k, -b_n, c.flat)
 
 
 @gluon.jit
-def to_middle(
-    anchors, n, q, a, b, k, flat: gl.constexpr, three: gl.constexpr, APART: gl.constexpr,
-    DELTA: gl.constexpr,
-):  # fmt: skip
+def to_middle(anchors, n, tile, c):
     """Operands by quarters relative to the middle, in place: reads of the second half and writes of
     the first; a of the first half to the start."""
-    b_middle, b_first, b_third = load_anchors(anchors, n, three)
-    late = quarters(three) >= 2
-    _, b_n = anchors_of(b_middle, b_first, b_third, APART)
+    q, a, b, k = tile
+    b_middle, b_first, b_third = load_anchors(anchors, n, c.three)
+    late = quarters(c.three) >= 2
+    _, b_n = anchors_of(b_middle, b_first, b_third, c.APART)
     b_read = b_n - gl.where(late, b_middle, 0.0)
-    move(q, gl.where(late, b_read, 0.0), flat)
-    move(a, b_read, flat)
+    move(q, gl.where(late, b_read, 0.0), c.flat)
+    move(a, b_read, c.flat)
     b_write = gl.where(late, 0.0, b_middle - b_n)
-    move(b, b_write, flat)
-    if not DELTA:
-        move(k, b_write, flat)
+    move(b, b_write, c.flat)
+    if not c.DELTA:
+        move(k, b_write, c.flat)
 
 
 @gluon.jit
-def to_start(anchors, n, a, flat: gl.constexpr, three: gl.constexpr, APART: gl.constexpr):
+def to_start(anchors, n, a, c):
     """And a of the second half to the start, 2^(2 APART) times that, as solve has it where m is
     -APART."""
-    b_middle, _, _ = load_anchors(anchors, n, three)
-    late = quarters(three) >= 2
-    move(a, gl.where(late, b_middle + 2 * APART, 0.0), flat)
+    b_middle, _, _ = load_anchors(anchors, n, c.three)
+    late = quarters(c.three) >= 2
+    move(a, gl.where(late, b_middle + 2 * c.APART, 0.0), c.flat)
 
 
 @gluon.jit
@@ -113,45 +122,41 @@ def load_beta(p, token_heads, num_rows, layout: gl.constexpr, none=0):
 
 @gluon.jit
 def with_halves(
-    b_a, by_quarters, qs, reads, bs, keys, aks, anchors, beta_ptr, token_heads, num_rows, qb_ptr,
-    qk_ptr, ak_ptr, keep, scale, T, flat: gl.constexpr, three: gl.constexpr, rows: gl.constexpr,
-    APART: gl.constexpr,
-):  # fmt: skip
+    b_a, by_quarters, tiles, aks, anchors, beta_ptr, token_heads, num_rows, outs, keep, scale, T, c
+):
     """Scores b_a with those between halves: by_quarters they are missing, and operands are moved
     to make them. Otherwise b_a has them already."""
+    qs, reads, bs, keys = tiles
     C: gl.constexpr = 64
     NK: gl.constexpr = qs.shape[0]
     DELTA: gl.constexpr = aks is None
     act: gl.constexpr = qs.dtype
     al: gl.constexpr = b_a.type.layout
-    line: gl.constexpr = gl.SliceLayout(0, flat)
+    line: gl.constexpr = gl.SliceLayout(0, c.flat)
     if by_quarters != 0:
         none = T + by_quarters >> 31 << 10  # 0: what is made of it is not kept since the products
         gl.thread_barrier()
         for n in range(NK):
-            to_middle(
-                anchors, n, qs.index(none + n), reads.index(none + n), bs.index(none + n),
-                keys.index(none + n), flat, three, APART, DELTA,
-            )  # fmt: skip
+            to_middle(anchors, n, tiles_at(tiles, none + n), c)
         ready()
         zero = gl.zeros([64, 64], gl.float32, al)
         o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None]
         late = (o_i >= 32) & (gl.arange(0, 64, gl.SliceLayout(0, al)) < 32)[None, :]
-        put_late(qb_ptr, (scores(qs, bs, NK, zero, none) * scale).to(act), C, rows)
+        put_late(outs.qb, (scores(qs, bs, NK, zero, none) * scale).to(act), C, c.rows)
         if not DELTA:
-            put_late(qk_ptr, (scores(qs, keys, NK, zero, none) * scale).to(act), C, rows)
+            put_late(outs.qk, (scores(qs, keys, NK, zero, none) * scale).to(act), C, c.rows)
             b_ak = gl.where(late, scores(reads, keys, NK, zero, none).to(act), aks.load(al))
             aks.store(b_ak)
             if keep != 0:
-                put(ak_ptr, b_ak, C, rows)
+                put(outs.ak, b_ak, C, c.rows)
         b_late = scores(reads, bs, NK, zero, none)
         if beta_ptr is not None:
             b_late *= load_beta(beta_ptr, token_heads, num_rows, al, none)[:, None]
         b_a = gl.where(late, b_late, b_a)
         gl.thread_barrier()
         for n in range(NK):
-            to_start(anchors, n, reads.index(none + n), flat, three, APART)
+            to_start(anchors, n, reads.index(none + n), c)
         ready()
         for n in range(NK):
-            anchors.index(n).store(gl.full([64], -APART, gl.float32, line))
+            anchors.index(n).store(gl.full([64], -c.APART, gl.float32, line))
     return b_a

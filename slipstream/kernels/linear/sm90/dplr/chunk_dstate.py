@@ -16,6 +16,7 @@ of sequences in segments (SPLIT), first where the scan of each ends, alone.
     tiles [C, K] and [C, C], total     ST      1 (TMA), 2 with gates: the warp stores total / V / 64
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -34,6 +35,11 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+# descriptors of what is loaded, the states' ends, and constants of a launch
+Descs = namedtuple("Descs", "do q w b qb r")
+Ends = namedtuple("Ends", "s_in s_out")
+Constants = namedtuple("Constants", "K V C ST NV HAS_GATE HAS_S_IN HAS_S_OUT TRANSITION_ONLY")
 
 
 class Tiles(NamedTuple):
@@ -56,76 +62,69 @@ class Copies(NamedTuple):
 
 
 @gluon.jit
-def load_partition(
-    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, tiles,
-    full, empty, chunk, HV, row, v_col, n,
-    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr,
-    TRANSITION_ONLY: gl.constexpr,
-):  # fmt: skip
+def load_partition(descs, total_ptr, tiles, full, empty, chunk, HV, row, v_col, n, c):
     """chunk: of the first."""
-    layout: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([c.K // 32], [32], [1], [0])
     nbytes: gl.constexpr = (
-        3 * q_desc.block_type.nbytes
-        + (2 - TRANSITION_ONLY) * qb_desc.block_type.nbytes
-        + NV * do_desc.block_type.nbytes
+        3 * descs.q.block_type.nbytes
+        + (2 - c.TRANSITION_ONLY) * descs.qb.block_type.nbytes
+        + c.NV * descs.do.block_type.nbytes
     )
-    o_k = gl.arange(0, K, layout)
-    if HAS_GATE:
+    o_k = gl.arange(0, c.K, layout)
+    if c.HAS_GATE:
         last = gl.cast(chunk + gl.maximum(n - 1, 0) * HV, gl.int64)
-        b_total = gl.load(total_ptr + last * K + o_k)
+        b_total = gl.load(total_ptr + last * c.K + o_k)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         i_c = n - 1 - i
-        at = (chunk + i_c * HV) * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        at = (chunk + i_c * HV) * c.C
+        mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        for p in gl.static_range(NV):
-            do = tiles.do.index(s * NV + p)
-            copy_in(do_desc, [row + i_c * C, v_col + p * 64], full.index(s), do)
-        copy_in(qb_desc, [at, 0], full.index(s), tiles.qb.index(s))
-        copy_in(b_desc, [at, 0], full.index(s), tiles.b.index(s))
-        copy_in(q_desc, [at, 0], full.index(s), tiles.q.index(s))
-        copy_in(w_desc, [at, 0], full.index(s), tiles.w.index(s))
-        if not TRANSITION_ONLY:
-            copy_in(r_desc, [at, 0], full.index(s), tiles.r.index(s))
-        if HAS_GATE:
+        for p in gl.static_range(c.NV):
+            do = tiles.do.index(s * c.NV + p)
+            copy_in(descs.do, [row + i_c * c.C, v_col + p * 64], full.index(s), do)
+        copy_in(descs.qb, [at, 0], full.index(s), tiles.qb.index(s))
+        copy_in(descs.b, [at, 0], full.index(s), tiles.b.index(s))
+        copy_in(descs.q, [at, 0], full.index(s), tiles.q.index(s))
+        copy_in(descs.w, [at, 0], full.index(s), tiles.w.index(s))
+        if not c.TRANSITION_ONLY:
+            copy_in(descs.r, [at, 0], full.index(s), tiles.r.index(s))
+        if c.HAS_GATE:
             tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
             # the next chunk's, which come from global memory while this warp waits for a stage
             before = gl.cast(chunk + gl.maximum(i_c - 1, 0) * HV, gl.int64)
-            b_total = gl.load(total_ptr + before * K + o_k)
+            b_total = gl.load(total_ptr + before * c.K + o_k)
 
 
 @gluon.jit
 def state_partition(
-    states_desc, y_desc, tiles, copies, full, empty,
-    s_in_ptr, s_out_ptr, chunk, HV, i_s, length, n,
-    PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    ST: gl.constexpr, NV: gl.constexpr, HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr, TRANSITION_ONLY: gl.constexpr,
+    states_desc, y_desc, tiles, copies, full, empty, ends, chunk, HV, i_s, length, n,
+    PARTITION: gl.constexpr, c,
 ):  # fmt: skip
     """Columns 64 PARTITION and on of V. i_s: number of the segment's and head's states."""
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    s_in_ptr, s_out_ptr = ends
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_v = gl.arange(0, 64, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_s = i_s * (K * V) + o_k[None, :] * V + (PARTITION * 64 + o_v)[:, None]
-    if HAS_S_IN:
+    o_k = gl.arange(0, c.K, gl.SliceLayout(0, sl))
+    o_s = i_s * (c.K * c.V) + o_k[None, :] * c.V + (PARTITION * 64 + o_v)[:, None]
+    if c.HAS_S_IN:
         b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
     else:
-        b_s = gl.zeros([64, K], gl.float32, sl)
-    zero = gl.zeros([64, C], gl.float32, xl)
+        b_s = gl.zeros([64, c.K], gl.float32, sl)
+    zero = gl.zeros([64, c.C], gl.float32, xl)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         i_c = n - 1 - i
-        at = (chunk + i_c * HV) * V + PARTITION * 64
-        mbarrier.wait(full.index(s), (i // ST) & 1)
-        do = tiles.do.index(s * NV + PARTITION)
-        if length - i_c * C < C:
+        at = (chunk + i_c * HV) * c.V + PARTITION * 64
+        mbarrier.wait(full.index(s), (i // c.ST) & 1)
+        do = tiles.do.index(s * c.NV + PARTITION)
+        if length - i_c * c.C < c.C:
             # these rows are the next sequence's
-            zero_tail_rows(do, length - i_c * C, C, 64)
+            zero_tail_rows(do, length - i_c * c.C, c.C, 64)
             fence_async_shared()
             gl.thread_barrier()
         b_do = do.permute((1, 0))
@@ -134,16 +133,16 @@ def state_partition(
         b_x = warpgroup_mma(b_do, tiles.qb.index(s), zero, use_acc=False, is_async=True)
         lhs = gl.convert_layout(b_lhs, sa)
         b_x = warpgroup_mma(lhs, tiles.b.index(s).permute((1, 0)), b_x, is_async=True)
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_s = b_s * tiles.total.index(s).load(gl.SliceLayout(0, sl))[None, :]
         b_s = warpgroup_mma(b_do, tiles.q.index(s), b_s, is_async=True)
-        if not TRANSITION_ONLY:
+        if not c.TRANSITION_ONLY:
             store_output(states_desc, at, copies.dstate.index(PARTITION), b_lhs)
         # dx alone is waited for: the product with q, started after it, goes on
         b_x = warpgroup_mma_wait(1, deps=(b_x,))
         b_lhs = b_x.to(tiles.q.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.w.index(s), b_s, is_async=True)
-        if TRANSITION_ONLY:
+        if c.TRANSITION_ONLY:
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
@@ -153,7 +152,7 @@ def state_partition(
             mbarrier.arrive(empty.index(s), count=1)
             store_output(y_desc, at, copies.y.index(PARTITION), b_y.to(tiles.q.dtype))
     store_wait(0)
-    if HAS_S_OUT:
+    if c.HAS_S_OUT:
         b_s = b_s.to(s_out_ptr.dtype.element_ty)
         gl.store(s_out_ptr + o_s, b_s)
 
@@ -191,6 +190,8 @@ def dplr_chunk_dstate_sm90_kernel(
 
     Without SPLIT a segment is a sequence. TRANSITION_ONLY: s_out is all that is wanted.
     """
+    ends = Ends(s_in_ptr, s_out_ptr)
+    descs = Descs(do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc)
     NV: gl.constexpr = V // 64
     dtype: gl.constexpr = q_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -216,16 +217,15 @@ def dplr_chunk_dstate_sm90_kernel(
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V
     i_s = i_seg.to(gl.int64) * HV + i_h
+    c: gl.constexpr = Constants(K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)
     if NV == 1:
         gl.warp_specialize(
             [
                 (state_partition, (
-                    states_desc, y_desc, tiles, copies, full, empty, s_in_ptr, s_out_ptr, chunk,
-                    HV, i_s, length, n, 0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT,
-                    TRANSITION_ONLY)),
+                    states_desc, y_desc, tiles, copies, full, empty, ends, chunk, HV, i_s, length,
+                    n, 0, c)),
                 (load_partition, (
-                    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, tiles, full,
-                    empty, chunk, HV, row, v_col, n, K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
+                    descs, total_ptr, tiles, full, empty, chunk, HV, row, v_col, n, c)),
             ],
             [1],
             [24],
@@ -234,16 +234,13 @@ def dplr_chunk_dstate_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    states_desc, y_desc, tiles, copies, full, empty, s_in_ptr, s_out_ptr, chunk,
-                    HV, i_s, length, n, 0, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT,
-                    TRANSITION_ONLY)),
+                    states_desc, y_desc, tiles, copies, full, empty, ends, chunk, HV, i_s, length,
+                    n, 0, c)),
                 (state_partition, (
-                    states_desc, y_desc, tiles, copies, full, empty, s_in_ptr, s_out_ptr, chunk,
-                    HV, i_s, length, n, 1, K, V, C, ST, NV, HAS_GATE, HAS_S_IN, HAS_S_OUT,
-                    TRANSITION_ONLY)),
+                    states_desc, y_desc, tiles, copies, full, empty, ends, chunk, HV, i_s, length,
+                    n, 1, c)),
                 (load_partition, (
-                    do_desc, q_desc, w_desc, b_desc, qb_desc, r_desc, total_ptr, tiles, full,
-                    empty, chunk, HV, row, v_col, n, K, C, ST, NV, HAS_GATE, TRANSITION_ONLY)),
+                    descs, total_ptr, tiles, full, empty, chunk, HV, row, v_col, n, c)),
             ],
             [4, 1],
             [240, 24],

@@ -32,6 +32,7 @@ zero, of which `m_is_zero` is told, and E from those chunks alone. Sums of gates
 that erases across channels moves what a weak one holds to a strong one and back.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -55,6 +56,14 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+# descriptors of what is loaded; what is stored; the states' ends, and M
+Descs = namedtuple("Descs", "q w b k qb qk v")
+Outs = namedtuple("Outs", "o x states p_o p_u")
+Ends = namedtuple("Ends", "s_in s_out m")
+# a program's place, as a state_partition takes it; constants of a launch
+Place = namedtuple("Place", "chunk HV token_heads row v_col i_s m_col length n")
+Constants = namedtuple("Constants", "K V C ST NV DELTA HAS_GATE HAS_S_IN HAS_S_OUT OUTPUT")
 
 NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
 MAX_WINDOW_CHUNKS = gl.constexpr(4)  # chunks that are looked at
@@ -116,46 +125,41 @@ def effective_chunks(
 
 
 @gluon.jit
-def load_partition(
-    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr,
-    tiles, full, empty, chunk, HV, row, v_col, n,
-    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NV: gl.constexpr,
-    DELTA: gl.constexpr, HAS_GATE: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
+def load_partition(descs, total_ptr, tiles, full, empty, chunk, HV, row, v_col, n, c):
     """chunk: of the first. row: of v."""
-    OUT: gl.constexpr = OUTPUT == "o"
-    layout: gl.constexpr = gl.BlockedLayout([K // 32], [32], [1], [0])
-    wide: gl.constexpr = w_desc.block_type.nbytes
-    square: gl.constexpr = qb_desc.block_type.nbytes if OUT else 0
-    columns: gl.constexpr = 0 if DELTA else NV * v_desc.block_type.nbytes
+    OUT: gl.constexpr = c.OUTPUT == "o"
+    layout: gl.constexpr = gl.BlockedLayout([c.K // 32], [32], [1], [0])
+    wide: gl.constexpr = descs.w.block_type.nbytes
+    square: gl.constexpr = descs.qb.block_type.nbytes if OUT else 0
+    columns: gl.constexpr = 0 if c.DELTA else c.NV * descs.v.block_type.nbytes
     # one barrier counts all tiles of a stage: the partitions wait once a chunk
-    nbytes: gl.constexpr = (3 - DELTA + OUT) * wide + (2 - DELTA) * square + columns
-    o_k = gl.arange(0, K, layout)
-    if HAS_GATE:
-        b_total = gl.load(total_ptr + gl.cast(chunk, gl.int64) * K + o_k)
+    nbytes: gl.constexpr = (3 - c.DELTA + OUT) * wide + (2 - c.DELTA) * square + columns
+    o_k = gl.arange(0, c.K, layout)
+    if c.HAS_GATE:
+        b_total = gl.load(total_ptr + gl.cast(chunk, gl.int64) * c.K + o_k)
     for i in range(n):
-        s = i % ST
-        at = (chunk + i * HV) * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        s = i % c.ST
+        at = (chunk + i * HV) * c.C
+        mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(w_desc, [at, 0], full.index(s), tiles.w.index(s))
-        copy_in(b_desc, [at, 0], full.index(s), tiles.b.index(s))
+        copy_in(descs.w, [at, 0], full.index(s), tiles.w.index(s))
+        copy_in(descs.b, [at, 0], full.index(s), tiles.b.index(s))
         if OUT:
-            copy_in(q_desc, [at, 0], full.index(s), tiles.q.index(s))
-            copy_in(qb_desc, [at, 0], full.index(s), tiles.qb.index(s))
-        if not DELTA:
-            copy_in(k_desc, [at, 0], full.index(s), tiles.k.index(s))
-            for p in gl.static_range(NV):
-                v = tiles.v.index(s * NV + p)
-                copy_in(v_desc, [row + i * C, v_col + p * 64], full.index(s), v)
+            copy_in(descs.q, [at, 0], full.index(s), tiles.q.index(s))
+            copy_in(descs.qb, [at, 0], full.index(s), tiles.qb.index(s))
+        if not c.DELTA:
+            copy_in(descs.k, [at, 0], full.index(s), tiles.k.index(s))
+            for p in gl.static_range(c.NV):
+                v = tiles.v.index(s * c.NV + p)
+                copy_in(descs.v, [row + i * c.C, v_col + p * 64], full.index(s), v)
             if OUT:
-                copy_in(qk_desc, [at, 0], full.index(s), tiles.qk.index(s))
-        if HAS_GATE:
+                copy_in(descs.qk, [at, 0], full.index(s), tiles.qk.index(s))
+        if c.HAS_GATE:
             tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
             # the next chunk's, which come from global memory while this warp waits for a stage
             after = chunk + gl.minimum(i + 1, n - 1) * HV
-            b_total = gl.load(total_ptr + gl.cast(after, gl.int64) * K + o_k)
+            b_total = gl.load(total_ptr + gl.cast(after, gl.int64) * c.K + o_k)
 
 
 @gluon.jit
@@ -171,66 +175,63 @@ def store_output(desc, row, tile, b):
 
 @gluon.jit
 def state_partition(
-    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies,
-    full, empty, s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s, m_col,
-    length, n, PARTITION: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    ST: gl.constexpr, NV: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
+    outs, tiles, copies, full, empty, ends, pool, place, PARTITION: gl.constexpr, c
+):
     """Columns 64 PARTITION and on of V, or of those of M from m_col on if that is not negative.
 
     i_s: number of the segment's and head's states.
     """
-    OUT: gl.constexpr = OUTPUT == "o"
-    SAVE_STATES: gl.constexpr = OUTPUT == "states"
-    TRANSITION: gl.constexpr = OUTPUT == "ends"
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    chunk, HV, token_heads, row, v_col, i_s, m_col, length, n = place
+    OUT: gl.constexpr = c.OUTPUT == "o"
+    SAVE_STATES: gl.constexpr = c.OUTPUT == "states"
+    TRANSITION: gl.constexpr = c.OUTPUT == "ends"
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_v = gl.arange(0, 64, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    o_k = gl.arange(0, c.K, gl.SliceLayout(0, sl))
     o_u = PARTITION * 64 + gl.arange(0, 64, gl.SliceLayout(1, xl))
-    o_x = o_u[:, None] * C + gl.arange(0, C, gl.SliceLayout(0, xl))[None, :]
+    o_x = o_u[:, None] * c.C + gl.arange(0, c.C, gl.SliceLayout(0, xl))[None, :]
     # columns of M have no U: they are the part that is linear in the state
     m_u = (m_col + o_u < 0)[:, None]
     o_v += PARTITION * 64
-    o_s = i_s * (K * V) + o_k[None, :] * V + o_v[:, None]
-    if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + o_s).to(gl.float32)
+    o_s = i_s * (c.K * c.V) + o_k[None, :] * c.V + o_v[:, None]
+    if c.HAS_S_IN:
+        b_s = gl.load(ends.s_in + o_s).to(gl.float32)
     else:
-        b_s = gl.zeros([64, K], gl.float32, sl)
+        b_s = gl.zeros([64, c.K], gl.float32, sl)
     if TRANSITION:
         # M is what becomes of a unit matrix
         b_s = gl.where((m_col + o_v)[:, None] == o_k[None, :], 1.0, b_s)
-    zero = gl.zeros([64, C], gl.float32, xl)
-    p_u = u_ptr + gl.cast(chunk, gl.int64) * (V * C)
+    zero = gl.zeros([64, c.C], gl.float32, xl)
+    p_u = outs.p_u + gl.cast(chunk, gl.int64) * (c.V * c.C)
     b_u = load_u(p_u + o_x, m_u, TRANSITION)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         if pool.rows is not None:
             to = gl.load(pool.rows + i)
-        at = (chunk + i * HV) * V + PARTITION * 64
-        p_u += gl.where(i + 1 < n, HV, 0) * (V * C)
+        at = (chunk + i * HV) * c.V + PARTITION * 64
+        p_u += gl.where(i + 1 < n, HV, 0) * (c.V * c.C)
         # a chunk ahead, so that no product waits for global memory
         b_next = load_u(p_u + o_x, m_u, TRANSITION)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        mbarrier.wait(full.index(s), (i // c.ST) & 1)
         # rounded for the products alone: the state goes on in float32
         b_lhs = b_s.to(tiles.w.dtype)
         lhs = gl.convert_layout(b_lhs, sa)
         b_x = warpgroup_mma(lhs, tiles.w.index(s).permute((1, 0)), b_u, is_async=True)
         if SAVE_STATES:
-            store_output(states_desc, at, copies.state.index(PARTITION), b_lhs)
+            store_output(outs.states, at, copies.state.index(PARTITION), b_lhs)
         if OUT:
             q = tiles.q.index(s).permute((1, 0))
             b_o = warpgroup_mma(lhs, q, zero, use_acc=False, is_async=True)
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_s = b_s * tiles.total.index(s).load(gl.SliceLayout(0, sl))[None, :]
-        if not DELTA:
-            v = tiles.v.index(s * NV + PARTITION)
-            if length - i * C < C:
-                zero_tail_rows(v, length - i * C, C, 64)
+        if not c.DELTA:
+            v = tiles.v.index(s * c.NV + PARTITION)
+            if length - i * c.C < c.C:
+                zero_tail_rows(v, length - i * c.C, c.C, 64)
                 fence_async_shared()
                 gl.thread_barrier()
             b_v = v.permute((1, 0))
@@ -239,12 +240,12 @@ def state_partition(
                 right = tiles.qk.index(s).permute((1, 0))
                 b_o = warpgroup_mma(b_v, right, b_o, is_async=True)
         # x alone is waited for: o and the share of v in S, which were started after it, go on
-        b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - DELTA), deps=(b_x,))
+        b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - c.DELTA), deps=(b_x,))
         b_lhs = b_x.to(tiles.w.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.b.index(s), b_s, is_async=True)
         if not OUT:
             if SAVE_STATES:
-                store_output(x_desc, at, copies.x.index(PARTITION), b_lhs)
+                store_output(outs.x, at, copies.x.index(PARTITION), b_lhs)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
@@ -253,21 +254,21 @@ def state_partition(
             b_s, b_o = warpgroup_mma_wait(0, deps=(b_s, b_o))
             mbarrier.arrive(empty.index(s), count=1)
             if pool.rows is not None:
-                store_to_pool(pool, to, b_s, o_v[:, None] * K + o_k[None, :])
+                store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
             write_o(
-                o_desc, o_ptr, copies.x.index(PARTITION), b_o.to(tiles.w.dtype), row + i * C,
+                outs.o, outs.p_o, copies.x.index(PARTITION), b_o.to(tiles.w.dtype), row + i * c.C,
                 v_col + PARTITION * 64,
-                length - i * C, token_heads * V, C, rows,
+                length - i * c.C, token_heads * c.V, c.C, rows,
             )  # fmt: skip
         b_u = b_next
     store_wait(0)
-    if HAS_S_OUT:
+    if c.HAS_S_OUT:
         if TRANSITION:
-            o_m = i_s * (K * K) + o_k[None, :] * K + (m_col + o_v)[:, None]
-            gl.store(m_ptr + o_m, b_s, mask=((m_col >= 0) & (m_col + o_v < K))[:, None])
-            gl.store(s_out_ptr + o_s, b_s, mask=(m_col + o_v < 0)[:, None])
+            o_m = i_s * (c.K * c.K) + o_k[None, :] * c.K + (m_col + o_v)[:, None]
+            gl.store(ends.m + o_m, b_s, mask=((m_col >= 0) & (m_col + o_v < c.K))[:, None])
+            gl.store(ends.s_out + o_s, b_s, mask=(m_col + o_v < 0)[:, None])
         else:
-            gl.store(s_out_ptr + o_s, b_s)
+            gl.store(ends.s_out + o_s, b_s)
 
 
 @gluon.jit
@@ -344,6 +345,9 @@ def dplr_chunk_fwd_sm90_kernel(
     Without SPLIT a segment is a sequence. OUTPUT: "o", "states" or "ends". Tiles: one of V; for
     "ends" then those of M, V columns each.
     """
+    ends = Ends(s_in_ptr, s_out_ptr, m_ptr)
+    outs = Outs(o_desc, x_desc, states_desc, o_ptr, u_ptr)
+    descs = Descs(q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc)
     OUT: gl.constexpr = OUTPUT == "o"
     SAVE_STATES: gl.constexpr = OUTPUT == "states"
     TILES: gl.constexpr = 1 + (K + V - 1) // V if OUTPUT == "ends" else 1
@@ -405,18 +409,14 @@ def dplr_chunk_fwd_sm90_kernel(
         pool = pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, K * V, C)
     # past all rows TMA gives zeros: M has no v
     v_row = gl.where(m_col < 0, row, OOB_ROW)
+    c: gl.constexpr = Constants(K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)
+    place = Place(chunk, HV, token_heads, row, v_col, i_s, m_col, length, n)
     if NV == 1:
         gl.warp_specialize(
             [
-                (state_partition, (
-                    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s,
-                    m_col, length, n, 0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT,
-                    OUTPUT)),
+                (state_partition, (outs, tiles, copies, full, empty, ends, pool, place, 0, c)),
                 (load_partition, (
-                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
-                    full, empty, chunk, HV, v_row, v_col, n,
-                    K, C, ST, NV, DELTA, HAS_GATE, OUTPUT)),
+                    descs, total_ptr, tiles, full, empty, chunk, HV, v_row, v_col, n, c)),
             ],
             [1],
             [24],
@@ -424,20 +424,10 @@ def dplr_chunk_fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (state_partition, (
-                    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s,
-                    m_col, length, n, 0, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT,
-                    OUTPUT)),
-                (state_partition, (
-                    o_desc, x_desc, states_desc, o_ptr, u_ptr, tiles, copies, full, empty,
-                    s_in_ptr, s_out_ptr, m_ptr, pool, chunk, HV, token_heads, row, v_col, i_s,
-                    m_col, length, n, 1, K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT,
-                    OUTPUT)),
+                (state_partition, (outs, tiles, copies, full, empty, ends, pool, place, 0, c)),
+                (state_partition, (outs, tiles, copies, full, empty, ends, pool, place, 1, c)),
                 (load_partition, (
-                    q_desc, w_desc, b_desc, k_desc, qb_desc, qk_desc, v_desc, total_ptr, tiles,
-                    full, empty, chunk, HV, v_row, v_col, n,
-                    K, C, ST, NV, DELTA, HAS_GATE, OUTPUT)),
+                    descs, total_ptr, tiles, full, empty, chunk, HV, v_row, v_col, n, c)),
             ],
             [4, 1],
             [240, 24],

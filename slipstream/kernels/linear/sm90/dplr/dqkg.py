@@ -57,6 +57,11 @@ from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     STATE,
     TOTAL,
     WRITES,
+    Buffers,
+    Constants,
+    Descs,
+    Refs,
+    Sizes,
     chunk_tiles,
     clear,
     erase_gradients,
@@ -84,56 +89,52 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 @gluon.jit
 def decays(
-    gs, gate_terms, sums, factors, full, empty, now, none, num_rows, b_dg, was_first,
-    was_num_rows, dg_ptr, stride, zero,
-    whole, C: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr,
-):  # fmt: skip
+    smem, now, none, num_rows, b_dg, was_first, was_num_rows, dg_ptr, stride, zero, whole, c
+):
     """Gates and G - h; the gradients of the gates before them are written."""
     cl: gl.constexpr = zero.type.layout
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
-    o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
-    o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
-    mbarrier.wait(full.index(GATES), now)
-    if num_rows < C:
-        clear(gs, num_rows, C, BK, wide)
-    b_g = gs.load(cl).to(gl.float32) * LOG2E
+    o_c = gl.arange(0, c.C, gl.SliceLayout(1, cl))
+    o_k = gl.arange(0, c.BK, gl.SliceLayout(0, cl))
+    mbarrier.wait(smem.full.index(GATES), now)
+    if num_rows < c.C:
+        clear(smem.gs, num_rows, c.C, c.BK, c.wide)
+    b_g = smem.gs.load(cl).to(gl.float32) * LOG2E
     g_high, g_low = halves(b_g)
-    gate_terms.index(0).store(g_high)
-    gate_terms.index(1).store(g_low)
-    sums.store(gl.sum(gl.reshape(b_g, [4, C // 4, BK]), 1))
+    smem.gate_terms.index(0).store(g_high)
+    smem.gate_terms.index(1).store(g_low)
+    smem.gate_sums.store(gl.sum(gl.reshape(b_g, [4, c.C // 4, c.BK]), 1))
     fence_async_shared()
     gl.thread_barrier()
     # after a fence, which waits for what is being stored
     store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
     if whole:
-        around = seen(C, ca, none, "middle")
+        around = seen(c.C, ca, none, "middle")
     else:
-        around = seen(C, ca, none, "quarters")
-    b_e = warpgroup_mma(around, gate_terms.index(1), zero, use_acc=False, is_async=True)
-    b_e = warpgroup_mma(around, gate_terms.index(0), b_e, is_async=True)
-    put_factors(sums, factors, whole, wide)
+        around = seen(c.C, ca, none, "quarters")
+    b_e = warpgroup_mma(around, smem.gate_terms.index(1), zero, use_acc=False, is_async=True)
+    b_e = warpgroup_mma(around, smem.gate_terms.index(0), b_e, is_async=True)
+    put_factors(smem.gate_sums, smem.factors, whole, c.wide)
     b_e = warpgroup_mma_wait(0, deps=(b_e,))
-    mbarrier.arrive(empty.index(GATES), count=1)
+    mbarrier.arrive(smem.empty.index(GATES), count=1)
     return b_g, b_e
 
 
 @gluon.jit
-def decay_operands(
-    ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act: gl.constexpr, C: gl.constexpr,
-    BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
+def decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c):
     """In their places: r, s, w and u; k as it was, P of s, and how much each channel erases."""
+    act: gl.constexpr = ops.dtype
     cl: gl.constexpr = b_g.type.layout
-    if num_rows < C:
-        for j in gl.static_range(3 if DELTA else 4):
-            clear(ops.index(at + j), num_rows, C, BK, wide)
+    if num_rows < c.C:
+        for j in gl.static_range(3 if c.DELTA else 4):
+            clear(ops.index(at + j), num_rows, c.C, c.BK, c.wide)
     b_q = ops.index(at).load(cl).to(gl.float32)
     b_k = ops.index(at + 1).load(cl)
     b_erase = b_k
-    if DELTA:
+    if c.DELTA:
         b_f = b_p
         b_s = b_k.to(gl.float32) * b_p
-        if GATED:
+        if c.GATED:
             b_erase = ops.index(at + 2).load(cl)
             ops.index(at + 2).store((-b_s * b_erase.to(gl.float32)).to(act))
         else:
@@ -201,68 +202,67 @@ def writes_by_scores(
 
 
 @gluon.jit
-def gradients_of_reads(
-    ss, ds, os, ys, ops, at, scores, factors, whole, full, empty, i_tile, last, none, scale, zero,
-    V: gl.constexpr, BK: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr,
-):  # fmt: skip
+def gradients_of_reads(smem, at, whole, i_tile, last, none, scale, zero, c):
     """dr and ds [C, BK], and the sum over V of S dS', decayed."""
+    ss, ds = smem.ss.index(none), smem.ds.index(none)
+    os, ys = smem.os.index(none), smem.ys.index(none)
     line: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
-    b_z = products_of_states(ss, ds, V, BK, wide)
-    b_z = gl.convert_layout(b_z, line) * factors.index(TOTAL).load(line)
+    b_z = products_of_states(ss, ds, c.V, c.BK, c.wide)
+    b_z = gl.convert_layout(b_z, line) * smem.factors.index(TOTAL).load(line)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
     b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-    mbarrier.arrive(empty.index(STATE), count=1)
+    mbarrier.arrive(smem.empty.index(STATE), count=1)
     if last:
-        mbarrier.arrive(empty.index(READS), count=1)
-    b_start = factors.index(START).load(line)[None, :]
+        mbarrier.arrive(smem.empty.index(READS), count=1)
+    b_start = smem.factors.index(START).load(line)[None, :]
     b_dr *= b_start * scale
     b_ds *= b_start
-    mbarrier.wait(full.index(SCORES), i_tile & 1)
+    mbarrier.wait(smem.full.index(SCORES), i_tile & 1)
     if whole:
         b_dr, b_ds = reads_by_scores(
-            b_dr, b_ds, ops, at, scores, factors, none, zero, 1, DELTA
+            b_dr, b_ds, smem.ops, at, smem.scores, smem.factors, none, zero, 1, c.DELTA
         )  # fmt: skip
     else:
-        b_dr, b_ds = reads_by_scores(b_dr, b_ds, ops, at, scores, factors, none, zero, 4, DELTA)
+        b_dr, b_ds = reads_by_scores(
+            b_dr, b_ds, smem.ops, at, smem.scores, smem.factors, none, zero, 4, c.DELTA
+        )
     return b_dr, b_ds, b_z
 
 
 @gluon.jit
-def gradients_of_writes(
-    ds, xs, vs, ops, at, scores, factors, whole, empty, last, none, b_z, zero,
-    DELTA: gl.constexpr,
-):  # fmt: skip
+def gradients_of_writes(smem, at, whole, last, none, b_z, zero, c):
     """dw and du [C, BK]; z with what they have of dS'."""
+    ds, xs, vs = smem.ds.index(none), smem.xs.index(none), smem.vs.index(none)
     cl: gl.constexpr = zero.type.layout
-    W: gl.constexpr = 1 if DELTA else 3
+    W: gl.constexpr = 1 if c.DELTA else 3
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
     b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
-    b_end = factors.index(END).load(gl.SliceLayout(0, cl))[None, :]
+    b_end = smem.factors.index(END).load(gl.SliceLayout(0, cl))[None, :]
     b_dw *= b_end
-    b_sum = ops.index(at + W).load(cl).to(gl.float32) * b_dw
+    b_sum = smem.ops.index(at + W).load(cl).to(gl.float32) * b_dw
     b_du = b_dw
-    if not DELTA:
+    if not c.DELTA:
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
         b_du = warpgroup_mma_wait(0, deps=(b_du,))
         b_du *= b_end
-        b_sum += ops.index(at + 1).load(cl).to(gl.float32) * b_du
-    mbarrier.arrive(empty.index(DSTATE), count=1)
+        b_sum += smem.ops.index(at + 1).load(cl).to(gl.float32) * b_du
+    mbarrier.arrive(smem.empty.index(DSTATE), count=1)
     if last:
-        mbarrier.arrive(empty.index(WRITES), count=1)
+        mbarrier.arrive(smem.empty.index(WRITES), count=1)
     if whole:
         b_dw, b_du, b_sum = writes_by_scores(
-            b_dw, b_du, b_sum, ops, at, scores, factors, none, zero, 1, DELTA
+            b_dw, b_du, b_sum, smem.ops, at, smem.scores, smem.factors, none, zero, 1, c.DELTA
         )
     else:
         b_dw, b_du, b_sum = writes_by_scores(
-            b_dw, b_du, b_sum, ops, at, scores, factors, none, zero, 4, DELTA
+            b_dw, b_du, b_sum, smem.ops, at, smem.scores, smem.factors, none, zero, 4, c.DELTA
         )
     b_z += gl.sum(b_sum, 0)
-    if DELTA:
+    if c.DELTA:
         b_du = b_dw
     if last:
-        mbarrier.arrive(empty.index(SCORES), count=1)
+        mbarrier.arrive(smem.empty.index(SCORES), count=1)
     return b_dw, b_du, b_z
 
 
@@ -282,50 +282,45 @@ def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
 
 
 @gluon.jit
-def clear_ends(
-    do, v, num_rows, C: gl.constexpr, V: gl.constexpr, wide: gl.constexpr, DELTA: gl.constexpr
-):
+def clear_ends(smem, num_rows, none, c):
     """Past the chunk's tokens, do and v."""
-    clear(do, num_rows, C, V, wide)
-    if not DELTA:
-        clear(v, num_rows, C, V, wide)
+    do, v = smem.os.index(none), smem.vs.index(none)
+    clear(do, num_rows, c.C, c.V, c.wide)
+    if not c.DELTA:
+        clear(v, num_rows, c.C, c.V, c.wide)
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
-def dqkg_partition(
-    ss, ds, os, ys, xs, vs, ops, gs, gate_terms, gate_sums, factors, scores, full, empty,
-    strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
-    scale, total, tokens, T, N, HV,
-    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
-    wide: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    GATED: gl.constexpr = DELTA and beta_ptr is None
-    act: gl.constexpr = ss.dtype
-    W: gl.constexpr = 1 if DELTA else 3
-    BLOCKS: gl.constexpr = K // BK
-    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, wide], [16, BK // wide, 16])
-    o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
-    o_k = gl.arange(0, BK, gl.SliceLayout(0, cl))
-    zero = gl.zeros([C, BK], gl.float32, cl)
-    sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], C, BK], ops.layout)
+def dqkg_partition(smem, refs, scale, sizes, c):
+    total, tokens, T, N, HV, _H = sizes
+    ops, full, empty = smem.ops, smem.full, smem.empty
+    GATED: gl.constexpr = c.DELTA and refs.beta is None
+    act: gl.constexpr = smem.ss.dtype
+    W: gl.constexpr = 1 if c.DELTA else 3
+    BLOCKS: gl.constexpr = c.K // c.BK
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, c.wide], [16, c.BK // c.wide, 16])
+    o_c = gl.arange(0, c.C, gl.SliceLayout(1, cl))
+    o_k = gl.arange(0, c.BK, gl.SliceLayout(0, cl))
+    zero = gl.zeros([c.C, c.BK], gl.float32, cl)
+    sums = ops._reinterpret(gl.bfloat16, [ops.shape[0], c.C, c.BK], ops.layout)
     b_dg = zero
     was_first = total.to(gl.int64) * 0
     was_num_rows = total * 0
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     i_tile = total * 0  # chunks before it that are not strong
-    strong_next = gl.load(strong_ptr + pid)
+    strong_next = gl.load(refs.strong + pid)
     for i in range(gl.cdiv(total - pid, programs)):
         n = pid + i * programs
         strong = strong_next
-        strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
+        strong_next = gl.load(refs.strong + gl.minimum(n + programs, total - 1))  # from afar
         if strong < 3:
-            row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+            row, num_rows, _ = locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
             i_h = n % HV
             first = row.to(gl.int64) * HV + i_h
-            b_dbeta = gl.zeros([C], gl.float32, gl.SliceLayout(1, cl))
+            b_dbeta = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, cl))
             for block in range(BLOCKS):
                 unit = i_tile * BLOCKS + block
                 now = unit & 1
@@ -334,83 +329,80 @@ def dqkg_partition(
                 none = unit + T >> 31 << 10
                 m_c = o_c + none < num_rows
                 m = m_c[:, None]
-                first_k = first * K + block * BK
-                p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
+                first_k = first * c.K + block * c.BK
+                p_diag = refs.diag + n.to(gl.int64) * (2 * c.C) + o_c
                 b_qb = gl.load(p_diag)[:, None]
                 b_sign = b_qb
-                if DELTA and not GATED:
+                if c.DELTA and not GATED:
                     o_t = first + (o_c + none) * HV
-                    b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
-                if not DELTA:
-                    b_qk = gl.load(p_diag + C)[:, None]
+                    b_sign = -gl.load(refs.beta + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
+                if not c.DELTA:
+                    b_qk = gl.load(p_diag + c.C)[:, None]
                 b_g, b_e = decays(
-                    gs, gate_terms, gate_sums, factors, full, empty, now, none, num_rows, b_dg,
-                    was_first, was_num_rows, dg_ptr, HV * K, zero, strong == 0, C, BK, wide,
+                    smem, now, none, num_rows, b_dg, was_first, was_num_rows, refs.dg, HV * c.K,
+                    zero, strong == 0, c,
                 )  # fmt: skip
                 b_p = fast_exp2(b_e)
                 b_n = fast_exp2(-b_e)
                 mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
-                b_k, b_f, b_erase = decay_operands(
-                    ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, act, C, BK, wide, DELTA, GATED
-                )  # fmt: skip
+                b_k, b_f, b_erase = decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c)
                 # by way of the state before the chunk, and what was written
                 mbarrier.wait(full.index(STATE), now)
                 mbarrier.wait(full.index(DSTATE), now)
                 mbarrier.wait(full.index(READS), i_tile & 1)
                 mbarrier.wait(full.index(WRITES), i_tile & 1)
-                if (num_rows < C) & (block == 0):
-                    clear_ends(os.index(none), vs.index(none), num_rows, C, V, wide, DELTA)
+                if (num_rows < c.C) & (block == 0):
+                    clear_ends(smem, num_rows, none, c)
                 b_dr, b_ds, b_z = gradients_of_reads(
-                    ss.index(none), ds.index(none), os.index(none), ys.index(none), ops, at, scores,
-                    factors, strong == 0, full, empty, i_tile, last, none, scale, zero,
-                    V, BK, wide, DELTA,
-                )  # fmt: skip
-                o_n = o_k if DELTA else o_k + none  # kept all the time, it puts others on the stack
-                o_o = (o_c + none)[:, None] * (HV * K) + o_n[None, :]
+                    smem, at, strong == 0, i_tile, last, none, scale, zero, c
+                )
+                o_n = (
+                    o_k if c.DELTA else o_k + none
+                )  # kept all the time, it puts others on the stack
+                o_o = (o_c + none)[:, None] * (HV * c.K) + o_n[None, :]
                 b_t = ops.index(at).load(cl).to(gl.float32) * b_dr
                 b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
-                if not DELTA:
+                if not c.DELTA:
                     b_dr += b_qk * ops.index(at + 1).load(cl).to(gl.float32)
-                gl.store(dq_ptr + first_k + o_o, (b_dr * b_p).to(act), mask=m)
+                gl.store(refs.dq + first_k + o_o, (b_dr * b_p).to(act), mask=m)
                 b_s = ops.index(at + 2).load(cl).to(gl.float32) * b_ds
                 b_ds *= b_f
                 if GATED:
-                    b_ds = erase_gradients(db_ptr + first_k + o_o, b_ds, b_k, b_erase, m)
-                elif DELTA:
+                    b_ds = erase_gradients(refs.db + first_k + o_o, b_ds, b_k, b_erase, m)
+                elif c.DELTA:
                     b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
                     if last:
                         stride = tokens.to(gl.int64) * HV
-                        store_dbeta(dbeta_ptr + stride + o_t, b_dbeta, stride, m_c, NK)
+                        store_dbeta(refs.dbeta + stride + o_t, b_dbeta, stride, m_c, c.NK)
                     b_ds *= b_sign
-                if DELTA:
+                if c.DELTA:
                     b_t += b_s
                     b_s = b_t
                 else:
-                    gl.store(da_ptr + first_k + o_o, b_ds.to(act), mask=m)
+                    gl.store(refs.da + first_k + o_o, b_ds.to(act), mask=m)
                     b_s += b_t
                 # by way of the state after it, and what was read
                 b_dw, b_du, b_z = gradients_of_writes(
-                    ds.index(none), xs.index(none), vs.index(none), ops, at, scores, factors,
-                    strong == 0, empty, last, none, b_z, zero, DELTA,
-                )  # fmt: skip
+                    smem, at, strong == 0, last, none, b_z, zero, c
+                )
                 b_x = ops.index(at + W).load(cl).to(gl.float32) * b_dw
-                if not DELTA:
+                if not c.DELTA:
                     b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
                 b_r = ops.index(at).load(cl)
-                b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C)
+                b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, c.C)
                 b_n = fast_reciprocal(b_p)
                 b_dw = (b_dw + b_qb * b_r) * b_n
-                if DELTA:
-                    gl.store(dk_ptr + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
+                if c.DELTA:
+                    gl.store(refs.dk + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
                 else:
-                    gl.store(db_ptr + first_k + o_o, b_dw.to(act), mask=m)
-                    gl.store(dk_ptr + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
+                    gl.store(refs.db + first_k + o_o, b_dw.to(act), mask=m)
+                    gl.store(refs.dk + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
                 b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
                 mbarrier.arrive(empty.index(OPERANDS + now), count=1)
                 was_first = first_k
                 was_num_rows = num_rows
             i_tile += 1
-    store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c, o_k, HV * K)
+    store_gates(refs.dg, b_dg, was_first, was_num_rows, o_c, o_k, HV * c.K)
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
@@ -460,6 +452,14 @@ def dplr_dqkg_sm90_kernel(
 
     One block of BK channels after the other: no sum but dbeta is over channels.
     """
+    sizes = Sizes(total, tokens, T, N, HV, H)
+    refs = Refs(
+        strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr
+    )
+    descs = Descs(
+        q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
+        dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
+    )  # fmt: skip
     GATED: gl.constexpr = DELTA and beta_ptr is None
     dtype: gl.constexpr = q_desc.dtype
     ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
@@ -480,18 +480,14 @@ def dplr_dqkg_sm90_kernel(
     scores = gl.allocate_shared_memory(dtype, [2 if DELTA else 4, C, C], dqb_desc.layout)
     full = alloc_mbarriers(1, 8)
     empty = alloc_mbarriers(1, 8)
+    c: gl.constexpr = Constants(K, BK, V, C, NK, WIDE, DELTA, GATED, PACKED)
+    smem = Buffers(
+        ss, ds, os, ys, xs, vs, ops, gs, gate_terms, gate_sums, factors, scores, full, empty
+    )
     gl.warp_specialize(
         [
-            (dqkg_partition, (
-                ss, ds, os, ys, xs, vs, ops, gs, gate_terms, gate_sums, factors, scores, full,
-                empty, strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr,
-                dbeta_ptr, cu_ptr, scale, total, tokens, T, N, HV, K, BK, V, C, NK, WIDE, DELTA,
-                PACKED)),
-            (load_partition, (
-                q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc,
-                states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
-                ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, strong_ptr, cu_ptr, total, T,
-                N, HV, H, K, BK, V, C, DELTA, GATED, PACKED)),
+            (dqkg_partition, (smem, refs, scale, sizes, c)),
+            (load_partition, (descs, smem, refs, sizes, c)),
         ],
         [1],
         [24],

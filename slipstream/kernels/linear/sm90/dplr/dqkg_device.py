@@ -1,7 +1,19 @@
 """Parts of the gradients' kernels of per-channel decay on sm_90 (dqkg.py)."""
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import locate_sequence
 from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma
+
+# what the kernel of dqkg.py passes on: descriptors, pointers, shared memory, numbers, constants
+Descs = namedtuple("Descs", "q k a b g v do x y states dstates dqb dab dqk dak")
+Refs = namedtuple("Refs", "strong beta diag dq dk da db dg dbeta cu")
+Buffers = namedtuple(
+    "Buffers",
+    "ss ds os ys xs vs ops gs gate_terms gate_sums factors scores full empty",
+)
+Sizes = namedtuple("Sizes", "total tokens T N HV H")
+Constants = namedtuple("Constants", "K BK V C NK wide DELTA GATED PACKED")
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -67,85 +79,81 @@ def load_before(states_desc, do_desc, y_desc, ss, os, ys, bar, n, row, i_h, i_k,
 
 
 @gluon.jit
-def load_partition(
-    q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
-    dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
-    ss, ds, os, ys, xs, vs, ops, gs, scores, full, empty, strong_ptr, cu_ptr, total, T, N, HV, H,
-    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
-    GATED: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def load_partition(descs, smem, refs, sizes, c):
     """Barriers: 0 of S, 1 of dS', 2 of g, 3 and 4 of q, k, a and b, of a block of channels.
 
     Of a chunk: 5 of do and y, 6 of x and v, 7 of scores.
     """
-    do_bytes: gl.constexpr = do_desc.block_type.nbytes
-    before_bytes: gl.constexpr = do_bytes + y_desc.block_type.nbytes
-    after_bytes: gl.constexpr = x_desc.block_type.nbytes + (0 if DELTA else do_bytes)
-    input_bytes: gl.constexpr = q_desc.block_type.nbytes * ((2 if DELTA else 4) + GATED)
-    score_bytes: gl.constexpr = dqb_desc.block_type.nbytes * (2 if DELTA else 4)
-    BLOCKS: gl.constexpr = K // BK
+    total, _tokens, T, N, HV, H = sizes
+    ss, ds, os, ys, xs, vs, ops, gs, _terms, _sums, _factors, scores, full, empty = smem
+    do_bytes: gl.constexpr = descs.do.block_type.nbytes
+    before_bytes: gl.constexpr = do_bytes + descs.y.block_type.nbytes
+    after_bytes: gl.constexpr = descs.x.block_type.nbytes + (0 if c.DELTA else do_bytes)
+    input_bytes: gl.constexpr = descs.q.block_type.nbytes * ((2 if c.DELTA else 4) + c.GATED)
+    score_bytes: gl.constexpr = descs.dqb.block_type.nbytes * (2 if c.DELTA else 4)
+    BLOCKS: gl.constexpr = c.K // c.BK
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     i_tile = total * 0
-    strong_next = gl.load(strong_ptr + pid)
+    strong_next = gl.load(refs.strong + pid)
     for i in range(gl.cdiv(total - pid, programs)):
         n = pid + i * programs
         strong = strong_next
-        strong_next = gl.load(strong_ptr + gl.minimum(n + programs, total - 1))  # from afar
+        strong_next = gl.load(refs.strong + gl.minimum(n + programs, total - 1))  # from afar
         if strong < 3:
-            row, _, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+            row, _, _ = locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
             i_h = n % HV
             # phases: of a chunk, of a block of channels, of a stage of two
             was_chunk = (i_tile & 1) ^ 1
             for block in range(BLOCKS):
                 unit = i_tile * BLOCKS + block
                 was = (unit & 1) ^ 1
-                i_k = block * BK
-                k_col = i_h // (HV // H) * K + i_k
+                i_k = block * c.BK
+                k_col = i_h // (HV // H) * c.K + i_k
                 stage = unit & 1
                 was_stage = ((unit >> 1) & 1) ^ 1
                 at = stage * (ops.shape[0] // 2)
                 # q, k, a and b have two stages: those of the next block may come early
                 mbarrier.wait(empty.index(OPERANDS + stage), was_stage)
                 mbarrier.expect(full.index(OPERANDS + stage), input_bytes)
-                copy_in(q_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
-                copy_in(k_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
-                if GATED:
-                    e_col = i_h * K + i_k
-                    copy_in(b_desc, [row, e_col], full.index(OPERANDS + stage), ops.index(at + 2))
-                if not DELTA:
-                    copy_in(a_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
-                    copy_in(b_desc, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
+                copy_in(descs.q, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
+                copy_in(descs.k, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
+                if c.GATED:
+                    e_col = i_h * c.K + i_k
+                    copy_in(descs.b, [row, e_col], full.index(OPERANDS + stage), ops.index(at + 2))
+                if not c.DELTA:
+                    copy_in(descs.a, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
+                    copy_in(descs.b, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
                 # one stage each below, in the order in which the products want them
                 mbarrier.wait(empty.index(GATES), was)
-                mbarrier.expect(full.index(GATES), g_desc.block_type.nbytes)
-                copy_in(g_desc, [row, i_h * K + i_k], full.index(GATES), gs)
+                mbarrier.expect(full.index(GATES), descs.g.block_type.nbytes)
+                copy_in(descs.g, [row, i_h * c.K + i_k], full.index(GATES), gs)
                 mbarrier.wait(empty.index(STATE), was)
-                mbarrier.expect(full.index(STATE), states_desc.block_type.nbytes)
-                copy_in(states_desc, [n * V, i_k], full.index(STATE), ss.index(0))
+                mbarrier.expect(full.index(STATE), descs.states.block_type.nbytes)
+                copy_in(descs.states, [n * c.V, i_k], full.index(STATE), ss.index(0))
                 if block == 0:
                     # once a chunk: all blocks of channels read the same do and y
                     mbarrier.wait(empty.index(READS), was_chunk)
                     mbarrier.expect(full.index(READS), before_bytes)
-                    copy_in(do_desc, [row, i_h * V], full.index(READS), os.index(0))
-                    copy_in(y_desc, [n * V, 0], full.index(READS), ys.index(0))
+                    copy_in(descs.do, [row, i_h * c.V], full.index(READS), os.index(0))
+                    copy_in(descs.y, [n * c.V, 0], full.index(READS), ys.index(0))
                 mbarrier.wait(empty.index(DSTATE), was)
-                mbarrier.expect(full.index(DSTATE), dstates_desc.block_type.nbytes)
-                copy_in(dstates_desc, [n * V, i_k], full.index(DSTATE), ds.index(0))
+                mbarrier.expect(full.index(DSTATE), descs.dstates.block_type.nbytes)
+                copy_in(descs.dstates, [n * c.V, i_k], full.index(DSTATE), ds.index(0))
                 if block == 0:
                     mbarrier.wait(empty.index(WRITES), was_chunk)
                     mbarrier.expect(full.index(WRITES), after_bytes)
-                    copy_in(x_desc, [n * V, 0], full.index(WRITES), xs.index(0))
-                    if not DELTA:
-                        copy_in(v_desc, [row, i_h * V], full.index(WRITES), vs.index(0))
+                    copy_in(descs.x, [n * c.V, 0], full.index(WRITES), xs.index(0))
+                    if not c.DELTA:
+                        copy_in(descs.v, [row, i_h * c.V], full.index(WRITES), vs.index(0))
                 if block == 0:
                     mbarrier.wait(empty.index(SCORES), was_chunk)
                     mbarrier.expect(full.index(SCORES), score_bytes)
-                    copy_in(dqb_desc, [n * C, 0], full.index(SCORES), scores.index(0))
-                    copy_in(dab_desc, [n * C, 0], full.index(SCORES), scores.index(1))
-                    if not DELTA:
-                        copy_in(dqk_desc, [n * C, 0], full.index(SCORES), scores.index(2))
-                        copy_in(dak_desc, [n * C, 0], full.index(SCORES), scores.index(3))
+                    copy_in(descs.dqb, [n * c.C, 0], full.index(SCORES), scores.index(0))
+                    copy_in(descs.dab, [n * c.C, 0], full.index(SCORES), scores.index(1))
+                    if not c.DELTA:
+                        copy_in(descs.dqk, [n * c.C, 0], full.index(SCORES), scores.index(2))
+                        copy_in(descs.dak, [n * c.C, 0], full.index(SCORES), scores.index(3))
             i_tile += 1
 
 

@@ -19,6 +19,8 @@ output does: whatever G is relative to is a whole number. float16 has no room fo
 there always, and rows that wy.py would take are made once more as it makes them.
 """
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     at_least,
     exp2_by_parts,
@@ -32,11 +34,33 @@ from slipstream.kernels.linear.sm90.dplr.blocks import (
     flattened,
     put_product,
 )
-from slipstream.kernels.linear.sm90.dplr.by_quarters import of_tokens, quarters, takes_quarters
+from slipstream.kernels.linear.sm90.dplr.by_quarters import (
+    Tiles,
+    of_tokens,
+    quarters,
+    takes_quarters,
+    tiles_at,
+)
 from slipstream.kernels.linear.sm90.dplr.gate_sums import sum_before, sum_from, sums_of_quarters
-from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
+from slipstream.kernels.linear.sm90.dplr.solve_tril import (
+    ChunkRefs,
+    put,
+    ready,
+    scores,
+    solve,
+)
 from slipstream.kernels.linear.sm90.dplr.wy import LOG2E, excess_of
 from slipstream.kernels.primitives.gluon_compat import gl, gluon
+
+# what the kernel passes on: pointers, numbers and constants
+Refs = namedtuple(
+    "Refs",
+    "q k a b v write g beta q_out w_out b_out k_out u_out total qb qk ak r cu",
+)
+Sizes = namedtuple("Sizes", "T N HV H token_heads")
+Constants = namedtuple("Constants", "K V DELTA CHANNEL PACKED LIMIT APART")
+# what products take: x and y of reads, z and w of writes
+Operands = namedtuple("Operands", "x y z w")
 
 FLAGS_PER_LOAD = gl.constexpr(128)  # marks that are looked at together
 LEVELS = gl.constexpr(6)
@@ -54,11 +78,19 @@ def erased(b_a, k, flat: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
+def operands_at(ops, i):
+    """The operands of 64 channels."""
+    return Operands(ops.x.index(i), ops.y.index(i), ops.z.index(i), ops.w.index(i))
+
+
+@gluon.jit
 def block_operands(
-    b_e, b_before, later, q, a, b, k, x, y, z, w, flat: gl.constexpr, APART: gl.constexpr,
-    DELTA: gl.constexpr, GATED: gl.constexpr,
+    b_e, b_before, later, tile, ops, flat: gl.constexpr, APART: gl.constexpr, DELTA: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """Operands of pairs in a block: x and y of reads q and a, z and w of writes b and k."""
+    x, y, z, w = ops
+    q, a, b, k = tile
     b_apart = gl.where(later > 0, APART, -APART)
     b_f = flattened(exp2_by_parts(b_e + b_apart), flat)
     put_product(x, q.load(flat), b_f)
@@ -76,10 +108,11 @@ def block_operands(
 
 @gluon.jit
 def level_operands(
-    b_e, b_before, later, q, a, b, k, x, y, flat: gl.constexpr, DELTA: gl.constexpr,
-    GATED: gl.constexpr,
-):  # fmt: skip
+    b_e, b_before, later, tile, ops, flat: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr
+):
     """x and y of pairs in the halves of a block."""
+    x, y, _, _ = ops
+    q, a, b, k = tile
     reads = flattened(later + 0 * b_e.to(gl.int32), flat) > 0
     b_f = flattened(exp2_or_least(gl.where(later > 0, b_e, -b_e)), flat)
     b_a = a.load(flat)
@@ -95,11 +128,12 @@ def level_operands(
 
 @gluon.jit
 def to_edges(
-    b_g, q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, o_w, scale, flat: gl.constexpr,
-    APART: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
+    b_g, tile, q_out_ptr, b_out_ptr, k_out_ptr, o_w, scale, flat: gl.constexpr, APART: gl.constexpr,
+    DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """a as it reads the state, in place, and q~, b^ and k^ of 64 channels; a and q~ relative to
     what wy.py has where m is -APART, so that all is rounded alike."""
+    q, a, b, k = tile
     three: gl.constexpr = b_g.type.layout
     b_e, b_before, b_all = sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
@@ -126,7 +160,7 @@ def to_edges(
 
 @gluon.jit
 def whole_operands(
-    b_g, q, a, b, k, x, y, z, w, layout: gl.constexpr, flat: gl.constexpr, LIMIT: gl.constexpr,
+    b_g, tile, ops, layout: gl.constexpr, flat: gl.constexpr, LIMIT: gl.constexpr,
     DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Operands of all pairs, as wy.py has them in float16. Returns each token's lowest G."""
@@ -137,18 +171,19 @@ def whole_operands(
     b_e += b_base
     LOW: gl.constexpr = -(2 * LIMIT + 1)
     block_operands(
-        at_least(b_e, LOW), at_least(b_before + b_base, LOW), b_e.to(gl.int32) * 0,
-        q, a, b, k, x, y, z, w, flat, 0.0, DELTA, GATED,
+        at_least(b_e, LOW), at_least(b_before + b_base, LOW), b_e.to(gl.int32) * 0, tile, ops, flat,
+        0.0, DELTA, GATED,
     )  # fmt: skip
     return gl.convert_layout(gl.reshape(gl.min(b_e, 2), [64]), gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def add_pairs(
-    b_qb, b_ab, b_qk, b_ak, xs, ys, zs, ws, zero, scale, level, first, none, NK: gl.constexpr,
+    b_qb, b_ab, b_qk, b_ak, ops, zero, scale, level, first, none, NK: gl.constexpr,
     DELTA: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Scores of a level, or, below `first`, of blocks of 2^first tokens."""
+    xs, ys, zs, ws = ops
     layout: gl.constexpr = zero.type.layout
     act: gl.constexpr = xs.dtype
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + none
@@ -176,10 +211,11 @@ def add_pairs(
 
 @gluon.jit
 def put_whole_rows(
-    b_qb, b_ab, b_qk, b_ak, xs, ys, zs, ws, zero, scale, b_lowest, none, NK: gl.constexpr,
-    LIMIT: gl.constexpr, DELTA: gl.constexpr,
+    b_qb, b_ab, b_qk, b_ak, ops, zero, scale, b_lowest, none, NK: gl.constexpr, LIMIT: gl.constexpr,
+    DELTA: gl.constexpr,
 ):  # fmt: skip
     """Scores with the rows that wy.py would take as it makes them."""
+    xs, ys, zs, ws = ops
     layout: gl.constexpr = zero.type.layout
     act: gl.constexpr = xs.dtype
     o_i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + none
@@ -197,10 +233,11 @@ def put_whole_rows(
 
 @gluon.jit
 def load_tiles(
-    q_ptr, k_ptr, a_ptr, b_ptr, begin, stride, num_rows, none, qs, reads, bs, keys,
-    NK: gl.constexpr, DELTA: gl.constexpr,
+    q_ptr, k_ptr, a_ptr, b_ptr, begin, stride, num_rows, none, tiles, NK: gl.constexpr,
+    DELTA: gl.constexpr,
 ):  # fmt: skip
     """Rows of `stride` from element `begin` on; of free a and b four tiles."""
+    qs, reads, bs, keys = tiles
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
     o_q = begin + o_r * stride + gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
@@ -240,25 +277,20 @@ def load_gates(p, n, stride, num_rows, none, CHANNEL: gl.constexpr):
 
 
 @gluon.jit
-def largest_excess(
-    qs, reads, bs, keys, none, NK: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr
-):
+def largest_excess(tiles, none, NK: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr):
     """excess_of all channels."""
     excess = 0.0
     for n in range(NK):
         i = none + n
-        excess_n = excess_of(
-            qs.index(i), reads.index(i), bs.index(i), keys.index(i), DELTA, GATED
-        )  # fmt: skip
+        excess_n = excess_of(tiles_at(tiles, i), DELTA, GATED)
         excess = gl.maximum(excess, excess_n)
     return excess
 
 
 @gluon.jit
 def put_operands(
-    p_g, stride, num_rows, level, first, none, qs, reads, bs, keys, xs, ys, zs, ws,
-    flat: gl.constexpr, NK: gl.constexpr, CHANNEL: gl.constexpr, APART: gl.constexpr,
-    DELTA: gl.constexpr, GATED: gl.constexpr,
+    p_g, stride, num_rows, level, first, none, tiles, ops, flat: gl.constexpr, NK: gl.constexpr,
+    CHANNEL: gl.constexpr, APART: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Writes operands of a level, or, below `first`, of blocks of 2^first tokens."""
     for n in range(NK):
@@ -266,15 +298,13 @@ def put_operands(
         b_e, b_before, later = exponents(b_g, level, none, APART)
         if level < first:
             block_operands(
-                b_e, b_before, later, qs.index(none + n), reads.index(none + n),
-                bs.index(none + n), keys.index(none + n), xs.index(none + n), ys.index(none + n),
-                zs.index(none + n), ws.index(none + n), flat, APART, DELTA, GATED,
+                b_e, b_before, later, tiles_at(tiles, none + n), operands_at(ops, none + n), flat,
+                APART, DELTA, GATED,
             )  # fmt: skip
         else:
             level_operands(
-                b_e, b_before, later, qs.index(none + n), reads.index(none + n),
-                bs.index(none + n), keys.index(none + n), xs.index(none + n), ys.index(none + n),
-                flat, DELTA, GATED,
+                b_e, b_before, later, tiles_at(tiles, none + n), operands_at(ops, none + n), flat,
+                DELTA, GATED,
             )  # fmt: skip
 
 
@@ -318,6 +348,12 @@ def dplr_intra_safe_sm90_kernel(
 ):
     """grid (any,), 4 warps: every num_programs-th chunk a program, so that all have something to do
     where chunks are few and all of them strong. total: slots * HV."""
+    c: gl.constexpr = Constants(K, V, DELTA, CHANNEL, PACKED, LIMIT, APART)
+    sizes = Sizes(T, N, HV, H, token_heads)
+    refs = Refs(
+        q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
+        b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr,
+    )  # fmt: skip
     some: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_m = gl.arange(0, FLAGS_PER_LOAD, some)
     at = gl.program_id(0)
@@ -327,126 +363,119 @@ def dplr_intra_safe_sm90_kernel(
         strong = b_strong > (2 if takes_quarters(K, DELTA, APART) else 1)
         ahead = gl.min(gl.where(strong, o_m, FLAGS_PER_LOAD), 0)
         if ahead < FLAGS_PER_LOAD:
-            one_chunk(
-                q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
-                b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr,
-                cu_ptr, scale, keep, at + ahead * gl.num_programs(0), T, N, HV, H,
-                token_heads, K, V, DELTA, CHANNEL, PACKED, LIMIT, APART,
-            )  # fmt: skip
+            one_chunk(refs, scale, keep, at + ahead * gl.num_programs(0), sizes, c)
         # with 0, so that the step is made here
         at += (gl.minimum(ahead + 1, FLAGS_PER_LOAD) + (T + at >> 31)) * gl.num_programs(0)
 
 
 @gluon.jit
-def one_chunk(
-    q_ptr, k_ptr, a_ptr, b_ptr, v_ptr, write_ptr, g_ptr, beta_ptr, q_out_ptr, w_out_ptr,
-    b_out_ptr, k_out_ptr, u_out_ptr, total_ptr, qb_ptr, qk_ptr, ak_ptr, r_ptr, cu_ptr, scale, keep,
-    pid, T, N, HV, H, token_heads, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
-    CHANNEL: gl.constexpr, PACKED: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
-):  # fmt: skip
+def one_chunk(refs, scale, keep, pid, sizes, c):
+    T, N, HV, H, token_heads = sizes
     C: gl.constexpr = 64
-    NK: gl.constexpr = K // 64
-    GK: gl.constexpr = K**CHANNEL
-    GATED: gl.constexpr = DELTA and beta_ptr is None
+    NK: gl.constexpr = c.K // 64
+    GK: gl.constexpr = c.K**c.CHANNEL
+    GATED: gl.constexpr = c.DELTA and refs.beta is None
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    act: gl.constexpr = q_ptr.dtype.element_ty
+    act: gl.constexpr = refs.q.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
     qs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     reads = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
-    bs = reads if DELTA else gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    bs = reads if c.DELTA else gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     keys = reads
-    if GATED or not DELTA:
+    if GATED or not c.DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     xs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     ys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     zs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
-    ws = zs if DELTA else gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    ws = zs if c.DELTA else gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    ops = Operands(xs, ys, zs, ws)
+    tiles = Tiles(qs, reads, bs, keys)
     i_h = pid % HV
-    row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = locate_sequence(refs.cu, pid // HV, T, N, C, C, c.PACKED, True)
     index = gl.cast(pid, gl.int64)
     token = row.to(gl.int64) * token_heads + i_h
     # 0, another one each time: what is made of it is not kept for the next chunk, level or part
     none = T + pid >> 31 << 10
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))[:, None] + none
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))[None, :]
-    p_g = g_ptr + token * GK
+    p_g = refs.g + token * GK
     token_keys = token_heads // (HV // H)
-    begin = (row.to(gl.int64) * token_keys + i_h // (HV // H)) * K
+    begin = (row.to(gl.int64) * token_keys + i_h // (HV // H)) * c.K
     zero = gl.zeros([64, 64], gl.float32, al)
-    load_erase(b_ptr, token * K, token_heads * K, num_rows, none, keys, NK, GATED)
-    load_tiles(q_ptr, k_ptr, a_ptr, b_ptr, begin, token_keys * K, num_rows, none, qs, reads, bs,
-               keys, NK, DELTA)  # fmt: skip
+    load_erase(refs.b, token * c.K, token_heads * c.K, num_rows, none, keys, NK, GATED)
+    load_tiles(
+        refs.q, refs.k, refs.a, refs.b, begin, token_keys * c.K, num_rows, none, tiles, NK, c.DELTA
+    )
     first = 0
     b_qb, b_ab, b_qk, b_ak = zero.to(act), zero, zero.to(act), zero.to(act)
-    if APART > 0:
+    if c.APART > 0:
         first = LEVELS - 1
-        excess = largest_excess(qs, reads, bs, keys, none, NK, DELTA, GATED)
+        excess = largest_excess(tiles, none, NK, c.DELTA, GATED)
         for n in range(NK):
-            b_g = load_gates(p_g, n, token_heads * GK, num_rows, none, CHANNEL)
-            first = gl.minimum(first, block_level(b_g, excess, LIMIT))
+            b_g = load_gates(p_g, n, token_heads * GK, num_rows, none, c.CHANNEL)
+            first = gl.minimum(first, block_level(b_g, excess, c.LIMIT))
     else:
         b_qb = gl.where(o_i == o_j, scores(qs, bs, NK, zero, none) * scale, 0.0).to(act)
-        if not DELTA:
+        if not c.DELTA:
             b_qk = gl.where(o_i == o_j, scores(qs, keys, NK, zero, none) * scale, 0.0).to(act)
     # blocks of 2^first tokens, which level first - 1 halves, come before the levels
-    for level in range(first - (1 if APART > 0 else 0), LEVELS):
+    for level in range(first - (1 if c.APART > 0 else 0), LEVELS):
         gl.thread_barrier()
         now = T + pid + level >> 31 << 10
         put_operands(
-            p_g, token_heads * GK, num_rows, level, first, now, qs, reads, bs, keys, xs, ys, zs, ws,
-            flat, NK, CHANNEL, APART, DELTA, GATED,
+            p_g, token_heads * GK, num_rows, level, first, now, tiles, ops, flat, NK, c.CHANNEL,
+            c.APART, c.DELTA, GATED,
         )  # fmt: skip
         ready()
         b_qb, b_ab, b_qk, b_ak = add_pairs(
-            b_qb, b_ab, b_qk, b_ak, xs, ys, zs, ws, zero, scale, level, first, now, NK, DELTA, APART
+            b_qb, b_ab, b_qk, b_ak, ops, zero, scale, level, first, now, NK, c.DELTA, c.APART
         )
     none = T + pid + LEVELS >> 31 << 10
-    if APART == 0:
+    if c.APART == 0:
         gl.thread_barrier()
         b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
         for n in range(NK):
             b_low = whole_operands(
-                load_gates(p_g, n, token_heads * GK, num_rows, none, CHANNEL), qs.index(none + n),
-                reads.index(none + n), bs.index(none + n), keys.index(none + n),
-                xs.index(none + n), ys.index(none + n), zs.index(none + n), ws.index(none + n),
-                al, flat, LIMIT, DELTA, GATED,
+                load_gates(p_g, n, token_heads * GK, num_rows, none, c.CHANNEL),
+                tiles_at(tiles, none + n), operands_at(ops, none + n), al, flat, c.LIMIT, c.DELTA,
+                GATED,
             )  # fmt: skip
             b_lowest = gl.minimum(b_lowest, b_low)
         ready()
         b_qb, b_ab, b_qk, b_ak = put_whole_rows(
-            b_qb, b_ab, b_qk, b_ak, xs, ys, zs, ws, zero, scale, b_lowest, none, NK, LIMIT, DELTA
+            b_qb, b_ab, b_qk, b_ak, ops, zero, scale, b_lowest, none, NK, c.LIMIT, c.DELTA
         )
     i_a = index * (C * C)
-    put(qb_ptr + i_a, b_qb, C, rows, none)
-    if DELTA and not GATED:
+    put(refs.qb + i_a, b_qb, C, rows, none)
+    if c.DELTA and not GATED:
         o_b = gl.arange(0, 64, gl.SliceLayout(1, al)) + none
-        b_beta = gl.load(beta_ptr + token + o_b * token_heads, mask=o_b < num_rows, other=0.0)
+        b_beta = gl.load(refs.beta + token + o_b * token_heads, mask=o_b < num_rows, other=0.0)
         b_ab = b_ab * b_beta.to(gl.float32)[:, None]
-    if not DELTA:
-        put(qk_ptr + i_a, b_qk, C, rows, none)
+    if not c.DELTA:
+        put(refs.qk + i_a, b_qk, C, rows, none)
         if keep != 0:
-            put(ak_ptr + i_a, b_ak, C, rows, none)
+            put(refs.ak + i_a, b_ak, C, rows, none)
         b_ab = -b_ab
     gl.thread_barrier()
-    o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K + index * (C * K) + none
+    o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * c.K + index * (C * c.K) + none
     o_f += gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
     for n in range(NK):
         to_edges(
-            load_gates(p_g, n, token_heads * GK, num_rows, none, CHANNEL), qs.index(none + n),
-            reads.index(none + n), bs.index(none + n), keys.index(none + n), q_out_ptr, b_out_ptr,
-            k_out_ptr, n * 64 + o_f, scale, flat, APART, DELTA, GATED,
+            load_gates(p_g, n, token_heads * GK, num_rows, none, c.CHANNEL),
+            tiles_at(tiles, none + n), refs.q_out, refs.b_out, refs.k_out, n * 64 + o_f, scale,
+            flat, c.APART, c.DELTA, GATED,
         )  # fmt: skip
-    if not DELTA:
+    if not c.DELTA:
         gl.thread_barrier()
         qs.index(none).store(b_ak)
     ready()
-    solve(
-        b_ab, None if DELTA else qs.index(none), reads, None,
-        beta_ptr + token if DELTA and not GATED else None, v_ptr + token * V,
-        write_ptr + token * V if GATED else None, w_out_ptr + index * (C * K),
-        u_out_ptr + index * (V * C), r_ptr + i_a, keep, num_rows, token_heads, K, V,
-        DELTA, APART, none,
+    p_beta = refs.beta + token if c.DELTA and not GATED else None
+    chunk_refs = ChunkRefs(
+        refs.v + token * c.V, refs.write + token * c.V if GATED else None,
+        refs.w_out + index * (C * c.K), refs.u_out + index * (c.V * C), refs.r + i_a,
     )  # fmt: skip
+    b_ak = None if c.DELTA else qs.index(none)
+    solve(b_ab, b_ak, reads, None, p_beta, chunk_refs, keep, num_rows, token_heads, c, none)
     gl.thread_barrier()

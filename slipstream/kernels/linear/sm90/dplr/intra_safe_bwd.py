@@ -20,6 +20,8 @@ whose differences are of the same products, as in dqkg.py. G is shifted by log2:
 can hold is above 1.
 """
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     at_least,
@@ -66,39 +68,46 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# what the kernel passes on: pointers and descriptors, numbers and constants
+Refs = namedtuple(
+    "Refs",
+    "q k a b g v do x y states dstates dqb dab dqk dak beta diag dq dk da db dg dbeta cu",
+)
+Sizes = namedtuple("Sizes", "T N HV H tokens")
+Constants = namedtuple("Constants", "K V BK C DELTA PACKED LIMIT SHIFT")
+# a chunk in shared memory: what TMA loads, and what is made of it
+Tiles = namedtuple("Tiles", "ss ds os ys xs vs")
+Buffers = namedtuple("Buffers", "scores ops ins sums gates")
+
 
 @gluon.jit
-def load_chunk(
-    v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
-    dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h, i_k,
-    V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
-):  # fmt: skip
+def load_chunk(refs, tiles, scores, full, n, row, i_h, i_k, c):
     """Barriers: 0 of S, do and y, 1 of the rest."""
+    ss, ds, os, ys, xs, vs = tiles
     after_bytes: gl.constexpr = (
-        dstates_desc.block_type.nbytes
-        + x_desc.block_type.nbytes
-        + (0 if DELTA else do_desc.block_type.nbytes)
-        + (2 if DELTA else 4) * dqb_desc.block_type.nbytes
+        refs.dstates.block_type.nbytes
+        + refs.x.block_type.nbytes
+        + (0 if c.DELTA else refs.do.block_type.nbytes)
+        + (2 if c.DELTA else 4) * refs.dqb.block_type.nbytes
     )
-    v_col = i_h * V
-    load_before(states_desc, do_desc, y_desc, ss, os, ys, full.index(0), n, row, i_h, i_k, V)
+    v_col = i_h * c.V
+    load_before(refs.states, refs.do, refs.y, ss, os, ys, full.index(0), n, row, i_h, i_k, c.V)
     mbarrier.expect(full.index(1), after_bytes)
-    copy_in(dstates_desc, [n * V, i_k], full.index(1), ds.index(0))
-    copy_in(x_desc, [n * V, 0], full.index(1), xs.index(0))
-    copy_in(dqb_desc, [n * C, 0], full.index(1), scores.index(0))
-    copy_in(dab_desc, [n * C, 0], full.index(1), scores.index(1))
-    if not DELTA:
-        copy_in(v_desc, [row, v_col], full.index(1), vs.index(0))
-        copy_in(dqk_desc, [n * C, 0], full.index(1), scores.index(2))
-        copy_in(dak_desc, [n * C, 0], full.index(1), scores.index(3))
+    copy_in(refs.dstates, [n * c.V, i_k], full.index(1), ds.index(0))
+    copy_in(refs.x, [n * c.V, 0], full.index(1), xs.index(0))
+    copy_in(refs.dqb, [n * c.C, 0], full.index(1), scores.index(0))
+    copy_in(refs.dab, [n * c.C, 0], full.index(1), scores.index(1))
+    if not c.DELTA:
+        copy_in(refs.v, [row, v_col], full.index(1), vs.index(0))
+        copy_in(refs.dqk, [n * c.C, 0], full.index(1), scores.index(2))
+        copy_in(refs.dak, [n * c.C, 0], full.index(1), scores.index(3))
 
 
 @gluon.jit
-def through_states(
-    ss, ds, os, ys, xs, vs, ins, sums, gates, full, b_total, m, T, none,
-    scale, V: gl.constexpr, DELTA: gl.constexpr,
-):  # fmt: skip
+def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     """Gradients of q, a, b, k and the gates by way of the states."""
+    _, _, ins, sums, gates = buffers
+    ss, ds, os, ys, xs, vs = tiles
     C: gl.constexpr = os.shape[0]
     BK: gl.constexpr = ss.shape[1]
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
@@ -108,7 +117,7 @@ def through_states(
         gates_seen(C, ca, START, none, False, True), gates.index(none), gates.index(none + 1), zero
     )
     b_f = gl.exp2(b_e)
-    if DELTA:
+    if c.DELTA:
         b_fa = b_f
     else:
         b_fa = gl.exp2(b_e - sum_of_halves(gates, none, cl))
@@ -119,10 +128,10 @@ def through_states(
     b_dq = gl.where(m, b_dq * b_f * scale, 0.0)
     b_da = gl.where(m, b_da * b_fa, 0.0)
     b_x = rows_of(ins, none, cl) * b_dq
-    if DELTA:
+    if c.DELTA:
         b_x += rows_of(ins, none + 1, cl) * b_da
     b_dg = to_gates(gates_seen(C, ca, START, none, True, True), b_x, sums.index(none), zero)
-    if not DELTA:
+    if not c.DELTA:
         seen = gates_seen(C, ca, START, none, True, False)
         b_dg = to_gates(seen, rows_of(ins, none + 1, cl) * b_da, sums.index(none), b_dg)
         none = T + 1 >> 31 << 10  # another 0, or END's would keep what START's made of it
@@ -139,21 +148,19 @@ def through_states(
     b_dw = gl.where(m, warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
     b_x = rows_of(ins, none + 2, cl) * b_dw
     b_du = b_dw
-    if not DELTA:
+    if not c.DELTA:
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
         b_du = gl.where(m, warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
         b_x += rows_of(ins, none + 3, cl) * b_du
     b_dg = to_gates(gates_seen(C, ca, END, none, True, True), b_x, sums.index(none), b_dg)
-    b_z = gl.convert_layout(products_of_states(ss, ds, V, BK, 2), gl.SliceLayout(0, cl))
+    b_z = gl.convert_layout(products_of_states(ss, ds, c.V, BK, 2), gl.SliceLayout(0, cl))
     return b_dq, b_da, b_dw, b_du, b_dg + (b_z * b_total)[None, :]
 
 
 @gluon.jit
-def within_blocks(
-    scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T,
-    SHIFT: gl.constexpr, DELTA: gl.constexpr,
-):  # fmt: skip
+def within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     """By way of pairs within 16 tokens."""
+    scores, ops, ins, sums, gates = buffers
     C: gl.constexpr = ops.shape[1]
     act: gl.constexpr = ops.dtype
     cl: gl.constexpr = b_dg.type.layout
@@ -164,20 +171,20 @@ def within_blocks(
     b_e = sum_gates(
         gates_seen(C, ca, WITHIN, none, False, True), gates.index(none), gates.index(none + 1), zero
     )
-    b_n = gl.exp2(-b_e - SHIFT)
+    b_n = gl.exp2(-b_e - c.SHIFT)
     ops.index(none).store((rows_of(ins, none + 2, cl) * b_n).to(act))
-    if not DELTA:
+    if not c.DELTA:
         ops.index(none + 1).store((rows_of(ins, none + 3, cl) * b_n).to(act))
     fence_async_shared()
     gl.thread_barrier()
-    b_r = gl.exp2(b_e + SHIFT)
-    if DELTA:
+    b_r = gl.exp2(b_e + c.SHIFT)
+    if c.DELTA:
         b_p = one_triangle(scores, ops, none, none, zero)
     else:
         b_p = two_triangles(scores, ops, none, none + 2, True, none, zero)
     b_dq += b_p * b_r
     b_x = decayed(ins, none, b_r, act) * b_p
-    if DELTA:
+    if c.DELTA:
         b_p = one_triangle(scores, ops, none + 1, none, zero)
         b_x += decayed(ins, none + 1, b_r, act) * b_p
     else:
@@ -190,15 +197,15 @@ def within_blocks(
     gl.thread_barrier()
     none = T + LEVELS + 2 >> 31 << 10
     ops.index(none + 1).store((rows_of(ins, none + 1, cl) * b_r).to(act))
-    b_r = gl.exp2(b_e + SHIFT)
+    b_r = gl.exp2(b_e + c.SHIFT)
     ops.index(none).store((rows_of(ins, none, cl) * b_r).to(act))
     fence_async_shared()
     gl.thread_barrier()
-    b_n = gl.exp2(-b_e - SHIFT)
+    b_n = gl.exp2(-b_e - c.SHIFT)
     b_p = two_triangles(scores, ops, none, none + 1, False, none, zero)
     b_dw += b_p * b_n
     b_x -= decayed(ins, none + 2, b_n, act) * b_p
-    if not DELTA:
+    if not c.DELTA:
         b_p = two_triangles(scores, ops, none + 2, none + 3, False, none, zero)
         b_du += b_p * b_n
         b_x -= decayed(ins, none + 3, b_n, act) * b_p
@@ -208,14 +215,12 @@ def within_blocks(
 
 
 @gluon.jit
-def through_scores(
-    scores, ops, ins, sums, gates, lowest, b_dq, b_da, b_dw, b_du, b_dg, T,
-    LIMIT: gl.constexpr, SHIFT: gl.constexpr, DELTA: gl.constexpr,
-):  # fmt: skip
+def through_scores(buffers, lowest, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     """And by way of the scores: of 16 tokens at once if their gates allow, and level by level.
 
     lowest: the least sum of gates of 16 tokens.
     """
+    scores, ops, ins, sums, gates = buffers
     C: gl.constexpr = ops.shape[1]
     BK: gl.constexpr = ops.shape[2]
     act: gl.constexpr = ops.dtype
@@ -224,22 +229,16 @@ def through_scores(
     o_c = gl.arange(0, C, gl.SliceLayout(1, cl))
     zero = gl.zeros([C, BK], gl.float32, cl)
     first = 0
-    if lowest >= -2 * LIMIT:
-        b_dq, b_da, b_dw, b_du, b_dg = within_blocks(
-            scores, ops, ins, sums, gates, b_dq, b_da, b_dw, b_du, b_dg, T, SHIFT, DELTA
-        )
+    if lowest >= -2 * c.LIMIT:
+        b_dq, b_da, b_dw, b_du, b_dg = within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c)
         first = BLOCK
     for level in range(first, LEVELS):
         # 0, another one each turn, as dplr_grads_parts.seen has it
         now = T + level >> 31 << 10
         later = (((o_c + now >> level) & 1) == 1)[:, None]
-        if not DELTA:
-            b_dq, b_dw, b_du, b_dg = by_one_read(
-                scores, ops, ins, sums, gates, b_dq, b_dw, b_du, b_dg, level, T, 0
-            )
-            b_da, b_dw, b_du, b_dg = by_one_read(
-                scores, ops, ins, sums, gates, b_da, b_dw, b_du, b_dg, level, T, 1
-            )
+        if not c.DELTA:
+            b_dq, b_dw, b_du, b_dg = by_one_read(buffers, b_dq, b_dw, b_du, b_dg, level, T, 0)
+            b_da, b_dw, b_du, b_dg = by_one_read(buffers, b_da, b_dw, b_du, b_dg, level, T, 1)
         else:
             b_f = gl.exp2(sum_gates(
                 gates_seen(C, ca, level, now, False, True), gates.index(now), gates.index(now + 1),
@@ -265,111 +264,106 @@ def through_scores(
 
 
 @gluon.jit
-def one_chunk(
-    q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc,
-    dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr,
-    dg_ptr, dbeta_ptr, cu_ptr, unit, scale, T, N, HV, H, tokens,
-    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
-    PACKED: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
-):  # fmt: skip
+def one_chunk(refs, unit, scale, sizes, c):
     """BK channels of one chunk and value head."""
-    NK: gl.constexpr = K // BK
-    NS: gl.constexpr = 2 if DELTA else 4
-    GATED: gl.constexpr = DELTA and beta_ptr is None
-    act: gl.constexpr = do_desc.dtype
+    T, N, HV, H, tokens = sizes
+    NK: gl.constexpr = c.K // c.BK
+    NS: gl.constexpr = 2 if c.DELTA else 4
+    GATED: gl.constexpr = c.DELTA and refs.beta is None
+    act: gl.constexpr = refs.do.dtype
     n = unit // NK
-    i_k = unit % NK * BK
-    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
+    i_k = unit % NK * c.BK
+    ss, ds, os, ys, xs = chunk_tiles(
+        refs.states, refs.dstates, refs.do, refs.y, refs.x, c.V, c.BK, c.C
+    )
     vs = xs
-    if not DELTA:
-        vs = gl.allocate_shared_memory(act, [1, C, V], v_desc.layout)
-    scores = gl.allocate_shared_memory(act, [NS, C, C], dqb_desc.layout)
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
-    gates = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], tile)
-    sums = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], tile)
-    ops = gl.allocate_shared_memory(act, [2, C, BK], tile)
-    ins = gl.allocate_shared_memory(act, [3 if DELTA else 4, C, BK], tile)
-    row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    if not c.DELTA:
+        vs = gl.allocate_shared_memory(act, [1, c.C, c.V], refs.v.layout)
+    scores = gl.allocate_shared_memory(act, [NS, c.C, c.C], refs.dqb.layout)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.C, c.BK], gl.bfloat16)
+    gates = gl.allocate_shared_memory(gl.bfloat16, [2, c.C, c.BK], tile)
+    sums = gl.allocate_shared_memory(gl.bfloat16, [1, c.C, c.BK], tile)
+    ops = gl.allocate_shared_memory(act, [2, c.C, c.BK], tile)
+    ins = gl.allocate_shared_memory(act, [3 if c.DELTA else 4, c.C, c.BK], tile)
+    buffers = Buffers(scores, ops, ins, sums, gates)
+    tiles = Tiles(ss, ds, os, ys, xs, vs)
+    row, num_rows, _ = locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
     i_h = n % HV
     full = alloc_mbarriers(1, 2)
     fence_async_shared()
     gl.thread_barrier()
-    load_chunk(
-        v_desc, do_desc, x_desc, y_desc, states_desc, dstates_desc, dqb_desc, dab_desc, dqk_desc,
-        dak_desc, ss, ds, os, ys, xs, vs, scores, full, n, row, i_h, i_k, V, C, DELTA,
-    )  # fmt: skip
-    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    load_chunk(refs, tiles, scores, full, n, row, i_h, i_k, c)
+    cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, c.BK // 2, 16])
     now = T + unit  # what is made of either is not kept for the next chunk
     none = now >> 31 << 10
-    o_c = gl.arange(0, C, gl.SliceLayout(1, cl)) + none
-    o_k = i_k + gl.arange(0, BK, gl.SliceLayout(0, cl))
+    o_c = gl.arange(0, c.C, gl.SliceLayout(1, cl)) + none
+    o_k = i_k + gl.arange(0, c.BK, gl.SliceLayout(0, cl))
     m_c = o_c < num_rows
     m = m_c[:, None]
     first = row.to(gl.int64) * HV + i_h
-    o_o = first * K + o_c[:, None] * (HV * K) + o_k[None, :]
-    o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
-    b_g = gl.load(g_ptr + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
+    o_o = first * c.K + o_c[:, None] * (HV * c.K) + o_k[None, :]
+    o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * c.K + o_c[:, None] * (H * c.K) + o_k[None, :]
+    b_g = gl.load(refs.g + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
     b_g = at_least(b_g, LOWEST)
-    b_k = gl.load(k_ptr + o_q, mask=m, other=0.0)
-    ins.index(none).store(gl.load(q_ptr + o_q, mask=m, other=0.0))
-    p_diag = diag_ptr + n.to(gl.int64) * (2 * C) + o_c
+    b_k = gl.load(refs.k + o_q, mask=m, other=0.0)
+    ins.index(none).store(gl.load(refs.q + o_q, mask=m, other=0.0))
+    p_diag = refs.diag + n.to(gl.int64) * (2 * c.C) + o_c
     b_qb = gl.load(p_diag)[:, None]
     if GATED:
-        b_erase = gl.load(b_ptr + o_o, mask=m, other=0.0).to(gl.float32)
+        b_erase = gl.load(refs.b + o_o, mask=m, other=0.0).to(gl.float32)
         ins.index(none + 1).store((-b_erase * b_k.to(gl.float32)).to(act))
         ins.index(none + 2).store(b_k)
-    elif DELTA:
+    elif c.DELTA:
         o_t = first + o_c * HV
-        b_sign = -gl.load(beta_ptr + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
+        b_sign = -gl.load(refs.beta + o_t, mask=m_c, other=0.0).to(gl.float32)[:, None]
         ins.index(none + 1).store((b_k * b_sign).to(act))
         ins.index(none + 2).store(b_k)
     else:
-        ins.index(none + 1).store(gl.load(a_ptr + o_q, mask=m, other=0.0))
-        ins.index(none + 2).store(gl.load(b_ptr + o_q, mask=m, other=0.0))
+        ins.index(none + 1).store(gl.load(refs.a + o_q, mask=m, other=0.0))
+        ins.index(none + 2).store(gl.load(refs.b + o_q, mask=m, other=0.0))
         ins.index(none + 3).store(b_k)
-        b_qk = gl.load(p_diag + C)[:, None]
+        b_qk = gl.load(p_diag + c.C)[:, None]
     g_high, g_low = halves(b_g)
     gates.index(none).store(g_high)
     gates.index(none + 1).store(g_low)
     fence_async_shared()
     gl.thread_barrier()
     b_total = gl.exp2(gl.sum(b_g, 0))
-    b_lowest = gl.sum(gl.reshape(b_g, [C >> BLOCK, 1 << BLOCK, BK]), 1)
+    b_lowest = gl.sum(gl.reshape(b_g, [c.C >> BLOCK, 1 << BLOCK, c.BK]), 1)
     lowest = gl.min(gl.min(b_lowest, 1), 0)
     b_dq, b_da, b_dw, b_du, b_dg = through_states(
-        ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
-        vs.index(none), ins, sums, gates, full, b_total, m, now, none, scale, V, DELTA,
+        Tiles(ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),
+        vs.index(none)), buffers, full, b_total, m, now, none, scale, c,
     )  # fmt: skip
     for s in gl.static_range(NS):
-        make_symmetric(scores.index(s), num_rows, none, C)
+        make_symmetric(scores.index(s), num_rows, none, c.C)
     b_dq, b_da, b_dw, b_du, b_dg = through_scores(
-        scores, ops, ins, sums, gates, lowest, b_dq, b_da, b_dw, b_du, b_dg, now,
-        LIMIT, SHIFT, DELTA,
-    )  # fmt: skip
+        buffers, lowest, b_dq, b_da, b_dw, b_du, b_dg, now, c
+    )
 
     # made anew: the ones above would take registers all the while
     m = (o_c + none < num_rows)[:, None]
-    o_o = first * K + (o_c + none)[:, None] * (HV * K) + o_k[None, :]
+    o_o = first * c.K + (o_c + none)[:, None] * (HV * c.K) + o_k[None, :]
     b_q = rows_of(ins, none, cl)
     b_w = rows_of(ins, none + 2, cl)
     b_dq += b_qb * b_w
     b_dw += b_qb * b_q
     if GATED:
-        gl.store(db_ptr + o_o, (-b_da * b_w).to(act), mask=m)
-        b_da *= gl.load(b_ptr + o_o, mask=m, other=0.0).to(gl.float32)
-        gl.store(dk_ptr + o_o, (b_dw - b_da).to(act), mask=m)
-    elif DELTA:
+        gl.store(refs.db + o_o, (-b_da * b_w).to(act), mask=m)
+        b_da *= gl.load(refs.b + o_o, mask=m, other=0.0).to(gl.float32)
+        gl.store(refs.dk + o_o, (b_dw - b_da).to(act), mask=m)
+    elif c.DELTA:
         b_dbeta = -gl.sum(b_da * b_w, 1)
         o_t += (1 + unit % NK) * (tokens.to(gl.int64) * HV)
-        gl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
-        gl.store(dk_ptr + o_o, (b_dw + b_da * b_sign).to(act), mask=m)
+        gl.store(refs.dbeta + o_t, b_dbeta, mask=m_c)
+        gl.store(refs.dk + o_o, (b_dw + b_da * b_sign).to(act), mask=m)
     else:
         b_dq += b_qk * rows_of(ins, none + 3, cl)
-        gl.store(da_ptr + o_o, b_da.to(act), mask=m)
-        gl.store(db_ptr + o_o, b_dw.to(act), mask=m)
-        gl.store(dk_ptr + o_o, (b_du + b_qk * b_q).to(act), mask=m)
-    gl.store(dq_ptr + o_o, b_dq.to(act), mask=m)
-    gl.store(dg_ptr + o_o, b_dg.to(dg_ptr.dtype.element_ty), mask=m)
+        gl.store(refs.da + o_o, b_da.to(act), mask=m)
+        gl.store(refs.db + o_o, b_dw.to(act), mask=m)
+        gl.store(refs.dk + o_o, (b_du + b_qk * b_q).to(act), mask=m)
+    gl.store(refs.dq + o_o, b_dq.to(act), mask=m)
+    gl.store(refs.dg + o_o, b_dg.to(refs.dg.dtype.element_ty), mask=m)
     invalidate_mbarriers(full)
 
 
@@ -418,6 +412,13 @@ def dplr_intra_safe_bwd_sm90_kernel(
 ):
     """grid (any,), 8 warps: BK channels of one chunk and value head at a time, every
     num_programs-th, of total."""
+    c: gl.constexpr = Constants(K, V, BK, C, DELTA, PACKED, LIMIT, SHIFT)
+    sizes = Sizes(T, N, HV, H, tokens)
+    refs = Refs(
+        q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
+        dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr, dk_ptr,
+        da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
+    )  # fmt: skip
     o_m = gl.arange(0, FLAGS_PER_LOAD, gl.BlockedLayout([1], [32], [8], [0]))
     at = gl.program_id(0)
     while at < total:  # as dplr_intra_safe_sm90_kernel
@@ -425,11 +426,5 @@ def dplr_intra_safe_bwd_sm90_kernel(
         b_strong = gl.load(strong_ptr + b_at // (K // BK), mask=b_at < total, other=0)
         ahead = gl.min(gl.where(b_strong == 3, o_m, FLAGS_PER_LOAD), 0)
         if ahead < FLAGS_PER_LOAD:
-            one_chunk(
-                q_ptr, k_ptr, a_ptr, b_ptr, g_ptr, v_desc, do_desc, x_desc, y_desc, states_desc,
-                dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc, beta_ptr, diag_ptr, dq_ptr,
-                dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr,
-                at + ahead * gl.num_programs(0), scale, T, N, HV, H, tokens,
-                K, V, BK, C, DELTA, PACKED, LIMIT, SHIFT,
-            )  # fmt: skip
+            one_chunk(refs, at + ahead * gl.num_programs(0), scale, sizes, c)
         at += (gl.minimum(ahead + 1, FLAGS_PER_LOAD) + (T + at >> 31)) * gl.num_programs(0)

@@ -94,10 +94,9 @@ def in_halves_to_gates(seen, b_x, buffer, b_dg):
 
 
 @gluon.jit
-def by_one_read(
-    scores, ops, ins, sums, gates, b_dread, b_dw, b_du, b_dg, level, T, READ: gl.constexpr
-):
+def by_one_read(buffers, b_dread, b_dw, b_du, b_dg, level, T, READ: gl.constexpr):
     """A level's share of what q (READ 0) or a (1) reads of b and k."""
+    scores, ops, ins, sums, gates = buffers
     C: gl.constexpr = ops.shape[1]
     act: gl.constexpr = ops.dtype
     INCLUSIVE: gl.constexpr = READ == 0

@@ -3,6 +3,8 @@
 R = (I + b_a)^-1        W = -R beta A or R A        U^T = v^T (R beta)^T or v^T (R ak)^T
 """
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import exp2_of_whole
 from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
 from slipstream.kernels.primitives.gluon_compat import (
@@ -12,6 +14,9 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+# a chunk's v, how much of it is written, W, U and R
+ChunkRefs = namedtuple("ChunkRefs", "v write w_out u_out r")
 
 # The inverse's columns of a chunk's first half are 2^HEADROOM of what they are, and the others
 # 2^(HEADROOM - 2 APART), which is what both halves of A differ by: the latter have to stay normal.
@@ -70,11 +75,7 @@ def written(b_v, p_w, m):
 
 
 @gluon.jit
-def solve(
-    b_a, aks, reads, middles, beta_ptr, v_ptr, write_ptr, w_out_ptr, u_out_ptr, r_ptr, keep,
-    num_rows,
-    token_heads, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, APART: gl.constexpr, none=0,
-):  # fmt: skip
+def solve(b_a, aks, reads, middles, beta_ptr, refs, keep, num_rows, token_heads, c, none=0):
     """W and U of a chunk, and R if keep, from I + b_a [64, 64].
 
     reads: tiles [64, 64] of A, if APART relative to middles [NK, 64], m of wy.py, or to -APART
@@ -83,8 +84,8 @@ def solve(
     Pointers are those of the chunk. none: as put has it.
     """
     C: gl.constexpr = 64
-    NK: gl.constexpr = K // 64
-    NV: gl.constexpr = (V + 63) // 64
+    NK: gl.constexpr = c.K // 64
+    NV: gl.constexpr = (c.V + 63) // 64
     act: gl.constexpr = reads.dtype
     al: gl.constexpr = b_a.type.layout
     aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
@@ -95,19 +96,19 @@ def solve(
     zero = gl.zeros([64, 64], gl.float32, al)
     o_r = gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None] + none
     o_v = gl.arange(0, 64, gl.SliceLayout(0, rows))[None, :]
-    p_v = v_ptr + o_r * (token_heads * V) + o_v
+    p_v = refs.v + o_r * (token_heads * c.V) + o_v
     # early, so that v arrives while the inverse is made
     b_v0 = gl.load(p_v, mask=o_r < num_rows, other=0.0)
     if NV > 1:
         b_v1 = gl.load(p_v + 64, mask=o_r < num_rows, other=0.0)
     b_r, _ = inverse(b_a)
     if keep != 0:
-        put(r_ptr, b_r.to(act), C, rows, none)
+        put(refs.r, b_r.to(act), C, rows, none)
     if beta_ptr is not None:
         b_beta = gl.load(beta_ptr + o_j * token_heads, mask=o_j < num_rows, other=0.0)
         b_r = b_r * b_beta.to(gl.float32)[None, :]
-    if APART > 0:
-        b_r *= gl.where(o_j < 32, 2.0**HEADROOM, 2.0 ** (HEADROOM - 2 * APART))[None, :]
+    if c.APART > 0:
+        b_r *= gl.where(o_j < 32, 2.0**HEADROOM, 2.0 ** (HEADROOM - 2 * c.APART))[None, :]
     # R in two parts of 16 bits: else its rounding would be in W and U
     r_high, r_low = split(b_r, act)
     # from registers as left operands, which takes no shared memory
@@ -118,28 +119,28 @@ def solve(
         b_w = warpgroup_mma(lhs_low, reads.index(none + n), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma(lhs_high, reads.index(none + n), b_w, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
-        if APART > 0:
+        if c.APART > 0:
             b_back = 2.0**-HEADROOM
             if middles is not None:
                 b_m = middles.index(none + n).load(gl.SliceLayout(0, al))
-                b_back = exp2_of_whole(b_m + (APART - HEADROOM))[None, :]
+                b_back = exp2_of_whole(b_m + (c.APART - HEADROOM))[None, :]
             b_w = b_w * b_back
-        if DELTA:
+        if c.DELTA:
             b_w = -b_w
-        put(w_out_ptr + n * 64, b_w.to(act), K, rows, none)
-    if APART > 0:
-        b_back = gl.where(o_j < 32, 2.0**-HEADROOM, 2.0 ** (2 * APART - HEADROOM))[None, :]
+        put(refs.w_out + n * 64, b_w.to(act), c.K, rows, none)
+    if c.APART > 0:
+        b_back = gl.where(o_j < 32, 2.0**-HEADROOM, 2.0 ** (2 * c.APART - HEADROOM))[None, :]
         r_high = (r_high * b_back).to(act)
         r_low = (r_low * b_back).to(act)
-    if not DELTA:
+    if not c.DELTA:
         lhs_high = gl.convert_layout(r_high, aa)
         lhs_low = gl.convert_layout(r_low, aa)
         b_r = warpgroup_mma(lhs_low, aks, zero, use_acc=False, is_async=True)
         b_r = warpgroup_mma(lhs_high, aks, b_r, is_async=True)
         b_r = warpgroup_mma_wait(0, deps=(b_r,))
         r_high, r_low = split(b_r, act)
-    if write_ptr is not None:  # this late, or it would be on the stack
-        p_w = write_ptr + o_r * (token_heads * V) + o_v
+    if refs.write is not None:  # this late, or it would be on the stack
+        p_w = refs.write + o_r * (token_heads * c.V) + o_v
         b_v0 = written(b_v0, p_w, o_r < num_rows)
         if NV > 1:
             b_v1 = written(b_v1, p_w + 64, o_r < num_rows)
@@ -153,7 +154,7 @@ def solve(
     if NV > 1:
         vs.index(none + 1).store(b_v1)
     ready()
-    p_u = u_out_ptr + o_i[:, None] * C + o_j[None, :]
+    p_u = refs.u_out + o_i[:, None] * C + o_j[None, :]
     for n in gl.static_range(NV):
         b_v = vs.index(none + n).permute((1, 0))
         right = rs.index(none + 1).permute((1, 0))

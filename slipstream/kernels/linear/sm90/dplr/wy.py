@@ -33,6 +33,8 @@ A chunk is a program of 4 warps that takes 64 channels at a time. Operands of pr
 three programs fit a multiprocessor, and one loads while another computes.
 """
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     at_least,
@@ -44,11 +46,14 @@ from slipstream.kernels.linear.sm90.common.device import (
     zero_tail_rows,
 )
 from slipstream.kernels.linear.sm90.dplr.by_quarters import (
+    Scores,
+    Tiles,
     anchors_of,
     load_beta,
     of_tokens,
     quarters,
     takes_quarters,
+    tiles_at,
     to_quarters,
     with_halves,
 )
@@ -61,7 +66,13 @@ from slipstream.kernels.linear.sm90.dplr.gate_sums import (
     sum_until,
     totals_of_quarters,
 )
-from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready, scores, solve
+from slipstream.kernels.linear.sm90.dplr.solve_tril import (
+    ChunkRefs,
+    put,
+    ready,
+    scores,
+    solve,
+)
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     fence_async_shared,
@@ -69,6 +80,11 @@ from slipstream.kernels.primitives.gluon_compat import (
     gluon,
     mbarrier,
 )
+
+# constants of a launch, for device functions
+Constants = namedtuple("Constants", "K V flat three rows LIMIT APART QUARTERS DELTA GATED")
+# where the chunk's q~, b^ and k^ go
+Outs = namedtuple("Outs", "q b k")
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # of a gate of base 2: 2^-256 is 0 in float32
@@ -101,9 +117,10 @@ def by_rows(tile):
 
 
 @gluon.jit
-def excess_of(q, a, b, k, DELTA: gl.constexpr, GATED: gl.constexpr):
+def excess_of(tile, DELTA: gl.constexpr, GATED: gl.constexpr):
     """How many powers of 2 the smallest input of 64 channels is below 2^-SMALL; tiles as
     decay_operands has them."""
+    q, a, b, k = tile
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     b_least = gl.full([16, 64], 1.0, gl.float32, layout)
     qs, reads, bs, keys = by_rows(q), by_rows(a), by_rows(b), by_rows(k)
@@ -120,16 +137,13 @@ def excess_of(q, a, b, k, DELTA: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def gates_of(
-    b_g, b_all, b_early, b_late, by_quarters, anchors, n, q, a, b, k, LIMIT: gl.constexpr,
-    APART: gl.constexpr, QUARTERS: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
+def gates_of(b_g, b_all, b_early, b_late, by_quarters, anchors, n, tile, c):
     """From gates in base 2 [4, 16, 64] and their sums: G - n, and that without a token's own gate;
     n [4, 1, 64]; the largest decay of a half and of a quarter, more with small inputs; by_quarters,
     set also if these channels need it. Writes what anchors_of takes into anchors."""
     three: gl.constexpr = b_g.type.layout
     four: gl.constexpr = b_all.type.layout
-    if APART > 0:
+    if c.APART > 0:
         b_middle = sum_until(b_all, 2, three)
         anchors.index(n).store(gl.reshape(b_middle, [64]))
     b_scan = gl.associative_scan(b_g, 1, add)
@@ -137,24 +151,24 @@ def gates_of(
     half = gl.max(-gl.minimum(b_early, b_late))
     quarter = gl.max(-b_all)
     b_n = 0.0 * b_base
-    if APART > 0:
+    if c.APART > 0:
         # blocks.py cuts gates that are further below 0 than half of that
         lowest = -2.0 * gl.min(b_g)
         half = gl.maximum(half, lowest)
         quarter = gl.maximum(quarter, lowest)
-        if half > 2 * LIMIT - (SMALLEST - SMALL):
-            excess = excess_of(q, a, b, k, DELTA, GATED)
+        if half > 2 * c.LIMIT - (SMALLEST - SMALL):
+            excess = excess_of(tile, c.DELTA, c.GATED)
             half += excess
             quarter += excess
-        b_n = b_middle + gl.where(quarters(three) < 2, APART, -APART)
-    if QUARTERS:
-        by_quarters = by_quarters | (half > 2 * LIMIT).to(gl.int32)
+        b_n = b_middle + gl.where(quarters(three) < 2, c.APART, -c.APART)
+    if c.QUARTERS:
+        by_quarters = by_quarters | (half > 2 * c.LIMIT).to(gl.int32)
         b_first = sum_until(b_all, 1, three)
         b_third = sum_until(b_all, 3, three)
         NK: gl.constexpr = anchors.shape[0] // 3
         anchors.index(NK + n).store(gl.reshape(b_first, [64]))
         anchors.index(2 * NK + n).store(gl.reshape(b_third, [64]))
-        _, b_quarters = anchors_of(b_middle, b_first, b_third, APART)
+        _, b_quarters = anchors_of(b_middle, b_first, b_third, c.APART)
         b_n = gl.where(by_quarters != 0, b_quarters, b_n)
     b_off = (b_n - b_base) + FAR  # sums that are to be rounded need not leave FAR before
     b_e, b_before = (b_scan + FAR) - b_off, ((b_scan - b_g) + FAR) - b_off
@@ -162,70 +176,65 @@ def gates_of(
 
 
 @gluon.jit
-def decay_operands(
-    b_e, b_before, q, a, b, k, flat: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr
-):
+def decay_operands(b_e, b_before, tile, c):
     """Operands of products of 64 channels in place; those of q, b and k besides in float32.
 
     GATED: k has how much each channel erases, and may be b.
     """
-    b_a = a.load(flat)
-    b_q = q.load(flat)
-    b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), flat)
-    b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), flat)
+    q, a, b, k = tile
+    b_a = a.load(c.flat)
+    b_q = q.load(c.flat)
+    b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), c.flat)
+    b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), c.flat)
     b_read, b_write = exp2_and_inverse(b_e)
-    if DELTA:
+    if c.DELTA:
         b_b = b_a * b_write
-        if GATED:
-            b_a = b_a.to(gl.float32) * k.load(flat).to(gl.float32)
+        if c.GATED:
+            b_a = b_a.to(gl.float32) * k.load(c.flat).to(gl.float32)
         b_a = b_a * b_read
     else:
         b_a = b_a * exp2_by_parts(b_before)
     a.store(b_a.to(a.dtype))
     b_q = b_q * b_read
     q.store(b_q.to(q.dtype))
-    if not DELTA:
-        b_b = b.load(flat) * b_write
+    if not c.DELTA:
+        b_b = b.load(c.flat) * b_write
     b.store(b_b.to(b.dtype))
     b_k = b_b
-    if not DELTA:
-        b_k = k.load(flat) * b_write
+    if not c.DELTA:
+        b_k = k.load(c.flat) * b_write
         k.store(b_k.to(k.dtype))
     return b_q, b_b, b_k
 
 
 @gluon.jit
-def decay(
-    b_g, strongest, farthest, by_quarters, q, a, b, k, anchors, n, q_out_ptr, b_out_ptr, k_out_ptr,
-    p_total, o_w, scale, flat: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
-    QUARTERS: gl.constexpr, DELTA: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
+def decay(b_g, strongest, farthest, by_quarters, tile, anchors, n, outs, p_total, o_w, scale, c):
     """64 channels: the chunk's decay, and unless it is strong operands of products in place, q~,
     b^ and k^; the largest decay of a half, or strongest, that of channels before, of a quarter, or
     farthest, and whether the chunk goes by_quarters."""
-    line: gl.constexpr = gl.SliceLayout(0, flat)
+    q, _, b, _ = tile
+    line: gl.constexpr = gl.SliceLayout(0, c.flat)
     three: gl.constexpr = b_g.type.layout
     b_all = rounded(totals_of_quarters(b_g))
     b_early, b_late = halves_of(b_all, three)
     b_total = b_early + b_late
     gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
     b_e, b_before, b_n, half, quarter, by_quarters = gates_of(
-        b_g, b_all, b_early, b_late, by_quarters, anchors, n, q, a, b, k, LIMIT, APART, QUARTERS,
-        DELTA, GATED,
-    )  # fmt: skip
+        b_g, b_all, b_early, b_late, by_quarters, anchors, n, tile, c
+    )
     strongest = gl.maximum(strongest, half)
     farthest = gl.maximum(farthest, quarter)
-    if not is_strong(strongest, farthest, LIMIT, APART, QUARTERS):
-        b_q, b_b, b_k = decay_operands(b_e, b_before, q, a, b, k, flat, DELTA, GATED)
+    if not is_strong(strongest, farthest, c.LIMIT, c.APART, c.QUARTERS):
+        b_q, b_b, b_k = decay_operands(b_e, b_before, tile, c)
         # b_b is up to 2^105, and what b^ takes of that may be less than float32 has
-        b_end = of_tokens(gl.exp2(b_total - b_n + 70), flat)
+        b_end = of_tokens(gl.exp2(b_total - b_n + 70), c.flat)
         # n is down to -215, and 55 at most
         b_start = gl.where(b_n < -196, 0.0, exp2_or_least(b_n + 70))
-        b_q = b_q * of_tokens(b_start, flat) * (scale * 2.0**-70)
-        gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
-        gl.store(b_out_ptr + o_w, (b_b * b_end * 2.0**-70).to(b.dtype))
-        if not DELTA:
-            gl.store(k_out_ptr + o_w, (b_k * b_end * 2.0**-70).to(b.dtype))
+        b_q = b_q * of_tokens(b_start, c.flat) * (scale * 2.0**-70)
+        gl.store(outs.q + o_w, b_q.to(q.dtype))
+        gl.store(outs.b + o_w, (b_b * b_end * 2.0**-70).to(b.dtype))
+        if not c.DELTA:
+            gl.store(outs.k + o_w, (b_k * b_end * 2.0**-70).to(b.dtype))
     return strongest, farthest, by_quarters
 
 
@@ -250,19 +259,17 @@ def strength_of(strongest, farthest, LIMIT: gl.constexpr, APART: gl.constexpr):
 
 
 @gluon.jit
-def without_gates(
-    q, a, b, k, q_out_ptr, b_out_ptr, k_out_ptr, o_w, scale, flat: gl.constexpr,
-    DELTA: gl.constexpr,
-):  # fmt: skip
+def without_gates(tile, outs, o_w, scale, c):
     """Writes the operands of channels without gates."""
-    gl.store(q_out_ptr + o_w, (q.load(flat) * scale).to(q.dtype))
-    if DELTA:
-        b_b = a.load(flat)
+    q, a, b, k = tile
+    gl.store(outs.q + o_w, (q.load(c.flat) * scale).to(q.dtype))
+    if c.DELTA:
+        b_b = a.load(c.flat)
         b.store(b_b)
     else:
-        b_b = b.load(flat)
-        gl.store(k_out_ptr + o_w, k.load(flat))
-    gl.store(b_out_ptr + o_w, b_b)
+        b_b = b.load(c.flat)
+        gl.store(outs.k + o_w, k.load(c.flat))
+    gl.store(outs.b + o_w, b_b)
 
 
 @gluon.jit
@@ -326,6 +333,7 @@ def dplr_wy_sm90_kernel(
     APART: gl.constexpr,
 ):
     """grid (slots * HV,), 4 warps."""
+    outs = Outs(q_out_ptr, b_out_ptr, k_out_ptr)
     NK: gl.constexpr = K // 64
     GK: gl.constexpr = K**CHANNEL
     GATED: gl.constexpr = DELTA and beta_ptr is None
@@ -335,6 +343,7 @@ def dplr_wy_sm90_kernel(
     three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    c: gl.constexpr = Constants(K, V, flat, three, rows, LIMIT, APART, QUARTERS, DELTA, GATED)
     act: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], act)
     line: gl.constexpr = gl.SliceLayout(0, flat)
@@ -347,6 +356,7 @@ def dplr_wy_sm90_kernel(
         keys = bs
     if not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
+    tiles = Tiles(qs, reads, bs, keys)
     anchors = reads
     if HAS_GATE:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -393,22 +403,15 @@ def dplr_wy_sm90_kernel(
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             before = by_quarters
             strongest, farthest, by_quarters = decay(
-                b_g, strongest, farthest, by_quarters, qs.index(n), reads.index(n), bs.index(n),
-                keys.index(n), anchors, n, q_out_ptr, b_out_ptr, k_out_ptr, p_total, o_w, scale,
-                flat, LIMIT, APART, QUARTERS, DELTA, GATED,
+                b_g, strongest, farthest, by_quarters, tiles_at(tiles, n), anchors, n, outs,
+                p_total, o_w, scale, c,
             )  # fmt: skip
             if QUARTERS:
                 # those before, if these are the first to want it
                 for j in range(n * (by_quarters - before)):
-                    to_quarters(
-                        anchors, j, qs.index(j), reads.index(j), bs.index(j), keys.index(j), flat,
-                        three, APART, DELTA,
-                    )  # fmt: skip
+                    to_quarters(anchors, j, tiles_at(tiles, j), c)
         else:
-            without_gates(
-                qs.index(n), reads.index(n), bs.index(n), keys.index(n), q_out_ptr, b_out_ptr,
-                k_out_ptr, o_w, scale, flat, DELTA,
-            )  # fmt: skip
+            without_gates(tiles_at(tiles, n), outs, o_w, scale, c)
     invalidate_mbarriers(full)
     if HAS_GATE:
         gl.store(strong_ptr + i_chunk_head, strength_of(strongest, farthest, LIMIT, APART))
@@ -439,20 +442,22 @@ def dplr_wy_sm90_kernel(
     if DELTA and not GATED:
         b_a = b_a * b_beta[:, None]
     if QUARTERS:
+        p_scores = Scores(
+            qb_ptr + i_a, None if DELTA else qk_ptr + i_a, None if DELTA else ak_ptr + i_a
+        )
         b_a = with_halves(
-            b_a, by_quarters, qs, reads, bs, keys, None if DELTA else aks, anchors,
-            beta_ptr + token if DELTA and not GATED else None, token_heads, num_rows,
-            qb_ptr + i_a, None if DELTA else qk_ptr + i_a, None if DELTA else ak_ptr + i_a, keep,
-            scale, T, flat, three, rows, APART,
+            b_a, by_quarters, tiles, None if DELTA else aks, anchors,
+            beta_ptr + token if DELTA and not GATED else None, token_heads, num_rows, p_scores,
+            keep, scale, T, c,
         )  # fmt: skip
     if not DELTA:
         b_a = -b_a
     # again: it would be on the stack since the gates
     token = row.to(gl.int64) * token_heads + (pid + (T >> 31)) % HV
     gl.thread_barrier()
-    solve(
-        b_a, None if DELTA else aks, reads, anchors,
-        beta_ptr + token if DELTA and not GATED else None, v_ptr + token * V,
-        write_ptr + token * V if GATED else None, w_out_ptr + i_chunk_head * (C * K),
-        u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a, keep, num_rows, token_heads, K, V, DELTA,
-        APART)  # fmt: skip
+    p_beta = beta_ptr + token if DELTA and not GATED else None
+    refs = ChunkRefs(
+        v_ptr + token * V, write_ptr + token * V if GATED else None,
+        w_out_ptr + i_chunk_head * (C * K), u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a,
+    )  # fmt: skip
+    solve(b_a, None if DELTA else aks, reads, anchors, p_beta, refs, keep, num_rows, token_heads, c)

@@ -24,6 +24,8 @@ so that q, k, v and do are read once for both.
 dqkv_partition zeroes what is past the end of a short chunk, which the others see by a_full.
 """
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     PoolRefs,
     alloc_mbarriers,
@@ -32,7 +34,11 @@ from slipstream.kernels.linear.sm90.common.device import (
 )
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import (
     HALF,
+    Constants,
+    Output,
+    Scales,
     StateBarriers,
+    StateRefs,
     StateTiles,
     first_anchor,
     gates_of,
@@ -52,15 +58,19 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# shared memory of dqkv_partition and load_partition
+Buffers = namedtuple(
+    "Buffers",
+    "qs ks vs ds ss scores factors sums dks full empty a_full a_empty s_full s_empty",
+)
+
 # of base 2, with room for other orders of their sum than dg.py's (its min_chunk_gate, of base e)
 MAX_GATES = gl.constexpr(-8.0)
 
 
 @gluon.jit
-def load_partition(
-    q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col, v_col,
-    C: gl.constexpr, ST: gl.constexpr,
-):  # fmt: skip
+def load_partition(q_desc, k_desc, v_desc, do_desc, buffers, row, n, k_col, v_col, c):
+    qs, ks, vs, ds, _, _, _, _, _, full, empty, _, _, _, _ = buffers
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
         + k_desc.block_type.nbytes
@@ -68,9 +78,9 @@ def load_partition(
         + 2 * do_desc.block_type.nbytes
     )
     for i in range(n):
-        s = i % ST
-        t = row + (n - 1 - i) * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        s = i % c.ST
+        t = row + (n - 1 - i) * c.C
+        mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
         copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
@@ -82,45 +92,46 @@ def load_partition(
 
 @gluon.jit
 def dqkv_partition(
-    dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty, a_full, a_empty,
-    s_full, s_empty, p_g, stride_g, p_rows, p_later, row, HV, dk_col, length, n, scale,
-    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-    HAS_DG: gl.constexpr,
-):  # fmt: skip
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    kl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    dk_desc, dk_ptr, buffers, p_g, stride_g, p_rows, p_later, row, HV, dk_col, length, n, scale, c
+):
+    (
+        qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty, a_full, a_empty, s_full,
+        s_empty,
+    ) = buffers  # fmt: skip
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
+    kl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.D, 16])
     ba: gl.constexpr = gl.DotOperandLayout(0, kl, 2)
-    o_j = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_i = gl.arange(0, C, gl.SliceLayout(0, al))
-    o_t = gl.arange(0, C, gl.SliceLayout(1, kl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, kl))
-    zero_a = gl.zeros([C, C], gl.float32, al)
-    zero_k = gl.zeros([C, K], gl.float32, kl)
+    o_j = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    o_i = gl.arange(0, c.C, gl.SliceLayout(0, al))
+    o_t = gl.arange(0, c.C, gl.SliceLayout(1, kl))
+    o_k = gl.arange(0, c.D, gl.SliceLayout(0, kl))
+    zero_a = gl.zeros([c.C, c.C], gl.float32, al)
+    zero_k = gl.zeros([c.C, c.D], gl.float32, kl)
     seen = o_j[:, None] <= o_i[None, :]
     b_decay = gl.where(seen, 1.0, zero_a)
-    if HAS_GATE:
-        b_g = load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * C, length, C)
+    if c.HAS_GATE:
+        b_g = load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * c.C, length, c.C)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         a = i % 2
-        t = (n - 1 - i) * C
-        if HAS_GATE:
-            b_start, b_end, G_C = gates_of(b_g, sums, C)
+        t = (n - 1 - i) * c.C
+        if c.HAS_GATE:
+            b_start, b_end, G_C = gates_of(b_g, sums, c.C)
             # the next chunk's: their latency is behind this one's products
-            b_g = load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * C, length, C)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
-        if length - t < C:
-            zero_tail_rows(qs.index(s), length - t, C, K)
-            zero_tail_rows(ks.index(s), length - t, C, K)
+            b_g = load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * c.C, length, c.C)
+        mbarrier.wait(full.index(s), (i // c.ST) & 1)
+        if length - t < c.C:
+            zero_tail_rows(qs.index(s), length - t, c.C, c.D)
+            zero_tail_rows(ks.index(s), length - t, c.C, c.D)
             for half in gl.static_range(2):
-                zero_tail_rows(vs.index(2 * s + half), length - t, C, HALF)
-                zero_tail_rows(ds.index(2 * s + half), length - t, C, HALF)
+                zero_tail_rows(vs.index(2 * s + half), length - t, c.C, HALF)
+                zero_tail_rows(ds.index(2 * s + half), length - t, c.C, HALF)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             ks.index(s), qs.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
-        if HAS_GATE:
+        if c.HAS_GATE:
             between = sums.load(gl.SliceLayout(0, al))[None, :]
             between = between - sums.load(gl.SliceLayout(1, al))[:, None]
             # masked before exp2, which would overflow where i < j
@@ -136,7 +147,7 @@ def dqkv_partition(
         mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)
         # A is published before B is waited for: the chain needs it first
         scores.index(a).permute((1, 0)).store(b_a.to(qs.dtype))
-        if HAS_GATE:
+        if c.HAS_GATE:
             factors.index(2 * a).store(b_end)
             factors.index(2 * a + 1).store(b_start)
         fence_async_shared()
@@ -150,10 +161,10 @@ def dqkv_partition(
         b_k = warpgroup_mma_wait(0, deps=(b_k,))
         # dS has been read: the state partitions may store the next one
         mbarrier.arrive(s_empty.index(0), count=1)
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
         # of a chunk that decays less dg.py does not read them, and they would take a tenth longer
-        if HAS_DG:
+        if c.HAS_DG:
             is_strong = G_C < MAX_GATES
             if is_strong:
                 b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale
@@ -161,12 +172,12 @@ def dqkv_partition(
         b_k = warpgroup_mma(b_b, qs.index(s), b_k, is_async=True)
         b_k = warpgroup_mma_wait(0, deps=(b_k,))
         b_k *= scale
-        if HAS_DG:
+        if c.HAS_DG:
             # before the stage is given back: k is read here for the last time
             b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1)
             gl.store(p_rows + t + o_t, b_row, mask=o_t < length - t)
         mbarrier.arrive(empty.index(s), count=1)
-        if t + C <= length:
+        if t + c.C <= length:
             # the tile before has left its buffer
             store_wait(0)
             dks.store(b_k.to(qs.dtype))
@@ -174,7 +185,7 @@ def dqkv_partition(
             gl.thread_barrier()
             copy_out(dk_desc, [row + t, dk_col], dks)
         else:
-            p = dk_ptr + (row + t + o_t).to(gl.int64)[:, None] * (HV * K) + dk_col
+            p = dk_ptr + (row + t + o_t).to(gl.int64)[:, None] * (HV * c.D) + dk_col
             gl.store(p + o_k[None, :], b_k.to(qs.dtype), mask=(o_t < length - t)[:, None])
     store_wait(0)
 
@@ -265,11 +276,8 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     if HAS_GATE:
         p_g = place_gates(p_g, i_seg, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED)
     if HAS_DG:
-        anchor = (
-            first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
-            * HV
-            + i_h
-        )
+        anchor = first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED)
+        anchor = anchor.to(gl.int64) * HV + i_h
         p_rows += i_h.to(gl.int64) * tokens + row
         p_later = p_rows + HV.to(gl.int64) * tokens
         p_z += anchor
@@ -278,24 +286,31 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     tiles = StateTiles(ks, qs, ds, ds, ss, scores, factors, dvs)
     barriers = StateBarriers(full, empty, full, empty, a_full, a_empty, s_full, s_empty)
     pool = PoolRefs(None, None, None)
+    c: gl.constexpr = Constants(
+        2, K, V, C, ST, ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True
+    )
+    buffers = Buffers(
+        qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty, a_full, a_empty, s_full,
+        s_empty,
+    )  # fmt: skip
+    output = Output(dv_desc, dv_ptr)
+    scales = Scales(scale, scale_in, scale_out)
+    refs = StateRefs(p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor)
+    v_col = i_h * V
+    p_z = p_z + to_half if HAS_DG else p_z
+    second = StateRefs(p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor)
     gl.warp_specialize(
         [
             (state_partition, (
-                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor,
-                o_s, row, HV, i_h * V, length, n, scale, scale_in, scale_out, 0, 0, 2, K, V, C, ST,
-                ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
+                output, tiles, barriers, refs, o_s, row, HV, v_col, length, n, scales, 0, 0, c)),
             (state_partition, (
-                dv_desc, dv_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_rows,
-                p_z + to_half if HAS_DG else p_z, p_anchor, o_s, row, HV, i_h * V, length, n,
-                scale, scale_in, scale_out, 0, 1, 2, K, V, C, ST, ANCHOR_INTERVAL, True, False,
-                HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True)),
+                output, tiles, barriers, second, o_s, row, HV, v_col, length, n, scales, 0, 1,
+                c)),
             (dqkv_partition, (
-                dk_desc, dk_ptr, qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty,
-                a_full, a_empty, s_full, s_empty, p_g, stride_gt, p_rows, p_later, row, HV,
-                i_h * K, length, n, scale, K, C, ST, HAS_GATE, HAS_DG)),
+                dk_desc, dk_ptr, buffers, p_g, stride_gt, p_rows, p_later, row, HV, i_h * K, length,
+                n, scale, c)),
             (load_partition, (
-                q_desc, k_desc, v_desc, do_desc, qs, ks, vs, ds, full, empty, row, n, k_col,
-                i_h * V, C, ST)),
+                q_desc, k_desc, v_desc, do_desc, buffers, row, n, k_col, i_h * V, c)),
         ],
         [4, 4, 1],
         [152, 184, 24],

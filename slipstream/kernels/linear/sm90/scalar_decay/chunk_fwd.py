@@ -33,6 +33,7 @@ score_partition is ahead of the chain: it zeroes what is past the end of a short
 others see by a_full, and computes what the gates decay by.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -55,6 +56,16 @@ from slipstream.kernels.primitives.gluon_compat import (
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+
+# what a state_partition reads and writes in global memory besides y; constants of a launch
+StateRefs = namedtuple("StateRefs", "s_in s_out pool rows later z anchor")
+Output = namedtuple("Output", "desc ptr")
+Gates = namedtuple("Gates", "ptr stride")
+Scales = namedtuple("Scales", "y s_in s_out")
+Constants = namedtuple(
+    "Constants",
+    "HALVES D X C ST ANCHOR_INTERVAL REVERSE TRANSPOSED HAS_GATE HAS_DG HAS_S_IN HAS_S_OUT SHARED",
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -149,77 +160,77 @@ def first_anchor(
 
 
 @gluon.jit
-def load_partition(
-    r_desc, w_desc, x_desc, q_desc, rs, ws, xs, qs, full, empty, q_full, q_empty, row, n, r_col,
-    x_col, C: gl.constexpr, ST: gl.constexpr, HALVES: gl.constexpr, REVERSE: gl.constexpr,
-    HAS_DG: gl.constexpr,
-):  # fmt: skip
+def load_partition(r_desc, w_desc, x_desc, q_desc, tiles, barriers, row, n, r_col, x_col, c):
     nbytes: gl.constexpr = (
-        r_desc.block_type.nbytes + w_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
+        r_desc.block_type.nbytes + w_desc.block_type.nbytes + c.HALVES * x_desc.block_type.nbytes
     )
     for i in range(n):
-        s = i % ST
-        t = row + (n - 1 - i if REVERSE else i) * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
-        mbarrier.expect(full.index(s), nbytes)
-        copy_in(w_desc, [t, r_col], full.index(s), ws.index(s))
-        copy_in(r_desc, [t, r_col], full.index(s), rs.index(s))
-        for half in gl.static_range(HALVES):
-            copy_in(x_desc, [t, x_col + half * HALF], full.index(s), xs.index(HALVES * s + half))
-        if HAS_DG:
+        s = i % c.ST
+        t = row + (n - 1 - i if c.REVERSE else i) * c.C
+        mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
+        mbarrier.expect(barriers.full.index(s), nbytes)
+        copy_in(w_desc, [t, r_col], barriers.full.index(s), tiles.w.index(s))
+        copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
+        for half in gl.static_range(c.HALVES):
+            col = x_col + half * HALF
+            copy_in(x_desc, [t, col], barriers.full.index(s), tiles.x.index(c.HALVES * s + half))
+        if c.HAS_DG:
             b = i % 2
-            mbarrier.wait(q_empty.index(b), ((i // 2) & 1) ^ 1)
-            mbarrier.expect(q_full.index(b), HALVES * q_desc.block_type.nbytes)
-            for half in gl.static_range(HALVES):
-                q_col = x_col + half * HALF
-                copy_in(q_desc, [t, q_col], q_full.index(b), qs.index(HALVES * b + half))
+            mbarrier.wait(barriers.q_empty.index(b), ((i // 2) & 1) ^ 1)
+            mbarrier.expect(barriers.q_full.index(b), c.HALVES * q_desc.block_type.nbytes)
+            for half in gl.static_range(c.HALVES):
+                col = x_col + half * HALF
+                copy_in(
+                    q_desc, [t, col], barriers.q_full.index(b), tiles.q.index(c.HALVES * b + half)
+                )
 
 
 @gluon.jit
 def score_partition(
-    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_g, length, n,
-    D: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HALVES: gl.constexpr,
-    REVERSE: gl.constexpr, HAS_GATE: gl.constexpr,
-):  # fmt: skip
+    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, gates, length, n, c
+):
     """A [j, i] of each chunk, and what S r^T and x decay by."""
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    o_j = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_i = gl.arange(0, C, gl.SliceLayout(0, al))
-    zero = gl.zeros([C, C], gl.float32, al)
-    seen = o_j[:, None] >= o_i[None, :] if REVERSE else o_j[:, None] <= o_i[None, :]
-    if HAS_GATE:
-        b_g = load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * C if REVERSE else 0, length, C)
+    p_g, stride_g = gates
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
+    o_j = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    o_i = gl.arange(0, c.C, gl.SliceLayout(0, al))
+    zero = gl.zeros([c.C, c.C], gl.float32, al)
+    seen = o_j[:, None] >= o_i[None, :] if c.REVERSE else o_j[:, None] <= o_i[None, :]
+    if c.HAS_GATE:
+        b_g = load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * c.C if c.REVERSE else 0, length, c.C)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         a = i % 2
-        t = (n - 1 - i if REVERSE else i) * C
-        mbarrier.wait(full.index(s), (i // ST) & 1)
-        if length - t < C:
-            zero_tail_rows(rs.index(s), length - t, C, D)
-            zero_tail_rows(ws.index(s), length - t, C, D)
-            for half in gl.static_range(HALVES):
-                zero_tail_rows(xs.index(HALVES * s + half), length - t, C, HALF)
+        t = (n - 1 - i if c.REVERSE else i) * c.C
+        mbarrier.wait(full.index(s), (i // c.ST) & 1)
+        if length - t < c.C:
+            zero_tail_rows(rs.index(s), length - t, c.C, c.D)
+            zero_tail_rows(ws.index(s), length - t, c.C, c.D)
+            for half in gl.static_range(c.HALVES):
+                zero_tail_rows(xs.index(c.HALVES * s + half), length - t, c.C, HALF)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             ws.index(s), rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        if HAS_GATE:
-            b_start, b_end, _ = gates_of(b_g, sums, C)
+        if c.HAS_GATE:
+            b_start, b_end, _ = gates_of(b_g, sums, c.C)
             # the next chunk's, which come from afar
-            b_g = load_gates(p_g, stride_g, gl.maximum(t - C, 0) if REVERSE else t + C, length, C)
+            b_g = load_gates(
+                p_g, stride_g, gl.maximum(t - c.C, 0) if c.REVERSE else t + c.C, length, c.C
+            )
             G_j = sums.load(gl.SliceLayout(1, al))[:, None]
             G_i = sums.load(gl.SliceLayout(0, al))[None, :]
-            between = G_j - G_i if REVERSE else G_i - G_j
+            between = G_j - G_i if c.REVERSE else G_i - G_j
             b_decay = gl.exp2(gl.where(seen, between, float("-inf")))
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         mbarrier.arrive(empty.index(s), count=1)
-        b_a = b_a * b_decay if HAS_GATE else gl.where(seen, b_a, 0.0)
+        b_a = b_a * b_decay if c.HAS_GATE else gl.where(seen, b_a, 0.0)
         mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)
         scores.index(a).store(b_a.to(rs.dtype))
-        if HAS_GATE:
-            factors.index(2 * a + REVERSE).store(b_start)
-            factors.index(2 * a + 1 - REVERSE).store(b_end)
+        if c.HAS_GATE:
+            factors.index(2 * a + c.REVERSE).store(b_start)
+            factors.index(2 * a + 1 - c.REVERSE).store(b_end)
         fence_async_shared()
         mbarrier.arrive(a_full.index(a), count=1)
 
@@ -233,103 +244,101 @@ def row_products(q, b_y, sa: gl.constexpr, yl: gl.constexpr):
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, tiles, barriers, s_in_ptr, s_out_ptr, pool, p_rows, p_later, p_z, p_anchor, o_s,
-    row, HV, y_col, length, n, scale, scale_in, scale_out, i_x,
-    I: gl.constexpr, HALVES: gl.constexpr, D: gl.constexpr, X: gl.constexpr, C: gl.constexpr,
-    ST: gl.constexpr, ANCHOR_INTERVAL: gl.constexpr, REVERSE: gl.constexpr,
-    TRANSPOSED: gl.constexpr, HAS_GATE: gl.constexpr, HAS_DG: gl.constexpr,
-    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SHARED: gl.constexpr,
-):  # fmt: skip
+    output, tiles, barriers, refs, o_s, row, HV, y_col, length, n, scales, i_x, I: gl.constexpr, c
+):
     """Rows HALF * (i_x + I) and on of S, and of y^T. SHARED: S is copied for dk, but q . y is not
     made."""
-    GROUPS: gl.constexpr = 3 - HALVES  # warpgroups
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, D // GROUPS, 16])
-    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, C // GROUPS, 16])
+    scale, scale_in, scale_out = scales
+    y_desc, y_ptr = output
+    GROUPS: gl.constexpr = 3 - c.HALVES  # warpgroups
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, c.D // GROUPS, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, c.C // GROUPS, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_x = HALF * (i_x + I) + gl.arange(0, HALF, gl.SliceLayout(1, sl))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, sl))
-    o_a = o_x[:, None] * D + o_d[None, :] if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
+    o_d = gl.arange(0, c.D, gl.SliceLayout(0, sl))
+    o_a = o_x[:, None] * c.D + o_d[None, :] if c.TRANSPOSED else o_d[None, :] * c.X + o_x[:, None]
     o_s += o_a
-    if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + o_s).to(gl.float32) * scale_in
+    if c.HAS_S_IN:
+        b_s = gl.load(refs.s_in + o_s).to(gl.float32) * scale_in
     else:
-        b_s = gl.zeros([HALF, D], gl.float32, sl)
-    zero = gl.zeros([HALF, C], gl.float32, yl)
-    o_c = gl.arange(0, C, gl.SliceLayout(0, yl))
+        b_s = gl.zeros([HALF, c.D], gl.float32, sl)
+    zero = gl.zeros([HALF, c.C], gl.float32, yl)
+    o_c = gl.arange(0, c.C, gl.SliceLayout(0, yl))
     y_col += HALF * I
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         a = i % 2
-        c = n - 1 - i if REVERSE else i
-        if pool.rows is not None:
-            to = gl.load(pool.rows + i)
-        if HAS_DG and REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (i == 0):
-            anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
-            b_z = gl.sum(b_s * gl.load(p_anchor + anchor * (D * X) + o_a), 1)
-            gl.store(p_z + anchor, gl.sum(b_z, 0) * scale_out)
-        if HALVES == 1:
+        i_c = n - 1 - i if c.REVERSE else i
+        if refs.pool.rows is not None:
+            to = gl.load(refs.pool.rows + i)
+        if c.HAS_DG and c.REVERSE and (i_c % c.ANCHOR_INTERVAL == c.ANCHOR_INTERVAL - 1) | (i == 0):
+            anchor = HV.to(gl.int64) * (i_c // c.ANCHOR_INTERVAL)
+            b_z = gl.sum(b_s * gl.load(refs.anchor + anchor * (c.D * c.X) + o_a), 1)
+            gl.store(refs.z + anchor, gl.sum(b_z, 0) * scale_out)
+        if c.HALVES == 1:
             # a warpgroup has half of S's columns, and multiplies all of them by half of the tokens
             tiles.state.store(b_s.to(tiles.r.dtype))
             fence_async_shared()
             gl.thread_barrier()
         # score_partition has seen the stage full, and may have cleared its tail
         mbarrier.wait(barriers.a_full.index(a), (i // 2) & 1)
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
-        if SHARED:
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
+        if c.SHARED:
             mbarrier.wait(barriers.s_empty.index(0), (i & 1) ^ 1)
             tiles.state.index(I).store(b_s.to(tiles.r.dtype))
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(barriers.s_full.index(0), count=1)
             lhs = tiles.state.index(I)
-        elif HALVES == 1:
+        elif c.HALVES == 1:
             lhs = tiles.state
         else:
             lhs = gl.convert_layout(b_s.to(tiles.r.dtype), sa)
-        if HAS_GATE:
-            last = tiles.factors.index(2 * a + REVERSE).slice(C - 1, 1)  # exp(G_C)
+        if c.HAS_GATE:
+            last = tiles.factors.index(2 * a + c.REVERSE).slice(c.C - 1, 1)  # exp(G_C)
             b_s *= last.load(gl.SliceLayout(1, sl))[:, None]
         b_y = warpgroup_mma(
             lhs, tiles.r.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        x_t = tiles.x.index(HALVES * s + I).permute((1, 0))
+        x_t = tiles.x.index(c.HALVES * s + I).permute((1, 0))
         b_x = x_t.load(xa)
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_end = tiles.factors.index(2 * a + 1).load(gl.SliceLayout(0, xa))
             b_x = (b_x.to(gl.float32) * b_end[None, :]).to(tiles.r.dtype)
         else:
             b_y = warpgroup_mma(x_t, tiles.scores.index(a), b_y, is_async=True)
         b_s = warpgroup_mma(b_x, tiles.w.index(s), b_s, is_async=True)
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_y = warpgroup_mma_wait(1, deps=(b_y,))
             b_y *= tiles.factors.index(2 * a).load(gl.SliceLayout(0, yl))[None, :]
-            if HAS_DG and REVERSE and not SHARED:
+            if c.HAS_DG and c.REVERSE and not c.SHARED:
                 mbarrier.wait(barriers.q_full.index(a), (i // 2) & 1)
-                b_row = row_products(tiles.q.index(HALVES * a + I), b_y, sa, yl) * scale
-                gl.store(p_later + c * C + o_c, b_row, mask=o_c < length - c * C)
+                b_row = row_products(tiles.q.index(c.HALVES * a + I), b_y, sa, yl) * scale
+                gl.store(refs.later + i_c * c.C + o_c, b_row, mask=o_c < length - i_c * c.C)
             b_y = warpgroup_mma(x_t, tiles.scores.index(a), b_y, is_async=True)
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         mbarrier.arrive(barriers.a_empty.index(a), count=1)
-        if pool.rows is not None:
-            store_to_pool(pool, to, b_s, o_x[:, None] * D + o_d[None, :])
+        if refs.pool.rows is not None:
+            store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.D + o_d[None, :])
         b_y *= scale
-        t = c * C
+        t = i_c * c.C
         store_tile_transposed(
-            y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * X, length - t, C
+            y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * c.X, length - t, c.C
         )
-        if HAS_DG and not SHARED:
+        if c.HAS_DG and not c.SHARED:
             mbarrier.wait(barriers.q_full.index(a), (i // 2) & 1)
-            b_row = row_products(tiles.q.index(HALVES * a + I), b_y, sa, yl)
-            gl.store(p_rows + t + o_c, b_row, mask=o_c < length - t)
+            b_row = row_products(tiles.q.index(c.HALVES * a + I), b_y, sa, yl)
+            gl.store(refs.rows + t + o_c, b_row, mask=o_c < length - t)
             mbarrier.arrive(barriers.q_empty.index(a), count=1)
-        if HAS_DG and not REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (c == n - 1):
-            anchor = HV.to(gl.int64) * (c // ANCHOR_INTERVAL)
-            gl.store(p_anchor + anchor * (D * X) + o_a, b_s)
+        is_end = (i_c % c.ANCHOR_INTERVAL == c.ANCHOR_INTERVAL - 1) | (i_c == n - 1)
+        if c.HAS_DG and not c.REVERSE and is_end:
+            anchor = HV.to(gl.int64) * (i_c // c.ANCHOR_INTERVAL)
+            gl.store(refs.anchor + anchor * (c.D * c.X) + o_a, b_s)
     store_wait(0)
-    if HAS_S_OUT:
-        gl.store(s_out_ptr + o_s, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
+    if c.HAS_S_OUT:
+        gl.store(refs.s_out + o_s, (b_s * scale_out).to(refs.s_out.dtype.element_ty))
 
 
 _SIZES = ["T", "N", "HV", "HR", "HX", "tokens", "segment", "num_anchors"]
@@ -375,6 +384,8 @@ def scalar_decay_chunk_fwd_sm90_kernel(
 
     Without SPLIT a segment is a sequence.
     """
+    scales = Scales(scale, scale_in, scale_out)
+    output = Output(y_desc, y_ptr)
     dtype: gl.constexpr = x_desc.dtype
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -428,15 +439,11 @@ def scalar_decay_chunk_fwd_sm90_kernel(
             p_g, i_seg, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED
         )  # fmt: skip
     if HAS_DG:
-        anchor = (
-            first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED).to(gl.int64)
-            * HV
-            + i_h
-        )
+        anchor = first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED)
+        anchor = anchor.to(gl.int64) * HV + i_h
         p_rows += (i_x * HV + i_h).to(gl.int64) * tokens + row
         if REVERSE:
             p_later += (i_x * HV + i_h).to(gl.int64) * tokens + row
-        if REVERSE:
             p_z += (i_x * num_anchors).to(gl.int64) * HV + anchor
         p_anchor += anchor * (D * X)
     pool = PoolRefs(None, None, None)
@@ -448,44 +455,45 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     # S is not shared with others: its barriers are never waited for
     barriers = StateBarriers(full, empty, q_full, q_empty, a_full, a_empty, full, empty)
     y_col = i_h * X + i_x * HALF
+    gates = Gates(p_g, stride_gt)
+    c: gl.constexpr = Constants(
+        HALVES, D, X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG, HAS_S_IN,
+        HAS_S_OUT, False,
+    )  # fmt: skip
+    refs = StateRefs(p_in, p_out, pool, p_rows, p_later, p_z, p_anchor)
     if HALVES == 1:
         gl.warp_specialize(
             [
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_later, p_z,
-                    p_anchor, o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0,
-                    HALVES, D, X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG,
-                    HAS_S_IN, HAS_S_OUT, False)),
+                    output, tiles, barriers, refs, o_s, row, HV, y_col, length, n, scales, i_x, 0,
+                    c)),
                 (score_partition, (
-                    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
-                    length, n, D, C, ST, HALVES, REVERSE, HAS_GATE)),
+                    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, gates, length,
+                    n, c)),
                 (load_partition, (
-                    r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, rs, ws, xs, qs, full,
-                    empty, q_full, q_empty, row, n, r_col, x_col, C, ST, HALVES, REVERSE, HAS_DG)),
+                    r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, tiles, barriers, row, n,
+                    r_col, x_col, c)),
             ],
             [4, 1],
             [104, 24],
         )  # fmt: skip
     else:
         p_second = p_rows + HV.to(gl.int64) * tokens if HAS_DG else p_rows
+        second = StateRefs(p_in, p_out, pool, p_second, p_later, p_z, p_anchor)
         gl.warp_specialize(
             [
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_rows, p_later, p_z,
-                    p_anchor, o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 0,
-                    HALVES, D, X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG,
-                    HAS_S_IN, HAS_S_OUT, False)),
+                    output, tiles, barriers, refs, o_s, row, HV, y_col, length, n, scales, i_x, 0,
+                    c)),
                 (state_partition, (
-                    y_desc, y_ptr, tiles, barriers, p_in, p_out, pool, p_second, p_later, p_z,
-                    p_anchor, o_s, row, HV, y_col, length, n, scale, scale_in, scale_out, i_x, 1,
-                    HALVES, D, X, C, ST, ANCHOR_INTERVAL, REVERSE, TRANSPOSED, HAS_GATE, HAS_DG,
-                    HAS_S_IN, HAS_S_OUT, False)),
+                    output, tiles, barriers, second, o_s, row, HV, y_col, length, n, scales, i_x, 1,
+                    c)),
                 (score_partition, (
-                    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, p_g, stride_gt,
-                    length, n, D, C, ST, HALVES, REVERSE, HAS_GATE)),
+                    rs, ws, xs, scores, factors, sums, full, empty, a_full, a_empty, gates, length,
+                    n, c)),
                 (load_partition, (
-                    r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, rs, ws, xs, qs, full,
-                    empty, q_full, q_empty, row, n, r_col, x_col, C, ST, HALVES, REVERSE, HAS_DG)),
+                    r_desc, w_desc, x_desc, q_desc if HAS_DG else x_desc, tiles, barriers, row, n,
+                    r_col, x_col, c)),
             ],
             [4, 4, 1],
             [192, 104, 24],

@@ -18,6 +18,8 @@ bits therefore.
     the factors                   2       1 / 1
 """
 
+from collections import namedtuple
+
 from slipstream.kernels.linear.sm90.common.device import (
     alloc_mbarriers,
     locate_segment,
@@ -33,6 +35,10 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+# shared memory and constants of a launch
+Buffers = namedtuple("Buffers", "ws xs factors full empty g_full g_empty")
+Constants = namedtuple("Constants", "D X BD C ST HAS_GATE HAS_S_IN HAS_S_OUT")
 
 
 @gluon.jit
@@ -77,25 +83,22 @@ def gate_partition(
 
 
 @gluon.jit
-def load_x(
-    ws, xs, factors, full, g_full, i, length,
-    BD: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-    sl: gl.constexpr, xa: gl.constexpr,
-):  # fmt: skip
+def load_x(buffers, i, length, c, sl: gl.constexpr, xa: gl.constexpr):
     """x^T exp(G_C - G) of chunk i, and exp(G_C) for each row of S; w of it is there then."""
-    s = i % ST
+    ws, xs, factors, full, _, g_full, _ = buffers
+    s = i % c.ST
     a = i % 2
-    num_rows = length - i * C
-    mbarrier.wait(full.index(s), (i // ST) & 1)
-    if num_rows < C:
-        zero_tail_rows(ws.index(s), num_rows, C, BD)
-        zero_tail_rows(xs.index(s), num_rows, C, HALF)
+    num_rows = length - i * c.C
+    mbarrier.wait(full.index(s), (i // c.ST) & 1)
+    if num_rows < c.C:
+        zero_tail_rows(ws.index(s), num_rows, c.C, c.BD)
+        zero_tail_rows(xs.index(s), num_rows, c.C, HALF)
         fence_async_shared()
         gl.thread_barrier()
     b_x = xs.index(s).permute((1, 0)).load(xa)
-    if HAS_GATE:
+    if c.HAS_GATE:
         mbarrier.wait(g_full.index(a), (i // 2) & 1)
-        b_last = factors.index(2 * a).slice(C - 1, 1).load(gl.SliceLayout(1, sl))
+        b_last = factors.index(2 * a).slice(c.C - 1, 1).load(gl.SliceLayout(1, sl))
         b_end = factors.index(2 * a + 1).load(gl.SliceLayout(0, xa))
         b_x = (b_x.to(gl.float32) * b_end[None, :]).to(xs.dtype)
     else:
@@ -105,45 +108,39 @@ def load_x(
 
 @gluon.jit
 def state_partition(
-    ws, xs, factors, full, empty, g_full, g_empty, s_in_ptr, s_out_ptr, p_states, o_s, size, every,
-    length, n, i_x, i_d,
-    D: gl.constexpr, X: gl.constexpr, BD: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
-):  # fmt: skip
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
+    buffers, s_in_ptr, s_out_ptr, p_states, o_s, size, every, length, n, i_x, i_d, c
+):
+    ws, _, _, _, empty, _, g_empty = buffers
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BD, 16])
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     o_x = i_x + gl.arange(0, HALF, gl.SliceLayout(1, sl))
-    o_d = i_d + gl.arange(0, BD, gl.SliceLayout(0, sl))
-    o_a = o_d[None, :] * X + o_x[:, None]
-    if HAS_S_IN:
+    o_d = i_d + gl.arange(0, c.BD, gl.SliceLayout(0, sl))
+    o_a = o_d[None, :] * c.X + o_x[:, None]
+    if c.HAS_S_IN:
         b_s = gl.load(s_in_ptr + o_s + o_a).to(gl.float32)
     else:
-        b_s = gl.zeros([HALF, BD], gl.float32, sl)
+        b_s = gl.zeros([HALF, c.BD], gl.float32, sl)
     p_states += o_a
     begin = 0
     if n > 0:
-        b_x, b_last = load_x(
-            ws, xs, factors, full, g_full, 0, length, BD, C, ST, HAS_GATE, sl, xa
-        )  # fmt: skip
+        b_x, b_last = load_x(buffers, 0, length, c, sl, xa)
         for i in range(n):
             if i == begin:
                 gl.store(p_states, b_s)
                 p_states += size
                 begin += every
-            if HAS_GATE:
+            if c.HAS_GATE:
                 b_s *= b_last[:, None]
-            b_s = warpgroup_mma(b_x, ws.index(i % ST), b_s, is_async=True)
+            b_s = warpgroup_mma(b_x, ws.index(i % c.ST), b_s, is_async=True)
             b_next = b_x
             if i + 1 < n:  # while that goes on
-                b_next, b_last = load_x(
-                    ws, xs, factors, full, g_full, i + 1, length, BD, C, ST, HAS_GATE, sl, xa
-                )  # fmt: skip
+                b_next, b_last = load_x(buffers, i + 1, length, c, sl, xa)
             b_s, b_x = warpgroup_mma_wait(0, deps=(b_s, b_x))
             b_x = b_next
-            mbarrier.arrive(empty.index(i % ST), count=1)
-            if HAS_GATE:
+            mbarrier.arrive(empty.index(i % c.ST), count=1)
+            if c.HAS_GATE:
                 mbarrier.arrive(g_empty.index(i % 2), count=1)
-    if HAS_S_OUT:
+    if c.HAS_S_OUT:
         gl.store(s_out_ptr + o_s + o_a, b_s.to(s_out_ptr.dtype.element_ty))
 
 
@@ -179,6 +176,7 @@ def scalar_decay_state_scan_sm90_kernel(
     PACKED: gl.constexpr,
 ):
     """grid (X / HALF * D / BD * HV * N,), 4 warps: a tile of S of one head and sequence."""
+    c: gl.constexpr = Constants(D, X, BD, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT)
     NX: gl.constexpr = X // 64
     ND: gl.constexpr = D // BD
     pid = gl.program_id(0)
@@ -213,12 +211,11 @@ def scalar_decay_state_scan_sm90_kernel(
         i_b = 0 if PACKED else i_n
         p_g = g_ptr + i_h.to(gl.int64) * stride_gh + stride_gb.to(gl.int64) * i_b
         p_g += (row - i_b * T).to(gl.int64) * stride_gt
+    buffers = Buffers(ws, xs, factors, full, empty, g_full, g_empty)
     gl.warp_specialize(
         [
             (state_partition, (
-                ws, xs, factors, full, empty, g_full, g_empty, p_in, p_out, p_states, o_s, size,
-                segment // C, length, n, i_x, i_d, D, X, BD, C, ST, HAS_GATE, HAS_S_IN,
-                HAS_S_OUT)),
+                buffers, p_in, p_out, p_states, o_s, size, segment // C, length, n, i_x, i_d, c)),
             (gate_partition, (
                 factors, g_full, g_empty, p_g, stride_gt, length, n, C, HAS_GATE)),
             (load_partition, (

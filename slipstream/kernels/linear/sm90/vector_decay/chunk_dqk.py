@@ -25,6 +25,7 @@ carry 64 rows of the state each.
 boundary_partition zeroes what is past the end of a short chunk.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -53,6 +54,11 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# what a state_partition reads and writes in global memory; constants of a launch
+Refs = namedtuple("Refs", "s_in sums z anchor decay")
+Output = namedtuple("Output", "desc ptr")
+Constants = namedtuple("Constants", "K V C ST ANCHOR_INTERVAL LOST REVERSE BEFORE HAS_S_IN")
+
 
 class Tiles(NamedTuple):
     """Buffers of chunks, ST stages: what load_partition reads."""
@@ -77,9 +83,8 @@ class StateTiles(NamedTuple):
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, do_desc, g_desc, tiles, full, empty, row, n, k_col, g_col,
-    v_col, C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
+    q_desc, k_desc, v_desc, do_desc, g_desc, tiles, full, empty, row, n, k_col, g_col, v_col, c
+):
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
         + k_desc.block_type.nbytes
@@ -88,9 +93,9 @@ def load_partition(
         + g_desc.block_type.nbytes
     )
     for i in range(n):
-        s = i % ST
-        t = row + (n - 1 - i if REVERSE else i) * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        s = i % c.ST
+        t = row + (n - 1 - i if c.REVERSE else i) * c.C
+        mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
         copy_in(q_desc, [t, k_col], full.index(s), tiles.q.index(s))
@@ -100,39 +105,35 @@ def load_partition(
 
 
 @gluon.jit
-def boundary_partition(
-    tiles, gates, until, full, flags_ready, ready, length, n,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    REVERSE: gl.constexpr, BEFORE: gl.constexpr,
-):  # fmt: skip
+def boundary_partition(tiles, gates, until, full, flags_ready, ready, length, n, c):
     """qs and ke of each chunk; clears a short chunk's rest."""
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    until.store(ones(o_i * 0, o_i + 1, al, C, gl.bfloat16))
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
+    o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    until.store(ones(o_i * 0, o_i + 1, al, c.C, gl.bfloat16))
     for i in range(n):
-        s = i % ST
-        num_rows = length - (n - 1 - i if REVERSE else i) * C
-        mbarrier.wait(flags_ready.index(s), (i // ST) & 1)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
+        s = i % c.ST
+        num_rows = length - (n - 1 - i if c.REVERSE else i) * c.C
+        mbarrier.wait(flags_ready.index(s), (i // c.ST) & 1)
+        mbarrier.wait(full.index(s), (i // c.ST) & 1)
         q, k = tiles.q.index(s), tiles.k.index(s)
-        if num_rows < C:
-            zero_tail_rows(q, num_rows, C, K)
-            zero_tail_rows(k, num_rows, C, K)
-            zero_tail_rows(tiles.g.index(s), num_rows, C, K)
-            zero_tail_rows(tiles.v.index(s), num_rows, C, V)
-            zero_tail_rows(tiles.do.index(s), num_rows, C, V)
+        if num_rows < c.C:
+            zero_tail_rows(q, num_rows, c.C, c.K)
+            zero_tail_rows(k, num_rows, c.C, c.K)
+            zero_tail_rows(tiles.g.index(s), num_rows, c.C, c.K)
+            zero_tail_rows(tiles.v.index(s), num_rows, c.C, c.V)
+            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V)
             gl.thread_barrier()
-        take_gates(tiles.g.index(s), gates, K, C)
-        for h in gl.static_range(K // 64):
+        take_gates(tiles.g.index(s), gates, c.K, c.C)
+        for h in gl.static_range(c.K // 64):
             # adding to 0 keeps the instructions that were checked on an H200
-            b_g = gl.zeros([C, 64], gl.float32, al)
+            b_g = gl.zeros([c.C, 64], gl.float32, al)
             b_g += half(gates, h).load(al).to(gl.float32) * LOG2E
             # of the gates after it
-            b_sum = gate_sums(until.permute((1, 0)), gates, h, C) - b_g
+            b_sum = gate_sums(until.permute((1, 0)), gates, h, c.C) - b_g
             b_k = half(k, h).load(al).to(gl.float32)
             half(k, h).store((b_k * gl.exp2(b_sum)).to(k.dtype))
-            b_sum = gate_sums(until, gates, h, C)
-            if BEFORE:
+            b_sum = gate_sums(until, gates, h, c.C)
+            if c.BEFORE:
                 b_sum -= b_g
             b_q = half(q, h).load(al).to(gl.float32)
             half(q, h).store((b_q * gl.exp2(b_sum)).to(q.dtype))
@@ -142,37 +143,34 @@ def boundary_partition(
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, tiles, ready, empty, s_in_ptr, p_sums, p_z, p_anchor,
-    p_decay, o_s, row, HV, y_col, length, n, scale_in,
-    I: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    ANCHOR_INTERVAL: gl.constexpr, LOST: gl.constexpr, REVERSE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-):  # fmt: skip
+    output, tiles, ready, empty, refs, o_s, row, HV, y_col, length, n, scale_in, I: gl.constexpr, c
+):
     """Rows 64 I and on of the state, and of y^T."""
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    y_desc, y_ptr = output
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.V, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
     o_x = 64 * I + gl.arange(0, 64, gl.SliceLayout(1, sl))
     o_r = 64 * I + gl.arange(0, 64, gl.SliceLayout(1, yl))
-    o_a = o_x[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, sl))[None, :]
-    if HAS_S_IN:
-        b_s = gl.load(s_in_ptr + (o_s + o_a)).to(gl.float32) * scale_in
+    o_a = o_x[:, None] * c.V + gl.arange(0, c.V, gl.SliceLayout(0, sl))[None, :]
+    if c.HAS_S_IN:
+        b_s = gl.load(refs.s_in + (o_s + o_a)).to(gl.float32) * scale_in
     else:
-        b_s = gl.zeros([64, V], gl.float32, sl)
-    zero = gl.zeros([64, C], gl.float32, yl)
+        b_s = gl.zeros([64, c.V], gl.float32, sl)
+    zero = gl.zeros([64, c.C], gl.float32, yl)
     b_z = gl.zeros([64], gl.float32, gl.SliceLayout(1, yl))
     y_col += 64 * I
     for i in range(n):
-        s = i % ST
-        c = n - 1 - i if REVERSE else i
-        t = c * C
-        at = HV.to(gl.int64) * c * K
-        if REVERSE and (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (i == 0):
-            p = p_anchor + HV.to(gl.int64) * (c // ANCHOR_INTERVAL) * (K * V)
+        s = i % c.ST
+        i_c = n - 1 - i if c.REVERSE else i
+        t = i_c * c.C
+        at = HV.to(gl.int64) * i_c * c.K
+        if c.REVERSE and (i_c % c.ANCHOR_INTERVAL == c.ANCHOR_INTERVAL - 1) | (i == 0):
+            p = refs.anchor + HV.to(gl.int64) * (i_c // c.ANCHOR_INTERVAL) * (c.K * c.V)
             # z afresh from the state at an anchor: as a running sum it would collect every chunk's
             # rounding
             b_z = gl.convert_layout(gl.sum(b_s * gl.load(p + o_a), 1), gl.SliceLayout(1, yl))
-        mbarrier.wait(ready.index(s), (i // ST) & 1)
+        mbarrier.wait(ready.index(s), (i // c.ST) & 1)
         # S before the decay is the operand; it decays in place while the product runs
         lhs = gl.convert_layout(b_s.to(tiles.x.dtype), sa)
         b_s *= tiles.total.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, sl))[:, None]
@@ -187,19 +185,19 @@ def state_partition(
         # read again in y's layout, before the stage is given back
         b_d = tiles.total.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, yl))
         mbarrier.arrive(empty.index(s), count=1)
-        if REVERSE:
+        if c.REVERSE:
             # where a channel has decayed to nothing the difference would be rounding alone
-            b_z = gl.where(b_d < LOST, 0.0, b_z - b_sum)
-            gl.store(p_z + at + o_r, b_z)
-            b_z += gl.load(p_sums + at + o_r)
+            b_z = gl.where(b_d < c.LOST, 0.0, b_z - b_sum)
+            gl.store(refs.z + at + o_r, b_z)
+            b_z += gl.load(refs.sums + at + o_r)
         else:
-            gl.store(p_sums + at + o_r, b_sum)
-            gl.store(p_decay + at + o_r, b_d)
-            if (c % ANCHOR_INTERVAL == ANCHOR_INTERVAL - 1) | (c == n - 1):
-                p = p_anchor + HV.to(gl.int64) * (c // ANCHOR_INTERVAL) * (K * V)
+            gl.store(refs.sums + at + o_r, b_sum)
+            gl.store(refs.decay + at + o_r, b_d)
+            if (i_c % c.ANCHOR_INTERVAL == c.ANCHOR_INTERVAL - 1) | (i_c == n - 1):
+                p = refs.anchor + HV.to(gl.int64) * (i_c // c.ANCHOR_INTERVAL) * (c.K * c.V)
                 gl.store(p + o_a, b_s)
         store_tile_transposed(
-            y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * K, length - t, C
+            y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * c.K, length - t, c.C
         )
     store_wait(0)
 
@@ -237,6 +235,8 @@ def vector_decay_dqk_sm90_kernel(
     PACKED: gl.constexpr,
 ):
     """grid (HV * N,), 4 warps: one program scans one head of one sequence; K is 128."""
+    c: gl.constexpr = Constants(K, V, C, ST, ANCHOR_INTERVAL, LOST, REVERSE, BEFORE, HAS_S_IN)
+    output = Output(y_desc, y_ptr)
     dtype: gl.constexpr = q_desc.dtype
     ones_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -263,10 +263,9 @@ def vector_decay_dqk_sm90_kernel(
     p_sums = sums_ptr + o_chunk
     p_z = z_ptr + o_chunk
     p_decay = decay_ptr + o_chunk
-    anchor = (
-        first_anchor(i_n, row, T, T, ANCHOR_INTERVAL * C, False, PACKED).to(gl.int64) * HV + i_h
-    )
-    p_anchor = anchor_ptr + anchor * (K * V)
+    anchor = first_anchor(i_n, row, T, T, ANCHOR_INTERVAL * C, False, PACKED)
+    p_anchor = anchor_ptr + (anchor.to(gl.int64) * HV + i_h) * (K * V)
+    refs = Refs(p_in, p_sums, p_z, p_anchor, p_decay)
     tiles = Tiles(qs, ks, vs, ds, gs)
     if REVERSE:
         state_tiles = StateTiles(qs, ks, vs, ds, ys, totals)
@@ -275,21 +274,17 @@ def vector_decay_dqk_sm90_kernel(
     gl.warp_specialize(
         [
             (state_partition, (
-                y_desc, y_ptr, state_tiles, ready, empty, p_in, p_sums, p_z, p_anchor, p_decay,
-                o_s, row, HV, i_h * K, length, n, scale_in, 0, K, V, C, ST, ANCHOR_INTERVAL, LOST,
-                REVERSE, HAS_S_IN)),
+                output, state_tiles, ready, empty, refs, o_s, row, HV, i_h * K, length, n, scale_in,
+                0, c)),
             (state_partition, (
-                y_desc, y_ptr, state_tiles, ready, empty, p_in, p_sums, p_z, p_anchor, p_decay,
-                o_s, row, HV, i_h * K, length, n, scale_in, 1, K, V, C, ST, ANCHOR_INTERVAL, LOST,
-                REVERSE, HAS_S_IN)),
-            (boundary_partition, (
-                tiles, gates, until, full, flags_ready, ready, length, n, K, V, C, ST, REVERSE,
-                BEFORE)),
+                output, state_tiles, ready, empty, refs, o_s, row, HV, i_h * K, length, n, scale_in,
+                1, c)),
+            (boundary_partition, (tiles, gates, until, full, flags_ready, ready, length, n, c)),
             (gate_sum_partition, (
                 gs, totals, flags, full, flags_ready, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (
-                q_desc, k_desc, v_desc, do_desc, g_desc, tiles, full, empty, row, n, k_col,
-                i_h * K, i_h * V, C, ST, REVERSE)),
+                q_desc, k_desc, v_desc, do_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
+                i_h * V, c)),
         ],
         [4, 4, 1, 1],
         [176, 120, 40, 40],

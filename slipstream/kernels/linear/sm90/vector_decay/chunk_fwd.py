@@ -38,6 +38,7 @@ r, w and A take the places of q, k and the gates. score_partition zeroes what is
 short chunk. For E key_partition, which makes w alone, is in its place, and q is not loaded.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -66,6 +67,12 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# buffers of a state_partition; its states' ends; factors; constants of a launch
+Buffers = namedtuple("Buffers", "ys totals flags ready empty")
+Refs = namedtuple("Refs", "s_in s_out pool")
+Scales = namedtuple("Scales", "y s_in s_out")
+Constants = namedtuple("Constants", "K X C ST LEVELS BOUND SHIFT REVERSE HAS_U HAS_S_IN HAS_S_OUT")
+
 HALF = gl.constexpr(64)  # rows of the state in a warpgroup
 
 
@@ -80,8 +87,8 @@ class Tiles(NamedTuple):
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, g_col, x_col,
-    C: gl.constexpr, ST: gl.constexpr, REVERSE: gl.constexpr,
+    q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, g_col, x_col, c,
+    REVERSE: gl.constexpr,
 ):  # fmt: skip
     nbytes: gl.constexpr = (
         (0 if q_desc is None else q_desc.block_type.nbytes)
@@ -90,9 +97,9 @@ def load_partition(
         + g_desc.block_type.nbytes
     )
     for i in range(n):
-        s = i % ST
-        t = row + (n - 1 - i if REVERSE else i) * C
-        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        s = i % c.ST
+        t = row + (n - 1 - i if REVERSE else i) * c.C
+        mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
         if q_desc is not None:
@@ -104,43 +111,42 @@ def load_partition(
 
 @gluon.jit
 def state_partition(
-    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, s_in_ptr, s_out_ptr, pool,
-    o_s, row, HV, y_col, length, n, scale, scale_in, scale_out,
-    I: gl.constexpr, K: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    REVERSE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
-):  # fmt: skip
+    y_desc, y_ptr, tiles, buffers, refs, o_s, row, HV, y_col, length, n, scales, I: gl.constexpr, c
+):
     """Rows HALF * I and on of the state, and of y^T."""
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    scale, scale_in, scale_out = scales
+    ys, totals, flags, ready, empty = buffers
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
     columns: gl.constexpr = gl.SliceLayout(0, sl)
     o_x = HALF * I + gl.arange(0, HALF, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, columns)
-    if HAS_S_IN:
-        o_in = o_s + o_k[None, :] * X + o_x[:, None]
-        b_s = gl.load(s_in_ptr + o_in).to(gl.float32) * scale_in
+    o_k = gl.arange(0, c.K, columns)
+    if c.HAS_S_IN:
+        o_in = o_s + o_k[None, :] * c.X + o_x[:, None]
+        b_s = gl.load(refs.s_in + o_in).to(gl.float32) * scale_in
     else:
-        b_s = gl.zeros([HALF, K], gl.float32, sl)
-    zero = gl.zeros([HALF, C], gl.float32, yl)
+        b_s = gl.zeros([HALF, c.K], gl.float32, sl)
+    zero = gl.zeros([HALF, c.C], gl.float32, yl)
     y_col += HALF * I
     for i in range(n):
-        s = i % ST
-        t = (n - 1 - i if REVERSE else i) * C
-        if pool.rows is not None:
-            to = gl.load(pool.rows + i)
-        mbarrier.wait(ready.index(s), (i // ST) & 1)
+        s = i % c.ST
+        t = (n - 1 - i if c.REVERSE else i) * c.C
+        if refs.pool.rows is not None:
+            to = gl.load(refs.pool.rows + i)
+        mbarrier.wait(ready.index(s), (i // c.ST) & 1)
         strong = flag_of(flags, s) > 0.0
         b_d = totals.index(s).load(columns)[None, :]
-        if REVERSE:
+        if c.REVERSE:
             lhs = gl.where(strong, b_s, b_s * b_d).to(tiles.r.dtype)
             b_s *= b_d
         else:
             lhs = b_s.to(tiles.r.dtype)
             b_s *= gl.where(strong, b_d, 1.0)
         lhs = gl.convert_layout(lhs, sa)
-        b_a = square(tiles.g.index(s), tiles.r.dtype, K, C)
+        b_a = square(tiles.g.index(s), tiles.r.dtype, c.K, c.C)
         x_t = tiles.x.index(2 * s + I).permute((1, 0))
-        if REVERSE:
+        if c.REVERSE:
             rhs = tiles.w.index(s).permute((1, 0))
             b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
             b_y = warpgroup_mma(x_t, b_a, b_y, is_async=True)
@@ -151,20 +157,20 @@ def state_partition(
             b_y = warpgroup_mma(x_t, b_a.permute((1, 0)), b_y, is_async=True)
             b_s = warpgroup_mma(x_t, tiles.w.index(s), b_s, is_async=True)
         b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
-        if not REVERSE:
+        if not c.REVERSE:
             b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
         mbarrier.arrive(empty.index(s), count=1)
-        if pool.rows is not None:
-            store_to_pool(pool, to, b_s, o_x[:, None] * K + o_k[None, :])
+        if refs.pool.rows is not None:
+            store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.K + o_k[None, :])
         b_y *= scale
         store_tile_transposed(
-            y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * X, length - t, C
+            y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * c.X, length - t, c.C
         )
     store_wait(0)
-    if HAS_S_OUT:
+    if c.HAS_S_OUT:
         # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
-        o_out = o_s + (length >> 30) + o_k[None, :] * X + o_x[:, None]
-        gl.store(s_out_ptr + o_out, (b_s * scale_out).to(s_out_ptr.dtype.element_ty))
+        o_out = o_s + (length >> 30) + o_k[None, :] * c.X + o_x[:, None]
+        gl.store(refs.s_out + o_out, (b_s * scale_out).to(refs.s_out.dtype.element_ty))
 
 
 @gluon.jit
@@ -235,6 +241,10 @@ def vector_decay_chunk_fwd_sm90_kernel(
 ):
     """grid (HV * segments,), 4 warps: one program scans one head of one segment, which without
     SPLIT is a sequence; X is 128."""
+    c: gl.constexpr = Constants(
+        K, X, C, ST, LEVELS, BOUND, SHIFT, REVERSE, HAS_U, HAS_S_IN, HAS_S_OUT
+    )
+    scales = Scales(scale, scale_in, scale_out)
     HAS_Y: gl.constexpr = y_desc is not None
     dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -272,25 +282,24 @@ def vector_decay_chunk_fwd_sm90_kernel(
         at = i_h * X * K
         pool = pool_refs_of(pool_ptr, to_ptr, i_m, i_split, at, HV, T, segment, X * K, C)
     tiles = Tiles(rs, ws, xs, gs)
+    refs = Refs(p_in, p_out, pool)
     if HAS_Y:
+        buffers = Buffers(ys, totals, flags, ready, empty)
         gl.warp_specialize(
             [
                 (state_partition, (
-                    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s,
-                    row, HV, i_h * X, length, n, scale, scale_in, scale_out, 0, K, X, C, ST,
-                    REVERSE, HAS_S_IN, HAS_S_OUT)),
+                    y_desc, y_ptr, tiles, buffers, refs, o_s, row, HV, i_h * X, length, n, scales,
+                    0, c)),
                 (state_partition, (
-                    y_desc, y_ptr, tiles, ys, totals, flags, ready, empty, p_in, p_out, pool, o_s,
-                    row, HV, i_h * X, length, n, scale, scale_in, scale_out, 1, K, X, C, ST,
-                    REVERSE, HAS_S_IN, HAS_S_OUT)),
+                    y_desc, y_ptr, tiles, buffers, refs, o_s, row, HV, i_h * X, length, n, scales,
+                    1, c)),
                 (score_partition, (
-                    tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, K, C, ST,
-                    2, LEVELS, BOUND, SHIFT, REVERSE, HAS_U)),
+                    tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, c, 2)),
                 (gate_sum_partition, (
                     gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, REVERSE)),
                 (load_partition, (
                     q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
-                    i_h * X, C, ST, REVERSE)),
+                    i_h * X, c, REVERSE)),
             ],
             [4, 4, 1, 1],
             [152, 168, 40, 40],
@@ -306,7 +315,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
                     gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, False)),
                 (load_partition, (
                     q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
-                    i_h * X, C, ST, False)),
+                    i_h * X, c, False)),
             ],
             [4, 4, 1, 1],
             [152, 136, 56, 40],

@@ -286,47 +286,44 @@ def strong_scores(
 
 @gluon.jit
 def score_partition(
-    tiles, gates, until, free, flags, u_ptr, full, summed, ready, length, n,
-    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, NX: gl.constexpr,
-    LEVELS: gl.constexpr, BOUND: gl.constexpr, SHIFT: gl.constexpr, REVERSE: gl.constexpr,
-    HAS_U: gl.constexpr,
-):  # fmt: skip
+    tiles, gates, until, free, flags, u_ptr, full, summed, ready, length, n, c, NX: gl.constexpr
+):
     """r, w and A of each chunk; clears a short chunk's rest."""
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    until.index(0).store(ones(o_i * 0, o_i + 1, al, C, gl.bfloat16))
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
+    o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    until.index(0).store(ones(o_i * 0, o_i + 1, al, c.C, gl.bfloat16))
     fence_async_shared()
     gl.thread_barrier()
     for i in range(n):
-        s = i % ST
-        num_rows = length - (n - 1 - i if REVERSE else i) * C
+        s = i % c.ST
+        num_rows = length - (n - 1 - i if c.REVERSE else i) * c.C
         # 0, but no compiler knows: masks and addresses would take registers all the time
         none = length + i >> 31 << 10
-        mbarrier.wait(summed.index(s), (i // ST) & 1)
-        mbarrier.wait(full.index(s), (i // ST) & 1)
-        if num_rows < C:
-            zero_tail_rows(tiles.r.index(s), num_rows, C, K)
-            zero_tail_rows(tiles.w.index(s), num_rows, C, K)
-            zero_tail_rows(tiles.g.index(s), num_rows, C, K)
+        mbarrier.wait(summed.index(s), (i // c.ST) & 1)
+        mbarrier.wait(full.index(s), (i // c.ST) & 1)
+        if num_rows < c.C:
+            zero_tail_rows(tiles.r.index(s), num_rows, c.C, c.K)
+            zero_tail_rows(tiles.w.index(s), num_rows, c.C, c.K)
+            zero_tail_rows(tiles.g.index(s), num_rows, c.C, c.K)
             for i_x in gl.static_range(NX):
-                zero_tail_rows(tiles.x.index(NX * s + i_x), num_rows, C, 64)
+                zero_tail_rows(tiles.x.index(NX * s + i_x), num_rows, c.C, 64)
             fence_async_shared()
             gl.thread_barrier()
-        take_gates(tiles.g.index(s), gates.index(none), K, C)
+        take_gates(tiles.g.index(s), gates.index(none), c.K, c.C)
         if flag_of(flags, s) > 0.0:
             none = i >> 30
-            out = square(tiles.g.index(s + none), tiles.r.dtype, K, C)
+            out = square(tiles.g.index(s + none), tiles.r.dtype, c.K, c.C)
             strong_scores(
                 tiles.r.index(s), tiles.w.index(s), gates.index(none), free, out,
-                until.index(none), none, u_ptr, K, C, LEVELS, BOUND, SHIFT, HAS_U,
+                until.index(none), none, u_ptr, c.K, c.C, c.LEVELS, c.BOUND, c.SHIFT, c.HAS_U,
             )  # fmt: skip
         else:
             # another one: what take_gates makes with it would be kept until here
             none = num_rows >> 31 << 10
-            out = square(tiles.g.index(s + none), tiles.r.dtype, K, C)
+            out = square(tiles.g.index(s + none), tiles.r.dtype, c.K, c.C)
             weak_scores(
                 tiles.r.index(s), tiles.w.index(s), gates.index(none), out, until.index(none), none,
-                u_ptr, K, C, HAS_U,
+                u_ptr, c.K, c.C, c.HAS_U,
             )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)

@@ -34,6 +34,8 @@ reason. The loads of the loops feed products only, else they are not made in adv
 the diagonal of one.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -45,6 +47,10 @@ from slipstream.kernels.linear.triton.delta.solve_tril import (
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block, load_rows, store_rows
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, MIN_CROSSED
+
+# pointers or descriptors, and constants of a launch
+Refs = namedtuple("Refs", "do w dv s ds")
+Constants = namedtuple("Constants", "K V BK BV C HAS_P TMA PRECISION")
 
 
 @triton.jit
@@ -92,82 +98,39 @@ def _sum_of_states(
 
 
 @triton.jit
-def _triangular_products(
-    do_ptr,
-    w_ptr,
-    dv_ptr,
-    i_b,
-    i_h,
-    t,
-    HV,
-    o_c,
-    m_c,
-    o_p,
-    m_p,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_P: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _triangular_products(refs, i_b, i_h, t, HV, o_c, m_c, o_p, m_p, c):
     """do w^T and dv w^T [i, j]."""
-    o_m = tl.arange(0, BV)
-    b_a = tl.zeros((C, C), tl.float32)
-    b_m = tl.zeros((C, C), tl.float32)
-    for i in range(tl.cdiv(V, BV)):
-        at_v = (i_b, 0, i_h, i * BV)
-        b_do = load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)  # [C, BV]
-        b_w = load_rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_dv = load_rows(dv_ptr, at_v, t, HV, o_p, m_p, o_m, V, BV, TMA and not HAS_P)
-        b_a = tl.dot(b_do, tl.trans(b_w), b_a, input_precision=PRECISION)
-        b_m = tl.dot(b_dv, tl.trans(b_w), b_m, input_precision=PRECISION)
+    o_m = tl.arange(0, c.BV)
+    b_a = tl.zeros((c.C, c.C), tl.float32)
+    b_m = tl.zeros((c.C, c.C), tl.float32)
+    for i in range(tl.cdiv(c.V, c.BV)):
+        at_v = (i_b, 0, i_h, i * c.BV)
+        b_do = load_rows(refs.do, at_v, t, HV, o_c, m_c, o_m, c.V, c.BV, c.TMA)  # [C, BV]
+        b_w = load_rows(refs.w, at_v, t, HV, o_c, m_c, o_m, c.V, c.BV, c.TMA)
+        b_dv = load_rows(refs.dv, at_v, t, HV, o_p, m_p, o_m, c.V, c.BV, c.TMA and not c.HAS_P)
+        b_a = tl.dot(b_do, tl.trans(b_w), b_a, input_precision=c.PRECISION)
+        b_m = tl.dot(b_dv, tl.trans(b_w), b_m, input_precision=c.PRECISION)
     return b_a, b_m
 
 
 @triton.jit
-def _of_states(
-    do_ptr,
-    w_ptr,
-    dv_ptr,
-    s_ptr,
-    ds_ptr,
-    i_b,
-    i_chunk,
-    i_h,
-    i_k,
-    t,
-    HV,
-    live,
-    o_c,
-    m_c,
-    o_p,
-    m_p,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_P: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _of_states(refs, i_b, i_chunk, i_h, i_k, t, HV, live, o_c, m_c, o_p, m_p, c):
     """do S^T, dv S^T and w dS'^T, [C, BK] from column i_k on."""
-    o_m = tl.arange(0, BV)
-    b_dq = tl.zeros((C, BK), tl.float32)
-    b_dp = tl.zeros((C, BK), tl.float32)
-    b_dk = tl.zeros((C, BK), tl.float32)
-    for i in range(tl.cdiv(V, BV)):
-        at_v = (i_b, 0, i_h, i * BV)
-        at_s = (i_chunk, i_h, HV, i * BV, i_k, live)
-        b_do = load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_w = load_rows(w_ptr, at_v, t, HV, o_c, m_c, o_m, V, BV, TMA)
-        b_dv = load_rows(dv_ptr, at_v, t, HV, o_p, m_p, o_m, V, BV, TMA and not HAS_P)
-        b_s = _state(s_ptr, at_s, K, V, BK, BV, TMA)
-        b_ds = _state(ds_ptr, at_s, K, V, BK, BV, TMA)
-        b_dq = tl.dot(b_do, b_s, b_dq, input_precision=PRECISION)
-        b_dp = tl.dot(b_dv, b_s, b_dp, input_precision=PRECISION)
-        b_dk = tl.dot(b_w, b_ds, b_dk, input_precision=PRECISION)
+    o_m = tl.arange(0, c.BV)
+    b_dq = tl.zeros((c.C, c.BK), tl.float32)
+    b_dp = tl.zeros((c.C, c.BK), tl.float32)
+    b_dk = tl.zeros((c.C, c.BK), tl.float32)
+    for i in range(tl.cdiv(c.V, c.BV)):
+        at_v = (i_b, 0, i_h, i * c.BV)
+        at_s = (i_chunk, i_h, HV, i * c.BV, i_k, live)
+        b_do = load_rows(refs.do, at_v, t, HV, o_c, m_c, o_m, c.V, c.BV, c.TMA)
+        b_w = load_rows(refs.w, at_v, t, HV, o_c, m_c, o_m, c.V, c.BV, c.TMA)
+        b_dv = load_rows(refs.dv, at_v, t, HV, o_p, m_p, o_m, c.V, c.BV, c.TMA and not c.HAS_P)
+        b_s = _state(refs.s, at_s, c.K, c.V, c.BK, c.BV, c.TMA)
+        b_ds = _state(refs.ds, at_s, c.K, c.V, c.BK, c.BV, c.TMA)
+        b_dq = tl.dot(b_do, b_s, b_dq, input_precision=c.PRECISION)
+        b_dp = tl.dot(b_dv, b_s, b_dp, input_precision=c.PRECISION)
+        b_dk = tl.dot(b_w, b_ds, b_dk, input_precision=c.PRECISION)
     return b_dq, b_dp, b_dk
 
 
@@ -191,6 +154,7 @@ def delta_dqkg_kernel(
     TMA: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (HV * chunks,): one program takes one chunk of one value head."""
+    c: tl.constexpr = Constants(K, V, BK, BV, C, HAS_P, TMA, PRECISION)
     if not GROUPED:
         H = HV
     ROWS: tl.constexpr = 1 + HAS_GATE * (1 + FP32 + HAS_P)
@@ -224,13 +188,12 @@ def delta_dqkg_kernel(
     p_rows = rows_ptr + (i_chunk.to(tl.int64) * HV + i_h) * (ROWS * C)
     b_beta = tl.load(p_rows + o_c)
 
+    refs = Refs(do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr)
     z = 0.0
     if HAS_GATE:
         z = _sum_of_states(s_ptr, ds_ptr, i_chunk, i_h, HV, live, K, V, BK, BV, TMA, PRECISION)
 
-    b_a, b_m = _triangular_products(
-        do_ptr, w_ptr, dv_ptr, i_b, i_h, t, HV, o_c, m_c, o_p, m_p, V, BV, C, HAS_P, TMA, PRECISION
-    )
+    b_a, b_m = _triangular_products(refs, i_b, i_h, t, HV, o_c, m_c, o_p, m_p, c)
     is_diagonal = o_c[:, None] == o_c[None, :]
     b_diag = tl.sum(tl.where(is_diagonal, b_a, 0.0), 1) * scale
     earlier = o_c[:, None] > o_c[None, :]
@@ -256,9 +219,8 @@ def delta_dqkg_kernel(
         o_k = i_k * BK + o_n
         at_k = (i_b, 0, i_h, i_k * BK)
         b_dq, b_dp, b_dk = _of_states(
-            do_ptr, w_ptr, dv_ptr, s_ptr, ds_ptr, i_b, i_chunk, i_h, i_k * BK, t, HV, live, o_c,
-            m_c, o_p, m_p, K, V, BK, BV, C, HAS_P, TMA, PRECISION,
-        )  # fmt: skip
+            refs, i_b, i_chunk, i_h, i_k * BK, t, HV, live, o_c, m_c, o_p, m_p, c
+        )
         b_k = load_block(k_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
         b_q = load_block(q_ptr + i_q, H * K, o_c, m_c, o_k, K, K % BK != 0)
         if HAS_P:

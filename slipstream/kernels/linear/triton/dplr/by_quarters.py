@@ -192,23 +192,7 @@ def lowest_of_quarters(
 
 
 @triton.jit
-def add_scores_of_reads(
-    b_ab,
-    b_ak,
-    p_a,
-    p_b,
-    p_k,
-    p_w,
-    p_g,
-    b_sum,
-    b_before,
-    o_c,
-    m_k,
-    DELTA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    APART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def add_scores_of_reads(b_ab, b_ak, p_a, p_b, p_k, p_w, p_g, b_sum, b_before, o_c, m_k, c):
     """Scores [C, C] with BK channels more of what reads x, with b and, but for DELTA, with k; and
     lowest_of_quarters. At p_w goes what was read times its decay from the start.
 
@@ -218,18 +202,18 @@ def add_scores_of_reads(
     b_g = load_gates_of(p_g, m_k)
     b_early, _ = half_sums(b_g)
     b_first, b_third = quarter_sums(b_g)
-    b_lowest = lowest_of_quarters(b_sum, b_first, b_third, b_early, o_c, LIMIT, APART)
-    b_half, b_anchor = anchors(b_first, b_third, b_early, o_c, LIMIT, APART)
+    b_lowest = lowest_of_quarters(b_sum, b_first, b_third, b_early, o_c, c.LIMIT, c.APART)
+    b_half, b_anchor = anchors(b_first, b_third, b_early, o_c, c.LIMIT, c.APART)
     b_read, b_e = split_exp2(rounded_sum(b_before))
     b_a = tl.load(p_a, mask=m_k, other=0.0) * b_read
     b_wide, b_start = from_start(b_a, b_e, b_half)
     tl.store(p_w, (b_wide * b_start).to(dtype))
     a = read_operands(b_a, b_wide, b_e, b_anchor, o_c, dtype)
     b_write, b_e = split_exp2(-rounded_sum(b_sum))
-    powers = write_powers(b_e, b_early, b_anchor, o_c, APART)
+    powers = write_powers(b_e, b_early, b_anchor, o_c, c.APART)
     b_b = tl.load(p_b, mask=m_k, other=0.0) * b_write
-    b_ab = add_by_quarters(b_ab, a, write_operands(b_b, powers, o_c, dtype), PRECISION)
-    if not DELTA:
+    b_ab = add_by_quarters(b_ab, a, write_operands(b_b, powers, o_c, dtype), c.PRECISION)
+    if not c.DELTA:
         b_k = tl.load(p_k, mask=m_k, other=0.0) * b_write
-        b_ak = add_by_quarters(b_ak, a, write_operands(b_k, powers, o_c, dtype), PRECISION)
+        b_ak = add_by_quarters(b_ak, a, write_operands(b_k, powers, o_c, dtype), c.PRECISION)
     return b_ab, b_ak, b_lowest

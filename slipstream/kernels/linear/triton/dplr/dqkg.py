@@ -23,6 +23,8 @@ that sums over one quarter's tokens come after another's, and rows beyond are mu
 decay between the middles of two quarters.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -30,6 +32,11 @@ from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, product_of_gates
 from slipstream.kernels.linear.triton.dplr.intra_anchored import add_anchored_bwd, load_anchored
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
+
+# constants of a launch, for device functions
+Constants = namedtuple("Constants", "K QUARTERS DELTA APART PRECISION")
+# gradients of the scores [chunks, HV, C, C]
+Scores = namedtuple("Scores", "dqb dab dqk dak")
 
 
 @triton.jit
@@ -136,30 +143,29 @@ def _scores_grad(
 
 @triton.jit
 def _scores_grads(
-    b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, apart, K: tl.constexpr, QUARTERS: tl.constexpr,
-    TWO: tl.constexpr, TRANSPOSED: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, apart, c, TWO: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """b_d + d_1 m_1 + d_2 m_2 [C, BK], or with d^T; without the second unless TWO.
 
     apart: APART, or 0 in a chunk whose operands are not.
     """
-    if QUARTERS:
+    if c.QUARTERS:
         b_d = _grads_by_quarters(
-            b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, K, TWO, TRANSPOSED, PRECISION
+            b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, c.K, TWO, TRANSPOSED, c.PRECISION
         )
-    elif APART > 0 and apart > 0:
+    elif c.APART > 0 and apart > 0:
         of = (o_c >= o_c.shape[0] // 2) == TRANSPOSED
         for half in tl.static_range(2):
-            b_d = _scores_grad(b_d, p_1, o_c, b_1, of, True, TRANSPOSED, PRECISION)
+            b_d = _scores_grad(b_d, p_1, o_c, b_1, of, True, TRANSPOSED, c.PRECISION)
             if TWO:
-                b_d = _scores_grad(b_d, p_2, o_c, b_2, of, True, TRANSPOSED, PRECISION)
+                b_d = _scores_grad(b_d, p_2, o_c, b_2, of, True, TRANSPOSED, c.PRECISION)
             if half == 0:
-                b_d *= tl.where(of, 1.0, 2.0 ** (-2 * APART))[:, None]
+                b_d *= tl.where(of, 1.0, 2.0 ** (-2 * c.APART))[:, None]
                 of = of == 0
     else:
-        b_d = _scores_grad(b_d, p_1, o_c, b_1, None, False, TRANSPOSED, PRECISION)
+        b_d = _scores_grad(b_d, p_1, o_c, b_1, None, False, TRANSPOSED, c.PRECISION)
         if TWO:
-            b_d = _scores_grad(b_d, p_2, o_c, b_2, None, False, TRANSPOSED, PRECISION)
+            b_d = _scores_grad(b_d, p_2, o_c, b_2, None, False, TRANSPOSED, c.PRECISION)
     return b_d
 
 
@@ -235,34 +241,23 @@ def _load_writes(p, m_k, b_e, HAS_GATE: tl.constexpr):
 
 
 @triton.jit
-def _of_writes(
-    b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, o_k, gates, apart,
-    K: tl.constexpr, QUARTERS: tl.constexpr, DELTA: tl.constexpr, APART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def _of_writes(b_dq, b_da, b_w, b_u, scores, i_a, o_c, o_k, gates, apart, c):
     """dq and da with what comes of what tokens wrote, w and except for DELTA u."""
-    p_qk = dqb_ptr if DELTA else dqk_ptr + i_a
-    p_ak = dqb_ptr if DELTA else dak_ptr + i_a
+    p_qk = scores.dqb if c.DELTA else scores.dqk + i_a
+    p_ak = scores.dqb if c.DELTA else scores.dak + i_a
     b_dq = _scores_grads(
-        b_dq, dqb_ptr + i_a, b_w, p_qk, b_u, o_c, o_k, gates, apart,
-        K, QUARTERS, not DELTA, False, APART, PRECISION,
-    )  # fmt: skip
+        b_dq, scores.dqb + i_a, b_w, p_qk, b_u, o_c, o_k, gates, apart, c, not c.DELTA, False
+    )
     b_da = _scores_grads(
-        b_da, dab_ptr + i_a, b_w, p_ak, b_u, o_c, o_k, gates, apart,
-        K, QUARTERS, not DELTA, False, APART, PRECISION,
-    )  # fmt: skip
+        b_da, scores.dab + i_a, b_w, p_ak, b_u, o_c, o_k, gates, apart, c, not c.DELTA, False
+    )
     return b_dq, b_da
 
 
 @triton.jit
-def _of_reads(
-    b_d, b_r, b_s, p_q, p_a, o_c, o_k, gates, apart,
-    K: tl.constexpr, QUARTERS: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _of_reads(b_d, b_r, b_s, p_q, p_a, o_c, o_k, gates, apart, c):
     """db or dk with what comes of what tokens read, r and s."""
-    return _scores_grads(
-        b_d, p_q, b_r, p_a, b_s, o_c, o_k, gates, apart, K, QUARTERS, True, True, APART, PRECISION
-    )
+    return _scores_grads(b_d, p_q, b_r, p_a, b_s, o_c, o_k, gates, apart, c, True, True)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -290,6 +285,8 @@ def dplr_dqkg_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
+    scores = Scores(dqb_ptr, dab_ptr, dqk_ptr, dak_ptr)
+    c: tl.constexpr = Constants(K, QUARTERS, DELTA, APART, PRECISION)
     NK: tl.constexpr = (K + BK - 1) // BK
     GK: tl.constexpr = K**CHANNEL
     act = q_ptr.dtype.element_ty
@@ -345,10 +342,7 @@ def dplr_dqkg_kernel(
         b_dq, b_da = b_dq * b_early, b_da * b_early
     b_w = _load_writes(p_b, m_k, b_e, HAS_GATE)
     b_u = b_w if DELTA else _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE)
-    b_dq, b_da = _of_writes(
-        b_dq, b_da, b_w, b_u, dqb_ptr, dab_ptr, dqk_ptr, dak_ptr, i_a, o_c, o_k, gates, apart,
-        K, QUARTERS, DELTA, APART, PRECISION,
-    )  # fmt: skip
+    b_dq, b_da = _of_writes(b_dq, b_da, b_w, b_u, scores, i_a, o_c, o_k, gates, apart, c)
 
     b_a = tl.load(p_a, mask=m_k, other=0.0)
     b_f = tl.exp2(b_before) if HAS_GATE else 1.0
@@ -392,10 +386,7 @@ def dplr_dqkg_kernel(
         b_db *= b_late
         b_back = _back(gates, o_c, m_k, o_k, apart, QUARTERS, FP32, PRECISION)
         b_z += tl.sum(b_w * (b_db * b_back), 0)
-    b_db = _of_reads(
-        b_db, b_rq, b_ra, dqb_ptr + i_a, dab_ptr + i_a, o_c, o_k, gates, apart,
-        K, QUARTERS, APART, PRECISION,
-    )  # fmt: skip
+    b_db = _of_reads(b_db, b_rq, b_ra, dqb_ptr + i_a, dab_ptr + i_a, o_c, o_k, gates, apart, c)
     if HAS_GATE:
         b_t -= _load_writes(p_b, m_k, b_e, HAS_GATE) * b_db  # read again: kept, it would spill
         b_db *= tl.exp2(-b_e)
@@ -409,10 +400,7 @@ def dplr_dqkg_kernel(
             b_dk *= b_late
             b_back = _back(gates, o_c, m_k, o_k, apart, QUARTERS, FP32, PRECISION)  # not kept
             b_z += tl.sum(b_u * (b_dk * b_back), 0)
-        b_dk = _of_reads(
-            b_dk, b_rq, b_ra, dqk_ptr + i_a, dak_ptr + i_a, o_c, o_k, gates, apart,
-            K, QUARTERS, APART, PRECISION,
-        )  # fmt: skip
+        b_dk = _of_reads(b_dk, b_rq, b_ra, dqk_ptr + i_a, dak_ptr + i_a, o_c, o_k, gates, apart, c)
         if HAS_GATE:
             b_t -= _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE) * b_dk
             b_dk *= tl.exp2(-b_e)

@@ -7,6 +7,8 @@ were not stored and are computed once more as before. The scores of other rows a
 step (gate_sums.py).
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -38,6 +40,12 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
 )
 from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
 
+# constants of a launch, for device functions
+Constants = namedtuple(
+    "Constants",
+    "K V WIDE BK BV STEPS DELTA CHANNEL LIMIT SHIFT APART FP32 PRECISION INNER",
+)
+
 
 @triton.jit
 def _products(b_r, b_b, b_k, factor, DELTA: tl.constexpr, dtype: tl.constexpr, PRECISION):
@@ -66,44 +74,36 @@ def _add_step(
 
 @triton.jit
 def _add_decayed(
-    b_1,
-    b_2,
-    b_r,
-    b_b,
-    b_k,
-    rows,
-    gates,
-    o_c,
-    BEFORE: tl.constexpr,
-    DELTA: tl.constexpr,
-    STEPS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    FP32: tl.constexpr,
+    b_1, b_2, b_r, b_b, b_k, rows, gates, o_c, BEFORE: tl.constexpr, DELTA: tl.constexpr, c,
     dtype: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the scores of _products below the diagonal, of BK channels and reads in rows [C, 1];
     what is above it is left undefined. BEFORE: reads have the state before their token.
     """
     KIND: tl.constexpr = BOTH if BEFORE else WRITES
     i = o_c[:, None]
     j = o_c[None, :]
-    b_read, b_write, first, safe = block_factors(gates, o_c, LIMIT, SHIFT, BEFORE, FP32, PRECISION)
-    b_x, b_y = _products(b_r, b_b, b_k, (b_read, b_write), DELTA, dtype, PRECISION)
+    b_read, b_write, first, safe = block_factors(
+        gates, o_c, c.LIMIT, c.SHIFT, BEFORE, c.FP32, c.PRECISION
+    )
+    b_x, b_y = _products(b_r, b_b, b_k, (b_read, b_write), DELTA, dtype, c.PRECISION)
     seen = ((i >> BASE) == (j >> BASE)) & rows
     b_1 += tl.where(seen, b_x, 0.0)
     b_2 += tl.where(seen, b_y, 0.0)
     for step in range(first, BASE + 1):
-        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, FP32, PRECISION)
+        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
         # a token of a later half reads: where it is safe, the block has it
         block_has = safe & (((i >> (step - 1)) & 1) == 1)
         b_e = tl.where(block_has, 0.0, tl.exp2(b_e))
-        b_1, b_2 = _add_step(b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, DELTA, dtype, PRECISION)
-    for step in range(BASE + 1, STEPS + 1):
-        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, FP32, PRECISION)
+        b_1, b_2 = _add_step(
+            b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, DELTA, dtype, c.PRECISION
+        )
+    for step in range(BASE + 1, c.STEPS + 1):
+        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
         b_e = tl.exp2(b_e)
-        b_1, b_2 = _add_step(b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, DELTA, dtype, PRECISION)
+        b_1, b_2 = _add_step(
+            b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, DELTA, dtype, c.PRECISION
+        )
     return b_1, b_2
 
 
@@ -166,6 +166,9 @@ def dplr_intra_safe_kernel(
     INNER: tl.constexpr,
 ):
     """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
+    c: tl.constexpr = Constants(
+        K, V, WIDE, BK, BV, STEPS, DELTA, CHANNEL, LIMIT, SHIFT, APART, FP32, PRECISION, INNER
+    )
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
     KM: tl.constexpr = K != WIDE
@@ -212,7 +215,7 @@ def dplr_intra_safe_kernel(
                     b_ab, b_ak, read_ptr + i_k + o_q, write_ptr + i_k + o_q, k_ptr + i_k + o_q,
                     w_out_ptr + i_w + i * WIDE + o_k[None, :], p_g + o_k[None, :] * CHANNEL,
                     columns_of(b_sums, piece, PIECES), columns_of(b_before, piece, PIECES), o_c,
-                    m_k, DELTA, LIMIT, APART, PRECISION,
+                    m_k, c,
                 )  # fmt: skip
                 b_lowest = tl.minimum(b_lowest, b_low)
         else:
@@ -261,24 +264,21 @@ def dplr_intra_safe_kernel(
             o_w = i_w + i * WIDE + o_k[None, :]
             _store_until_end(b_out_ptr + o_w, None, b_b, b_k, gates, o_c, DELTA, FP32, PRECISION)
             b_ab, b_qb = _add_decayed(
-                b_ab, b_qb, b_q, b_b, b_k, other, gates, o_c,
-                False, DELTA, STEPS, LIMIT, SHIFT, FP32, act, PRECISION,
-            )  # fmt: skip
+                b_ab, b_qb, b_q, b_b, b_k, other, gates, o_c, False, DELTA, c, act
+            )
         else:
             b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
             b_ab, b_ak = _add_decayed(
-                b_ab, b_ak, b_a, b_b, b_k, other, gates, o_c,
-                True, DELTA, STEPS, LIMIT, SHIFT, FP32, act, PRECISION,
-            )  # fmt: skip
+                b_ab, b_ak, b_a, b_b, b_k, other, gates, o_c, True, DELTA, c, act
+            )
     if DELTA:
         _store_scores(qb_ptr + i_a + o_a, b_qb, b_diagonal, o_c, other, scale)
     b_ab = tl.where(i > j, b_ab, 0.0)
     b_ak = tl.where(i > j, b_ak, 0.0)
     solve_chunk(
-        b_ab, b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
-        v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C),
-        None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
-        V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
+        b_ab, b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV, v_ptr + (row * HV + i_h) * V,
+        w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C), None if DELTA else ak_ptr + i_a,
+        r_ptr + i_a, keep, o_c, m_c, c,
     )  # fmt: skip
 
     if not DELTA:
@@ -286,39 +286,37 @@ def dplr_intra_safe_kernel(
         _scores_of_q(
             q_ptr + o_q, b_ptr + o_q, k_ptr + o_q, p_g, b_out_ptr + i_w + i * WIDE,
             k_out_ptr + i_w + i * WIDE, qb_ptr + i_a + o_a, qk_ptr + i_a + o_a, ones_ptr, other,
-            o_c, m_c, scale, K, WIDE, BK, CHANNEL, STEPS, LIMIT, SHIFT, FP32, PRECISION,
+            o_c, m_c, scale, c,
         )  # fmt: skip
 
 
 @triton.jit
 def _scores_of_q(
-    p_q, p_b, p_k, p_g, p_b_out, p_k_out, p_qb, p_qk, ones_ptr, rows, o_c, m_c, scale,
-    K: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
-    STEPS: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q, p_b, p_k, p_g, p_b_out, p_k_out, p_qb, p_qk, ones_ptr, rows, o_c, m_c, scale, c
+):
     """Those with b and k, of some rows [C, 1], and b and k until the chunk's end."""
     C: tl.constexpr = o_c.shape[0]
     b_qb = tl.zeros((C, C), tl.float32)
     b_qk = tl.zeros((C, C), tl.float32)
     b_diagonal = tl.zeros((C,), tl.float32)
     b_diagonal_k = tl.zeros((C,), tl.float32)
-    for n in range(WIDE // BK):
-        o_k = n * BK + tl.arange(0, BK)[None, :]
+    for n in range(c.WIDE // c.BK):
+        o_k = n * c.BK + tl.arange(0, c.BK)[None, :]
         m_k = m_c[:, None]
-        if K != WIDE:
-            m_k = m_k & (o_k < K)
-        gates = (split_gates(load_gates_of(p_g + o_k * CHANNEL, m_k), FP32), ones_ptr)
+        if c.K != c.WIDE:
+            m_k = m_k & (o_k < c.K)
+        gates = (split_gates(load_gates_of(p_g + o_k * c.CHANNEL, m_k), c.FP32), ones_ptr)
         b_q = tl.load(p_q + o_k, mask=m_k, other=0.0)
         b_b = tl.load(p_b + o_k, mask=m_k, other=0.0)
         b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
         b_diagonal += tl.sum(b_q.to(tl.float32) * b_b, 1)
         b_diagonal_k += tl.sum(b_q.to(tl.float32) * b_k, 1)
-        _store_until_end(p_b_out + o_k, p_k_out + o_k, b_b, b_k, gates, o_c, False, FP32, PRECISION)
+        _store_until_end(
+            p_b_out + o_k, p_k_out + o_k, b_b, b_k, gates, o_c, False, c.FP32, c.PRECISION
+        )
         b_qb, b_qk = _add_decayed(
-            b_qb, b_qk, b_q, b_b, b_k, rows, gates, o_c,
-            False, False, STEPS, LIMIT, SHIFT, FP32, b_q.dtype, PRECISION,
-        )  # fmt: skip
+            b_qb, b_qk, b_q, b_b, b_k, rows, gates, o_c, False, False, c, b_q.dtype
+        )
     _store_scores(p_qb, b_qb, b_diagonal, o_c, rows, scale)
     _store_scores(p_qk, b_qk, b_diagonal_k, o_c, rows, scale)
 

@@ -12,6 +12,8 @@ i >= t > j alone, except for pairs within a block of the first step, whose share
 cancel.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -34,6 +36,11 @@ from slipstream.kernels.linear.triton.dplr.gate_sums import (
     to_end,
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
+
+# constants of a launch, for device functions
+Constants = namedtuple("Constants", "STEPS C FP32 PRECISION")
+# what a read or a write meets: m and n, and the gradients of the scores with them
+Partners = namedtuple("Partners", "m dm n dn")
 
 
 @triton.jit
@@ -88,66 +95,51 @@ def _through_scores(
 
 @triton.jit
 def _gradient(
-    b_d,
-    b_dg,
-    b_share,
-    p_diag,
-    p_m,
-    p_dm,
-    p_n,
-    p_dn,
-    m_k,
-    gates,
-    o_c,
-    WRITE: tl.constexpr,
-    BEFORE: tl.constexpr,
-    N_BEFORE: tl.constexpr,
-    TWO: tl.constexpr,
-    STEPS: tl.constexpr,
-    C: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    b_d, b_dg, b_share, p_diag, partners, m_k, gates, o_c, WRITE: tl.constexpr,
+    BEFORE: tl.constexpr, N_BEFORE: tl.constexpr, TWO: tl.constexpr, c,
+):  # fmt: skip
     """Gradient d [C, BK] of a read or WRITE by way of its scores with m and, if TWO, with n.
 
     d is what came by way of the states; dm and dn are the gradients of those scores. All of it
     times own goes to the gates' gradient. share is a factor of a second read: of own, or of n.
     """
     KIND: tl.constexpr = READS if BEFORE else WRITES
-    b_m = tl.load(p_m, mask=m_k, other=0.0)
+    b_m = tl.load(partners.m, mask=m_k, other=0.0)
     act = b_m.dtype
     b_n = b_m
     if TWO:
-        b_n = tl.load(p_n, mask=m_k, other=0.0)
+        b_n = tl.load(partners.n, mask=m_k, other=0.0)
         if WRITE:
             b_n = (b_n * b_share).to(act)
     if WRITE:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0).to(tl.float32)
-        b_d *= to_end(gates, o_c, FP32, PRECISION)
-        b_seen = load_ones(gates[1], START, C, READS)
+        b_d *= to_end(gates, o_c, c.FP32, c.PRECISION)
+        b_seen = load_ones(gates[1], START, c.C, READS)
     else:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0) * b_share
-        b_d *= from_start(gates, o_c, KIND, FP32, PRECISION)
-        b_seen = load_ones(gates[1], START, C, KIND, True)
-    b_dg += sums_bwd(b_seen, b_d * b_diag, FP32, PRECISION)
+        b_d *= from_start(gates, o_c, KIND, c.FP32, c.PRECISION)
+        b_seen = load_ones(gates[1], START, c.C, KIND, True)
+    b_dg += sums_bwd(b_seen, b_d * b_diag, c.FP32, c.PRECISION)
     first = gates[3]
-    for step in range(tl.maximum(first, 1), STEPS + 1):
-        b_sum = sums_between(gates, MIDDLE + step - 1, o_c, WRITES, FP32, PRECISION)
+    for step in range(tl.maximum(first, 1), c.STEPS + 1):
+        b_sum = sums_between(gates, MIDDLE + step - 1, o_c, WRITES, c.FP32, c.PRECISION)
         b_before = b_sum
         if N_BEFORE or BEFORE:
-            b_before = sums_between(gates, MIDDLE + step - 1, o_c, READS, FP32, PRECISION)
+            b_before = sums_between(gates, MIDDLE + step - 1, o_c, READS, c.FP32, c.PRECISION)
         b_e = tl.exp2(signed(b_sum, o_c, step, first, not WRITE))
         b_me = (b_m * b_e).to(act)
         if N_BEFORE:
             b_e = tl.exp2(signed(b_before, o_c, step, first, not WRITE))
         b_ne = (b_n * b_e).to(act)
-        b_t = _through_scores(p_dm, b_me, p_dn, b_ne, o_c, step, first, C, WRITE, TWO, PRECISION)
+        b_t = _through_scores(
+            partners.dm, b_me, partners.dn, b_ne, o_c, step, first, c.C, WRITE, TWO, c.PRECISION
+        )
         b_e = tl.exp2(signed(b_before if BEFORE else b_sum, o_c, step, first, WRITE))
         # as the other's products have it, so that what cancels in a block does so to the last bits
         b_rounded = (b_diag.to(act) * b_e).to(act)
         b_rounded = signed(b_rounded * b_t, o_c, step, first, WRITE)
-        b_seen = load_ones(gates[1], MIDDLE + step - 1, C, KIND, True)
-        b_dg += product_of_gates(b_seen, b_rounded, FP32, PRECISION)
+        b_seen = load_ones(gates[1], MIDDLE + step - 1, c.C, KIND, True)
+        b_dg += product_of_gates(b_seen, b_rounded, c.FP32, c.PRECISION)
         b_d += b_t * b_e
     return b_d, b_dg
 
@@ -202,6 +194,7 @@ def dplr_intra_safe_bwd_kernel(
     PRECISION: tl.constexpr,
 ):
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
+    c: tl.constexpr = Constants(STEPS, C, FP32, PRECISION)
     NK: tl.constexpr = (K + BK - 1) // BK
     GK: tl.constexpr = K**CHANNEL
     act = q_ptr.dtype.element_ty
@@ -266,8 +259,8 @@ def dplr_intra_safe_bwd_kernel(
         V, WIDE, BV, BK, C, False, PRECISION,
     ) * scale  # fmt: skip
     b_d, b_dg = _gradient(
-        b_d, b_dg, 1.0, p_q, p_b, p_qb, p_k, p_qk, m_k, gates, o_c,
-        False, False, False, not DELTA, STEPS, C, FP32, PRECISION,
+        b_d, b_dg, 1.0, p_q, Partners(p_b, p_qb, p_k, p_qk), m_k, gates, o_c, False, False, False,
+        not DELTA, c,
     )  # fmt: skip
     # pairs (i, i) decay by nothing, and are in no level
     b_d += b_qb * tl.load(p_b, mask=m_k, other=0.0)
@@ -279,8 +272,8 @@ def dplr_intra_safe_bwd_kernel(
         y_ptr + i_x, 0, states_ptr + i_s, o_c, m_c, o_k, V, WIDE, BV, BK, C, True, PRECISION
     )
     b_da, b_dg = _gradient(
-        b_da, b_dg, b_sign, p_a, p_b, p_ab, p_k, p_ak, m_k, gates, o_c,
-        False, not DELTA, False, not DELTA, STEPS, C, FP32, PRECISION,
+        b_da, b_dg, b_sign, p_a, Partners(p_b, p_ab, p_k, p_ak), m_k, gates, o_c, False, not DELTA,
+        False, not DELTA, c,
     )  # fmt: skip
     if DELTA:
         o_t += (1 + i_k) * (tokens.to(tl.int64) * HV)
@@ -294,8 +287,8 @@ def dplr_intra_safe_bwd_kernel(
         x_ptr + i_x, 0, dstates_ptr + i_s, o_c, m_c, o_k, V, WIDE, BV, BK, C, True, PRECISION
     )
     b_d, b_dg = _gradient(
-        b_d, b_dg, b_sign, p_b, p_q, p_qb, p_a, p_ab, m_k, gates, o_c,
-        True, False, not DELTA, True, STEPS, C, FP32, PRECISION,
+        b_d, b_dg, b_sign, p_b, Partners(p_q, p_qb, p_a, p_ab), m_k, gates, o_c, True, False,
+        not DELTA, True, c,
     )  # fmt: skip
     b_d += b_qb * tl.load(p_q, mask=m_k, other=0.0)
     if DELTA:
@@ -308,8 +301,8 @@ def dplr_intra_safe_bwd_kernel(
             V, WIDE, BV, BK, C, False, PRECISION,
         )  # fmt: skip
         b_d, b_dg = _gradient(
-            b_d, b_dg, 1.0, p_k, p_q, p_qk, p_a, p_ak, m_k, gates, o_c,
-            True, False, True, True, STEPS, C, FP32, PRECISION,
+            b_d, b_dg, 1.0, p_k, Partners(p_q, p_qk, p_a, p_ak), m_k, gates, o_c, True, False, True,
+            True, c,
         )  # fmt: skip
         b_d += b_qk * tl.load(p_q, mask=m_k, other=0.0)
         tl.store(dk_ptr + i_o + o_o, b_d.to(act), mask=m_k)

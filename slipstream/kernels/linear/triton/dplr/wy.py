@@ -23,6 +23,8 @@ In 16 bits R is not rounded before the products, nor U: without decay, rounding 
 puts outputs off by 6e-3, where this leaves 4.9e-3.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -38,6 +40,13 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
 )
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
+# constants of a launch, for device functions
+Constants = namedtuple(
+    "Constants",
+    "K V WIDE BK BV STEPS DELTA HAS_GATE CHANNEL FP32 LIMIT APART PRECISION INNER",
+)
+Operands = namedtuple("Operands", "a b k")
+
 
 @triton.jit
 def _unrounded(b_l, b_r, PRECISION: tl.constexpr):
@@ -50,97 +59,71 @@ def _unrounded(b_l, b_r, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def solve_chunk(
-    b_ab,
-    b_ak,
-    p_beta,
-    HV,
-    p_v,
-    p_w,
-    p_u,
-    p_ak,
-    p_r,
-    keep,
-    o_c,
-    m_c,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    STEPS: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INNER: tl.constexpr,
-):
+def solve_chunk(b_ab, b_ak, p_beta, HV, p_v, p_w, p_u, p_ak, p_r, keep, o_c, m_c, c):
     """R from the scores [C, C], and U and W, which takes the place of a with its decay."""
     C: tl.constexpr = o_c.shape[0]
-    LEVELS: tl.constexpr = STEPS - 4
+    LEVELS: tl.constexpr = c.STEPS - 4
     act = p_w.dtype.element_ty
     o_a = o_c[:, None] * C + o_c[None, :]
-    if DELTA:
+    if c.DELTA:
         b_beta = tl.load(p_beta + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
-        b_r = inverse(b_ab * b_beta[:, None], C, LEVELS, INNER)
+        b_r = inverse(b_ab * b_beta[:, None], C, LEVELS, c.INNER)
     else:
-        b_r = inverse(-b_ab, C, LEVELS, INNER)
+        b_r = inverse(-b_ab, C, LEVELS, c.INNER)
     if keep != 0:
         tl.store(p_r + o_a, b_r.to(act))
-        if not DELTA:
+        if not c.DELTA:
             tl.store(p_ak + o_a, b_ak.to(act))
-    if DELTA:
+    if c.DELTA:
         b_r *= b_beta[None, :]
         b_right = b_r
     else:
-        b_right = _unrounded(b_r, b_ak.to(act), PRECISION)
+        b_right = _unrounded(b_r, b_ak.to(act), c.PRECISION)
     tl.debug_barrier()  # other threads wrote what this one reads
-    for n in range(WIDE // BK):
-        p_a = p_w + o_c[:, None] * WIDE + n * BK + tl.arange(0, BK)[None, :]
-        b_w = _unrounded(b_r, tl.load(p_a), PRECISION)
-        if DELTA:
+    for n in range(c.WIDE // c.BK):
+        p_a = p_w + o_c[:, None] * c.WIDE + n * c.BK + tl.arange(0, c.BK)[None, :]
+        b_w = _unrounded(b_r, tl.load(p_a), c.PRECISION)
+        if c.DELTA:
             b_w = -b_w
         tl.debug_barrier()
         tl.store(p_a, b_w.to(act))
-    for n in range(tl.cdiv(V, BV)):
-        o_v = n * BV + tl.arange(0, BV)
-        b_v = load_block(p_v, HV * V, o_c, m_c, o_v, V, V % BV != 0)
-        b_u = _unrounded(b_right, b_v, PRECISION)  # [C, BV]
+    for n in range(tl.cdiv(c.V, c.BV)):
+        o_v = n * c.BV + tl.arange(0, c.BV)
+        b_v = load_block(p_v, HV * c.V, o_c, m_c, o_v, c.V, c.V % c.BV != 0)
+        b_u = _unrounded(b_right, b_v, c.PRECISION)  # [C, BV]
         p_n = p_u + o_v[None, :] * C + o_c[:, None]
-        tl.store(p_n, b_u, mask=(o_v < V)[None, :])
+        tl.store(p_n, b_u, mask=(o_v < c.V)[None, :])
 
 
 @triton.jit
-def _add_scores_of_a(
-    b_ab, b_ak, a_ptr, b_ptr, k_ptr, i_k, w_ptr, i_w, g_ptr, i_g, o_c, m_c, HV, H,
-    K: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, HAS_GATE: tl.constexpr,
-    CHANNEL: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr, APART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def _add_scores_of_a(b_ab, b_ak, ops, i_k, w_ptr, i_w, g_ptr, i_g, o_c, m_c, HV, H, c):
     """ab and ak [C, C] of free a and b with those of a weak chunk, and a exp(G_prev) to w."""
     act = w_ptr.dtype.element_ty
     i = o_c[:, None]
-    for n in range(WIDE // BK):
-        o_k = n * BK + tl.arange(0, BK)
-        o_q = i_k + i * (H * K) + o_k[None, :]
+    for n in range(c.WIDE // c.BK):
+        o_k = n * c.BK + tl.arange(0, c.BK)
+        o_q = i_k + i * (H * c.K) + o_k[None, :]
         m_k = m_c[:, None]
-        if K != WIDE:
-            m_k = m_k & (o_k < K)[None, :]
-        b_a = tl.load(a_ptr + o_q, mask=m_k, other=0.0)
-        b_b = tl.load(b_ptr + o_q, mask=m_k, other=0.0)
-        b_k = tl.load(k_ptr + o_q, mask=m_k, other=0.0)
+        if c.K != c.WIDE:
+            m_k = m_k & (o_k < c.K)[None, :]
+        b_a = tl.load(ops.a + o_q, mask=m_k, other=0.0)
+        b_b = tl.load(ops.b + o_q, mask=m_k, other=0.0)
+        b_k = tl.load(ops.k + o_q, mask=m_k, other=0.0)
         b_first = b_a
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_e, b_before, b_middle, _, _ = load_from_start(
-                g_ptr, i_g, HV * K**CHANNEL, o_c, m_k, o_k, CHANNEL, True, LIMIT, APART, FP32,
-                PRECISION,
+                g_ptr, i_g, HV * c.K**c.CHANNEL, o_c, m_k, o_k, c.CHANNEL, True, c.LIMIT, c.APART,
+                c.FP32, c.PRECISION,
             )  # fmt: skip
-            b_wide = b_a * exp2_by_parts(b_before, APART)
+            b_wide = b_a * exp2_by_parts(b_before, c.APART)
             b_a = b_wide.to(act)
-            b_first = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(act)
-            b_write = anchored_writes(b_e, LIMIT, APART)
+            b_first = (b_wide * exp2_of_start(b_middle, o_c, c.APART)).to(act)
+            b_write = anchored_writes(b_e, c.LIMIT, c.APART)
             b_b = (b_b * b_write).to(act)
             b_k = (b_k * b_write).to(act)
-        tl.store(w_ptr + i_w + i * WIDE + o_k[None, :], b_first)
-        b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=PRECISION)
-        b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=PRECISION)
+        tl.store(w_ptr + i_w + i * c.WIDE + o_k[None, :], b_first)
+        b_ab = tl.dot(b_a, tl.trans(b_b), b_ab, input_precision=c.PRECISION)
+        b_ak = tl.dot(b_a, tl.trans(b_k), b_ak, input_precision=c.PRECISION)
     return b_ab, b_ak
 
 
@@ -189,6 +172,10 @@ def dplr_wy_kernel(
     INNER: tl.constexpr,
 ):
     """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
+    ops = Operands(a_ptr, b_ptr, k_ptr)
+    c: tl.constexpr = Constants(
+        K, V, WIDE, BK, BV, STEPS, DELTA, HAS_GATE, CHANNEL, FP32, LIMIT, APART, PRECISION, INNER
+    )
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
     pid = tl.program_id(0)
@@ -275,9 +262,8 @@ def dplr_wy_kernel(
     if not DELTA:
         tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
         b_ab, b_ak = _add_scores_of_a(
-            b_ab, b_ak, a_ptr, b_ptr, k_ptr, i_k, w_out_ptr, i_w, g_ptr, i_g, o_c, m_c, HV, H,
-            K, WIDE, BK, HAS_GATE, CHANNEL, FP32, LIMIT, APART, PRECISION,
-        )  # fmt: skip
+            b_ab, b_ak, ops, i_k, w_out_ptr, i_w, g_ptr, i_g, o_c, m_c, HV, H, c
+        )
         if HAS_GATE:
             b_ab = together(b_ab, o_c, APART)
             b_ak = together(b_ak, o_c, APART)
@@ -285,6 +271,5 @@ def dplr_wy_kernel(
     solve_chunk(
         tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
         v_ptr + (row * HV + i_h) * V, w_out_ptr + i_w, u_out_ptr + i_chunk_head * (V * C),
-        None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c,
-        V, WIDE, BK, BV, STEPS, DELTA, PRECISION, INNER,
+        None if DELTA else ak_ptr + i_a, r_ptr + i_a, keep, o_c, m_c, c,
     )  # fmt: skip

@@ -34,11 +34,14 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay.dqkg_levels import (
+    Constants,
+    Refs,
     grads_by_levels,
     outputs_by_levels,
 )
 from slipstream.kernels.linear.triton.vector_decay.dqkg_quarters import grads_by_quarters
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
+    Sizes,
     anchored_reads,
     are_halves_safe,
     are_quarters_safe,
@@ -121,17 +124,21 @@ def vector_decay_dqkg_kernel(
 
     grid (ceil(K / BK) * HV * chunks,) for PIECES 1, for others at least total / MAX_CHUNKS.
     """
+    c: tl.constexpr = Constants(
+        K, BK, C, LEVELS, BOUND, SHIFT, BEFORE, PACKED, BF16_TERMS, PRECISION
+    )
+    refs = Refs(
+        q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
+        decay_ptr, ones_ptr, cu_ptr,
+    )  # fmt: skip
     if not GROUPED:
         HK = HV
+    sizes = Sizes(T, N, HV, HK)
     NK: tl.constexpr = (K + BK - 1) // BK
     if PIECES == 1:
         pid = tl.program_id(0)
         if is_block_safe(decay_ptr + (pid // NK).to(tl.int64) * K, K, ALL, BOUND):
-            _tile(
-                q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr,
-                du_ptr, decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
-                K, BK, C, 0.0, BEFORE, PACKED, BF16_TERMS, PRECISION,
-            )  # fmt: skip
+            _tile(refs, scale, pid, sizes, c, 0.0)
     else:
         # most programs end here
         if PIECES == 4:
@@ -147,24 +154,16 @@ def vector_decay_dqkg_kernel(
             at = tl.cast(i_tile // NK, tl.int64)
             if PIECES == 2:
                 if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
-                    pieces = _safe_pieces(g_ptr, cu_ptr, i_tile, T, N, HV, K, BK, C, PACKED)
+                    pieces = _safe_pieces(refs, i_tile, sizes, c)
                     tl.store(pieces_ptr + i_tile, pieces)
                     if pieces == 2:
-                        _tile(
-                            q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr,
-                            dk_ptr, dg_ptr, du_ptr, None, cu_ptr, scale, i_tile, T, N, HV, HK,
-                            K, BK, C, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
-                        )  # fmt: skip
+                        _tile(refs, scale, i_tile, sizes, c, APART)
             elif PIECES == 4:
                 # of a chunk that is one safe block nothing is known
                 by_quarters = tl.load(pieces_ptr + i_tile) == 4
                 if by_quarters and not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
                     # 32 channels at a time have no stack, but products that ptxas 12.8 gets wrong
-                    grads_by_quarters(
-                        q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr,
-                        dg_ptr, du_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-                        K, BK, C, BEFORE, PACKED, BF16_TERMS, PRECISION,
-                    )  # fmt: skip
+                    grads_by_quarters(refs, scale, i_tile, sizes, c)
             else:
                 strong = not is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
                 if pieces_ptr is not None:
@@ -172,35 +171,27 @@ def vector_decay_dqkg_kernel(
                 if strong:
                     if dk_ptr is None:
                         tl.static_assert(u_ptr is None)
-                        outputs_by_levels(
-                            k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile,
-                            T, N, HV, HK,
-                            K, BK, C, LEVELS, BOUND, SHIFT, PACKED, BF16_TERMS, PRECISION,
-                        )  # fmt: skip
+                        outputs_by_levels(refs, scale, i_tile, sizes, c)
                     else:
-                        grads_by_levels(
-                            q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr,
-                            dk_ptr, dg_ptr, du_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-                            K, BK, C, LEVELS, BOUND, BEFORE, PACKED, BF16_TERMS, PRECISION,
-                        )  # fmt: skip
+                        grads_by_levels(refs, scale, i_tile, sizes, c)
 
 
 @triton.jit
-def _safe_pieces(
-    g_ptr, cu_ptr, i_tile, T, N, HV,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+def _safe_pieces(refs, i_tile, sizes, c):
     """2 if both halves of one chunk and value head are safe in all of BK channels, 4 if quarters
     are, else 0."""
-    NK: tl.constexpr = (K + BK - 1) // BK
+    T, N, HV, _ = sizes
+    NK: tl.constexpr = (c.K + c.BK - 1) // c.BK
     i_h = (i_tile // NK) % HV
-    begin, length, i_c = locate_chunk(cu_ptr, i_tile // NK // HV, T, N, C, PACKED)
-    o_c = tl.arange(0, C)
-    o_k = (i_tile % NK) * BK + tl.arange(0, BK)
-    p_g = g_ptr + ((begin + i_c * C) * HV + i_h) * K
-    b_g = load_block(p_g, HV * K, o_c, o_c < length - i_c * C, o_k, K, K % BK != 0)  # [C, BK]
+    begin, length, i_c = locate_chunk(refs.cu, i_tile // NK // HV, T, N, c.C, c.PACKED)
+    o_c = tl.arange(0, c.C)
+    o_k = (i_tile % NK) * c.BK + tl.arange(0, c.BK)
+    p_g = refs.g + ((begin + i_c * c.C) * HV + i_h) * c.K
+    b_g = load_block(
+        p_g, HV * c.K, o_c, o_c < length - i_c * c.C, o_k, c.K, c.K % c.BK != 0
+    )  # [C, BK]
     b_g = b_g.to(tl.float32)
-    b_early, b_late = half_sums(b_g, C)
+    b_early, b_late = half_sums(b_g, c.C)
     pieces = 2
     # a branch: most chunks that are not one safe block end here
     if not are_halves_safe(b_early, b_late):
@@ -209,90 +200,90 @@ def _safe_pieces(
 
 
 @triton.jit
-def _tile(
-    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
-    decay_ptr, cu_ptr, scale, pid, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _tile(refs, scale, pid, sizes, c, APART: tl.constexpr):
     """BK channels of one chunk and value head; APART: 0 if the chunk is one safe block."""
-    NK: tl.constexpr = (K + BK - 1) // BK
-    HAS_DK: tl.constexpr = dk_ptr is not None
-    ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
-    TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
+    T, N, HV, HK = sizes
+    NK: tl.constexpr = (c.K + c.BK - 1) // c.BK
+    HAS_DK: tl.constexpr = refs.dk is not None
+    ONE: tl.constexpr = 1 if c.BF16_TERMS == 2 else c.BF16_TERMS  # 16 bits
+    TWO: tl.constexpr = 2 if c.BF16_TERMS == 1 else c.BF16_TERMS
     i_h = (pid // NK) % HV
     i_chunk = pid // NK // HV
     at = i_chunk.to(tl.int64) * HV + i_h
-    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
-    o_c = tl.arange(0, C)
-    o_k = (pid % NK) * BK + tl.arange(0, BK)
-    m_c = o_c < length - i_c * C
-    row = begin + i_c * C
-    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
-    i_k = (row * HK + i_h // (HV // HK)) * K
-    i_o = (row * HV + i_h) * K
-    at_o = o_c[:, None] * (HV * K) + o_k[None, :]
-    m_o = m_c[:, None] & (o_k < K)[None, :]
-    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_dq = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
+    begin, length, i_c = locate_chunk(refs.cu, i_chunk, T, N, c.C, c.PACKED)
+    o_c = tl.arange(0, c.C)
+    o_k = (pid % NK) * c.BK + tl.arange(0, c.BK)
+    m_c = o_c < length - i_c * c.C
+    row = begin + i_c * c.C
+    rows = tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
+    i_k = (row * HK + i_h // (HV // HK)) * c.K
+    i_o = (row * HV + i_h) * c.K
+    at_o = o_c[:, None] * (HV * c.K) + o_k[None, :]
+    m_o = m_c[:, None] & (o_k < c.K)[None, :]
+    b_g = load_block(refs.g + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_k = load_block(refs.k + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_dq = load_block(refs.dqs + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_p = tl.load(refs.p + at * (c.C * c.C) + o_c[:, None] * c.C + o_c[None, :])  # [C, C]
     if HAS_DK:
-        b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
-    if u_ptr is not None:
-        b_u = tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32) * scale
-        b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
+        b_q = load_block(refs.q + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+        b_z = tl.load(refs.z + at * c.K + o_k, mask=o_k < c.K, other=0.0)
+    if refs.u is not None:
+        b_u = tl.load(refs.u + i_h * c.K + o_k, mask=o_k < c.K, other=0.0).to(tl.float32) * scale
+        b_diagonal = tl.load(refs.p + at * (c.C * c.C) + o_c * (c.C + 1)).to(tl.float32)
         b_diag = b_diagonal[:, None] * b_u[None, :]
-    b_g, b_terms = split_gates(b_g, BF16_TERMS)
-    b_G = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+    b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
+    b_G = sums(prefix_span(rows, False), b_terms, c.BF16_TERMS, c.PRECISION)
     b_early = None
     if APART > 0:
-        b_early, b_late = half_sums(b_g, C)
+        b_early, b_late = half_sums(b_g, c.C)
         b_G -= offsets(b_early, rows, APART)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
     b_e = b_G
-    if BEFORE:
-        b_e = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
+    if c.BEFORE:
+        b_e = sums(prefix_span(rows, True), b_terms, c.BF16_TERMS, c.PRECISION)
         if APART > 0:
             b_e -= offsets(b_early, rows, APART)
     b_e = tl.exp2(b_e)
     b_dr = anchored_reads(
-        b_p, b_w, b_dq, b_early, rows, b_k.dtype, BEFORE, APART, PRECISION
+        b_p, b_w, b_dq, b_early, rows, b_k.dtype, c.BEFORE, APART, c.PRECISION
     )  # [C, BK]
     b_w = b_w.to(b_k.dtype)
-    if dq_ptr is not None:
+    if refs.dq is not None:
         b_dq = b_dr * b_e * scale
-        if u_ptr is not None:
+        if refs.u is not None:
             b_dq += b_diag * b_k
-        tl.store(dq_ptr + i_o + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
+        tl.store(refs.dq + i_o + at_o, b_dq.to(refs.dq.dtype.element_ty), mask=m_o)
     if HAS_DK:
         b_r = (b_q * b_e).to(b_k.dtype)  # [C, BK]
         b_leave = b_r * b_dr
-        b_dw = anchored_writes(b_p, b_r, rows, BEFORE, APART, PRECISION)  # [C, BK]
-        b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
-        if BEFORE:
-            b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, True), b_leave, b_dg, TWO, PRECISION)
-            b_leave = tl.zeros((C, BK), tl.float32)
+        b_dw = anchored_writes(b_p, b_r, rows, c.BEFORE, APART, c.PRECISION)  # [C, BK]
+        b_dg = tl.zeros((c.C, c.BK), tl.float32) + b_z[None, :]
+        if c.BEFORE:
+            b_dg = spans_to_gates_bwd(
+                prefix_span_bwd(rows, c.C, True), b_leave, b_dg, TWO, c.PRECISION
+            )
+            b_leave = tl.zeros((c.C, c.BK), tl.float32)
         b_leave -= b_w * b_dw
-        b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, False), b_leave, b_dg, TWO, PRECISION)
-        b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+        b_dg = spans_to_gates_bwd(
+            prefix_span_bwd(rows, c.C, False), b_leave, b_dg, TWO, c.PRECISION
+        )
+        b_dk = load_block(refs.dke + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
         if APART > 0:
             b_enter = b_dk * tl.exp2(b_late[None, :] - offsets(0.0 * b_early, rows, APART))
         else:
-            b_end = tl.load(decay_ptr + at * K + o_k, mask=o_k < K, other=0.0)
+            b_end = tl.load(refs.decay + at * c.K + o_k, mask=o_k < c.K, other=0.0)
             b_enter = b_dk * b_end[None, :]
         b_dw += b_enter
-        b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, PRECISION)
-        tl.store(dg_ptr + i_o + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
+        b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, c.PRECISION)
+        tl.store(refs.dg + i_o + at_o, (b_dg * scale).to(refs.dg.dtype.element_ty), mask=m_o)
         b_dk = b_dw * tl.exp2(-b_G) * scale
-        if u_ptr is not None:
+        if refs.u is not None:
             # read again: kept till here they would go to the stack
-            b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
-            b_diagonal = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
+            b_q = load_block(refs.q + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)
+            b_diagonal = tl.load(refs.p + at * (c.C * c.C) + o_c * (c.C + 1)).to(tl.float32)
             b_dk += b_diagonal[:, None] * b_u[None, :] * b_q
-        tl.store(dk_ptr + i_o + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
-        if u_ptr is not None:
-            b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
+        tl.store(refs.dk + i_o + at_o, b_dk.to(refs.dk.dtype.element_ty), mask=m_o)
+        if refs.u is not None:
+            b_k = load_block(refs.k + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)
             b_pair = (b_diagonal * scale)[:, None] * b_q * b_k
-            tl.store(du_ptr + at * K + o_k, tl.sum(b_pair, 0), mask=o_k < K)
+            tl.store(refs.du + at * c.K + o_k, tl.sum(b_pair, 0), mask=o_k < c.K)

@@ -8,6 +8,8 @@ Without dk_ptr dq is an output (backend.py), whose bits later tokens must not ch
 and channel is computed is chosen by the gates up to it (subchunk_decay.py).
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -42,161 +44,152 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     tokens,
 )
 
+# what dqkg.py's kernel passes on: pointers and constants
+Refs = namedtuple("Refs", "q k g u p dqs dke z dq dk dg du decay ones cu")
+Constants = namedtuple("Constants", "K BK C LEVELS BOUND SHIFT BEFORE PACKED BF16_TERMS PRECISION")
+
 
 @triton.jit
-def _load_tile(
-    k_ptr, g_ptr, cu_ptr, i_tile, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    BF16_TERMS: tl.constexpr,
-):  # fmt: skip
+def _load_tile(refs, i_tile, sizes, c):
     """g and k [C, BK]; which chunk and head they are of, their tokens, channels and which tokens
     there are; where they begin in a tensor of HK heads, and in one of HV; the numbers of tokens as
     block_span takes them, as rows and as columns."""
-    NK: tl.constexpr = (K + BK - 1) // BK
+    T, N, HV, HK = sizes
+    NK: tl.constexpr = (c.K + c.BK - 1) // c.BK
     i_h = (i_tile // NK) % HV
     i_chunk = i_tile // NK // HV
     at = tl.cast(i_tile // NK, tl.int64)
-    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
-    o_c = tl.arange(0, C)
-    o_k = (i_tile % NK) * BK + tl.arange(0, BK)
-    m_c = o_c < length - i_c * C
-    row = begin + i_c * C
-    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
+    begin, length, i_c = locate_chunk(refs.cu, i_chunk, T, N, c.C, c.PACKED)
+    o_c = tl.arange(0, c.C)
+    o_k = (i_tile % NK) * c.BK + tl.arange(0, c.BK)
+    m_c = o_c < length - i_c * c.C
+    row = begin + i_c * c.C
+    rows = tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
     i, j = rows[:, None], o_c[None, :]
-    i_k = (row * HK + i_h // (HV // HK)) * K
-    i_o = (row * HV + i_h) * K
-    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)
-    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
+    i_k = (row * HK + i_h // (HV // HK)) * c.K
+    i_o = (row * HV + i_h) * c.K
+    b_g = load_block(refs.g + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)
+    b_k = load_block(refs.k + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)
     return b_g, b_k, at, o_c, o_k, m_c, i_k, i_o, rows, i, j
 
 
 @triton.jit
-def outputs_by_levels(
-    k_ptr, g_ptr, p_ptr, dqs_ptr, dq_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    SHIFT: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def outputs_by_levels(refs, scale, i_tile, sizes, c):
     """dq of BK channels of one chunk and value head, without u."""
-    b_g, b_k, at, o_c, o_k, m_c, _, i_o, rows, i, j = _load_tile(
-        k_ptr, g_ptr, cu_ptr, i_tile, T, N, HV, HK, K, BK, C, PACKED, BF16_TERMS
-    )
-    b_dqs = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    p_p = p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :]  # read anew: it would be kept
-    p_dq = dq_ptr + i_o + o_c[:, None] * (HV * K) + o_k[None, :]
-    m_o = m_c[:, None] & (o_k < K)[None, :]
-    b_g, b_terms = split_gates(b_g, BF16_TERMS)
-    b_until = sums_of(load_ones(ones_ptr, START, C, WRITES), b_terms, BF16_TERMS, PRECISION)
-    whole = is_read_safe(b_until, BOUND)
-    b_w = b_k * chunk_writes(b_until, BOUND)  # [C, BK]
-    b_dq = anchored_reads(tl.load(p_p), b_w, b_dqs, None, rows, b_k.dtype, False, 0.0, PRECISION)
+    _, _, HV, _ = sizes
+    b_g, b_k, at, o_c, o_k, m_c, _, i_o, rows, i, j = _load_tile(refs, i_tile, sizes, c)
+    b_dqs = load_block(refs.dqs + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    # read again: it would stay in registers
+    p_p = refs.p + at * (c.C * c.C) + o_c[:, None] * c.C + o_c[None, :]
+    p_dq = refs.dq + i_o + o_c[:, None] * (HV * c.K) + o_k[None, :]
+    m_o = m_c[:, None] & (o_k < c.K)[None, :]
+    b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
+    b_until = sums_of(load_ones(refs.ones, START, c.C, WRITES), b_terms, c.BF16_TERMS, c.PRECISION)
+    whole = is_read_safe(b_until, c.BOUND)
+    b_w = b_k * chunk_writes(b_until, c.BOUND)  # [C, BK]
+    b_dq = anchored_reads(tl.load(p_p), b_w, b_dqs, None, rows, b_k.dtype, False, 0.0, c.PRECISION)
     b_dq = b_dq * tl.exp2(b_until) * scale
-    tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o & whole)
+    tl.store(p_dq, b_dq.to(refs.dq.dtype.element_ty), mask=m_o & whole)
     # dqs of the others is as it was, where dq is in its place
-    b_dqs = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
+    b_dqs = load_block(refs.dqs + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
     b_dq = b_dqs * tl.exp2(b_until)
     b_read, b_write, first, safe = block_factors(
-        ones_ptr, b_terms, BOUND, SHIFT, False, BF16_TERMS, PRECISION
+        refs.ones, b_terms, c.BOUND, c.SHIFT, False, c.BF16_TERMS, c.PRECISION
     )
     b_square = tl.where(same_block(rows, BASE) & (i > j), tl.load(p_p), 0.0)
-    b_dq += dot_with(b_square, b_k * b_write, b_k.dtype, PRECISION) * b_read
-    for level in range(first, LEVELS):
-        b_ones = load_ones(ones_ptr, MIDDLE + level, C, WRITES)
-        b_e = tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
+    b_dq += dot_with(b_square, b_k * b_write, b_k.dtype, c.PRECISION) * b_read
+    for level in range(first, c.LEVELS):
+        b_ones = load_ones(refs.ones, MIDDLE + level, c.C, WRITES)
+        b_e = tl.exp2(sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION))
         b_square = tl.where(siblings(rows, level), tl.load(p_p), 0.0)
-        b_dx = dot_with(b_square, b_k * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
+        b_dx = dot_with(b_square, b_k * b_e, b_k.dtype, c.PRECISION) * b_e  # [C, BK]
         unsafe_reads = is_in_later_half(rows, level) & ((safe & (level < BASE)) == 0)
         b_dq += tl.where(unsafe_reads, b_dx, 0.0)
-    b_diag = tl.load(p_ptr + at * (C * C) + o_c * (C + 1)).to(tl.float32)
+    b_diag = tl.load(refs.p + at * (c.C * c.C) + o_c * (c.C + 1)).to(tl.float32)
     b_dq = (b_dq + b_diag[:, None] * b_k) * scale
-    tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o & (whole == 0))
+    tl.store(p_dq, b_dq.to(refs.dq.dtype.element_ty), mask=m_o & (whole == 0))
 
 
 @triton.jit
-def grads_by_levels(
-    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr,
-    dq_ptr, dk_ptr, dg_ptr, du_ptr, ones_ptr, cu_ptr, scale, i_tile, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    BEFORE: tl.constexpr, PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def grads_by_levels(refs, scale, i_tile, sizes, c):
     """BK channels of one chunk and value head."""
-    ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
-    TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
-    KIND: tl.constexpr = READS if BEFORE else WRITES
-    OF_PAIRS: tl.constexpr = BOTH if BEFORE else WRITES
-    b_g, b_k, at, o_c, o_k, m_c, i_k, i_o, rows, i, j = _load_tile(
-        k_ptr, g_ptr, cu_ptr, i_tile, T, N, HV, HK, K, BK, C, PACKED, BF16_TERMS
-    )
-    i_h = i_tile // ((K + BK - 1) // BK) % HV
-    b_dq = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_p = tl.load(p_ptr + at * (C * C) + o_c[:, None] * C + o_c[None, :])  # [C, C]
+    _, _, HV, HK = sizes
+    ONE: tl.constexpr = 1 if c.BF16_TERMS == 2 else c.BF16_TERMS  # 16 bits
+    TWO: tl.constexpr = 2 if c.BF16_TERMS == 1 else c.BF16_TERMS
+    KIND: tl.constexpr = READS if c.BEFORE else WRITES
+    OF_PAIRS: tl.constexpr = BOTH if c.BEFORE else WRITES
+    b_g, b_k, at, o_c, o_k, m_c, i_k, i_o, rows, i, j = _load_tile(refs, i_tile, sizes, c)
+    i_h = i_tile // ((c.K + c.BK - 1) // c.BK) % HV
+    b_dq = load_block(refs.dqs + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_p = tl.load(refs.p + at * (c.C * c.C) + o_c[:, None] * c.C + o_c[None, :])  # [C, C]
     b_diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
-    b_g, b_terms = split_gates(b_g, BF16_TERMS)
-    b_until = sums_of(load_ones(ones_ptr, START, C, KIND), b_terms, BF16_TERMS, PRECISION)
+    b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
+    b_until = sums_of(load_ones(refs.ones, START, c.C, KIND), b_terms, c.BF16_TERMS, c.PRECISION)
     b_dq = b_dq * tl.exp2(b_until)
-    b_dk = tl.zeros((C, BK), tl.float32)
+    b_dk = tl.zeros((c.C, c.BK), tl.float32)
     b_leave = b_dq
-    b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_ones = load_ones(ones_ptr, START, C, READS, True)
-    b_dk = b_dk * tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
-    b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
-    b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
-    b_ones = load_ones(ones_ptr, START, C, READS)
-    b_dg = sums_to_gates_bwd(b_ones, b_k * b_dk, b_dg, ONE, PRECISION)
+    b_q = load_block(refs.q + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_dk = load_block(refs.dke + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_ones = load_ones(refs.ones, START, c.C, READS, True)
+    b_dk = b_dk * tl.exp2(sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION))
+    b_z = tl.load(refs.z + at * c.K + o_k, mask=o_k < c.K, other=0.0)
+    b_dg = tl.zeros((c.C, c.BK), tl.float32) + b_z[None, :]
+    b_ones = load_ones(refs.ones, START, c.C, READS)
+    b_dg = sums_to_gates_bwd(b_ones, b_k * b_dk, b_dg, ONE, c.PRECISION)
     b_leave = b_q * b_dq
-    base = safe_base(b_g, LEVELS, BOUND)
+    base = safe_base(b_g, c.LEVELS, c.BOUND)
     if base > 0:
         b_w_sum = b_until
-        if BEFORE or base < LEVELS:
-            b_w_sum = sums(block_span(rows, base, False), b_terms, BF16_TERMS, PRECISION)
+        if c.BEFORE or base < c.LEVELS:
+            b_w_sum = sums(block_span(rows, base, False), b_terms, c.BF16_TERMS, c.PRECISION)
         b_r_sum = b_w_sum
-        if BEFORE:
-            b_r_sum = sums(block_span(rows, base, True), b_terms, BF16_TERMS, PRECISION)
+        if c.BEFORE:
+            b_r_sum = sums(block_span(rows, base, True), b_terms, c.BF16_TERMS, c.PRECISION)
         b_w = b_k * tl.exp2(-b_w_sum)  # [C, BK]
         b_square = tl.where(same_block(rows, base) & (i > j), b_p, 0.0)
-        b_dr = dot_with(b_square, b_w, b_k.dtype, PRECISION)  # [C, BK]
+        b_dr = dot_with(b_square, b_w, b_k.dtype, c.PRECISION)  # [C, BK]
         b_w = b_w.to(b_k.dtype)
         b_dq += b_dr * tl.exp2(b_r_sum)
         b_r = (b_q * tl.exp2(b_r_sum)).to(b_k.dtype)  # [C, BK]
         b_square = tl.where(same_block(rows, base) & (i < j), b_p, 0.0)
-        b_dw = tl.dot(b_square, b_r, input_precision=PRECISION)  # [C, BK]
+        b_dw = tl.dot(b_square, b_r, input_precision=c.PRECISION)  # [C, BK]
         b_dk += b_dw * tl.exp2(-b_w_sum)
         # the one difference: of the same products, so that they cancel to the last bits
         b_gain = b_r * b_dr
         b_enter = b_w * b_dw
         span = block_span_bwd(rows, base, False)
-        if BEFORE:
+        if c.BEFORE:
             before = block_span_bwd(rows, base, True)
-            b_dg = spans_to_gates_bwd(before, b_gain, b_dg, TWO, PRECISION)
-            b_dg = spans_to_gates_bwd(span, -b_enter, b_dg, TWO, PRECISION)
+            b_dg = spans_to_gates_bwd(before, b_gain, b_dg, TWO, c.PRECISION)
+            b_dg = spans_to_gates_bwd(span, -b_enter, b_dg, TWO, c.PRECISION)
         else:
-            b_dg = spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, PRECISION)
-    b_ones = load_ones(ones_ptr, START, C, KIND, True)
-    b_dg = sums_to_gates_bwd(b_ones, b_leave, b_dg, ONE, PRECISION)
-    for level in range(base, LEVELS):
-        b_ones = load_ones(ones_ptr, MIDDLE + level, C, OF_PAIRS)
-        b_e = tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
+            b_dg = spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, c.PRECISION)
+    b_ones = load_ones(refs.ones, START, c.C, KIND, True)
+    b_dg = sums_to_gates_bwd(b_ones, b_leave, b_dg, ONE, c.PRECISION)
+    for level in range(base, c.LEVELS):
+        b_ones = load_ones(refs.ones, MIDDLE + level, c.C, OF_PAIRS)
+        b_e = tl.exp2(sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION))
         b_row = tl.where(is_in_later_half(rows, level), b_q, b_k)
         b_square = tl.where(siblings(rows, level), b_p, 0.0)
-        b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, PRECISION) * b_e  # [C, BK]
+        b_dx = dot_with(b_square, b_row * b_e, b_k.dtype, c.PRECISION) * b_e  # [C, BK]
         b_later = is_in_later_half(rows, level).to(tl.float32)
         b_dq += b_dx * b_later
         b_dk += b_dx * (1.0 - b_later)
-        b_ones = load_ones(ones_ptr, MIDDLE + level, C, OF_PAIRS, True)
-        b_dg = sums_to_gates_bwd(b_ones, b_row * b_dx, b_dg, ONE, PRECISION)
+        b_ones = load_ones(refs.ones, MIDDLE + level, c.C, OF_PAIRS, True)
+        b_dg = sums_to_gates_bwd(b_ones, b_row * b_dx, b_dg, ONE, c.PRECISION)
 
-    at_o = i_o + o_c[:, None] * (HV * K) + o_k[None, :]
-    m_o = m_c[:, None] & (o_k < K)[None, :]
-    b_write = _diagonal_factor(b_k.to(tl.float32), u_ptr, i_h, o_k, K)
-    if dq_ptr is not None:
+    at_o = i_o + o_c[:, None] * (HV * c.K) + o_k[None, :]
+    m_o = m_c[:, None] & (o_k < c.K)[None, :]
+    b_write = _diagonal_factor(b_k.to(tl.float32), refs.u, i_h, o_k, c.K)
+    if refs.dq is not None:
         b_dq = b_dq * scale + b_diag[:, None] * b_write
-        tl.store(dq_ptr + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
+        tl.store(refs.dq + at_o, b_dq.to(refs.dq.dtype.element_ty), mask=m_o)
     b_read = b_q * b_diag[:, None]
-    if u_ptr is not None:
-        tl.store(du_ptr + at * K + o_k, tl.sum(b_read * b_k, 0), mask=o_k < K)
-    b_dk = b_dk * scale + _diagonal_factor(b_read, u_ptr, i_h, o_k, K)
-    tl.store(dk_ptr + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
-    tl.store(dg_ptr + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
+    if refs.u is not None:
+        tl.store(refs.du + at * c.K + o_k, tl.sum(b_read * b_k, 0), mask=o_k < c.K)
+    b_dk = b_dk * scale + _diagonal_factor(b_read, refs.u, i_h, o_k, c.K)
+    tl.store(refs.dk + at_o, b_dk.to(refs.dk.dtype.element_ty), mask=m_o)
+    tl.store(refs.dg + at_o, (b_dg * scale).to(refs.dg.dtype.element_ty), mask=m_o)
 
 
 @triton.jit

@@ -85,83 +85,81 @@ def _writes(b_p, b_r, b_h, rows, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def grads_by_quarters(
-    q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
-    cu_ptr, scale, i_tile, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def grads_by_quarters(refs, scale, i_tile, sizes, c):
     """BK channels of one chunk and value head."""
-    NK: tl.constexpr = (K + BK - 1) // BK
-    SPAN: tl.constexpr = C.bit_length() - 3  # 2^SPAN tokens
-    ONE: tl.constexpr = 1 if BF16_TERMS == 2 else BF16_TERMS  # 16 bits
+    T, N, HV, HK = sizes
+    NK: tl.constexpr = (c.K + c.BK - 1) // c.BK
+    SPAN: tl.constexpr = c.C.bit_length() - 3  # 2^SPAN tokens
+    ONE: tl.constexpr = 1 if c.BF16_TERMS == 2 else c.BF16_TERMS  # 16 bits
     # what a read has of the token before it cancels between two sums, and strong gates leave little
-    ALL_TERMS: tl.constexpr = 3 if BF16_TERMS > 0 else BF16_TERMS
-    TWO: tl.constexpr = 2 if BF16_TERMS == 1 else BF16_TERMS
-    TERMS: tl.constexpr = ALL_TERMS if BEFORE else TWO
+    ALL_TERMS: tl.constexpr = 3 if c.BF16_TERMS > 0 else c.BF16_TERMS
+    TWO: tl.constexpr = 2 if c.BF16_TERMS == 1 else c.BF16_TERMS
+    TERMS: tl.constexpr = ALL_TERMS if c.BEFORE else TWO
     i_h = (i_tile // NK) % HV
     i_chunk = i_tile // NK // HV
     at = tl.cast(i_chunk, tl.int64) * HV + i_h
-    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
-    o_c = tl.arange(0, C)
-    o_k = (i_tile % NK) * BK + tl.arange(0, BK)
-    m_c = o_c < length - i_c * C
-    row = begin + i_c * C
-    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
-    i_k = (row * HK + i_h // (HV // HK)) * K
-    i_o = (row * HV + i_h) * K
-    at_o = o_c[:, None] * (HV * K) + o_k[None, :]
-    m_o = m_c[:, None] & (o_k < K)[None, :]
-    b_g = load_block(g_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_dq = load_block(dqs_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    p_p = p_ptr + at * (C * C)
-    b_p = tl.load(p_p + o_c[:, None] * C + o_c[None, :])  # [C, C]
-    b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_u = tl.full((BK,), 1.0, tl.float32) * scale
-    if u_ptr is not None:
-        b_u *= tl.load(u_ptr + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-    b_g, b_terms = split_gates(b_g, BF16_TERMS)
+    begin, length, i_c = locate_chunk(refs.cu, i_chunk, T, N, c.C, c.PACKED)
+    o_c = tl.arange(0, c.C)
+    o_k = (i_tile % NK) * c.BK + tl.arange(0, c.BK)
+    m_c = o_c < length - i_c * c.C
+    row = begin + i_c * c.C
+    rows = tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
+    i_k = (row * HK + i_h // (HV // HK)) * c.K
+    i_o = (row * HV + i_h) * c.K
+    at_o = o_c[:, None] * (HV * c.K) + o_k[None, :]
+    m_o = m_c[:, None] & (o_k < c.K)[None, :]
+    b_g = load_block(refs.g + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_k = load_block(refs.k + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_dq = load_block(refs.dqs + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    p_p = refs.p + at * (c.C * c.C)
+    b_p = tl.load(p_p + o_c[:, None] * c.C + o_c[None, :])  # [C, C]
+    b_q = load_block(refs.q + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_u = tl.full((c.BK,), 1.0, tl.float32) * scale
+    if refs.u is not None:
+        b_u *= tl.load(refs.u + i_h * c.K + o_k, mask=o_k < c.K, other=0.0).to(tl.float32)
+    b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
     b_h = quarter_halves(b_g)
-    b_G = sums(block_span(rows, SPAN, False), b_terms, BF16_TERMS, PRECISION)
-    b_G -= _of_tokens(b_h, C)
+    b_G = sums(block_span(rows, SPAN, False), b_terms, c.BF16_TERMS, c.PRECISION)
+    b_G -= _of_tokens(b_h, c.C)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
     b_e = b_G
-    if BEFORE:
-        b_e = sums(block_span(rows, SPAN, True), b_terms, BF16_TERMS, PRECISION)
-        b_e -= _of_tokens(b_h, C)
+    if c.BEFORE:
+        b_e = sums(block_span(rows, SPAN, True), b_terms, c.BF16_TERMS, c.PRECISION)
+        b_e -= _of_tokens(b_h, c.C)
     b_e = tl.exp2(b_e)
-    b_dr = _reads(b_p, b_w, b_dq, b_h, rows, b_k.dtype, PRECISION)  # [C, BK]
+    b_dr = _reads(b_p, b_w, b_dq, b_h, rows, b_k.dtype, c.PRECISION)  # [C, BK]
     b_w = b_w.to(b_k.dtype)
-    b_diagonal = tl.load(p_p + o_c * (C + 1)).to(tl.float32)[:, None]
-    if dq_ptr is not None:
+    b_diagonal = tl.load(p_p + o_c * (c.C + 1)).to(tl.float32)[:, None]
+    if refs.dq is not None:
         b_dq = b_dr * b_e * scale + b_diagonal * b_u[None, :] * b_k
-        tl.store(dq_ptr + i_o + at_o, b_dq.to(dq_ptr.dtype.element_ty), mask=m_o)
+        tl.store(refs.dq + i_o + at_o, b_dq.to(refs.dq.dtype.element_ty), mask=m_o)
     b_r = (b_q * b_e).to(b_k.dtype)  # [C, BK]
     b_leave = b_r * b_dr
-    b_dw = _writes(b_p, b_r, b_h, rows, PRECISION)  # [C, BK]
-    b_z = tl.load(z_ptr + at * K + o_k, mask=o_k < K, other=0.0)
-    b_dg = tl.zeros((C, BK), tl.float32) + b_z[None, :]
-    if BEFORE:
-        span = prefix_span_bwd(rows, C, True)
-        b_dg = spans_to_gates_bwd(span, b_leave, b_dg, ALL_TERMS, PRECISION)
-        b_leave = tl.zeros((C, BK), tl.float32)
+    b_dw = _writes(b_p, b_r, b_h, rows, c.PRECISION)  # [C, BK]
+    b_z = tl.load(refs.z + at * c.K + o_k, mask=o_k < c.K, other=0.0)
+    b_dg = tl.zeros((c.C, c.BK), tl.float32) + b_z[None, :]
+    if c.BEFORE:
+        span = prefix_span_bwd(rows, c.C, True)
+        b_dg = spans_to_gates_bwd(span, b_leave, b_dg, ALL_TERMS, c.PRECISION)
+        b_leave = tl.zeros((c.C, c.BK), tl.float32)
     b_leave -= b_w * b_dw
-    b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, C, False), b_leave, b_dg, TERMS, PRECISION)
-    b_dk = load_block(dke_ptr + i_o, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-    b_enter = b_dk * _of_tokens(tl.exp2(_until_end(b_h)), C)
+    b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, c.C, False), b_leave, b_dg, TERMS, c.PRECISION)
+    b_dk = load_block(refs.dke + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+    b_enter = b_dk * _of_tokens(tl.exp2(_until_end(b_h)), c.C)
     b_dw += b_enter
-    b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, PRECISION)
-    tl.store(dg_ptr + i_o + at_o, (b_dg * scale).to(dg_ptr.dtype.element_ty), mask=m_o)
-    if BEFORE:
+    b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, c.PRECISION)
+    tl.store(refs.dg + i_o + at_o, (b_dg * scale).to(refs.dg.dtype.element_ty), mask=m_o)
+    if c.BEFORE:
         b_dk = b_dw * tl.exp2(-b_G) * scale
     else:
         b_dk = b_dw / b_e * scale  # G - h kept till here would go to the stack
     # read again: kept till here they would go to the stack
-    b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
-    b_diagonal = tl.load(p_p + o_c * (C + 1)).to(tl.float32)[:, None]
+    b_q = load_block(refs.q + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)
+    b_diagonal = tl.load(p_p + o_c * (c.C + 1)).to(tl.float32)[:, None]
     b_dk += b_diagonal * b_u[None, :] * b_q
-    tl.store(dk_ptr + i_o + at_o, b_dk.to(dk_ptr.dtype.element_ty), mask=m_o)
-    if u_ptr is not None:
-        b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)
-        tl.store(du_ptr + at * K + o_k, tl.sum(b_diagonal * scale * b_q * b_k, 0), mask=o_k < K)
+    tl.store(refs.dk + i_o + at_o, b_dk.to(refs.dk.dtype.element_ty), mask=m_o)
+    if refs.u is not None:
+        b_k = load_block(refs.k + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)
+        tl.store(
+            refs.du + at * c.K + o_k, tl.sum(b_diagonal * scale * b_q * b_k, 0), mask=o_k < c.K
+        )

@@ -11,6 +11,8 @@ chunk's start or, in bfloat16, to its middle (dplr/intra_anchored.py), where hal
 their own, whose registers the first then does not need.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -39,6 +41,7 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     HALF,
+    Sizes,
     block_factors,
     chunk_writes,
     decay,
@@ -56,6 +59,13 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
     sums,
     sums_of,
     tokens,
+)
+
+# what a kernel passes on: pointers and constants
+Refs = namedtuple("Refs", "q k g u a ones cu")
+Constants = namedtuple(
+    "Constants",
+    "K BK C LEVELS BOUND SHIFT APART BEFORE PACKED BF16_TERMS PRECISION",
 )
 
 
@@ -249,8 +259,13 @@ def vector_decay_scores_kernel(
 
     total: chunks times value heads.
     """
+    c: tl.constexpr = Constants(
+        K, BK, C, LEVELS, BOUND, SHIFT, APART, BEFORE, PACKED, BF16_TERMS, PRECISION
+    )
+    refs = Refs(q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, ones_ptr, cu_ptr)
     if not GROUPED:
         HK = HV
+    sizes = Sizes(T, N, HV, HK)
     if APART > 0:
         # one load for all chunks of this program, up to MAX_CHUNKS
         o_at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
@@ -266,69 +281,62 @@ def vector_decay_scores_kernel(
         else:
             weak = is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND)
         if not weak:
-            _scores(
-                q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, ones_ptr, cu_ptr, at, T, N, HV, HK,
-                K, BK, C, LEVELS, BOUND, SHIFT, APART, BEFORE, PACKED, BF16_TERMS, PRECISION,
-            )  # fmt: skip
+            _scores(refs, at, sizes, c)
 
 
 @triton.jit
-def _scores(
-    q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, ones_ptr, cu_ptr, at, T, N, HV, HK,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BOUND: tl.constexpr,
-    SHIFT: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _scores(refs, at, sizes, c):
     """Those rows of one chunk and value head."""
+    T, N, HV, HK = sizes
     i_h = at % HV
     i_chunk = at // HV
-    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
-    o_c = tl.arange(0, C)
-    m_c = o_c < length - i_c * C
-    row = begin + i_c * C
-    i_k = (row * HK + i_h // (HV // HK)) * K
-    i_g = (row * HV + i_h) * K
-    rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
-    b_a = tl.zeros((C, C), tl.float32)
-    b_diag = tl.zeros((C,), tl.float32)
-    b_lowest = tl.zeros((C,), tl.float32)
-    for tile in range(tl.cdiv(K, BK)):
-        o_k = tile * BK + tl.arange(0, BK)
-        b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_g = load_block(g_ptr + i_g, HV * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-        b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
-        b_g, b_terms = split_gates(b_g, BF16_TERMS)
-        if APART > 0:
-            b_ones = load_ones(ones_ptr, START, C, WRITES)
-            b_until = sums_of(b_ones, b_terms, BF16_TERMS, PRECISION)
-            b_early, _ = half_sums(b_g, C)
-            b_e, b_middle = _from_middle(b_until + FAR, b_early, rows, APART)
-            b_low = lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, APART)
+    begin, length, i_c = locate_chunk(refs.cu, i_chunk, T, N, c.C, c.PACKED)
+    o_c = tl.arange(0, c.C)
+    m_c = o_c < length - i_c * c.C
+    row = begin + i_c * c.C
+    i_k = (row * HK + i_h // (HV // HK)) * c.K
+    i_g = (row * HV + i_h) * c.K
+    rows = tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
+    b_a = tl.zeros((c.C, c.C), tl.float32)
+    b_diag = tl.zeros((c.C,), tl.float32)
+    b_lowest = tl.zeros((c.C,), tl.float32)
+    for tile in range(tl.cdiv(c.K, c.BK)):
+        o_k = tile * c.BK + tl.arange(0, c.BK)
+        b_q = load_block(refs.q + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+        b_k = load_block(refs.k + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+        b_g = load_block(refs.g + i_g, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
+        b_diag += _diagonal(b_q, b_k, refs.u, i_h, o_k, c.K)
+        b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
+        if c.APART > 0:
+            b_ones = load_ones(refs.ones, START, c.C, WRITES)
+            b_until = sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION)
+            b_early, _ = half_sums(b_g, c.C)
+            b_e, b_middle = _from_middle(b_until + FAR, b_early, rows, c.APART)
+            b_low = lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, c.APART)
         else:
-            b_ones = load_ones(ones_ptr, START, C, READS if BEFORE else WRITES)
-            b_low = tl.min(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION), 1)
+            b_ones = load_ones(refs.ones, START, c.C, READS if c.BEFORE else WRITES)
+            b_low = tl.min(sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION), 1)
         b_lowest = tl.minimum(b_lowest, b_low)
         b_read, b_write, first, safe = block_factors(
-            ones_ptr, b_terms, BOUND, SHIFT, BEFORE, BF16_TERMS, PRECISION
+            refs.ones, b_terms, c.BOUND, c.SHIFT, c.BEFORE, c.BF16_TERMS, c.PRECISION
         )
         b_r = (b_q * b_read).to(b_q.dtype)  # [C, BK]
         b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
-        b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=PRECISION)  # [C, C]
+        b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=c.PRECISION)  # [C, C]
         b_a += tl.where(same_block(rows, BASE), b_rw, 0.0)
         for level in range(first, BASE):
             b_x = tl.where(safe, 0.0, b_q)
-            b_ones = load_ones(ones_ptr, MIDDLE + level, C, BOTH if BEFORE else WRITES)
-            b_a = _add_level(b_a, b_x, b_k, b_ones, level, b_terms, rows, BF16_TERMS, PRECISION)
-        for level in range(BASE, LEVELS):
-            b_ones = load_ones(ones_ptr, MIDDLE + level, C, BOTH if BEFORE else WRITES)
-            b_a = _add_level(b_a, b_q, b_k, b_ones, level, b_terms, rows, BF16_TERMS, PRECISION)
-    if APART > 0:
+            b_ones = load_ones(refs.ones, MIDDLE + level, c.C, BOTH if c.BEFORE else WRITES)
+            b_a = _add_level(b_a, b_x, b_k, b_ones, level, b_terms, rows, c.BF16_TERMS, c.PRECISION)
+        for level in range(BASE, c.LEVELS):
+            b_ones = load_ones(refs.ones, MIDDLE + level, c.C, BOTH if c.BEFORE else WRITES)
+            b_a = _add_level(b_a, b_q, b_k, b_ones, level, b_terms, rows, c.BF16_TERMS, c.PRECISION)
+    if c.APART > 0:
         other = is_read_anchored(b_lowest, HALF / 2) == 0
     else:
-        other = is_read_safe(b_lowest, BOUND) == 0
-    p_a = a_ptr + tl.cast(at, tl.int64) * (C * C)
-    _store_scores(p_a, b_a, b_diag, rows, other[:, None], C, True)
+        other = is_read_safe(b_lowest, c.BOUND) == 0
+    p_a = refs.a + tl.cast(at, tl.int64) * (c.C * c.C)
+    _store_scores(p_a, b_a, b_diag, rows, other[:, None], c.C, True)
 
 
 @triton.jit

@@ -34,6 +34,8 @@ do, and levels above and else. Levels that no read wants are left out: they woul
 Where a read sees the state before its own token's decay (BEFORE), its own gate is left out.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -45,6 +47,9 @@ from slipstream.kernels.linear.triton.common.gate_ones import (
     load_ones,
 )
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
+
+# numbers of a launch
+Sizes = namedtuple("Sizes", "T N HV HK")
 
 # A chunk whose gates add up to -BOUND is one block for all of its reads, also where the sums of
 # single reads are rounded otherwise than that of the chunk.
