@@ -378,8 +378,9 @@ def show(about: Mapping[str, Any]) -> None:
         print(f"{key:11} {about[key] or 'none'}", flush=True)
     device, ptxas = about["device"], about["ptxas"]
     if device is None:
-        blocked = about["triton"] and blocking(INTERPRETER, about["triton"], None, ())
-        also = "" if blocked else ", and the kernels in Triton's interpreter"
+        triton = about["triton"]
+        runs = triton is not None and not blocking(INTERPRETER, triton, None, ())
+        also = ", and the kernels in Triton's interpreter" if runs else ""
         print(f"device      none: plain torch{also}")
     else:
         free, total = (x / 2**30 for x in device["memory"].values())

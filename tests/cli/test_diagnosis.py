@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.commands import app
@@ -55,6 +56,17 @@ def test_doctor_leaves_a_broken_interpreter_out(monkeypatch: pytest.MonkeyPatch)
     status, text = invoke("doctor", "rms_norm", "--thorough")
     assert status == 0 and "interpreter-mask" in text and "none: plain torch\n" in text
     assert not [x for x in text.splitlines() if x.startswith("ok") and "interpreted" in x]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.parametrize("release", [None, "3.6.0"])
+def test_doctor_speaks_of_an_interpreter_where_triton_is(
+    release: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.compiler.toolchain.triton_version", lambda: release)
+    code, text = invoke("doctor", "--no-checks")
+    assert code == 0 and "device      none: plain torch" in text
+    assert ("interpreter" in text) == (release is not None)
 
 
 def test_doctor_agrees_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
