@@ -16,6 +16,7 @@ operation gives a number to the host, or there are more operations of torch than
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,27 +62,31 @@ def call_key(args: Sequence[Any]) -> tuple[Key | None, list[Any]]:
     """The key: of tensors dtype, rank, alignment and whether they are contiguous; of integers only
     that they are; None for what can't be one. And the addresses of tensors, for `play`. All tensors
     are on the first one's device."""
-    parts: list[Any] = [args[0].get_device()]
-    addresses: list[Any] = []
-    for x in args:
-        kind = type(x)
-        address = None
-        if kind in _PLAIN:
-            address = x.data_ptr()
-            place = address & 15
-            # minus what is in memory: the imaginary part of torch.conj(z). It comes after a real
-            # part, so it is never at a multiple of 16 bytes, and only then is it asked.
-            if place and x.is_neg():
-                return None, addresses
-            parts += (x.dtype, x.dim(), place, x.is_contiguous())
-        elif kind is int:
-            parts.append(int)
-        elif isinstance(x, Tensor):
-            return None, addresses
-        else:
-            parts += (kind, x) if kind is float or kind is bool else (x,)
-        addresses.append(address)
-    return tuple(parts), addresses
+    return _reader(tuple(map(type, args)))(args)
+
+
+@cache
+def _reader(kinds: tuple[type, ...]) -> Callable[[Sequence[Any]], tuple[Key | None, list[Any]]]:
+    """call_key of arguments of these types, as a function without loops."""
+    tensors = [i for i, kind in enumerate(kinds) if issubclass(kind, Tensor)]
+    if any(kinds[i] not in _PLAIN for i in tensors):
+        return lambda args: (None, [])
+    parts = [f"x{i}.dtype, x{i}.dim(), p{i} & 15, x{i}.is_contiguous()" for i in tensors]
+    parts += [f"x{i}" for i, kind in enumerate(kinds) if i not in tensors and kind is not int]
+    # minus what is in memory: the imaginary part of torch.conj(z). It comes after a real part, so
+    # it is never at a multiple of 16 bytes, and only then is it asked.
+    addresses = [f"p{i}" if i in tensors else "None" for i in range(len(kinds))]
+    lines = [
+        f"{''.join(f'x{i}, ' for i in range(len(kinds)))} = args",
+        *[f"p{i} = x{i}.data_ptr()" for i in tensors],
+        f"addresses = [{', '.join(addresses)}]",
+        f"if ({' | '.join(f'p{i}' for i in tensors)}) & 15:",
+        f"    if {' or '.join(f'x{i}.is_neg()' for i in tensors)}: return None, addresses",
+        f"return (KINDS, x{tensors[0]}.get_device(), {', '.join(parts)}), addresses",
+    ]
+    scope: dict[str, Any] = {"KINDS": kinds}
+    exec("def read(args):\n    " + "\n    ".join(lines), scope)
+    return scope["read"]
 
 
 def _never() -> bool:
