@@ -84,7 +84,8 @@ def _reader(kinds: tuple[type, ...]) -> Callable[[Sequence[Any]], tuple[Key | No
         f"    if {' or '.join(f'x{i}.is_neg()' for i in tensors)}: return None, addresses",
         f"return (KINDS, x{tensors[0]}.get_device(), {', '.join(parts)}), addresses",
     ]
-    scope: dict[str, Any] = {"KINDS": kinds}
+    alike = tuple(Tensor if i in tensors else kind for i, kind in enumerate(kinds))
+    scope: dict[str, Any] = {"KINDS": alike}
     exec("def read(args):\n    " + "\n    ".join(lines), scope)
     return scope["read"]
 

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.call_recorder import CallRecorder
-from slipstream.runtime.call_replay import RecordedCall
+from slipstream.runtime.call_replay import RecordedCall, call_key
 from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.launch_cache import CachedKernel, FusedKernel, of_thread
 from slipstream.runtime.recording import use_recorder
@@ -107,3 +107,15 @@ def test_calls_can_be_replayed(calls: list[Recorded], shape: str) -> None:
 
 def _call(sample: Sample, shape: Shape, device: torch.device) -> Any:
     return sample.call(sample.inputs(shape, device))
+
+
+def test_keys_are_of_kinds_and_not_of_sizes() -> None:
+    x = torch.randn(8, 4)
+    key = call_key((x, None, 3, 0.5, True))[0]
+    same = [(x[:4], None, 64, 0.5, True), (torch.nn.Parameter(x), None, 3, 0.5, True)]
+    assert all(call_key(args)[0] == key for args in same)
+    others = [(x.T, None, 3, 0.5, True), (x[0], None, 3, 0.5, True), (x, x, 3, 0.5, True)]
+    others += [(x, None, 3, 1.0, True), (x, None, 3, 0.5, 1), (x, None, 3.0, 0.5, True)]
+    others += [(x.view(-1)[1:].view(31, 1), None, 3, 0.5, True), (x.half(), None, 3, 0.5, True)]
+    assert all(call_key(args)[0] != key for args in others)
+    assert call_key((x, x.as_subclass(type("Own", (torch.Tensor,), {}))))[0] is None
