@@ -29,9 +29,8 @@ from slipstream.kernels.attention.triton.sums import (
     softmax_dq_of_sums_kernel,
 )
 from slipstream.kernels.attention.triton.tiles import (
-    bound,
+    common_args,
     device_of,
-    factor_and_cap,
     multiprocessors,
     sinks_gradient,
     to_kernel_layout,
@@ -74,7 +73,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
             lse_ptr=lse,
             sinks_ptr=inputs.sinks,
             counter_ptr=counter,
-            **_common(inputs, options),
+            **common_args(inputs, options),
             **sizes,
             NC=tile.rows // 64,
             BN=tile.B,
@@ -185,7 +184,7 @@ def _separate(
             base_ptr=base,
             delta_ptr=delta,
             scale=options.scale,
-            **_common(inputs, options),
+            **common_args(inputs, options),
             **sizes,
             D=D,
             **specific,
@@ -224,20 +223,6 @@ def _is_tma_readable(x: Tensor) -> bool:
 @cache
 def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, D], _DTYPES[dtype])
-
-
-def _common(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, Any]:
-    """Arguments that all kernels take."""
-    factor, cap = factor_and_cap(options)
-    return {
-        "cu_q_ptr": inputs.cu_q,
-        "cu_k_ptr": inputs.cu_k,
-        "lengths_ptr": inputs.lengths,
-        "factor": factor,
-        "cap": cap,
-        "left": bound(options.left),
-        "right": bound(options.right),
-    }
 
 
 def _sizes(
@@ -355,7 +340,7 @@ def _fused(
         search_steps=search_steps,
         section=section,
         units=tiles * pairs,
-        **_common(inputs, options),
+        **common_args(inputs, options),
         **matrices,
         BM=BM,
         D=D,
@@ -420,21 +405,9 @@ def takes_latent(q: Tensor, latent: Tensor, width: int, table: Tensor | None) ->
     )
 
 
-def launch_latent(
-    q: Tensor,
-    latent: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    factor: float,
-    partial_o: Tensor,
-    partial_lse: Tensor,
-    splits: int,
-    tiles: int,
-    capacity: int,
-) -> None:
-    """Writes o and lse of each share of a cache of latents."""
-    B, T, H, D = q.shape
-    row = latent.stride(1)
+def launch_latent(q: Tensor, latent: Tensor, grid: tuple[int], common: dict[str, Any]) -> None:
+    """Writes o and lse of each share of a cache of latents. common: triton/decode_latent.py's."""
+    (B, T, H, D), row = q.shape, latent.stride(1)
     rows_b = latent.stride(0) // row
     shape = [(latent.shape[0] - 1) * rows_b + latent.shape[1], D]
     descs = {
@@ -444,23 +417,5 @@ def launch_latent(
         for name, x, size, stride in (("q", q, [B * T * H, D], D), ("k", latent, shape, row))
         for suffix, width in (("", LATENT // 2), ("r", ROPE_DIM))
     }
-    cached(softmax_latent_decode_sm90_kernel)[(tiles * splits * B,)](
-        **descs,
-        o_ptr=partial_o,
-        lse_ptr=partial_lse,
-        lengths_ptr=lengths,
-        table_ptr=table,
-        factor=factor,
-        T=T,
-        H=H,
-        B=B,
-        tiles=tiles,
-        splits=splits,
-        capacity=capacity,
-        stride_table=0 if table is None else table.stride(0),
-        rows_b=rows_b,
-        PAGE=0 if table is None else latent.shape[1],
-        HAS_LENGTHS=lengths is not None,
-        num_warps=4,
-        maxnreg=168,
-    )
+    run = cached(softmax_latent_decode_sm90_kernel)[grid]
+    run(**descs, **common, rows_b=rows_b, num_warps=4, maxnreg=168)

@@ -128,7 +128,7 @@ def visible(
 
 @triton.jit
 def softmax_step(b_s, b_m, b_l, score_scale):
-    """Online softmax, as in forward.py: probabilities, maxima and sums after these scores, and what
+    """Online softmax, as in softmax.py: probabilities, maxima and sums after these scores, and what
     remains of what was added up before."""
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * score_scale)
     b_base = finite(b_top)

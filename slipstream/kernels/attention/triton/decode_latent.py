@@ -10,6 +10,7 @@ sm90/decode_latent.py where that takes a call.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -167,12 +168,27 @@ def decode(
     splits = choose_splits(q.device, tiles * B, capacity, tile.BN, 1)
     partial_o = torch.empty(splits, B, T, H, width, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
+    common = {
+        "o_ptr": partial_o,
+        "lse_ptr": partial_lse,
+        "lengths_ptr": lengths,
+        "table_ptr": table,
+        "factor": LOG2E * scale,
+        "T": T,
+        "H": H,
+        "B": B,
+        "tiles": tiles,
+        "splits": splits,
+        "capacity": capacity,
+        "stride_table": 0 if table is None else table.stride(0),
+        "PAGE": 0 if table is None else size,
+        "HAS_LENGTHS": lengths is not None,
+    }
     launch = _launch_triton
     if _uses_sm90(q, latent, width, table):
         from slipstream.kernels.attention.sm90.launch import launch_latent as launch
-    shares = partial_o, partial_lse, splits, tiles, capacity
     with device_of(q.device):
-        launch(q, latent, lengths, table, LOG2E * scale, *shares)
+        launch(q, latent, (tiles * splits * B,), common)
         return combine(partial_o, partial_lse, q, None, 1 << (width - 1).bit_length())
 
 
@@ -184,40 +200,17 @@ def _uses_sm90(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> b
     return takes_latent(q, latent, width, table)
 
 
-def _launch_triton(
-    q: Tensor,
-    latent: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    factor: float,
-    partial_o: Tensor,
-    partial_lse: Tensor,
-    splits: int,
-    tiles: int,
-    capacity: int,
-) -> None:
-    B, T, H, D = q.shape
-    width, tile = partial_o.shape[-1], tile_of(q.device)
+def _launch_triton(q: Tensor, latent: Tensor, grid: tuple[int], common: dict[str, Any]) -> None:
+    D, width, tile = q.shape[-1], common["o_ptr"].shape[-1], tile_of(q.device)
     narrowest = 16 if tile.BM < 64 else 64
     q, latent = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, latent))
     strides = [*q.stride()[:3], *latent.stride()[:2]]
     unit = math.gcd(16 // q.element_size(), *strides)
-    cached(softmax_latent_decode_kernel)[(tiles * splits * B,)](
+    cached(softmax_latent_decode_kernel)[grid](
         q_ptr=q,
         k_ptr=latent,
-        o_ptr=partial_o,
-        lse_ptr=partial_lse,
-        lengths_ptr=lengths,
-        table_ptr=table,
-        factor=factor,
-        T=T,
-        H=H,
-        B=B,
-        tiles=tiles,
-        splits=splits,
-        capacity=capacity,
+        **common,
         cache_rows=latent.shape[0],
-        stride_table=0 if table is None else table.stride(0),
         **{name: stride // unit for name, stride in zip(STRIDES, strides)},
         R=width,
         P=D - width,
@@ -226,8 +219,6 @@ def _launch_triton(
         BM=tile.BM,
         BN=tile.BN,
         UNIT=unit,
-        PAGE=0 if table is None else latent.shape[1],
-        HAS_LENGTHS=lengths is not None,
         PRECISION=fp32_dot_precision(),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -13,8 +13,7 @@ from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch
-from slipstream.kernels.attention.triton.backward import softmax_dkv_kernel
-from slipstream.kernels.attention.triton.forward import softmax_queries_kernel
+from slipstream.kernels.attention.triton.softmax import softmax_dkv_kernel, softmax_queries_kernel
 from slipstream.kernels.attention.triton.sums import (
     launch_delta,
     softmax_gate_grad_kernel,
@@ -24,9 +23,8 @@ from slipstream.kernels.attention.triton.tiles import (
     STRIDES,
     Tile,
     Tiles,
-    bound,
+    common_args,
     device_of,
-    factor_and_cap,
     fp32_dot_precision,
     sinks_gradient,
     tiles_for,
@@ -160,28 +158,21 @@ def _common(inputs: AttentionInputs, options: AttentionOptions, tiles: int) -> d
     """Arguments that the kernels of forward and backward take."""
     q, k, slopes = inputs.q, inputs.k, inputs.slopes
     drops = inputs.seed is not None
-    factor, cap = factor_and_cap(options)
     return {
         "q_ptr": q,
         "k_ptr": k,
         "v_ptr": inputs.v,
         "slopes_ptr": slopes,
-        "cu_q_ptr": inputs.cu_q,
-        "cu_k_ptr": inputs.cu_k,
-        "lengths_ptr": inputs.lengths,
+        **common_args(inputs, options),
         "seed_ptr": inputs.seed,
         "threshold": dropout.threshold(options.dropout) if drops else None,
         "keep_scale": dropout.factor(options.dropout) if drops else None,
-        "factor": factor,
-        "cap": cap,
         "T": q.shape[1],
         "S": k.shape[1],
         "H": q.shape[2],
         "N": inputs.sequences,
         "tiles": tiles,
         "search_steps": (inputs.sequences - 1).bit_length(),
-        "left": bound(options.left),
-        "right": bound(options.right),
         "group": q.shape[2] // k.shape[2],
         "stride_slope": q.shape[2] if slopes is not None and slopes.dim() == 2 else 0,
         **dict(zip(STRIDES, unit_and_strides(*inputs[:3])[1])),

@@ -6,7 +6,7 @@ each row against compiler/arch.py and the spills it may have.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -246,6 +246,20 @@ def factor_and_cap(options: AttentionOptions) -> tuple[float, float]:
 def bound(side: int) -> int:
     """A side of the window: beyond every position, and no overflow."""
     return min(max(side, 0), 1 << 30)
+
+
+def common_args(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, Any]:
+    """Arguments that the kernels of forward and backward take, also on sm_90."""
+    factor, cap = factor_and_cap(options)
+    return {
+        "cu_q_ptr": inputs.cu_q,
+        "cu_k_ptr": inputs.cu_k,
+        "lengths_ptr": inputs.lengths,
+        "factor": factor,
+        "cap": cap,
+        "left": bound(options.left),
+        "right": bound(options.right),
+    }
 
 
 def sinks_gradient(sinks: Tensor, base: Tensor, delta: Tensor) -> Tensor:

@@ -42,12 +42,11 @@ from slipstream.kernels.linear.sm90.common.device import (
     zero_tail_rows,
 )
 from slipstream.kernels.linear.sm90.delta.device import (
-    Checkpoints,
     Queries,
     StateRefs,
     alloc_stages,
     beta_gate_ptr,
-    first_checkpoint,
+    checkpoints_of,
     masked_scores,
     program_coords,
     state_offset,
@@ -267,19 +266,7 @@ def output_partition(
         mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
         b_a, b_q, b_start = masked_scores(
-            queries.q,
-            tiles.k,
-            tiles.beta_gate,
-            queries.empty,
-            barriers.empty,
-            b,
-            s,
-            seen,
-            al,
-            ol,
-            C,
-            HAS_GATE,
-            False,
+            queries, tiles, barriers.empty, b, s, seen, al, ol, C, HAS_GATE, False
         )
         mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
         if SAVE_CHECKPOINTS:  # noqa: SIM102
@@ -434,10 +421,10 @@ def delta_chunk_fwd_sm90_kernel(
         queries = Queries(qs, q_full, q_empty)
         checkpoints = queries
         if SAVE_CHECKPOINTS:
-            marked, number = first_checkpoint(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
-            checkpoints = Checkpoints(
-                checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V
-            )
+            checkpoints = checkpoints_of(
+                checkpoints_desc, i_n, i_s, i_h, i_v, row, T, segment, every, HV,
+                V, C, PACKED, SPLIT,
+            )  # fmt: skip
         gl.warp_specialize(
             [
                 (state_partition, (

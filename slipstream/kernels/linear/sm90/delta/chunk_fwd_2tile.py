@@ -39,12 +39,11 @@ from slipstream.kernels.linear.sm90.common.device import (
     zero_tail_rows,
 )
 from slipstream.kernels.linear.sm90.delta.device import (
-    Checkpoints,
     Queries,
     StateRefs,
     alloc_stages,
     beta_gate_ptr,
-    first_checkpoint,
+    checkpoints_of,
     load_state,
     masked_scores,
     program_coords,
@@ -247,19 +246,7 @@ def output_partition(
             mbarrier.wait(barriers.cleared.index(0), 0)
         mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         b_a, b_q, b_start = masked_scores(
-            queries.q,
-            tiles.k,
-            tiles.beta_gate,
-            queries.empty,
-            barriers.empty,
-            b,
-            s,
-            seen,
-            al,
-            ol,
-            C,
-            HAS_GATE,
-            True,
+            queries, tiles, barriers.empty, b, s, seen, al, ol, C, HAS_GATE, True
         )
         b_q = gl.convert_layout(b_q, aa)
         mbarrier.wait(barriers.state_full.index(0), i & 1)
@@ -421,9 +408,8 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         tiles = Tiles(ks, vs, rs, gs, ss, xs)
         checkpoints = state_refs
         if SAVE_CHECKPOINTS:
-            marked, number = first_checkpoint(i_seg, 0, row, T, T, every, C, PACKED, False)
-            checkpoints = Checkpoints(
-                checkpoints_desc, marked, every, (number * HV + i_h) * V + i_v, HV * V
+            checkpoints = checkpoints_of(
+                checkpoints_desc, i_seg, 0, i_h, i_v, row, T, T, every, HV, V, C, PACKED, False
             )
         gl.warp_specialize(
             [

@@ -144,6 +144,16 @@ def first_checkpoint(
 
 
 @gluon.jit
+def checkpoints_of(
+    desc, i_n, i_s, i_h, i_v, row, T, segment, every, HV,
+    V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Where a program with columns from i_v on leaves S."""
+    marked, number = first_checkpoint(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
+    return Checkpoints(desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
+
+
+@gluon.jit
 def load_state(state_refs, b_s, o_k, o_v, V: gl.constexpr, HAS_S_IN: gl.constexpr):
     """The state that a scan begins with, as rows o_v and columns o_k; b_s where there is none."""
     if HAS_S_IN:
@@ -180,13 +190,15 @@ def alloc_stages(
 
 @gluon.jit
 def masked_scores(
-    qs, ks, gs, q_empty, empty, b, s, seen, al: gl.constexpr, ol: gl.constexpr,
+    queries, tiles, empty, b, s, seen, al: gl.constexpr, ol: gl.constexpr,
     C: gl.constexpr, HAS_GATE: gl.constexpr, STARTS: gl.constexpr,
 ):  # fmt: skip
     """tril(q k^T decay) beta of a chunk as a left operand, q, and if HAS_GATE exp(G), which with
-    STARTS gs has already, negated. Leaves q's buffer b and, as one of its readers, stage s.
+    STARTS tiles.beta_gate has already, negated. Leaves q's buffer b and, as one of its readers,
+    stage s.
     """
-    b_q = qs.index(b).load(gl.DotOperandLayout(0, al, 2))
+    ks, gs = tiles.k, tiles.beta_gate
+    b_q = queries.q.index(b).load(gl.DotOperandLayout(0, al, 2))
     zero = gl.zeros([C, C], gl.float32, al)
     b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
     b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
@@ -201,7 +213,7 @@ def masked_scores(
             b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
     # the exponentials above need no product: they ran beside it
     b_a = warpgroup_mma_wait(0, deps=(b_a,))
-    mbarrier.arrive(q_empty.index(b), count=1)
+    mbarrier.arrive(queries.empty.index(b), count=1)
     mbarrier.arrive(empty.index(s), count=1)
     if HAS_GATE:
         # masked before exp2: above the diagonal the difference is positive and may overflow
