@@ -332,24 +332,15 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
             T, H = opaque((sizes.T, sizes.H), i_step)
             i_r = loc.i_b.to(gl.int64) * H + loc.i_h * group + i_g
             i_r = i_r * (gl.cdiv(T, 4) * 4) + loc.begin
-            # three loops of one body: masked edge, inside, masked edge
-            if FLAGS & RIGHT:
-                for i in range(inner):
+            # masked edge, inside, masked edge
+            edges = (0, inner, outer, count)
+            for i_loop in gl.static_range(0 if FLAGS & RIGHT else 1, 3):
+                for i in range(edges[i_loop], edges[i_loop + 1]):
                     acc = step(
                         zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r,
                         i_step + i, mask_args, query + i * BM, queries, factor, cap, BM, D, ST,
-                        True, FLAGS,
+                        i_loop != 1, FLAGS,
                     )  # fmt: skip
-            for i in range(inner, outer):
-                acc = step(
-                    zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, i_step + i,
-                    mask_args, query + i * BM, queries, factor, cap, BM, D, ST, False, FLAGS,
-                )  # fmt: skip
-            for i in range(outer, count):
-                acc = step(
-                    zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r, i_step + i,
-                    mask_args, query + i * BM, queries, factor, cap, BM, D, ST, True, FLAGS,
-                )  # fmt: skip
             i_step += count
         units_done += 1
         mbarrier.arrive(empty.kv.index(0))

@@ -186,22 +186,14 @@ def _tile_loop(c, zero, buffers, full, empty, base, delta, i_step, low, high, ke
     """dq of a unit, tile by tile."""
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq = gl.zeros([64, D], gl.float32, q_layout)
-    if FLAGS & LEFT:
-        for i in range(inner):
+    # left edge (masked), inside, right edge (masked)
+    edges = (0, inner, outer, count)
+    for i_loop in gl.static_range(0 if FLAGS & LEFT else 1, 3):
+        for i in range(edges[i_loop], edges[i_loop + 1]):
             dq = _step(
                 c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
-                key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
+                key + i * BN, keys, factor, cap, BN, D, KS, VS, i_loop != 1, FLAGS,
             )  # fmt: skip
-    for i in range(inner, outer):
-        dq = _step(
-            c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
-            key + i * BN, keys, factor, cap, BN, D, KS, VS, False, FLAGS,
-        )  # fmt: skip
-    for i in range(outer, count):
-        dq = _step(
-            c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
-            key + i * BN, keys, factor, cap, BN, D, KS, VS, True, FLAGS,
-        )  # fmt: skip
     return dq
 
 
