@@ -201,7 +201,7 @@ def test_every_wait_of_the_wide_scan_is_wanted(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(unnoticed) == sorted(
         [
             "chunk_fwd: mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)",
-            "chunk_fwd: mbarrier.wait(barriers.full.index(s), (i // ST) & 1)",
+            "chunk_fwd: mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)",
             *SHARED_ALONE,
         ]
     )
