@@ -9,16 +9,13 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 SCRIPT = "tests.support.wrong_indices"
 PACKED = "attention-packed", "chunk_hgrn", "chunk_rwkv4", "selective_scan-groups"
 PACKED += "short_convolution-packed", "token_shift-packed", "recurrent_step", "chunk_mamba3"
-
-# an offset below zero makes the number of a chunk negative (scalar_decay/device.py:locate_chunk)
-BEFORE = pytest.mark.xfail(reason="tokens before the first one are read")
-CHUNKED = "chunk_gla", "chunk_gated_oja_rule"
+PACKED += "chunk_gla", "chunk_gated_oja_rule"
 
 
 def test_wrong_indices_touch_no_other_memory() -> None:
     run("indices", script=SCRIPT)
 
 
-@pytest.mark.parametrize("row", [*PACKED, *(pytest.param(x, marks=BEFORE) for x in CHUNKED)])
+@pytest.mark.parametrize("row", PACKED)
 def test_wrong_offsets_touch_no_other_memory(row: str) -> None:
     run("offsets", row, script=SCRIPT)

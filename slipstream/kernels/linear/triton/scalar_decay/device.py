@@ -28,7 +28,8 @@ def locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED: tl.constexpr):
             past = tl.where(before, past, middle)
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        i_c = i_chunk - (begin // C + i_n)
+        # below 0 only with wrong offsets, which must not lead before the first token
+        i_c = tl.maximum(i_chunk - (begin // C + i_n), 0)
         length = tl.maximum(end - begin, 0)
     else:
         chunks = tl.cdiv(T, C)
