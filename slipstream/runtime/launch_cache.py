@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from slipstream.compiler.aot import FUSION, common_options
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
 from slipstream.runtime.launch_replay import c_launcher, flat_launcher, maps_of
-from slipstream.runtime.symbolic_sizes import value_of
+from slipstream.runtime.symbolic_sizes import Size
 
 if TYPE_CHECKING:
     from slipstream.runtime.recording import Recorder
@@ -244,9 +244,12 @@ class CachedKernel:
                 entry.launch((*grid, 1, 1)[:3], args)
                 return
             # a kernel that is probed within a recorded call gets that call's sizes
-            plain, plain_grid = tuple(map(value_of, args)), tuple(map(value_of, grid))
-            named = {name: value_of(x) for name, x in named.items()}
-            compiled = self.kernel[plain_grid](*plain, **self._options(named))
+            plain, plain_grid, options = (
+                [x.value if isinstance(x, Size) else x for x in given]
+                for given in (args, grid, named.values())
+            )
+            named = dict(zip(named, options))
+            compiled = self.kernel[tuple(plain_grid)](*plain, **self._options(named))
             if key is None or len(args) < len(self._names):
                 return
             entry = wrap_compiled(compiled)
